@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Runs all tests, after installing what they need.
+set -euo pipefail
+
+usage() {
+    cat <<'TEXT'
+usage: launch/test.sh [PYTEST ARGUMENTS ...]
+
+Installs the package with its test extra into .venv (unless that was done) and runs the tests. Skipped tests are listed
+with their reason at the end.
+
+  CAPSLOG_DATA   folder with outside data sets (bccd/, coco-eval-100/); tests that need one are skipped without it
+TEXT
+}
+
+case "${1:-}" in
+    -h | --help) usage; exit 0 ;;
+esac
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+cd "$root"
+launch/install.sh test
+exec .venv/bin/python -m pytest -rs "$@"
