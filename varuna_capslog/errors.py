@@ -1,0 +1,27 @@
+"""The errors a user can meet, one class per kind of answer.
+
+Everything the command line prints in one sentence derives from `CapslogError`; anything else that escapes is a defect
+of ours. A message names the value, the rule it breaks and the next action.
+"""
+
+from __future__ import annotations
+
+__all__ = ["CapslogError", "DoesNotFit", "StepRefused"]
+
+
+class CapslogError(ValueError):
+    """A mistake in a config, a file or a cluster that its owner can mend. The command exits with `exit_status`."""
+
+    exit_status = 2
+
+
+class DoesNotFit(CapslogError):
+    """No plan keeps every stage within its device's memory. Exit status 3."""
+
+    exit_status = 3
+
+
+class StepRefused(CapslogError):
+    """A training step whose loss or gradients are not finite; nothing of it was applied. Exit status 4."""
+
+    exit_status = 4
