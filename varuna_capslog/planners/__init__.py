@@ -1,0 +1,157 @@
+"""From a profile and a number of devices to a plan: one planner per file, one table of their names.
+
+The command line and the elastic supervisor call `plan`; a planner itself is a plain function on numbers. Nothing here
+imports torch, so that a plan is re-decided in milliseconds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from varuna_capslog import fields
+from varuna_capslog.errors import CapslogError
+from varuna_capslog.memory import MEMORY_MODELS, StageCosts
+from varuna_capslog.plan import Plan, Shortfall
+from varuna_capslog.planners.capslog import capslog_cuts
+from varuna_capslog.planners.exact import exact_cuts, fewest_devices
+from varuna_capslog.planners.varuna import varuna_cuts
+from varuna_capslog.profiles.record import Profile
+from varuna_capslog.units import format_bytes
+
+__all__ = ["PLANNERS", "Planner", "plan"]
+
+Planner = Callable[[StageCosts, int, Sequence[int] | None], list[int]]
+"""(stage costs, number of devices, capacity of each device in bytes or None) -> first layer of each stage.
+
+A planner cuts into exactly as many stages as there are devices, at most one per layer, also where nothing fits.
+"""
+
+PLANNERS: dict[str, Planner] = {"varuna": varuna_cuts, "capslog": capslog_cuts, "exact": exact_cuts}
+
+STAGE_INPUTS = ("host", "device")
+
+
+def plan(
+    profile: Profile,
+    devices: int,
+    planner: str = "exact",
+    memory: str = "additive",
+    capacity: int | Sequence[int] | None = None,
+    schedule: str = "varuna",
+    num_microbatches: int | None = None,
+    microbatch_size: int | None = None,
+    recompute: bool = True,
+    stage_inputs: str = "host",
+) -> Plan:
+    """Cut the profiled chain into one stage per device.
+
+    planner, memory: a name in PLANNERS and one in MEMORY_MODELS.
+    capacity: bytes of every device, or one number per device; None plans for the smallest peak alone, and fits is true.
+    schedule, recompute, stage_inputs ("host" or "device"): what the run keeps in memory. Where the memory model does
+    not describe it, the cut list is planned all the same, but `fits` and the predicted bytes are None and `notes` says
+    why.
+    num_microbatches, microbatch_size: written into the plan; the size must be the one that the profile holds for.
+
+    A plan that does not fit is an answer too: fits is False and `shortfall` names the stage that lacks most and the
+    smallest number of devices (of the smallest capacity given, cut by `exact`) that would do.
+
+    Raises CapslogError for more devices than layers, unknown names, and capacities that do not match the devices.
+    """
+    devices = fields.whole(devices, "devices", minimum=1)
+    fields.refuse_unknown([planner], list(PLANNERS), "planner")
+    fields.refuse_unknown([memory], list(MEMORY_MODELS), "memory model")
+    fields.choice(stage_inputs, "stage_inputs", STAGE_INPUTS)
+    if devices > profile.num_layers:
+        raise CapslogError(
+            f"{devices} devices but only {profile.num_layers} layers; every stage holds at least one layer, "
+            f"so use at most {profile.num_layers} devices or a chain with more cut points"
+        )
+    capacities = _capacities(capacity, devices)
+    costs = MEMORY_MODELS[memory].stage_costs(profile)
+
+    begun = time.perf_counter()
+    cuts = PLANNERS[planner](costs, devices, capacities)
+    search_seconds = time.perf_counter() - begun
+
+    notes = _gaps(profile, memory, schedule, recompute, stage_inputs, microbatch_size)
+    stage_bytes, fits, shortfall = None, None, None
+    if not notes:
+        stage_bytes = costs.peaks(cuts)
+        shortfall = None if capacities is None else _shortfall(costs, stage_bytes, capacities)
+        fits = shortfall is None
+        if shortfall is not None and capacities is not None:
+            notes = [_sentence(shortfall, stage_bytes, capacities)]
+    return Plan(
+        num_layers=profile.num_layers,
+        cuts=tuple(cuts),
+        planner=planner,
+        memory_model=memory,
+        model=profile.model,
+        profile_digest=profile.digest,
+        schedule=schedule,
+        num_microbatches=num_microbatches,
+        microbatch_size=microbatch_size,
+        stage_bytes=None if stage_bytes is None else tuple(stage_bytes),
+        peak_bytes=None if stage_bytes is None else max(stage_bytes),
+        capacity_bytes=_as_given(capacity, capacities),
+        fits=fits,
+        shortfall=shortfall,
+        search_seconds=search_seconds,
+        notes=tuple(notes),
+    )
+
+
+def _capacities(capacity: int | Sequence[int] | None, devices: int) -> list[int] | None:
+    """The capacity of each device in bytes."""
+    if capacity is None:
+        return None
+    if isinstance(capacity, (list, tuple)):
+        if len(capacity) != devices:
+            raise CapslogError(f"{len(capacity)} capacities for {devices} devices; give one for all, or one for each")
+        return [fields.whole(row, f"capacity of device {i}", minimum=1) for i, row in enumerate(capacity)]
+    return [fields.whole(capacity, "capacity", minimum=1)] * devices
+
+
+def _as_given(capacity: int | Sequence[int] | None, capacities: list[int] | None) -> int | tuple[int, ...] | None:
+    """The checked capacities in the form in which they were given: one number, or one per device."""
+    if capacities is None:
+        return None
+    return tuple(capacities) if isinstance(capacity, (list, tuple)) else capacities[0]
+
+
+def _gaps(
+    profile: Profile, memory: str, schedule: str, recompute: bool, stage_inputs: str, microbatch_size: int | None
+) -> list[str]:
+    """Why the memory model has no numbers for this run; empty if it has."""
+    gaps = []
+    if (gap := MEMORY_MODELS[memory].gap(schedule, recompute, stage_inputs)) is not None:
+        gaps.append(f"fits and peak_bytes are unknown: {gap}")
+    profiled = profile.conditions.get("microbatch_size")
+    if None not in (microbatch_size, profiled) and microbatch_size != profiled:
+        gaps.append(
+            f"fits and peak_bytes are unknown: the profile holds for microbatch_size {profiled}, "
+            f"not {microbatch_size}; profile with that size"
+        )
+    return gaps
+
+
+def _shortfall(costs: StageCosts, stage_bytes: Sequence[int], capacities: Sequence[int]) -> Shortfall | None:
+    """The stage that exceeds its own device most, or None if none does."""
+    excess = [used - capacity for used, capacity in zip(stage_bytes, capacities, strict=True)]
+    worst = max(excess)
+    if worst <= 0:
+        return None
+    return Shortfall(excess.index(worst), worst, fewest_devices(costs, min(capacities)))
+
+
+def _sentence(shortfall: Shortfall, stage_bytes: Sequence[int], capacities: Sequence[int]) -> str:
+    """The shortfall for people."""
+    stage, devices = shortfall.stage, shortfall.devices_that_fit
+    lack = (
+        f"stage {stage} needs {format_bytes(stage_bytes[stage])} of {format_bytes(capacities[stage])}, "
+        f"{format_bytes(shortfall.bytes)} too much"
+    )
+    if devices is None:
+        return f"nothing fits: {lack}, and no number of devices would do, since each stage holds at least one layer"
+    return f"does not fit: {lack}; {devices} device(s) of {format_bytes(min(capacities))} would do with planner exact"

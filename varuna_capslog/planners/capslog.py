@@ -1,0 +1,92 @@
+"""CAPSlog's recommender: fill devices one after the other up to a threshold, and bisect the threshold.
+
+Algorithms 1 and 2 of the paper (Sec. III-B), which find the smallest peak where the peak of a stage grows with every
+layer added at either end. Without that the answer may be worse than the best one; `exact` never is.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import pairwise
+
+from varuna_capslog.memory.additive import StageCosts
+
+__all__ = ["capslog_cuts"]
+
+
+def capslog_cuts(costs: StageCosts, devices: int, capacities: Sequence[int] | None = None) -> list[int]:
+    """Return the first layer of each of `devices` stages, 1 <= devices <= L.
+
+    Algorithm 1 with tighter bounds and longer steps. It begins with l = 0 and r = the memory of a device; we begin with
+    the peak that fill-first has when nothing stops it, so that the smallest peak is found whether or not it fits.
+    It goes on with threshold - 1 or threshold + 1; we skip, on either side, the thresholds at which fill-first would
+    give the same stages again. Where feasibility rises with the threshold, the answer is that of Algorithm 1.
+
+    O(G log L) per threshold where every M_a >= 0, O(L) otherwise; at most log2 of the first peak thresholds.
+    """
+    running = costs.running
+    rising = all(before <= after for before, after in pairwise(running))
+    fill_first = _fill_by_bisection if rising else _fill_by_walking
+
+    # The largest cost of any stage: nothing exceeds it on the way, so fill-first never stops early.
+    recommended, high, _ = fill_first(costs, devices, max(costs.head) + max(running))
+    low = costs.head[0]  # Layer 0 begins the first stage, and M_p(0, m) is no less where M_a >= 0.
+    if not rising:
+        low = 0
+    high -= 1
+    while low <= high:
+        threshold = (low + high) // 2
+        cuts, predicted_peak, next_threshold = fill_first(costs, devices, threshold)
+        if predicted_peak <= threshold:
+            recommended = cuts
+            high = predicted_peak - 1
+        else:
+            low = next_threshold
+    return recommended
+
+
+_Filled = tuple[list[int], int, int]
+
+
+def _fill_by_bisection(costs: StageCosts, devices: int, threshold: int) -> _Filled:
+    """FILL_FIRST of Algorithm 2 where every M_a >= 0, so that the last layer that still fits is found by bisection.
+
+    Devices 0 .. G-2 are filled in turn, each with at least one layer and leaving one for each that follows; device G-1
+    takes the rest (the algorithm's text; its printed indices would give G + 1 stages).
+
+    Returns the cuts, the predicted peak, and the smallest threshold above `threshold` that could change the outcome.
+    The first stage above the threshold decides that it is too low, so the cuts are then of no use and the search ends
+    there.
+    """
+    head, running = costs.head, costs.running
+    num_layers = len(head)
+    first, peak, following = 0, 0, 1 << 200
+    cuts = [0]
+    for end_limit in range(num_layers - devices + 1, num_layers):
+        begin = head[first]
+        end = bisect_right(running, threshold - begin, first + 1, end_limit)
+        used = begin + running[end - 1]
+        if used > peak:
+            if used > threshold:
+                return cuts, used, min(used, following)
+            peak = used
+        if end < end_limit and begin + running[end] < following:
+            following = begin + running[end]
+        cuts.append(end)
+        first = end
+    peak = max(peak, head[first] + running[-1])
+    return cuts, peak, min(peak, following)
+
+
+def _fill_by_walking(costs: StageCosts, devices: int, threshold: int) -> _Filled:
+    """FILL_FIRST of Algorithm 2 layer by layer, as printed but for its indices: any M_a may be negative."""
+    num_layers, running = costs.num_layers, costs.running
+    cuts = [0]
+    for end_limit in range(num_layers - devices + 1, num_layers):
+        end = cuts[-1] + 1
+        most = threshold - costs.head[cuts[-1]]
+        while end < end_limit and running[end] <= most:
+            end += 1
+        cuts.append(end)
+    return cuts, max(costs.peaks(cuts)), threshold + 1
