@@ -1,0 +1,133 @@
+"""A schedule as data: who computes what in which order.
+
+One `Action` is one piece of work on one stage; a `Schedule` is one ordered list of them per rank of one pipeline.
+Every other module of this room takes and returns these lists; nothing here may know how long an action takes or how
+it is executed.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "KINDS",
+    "Action",
+    "Schedule",
+    "format_csv",
+    "from_strings",
+    "parse_action",
+    "parse_csv",
+    "placement_of",
+    "to_strings",
+]
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from varuna_capslog.errors import CapslogError
+
+KINDS: dict[str, str] = {
+    "F": "forward",
+    "B": "backward",
+    "I": "input half of the backward",
+    "W": "weight half of the backward",
+    "R": "recompute",
+    "O": "offload",
+    "L": "load",
+    "U": "update",
+}
+"""Every kind of action and its meaning. F, B, I and W are spelled as in torch.distributed.pipelining."""
+
+_TEXT = re.compile(r"(0|[1-9][0-9]*)([A-Z])(0|[1-9][0-9]*)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One piece of work: `kind` (a key of `KINDS`) of `microbatch` on `stage`, both counted from 0.
+
+    An update (`U`) belongs to the whole step and has microbatch None; every other kind has a microbatch. Prints as
+    `<stage><kind><microbatch>`: `2F0`, `0R3`, `1U`. Raises `CapslogError` when the parts do not fit together.
+    """
+
+    stage: int
+    kind: str
+    microbatch: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise CapslogError(f"unknown kind of action {self.kind!r}; use one of {', '.join(KINDS)}")
+        if self.stage < 0 or (self.microbatch is not None and self.microbatch < 0):
+            raise CapslogError(
+                f"action {self}: stages and microbatches are counted from 0; use numbers that are not negative"
+            )
+        if (self.microbatch is None) != (self.kind == "U"):
+            rule = "an update has no microbatch" if self.kind == "U" else f"a {KINDS[self.kind]} needs a microbatch"
+            raise CapslogError(f"action {self}: {rule}; write {self.stage}U or {self.stage}F0")
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{'' if self.microbatch is None else self.microbatch}"
+
+
+Schedule: TypeAlias = list[list[Action]]
+"""One ordered list of actions per rank of one pipeline."""
+
+
+def parse_action(text: str) -> Action:
+    """The action that prints as `text`. Raises `CapslogError` for anything else."""
+    found = _TEXT.fullmatch(text)
+    if found is None:
+        raise CapslogError(f"{text!r} is not an action; write <stage><kind><microbatch>, for example 2F0, 0R3 or 1U")
+    stage, kind, microbatch = found.groups()
+    return Action(int(stage), kind, None if microbatch is None else int(microbatch))
+
+
+def to_strings(schedule: Iterable[Iterable[Action]]) -> list[list[str]]:
+    """The form that JSON holds (`actions` in plan.json): one list of strings per rank."""
+    return [[str(action) for action in actions] for actions in schedule]
+
+
+def from_strings(rows: Sequence[Sequence[str]]) -> Schedule:
+    """The inverse of `to_strings`. Raises `CapslogError` naming rank and position of the first entry it cannot read."""
+    schedule: Schedule = []
+    for rank, row in enumerate(rows):
+        actions = []
+        for position, text in enumerate(row):
+            try:
+                actions.append(parse_action(text))
+            except CapslogError as error:
+                raise CapslogError(f"rank {rank}, position {position}: {error}") from None
+        schedule.append(actions)
+    return schedule
+
+
+def format_csv(schedule: Iterable[Iterable[Action]]) -> str:
+    """One line per rank, actions separated by commas; a rank without work is an empty line."""
+    return "".join(",".join(row) + "\n" for row in to_strings(schedule))
+
+
+def parse_csv(text: str) -> Schedule:
+    """The inverse of `format_csv`. Blanks around an action and empty cells (idle time in a drawn table) are skipped."""
+    return from_strings([[cell.strip() for cell in line.split(",") if cell.strip()] for line in text.splitlines()])
+
+
+def placement_of(schedule: Sequence[Sequence[Action]]) -> list[int]:
+    """`placement[stage]` = the rank that runs the stage.
+
+    Raises `CapslogError` when a stage has actions on two ranks or a number between 0 and the last stage has none at
+    all.
+    """
+    rank_of: dict[int, int] = {}
+    for rank, actions in enumerate(schedule):
+        for position, action in enumerate(actions):
+            owner = rank_of.setdefault(action.stage, rank)
+            if owner != rank:
+                raise CapslogError(
+                    f"rank {rank}, position {position}: {action} belongs to stage {action.stage}, which also has "
+                    f"actions on rank {owner}; a stage lives on one rank, move all its actions there"
+                )
+    missing = [stage for stage in range(max(rank_of, default=-1) + 1) if stage not in rank_of]
+    if missing:
+        raise CapslogError(
+            f"stage {missing[0]} has no action on any rank; number the stages 0, 1, 2, ... without a gap"
+        )
+    return [rank_of[stage] for stage in range(len(rank_of))]

@@ -1,0 +1,210 @@
+"""The time and memory course of one step, from the seconds of each stage.
+
+`capslog simulate`, planners that rank by time and the report's Gantt picture call it. It plays the lowered programs and
+is not a measurement: an action takes the same time for every microbatch, and a transfer runs beside the computation.
+"""
+
+from __future__ import annotations
+
+__all__ = ["TimedAction", "TimedMessage", "Timeline", "simulate"]
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from varuna_capslog.errors import CapslogError
+from varuna_capslog.schedules.actions import KINDS, Action, placement_of
+from varuna_capslog.schedules.lower import Message, Recv, Send, find_deadlock, lower
+from varuna_capslog.schedules.recompute import graph_keeping_forwards
+
+
+@dataclass(frozen=True, slots=True)
+class TimedAction:
+    """One action on `rank` with its begin and end in seconds since the step's begin."""
+
+    rank: int
+    action: Action
+    start_seconds: float
+    end_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class TimedMessage:
+    """One transfer from rank `source` to rank `destination`; `end_seconds` is when it has arrived."""
+
+    source: int
+    destination: int
+    message: Message
+    start_seconds: float
+    end_seconds: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The course of one step.
+
+    actions: per rank, its actions in order, timed.
+    messages: every transfer, ordered by its begin.
+    step_seconds: end of the last action.
+    busy_seconds: per rank, the time spent in actions.
+    bubble_fraction: share of all ranks' step time that is spent idle, 0 .. 1.
+    in_flight, live_graphs: per stage, the course of the number of microbatches between begin of F and end of B (or W),
+        and of graphs alive, as (seconds, number from then on), in the order in which the stage acts.
+    """
+
+    actions: list[list[TimedAction]]
+    messages: list[TimedMessage]
+    step_seconds: float
+    busy_seconds: list[float]
+    bubble_fraction: float
+    in_flight: list[list[tuple[float, int]]]
+    live_graphs: list[list[tuple[float, int]]]
+
+    @property
+    def max_in_flight(self) -> list[int]:
+        """Per stage, the most microbatches in flight at a time."""
+        return [max((count for _, count in course), default=0) for course in self.in_flight]
+
+    @property
+    def max_live_graphs(self) -> list[int]:
+        """Per stage, the most graphs alive at a time."""
+        return [max((count for _, count in course), default=0) for course in self.live_graphs]
+
+
+def simulate(
+    schedule: Sequence[Sequence[Action]],
+    forward_seconds: Sequence[float],
+    backward_seconds: Sequence[float],
+    recompute_seconds: Sequence[float] | None = None,
+    *,
+    transfer_seconds: Sequence[float] | None = None,
+    other_seconds: Mapping[str, Sequence[float]] | None = None,
+    has_gradient: Sequence[bool] | None = None,
+) -> Timeline:
+    """Plays one step of a (validated) schedule.
+
+    Args:
+        schedule: one list of actions per rank.
+        forward_seconds, backward_seconds: per stage and microbatch.
+        recompute_seconds: default: as long as the forward.
+        transfer_seconds: for the cuts before stages 1 .. S-1, one message in either direction; default 0. Messages of
+            one ordered pair of ranks go one after the other; nothing else is shared, and sending costs the ranks no
+            time.
+        other_seconds: per stage, for the kinds I, W, O, L and U; a schedule with a kind that has no cost is refused.
+        has_gradient: as in `lower`.
+
+    Raises `CapslogError` for lists of a wrong length, times that are negative or not finite, and a schedule that
+    deadlocks.
+    """
+    placement = placement_of(schedule)
+    num_stages = len(placement)
+    seconds: dict[str, Sequence[float]] = {
+        **(other_seconds or {}),
+        "F": forward_seconds,
+        "B": backward_seconds,
+        "R": forward_seconds if recompute_seconds is None else recompute_seconds,
+    }
+    transfers = [0.0] * (num_stages - 1) if transfer_seconds is None else transfer_seconds
+    for kind, values in seconds.items():
+        _check_times(f"seconds of kind {kind}", values, num_stages)
+    _check_times("transfer_seconds", transfers, num_stages - 1)
+    for actions in schedule:
+        for action in actions:
+            if action.kind not in seconds:
+                raise CapslogError(
+                    f"no seconds are known for {action} ({KINDS[action.kind]}); "
+                    f"give other_seconds[{action.kind!r}], one per stage"
+                )
+
+    lowered = lower(schedule, has_gradient)
+    if (deadlock := find_deadlock(lowered)) is not None:
+        raise CapslogError(f"the schedule deadlocks: {deadlock}; reorder the lists of these ranks")
+
+    programs = lowered.programs
+    at = [0] * len(programs)
+    clock = [0.0] * len(programs)
+    link_free: dict[tuple[int, int], float] = {}
+    arrival: dict[Message, float] = {}
+    timed: list[list[TimedAction]] = [[] for _ in programs]
+    messages: list[TimedMessage] = []
+    waiting = True
+    while waiting:  # each round moves at least one rank, `find_deadlock` has shown
+        waiting = False
+        for rank, program in enumerate(programs):
+            while at[rank] < len(program):
+                instruction = program[at[rank]]
+                if isinstance(instruction, Recv):
+                    if instruction.message not in arrival:
+                        waiting = True
+                        break
+                    clock[rank] = max(clock[rank], arrival[instruction.message])
+                elif isinstance(instruction, Send):
+                    link = (rank, instruction.peer)
+                    begin = max(clock[rank], link_free.get(link, 0.0))
+                    end = begin + transfers[instruction.message.boundary - 1]
+                    link_free[link] = arrival[instruction.message] = end
+                    messages.append(TimedMessage(rank, instruction.peer, instruction.message, begin, end))
+                else:
+                    end = clock[rank] + seconds[instruction.kind][instruction.stage]
+                    timed[rank].append(TimedAction(rank, instruction, clock[rank], end))
+                    clock[rank] = end
+                at[rank] += 1
+
+    step_seconds = max((row[-1].end_seconds for row in timed if row), default=0.0)
+    busy_seconds = [sum(one.end_seconds - one.start_seconds for one in row) for row in timed]
+    total = step_seconds * len(programs)
+    in_flight, live_graphs = _courses(timed, num_stages, graph_keeping_forwards(schedule))
+    return Timeline(
+        actions=timed,
+        messages=sorted(messages, key=lambda one: one.start_seconds),
+        step_seconds=step_seconds,
+        busy_seconds=busy_seconds,
+        bubble_fraction=1.0 - sum(busy_seconds) / total if total > 0 else 0.0,
+        in_flight=in_flight,
+        live_graphs=live_graphs,
+    )
+
+
+def _check_times(name: str, values: Sequence[float], length: int) -> None:
+    if len(values) != length:
+        raise CapslogError(
+            f"{name}: {len(values)} values where the schedule needs {length}; give one per stage (or cut)"
+        )
+    for index, value in enumerate(values):
+        if not 0.0 <= value < float("inf"):
+            raise CapslogError(f"{name}[{index}] is {value}; give a finite number of seconds, 0 or more")
+
+
+def _courses(
+    timed: list[list[TimedAction]], num_stages: int, graph_keeping: set[tuple[int, int]]
+) -> tuple[list[list[tuple[float, int]]], list[list[tuple[float, int]]]]:
+    """Per stage, how many microbatches are in flight and how many graphs alive from each time on.
+
+    A graph that was offloaded counts only outside O's end .. L's begin.
+    """
+    in_flight: list[list[tuple[float, int]]] = [[] for _ in range(num_stages)]
+    live_graphs: list[list[tuple[float, int]]] = [[] for _ in range(num_stages)]
+    alive: set[tuple[int, int]] = set()
+    offloaded: set[tuple[int, int]] = set()
+
+    def change(course: list[tuple[float, int]], at_seconds: float, by: int) -> None:
+        course.append((at_seconds, (course[-1][1] if course else 0) + by))
+
+    for row in timed:
+        for one in row:
+            stage, kind = one.action.stage, one.action.kind
+            if one.action.microbatch is None:
+                continue
+            key = (stage, one.action.microbatch)
+            if kind == "F":
+                change(in_flight[stage], one.start_seconds, 1)
+            if kind == "R" or (kind == "F" and key in graph_keeping) or (kind == "L" and key in offloaded):
+                alive.add(key)
+                change(live_graphs[stage], one.start_seconds, 1)
+            if kind in "BW":
+                change(in_flight[stage], one.end_seconds, -1)
+            if kind in "BWO" and key in alive:
+                alive.discard(key)
+                change(live_graphs[stage], one.end_seconds, -1)
+                if kind == "O":
+                    offloaded.add(key)
+    return in_flight, live_graphs
