@@ -1,0 +1,272 @@
+"""All talk between the ranks of one generation; the only code that touches `torch.distributed`.
+
+One `Communicator` owns every process group of its generation: it is created with them, aborts and closes them together.
+Votes and small sums run over gloo even when tensors travel over NCCL. Timeouts are explicit; a lost peer is named.
+"""
+
+from __future__ import annotations
+
+import datetime
+import pickle
+import re
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from varuna_capslog.chain import TensorSpec
+from varuna_capslog.errors import CapslogError
+
+__all__ = ["Communicator", "PeerLost", "Receive", "Send", "connect"]
+
+Value = TypeVar("Value")
+
+
+class PeerLost(CapslogError):
+    """Another rank closed its connection or did not answer in time; the cause is in that rank's own message."""
+
+    exit_status = 5
+
+    def __init__(self, message: str, peer: int | None) -> None:
+        super().__init__(message)
+        self.peer = peer
+
+
+def connect(
+    rank: int,
+    world_size: int,
+    address: str,
+    port: int,
+    generation: int | str = 0,
+    timeout_seconds: float = 30.0,
+    host_store: bool = False,
+) -> Communicator:
+    """Joins the ranks of `generation` through the store at `address:port`.
+
+    Args:
+        timeout_seconds: longest wait for any message of a peer.
+        host_store: this rank serves the store; False where somebody else does (torchrun's agent, a test's parent).
+
+    Raises:
+        PeerLost: not all ranks arrived within the timeout.
+    """
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    try:
+        # joining waits for slow imports on other hosts, so it is granted more than one message
+        patience = datetime.timedelta(seconds=max(60.0, timeout_seconds))
+        store = dist.TCPStore(address, port, is_master=host_store, timeout=patience, wait_for_workers=False)
+        prefixed = dist.PrefixStore(f"generation-{generation}", store)
+        dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=world_size, timeout=timeout)
+    except (RuntimeError, ValueError) as error:
+        raise PeerLost(f"rank {rank} could not join {world_size} ranks at {address}:{port}: {error}", None) from error
+    communicator = Communicator(rank, world_size, generation, timeout)
+    communicator._store = store  # where this rank serves it, it must live as long as the group
+    return communicator
+
+
+class Send:
+    """A message under way; keeps its memory until `wait`."""
+
+    def __init__(self, communicator: Communicator, work: dist.Work | None, peer: int, buffer: Tensor) -> None:
+        self._communicator, self._work, self._peer, self._buffer = communicator, work, peer, buffer
+
+    def wait(self) -> None:
+        """Returns when the buffer may be reused. Raises PeerLost."""
+        if self._work is not None:
+            self._communicator._wait(self._work, self._peer, "sending to")
+            self._work = None
+
+
+class Receive:
+    """A posted receive; `wait` gives the tensor on the rank's device."""
+
+    def __init__(
+        self, communicator: Communicator, work: dist.Work | None, peer: int, buffer: Tensor, device: torch.device
+    ) -> None:
+        self._communicator, self._work, self._peer, self._buffer, self._device = (
+            communicator,
+            work,
+            peer,
+            buffer,
+            device,
+        )
+
+    def wait(self) -> Tensor:
+        """The received tensor. Raises PeerLost."""
+        if self._work is not None:
+            self._communicator._wait(self._work, self._peer, "waiting for")
+            self._work = None
+        return self._buffer.to(self._device, non_blocking=True) if self._buffer.device != self._device else self._buffer
+
+
+class Communicator:
+    """Point-to-point messages, small exact sums and gathers over the ranks of one generation.
+
+    CUDA tensors are staged through pinned host memory, so ranks may share one GPU, unless `open_pair_groups` gave
+    them NCCL. Built by `connect`.
+    """
+
+    def __init__(self, rank: int, world_size: int, generation: int | str, timeout: datetime.timedelta) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.generation = generation
+        self._timeout = timeout
+        self._names: dict[int, str] = {}
+        self._store: dist.Store | None = None
+        self._pair_groups: dict[tuple[int, int], dist.ProcessGroup] = {}
+
+    def open_pair_groups(self, pairs: Iterable[tuple[int, int]], backend: str) -> None:
+        """From now on tensors travel over a group of `backend` ("nccl") per ordered pair (source, destination).
+
+        NCCL has no tags and matches by order, so each direction of each pair has a communicator and a stream of its
+        own; senders and receivers keep one order per pair anyway. Votes and gathers stay on gloo. Every rank calls this
+        with the same pairs; NCCL wants one GPU per rank.
+        """
+        for pair in sorted(set(pairs)):
+            group = dist.new_group(list(pair), timeout=self._timeout, backend=backend)
+            if isinstance(group, dist.ProcessGroup):  # ranks outside the pair get a number
+                self._pair_groups[pair] = group
+
+    def describe_ranks(self, names: dict[int, str]) -> None:
+        """Names used in errors, e.g. {2: "rank 2 (stage 2)"}."""
+        self._names = dict(names)
+
+    def _name(self, peer: int) -> str:
+        return self._names.get(peer, f"rank {peer}")
+
+    def _wait(self, work: dist.Work, peer: int, doing: str) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._lost(error, f"{doing} {self._name(peer)}", peer) from error
+
+    def _lost(self, error: RuntimeError, doing: str, peer: int | None) -> PeerLost:
+        # gloo's text begins with its source file and ends with advice; what lies between is the cause
+        text = re.sub(r"^\[\S*\]\s*", "", str(error).splitlines()[0]).split(". ")[0]
+        reason = (
+            f"no answer within {self._timeout.total_seconds():g} s"
+            if "imed out" in text
+            else f"connection lost ({text})"
+        )
+        return PeerLost(f"{self._name(self.rank)} was {doing}: {reason}", peer)
+
+    def send(self, tensor: Tensor, peer: int, tag: int) -> Send:
+        """Starts sending; the tensor must not change before `Send.wait`.
+
+        Args:
+            tensor: dense, any dtype, CPU or CUDA.
+            tag: matched by the receiver; unique among messages under way to `peer`.
+        """
+        host, group = tensor.detach(), self._pair_groups.get((self.rank, peer))
+        if host.device.type == "cuda" and group is None:
+            pinned = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, pin_memory=True)
+            pinned.copy_(host, non_blocking=True)
+            torch.cuda.current_stream(host.device).synchronize()
+            host = pinned
+        if host.numel() == 0:
+            return Send(self, None, peer, host)
+        try:
+            work = dist.isend(_wire(host), peer, group=group, tag=tag)
+        except RuntimeError as error:
+            raise self._lost(error, f"sending to {self._name(peer)}", peer) from error
+        return Send(self, work, peer, host)
+
+    def receive(self, spec: TensorSpec, peer: int, tag: int, device: torch.device) -> Receive:
+        """Posts a receive of a tensor of `spec`; it lands on `device`."""
+        group = self._pair_groups.get((peer, self.rank))
+        staged = device.type == "cuda" and group is None
+        where = torch.device("cpu") if staged else device
+        buffer = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=where, pin_memory=staged)
+        if buffer.numel() == 0:
+            return Receive(self, None, peer, buffer, device)
+        try:
+            work = dist.irecv(_wire(buffer), peer, group=group, tag=tag)
+        except RuntimeError as error:
+            raise self._lost(error, f"waiting for {self._name(peer)}", peer) from error
+        return Receive(self, work, peer, buffer, device)
+
+    def sum_(self, slots: Tensor) -> Tensor:
+        """Adds float64 vectors of all ranks, in place. Exact, whatever the order, when every slot is filled by one
+        rank.
+        """
+        assert slots.dtype == torch.float64
+        assert slots.device.type == "cpu"
+        if self.world_size > 1:
+            try:
+                dist.all_reduce(slots)
+            except RuntimeError as error:
+                raise self._lost(error, "in the vote of all ranks", None) from error
+        return slots
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's picklable `value`, by rank. For results and reports, not for tensors of a step."""
+        if self.world_size == 1:
+            return [value]
+        raw = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = torch.zeros(self.world_size, dtype=torch.float64)
+        sizes[self.rank] = raw.numel()
+        self.sum_(sizes)
+        longest = int(sizes.max())
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: raw.numel()] = raw
+        everyone = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world_size)]
+        try:
+            dist.all_gather(everyone, padded)
+        except RuntimeError as error:
+            raise self._lost(error, "gathering from all ranks", None) from error
+        return [pickle.loads(part[: int(size)].numpy().tobytes()) for part, size in zip(everyone, sizes, strict=True)]
+
+    def together(self, work: Callable[[], Value]) -> Value:
+        """Runs something slow on every rank (each its own `work`) and returns when all are done.
+
+        The ranks vote while they wait, so that a slow rank is told from a lost one, whatever the timeout.
+
+        Raises:
+            PeerLost: the work of another rank failed; its own message says why. A rank's own error is raised as it is.
+        """
+        if self.world_size == 1:
+            return work()
+        with ThreadPoolExecutor(1, "together") as pool:
+            future = pool.submit(work)
+            pause = 0.002
+            while True:
+                wait([future], pause)
+                pause = min(1.0, 2 * pause)
+                slots = torch.zeros(2 * self.world_size, dtype=torch.float64)
+                slots[self.rank] = float(future.done())
+                slots[self.world_size + self.rank] = float(future.done() and future.exception() is not None)
+                done = self.sum_(slots)[: self.world_size]
+                failed = slots[self.world_size :].nonzero().flatten().tolist()
+                if failed:
+                    if future.done():
+                        future.result()  # our own failure, if it is one
+                    raise PeerLost(f"{self._name(self.rank)} gave up because {self._name(failed[0])} failed", failed[0])
+                if bool(done.all()):
+                    return future.result()
+
+    def exchange(self, tensor: Tensor, peers: Sequence[int], tag: int) -> dict[int, Tensor]:
+        """Swaps a tensor with every peer (all of one shape and dtype); returns theirs by rank, on the same device."""
+        spec = TensorSpec.of(tensor)
+        receives = {peer: self.receive(spec, peer, tag, tensor.device) for peer in peers if peer != self.rank}
+        sends = [self.send(tensor, peer, tag) for peer in receives]
+        theirs = {peer: receive.wait() for peer, receive in receives.items()}
+        for send in sends:
+            send.wait()
+        return theirs
+
+    def barrier(self) -> None:
+        """Waits until every rank is here."""
+        self.sum_(torch.zeros(1, dtype=torch.float64))
+
+    def close(self) -> None:
+        """Leaves the generation; no message may be under way."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _wire(tensor: Tensor) -> Tensor:
+    """The bytes of a dense tensor in memory order: one form for every dtype and memory format."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -1,0 +1,255 @@
+"""Runs one step's action list on one rank: moves tensors between stages and calls them, in the lowered order.
+
+The executor knows neither models nor optimizers. Receives are posted ahead in the sender's order; sends never block,
+and their memory is released as soon as a later message proves that the peer has received them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from varuna_capslog.chain import TensorSpec
+from varuna_capslog.engine.communicator import Communicator, Receive, Send
+from varuna_capslog.engine.stage import MicrobatchContext, Stage
+from varuna_capslog.errors import CapslogError
+from varuna_capslog.schedules import Action, Lowered, Message, Recv
+from varuna_capslog.schedules import Send as SendInstruction
+
+__all__ = ["Executor", "message_specs"]
+
+# Receives are posted ahead: two messages at least, and more while they are small. Posting in the middle of a
+# computation wakes gloo's thread and costs half a millisecond; all at the beginning of a step cost next to nothing.
+_POSTED_AHEAD = 2
+_POSTED_AHEAD_BYTES = 1 << 20
+_TENSORS_PER_MESSAGE = 64
+
+
+def message_specs(
+    message: Message, cuts: Sequence[int], specs: Sequence[Mapping[str, TensorSpec]], names: Sequence[str]
+) -> list[tuple[str, TensorSpec]]:
+    """What a message carries, in order: all tensors of the cut, or the gradients of those that want one."""
+    cut = specs[cuts[message.boundary]]
+    return [(name, cut[name]) for name in names if message.kind == "activation" or cut[name].requires_grad]
+
+
+def acknowledgements(lowered: Lowered, rank: int) -> dict[Message, int]:
+    """For each message that `rank` receives: how many of its own messages to that peer have surely arrived by then.
+
+    The peer's program says what it received before it sent this; a pure function of the schedule, so no acknowledgement
+    ever travels.
+    """
+    known: dict[Message, int] = {}
+    for peer in range(len(lowered.programs)):
+        received = 0
+        for instruction in lowered.programs[peer]:
+            if isinstance(instruction, Recv) and instruction.peer == rank:
+                received += 1
+            elif isinstance(instruction, SendInstruction) and instruction.peer == rank:
+                known[instruction.message] = received
+    return known
+
+
+class Executor:
+    """One rank of one pipeline.
+
+    Args:
+        rank: this rank's index inside the pipeline (the row of the schedule).
+        global_rank: index inside the pipeline -> rank of the communicator.
+        stages: the stages that live here, by index.
+        cuts: first layer of every stage, and L at the end.
+        crossing: names at the cut before every stage.
+        load: microbatch index -> the chain's inputs, called on the rank that owns stage 0.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        lowered: Lowered,
+        rank: int,
+        global_rank: Sequence[int],
+        stages: Mapping[int, Stage],
+        cuts: Sequence[int],
+        crossing: Sequence[Sequence[str]],
+    ) -> None:
+        self._communicator = communicator
+        self._program = lowered.programs[rank]
+        self._global_rank = global_rank
+        self._stages = stages
+        self._cuts = cuts
+        self._crossing = crossing
+        self._device = next(iter(stages.values())).device
+        self._acknowledged = acknowledgements(lowered, rank)
+        self._last_stage = len(lowered.placement) - 1
+        self._recomputed = {
+            (action.stage, action.microbatch)
+            for action in self._program
+            if isinstance(action, Action) and action.kind == "R"
+        }
+        for action in self._program:
+            if isinstance(action, Action) and action.kind not in "FBRU":
+                raise CapslogError(f"action {action}: the engine runs F, B, R and U; choose a schedule of these kinds")
+        positions: dict[int, list[int]] = {}
+        for position, instruction in enumerate(self._program):
+            if isinstance(instruction, Action):
+                positions.setdefault(instruction.stage, []).append(position)
+        self._first_use = {uses[0]: stage for stage, uses in positions.items()}
+        self._last_use = {uses[-1]: stage for stage, uses in positions.items()}
+        self.doing = "idle"
+
+    def run(
+        self,
+        contexts: Sequence[MicrobatchContext],
+        load: Callable[[int], dict[str, Tensor]],
+        after_backward: Callable[[Stage, int], None] | None = None,
+        evaluate: Callable[[MicrobatchContext, dict[str, Tensor]], None] | None = None,
+    ) -> None:
+        """Runs the program once.
+
+        Args:
+            contexts: per microbatch of this pipeline.
+            load: local microbatch -> inputs of the chain.
+            after_backward: called after each B with the stage and the local microbatch.
+            evaluate: makes this an evaluation: stages keep nothing, and outputs of the last stage go here.
+        """
+        transfers = _Transfers(self, contexts)
+        arrived: dict[Message, dict[str, Tensor]] = {}
+        for position, instruction in enumerate(self._program):
+            if position in self._first_use:
+                _call(self._stages[self._first_use[position]].before_step)
+            if isinstance(instruction, SendInstruction):
+                transfers.send(instruction, arrived.pop(instruction.message))
+            elif isinstance(instruction, Recv):
+                self.doing = str(instruction)
+                arrived[instruction.message] = transfers.receive(instruction)
+            else:
+                self.doing = str(instruction)
+                self._act(instruction, contexts, arrived, load, after_backward, evaluate)
+            if position in self._last_use:
+                _call(self._stages[self._last_use[position]].after_step)
+        transfers.finish()
+        self.doing = "idle"
+
+    def _act(
+        self,
+        action: Action,
+        contexts: Sequence[MicrobatchContext],
+        arrived: dict[Message, dict[str, Tensor]],
+        load: Callable[[int], dict[str, Tensor]],
+        after_backward: Callable[[Stage, int], None] | None,
+        evaluate: Callable[[MicrobatchContext, dict[str, Tensor]], None] | None,
+    ) -> None:
+        if action.microbatch is None:
+            return  # U: the update is the caller's, after the vote
+        stage, microbatch = self._stages[action.stage], action.microbatch
+        context = contexts[microbatch]
+        if action.kind == "F":
+            if action.stage == 0:
+                values = {name: tensor.to(self._device, non_blocking=True) for name, tensor in load(microbatch).items()}
+                values = {name: values[name] for name in self._crossing[0]}
+            else:
+                values = arrived.pop(Message("activation", action.stage, microbatch))
+            if evaluate is not None:
+                outputs = stage.evaluate(context, values)
+                if action.stage == self._last_stage:
+                    evaluate(context, outputs)
+            else:
+                graph = (action.stage, microbatch) not in self._recomputed
+                outputs = stage.forward(context, values, graph)
+            if action.stage < self._last_stage:
+                arrived[Message("activation", action.stage + 1, microbatch)] = outputs
+        elif action.kind == "R":
+            stage.recompute(context)
+        else:
+            gradients = arrived.pop(Message("gradient", action.stage + 1, microbatch), {})
+            upstream = stage.backward(context, gradients)
+            if action.stage > 0 and upstream:
+                arrived[Message("gradient", action.stage, microbatch)] = upstream
+            if after_backward is not None:
+                after_backward(stage, microbatch)
+
+
+def _call(hooks: Sequence[Callable[[], None]]) -> None:
+    for hook in hooks:
+        hook()
+
+
+class _Transfers:
+    """The messages of one step on one rank."""
+
+    def __init__(self, executor: Executor, contexts: Sequence[MicrobatchContext]) -> None:
+        self._of = executor
+        self._contexts = contexts
+        self._pending = deque(item for item in executor._program if isinstance(item, Recv))
+        self._posted: dict[Message, list[tuple[str, Receive]]] = {}
+        self._posted_bytes = 0
+        self._under_way: dict[int, deque[list[Send]]] = {}
+        self._confirmed: dict[int, int] = {}
+        self._post()
+
+    def _specs(self, message: Message) -> list[tuple[str, TensorSpec]]:
+        names = self._of._crossing[message.boundary]
+        return message_specs(message, self._of._cuts, self._contexts[message.microbatch].specs, names)
+
+    def _tag(self, message: Message) -> int:
+        number = (message.boundary * len(self._contexts) + message.microbatch) * 2 + (message.kind == "gradient")
+        return (number + 1) * _TENSORS_PER_MESSAGE
+
+    def _post(self) -> None:
+        while self._pending:
+            instruction = self._pending[0]
+            message, peer = instruction.message, self._of._global_rank[instruction.peer]
+            size = sum(spec.num_bytes for _, spec in self._specs(message))
+            if len(self._posted) >= _POSTED_AHEAD and self._posted_bytes + size > _POSTED_AHEAD_BYTES:
+                return
+            self._pending.popleft()
+            self._posted_bytes += size
+            tag = self._tag(message)
+            self._posted[message] = [
+                (name, self._of._communicator.receive(spec, peer, tag + position, self._of._device))
+                for position, (name, spec) in enumerate(self._specs(message))
+            ]
+
+    def receive(self, instruction: Recv) -> dict[str, Tensor]:
+        posted = self._posted[instruction.message]
+        tensors = {name: receive.wait() for name, receive in posted}
+        del self._posted[instruction.message]
+        self._posted_bytes -= sum(spec.num_bytes for _, spec in self._specs(instruction.message))
+        self._post()
+        self._release(instruction.peer, self._of._acknowledged[instruction.message])
+        return tensors
+
+    def _release(self, peer: int, count: int) -> None:
+        """Frees the first `count` messages sent to `peer`, which have arrived."""
+        queue = self._under_way.get(peer)
+        while queue and self._confirmed.get(peer, 0) < count:
+            for send in queue.popleft():
+                send.wait()
+            self._confirmed[peer] = self._confirmed.get(peer, 0) + 1
+
+    def send(self, instruction: SendInstruction, tensors: Mapping[str, Tensor]) -> None:
+        message, peer = instruction.message, self._of._global_rank[instruction.peer]
+        tag = self._tag(message)
+        sends = []
+        for position, (name, spec) in enumerate(self._specs(message)):
+            tensor = tensors[name]
+            if tensor.dtype != spec.dtype or tuple(tensor.shape) != spec.shape:
+                raise CapslogError(
+                    f"{name!r} crosses the cut before stage {message.boundary} as {tensor.dtype}{list(tensor.shape)}, "
+                    f"but the trace of the model says {spec.dtype}{list(spec.shape)}: shapes must follow from the "
+                    "input shapes alone"
+                )
+            if tensor.stride() != spec.stride:
+                tensor = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=tensor.device).copy_(
+                    tensor
+                )
+            sends.append(self._of._communicator.send(tensor, peer, tag + position))
+        self._under_way.setdefault(instruction.peer, deque()).append(sends)
+
+    def finish(self) -> None:
+        """Waits for what is still under way."""
+        for peer, queue in self._under_way.items():
+            self._release(peer, self._confirmed.get(peer, 0) + len(queue))

@@ -1,0 +1,188 @@
+"""From the gradients each layer accumulated to the gradients of the whole minibatch, in one fixed order of additions.
+
+Engine rule 1: block v sums its microbatches in order; the blocks are added in index order; the uses of a shared
+parameter are added in layer order. Neither the cut list nor the number of replicas changes an addition, so nothing here
+is a ring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from varuna_capslog.chain import Chain, TensorSpec
+from varuna_capslog.engine.communicator import Communicator
+from varuna_capslog.engine.layers import EngineLayer
+
+__all__ = ["GradientBook", "squared_norm"]
+
+_BLOCK_TAG = 1 << 28
+_SHARED_TAG = 1 << 29
+
+
+class GradientBook:
+    """The gradients of one rank's layers during a step.
+
+    Args:
+        layers: all layers of this rank, in layer order.
+        replica_peers: the ranks that hold the same layers, by replica (this rank among them).
+        rank_of_layer: layer index -> rank of this pipeline that holds it (for shared parameters).
+    """
+
+    def __init__(
+        self,
+        chain: Chain,
+        layers: Sequence[EngineLayer],
+        communicator: Communicator,
+        replica_peers: Sequence[int],
+        rank_of_layer: Sequence[int],
+    ) -> None:
+        self._layers = list(layers)
+        self._communicator = communicator
+        self._peers = list(replica_peers)
+        self._replica = self._peers.index(communicator.rank)
+        self._rank_of_layer = rank_of_layer
+        self._shared = chain.shared
+        self._by_index = {layer.index: layer for layer in layers}
+        # several replicas: every block is kept until all are added in order; one replica: they are added as they end
+        self._blocks: dict[int, list[dict[str, Tensor]]] = {layer.index: [] for layer in layers}
+
+    def close_block(self, layers: Sequence[EngineLayer]) -> None:
+        """Ends an accumulation block on these layers: what `.grad` holds becomes the block's sum."""
+        for layer in layers:
+            block = {}
+            for name, parameter in layer.parameters.items():
+                if parameter.grad is not None:
+                    block[name] = parameter.grad
+                    parameter.grad = None
+            kept = self._blocks[layer.index]
+            if len(self._peers) > 1 or not kept:
+                kept.append(block)
+            else:
+                _add_block(kept[0], block)
+
+    def finish(self) -> None:
+        """Leaves the minibatch's gradient in `.grad` of every trainable parameter (a shared one: of its first local
+        leaf).
+        """
+        for layer in self._layers:
+            blocks, self._blocks[layer.index] = self._blocks[layer.index], []
+            if len(self._peers) > 1:
+                blocks = self._all_blocks(layer, blocks)
+            total: dict[str, Tensor] = {}
+            for block in blocks:
+                _add_block(total, block)
+            for name, gradient in total.items():
+                layer.parameters[name].grad = gradient
+        self._add_uses()
+
+    def forget(self) -> None:
+        """Drops the blocks of a broken-off step."""
+        for blocks in self._blocks.values():
+            blocks.clear()
+
+    def _all_blocks(self, layer: EngineLayer, mine: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+        """The blocks of all replicas in index order; replica r owns the r-th run of blocks."""
+        trainable = {name: p for name, p in layer.parameters.items() if p.requires_grad}
+        everyone: list[list[dict[str, Tensor]]] = [[] for _ in self._peers]
+        everyone[self._replica] = mine
+        if trainable:
+            for number in range(len(mine)):
+                packed = _pack(mine[number], trainable)
+                theirs = self._communicator.exchange(packed, self._peers, _BLOCK_TAG + layer.index)
+                for replica, peer in enumerate(self._peers):
+                    if replica != self._replica:
+                        everyone[replica].append(_unpack(theirs[peer], trainable))
+        return [block for replica in everyone for block in replica]
+
+    def _add_uses(self) -> None:
+        """Shared parameters: every owner adds all uses in layer order."""
+        for number, shared in enumerate(self._shared):
+            local = [(index, name) for index, name in shared.uses if index in self._by_index]
+            if not local:
+                continue
+            leaves = {index: self._by_index[index].parameters[name] for index, name in local}
+            if not next(iter(leaves.values())).requires_grad:
+                continue
+            uses: dict[int, Tensor | None] = {index: leaf.grad for index, leaf in leaves.items()}
+            uses.update(self._remote_uses(number, shared.layers, leaves))
+            total: Tensor | None = None
+            for index in shared.layers:
+                gradient = uses[index]
+                if gradient is not None:
+                    total = gradient.clone() if total is None else total.add_(gradient)
+            for leaf in leaves.values():
+                leaf.grad = None
+            leaves[local[0][0]].grad = total
+
+    def _remote_uses(
+        self, number: int, layers: Sequence[int], leaves: Mapping[int, nn.Parameter]
+    ) -> dict[int, Tensor | None]:
+        rank = self._communicator.rank
+        owners: dict[int, list[int]] = {}
+        for index in layers:
+            owners.setdefault(self._rank_of_layer[index], []).append(index)
+        if len(owners) == 1:
+            return {}
+        template = next(iter(leaves.values()))
+        packed = _pack(
+            {str(i): leaf.grad for i, leaf in leaves.items() if leaf.grad is not None},
+            {str(i): leaf for i, leaf in leaves.items()},
+        )
+        tag = _SHARED_TAG + number
+        receives = {}
+        for owner, theirs in owners.items():
+            if owner != rank:
+                spec = TensorSpec(((template.numel() + 1) * len(theirs),), template.dtype)
+                receives[owner] = self._communicator.receive(spec, owner, tag, template.device)
+        sends = [self._communicator.send(packed, owner, tag) for owner in receives]
+        found: dict[int, Tensor | None] = {}
+        for owner, receive in receives.items():
+            block = _unpack(receive.wait(), {str(i): template for i in owners[owner]})
+            found.update({index: block.get(str(index)) for index in owners[owner]})
+        for send in sends:
+            send.wait()
+        return found
+
+
+def _add_block(total: dict[str, Tensor], block: dict[str, Tensor]) -> None:
+    """total += block, in place; takes ownership of gradients that `total` lacks."""
+    for name, gradient in block.items():
+        known = total.get(name)
+        if known is None:
+            total[name] = gradient
+        else:
+            known.add_(gradient)
+
+
+def _pack(gradients: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> Tensor:
+    """One flat tensor: the gradients in the order of `parameters`, then per parameter 1 if it has one, else 0."""
+    flat = [
+        gradients[name].reshape(-1) if name in gradients else torch.zeros_like(parameter).reshape(-1)
+        for name, parameter in parameters.items()
+    ]
+    first = next(iter(parameters.values()))
+    present = torch.tensor([float(name in gradients) for name in parameters], dtype=first.dtype, device=first.device)
+    return torch.cat([*flat, present])
+
+
+def _unpack(flat: Tensor, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    present = flat[flat.numel() - len(parameters) :].tolist()
+    found, at = {}, 0
+    for (name, parameter), there in zip(parameters.items(), present, strict=True):
+        if there:
+            found[name] = flat[at : at + parameter.numel()].reshape(parameter.shape)
+        at += parameter.numel()
+    return found
+
+
+def squared_norm(layer: EngineLayer, counted: Mapping[str, bool]) -> Tensor:
+    """Sum of squares of a layer's gradients, float64 on its device; `counted` says which of its parameters it owns."""
+    norms = [
+        torch.linalg.vector_norm(parameter.grad, dtype=torch.float64)
+        for name, parameter in layer.parameters.items()
+        if parameter.grad is not None and counted.get(name, True)
+    ]
+    return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=layer.device)

@@ -1,0 +1,194 @@
+"""One layer as the engine runs it, its own parameter leaves, its own random numbers; and autograd graphs of layers.
+
+Layers share a graph only where their gradients flow in one line: a tensor read by several layers ends it, so that
+it collects their gradients one by one, last reader first; each use of a shared parameter accumulates apart from the
+others. That makes every sum of gradients the same for any cut list (engine rule 1).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from varuna_capslog.chain import Chain, Layer
+from varuna_capslog.engine.seeds import seed_layer
+from varuna_capslog.engine.statistics import RunningStatistics, tracking_modules
+from varuna_capslog.errors import CapslogError
+from varuna_capslog.trace import autocast_context
+
+__all__ = ["EngineLayer", "LayerGraph", "keep_layout", "take_layers"]
+
+
+@dataclass
+class LayerGraph:
+    """The autograd graph of one forward of some consecutive layers.
+
+    Attributes:
+        leaves: what the first of them reads and wants a gradient for.
+        writes: names that the last of them writes.
+        edges: of those of `writes` that carry a gradient.
+    """
+
+    leaves: dict[str, Tensor]
+    writes: tuple[str, ...] = ()
+    edges: dict[str, GradientEdge] = field(default_factory=dict)
+
+    def close(self, written: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Ends the graph after the layer that wrote these tensors; returns them detached."""
+        self.writes = tuple(written)
+        self.edges = {name: get_gradient_edge(tensor) for name, tensor in written.items() if tensor.requires_grad}
+        return {name: tensor.detach() for name, tensor in written.items()}
+
+    def backward(self, gradients: dict[str, Tensor]) -> None:
+        """Differentiates the layers; gradients of parameters accumulate in `.grad`. Consumes the graph.
+
+        Args:
+            gradients: in: of the tensors after the last layer; out: of those before the first (a tensor that it read
+                and that others read later has its gradient added).
+        """
+        roots, seeds = [], []
+        for name in self.writes:
+            gradient = gradients.pop(name, None)
+            edge = self.edges.get(name)
+            if gradient is not None and edge is not None:
+                roots.append(edge)
+                seeds.append(gradient)
+        if roots:
+            torch.autograd.backward(roots, seeds)
+        for name, leaf in self.leaves.items():
+            if leaf.grad is not None:
+                known = gradients.get(name)
+                gradients[name] = leaf.grad if known is None else known + leaf.grad
+        self.leaves.clear()
+        self.edges.clear()
+
+
+def keep_layout(tensor: Tensor) -> None:
+    """Gives the tensor's gradient the tensor's own layout, as it would have if it crossed a cut there."""
+    stride = tensor.stride()
+
+    def hook(gradient: Tensor) -> Tensor | None:
+        if gradient.stride() == stride:
+            return None
+        return torch.empty_strided(gradient.shape, stride, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
+
+    tensor.register_hook(hook)
+
+
+class EngineLayer:
+    """A layer on its device. Built by `take_layers`.
+
+    Attributes:
+        index: position in the chain.
+        parameters: name inside the layer -> this layer's own leaf (a shared parameter's leaves share one storage).
+        shared: name inside the layer -> address of the shared parameter, for those that are shared.
+    """
+
+    def __init__(
+        self, index: int, layer: Layer, device: torch.device, precision: str, shared: Mapping[str, str]
+    ) -> None:
+        self.index = index
+        self.layer = layer
+        self.name = layer.name
+        self.device = device
+        self.shared = dict(shared)
+        self.parameters: dict[str, nn.Parameter] = dict(layer.module.named_parameters())
+        self.statistics = RunningStatistics(layer.module)
+        self._precision = precision
+        self._stateless = False
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """Persistent buffers by name inside the layer."""
+        state = self.layer.module.state_dict(keep_vars=True)
+        return {name: tensor for name, tensor in state.items() if name not in self.parameters}
+
+    def forward(
+        self, values: Mapping[str, Tensor], key: tuple[int, int, int], graph: bool, record: bool
+    ) -> dict[str, Tensor]:
+        """Runs the layer; returns what it writes.
+
+        Args:
+            values: at least the tensors it reads.
+            key: (run seed, step, microbatch) of the random numbers.
+            graph: keep the autograd graph.
+            record: count running statistics (False in a recomputation).
+        """
+        seed_layer(self.device, *key, self.index)
+        versions = None
+        if not self._stateless:
+            versions = {name: tensor._version for name, tensor in self.layer.module.named_buffers()}
+        if self.statistics:
+            self.statistics.begin(key[2] if record else None)
+        try:
+            with torch.set_grad_enabled(graph), autocast_context(self.device.type, self._precision):
+                written = self.layer(values)
+        finally:
+            self.statistics.end()
+        if versions is not None:
+            self._check_state(versions)
+        return written
+
+    def _check_state(self, versions: Mapping[str, int]) -> None:
+        """After the first forward: refuses modules that change buffers while they run (engine rule 1)."""
+        for name, tensor in self.layer.module.named_buffers():
+            if tensor._version != versions.get(name, tensor._version):
+                raise CapslogError(
+                    f"layer {self.name!r} changes its buffer {name!r} in the forward; only BatchNorm's running "
+                    "statistics may change there, since recomputation would repeat the change: make it an output or "
+                    "a parameter"
+                )
+        self._stateless = True
+
+
+def take_layers(
+    chain: Chain, indices: Sequence[int], device: torch.device, precision: str = "float32"
+) -> list[EngineLayer]:
+    """The engine's own copies of some layers of a chain, on `device`, in training mode.
+
+    A parameter used by several layers gets one storage on this device and one leaf per using layer.
+
+    Raises:
+        CapslogError: layers share a module that keeps running statistics.
+    """
+    storage: dict[int, Tensor] = {}
+    shared_by_layer: dict[int, dict[str, str]] = {}
+    for use in chain.shared:
+        for index, name in use.uses:
+            shared_by_layer.setdefault(index, {})[name] = use.name
+    taken = []
+    for index in indices:
+        layer = chain.layers[index]
+        module = layer.module
+        shared = shared_by_layer.get(index, {})
+        if shared:
+            _refuse_shared_statistics(chain, index)
+            parameters = dict(module.named_parameters())
+            memo: dict[int, object] = {}
+            for name in shared:
+                original = parameters[name]
+                if id(original) not in storage:
+                    storage[id(original)] = original.detach().to(device, copy=True)
+                memo[id(original)] = nn.Parameter(storage[id(original)], requires_grad=original.requires_grad)
+            module = copy.deepcopy(module, memo)
+        module.to(device).train()
+        taken.append(
+            EngineLayer(index, Layer(layer.name, module, layer.reads, layer.writes), device, precision, shared)
+        )
+    return taken
+
+
+def _refuse_shared_statistics(chain: Chain, index: int) -> None:
+    mine = {id(module): name for name, module in tracking_modules(chain.layers[index].module)}
+    for other in chain.layers[:index]:
+        for _, module in tracking_modules(other.module):
+            if id(module) in mine:
+                raise CapslogError(
+                    f"layers {other.name!r} and {chain.layers[index].name!r} share the module {mine[id(module)]!r}, "
+                    "which keeps running statistics; share a normalisation without them (GroupNorm, LayerNorm)"
+                )

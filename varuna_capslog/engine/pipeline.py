@@ -1,0 +1,477 @@
+"""A training step of one rank: run the schedule, add the gradients, vote, apply.
+
+`PipelineEngine` ties stages, executor, gradients and optimizer together under the commit rule: nothing of the model
+changes before every rank knows that the whole step is finite. It knows plans, not planners, and files not at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from varuna_capslog.chain import Chain
+from varuna_capslog.engine.communicator import Communicator
+from varuna_capslog.engine.executor import Executor
+from varuna_capslog.engine.gradients import GradientBook, squared_norm
+from varuna_capslog.engine.layers import EngineLayer, take_layers
+from varuna_capslog.engine.optimizer import LearningRate, StageOptimizer
+from varuna_capslog.engine.stage import LossFunction, MicrobatchContext, Stage
+from varuna_capslog.errors import CapslogError, StepRefused
+from varuna_capslog.schedules import Action, find_deadlock, lower, make_schedule, parse_action, validate
+from varuna_capslog.trace import ShapeTable
+from varuna_capslog.workload import Minibatch
+
+__all__ = ["EngineOptions", "Layout", "PipelineEngine", "StepResult"]
+
+_STATISTICS_TAG = 3 << 28
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which layers make a stage, which device of the pipeline runs it, and how often the pipeline exists.
+
+    Attributes:
+        cuts: first layer of each stage, beginning with 0.
+        placement: stage -> device of the pipeline.
+        replicas: copies of the pipeline; replica r's device d is rank `r * devices + d`.
+    """
+
+    cuts: tuple[int, ...]
+    placement: tuple[int, ...]
+    replicas: int = 1
+
+    @property
+    def devices(self) -> int:
+        """Devices of one pipeline."""
+        return max(self.placement) + 1
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return self.devices * self.replicas
+
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages that a rank runs."""
+        return [stage for stage, device in enumerate(self.placement) if device == rank % self.devices]
+
+    def describe(self, rank: int) -> str:
+        """A rank's name in errors: rank, stages and, if there are several, replica."""
+        stages = self.stages_of(rank)
+        what = f"stage {stages[0]}" if len(stages) == 1 else f"stages {', '.join(map(str, stages))}"
+        return f"rank {rank} ({what}{f', replica {rank // self.devices}' if self.replicas > 1 else ''})"
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Everything a step depends on besides model, layout and data; the same on every rank, constant for a run.
+
+    Attributes:
+        num_microbatches: per step, over all replicas.
+        num_blocks: accumulation blocks, a multiple of the replicas.
+        schedule, recompute, stage_inputs, transport: see the config's `pipeline` section.
+        clip_norm: largest global gradient norm, 0 = no clipping.
+    """
+
+    num_microbatches: int
+    num_blocks: int = 1
+    schedule: str = "varuna"
+    recompute: bool = True
+    stage_inputs: str = "host"
+    transport: str = "gloo"
+    precision: str = "float32"
+    seed: int = 0
+    clip_norm: float = 0.0
+    weight_decay: float = 1e-4
+    rate: LearningRate = field(default_factory=lambda: LearningRate(1e-4))
+    multipliers: Mapping[str, float] = field(default_factory=dict)
+    actions: tuple[tuple[str, ...], ...] | None = None
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What every rank knows of a committed step. `parts` holds the loss and its parts, of the whole minibatch."""
+
+    step: int
+    parts: dict[str, float]
+    grad_norm: float
+    learning_rate: float
+    stop: bool
+
+
+class PipelineEngine:
+    """One rank of a training run.
+
+    Args:
+        chain: whole, on the CPU, initialised alike on every rank; the engine takes the layers it needs.
+        loss: the workload's.
+        communicator: connects `layout.world_size` ranks.
+
+    Raises:
+        CapslogError: cuts that do not fit the chain, a schedule that cannot run, a module with state of its own.
+    """
+
+    refuses = True
+    """A step that is not finite is voted down; a profiler that feeds dummy values switches this off."""
+
+    def __init__(
+        self,
+        chain: Chain,
+        loss: LossFunction,
+        layout: Layout,
+        options: EngineOptions,
+        communicator: Communicator,
+        device: torch.device,
+        table: ShapeTable | None = None,
+    ) -> None:
+        chain.check_cuts(layout.cuts)
+        if communicator.world_size != layout.world_size:
+            raise CapslogError(
+                f"the layout needs {layout.world_size} ranks ({layout.devices} devices x {layout.replicas} replicas), "
+                f"but {communicator.world_size} are connected"
+            )
+        self.chain, self.layout, self.options = chain, layout, options
+        self.communicator, self.device = communicator, device
+        self.rank = communicator.rank
+        self.replica, self.pipeline_rank = divmod(self.rank, layout.devices)
+        communicator.describe_ranks({rank: layout.describe(rank) for rank in range(layout.world_size)})
+        self.table = table or ShapeTable(chain, device.type, options.precision)
+        self._cuts = (*layout.cuts, len(chain))
+        owned = layout.stages_of(self.rank)
+        indices = [index for stage in owned for index in range(self._cuts[stage], self._cuts[stage + 1])]
+        self.layers = take_layers(chain, sorted(indices), device, options.precision)
+        by_index = {layer.index: layer for layer in self.layers}
+        last = len(layout.cuts) - 1
+        self.stages = {
+            stage: Stage(
+                stage,
+                chain,
+                [by_index[index] for index in range(self._cuts[stage], self._cuts[stage + 1])],
+                loss if stage == last else None,
+                options.stage_inputs,
+            )
+            for stage in owned
+        }
+        self._crossing = [chain.crossing(cut) for cut in layout.cuts]
+        base = self.replica * layout.devices
+        self._global_rank = range(base, base + layout.devices)
+        self._stage_of_layer = [
+            stage for stage in range(len(layout.cuts)) for _ in range(self._cuts[stage], self._cuts[stage + 1])
+        ]
+        self._gradients = GradientBook(
+            chain,
+            self.layers,
+            communicator,
+            [replica * layout.devices + self.pipeline_rank for replica in range(layout.replicas)],
+            [base + layout.placement[stage] for stage in self._stage_of_layer],
+        )
+        if options.transport != "gloo":
+            communicator.open_pair_groups(self.pairs(), options.transport)
+        self.optimizer = StageOptimizer(self.layers, options.rate, options.weight_decay, options.multipliers)
+        self._executor: Executor | None = None
+        self._evaluators: dict[int, Executor] = {}
+        self._part_names: list[str] | None = None
+
+    def pairs(self) -> set[tuple[int, int]]:
+        """Every ordered pair of ranks between which tensors travel: over cuts, shared parameters and replicas."""
+        layout, stage_of = self.layout, self._stage_of_layer
+        meetings = [{layout.placement[stage], layout.placement[stage + 1]} for stage in range(len(layout.cuts) - 1)]
+        meetings += [{layout.placement[stage_of[layer]] for layer in shared.layers} for shared in self.chain.shared]
+        devices, replicas = layout.devices, range(layout.replicas)
+        ranks = [{replica * devices + device for device in meeting} for replica in replicas for meeting in meetings]
+        ranks += [{replica * devices + device for replica in replicas} for device in range(devices)]
+        return {(a, b) for group in ranks for a in group for b in group if a != b}
+
+    # -- microbatches ------------------------------------------------------------------------------------------------
+
+    @property
+    def local_microbatches(self) -> range:
+        """Global indices of the microbatches that this replica runs."""
+        count = self.options.num_microbatches // self.layout.replicas
+        return range(self.replica * count, (self.replica + 1) * count)
+
+    @property
+    def owns_first_stage(self) -> bool:
+        """True where the inputs are loaded."""
+        return 0 in self.stages
+
+    @property
+    def owns_last_stage(self) -> bool:
+        """True where the loss is computed."""
+        return len(self.layout.cuts) - 1 in self.stages
+
+    def _contexts(self, minibatch: Minibatch, indices: Sequence[int], step: int) -> list[MicrobatchContext]:
+        return [
+            MicrobatchContext(
+                index,
+                self.table.boundaries(minibatch.inputs[index]),
+                minibatch.targets[index],
+                minibatch.normalisers,
+                (self.options.seed, step),
+            )
+            for index in indices
+        ]
+
+    def _make_executor(self, context: MicrobatchContext) -> Executor:
+        """Lowers the schedule once the first minibatch shows which cuts carry gradients."""
+        options, layout = self.options, self.layout
+        count = len(self.local_microbatches)
+        if options.actions is not None:
+            schedule = [[parse_action(text) for text in row] for row in options.actions]
+        else:
+            schedule = make_schedule(options.schedule, len(layout.cuts), count, layout.placement, options.recompute)
+        recomputes = any(action.kind == "R" for row in schedule for action in row)
+        validate(schedule, len(layout.cuts), count, recompute=recomputes)
+        carries = [any(spec.requires_grad for spec in context.specs[cut].values()) for cut in layout.cuts[1:]]
+        lowered = lower(schedule, has_gradient=carries)
+        stuck = find_deadlock(lowered)
+        if stuck is not None:
+            raise CapslogError(f"the schedule would wait for ever: {stuck}")
+        return Executor(
+            self.communicator, lowered, self.pipeline_rank, self._global_rank, self.stages, self._cuts, self._crossing
+        )
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def train_step(
+        self,
+        step: int,
+        minibatch: Minibatch,
+        load: Callable[[int], dict[str, Tensor]],
+        stop: bool = False,
+        before_commit: Callable[[], None] | None = None,
+    ) -> StepResult:
+        """One optimizer step on all ranks.
+
+        Args:
+            step: counted from 1; with the run's seed it fixes all random numbers.
+            load: global microbatch -> inputs; called on the rank of stage 0.
+            stop: this rank wishes to stop after the step; every rank learns of it.
+
+        Raises:
+            StepRefused: loss or gradients are not finite; the model is as before the step.
+            PeerLost: another rank is gone.
+        """
+        if len(minibatch.inputs) != self.options.num_microbatches:
+            raise CapslogError(
+                f"the minibatch has {len(minibatch.inputs)} microbatches, the run is set to "
+                f"{self.options.num_microbatches}"
+            )
+        local = self.local_microbatches
+        contexts = self._contexts(minibatch, local, step)
+        if self._executor is None:
+            self._executor = self._make_executor(contexts[0])
+        per_block = self.options.num_microbatches // self.options.num_blocks
+
+        def after_backward(stage: Stage, microbatch: int) -> None:
+            if (microbatch + 1) % per_block == 0:
+                self._gradients.close_block(stage.layers)
+
+        try:
+            self._executor.run(contexts, lambda microbatch: load(local[microbatch]), after_backward)
+            self._gradients.finish()
+            return self._commit(step, minibatch, stop, before_commit)
+        except BaseException:
+            self.forget()
+            raise
+
+    @property
+    def doing(self) -> str:
+        """The action under way, for error messages."""
+        return self._executor.doing if self._executor else "starting"
+
+    def forget(self) -> None:
+        """Drops all traces of a broken-off step."""
+        for stage in self.stages.values():
+            stage.forget()
+        self._gradients.forget()
+
+    def _commit(
+        self, step: int, minibatch: Minibatch, stop: bool, before_commit: Callable[[], None] | None
+    ) -> StepResult:
+        """The vote: loss parts by microbatch, squared norms by layer and wishes to stop, in one sum of owned slots."""
+        count, num_layers = self.options.num_microbatches, len(self.chain)
+        names = self._names()
+        slots = torch.zeros(count * len(names) + num_layers + 1, dtype=torch.float64)
+        parts, norms = slots[: count * len(names)].view(count, len(names)), slots[count * len(names) : -1]
+        refusals: dict[int, str] = {}
+        if self.owns_last_stage:
+            last = self.stages[len(self.layout.cuts) - 1]
+            for microbatch, values in last.parts.items():
+                parts[microbatch] = torch.tensor(
+                    [float(values.get(name, math.nan)) for name in names], dtype=torch.float64
+                )
+            refusals = dict(last.refusals)
+            last.parts.clear()
+            last.refusals.clear()
+        if self.replica == 0:
+            for layer, value in zip(self.layers, self._squared_norms(), strict=True):
+                norms[layer.index] = value
+        slots[-1] = float(stop)
+        self.communicator.sum_(slots)
+        total = _fold(parts)
+        squared = _fold(norms.unsqueeze(1))[0]
+        if self.refuses and not all(math.isfinite(value) for value in (squared, *total)):
+            raise StepRefused(_refusal(step, names, parts, norms, minibatch, refusals, self.chain))
+        norm = math.sqrt(squared)
+        if before_commit is not None:
+            before_commit()
+        scale = 1.0
+        if self.options.clip_norm > 0:
+            scale = min(1.0, self.options.clip_norm / (norm + 1e-6))
+        rate = self.optimizer.step(step, scale)
+        self._commit_statistics()
+        return StepResult(step, dict(zip(names, total, strict=True)), norm, rate, bool(slots[-1] > 0))
+
+    def _names(self) -> list[str]:
+        """Names of the loss parts, told once by the ranks that compute the loss."""
+        if self._part_names is None:
+            mine = None
+            if self.owns_last_stage:
+                last = self.stages[len(self.layout.cuts) - 1]
+                mine = next((list(values) for values in last.parts.values() if len(values) > 1), None)
+                mine = mine or next((list(values) for values in last.parts.values()), None)
+            self._part_names = next(names for names in self.communicator.gather(mine) if names is not None)
+        return self._part_names
+
+    def _squared_norms(self) -> Tensor:
+        """Per local layer; a shared parameter counts under its first layer only (engine rule 1)."""
+        first_use = {shared.name: shared.layers[0] for shared in self.chain.shared}
+        values = []
+        for layer in self.layers:
+            counted = {name: first_use[address] == layer.index for name, address in layer.shared.items()}
+            values.append(squared_norm(layer, counted))
+        return torch.stack(values).cpu()
+
+    def _commit_statistics(self) -> None:
+        for layer in self.layers:
+            if not layer.statistics:
+                continue
+            mine = layer.statistics.take()
+            if self.layout.replicas > 1:
+                mine |= self._statistics_of_replicas(layer, mine)
+            layer.statistics.commit(mine)
+
+    def _statistics_of_replicas(self, layer: EngineLayer, mine: dict[int, list[Tensor]]) -> dict[int, list[Tensor]]:
+        order = sorted(mine)
+        shapes = [tensor.shape for tensor in mine[order[0]]]
+        flat = torch.cat([tensor.reshape(-1) for microbatch in order for tensor in mine[microbatch]])
+        peers = [replica * self.layout.devices + self.pipeline_rank for replica in range(self.layout.replicas)]
+        found: dict[int, list[Tensor]] = {}
+        theirs = self.communicator.exchange(flat, peers, _STATISTICS_TAG + layer.index)
+        for replica, peer in enumerate(peers):
+            if peer == self.rank:
+                continue
+            pieces = iter(theirs[peer].split([shape.numel() for shape in shapes] * len(order)))
+            for position in range(len(order)):
+                found[replica * len(order) + position] = [next(pieces).reshape(shape) for shape in shapes]
+        return found
+
+    # -- evaluation --------------------------------------------------------------------------------------------------
+
+    def evaluate(
+        self,
+        minibatch: Minibatch,
+        load: Callable[[int], dict[str, Tensor]],
+        take: Callable[[int, dict[str, Tensor]], None],
+    ) -> None:
+        """Runs one minibatch of this replica forward, in evaluation mode.
+
+        Args:
+            load: microbatch -> inputs; called on the rank of stage 0.
+            take: called with (microbatch, outputs) on the rank of the last stage.
+        """
+        count = len(minibatch.inputs)
+        executor = self._evaluators.get(count)
+        if executor is None:
+            rows: list[list[Action]] = [[] for _ in range(self.layout.devices)]
+            for microbatch in range(count):
+                for index, device in enumerate(self.layout.placement):
+                    rows[device].append(Action(index, "F", microbatch))
+            lowered = lower(rows, has_gradient=[False] * (len(self.layout.cuts) - 1))
+            executor = self._evaluators[count] = Executor(
+                self.communicator,
+                lowered,
+                self.pipeline_rank,
+                self._global_rank,
+                self.stages,
+                self._cuts,
+                self._crossing,
+            )
+        for stage in self.stages.values():
+            stage.train(False)
+        try:
+            executor.run(
+                self._contexts(minibatch, range(count), 0),
+                load,
+                evaluate=lambda context, outputs: take(context.index, outputs),
+            )
+        finally:
+            for stage in self.stages.values():
+                stage.train(True)
+
+    # -- shared parameters -------------------------------------------------------------------------------------------
+
+    def verify_copies(self) -> None:
+        """Compares every parameter that several ranks hold (shared uses, replicas) by digest (engine rule 3).
+
+        Raises:
+            CapslogError: two ranks disagree, naming the parameter and the ranks.
+        """
+        digests = {address: _digest(parameter) for address, parameter in self.optimizer.parameters.items()}
+        seen: dict[str, tuple[int, Any]] = {}
+        for rank, theirs in enumerate(self.communicator.gather(digests)):
+            for address, digest in theirs.items():
+                first, known = seen.setdefault(address, (rank, digest))
+                if known != digest:
+                    raise CapslogError(
+                        f"parameter {address!r} differs between {self.layout.describe(first)} and "
+                        f"{self.layout.describe(rank)}; the run is damaged: resume from the last checkpoint"
+                    )
+
+
+def _digest(tensor: Tensor) -> bytes:
+    flat = tensor.detach().contiguous().cpu().reshape(-1)
+    return hashlib.blake2b(flat.view(torch.uint8).numpy().data, digest_size=16).digest()
+
+
+def _fold(rows: Tensor) -> list[float]:
+    """Sum over the rows, one after the other, in float64."""
+    total = [0.0] * rows.shape[1]
+    for row in rows.tolist():
+        total = [known + value for known, value in zip(total, row, strict=True)]
+    return total
+
+
+def _refusal(
+    step: int,
+    names: Sequence[str],
+    parts: Tensor,
+    norms: Tensor,
+    minibatch: Minibatch,
+    refusals: Mapping[int, str],
+    chain: Chain,
+) -> str:
+    where = []
+    for microbatch, row in enumerate(parts.tolist()):
+        if not all(math.isfinite(value) for value in row):
+            samples = minibatch.sample_ids[microbatch] if minibatch.sample_ids else []
+            detail = refusals.get(microbatch) or ", ".join(
+                f"{name}={value:g}" for name, value in zip(names, row, strict=True)
+            )
+            where.append(f"microbatch {microbatch} (samples {samples}): {detail}")
+    if where:
+        found = "; ".join(where)
+        return f"step {step}: the loss is not finite in {found}; nothing was applied: lower train.lr or look at them"
+    layers = [chain.layers[index].name for index, value in enumerate(norms.tolist()) if not math.isfinite(value)]
+    samples = [sample for group in minibatch.sample_ids for sample in group]
+    total = ", ".join(f"{name}={value:g}" for name, value in zip(names, _fold(parts), strict=True))
+    return (
+        f"step {step}: the gradient is not finite in layers {layers} ({total}; samples {samples}); nothing was "
+        "applied: lower train.lr or set train.clip_norm"
+    )
