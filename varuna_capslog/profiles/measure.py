@@ -1,0 +1,312 @@
+"""Real runs of every layer and every pair of neighbours, in one launch, into a `Profile`.
+
+`capslog profile` and `prepare` call this. It decides which runs are needed, hands them to the workers as far as memory
+holds, and computes M_i and M_a from what comes back (CAPSlog, Sec. III-A). It never touches a layer itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from varuna_capslog.chain import Chain, TensorSpec
+from varuna_capslog.config import Config, load_workload
+from varuna_capslog.errors import CapslogError, DoesNotFit
+from varuna_capslog.profiles import admission, cache
+from varuna_capslog.profiles.admission import BoundTable
+from varuna_capslog.profiles.probe import CPU_SOURCE, CUDA_SOURCE
+from varuna_capslog.profiles.record import Observation, Profile, SharedParameter, layers_of_runs
+from varuna_capslog.profiles.runs import StageRun, stage_runs
+from varuna_capslog.profiles.skeleton import skeleton
+from varuna_capslog.profiles.trim import RunConditions, TrimmedRun
+from varuna_capslog.profiles.worker import WorkerFailure, WorkerGroup
+from varuna_capslog.schedules import ALWAYS_RECOMPUTE
+from varuna_capslog.trace import ShapeTable, layer_signature
+from varuna_capslog.units import format_bytes
+from varuna_capslog.workload import Workload
+
+__all__ = ["Progress", "profile_config", "profile_workload"]
+
+Progress = Callable[[int, int, str], None]
+"""Called with (runs done, all runs, what has just ended); first with 0 runs done."""
+
+FreeBytes = Callable[[torch.device], int]
+
+
+def profile_config(
+    config: Config, workers: int | None = None, progress: Progress | None = None, use_cache: bool = True
+) -> Profile:
+    """Profiles the model of a config under the conditions of its training run.
+
+    Args:
+        workers: processes that measure at the same time, each with a light companion; None: one per pipeline device.
+        use_cache: take the profile of the same model and conditions that was measured before, and keep a new one.
+
+    Raises:
+        DoesNotFit: a run needs more memory than there is.
+        CapslogError: there is no such device, or a run failed (which, and why).
+    """
+    device = config.profile.device or config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    workload = load_workload(config)
+    conditions = RunConditions(
+        device=device,
+        microbatch_size=config.train.microbatch_size,
+        input=_shapes(workload.profile_inputs(config.train.microbatch_size)),
+        precision=config.train.precision,
+        recompute=config.pipeline.recompute or config.pipeline.schedule in ALWAYS_RECOMPUTE,
+        stage_inputs=config.pipeline.stage_inputs,
+        blocks=config.num_blocks // config.pipeline.replicas,
+    )
+    launch = _Launch(
+        functools.partial(load_workload, config),
+        workers or config.pipeline.devices,
+        config.train.threads,
+        progress,
+    )
+    return _profile(workload, conditions, launch, use_cache)
+
+
+def profile_workload(
+    workload: Workload,
+    *,
+    device: str = "cpu",
+    microbatch_size: int = 1,
+    precision: str = "float32",
+    recompute: bool = True,
+    stage_inputs: str = "host",
+    workers: int = 1,
+    threads: int = 1,
+    merge_equal: bool = False,
+    use_cache: bool = False,
+    progress: Progress | None = None,
+    free_bytes: FreeBytes = admission.free_bytes,
+) -> Profile:
+    """Profiles a workload, also one that no config describes.
+
+    Args:
+        device: "cpu" or "cuda"; with several GPUs the workers take turns.
+        recompute, stage_inputs: of the training that the profile is for; see the config's `pipeline` section.
+        workers, use_cache: as in `profile_config`.
+        threads: CPU threads of each worker.
+        merge_equal: measure runs that do the same work (equal layers on equal inputs) once. Bytes are the same.
+        free_bytes: what a device has left.
+
+    Raises:
+        as `profile_config`; also CapslogError where CUDA is in use and the workload cannot be sent to a process.
+    """
+    conditions = RunConditions(
+        device, microbatch_size, _shapes(workload.profile_inputs(microbatch_size)), precision, recompute, stage_inputs
+    )
+    launch = _Launch(_Given(workload), workers, threads, progress, merge_equal, free_bytes)
+    return _profile(workload, conditions, launch, use_cache)
+
+
+@dataclass(frozen=True)
+class _Given:
+    """Brings a workload to the workers."""
+
+    workload: Workload
+
+    def __call__(self) -> Workload:
+        return self.workload
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """How the runs are carried out; nothing that the result depends on."""
+
+    source: Callable[[], Workload]
+    workers: int
+    threads: int
+    progress: Progress | None
+    merge_equal: bool = False
+    free_bytes: FreeBytes = admission.free_bytes
+
+
+def _shapes(inputs: Mapping[str, TensorSpec]) -> dict[str, list[int]]:
+    return {name: list(spec.shape) for name, spec in inputs.items()}
+
+
+def _profile(workload: Workload, conditions: RunConditions, launch: _Launch, use_cache: bool) -> Profile:
+    if conditions.device == "cuda" and not torch.cuda.is_available():
+        raise CapslogError(
+            "the profile is for device cuda, but there is no CUDA device here; run it where there is one, or set "
+            "profile.device=cpu for numbers of the CPU"
+        )
+    if launch.workers < 1:
+        raise CapslogError(f"workers={launch.workers}; at least one process must measure")
+    chain = skeleton(workload)
+    described = _describe(workload, chain, conditions, launch.threads)
+    if use_cache:
+        known = cache.load(described)
+        if known is not None:
+            return known
+    names = [layer.name for layer in chain.layers]
+    runs = stage_runs(len(chain))
+    devices = _devices(conditions.device, min(launch.workers, len(runs)))
+    progress = launch.progress or (lambda done, total, text: None)
+    try:
+        # the processes get ready while this one traces shapes
+        with WorkerGroup(launch.source, devices, launch.threads, _modules(workload, chain)) as group:
+            specs = ShapeTable(chain, conditions.device, conditions.precision).boundaries(
+                workload.profile_inputs(conditions.microbatch_size)
+            )
+            twins = _twins(chain, specs, runs) if launch.merge_equal else {run: run for run in runs}
+            bounds = BoundTable(chain, specs, conditions.device, conditions.precision, conditions.blocks)
+            tasks = _tasks(workload, conditions, specs, bounds, [run for run in runs if twins[run] == run])
+            measured = _carry_out(tasks, conditions, group, devices, launch.free_bytes, names, progress)
+    except WorkerFailure as error:
+        where = "a profiling worker" if error.run is None else f"the run of {_name(error.run, names)}"
+        raise CapslogError(f"{where} failed: {error}; nothing was kept of this profile") from error
+    rows = [_as_run(measured[twins[run]], run) for run in runs]
+    profile = Profile(
+        layers=layers_of_runs(names, rows, [_parameter_bytes(chain, index) for index in range(len(chain))]),
+        model=chain.name,
+        source="measured",
+        conditions=described,
+        shared=tuple(SharedParameter(shared.name, shared.num_bytes, shared.layers) for shared in chain.shared),
+        observations=tuple(rows),
+    )
+    if use_cache:
+        cache.store(profile)
+    return profile
+
+
+def _devices(name: str, workers: int) -> list[torch.device]:
+    """The device of each worker."""
+    if name == "cpu":
+        return [torch.device("cpu")] * workers
+    return [torch.device("cuda", worker % torch.cuda.device_count()) for worker in range(workers)]
+
+
+def _modules(workload: Workload, chain: Chain) -> list[str]:
+    """Where the classes of a workload are defined: what every worker would have to import."""
+    kinds = {type(workload), *(type(part) for layer in chain.layers for part in layer.module.modules())}
+    return sorted({kind.__module__ for kind in kinds})
+
+
+def _tasks(
+    workload: Workload,
+    conditions: RunConditions,
+    specs: Sequence[Mapping[str, TensorSpec]],
+    bounds: BoundTable,
+    runs: Sequence[StageRun],
+) -> list[tuple[TrimmedRun, int]]:
+    """The runs with their bounds in bytes, the largest first: as `pack_runs` would, with bytes for seconds."""
+    targets, normalisers = workload.profile_targets(conditions.microbatch_size)
+    last = len(specs) - 1
+    tasks = []
+    for first, end in runs:
+        loss = (targets, normalisers) if end == last else (None, {})
+        run = TrimmedRun(first, end, last, tuple(specs[first : end + 1]), *loss)
+        tasks.append((run, bounds.bound_bytes(first, end)))
+    return sorted(tasks, key=lambda task: -task[1])
+
+
+def _carry_out(
+    tasks: Sequence[tuple[TrimmedRun, int]],
+    conditions: RunConditions,
+    group: WorkerGroup,
+    devices: Sequence[torch.device],
+    free_bytes: FreeBytes,
+    names: Sequence[str],
+    progress: Progress,
+) -> dict[StageRun, Observation]:
+    """Runs everything on the workers there are, as many at once as fit into what is free before the first."""
+    left = {device: free_bytes(device) for device in set(devices)}
+    too_big = [task for task in tasks if task[1] > max(left.values())]
+    if too_big:
+        raise DoesNotFit(_refusal(too_big, max(left.values()), names))
+    progress(0, len(tasks), "starting")
+    waiting = list(tasks)
+    found: dict[StageRun, Observation] = {}
+    while len(found) < len(tasks):
+        for worker, (run, bound), result in group.finished():
+            left[devices[worker]] += bound
+            found[run.first, run.end] = result
+            progress(len(found), len(tasks), _name(run, names))
+        for worker in list(group.idle):
+            task = next((task for task in waiting if task[1] <= left[devices[worker]]), None)
+            if task is not None:
+                waiting.remove(task)
+                left[devices[worker]] -= task[1]
+                group.start(worker, task, conditions)
+    return found
+
+
+def _refusal(too_big: Sequence[tuple[TrimmedRun, int]], free: int, names: Sequence[str]) -> str:
+    shown = ", ".join(f"{_name(run, names)} (up to {format_bytes(bound)})" for run, bound in too_big[:3])
+    more = f" and {len(too_big) - 3} more" if len(too_big) > 3 else ""
+    return (
+        f"these stages may not fit into the {format_bytes(free)} that are free, and none was tried: {shown}{more}; "
+        "free memory, cut the model finer, or lower train.microbatch_size or profile.image_size"
+    )
+
+
+def _name(run: TrimmedRun, names: Sequence[str]) -> str:
+    return " + ".join(names[run.first : run.end])
+
+
+def _twins(
+    chain: Chain, specs: Sequence[Mapping[str, TensorSpec]], runs: Sequence[StageRun]
+) -> dict[StageRun, StageRun]:
+    """Each run -> the first one that does the same work: equal layers, tensors and neighbours, nothing shared."""
+    tied = {index for shared in chain.shared for index in shared.layers}
+    first_of: dict[object, StageRun] = {}
+    twins = {}
+    for run in runs:
+        first, end = run
+        key: object = run
+        if not tied & set(range(first, end)) and first > 0 and end < len(chain):
+            cuts = tuple(tuple(sorted(cut.items())) for cut in specs[first : end + 1])
+            layers = tuple((layer.reads, layer.writes, layer_signature(layer)) for layer in chain.layers[first:end])
+            key = (cuts, layers)
+        twins[run] = first_of.setdefault(key, run)
+    return twins
+
+
+def _as_run(row: Observation, run: StageRun) -> Observation:
+    return row if row.layers == run else replace(row, layers=run)
+
+
+def _parameter_bytes(chain: Chain, index: int) -> int:
+    return sum(parameter.numel() * parameter.itemsize for parameter in chain.layers[index].module.parameters())
+
+
+def _describe(workload: Workload, chain: Chain, conditions: RunConditions, threads: int) -> dict[str, Any]:
+    """All that the numbers depend on, as JSON has it."""
+    return {
+        "device": conditions.device,
+        "device_name": _device_name(conditions.device),
+        "dtype": conditions.precision,
+        "microbatch_size": conditions.microbatch_size,
+        "input": {name: list(shape) for name, shape in conditions.input.items()},
+        "optimizer": "adamw",
+        "schedule": "varuna" if conditions.recompute else "1f1b",
+        "recompute": conditions.recompute,
+        "stage_inputs": conditions.stage_inputs,
+        "accumulation_blocks": conditions.blocks,
+        "threads": threads,
+        "peak_source": CUDA_SOURCE if conditions.device == "cuda" else CPU_SOURCE,
+        "torch": torch.__version__,
+        "model_digest": cache.model_digest(workload, chain),
+    }
+
+
+def _device_name(device: str) -> str:
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine()
+    named = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.machine())

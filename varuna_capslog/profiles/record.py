@@ -1,0 +1,324 @@
+"""The profile: what each layer costs, in bytes and seconds, and under which conditions that holds.
+
+Measuring and estimating make profiles, memory models and planners read them; this module is their one text form and
+their one validator. It runs nothing and never imports torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from varuna_capslog import fields, files
+from varuna_capslog.errors import CapslogError
+
+__all__ = [
+    "LayerProfile",
+    "Observation",
+    "Profile",
+    "SharedParameter",
+    "layers_of_runs",
+    "read_profile",
+    "write_profile",
+]
+
+FORMAT = "varuna-capslog/profile/1"
+SOURCES = ("measured", "estimated")
+MEMORY_ACTIONS = ("none", "recompute", "offload")
+PARALLEL_KINDS = ("none", "data", "tensor")
+
+_BYTE_PARTS = ("static_bytes", "saved_bytes", "transient_bytes", "boundary_bytes", "parameter_bytes")
+_SECONDS = ("forward_seconds", "backward_seconds")
+_OF_LAYER = ("added_bytes", *_BYTE_PARTS, *_SECONDS)
+
+
+@dataclass(frozen=True)
+class LayerProfile:
+    """One layer's cost for one microbatch. Bytes are whole numbers; None means that nobody measured it.
+
+    isolated_bytes: peak of a stage that holds this layer alone (M_i of CAPSlog, Sec. III-A).
+    added_bytes: rise of a stage's peak when this layer joins the one before it (M_a); may be negative; None for layer
+    0.
+    static_bytes: parameters, gradients and optimizer state.
+    saved_bytes: what forward keeps for backward.
+    transient_bytes: isolated_bytes less static_bytes: the most that is live beside the static part.
+    boundary_bytes: what the layer sends on, that is, what crosses the cut behind it, in the forward direction.
+    parameter_bytes: the parameters alone (a part of static_bytes).
+    forward_seconds, backward_seconds: of one microbatch; backward without recomputation.
+    """
+
+    name: str
+    isolated_bytes: int
+    added_bytes: int | None = None
+    static_bytes: int | None = None
+    saved_bytes: int | None = None
+    transient_bytes: int | None = None
+    boundary_bytes: int | None = None
+    parameter_bytes: int | None = None
+    forward_seconds: float | None = None
+    backward_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        fields.text(self.name, "name")
+        _set(self, "isolated_bytes", fields.whole(self.isolated_bytes, "isolated_bytes"))
+        _check_optional(self, whole=_BYTE_PARTS, seconds=_SECONDS)
+        if self.added_bytes is not None:
+            _set(self, "added_bytes", fields.whole(self.added_bytes, "added_bytes", minimum=None))
+
+
+@dataclass(frozen=True)
+class SharedParameter:
+    """A parameter that several layers use: its name, its bytes and the layers' numbers in rising order."""
+
+    name: str
+    bytes: int
+    layers: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        fields.text(self.name, "name")
+        _set(self, "bytes", fields.whole(self.bytes, "bytes"))
+        numbers = tuple(fields.whole(layer, "layers") for layer in fields.listed(self.layers, "layers"))
+        if len(numbers) < 2 or any(a >= b for a, b in pairwise(numbers)):
+            raise CapslogError(f"layers is {list(numbers)}; it must hold two or more layer numbers in rising order")
+        _set(self, "layers", numbers)
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One run of one stage: layers (first, end), `end` not included, under one condition, and what it took.
+
+    `input` is whatever describes the input's size (a shape, or names to shapes). `parallel` is the kind ("none",
+    "data", "tensor") and degree of parallelism inside the stage. `memory_action` is "none", "recompute" or "offload".
+    `boundary_in_bytes` and `boundary_out_bytes` cross the cuts before and behind the stage in the forward direction.
+    """
+
+    layers: tuple[int, int]
+    device: str
+    microbatch_size: int
+    input: Any
+    peak_bytes: int
+    parallel: Mapping[str, Any] = field(default_factory=lambda: {"kind": "none", "degree": 1})
+    memory_action: str = "none"
+    static_bytes: int | None = None
+    saved_bytes: int | None = None
+    transient_bytes: int | None = None
+    boundary_in_bytes: int | None = None
+    boundary_out_bytes: int | None = None
+    forward_seconds: float | None = None
+    backward_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        _set(self, "layers", fields.interval(self.layers, "layers"))
+        fields.text(self.device, "device")
+        _set(self, "microbatch_size", fields.whole(self.microbatch_size, "microbatch_size", minimum=1))
+        _set(self, "peak_bytes", fields.whole(self.peak_bytes, "peak_bytes"))
+        _set(self, "parallel", check_parallel(self.parallel))
+        fields.choice(self.memory_action, "memory_action", MEMORY_ACTIONS)
+        parts = ("static_bytes", "saved_bytes", "transient_bytes", "boundary_in_bytes", "boundary_out_bytes")
+        _check_optional(self, whole=parts, seconds=_SECONDS)
+
+    @property
+    def condition(self) -> str:
+        """All that must be equal in rows that are used together, as text."""
+        parts = [self.device, self.microbatch_size, self.input, dict(self.parallel), self.memory_action]
+        return json.dumps(parts, sort_keys=True)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A model's layers in chain order with their costs.
+
+    `conditions` (device, dtype, microbatch_size, input shape, optimizer, attention, recompute, torch version, ...) say
+    when the numbers hold; `source` is "measured" or "estimated". Only the layers must be there. Every instance is
+    valid: the constructor raises CapslogError otherwise.
+    """
+
+    layers: tuple[LayerProfile, ...]
+    model: str | None = None
+    source: str | None = None
+    conditions: Mapping[str, Any] = field(default_factory=dict)
+    shared: tuple[SharedParameter, ...] = ()
+    observations: tuple[Observation, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "shared", "observations"):
+            _set(self, name, tuple(fields.listed(getattr(self, name), name)))
+        if self.model is not None:
+            fields.text(self.model, "model")
+        if self.source is not None:
+            fields.choice(self.source, "source", SOURCES)
+        if not isinstance(self.conditions, Mapping):
+            raise CapslogError("conditions must be an object that maps names to values")
+        if not self.layers:
+            raise CapslogError("layers is empty; a profile needs at least one layer")
+        numbers: dict[str, int] = {}
+        for number, layer in enumerate(self.layers):
+            where = f"layers[{number}] ({layer.name})"
+            if (other := numbers.setdefault(layer.name, number)) != number:
+                raise CapslogError(f"{where} has the name of layers[{other}]; layer names must differ")
+            if number == 0 and layer.added_bytes is not None:
+                raise CapslogError(
+                    f"{where}: added_bytes is {layer.added_bytes}; no layer precedes layer 0, so write null"
+                )
+            if number > 0 and layer.added_bytes is None:
+                raise CapslogError(f"{where}: added_bytes is missing; only layer 0 has none")
+        for place, ends in self._places():
+            if ends > len(self.layers):
+                raise CapslogError(f"{place} names layer {ends - 1}, but the last layer is {len(self.layers) - 1}")
+
+    @property
+    def num_layers(self) -> int:
+        """L, the number of layers."""
+        return len(self.layers)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the profile's content, the same for the same content however it was written."""
+        canonical = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"), allow_nan=False)
+        return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()
+
+    def column(self, name: str) -> list[Any]:
+        """Return field `name` of every layer. Raises CapslogError naming the first layer that lacks it."""
+        values = [getattr(layer, name) for layer in self.layers]
+        for number, value in enumerate(values):
+            if value is None and not (name == "added_bytes" and number == 0):
+                layer = self.layers[number].name
+                raise CapslogError(
+                    f"the profile has no {name} for layers[{number}] ({layer}), which is needed here; profile again"
+                )
+        return values
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON form: the short one, with `shared` and `observations` where there are any."""
+        value: dict[str, Any] = {
+            "format": FORMAT,
+            "model": self.model,
+            "source": self.source,
+            "conditions": dict(self.conditions),
+            "layers": [
+                {"name": layer.name, "isolated_bytes": layer.isolated_bytes, "added_bytes": layer.added_bytes}
+                | {name: part for name in _OF_LAYER if (part := getattr(layer, name)) is not None}
+                for layer in self.layers
+            ],
+        }
+        if self.shared:
+            value["shared"] = [dataclasses.asdict(shared) | {"layers": list(shared.layers)} for shared in self.shared]
+        if self.observations:
+            value["observations"] = [
+                dataclasses.asdict(row) | {"layers": list(row.layers), "parallel": dict(row.parallel)}
+                for row in self.observations
+            ]
+        return value
+
+    @classmethod
+    def from_json(cls, value: Any, where: str = "profile") -> Profile:
+        """Return the profile that a JSON value holds. A CapslogError begins with `where` and names the field."""
+        return fields.within(where, lambda: cls(**_parts(value)))
+
+    def _places(self) -> list[tuple[str, int]]:
+        """Every place that names layers, with the end of what it names."""
+        shared = [(f"shared[{i}] ({row.name})", row.layers[-1] + 1) for i, row in enumerate(self.shared)]
+        return shared + [(f"observations[{i}]", row.layers[1]) for i, row in enumerate(self.observations)]
+
+
+def read_profile(path: str | os.PathLike[str]) -> Profile:
+    """Read a profile file, short or full form. Raises CapslogError naming the file and the field."""
+    return Profile.from_json(files.read_json(path), where=str(path))
+
+
+def write_profile(path: str | os.PathLike[str], profile: Profile) -> None:
+    """Write a profile file atomically."""
+    files.write_json(path, profile.to_json())
+
+
+def layers_of_runs(
+    names: Sequence[str], runs: Sequence[Observation], parameter_bytes: Sequence[int] | None = None
+) -> tuple[LayerProfile, ...]:
+    """Compute every layer's row from the 2L-1 runs of single layers and neighbouring pairs, all of one condition.
+
+    CAPSlog, Sec. III-A with n = 1: M_i(l) is the peak of layer l alone (C1), M_a(l) the peak of {l-1, l} (C3) less the
+    peak of {l-1} (C2). The other parts are those of the single-layer run. Raises CapslogError naming a run that is
+    missing, twice there, or under another condition than the first.
+    """
+    peak: dict[tuple[int, int], Observation] = {}
+    for run in runs:
+        if run.condition != runs[0].condition:
+            raise CapslogError(
+                f"layers {list(run.layers)} ran under {run.condition}, the first under {runs[0].condition}"
+            )
+        if peak.setdefault(run.layers, run) is not run:
+            raise CapslogError(f"layers {list(run.layers)} ran twice under one condition; keep one of the rows")
+    rows = []
+    for layer, name in enumerate(names):
+        needed = [(layer, layer + 1)] + ([(layer - 1, layer + 1)] if layer else [])
+        for key in needed:
+            if key not in peak:
+                raise CapslogError(f"no run of layers {list(key)}; M_i and M_a of layer {layer} ({name}) need it")
+        alone = peak[layer, layer + 1]
+        rows.append(
+            LayerProfile(
+                name=name,
+                isolated_bytes=alone.peak_bytes,
+                added_bytes=peak[layer - 1, layer + 1].peak_bytes - peak[layer - 1, layer].peak_bytes
+                if layer
+                else None,
+                static_bytes=alone.static_bytes,
+                saved_bytes=alone.saved_bytes,
+                transient_bytes=alone.transient_bytes,
+                boundary_bytes=alone.boundary_out_bytes,
+                parameter_bytes=None if parameter_bytes is None else parameter_bytes[layer],
+                forward_seconds=alone.forward_seconds,
+                backward_seconds=alone.backward_seconds,
+            )
+        )
+    return tuple(rows)
+
+
+def check_parallel(value: Any) -> dict[str, Any]:
+    """Return {"kind", "degree"} of the parallelism inside a stage; refuse other keys and kinds (CapslogError)."""
+    if not isinstance(value, Mapping):
+        raise CapslogError('parallel must be an object such as {"kind": "none", "degree": 1}')
+    fields.refuse_unknown(value, ("kind", "degree"))
+    kind = fields.choice(value.get("kind"), "parallel.kind", PARALLEL_KINDS)
+    degree = fields.whole(value.get("degree", 1), "parallel.degree", minimum=1)
+    if kind == "none" and degree != 1:
+        raise CapslogError(f"parallel.degree is {degree} with kind none; it must be 1")
+    return {"kind": kind, "degree": degree}
+
+
+def _parts(value: Any) -> dict[str, Any]:
+    """The constructor's arguments from a JSON value."""
+    if not isinstance(value, Mapping):
+        raise CapslogError("a JSON object is needed; is this a profile?")
+    names = [part.name for part in dataclasses.fields(Profile)]
+    if value.get("format") != FORMAT:
+        raise CapslogError(f"format is {value.get('format')!r}; this version reads {FORMAT!r}")
+    fields.refuse_unknown(value, ["format", *names])
+    if "layers" not in value:
+        raise CapslogError("field 'layers' is missing")
+    parts = {name: value[name] for name in names if name in value}
+    rows = {"layers": LayerProfile, "shared": SharedParameter, "observations": Observation}
+    for name, record in rows.items():
+        if name in parts:
+            entries = enumerate(fields.listed(parts[name], name))
+            parts[name] = tuple(fields.build(record, entry, f"{name}[{i}]") for i, entry in entries)
+    return parts
+
+
+def _check_optional(record: Any, whole: Sequence[str], seconds: Sequence[str]) -> None:
+    for name in whole:
+        if (value := getattr(record, name)) is not None:
+            _set(record, name, fields.whole(value, name))
+    for name in seconds:
+        if (value := getattr(record, name)) is not None:
+            _set(record, name, fields.seconds(value, name))
+
+
+def _set(record: Any, name: str, value: Any) -> None:
+    object.__setattr__(record, name, value)

@@ -1,0 +1,132 @@
+"""Which stage runs a profile needs, and how three profilers group them into launches.
+
+A run trains one stage, a range of one or two layers, and reads its peak; the 2L-1 runs of all single layers and all
+neighbouring pairs give M_i and M_a. This module only lists and counts; `measure` and `estimate` run.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from varuna_capslog import fields
+from varuna_capslog.errors import CapslogError
+
+__all__ = ["Partitioning", "StageRun", "capslog_partitionings", "mcap_partitionings", "pack_runs", "stage_runs"]
+
+StageRun = tuple[int, int]
+"""Layers (first, end) of one stage run, `end` not included."""
+
+
+@dataclass(frozen=True)
+class Partitioning:
+    """One profiling launch of the whole pipeline: the number of layers on each GPU, and which GPUs are read.
+
+    `measured` holds GPU numbers. A trimmed profiler replaces the layers on every other GPU by dummy tensors.
+    """
+
+    layers_per_gpu: tuple[int, ...]
+    measured: tuple[int, ...]
+
+    @property
+    def runs(self) -> list[StageRun]:
+        """The stage runs that the measured GPUs perform."""
+        ends = [sum(self.layers_per_gpu[: gpu + 1]) for gpu in range(len(self.layers_per_gpu))]
+        return [(ends[gpu] - self.layers_per_gpu[gpu], ends[gpu]) for gpu in self.measured]
+
+
+def stage_runs(num_layers: int) -> list[StageRun]:
+    """Return the 2L-1 runs that give every M_i and M_a: each layer alone (C1, C2), each pair (C3); Sec. III-A."""
+    num_layers = fields.whole(num_layers, "number of layers", minimum=1)
+    singles = [(layer, layer + 1) for layer in range(num_layers)]
+    return singles + [(layer, layer + 2) for layer in range(num_layers - 1)]
+
+
+def capslog_partitionings(num_layers: int, gpus: int) -> list[Partitioning]:
+    """Return CAPSlog's trimmed profiling partitionings, Sec. III-A: those for M_i, then those for M_a.
+
+    8, 15 and 16 of them for 25, 42 and 48 layers on 8 GPUs, as the paper's Fig. 12 counts. The two series for M_a
+    (pairs that begin at an even and at an odd layer) are each continued until no pair of theirs is missing.
+
+    Raises CapslogError for fewer than 3 GPUs when the layers outnumber them: the method gains gpus - 2 stages a launch.
+    """
+    num_layers, gpus = _checked(num_layers, gpus)
+    isolated = _series(num_layers, gpus, size=1, begin=0)
+    even = _series(num_layers, gpus, size=2, begin=0)
+    odd = _series(num_layers, gpus, size=2, begin=1)
+    return isolated + even + odd
+
+
+def _series(num_layers: int, gpus: int, size: int, begin: int) -> list[Partitioning]:
+    """The partitionings [Z, size, ..., size, R] that measure every range of `size` layers from layer `begin` on, step
+    size.
+
+    Z grows by what the launch before measured. GPU 0 is measured too in the first launch where it holds a range, GPU
+    G-1 in a launch where what is left for it is one range.
+    """
+    launches = []
+    reached = begin  # Layers below this one lie on GPU 0 or before.
+    while reached + size <= num_layers:
+        layers = [reached] if reached else []
+        slots = gpus - len(layers)
+        ranges = min(slots, (num_layers - reached) // size)
+        rest = num_layers - reached - ranges * size
+        if rest and ranges == slots:
+            ranges, rest = ranges - 1, rest + size  # The last GPU must hold what remains.
+        measured = tuple(range(len(layers), len(layers) + ranges))
+        launches.append(Partitioning((*layers, *[size] * ranges, *([rest] if rest else [])), measured))
+        reached += ranges * size
+    return launches
+
+
+def mcap_partitionings(num_layers: int, gpus: int) -> list[Partitioning]:
+    """Return mCAP's profiling partitionings, which keep the whole model in memory: [k, 1, ..., 1, rest] for k = 1 .. L.
+
+    M_i comes from the GPUs with one layer, M_a(l) from GPU 0 growing from layers 0 .. l-1 to 0 .. l. That is L
+    launches, the 25, 42 and 48 that the paper's Fig. 12 prints; its text gives the formula L - G + 1 (18, 35 and 41),
+    which is the number of those that use every GPU, and leaves out M_a of the last G - 1 layers. The lists are our
+    inference from both numbers and the criteria C1 to C3.
+
+    Raises CapslogError for fewer than 3 GPUs when the layers outnumber them.
+    """
+    num_layers, gpus = _checked(num_layers, gpus)
+    launches = []
+    for grown in range(1, num_layers + 1):
+        ones = min(gpus - 2, num_layers - grown)
+        rest = num_layers - grown - ones
+        layers = (grown, *[1] * ones, *([rest] if rest else []))
+        measured = range(len(layers) - (1 if rest > 1 else 0))
+        launches.append(Partitioning(layers, tuple(measured)))
+    return launches
+
+
+def pack_runs(
+    runs: Sequence[StageRun], workers: int, cost: Callable[[StageRun], float] | None = None
+) -> list[list[StageRun]]:
+    """Spread stage runs over workers so that the busiest one has as little to do as can be; return each worker's runs.
+
+    Every run needs one worker and no pipeline, so one launch does all. Longest first, each to the least busy worker:
+    within 4/3 of the best (Graham 1969). `cost` is the expected seconds of a run; without it all count the same and no
+    worker has more than ceil(runs / workers): 7, 11 and 12 rounds for 25, 42 and 48 layers on 8 workers.
+    """
+    workers = fields.whole(workers, "number of workers", minimum=1)
+    seconds = [1.0 if cost is None else float(cost(run)) for run in runs]
+    loads = [(0.0, worker) for worker in range(workers)]
+    packed: list[list[StageRun]] = [[] for _ in range(workers)]
+    for number in sorted(range(len(runs)), key=lambda number: -seconds[number]):
+        load, worker = heapq.heappop(loads)
+        packed[worker].append(runs[number])
+        heapq.heappush(loads, (load + seconds[number], worker))
+    return packed
+
+
+def _checked(num_layers: int, gpus: int) -> tuple[int, int]:
+    num_layers = fields.whole(num_layers, "number of layers", minimum=1)
+    gpus = fields.whole(gpus, "number of GPUs", minimum=1)
+    if gpus < 3 and num_layers > gpus:
+        raise CapslogError(
+            f"{gpus} GPUs cannot isolate every one of {num_layers} layers by whole-pipeline launches; "
+            f"use at least 3, or the packed runs, which need only one worker"
+        )
+    return num_layers, gpus
