@@ -1,0 +1,83 @@
+"""The `capslog` command: one sub-command per file in `varuna_capslog.commands`, and one way to end for all of them.
+
+What a user did wrong ends in one sentence on standard error and the error's exit status; a traceback appears only with
+CAPSLOG_DEBUG=1. Nothing here or in the commands imports torch before a command runs, so that `--help` is instant.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+import varuna_capslog
+from varuna_capslog.commands import COMMANDS
+from varuna_capslog.errors import CapslogError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="capslog",
+    help="Find where to cut a network into pipeline stages that fit the memory there is, and train it that way.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for _command in COMMANDS:
+    app.command()(_command)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(varuna_capslog.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command line and ends the process with its exit status: 0 only when it did what was asked."""
+    sys.exit(_run(list(sys.argv[1:] if arguments is None else arguments)))
+
+
+def _run(arguments: list[str]) -> int:
+    # for torch in this process and the workers: measuring a peak makes its allocator warn of things that are expected
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    debug = os.environ.get("CAPSLOG_DEBUG", "") not in ("", "0")
+    try:
+        status = app(arguments, standalone_mode=False, prog_name="capslog")
+    except (KeyboardInterrupt, typer.Abort):
+        status = 130
+    except CapslogError as error:
+        if debug:
+            raise
+        _say(str(error))
+        return error.exit_status
+    except Exception as error:
+        usage = getattr(error, "format_message", None)
+        if usage is not None:  # an unknown option, a missing argument
+            command = getattr(getattr(error, "ctx", None), "command_path", "capslog")
+            _say(f"{usage().rstrip('.')}; see {command} --help")
+            return 2
+        if debug:
+            raise
+        _say(f"unexpected {type(error).__name__}: {error}; this is a defect: CAPSLOG_DEBUG=1 shows where")
+        return 1
+    if status == 130:
+        _say("interrupted")
+    return status if isinstance(status, int) else 0
+
+
+def _say(sentence: str) -> None:
+    typer.echo(f"capslog: {' '.join(sentence.split())}", err=True)

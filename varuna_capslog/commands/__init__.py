@@ -1,0 +1,21 @@
+"""The sub-commands of `capslog`, one per file: arguments, a call into the library, a table.
+
+`varuna_capslog.cli` collects them. A command decides nothing the library could decide and imports what is slow inside
+its body.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from varuna_capslog.commands.evaluate import evaluate
+from varuna_capslog.commands.plan import plan
+from varuna_capslog.commands.predict import predict
+from varuna_capslog.commands.profile import profile
+from varuna_capslog.commands.report import report
+from varuna_capslog.commands.train import train
+
+__all__ = ["COMMANDS"]
+
+COMMANDS: tuple[Callable[..., None], ...] = (profile, plan, train, evaluate, predict, report)
+"""In the order in which a newcomer needs them, which is the order of `capslog --help`."""

@@ -1,0 +1,69 @@
+"""Arguments that several sub-commands share, and what they print alike."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from varuna_capslog.errors import CapslogError
+
+if TYPE_CHECKING:
+    from varuna_capslog.config import Config
+    from varuna_capslog.plan import Plan
+    from varuna_capslog.profiles.record import Profile
+
+__all__ = ["AsJson", "ConfigFile", "Overrides", "RunDirectory", "print_json", "print_plan", "run_config"]
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML file.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Config keys to change, such as train.max_steps=10."),
+]
+RunDirectory = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The folder of a run.", show_default=False)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of a table.")]
+
+
+def run_config(run_dir: Path) -> Config:
+    """The resolved config of an existing run, with `run_dir` as it is now (the folder may have been moved)."""
+    from varuna_capslog.config import load_config
+
+    path = run_dir / "config.yaml"
+    if not path.is_file():
+        raise CapslogError(
+            f"{run_dir} is not the folder of a run: it holds no config.yaml; give the run_dir of a training"
+        )
+    config = load_config(path)
+    config.run_dir = run_dir
+    return config
+
+
+def print_json(value: Any) -> None:
+    """Prints one JSON document."""
+    typer.echo(json.dumps(value, indent=1, allow_nan=False))
+
+
+def print_plan(plan: Plan, profile: Profile | None = None) -> None:
+    """Prints the stages: layers (by name where a profile knows them), predicted peak and what is left of the device."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from varuna_capslog.units import format_bytes
+
+    table = Table(title=f"{plan.planner or 'given cuts'}: {len(plan.cuts)} stages of {plan.num_layers} layers")
+    for heading in ("stage", "rank", "layers", "from", "to", "peak", "margin"):
+        table.add_column(heading, justify="left" if heading in ("from", "to") else "right")
+    ranks = plan.placement()
+    for stage, (first, end) in enumerate(plan.stages()):
+        names = [profile.layers[index].name for index in (first, end - 1)] if profile else [str(first), str(end - 1)]
+        peak = None if plan.stage_bytes is None else plan.stage_bytes[stage]
+        capacity = plan.capacity_bytes[stage] if isinstance(plan.capacity_bytes, tuple) else plan.capacity_bytes
+        margin = "" if peak is None or capacity is None else format_bytes(capacity - peak)
+        shown = "unknown" if peak is None else format_bytes(peak)
+        table.add_row(str(stage), str(ranks[stage]), str(end - first), *names, shown, margin)
+    console = Console()
+    console.print(table)
+    if plan.search_seconds is not None:
+        console.print(f"found in {plan.search_seconds * 1e3:.3g} ms", highlight=False)

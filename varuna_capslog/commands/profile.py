@@ -1,0 +1,51 @@
+"""`capslog profile`: what each layer of the configured model costs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from varuna_capslog.commands.arguments import AsJson, ConfigFile, Overrides, print_json
+
+__all__ = ["profile"]
+
+
+def profile(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", help="File for the profile.", show_default="profile.json in the run_dir"),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure memory and seconds of every layer with real runs of one- and two-layer stages."""
+    from varuna_capslog.config import load_config
+    from varuna_capslog.prepare import profile_run
+    from varuna_capslog.profiles.record import write_profile
+
+    settings = load_config(config, overrides or ())
+    result = profile_run(settings, show=not as_json)
+    path = output or settings.run_dir / "profile.json"
+    write_profile(path, result)
+    if as_json:
+        print_json(result.to_json())
+        return
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from varuna_capslog.units import format_bytes
+
+    table = Table(title=f"{result.model or 'model'}: {result.num_layers} layers, {result.source}")
+    for heading in ("", "layer", "alone (M_i)", "added (M_a)", "forward", "backward"):
+        table.add_column(heading, justify="left" if heading == "layer" else "right")
+    for index, layer in enumerate(result.layers):
+        sizes = ["" if size is None else format_bytes(size) for size in (layer.isolated_bytes, layer.added_bytes)]
+        times = ["" if t is None else f"{t * 1e3:.1f} ms" for t in (layer.forward_seconds, layer.backward_seconds)]
+        table.add_row(str(index), layer.name, *sizes, *times)
+    console = Console()
+    console.print(table)
+    console.print(f"written to {path}", highlight=False)

@@ -1,0 +1,29 @@
+"""`capslog report`: one page on what a run did."""
+
+from __future__ import annotations
+
+import typer
+
+from varuna_capslog.commands.arguments import AsJson, RunDirectory, print_json, run_config
+
+__all__ = ["report"]
+
+
+def report(run_dir: RunDirectory, as_json: AsJson = False) -> None:
+    """Write RUN_DIR/report: peaks predicted and measured, the schedule, curves and sample predictions."""
+    settings = run_config(run_dir)  # says so in one sentence where this is no run
+
+    from varuna_capslog.errors import CapslogError
+    from varuna_capslog.predictions import draw_samples
+    from varuna_capslog.reports import write_report
+
+    try:
+        draw_samples(settings)
+    except CapslogError as error:
+        # a page without pictures is better than none, and says that they are missing
+        typer.echo(f"note: no sample predictions: {error}", err=True)
+    page = write_report(run_dir)
+    if as_json:
+        print_json({"report": str(page)})
+    else:
+        typer.echo(f"report: {page}")

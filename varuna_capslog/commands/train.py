@@ -1,0 +1,55 @@
+"""`capslog train`: profile, plan, then start and watch the workers of one run on this machine."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from varuna_capslog.commands.arguments import ConfigFile, Overrides, print_plan
+
+__all__ = ["train"]
+
+
+def train(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    nproc: Annotated[
+        int | None,
+        typer.Option(
+            "--nproc",
+            min=1,
+            help="Workers to start here; the pipeline gets as many devices as replicas leave.",
+            show_default="pipeline.devices x pipeline.replicas",
+        ),
+    ] = None,
+) -> None:
+    """Train over the planned pipeline. Ctrl-C stops after the step; the same command continues."""
+    from varuna_capslog.config import load_config
+    from varuna_capslog.errors import CapslogError
+    from varuna_capslog.prepare import prepare_run
+    from varuna_capslog.profiles.record import read_profile
+    from varuna_capslog.supervisor import Supervisor, reserve
+
+    settings = load_config(config, overrides or ())
+    if nproc is not None and nproc != settings.world_size:
+        replicas = settings.pipeline.replicas
+        if nproc % replicas:
+            raise CapslogError(
+                f"--nproc {nproc} is not divisible by pipeline.replicas={replicas}; replicas have equally many workers"
+            )
+        settings = load_config(config, [*(overrides or ()), f"pipeline.devices={nproc // replicas}"])
+    with reserve(settings.run_dir):  # from here on: another run's plan must not change under its workers
+        plan = prepare_run(settings)
+        profile_path = settings.run_dir / "profile.json"
+        print_plan(plan, read_profile(profile_path) if plan.profile_digest else None)
+        for note in plan.notes:
+            typer.echo(f"note: {note}", err=True)
+        Supervisor(
+            settings.run_dir,
+            [sys.executable, "-m", "varuna_capslog.engine.worker", str(settings.run_dir)],
+            settings.world_size,
+            environment={"OMP_NUM_THREADS": str(settings.train.threads)},
+            say=lambda line: typer.echo(f"capslog: {line}", err=True),
+        ).run()

@@ -1,0 +1,93 @@
+"""How workers fail, and which of many failures is the cause: what they wrote, what their end shows, one sentence.
+
+The supervisor gathers failures and asks here which one to name. Nothing here starts, signals or waits for a process.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Failure", "is_consequence", "read_failure", "root_cause"]
+
+_SECONDARY_KINDS = ("peer", "stopped", "interrupted")  # consequences of another rank's end
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How one worker failed: what it wrote into `workers/<rank>.error.json`, or what its end shows.
+
+    Attributes:
+        cause: one sentence without an end stop.
+        kind: "user", "step_refused", "peer" (another rank went away), "defect", ... as the worker wrote it; "signal",
+            "exit" and "hang" are the supervisor's.
+        time: seconds since the epoch.
+        peer: the rank that it was waiting for, where it complains of another one.
+        after_step: the last step that the run finished, where the step of the failure is unknown.
+    """
+
+    rank: int
+    cause: str
+    kind: str
+    time: float
+    stage: Any = None
+    step: int | None = None
+    microbatch: int | None = None
+    peer: int | None = None
+    after_step: int | None = None
+
+    def sentence(self) -> str:
+        """Rank, stage, step, microbatch and cause, as far as they are known."""
+        where = "" if self.stage is None else f" (stage {self.stage})"
+        when = ""
+        if self.step is not None:
+            when = f" at step {self.step}" + ("" if self.microbatch is None else f", microbatch {self.microbatch}")
+        elif self.after_step is not None:
+            when = f" after step {self.after_step}"
+        if self.kind == "signal":
+            return f"rank {self.rank}{where} {self.cause}{when}"
+        if self.kind == "hang":
+            return f"rank {self.rank}{where} does not answer{when}: {self.cause}"
+        if self.kind == "step_refused":
+            return self.cause  # all ranks agreed on it: it is no rank's failure
+        return f"rank {self.rank}{where} failed{when}: {self.cause}"
+
+
+def read_failure(path: Path, rank: int, stage: Any) -> Failure | None:
+    """What a worker wrote before it ended; None where it wrote nothing, or only half of it.
+
+    Args:
+        stage: where the report does not name one.
+    """
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+        return Failure(
+            rank=rank,
+            cause=str(report["cause"]),
+            kind=str(report.get("kind", "exit")),
+            time=float(report.get("time") or path.stat().st_mtime),
+            stage=report.get("stage", stage),
+            step=report.get("step"),
+            microbatch=report.get("microbatch"),
+            peer=report.get("peer"),
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None  # none there, or torn by the very failure it was to tell of
+
+
+def is_consequence(failure: Failure) -> bool:
+    """Whether it only tells of another rank."""
+    return failure.kind in _SECONDARY_KINDS
+
+
+def root_cause(failures: Iterable[Failure]) -> Failure:
+    """The failure to name: no consequence of another, rather with a word than without, and the earliest of these."""
+    return min(failures, key=lambda failure: (_distance(failure), failure.time))
+
+
+def _distance(failure: Failure) -> int:
+    # An end without a word is often a crash over a lost neighbour.
+    return 2 if is_consequence(failure) else int(failure.kind == "exit")

@@ -1,0 +1,157 @@
+"""What happens before the first worker starts: profile the model, plan its cuts, lay out the run's folder.
+
+`capslog` and `detr_pipeline.train` call it, on one process. It decides nothing about training and starts no worker of
+the engine; a plan that does not fit ends here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from varuna_capslog import fields, files
+from varuna_capslog.config import Config, dump_config, load_workload
+from varuna_capslog.engine.constants import check_folder
+from varuna_capslog.errors import CapslogError, DoesNotFit
+from varuna_capslog.memory import MEMORY_MODELS
+from varuna_capslog.plan import Plan, Stage, read_plan, write_plan
+from varuna_capslog.planners import PLANNERS
+from varuna_capslog.planners import plan as search
+from varuna_capslog.profiles.record import write_profile
+
+if TYPE_CHECKING:
+    from varuna_capslog.profiles.record import Profile
+
+__all__ = ["latest_plan", "plan_run", "prepare_run", "profile_run"]
+
+
+def prepare_run(config: Config, show: bool = True) -> Plan:
+    """Profiles and plans `config` and writes config.yaml, profile.json and plan-<generation>.json into its run_dir.
+
+    A plan equal to the run's last one keeps its generation; another one gets the next number.
+
+    Raises:
+        DoesNotFit: no plan keeps every stage within its device; the smallest-peak plan is written all the same.
+        CapslogError: the model, the profile or the plan is impossible, or the folder's checkpoints are of another run.
+    """
+    # Before the profile, which may take minutes.
+    fields.refuse_unknown([config.pipeline.planner], list(PLANNERS), "planner")
+    fields.refuse_unknown([config.pipeline.memory], list(MEMORY_MODELS), "memory model")
+    if config.engine != "capslog":
+        raise CapslogError(f"engine={config.engine} is not there yet in this version; set engine=capslog")
+    profile = None if config.pipeline.cuts is not None else profile_run(config, show)
+    plan = plan_run(config, profile)
+    check_folder(config, plan.model)
+    files.write_text(config.run_dir / "config.yaml", dump_config(config))
+    if profile is not None:
+        write_profile(config.run_dir / "profile.json", profile)
+    last = latest_plan(config.run_dir)
+    if last is None or not _same(last[1], plan):
+        write_plan(_plan_path(config.run_dir, 0 if last is None else last[0] + 1), plan)
+    if plan.fits is False:
+        raise DoesNotFit("; ".join(plan.notes) or "no plan fits the given capacity; add devices or capacity")
+    return plan
+
+
+def profile_run(config: Config, show: bool = True) -> Profile:
+    """The profile of the configured model: from the cache where it was taken before, else by real runs.
+
+    Args:
+        show: draw a progress bar.
+    """
+    if config.profile.source == "estimated":
+        raise CapslogError(
+            "profile.source=estimated asks for a profile without a device, which this version cannot make; set "
+            "profile.source=measured, or plan from a profile with --profile FILE"
+        )
+    from varuna_capslog.profiles.measure import profile_config
+
+    with _progress(show) as progress:
+        return profile_config(config, workers=min(config.world_size, os.cpu_count() or 1), progress=progress)
+
+
+def plan_run(config: Config, profile: Profile | None) -> Plan:
+    """The configured planner's plan for a profile, or the plan that `pipeline.cuts` gives.
+
+    Without a profile (`pipeline.cuts` needs none) nothing is predicted and the chain is built to check the cuts.
+    """
+    pipeline = config.pipeline
+    if pipeline.cuts is not None:
+        return _given_cuts(config)
+    assert profile is not None, "only given cuts need no profile"
+    return search(
+        profile,
+        pipeline.devices,
+        planner=pipeline.planner,
+        memory=pipeline.memory,
+        capacity=pipeline.capacity,
+        schedule=pipeline.schedule,
+        num_microbatches=config.num_microbatches // pipeline.replicas,
+        microbatch_size=config.train.microbatch_size,
+        recompute=pipeline.recompute,
+        stage_inputs=pipeline.stage_inputs,
+    )
+
+
+def latest_plan(run_dir: Path) -> tuple[int, Plan] | None:
+    """Generation and plan of a run's newest plan file, or None where there is none yet."""
+    generations = [
+        int(number) for path in run_dir.glob("plan-*.json") if (number := path.stem.removeprefix("plan-")).isdigit()
+    ]
+    if not generations:
+        return None
+    return max(generations), read_plan(_plan_path(run_dir, max(generations)))
+
+
+def _given_cuts(config: Config) -> Plan:
+    cuts, devices = config.pipeline.cuts or [0], config.pipeline.devices
+    if config.pipeline.capacity is not None:
+        raise CapslogError(
+            "pipeline.cuts and pipeline.capacity are both set, but given cuts are run without a prediction to compare; "
+            "remove one of the two"
+        )
+    chain = load_workload(config).build_chain()
+    chain.check_cuts(cuts)
+    ends = [*cuts[1:], len(chain)]
+    several = None
+    if len(cuts) > devices:  # stages go round the ranks, as in interleaved schedules
+        several = tuple(
+            Stage(0, ((first, end),), (number % devices,))
+            for number, (first, end) in enumerate(zip(cuts, ends, strict=True))
+        )
+    return Plan(
+        num_layers=len(chain),
+        cuts=tuple(cuts),
+        model=chain.name,
+        schedule=config.pipeline.schedule,
+        num_microbatches=config.num_microbatches // config.pipeline.replicas,
+        microbatch_size=config.train.microbatch_size,
+        placed=several,
+    )
+
+
+def _same(one: Plan, other: Plan) -> bool:
+    ignored = ("search_seconds", "profile_digest")
+    left, right = one.to_json(), other.to_json()
+    return all(left[key] == right[key] for key in left.keys() | right.keys() if key not in ignored)
+
+
+def _plan_path(run_dir: Path, generation: int) -> Path:
+    return run_dir / f"plan-{generation}.json"
+
+
+@contextmanager
+def _progress(show: bool) -> Iterator[Callable[[int, int, str], None] | None]:
+    """A bar fed by (runs done, runs in all, what runs now)."""
+    if not show:
+        yield None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, transient=True) as bar:
+        task = bar.add_task("profiling", total=None)
+        yield lambda done, total, what: bar.update(task, completed=done, total=total, description=f"profiling {what}")
