@@ -1,0 +1,158 @@
+"""The few pieces of HTML a report is made of, and its one style sheet.
+
+Every text that comes from a run is escaped here and nowhere else. No scripts, no fonts, nothing from the network: a
+page must read the same from a zipped folder ten years on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+
+__all__ = [
+    "Markup",
+    "cell_bar",
+    "code",
+    "facts",
+    "figure",
+    "gallery",
+    "join",
+    "note",
+    "page",
+    "paragraph",
+    "section",
+    "table",
+]
+
+
+class Markup(str):
+    """Text that is HTML already; any other text is escaped where it enters the page."""
+
+
+def page(title: str, subtitle: str, sections: Sequence[Markup]) -> Markup:
+    """The whole document."""
+    return Markup(
+        "<!DOCTYPE html>\n"
+        '<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title>\n<style>\n{_STYLE}</style>\n</head>\n<body>\n<main>\n"
+        f"<header>\n<h1>{escape(title)}</h1>\n<p>{escape(subtitle)}</p>\n</header>\n"
+        + "\n".join(sections)
+        + "\n</main>\n</body>\n</html>\n"
+    )
+
+
+def section(name: str, heading: str, parts: Sequence[Markup]) -> Markup:
+    """A part of the page; `name` is its anchor."""
+    return Markup(f'<section id="{escape(name)}">\n<h2>{escape(heading)}</h2>\n' + "\n".join(parts) + "\n</section>\n")
+
+
+def paragraph(text: str) -> Markup:
+    """Running text."""
+    return Markup(f"<p>{_inner(text)}</p>")
+
+
+def note(text: str) -> Markup:
+    """A sentence about what is missing or to be read with care."""
+    return Markup(f'<p class="note">{_inner(text)}</p>')
+
+
+def code(text: str) -> Markup:
+    """A name, as it stands in a file."""
+    return Markup(f"<code>{escape(text)}</code>")
+
+
+def figure(source: str, description: str, caption: str) -> Markup:
+    """A picture that lies beside the page; `description` is for those who cannot see it."""
+    return Markup(
+        f'<figure>\n<img src="{escape(source)}" alt="{escape(description)}">\n'
+        f"<figcaption>{_inner(caption)}</figcaption>\n</figure>"
+    )
+
+
+def gallery(sources: Mapping[str, str]) -> Markup:
+    """Pictures side by side, each a link to itself in full size; source -> caption."""
+    items = (
+        f'<figure><a href="{escape(source)}"><img src="{escape(source)}" alt="{escape(caption)}"></a>'
+        f"<figcaption>{escape(caption)}</figcaption></figure>"
+        for source, caption in sources.items()
+    )
+    return Markup('<div class="gallery">\n' + "\n".join(items) + "\n</div>")
+
+
+def facts(name: str, rows: Mapping[str, str]) -> Markup:
+    """A table of two columns, what and its value."""
+    body = "".join(
+        f'<tr><th scope="row">{escape(key)}</th><td>{_inner(value)}</td></tr>\n' for key, value in rows.items()
+    )
+    return Markup(f'<table class="facts" id="{escape(name)}">\n<tbody>\n{body}</tbody>\n</table>')
+
+
+def table(name: str, headings: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> Markup:
+    """A table of numbers, set to the right; the columns in `left` hold text."""
+
+    def cells(tag: str, row: Sequence[str]) -> str:
+        kind = ("", ' class="left"')
+        return "".join(f"<{tag}{kind[column in left]}>{_inner(value)}</{tag}>" for column, value in enumerate(row))
+
+    body = "".join(f"<tr>{cells('td', row)}</tr>\n" for row in rows)
+    return Markup(
+        f'<div class="wide"><table id="{escape(name)}">\n<thead><tr>{cells("th", headings)}</tr></thead>\n'
+        f"<tbody>\n{body}</tbody>\n</table></div>"
+    )
+
+
+def join(*parts: str) -> Markup:
+    """The parts one after the other; those that are not HTML yet are escaped."""
+    return Markup("".join(_inner(part) for part in parts))
+
+
+def cell_bar(share: float) -> Markup:
+    """A bar inside a table's cell, `share` (0 .. 1) of the cell long."""
+    return Markup(f'<span class="bar"><span style="width:{100 * min(1.0, max(0.0, share)):.1f}%"></span></span>')
+
+
+def _inner(text: str) -> str:
+    return text if isinstance(text, Markup) else escape(text)
+
+
+_STYLE = """\
+:root { color-scheme: light; }
+* { box-sizing: border-box; }
+body { margin: 0; background: #f6f7f8; color: #22303c;
+  font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", "DejaVu Sans", Arial, sans-serif; }
+main { max-width: 66rem; margin: 0 auto; padding: 3rem 3.2rem 4rem; background: #fff; min-height: 100vh; }
+header { border-bottom: 3px solid #2a5f8f; padding-bottom: .9rem; }
+h1 { font-size: 1.9rem; line-height: 1.2; margin: 0; overflow-wrap: anywhere; }
+header p { margin: .4rem 0 0; color: #5c6873; }
+h2 { font-size: 1.25rem; margin: 2.8rem 0 .8rem; }
+p { max-width: 46rem; margin: .7rem 0; }
+.note { color: #5c6873; border-left: 3px solid #e8b44f; padding: .1rem 0 .1rem .8rem; overflow-wrap: anywhere; }
+figure { margin: 1.2rem 0 1.6rem; }
+figure img { display: block; width: 100%; height: auto; }
+figcaption { margin-top: .5rem; max-width: 46rem; font-size: .88rem; line-height: 1.45; color: #5c6873; }
+.wide { overflow-x: auto; margin: 1rem 0; }
+table { border-collapse: collapse; font-size: .9rem; line-height: 1.4; font-variant-numeric: tabular-nums; }
+th, td { padding: .32rem .8rem; border-bottom: 1px solid #e3e7ea; text-align: right; vertical-align: top; }
+td { white-space: nowrap; }
+th { font-weight: 600; }
+thead th { border-bottom: 1.5px solid #8a949e; }
+.left, .facts th, .facts td { text-align: left; }
+td.left, .facts td { white-space: normal; overflow-wrap: anywhere; }
+.facts { width: 100%; }
+.facts th { width: 15rem; padding-left: 0; font-weight: 400; color: #5c6873; }
+code { font: .92em/1.4 ui-monospace, "SF Mono", Consolas, "DejaVu Sans Mono", monospace; }
+.bar { display: inline-block; width: 9rem; height: .7em; background: #eceff2; }
+.bar span { display: block; height: 100%; background: #2a5f8f; }
+.gallery { display: flex; flex-wrap: wrap; gap: 1.4rem 1.2rem; }
+.gallery figure { margin: 0; flex: 1 1 17rem; max-width: 28rem; }
+.gallery figcaption { overflow-wrap: anywhere; }
+@media (max-width: 50rem) { main { padding: 1.5rem 1rem; } .facts th { width: 8rem; } }
+@media print {
+  body { background: #fff; font-size: 10.5pt; }
+  main { max-width: none; padding: 0; }
+  figure, tr { break-inside: avoid; }
+  h2 { break-after: avoid; }
+  .bar span, .bar { print-color-adjust: exact; }
+}
+"""

@@ -1,0 +1,183 @@
+"""The report's page: its sections in reading order, each with its pictures, tables and what it could not tell.
+
+`write_report` calls it with a run's record. It writes only into `report/` and leaves files of other names there alone.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from varuna_capslog import files
+from varuna_capslog.errors import CapslogError
+from varuna_capslog.reports import markup
+from varuna_capslog.reports.curves import draw_scores, draw_training, main_parts
+from varuna_capslog.reports.markup import Markup
+from varuna_capslog.reports.memory import draw_layers
+from varuna_capslog.reports.peaks import peak_section
+from varuna_capslog.reports.run import Event, RunRecord
+from varuna_capslog.reports.step import step_section
+from varuna_capslog.reports.summary import stage_section, summary_section
+from varuna_capslog.reports.wording import UNKNOWN, moment, plain, plural
+
+__all__ = ["write_page"]
+
+_PICTURES = frozenset({"stage-memory.png", "schedule.png", "layer-memory.png", "training.png", "scores.png"})
+_MOST_PREDICTIONS = 24
+_MOST_EVENTS = 60
+_PREDICTION = "prediction-"
+
+
+def write_page(run: RunRecord) -> Path:
+    """Draws the pictures, writes the page last and returns its path. Raises CapslogError where that is impossible."""
+    folder = run.run_dir / "report"
+    try:
+        folder.mkdir(exist_ok=True)
+        # a picture that this report does not draw must not stay from an earlier one
+        for old in folder.glob("*.png"):
+            if old.name in _PICTURES or old.name.startswith(_PREDICTION):
+                old.unlink()
+    except OSError as error:
+        raise CapslogError(f"{folder} cannot be written: {error.strerror or error}; check its permissions") from error
+    sections: tuple[Callable[[RunRecord, Path], Markup], ...] = (
+        lambda run, folder: summary_section(run),
+        lambda run, folder: stage_section(run),
+        peak_section,
+        step_section,
+        _layers,
+        _training,
+        _evaluation,
+        _predictions,
+        lambda run, folder: _events(run),
+    )
+    model = (run.plan and run.plan.model) or (run.profile and run.profile.model) or "model"
+    name = run.run_dir.resolve().name
+    parts = [make(run, folder) for make in sections]
+    document = markup.page(f"{model} · {name}", "Report of a pipeline training run", parts)
+    path = folder / "index.html"
+    files.write_text(path, document)
+    return path
+
+
+def _layers(run: RunRecord, folder: Path) -> Markup:
+    heading = "Memory of each layer"
+    if run.profile is None:
+        why = markup.note(f"No memory of layers is known: {run.reason('profile.json')}.")
+        return markup.section("layers", heading, [why])
+    layers = run.profile.layers
+    cuts = run.plan.cuts if run.plan is not None and run.plan.num_layers == len(layers) else None
+    draw_layers(
+        folder / "layer-memory.png",
+        [layer.name for layer in layers],
+        [layer.isolated_bytes for layer in layers],
+        [layer.added_bytes for layer in layers],
+        cuts,
+    )
+    caption = (
+        f"M_i is the peak of a stage that holds the layer alone, M_a what the layer adds to a stage that holds the one "
+        f"before it; {run.profile.source or 'from a profile of unknown source'}."
+    )
+    caption += " Dashed lines are the plan's cuts." if cuts is not None else " The plan's cuts are not drawn: "
+    if cuts is None:
+        caption += f"{'it is for another number of layers' if run.plan is not None else run.reason('plan')}."
+    picture = markup.figure("layer-memory.png", "Bars of the memory of each layer with the cuts", caption)
+    return markup.section("layers", heading, [picture])
+
+
+def _training(run: RunRecord, folder: Path) -> Markup:
+    heading = "Training"
+    if not run.steps:
+        why = run.problems.get("metrics.jsonl", "metrics.jsonl holds no step yet")
+        return markup.section("training", heading, [markup.note(f"No curves: {why}.")])
+    clip_norm = run.config.train.clip_norm if run.config is not None else None
+    draw_training(folder / "training.png", run.steps, run.events, clip_norm)
+    shown, rest = main_parts(run.steps)
+    caption = f"{plural(len(run.steps), 'step')}, from step {run.steps[0].step} to step {run.steps[-1].step}."
+    if shown:
+        caption += " Loss parts as the workload names them."
+    if rest:
+        caption += f" {plural(len(rest), 'further part')} in grey (such as the same loss of earlier decoder layers)."
+    if any(event.step is not None for event in run.events):
+        caption += " The strip on top marks the run's events."
+    parts = [markup.figure("training.png", "Curves of loss, loss parts, gradient norm and learning rate", caption)]
+    return markup.section("training", heading, parts)
+
+
+def _evaluation(run: RunRecord, folder: Path) -> Markup:
+    heading = "Evaluation"
+    best = run.best
+    if best is None or not best.scores:
+        why = run.problems.get("evaluations.jsonl", "evaluations.jsonl holds no scores yet")
+        return markup.section("evaluation", heading, [markup.note(f"No scores: {why}.")])
+    parts = []
+    last = run.evaluations[-1]
+    first_name = next(iter(best.scores))
+    curves = [name for name in dict.fromkeys((first_name, "AP", "AP50")) if name in best.scores][:2]
+    if len(run.evaluations) > 1:
+        draw_scores(folder / "scores.png", run.evaluations, curves)
+        caption = f"{plural(len(run.evaluations), 'evaluation')} on the validation data; rings mark each score's best."
+        parts.append(markup.figure("scores.png", f"Curves of {' and '.join(curves)} over steps", caption))
+    else:
+        parts.append(markup.paragraph(f"One evaluation, at step {last.step}: there is no curve to draw."))
+    names = {**best.scores, **last.scores}
+    rows = [[name, _score(best.scores.get(name)), _score(last.scores.get(name))] for name in names]
+    headings = ["score", f"best {first_name} (step {best.step})", f"last (step {last.step})"]
+    parts.append(markup.table("score-table", headings, rows))
+    if best.per_class or last.per_class:
+        highest = max((value for value in best.per_class.values() if value is not None), default=0.0) or 1.0
+        classes = {**best.per_class, **last.per_class}
+        rows = []
+        for name in classes:
+            value = best.per_class.get(name)
+            bar = "" if value is None else markup.cell_bar(value / highest)
+            rows.append([name, _score(value), bar, _score(last.per_class.get(name))])
+        headings = ["class", f"{first_name} (step {best.step})", "", f"last (step {last.step})"]
+        parts.append(markup.table("class-table", headings, rows, left=(0, 2)))
+        if any(value is None for value in classes.values()):
+            parts.append(markup.paragraph(f"{UNKNOWN} stands for a class without an object in the validation data."))
+    return markup.section("evaluation", heading, parts)
+
+
+def _predictions(run: RunRecord, folder: Path) -> Markup:
+    heading = "Sample predictions"
+    if not run.predictions:
+        why = markup.note("No sample predictions: predictions/ is missing or holds no PNG.")
+        return markup.section("predictions", heading, [why])
+    copies: dict[str, str] = {}
+    for number, picture in enumerate(run.predictions[:_MOST_PREDICTIONS]):
+        name = f"{_PREDICTION}{number:02d}.png"
+        try:
+            # copied, so that report/ alone is the whole report
+            shutil.copyfile(picture, folder / name)
+        except OSError as error:
+            raise CapslogError(f"{picture} cannot be copied into {folder}: {error.strerror or error}") from error
+        copies[name] = picture.stem
+    parts = [markup.gallery(copies)]
+    if len(run.predictions) > len(copies):
+        parts.append(markup.paragraph(f"The first {len(copies)} of {len(run.predictions)} pictures in predictions/."))
+    return markup.section("predictions", heading, parts)
+
+
+def _events(run: RunRecord) -> Markup:
+    heading = "Events"
+    if not run.events:
+        why = run.problems.get("events.jsonl", "events.jsonl holds no event yet")
+        return markup.section("events", heading, [markup.note(f"No events: {why}.")])
+    shown = list(run.events)
+    parts = []
+    if len(shown) > _MOST_EVENTS:
+        shown = [event for event in shown if event.kind != "checkpoint"][-_MOST_EVENTS:]
+        parts.append(markup.paragraph(f"{len(shown)} of {len(run.events)} events; checkpoints are left out here."))
+    rows = [_event_row(event) for event in shown]
+    headings = ("time (UTC)", "kind", "step", "generation", "details")
+    return markup.section("events", heading, [markup.table("event-table", headings, rows, left=(0, 1, 4)), *parts])
+
+
+def _event_row(event: Event) -> list[str]:
+    numbers = [UNKNOWN if number is None else str(number) for number in (event.step, event.generation)]
+    return [moment(event.time), event.kind, *numbers, plain(dict(event.details)) if event.details else ""]
+
+
+def _score(value: float | None) -> str:
+    return UNKNOWN if value is None else f"{value:.3f}"

@@ -1,0 +1,109 @@
+"""The section on the peak memory of each stage: what the plan predicted beside what the run measured.
+
+`page` calls it. Errors are shares of the measured peak; where a comparison would mislead, it says why and gives none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from varuna_capslog.plan import Plan
+from varuna_capslog.reports import markup
+from varuna_capslog.reports.markup import Markup
+from varuna_capslog.reports.memory import draw_stage_peaks, shows_capacity
+from varuna_capslog.reports.run import RunRecord
+from varuna_capslog.reports.style import byte_unit
+from varuna_capslog.reports.wording import UNKNOWN, in_units, percent
+from varuna_capslog.units import format_bytes
+
+__all__ = ["peak_section"]
+
+_PICTURE = "stage-memory.png"
+
+
+def peak_section(run: RunRecord, folder: Path) -> Markup:
+    """Picture and table; draws `stage-memory.png` where there is a prediction or a measurement."""
+    heading = "Peak memory of each stage"
+    if run.plan is None:
+        return markup.section("memory", heading, [markup.note(f"No stages are known: {run.reason('plan')}.")])
+    plan, found = run.plan, run.measured_peaks()
+    predicted = plan.stage_bytes
+    measured, source = found if found is not None else (None, None)
+    notes = []
+    if predicted is None:
+        notes.append("The plan predicts no bytes: its cuts were given, or no memory model describes its schedule.")
+    if measured is None:
+        notes.append(
+            "No peak was measured under this plan: metrics.jsonl has no peak_bytes for its stages. Runs of two "
+            "steps or more measure them."
+        )
+    if predicted is None and measured is None:
+        return markup.section("memory", heading, list(map(markup.note, notes)))
+    capacity = _capacities(plan)
+    peaks = [*(predicted or ()), *(measured or ())]
+    draw_stage_peaks(folder / _PICTURE, predicted, measured, capacity)
+    shared = len({_rank(plan, stage) for stage in range(len(plan.cuts))}) < len(plan.cuts)
+    if shared and measured is not None:
+        notes.append(
+            "Several stages share a rank here and show that rank's whole peak, so that no error per stage can be given."
+        )
+    caption = []
+    if measured is not None:
+        caption.append(f"Measured: the largest peak of any measured step{'' if source is None else f' ({source})'}.")
+    if predicted is not None and plan.memory_model:
+        caption.append(f"Predicted by the {plan.memory_model} memory model.")
+    if capacity is not None and not shows_capacity(capacity, peaks):
+        caption.append(f"The capacity, {_capacity_text(capacity)}, lies far above the picture.")
+    divisor, unit = byte_unit(peaks)
+    errors = None
+    if predicted is not None and measured is not None and not shared:
+        errors = [_error(*pair) for pair in zip(predicted, measured, strict=True)]
+    columns: dict[str, list[str]] = {
+        "stage": [str(stage) for stage in range(len(plan.cuts))],
+        f"predicted [{unit}]": _column(predicted, divisor, len(plan.cuts)),
+        f"measured [{unit}]": _column(measured, divisor, len(plan.cuts)),
+        "error": errors or [UNKNOWN] * len(plan.cuts),
+    }
+    if capacity is not None:
+        columns[f"capacity [{unit}]"] = _column(capacity, divisor, len(plan.cuts))
+    parts = [
+        markup.figure(_PICTURE, "Bars of the predicted and the measured peak of each stage", " ".join(caption)),
+        markup.table("peak-table", list(columns), list(zip(*columns.values(), strict=True))),
+    ]
+    if errors is not None:
+        parts.append(markup.paragraph("Error: predicted less measured, in percent of the measured peak."))
+    if plan.fits is False:
+        short = plan.shortfall
+        lack = "" if short is None else f": stage {short.stage} lacks {format_bytes(short.bytes)}"
+        notes.append(f"The plan does not fit the capacity{lack}.")
+    return markup.section("memory", heading, [*parts, *map(markup.note, notes)])
+
+
+def _error(predicted: int, measured: int) -> str:
+    return percent(predicted / measured - 1) if measured > 0 else UNKNOWN
+
+
+def _column(values: Sequence[int] | None, divisor: int, stages: int) -> list[str]:
+    return [UNKNOWN] * stages if values is None else [in_units(value, divisor) for value in values]
+
+
+def _rank(plan: Plan, stage: int) -> int:
+    return plan.placement()[stage]
+
+
+def _capacities(plan: Plan) -> list[int] | None:
+    """The capacity of the device that runs each stage."""
+    capacity = plan.capacity_bytes
+    if capacity is None:
+        return None
+    stages = range(len(plan.cuts))
+    if isinstance(capacity, int):
+        return [capacity for _ in stages]
+    ranks = [_rank(plan, stage) for stage in stages]
+    return [capacity[rank] for rank in ranks] if max(ranks) < len(capacity) else None
+
+
+def _capacity_text(capacity: list[int]) -> str:
+    low, high = format_bytes(min(capacity)), format_bytes(max(capacity))
+    return low if low == high else f"{low} to {high}"

@@ -1,0 +1,114 @@
+"""The section on one step: the schedule's picture, its bubbles, and the simulated step time beside the measured one.
+
+`page` calls it. The times come from the profile; where it has none, every forward pass counts 1 and every backward 2,
+and the section says so.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from varuna_capslog.errors import CapslogError
+from varuna_capslog.plan import Plan
+from varuna_capslog.reports import markup
+from varuna_capslog.reports.gantt import draw_schedule
+from varuna_capslog.reports.markup import Markup
+from varuna_capslog.reports.run import RunRecord
+from varuna_capslog.reports.wording import duration, plural, significant
+from varuna_capslog.schedules import ALWAYS_RECOMPUTE, Schedule, from_strings, make_schedule, simulate
+
+__all__ = ["step_section"]
+
+_PICTURE = "schedule.png"
+
+
+def step_section(run: RunRecord, folder: Path) -> Markup:
+    """Picture, facts and notes; draws `schedule.png` where the plan tells a schedule."""
+    heading = "Schedule of one step"
+    if run.plan is None:
+        return markup.section("schedule", heading, [markup.note(f"No schedule is known: {run.reason('plan')}.")])
+    try:
+        schedule, name = _schedule(run, run.plan)
+        times, why_uniform = _stage_seconds(run, run.plan)
+        timeline = simulate(schedule, *times)
+    except CapslogError as error:
+        return markup.section("schedule", heading, [markup.note(f"No picture: {str(error).rstrip('.')}.")])
+    numbered = draw_schedule(folder / _PICTURE, timeline, in_seconds=why_uniform is None)
+
+    measured = run.median_step_seconds()
+    microbatches = len({action.microbatch for row in schedule for action in row})
+    size = f"{plural(len(run.plan.cuts), 'stage')}, {plural(microbatches, 'microbatch', 'es')} per pipeline"
+    rows = {
+        "Schedule": f"{name}, {size}",
+        "Bubble fraction": f"{100 * timeline.bubble_fraction:.1f} %",
+    }
+    if why_uniform is None:
+        rows["Simulated step"] = duration(timeline.step_seconds)
+    else:
+        rows["Simulated step"] = f"{significant(timeline.step_seconds)} forward passes of one stage"
+    if measured is not None:
+        rows["Measured step (median)"] = duration(measured)
+        if why_uniform is None and timeline.step_seconds > 0:
+            rows["Measured / simulated"] = significant(measured / timeline.step_seconds)
+    rows["Most microbatches in flight"] = ", ".join(map(str, timeline.max_in_flight)) + " (by stage)"
+    numbers = "stage.microbatch" if len(run.plan.cuts) > len(timeline.actions) else "microbatches"
+    caption = f"Simulated; the numbers are {numbers}{'' if numbered else ', left out where a box is too narrow'}."
+    notes = []
+    if why_uniform is not None:
+        notes.append(
+            f"No seconds of layers are known ({why_uniform}): every forward pass counts 1 and every backward pass 2 "
+            "here, on every stage alike."
+        )
+    else:
+        notes.append(
+            "The simulation adds up the profile's seconds, which hold for the profile's input size. It knows no "
+            "transfers, optimizer or data loading, and no ranks that share a processor."
+        )
+        notes += _other_conditions(run)
+    parts = [
+        markup.figure(_PICTURE, "Boxes of the passes of every microbatch over time, a row per rank", caption),
+        markup.facts("step-table", rows),
+    ]
+    return markup.section("schedule", heading, [*parts, *map(markup.note, notes)])
+
+
+def _schedule(run: RunRecord, plan: Plan) -> tuple[Schedule, str]:
+    """The actions that one pipeline runs in a step, and their schedule's name."""
+    pipeline = None if run.config is None else run.config.pipeline
+    name = plan.schedule or (None if pipeline is None else pipeline.schedule)
+    if plan.actions is not None:
+        return from_strings(plan.actions), name or "the plan's own actions"
+    microbatches = plan.num_microbatches
+    if microbatches is None and run.config is not None:
+        microbatches = run.config.num_microbatches // run.config.pipeline.replicas
+    if name is None or microbatches is None:
+        missing = "schedule" if name is None else "num_microbatches"
+        raise CapslogError(f"the plan has no {missing}, and {run.reason('config.yaml')}")
+    recompute = pipeline is not None and pipeline.recompute
+    shown = f"{name} with recomputation" if recompute or name in ALWAYS_RECOMPUTE else name
+    return make_schedule(name, len(plan.cuts), microbatches, plan.placement(), recompute), shown
+
+
+def _stage_seconds(run: RunRecord, plan: Plan) -> tuple[tuple[list[float], list[float]], str | None]:
+    """Forward and backward seconds of each stage, or units (1 and 2) and why there are no seconds."""
+    uniform = [1.0] * len(plan.cuts), [2.0] * len(plan.cuts)
+    if run.profile is None:
+        return uniform, run.reason("profile.json")
+    if run.profile.num_layers != plan.num_layers:
+        return uniform, "profile.json describes another number of layers than the plan"
+    try:
+        forward, backward = (run.profile.column(f"{kind}_seconds") for kind in ("forward", "backward"))
+    except CapslogError:
+        return uniform, "profile.json has no forward_seconds or backward_seconds"
+    stages = plan.stages()
+    times = [sum(forward[a:b]) for a, b in stages], [sum(backward[a:b]) for a, b in stages]
+    return (times, None) if sum(times[0]) + sum(times[1]) > 0 else (uniform, "all seconds in profile.json are 0")
+
+
+def _other_conditions(run: RunRecord) -> list[str]:
+    """What makes the profile's seconds those of other microbatches than the run's."""
+    profiled = run.profile.conditions.get("microbatch_size") if run.profile is not None else None
+    ran = run.plan.microbatch_size if run.plan is not None else None
+    if isinstance(profiled, int) and ran is not None and profiled != ran:
+        return [f"The profile was taken with {profiled} samples in a microbatch, the run has {ran}."]
+    return []

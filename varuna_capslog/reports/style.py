@@ -1,0 +1,127 @@
+"""How every picture of a report looks: type, colours, size, and units on the axes.
+
+The drawing modules of this room make their figures here and save them here. matplotlib is used without pyplot, so that
+no display, backend or global state of the caller is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from varuna_capslog.errors import CapslogError
+
+__all__ = [
+    "ALARM",
+    "AMBER",
+    "BLUE",
+    "GREY",
+    "INK",
+    "LINES",
+    "PALE",
+    "SKY",
+    "byte_unit",
+    "name_axis",
+    "picture",
+    "second_unit",
+    "shorten",
+]
+
+INK, GREY, PALE = "#22303c", "#8a949e", "#eceff2"
+# Blue, light blue and amber differ in lightness too: they survive grey print and every kind of colour blindness.
+BLUE, SKY, AMBER, ALARM = "#2a5f8f", "#a5cbe8", "#e8b44f", "#b5432a"
+LINES = ("#2a5f8f", "#d98c1f", "#3a9b84", "#a8588f", "#7fb2dd", "#6b5b3e")
+"""Colours of up to six curves in one plot; neighbours differ in lightness."""
+
+WIDTH = 10.0
+"""Inches of every picture, so that type has the same size in all of them."""
+
+_SETTINGS: dict[Any, Any] = {
+    "figure.dpi": 160,
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlepad": 8,
+    "axes.labelsize": 9,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": GREY,
+    "axes.linewidth": 0.8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.formatter.useoffset": False,
+    "text.color": INK,
+    "text.parse_math": False,  # names of layers are text, whatever signs they hold
+    "xtick.color": GREY,
+    "ytick.color": GREY,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "xtick.labelsize": 8.5,
+    "ytick.labelsize": 8.5,
+    "grid.color": "#dfe4e8",
+    "grid.linewidth": 0.7,
+    "legend.frameon": False,
+    "legend.fontsize": 8.5,
+    "lines.linewidth": 1.5,
+    "hatch.linewidth": 0.6,
+}
+
+
+@contextmanager
+def picture(path: Path, height: float) -> Iterator[Figure]:
+    """Gives a figure of the house's width and `height` inches to draw on, then saves it as PNG.
+
+    Raises:
+        CapslogError: the file cannot be written.
+    """
+    with matplotlib.rc_context(_SETTINGS):
+        figure = Figure(figsize=(WIDTH, height), layout="constrained")
+        yield figure
+        try:
+            figure.savefig(path, facecolor="white", metadata={"Software": None})
+        except OSError as error:
+            raise CapslogError(f"{path} cannot be written: {error.strerror or error}; free space") from error
+
+
+def byte_unit(values: Iterable[float]) -> tuple[int, str]:
+    """(bytes per unit, its name) in which the largest of `values` is at least 1: GiB, MiB, KiB or B."""
+    largest = max((abs(value) for value in values), default=0)
+    units = ((1024**3, "GiB"), (1024**2, "MiB"), (1024, "KiB"))
+    return next((unit for unit in units if largest >= unit[0]), (1, "B"))
+
+
+def second_unit(largest: float) -> tuple[float, str]:
+    """(seconds per unit, its name) that suits times up to `largest` seconds: s, ms or µs."""
+    return (1.0, "s") if largest >= 1 else (1e-3, "ms") if largest >= 1e-3 else (1e-6, "µs")
+
+
+def shorten(name: str, longest: int) -> str:
+    """`name`, its middle left out where it is longer than `longest` signs."""
+    if len(name) <= longest:
+        return name
+    head = (longest - 1) // 2
+    return f"{name[:head]}…{name[len(name) - (longest - 1 - head) :]}"
+
+
+def name_axis(axes: Axes, names: Sequence[str], width: float) -> None:
+    """Writes names under positions 0, 1, ... of the x axis so that none overlaps: level, upright, smaller, not all.
+
+    Args:
+        width: of the axes in inches, about.
+    """
+    room = 72 * width / max(1, len(names))  # points for one name
+    size = max(5.0, min(8.5, 0.72 * room))
+    every = max(1, -(-round(1.15 * size * len(names)) // round(72 * width)))
+    chosen = range(0, len(names), every)
+    axes.set_xticks(list(chosen))
+    texts = [shorten(names[index], 30) for index in chosen]
+    level = every == 1 and 0.68 * size * max(map(len, texts), default=0) < room
+    axes.set_xticklabels(texts, rotation=0 if level else 90, fontsize=size)

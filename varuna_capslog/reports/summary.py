@@ -1,0 +1,160 @@
+"""The head of a report: the run in one table, and its stages with the layers each of them holds.
+
+`page` calls it. It only words what the files say; a fact that no file tells is left out.
+"""
+
+from __future__ import annotations
+
+import platform
+from importlib import metadata
+
+import varuna_capslog
+from varuna_capslog.profiles.record import Profile
+from varuna_capslog.reports import markup
+from varuna_capslog.reports.markup import Markup
+from varuna_capslog.reports.run import RunRecord
+from varuna_capslog.reports.wording import UNKNOWN, duration, moment, plain, plural, significant
+from varuna_capslog.units import format_bytes
+
+__all__ = ["stage_section", "summary_section"]
+
+_PARAMETER_WIDTH = {"float64": 8, "float32": 4, "bfloat16": 4}
+"""Bytes of one parameter by the profile's dtype; bfloat16 means autocast, which leaves parameters in float32."""
+_MOST_NAMES = 40
+"""Names of layers per stage that the table lists in full; of more it lists the first and the last."""
+
+
+def summary_section(run: RunRecord) -> Markup:
+    """What ran, where, for how long, how it ended, and what of its files could not be read."""
+    rows = {**_model(run), **_placement(run), **_course(run), **_results(run), **_versions(run)}
+    notes = []
+    if run.last_step is not None and run.last_step < run.steps[-1].step:
+        notes.append(
+            f"The last line written is of step {run.last_step}: the run went back to a checkpoint and has not come as "
+            f"far again. Steps {run.last_step + 1} to {run.steps[-1].step} are shown as they were before that."
+        )
+    notes += [f"{problem}." for problem in run.problems.values() if "left out" in problem]
+    if "config.yaml" in run.problems:
+        notes.append(f"Settings are not shown: {run.reason('config.yaml')}.")
+    return markup.section("summary", "Summary", [markup.facts("summary-table", rows), *map(markup.note, notes)])
+
+
+def stage_section(run: RunRecord) -> Markup:
+    """The cut list, stage by stage, with the names of the layers."""
+    plan, names = run.plan, run.layer_names
+    if plan is None:
+        return markup.section("stages", "Stages", [markup.note(f"No stages are known: {run.reason('plan')}.")])
+    placed = [(stage.layers, stage.ranks) for stage in plan.placed or () if stage.pipeline == 0]
+    if not placed:
+        placed = [((piece,), (rank,)) for piece, rank in zip(plan.stages(), plan.placement(), strict=True)]
+    rows = []
+    for stage, (pieces, ranks) in enumerate(placed):
+        members = [index for first, end in pieces for index in range(first, end)]
+        spans = ", ".join(str(first) if end == first + 1 else f"{first}-{end - 1}" for first, end in pieces)
+        listed = UNKNOWN if names is None else _listed([names[index] for index in members])
+        rows.append([str(stage), ", ".join(map(str, ranks)), spans, str(len(members)), listed])
+    cuts = markup.join("Cut list (first layer of each stage): ", markup.code(str(list(plan.cuts))), ".")
+    parts = [
+        markup.paragraph(cuts),
+        markup.table("stage-table", ("stage", "rank", "layers", "count", "names of the layers"), rows, left=(4,)),
+    ]
+    if names is None:
+        why = "it describes another number of layers" if run.profile is not None else run.reason("profile.json")
+        parts.append(markup.note(f"The layers have no names here: {why}."))
+    elif plan.profile_digest and run.profile is not None and plan.profile_digest != run.profile.digest:
+        parts.append(markup.note("The plan was made from another profile than the profile.json that lies there now."))
+    return markup.section("stages", "Stages", parts)
+
+
+def _model(run: RunRecord) -> dict[str, str]:
+    model = (run.plan.model if run.plan else None) or (run.profile.model if run.profile else None)
+    rows = {"Model": model or UNKNOWN}
+    if run.config is not None:
+        rows["Workload"] = markup.code(run.config.workload)
+    if run.plan is not None or run.profile is not None:
+        layers = run.plan.num_layers if run.plan is not None else run.profile.num_layers if run.profile else 0
+        rows["Layers"] = str(layers)
+    if run.profile is not None and (parameters := _parameters(run.profile)) is not None:
+        rows["Parameters"] = parameters
+    return rows
+
+
+def _parameters(profile: Profile) -> str | None:
+    """Number and bytes of the parameters, each counted once however many layers use it; None where a layer has none."""
+    sizes = [layer.parameter_bytes for layer in profile.layers]
+    if None in sizes:
+        return None
+    again = sum(shared.bytes * (len(shared.layers) - 1) for shared in profile.shared)
+    total = sum(size for size in sizes if size is not None) - again
+    width = _PARAMETER_WIDTH.get(str(profile.conditions.get("dtype")).removeprefix("torch."))
+    return format_bytes(total) if width is None else f"{total // width:,} ({format_bytes(total)})"
+
+
+def _placement(run: RunRecord) -> dict[str, str]:
+    rows: dict[str, str] = {}
+    plan, config = run.plan, run.config
+    if config is not None:
+        pipeline, train = config.pipeline, config.train
+        rows["Devices x replicas"] = f"{pipeline.devices} x {pipeline.replicas} ({config.device})"
+        recompute = "recomputation" if pipeline.recompute or pipeline.schedule == "varuna" else "no recomputation"
+        rows["Schedule"] = f"{pipeline.schedule}, {recompute}, stage inputs on the {pipeline.stage_inputs}"
+        rows["Minibatch"] = (
+            f"{plural(train.minibatch_size, 'sample')} in {plural(config.num_microbatches, 'microbatch', 'es')} of "
+            f"{train.microbatch_size}, {train.precision}"
+        )
+    if plan is not None:
+        planner = plan.planner or "none, the cuts were given"
+        found = "" if plan.search_seconds is None else f", found in {duration(plan.search_seconds)}"
+        rows["Planner"] = f"{planner}{found}" + (f", memory model {plan.memory_model}" if plan.memory_model else "")
+        rows["Cuts"] = markup.code(str(list(plan.cuts)))
+        generation = run.generation or 0
+        if generation:
+            rows["Plan"] = f"generation {generation}, the newest"
+    return rows
+
+
+def _course(run: RunRecord) -> dict[str, str]:
+    times = [event.time for event in run.events if event.time is not None]
+    rows = {"Began": f"{moment(min(times))} UTC"} if times else {}
+    if not run.steps:
+        return rows | {"Steps": "none recorded"}
+    seconds = [line.step_seconds for line in run.steps if line.step_seconds is not None]
+    rates = [line.samples_per_second for line in run.steps[-100:] if line.samples_per_second is not None]
+    rows["Steps"] = f"{run.steps[-1].step:,}"
+    if seconds:
+        rows["Time in steps"] = f"{duration(sum(seconds))}, median step {duration(run.median_step_seconds())}"
+    if rates:
+        rows["Speed at the end"] = f"{significant(sorted(rates)[len(rates) // 2])} samples/s"
+    rows["Final loss"] = UNKNOWN if run.steps[-1].loss is None else f"{run.steps[-1].loss:.4f}"
+    return rows
+
+
+def _results(run: RunRecord) -> dict[str, str]:
+    best = run.best
+    if best is None or not best.scores:
+        return {}
+    (name, value), *others = best.scores.items()
+    also = "".join(f", {other} {score:.3f}" for other, score in others if other == "AP50")
+    return {f"Best {name}": f"{value:.3f}{also} at step {best.step}"}
+
+
+def _versions(run: RunRecord) -> dict[str, str]:
+    rows: dict[str, str] = {}
+    if run.profile is not None and run.profile.conditions:
+        source = f"{run.profile.source}: " if run.profile.source else ""
+        # digests serve programs only
+        told = {key: value for key, value in run.profile.conditions.items() if not key.endswith("digest")}
+        rows["Profile"] = source + plain(told)
+    try:
+        torch = f", torch {metadata.version('torch')}"
+    except metadata.PackageNotFoundError:
+        torch = ""
+    rows["Report made with"] = f"varuna-capslog {varuna_capslog.__version__}, Python {platform.python_version()}{torch}"
+    return rows
+
+
+def _listed(names: list[str]) -> Markup:
+    if len(names) > _MOST_NAMES:
+        half = _MOST_NAMES // 2
+        names = [*names[:half], f"… {len(names) - 2 * half} more …", *names[-half:]]
+    return markup.code(", ".join(names))

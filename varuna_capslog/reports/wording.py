@@ -1,0 +1,69 @@
+"""Numbers as a report writes them: bytes, seconds, scores, times, and what is not known.
+
+The page's sections call these so that one kind of number looks alike everywhere. Pictures have axes instead.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime, timezone
+
+__all__ = ["UNKNOWN", "duration", "in_units", "moment", "percent", "plain", "plural", "significant"]
+
+UNKNOWN = "\N{EN DASH}"
+"""What a table shows for a number that no file tells."""
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds in the unit people would use: 12.3 ms, 4.56 s, 3 min 20 s, 2 h 05 min."""
+    if seconds is None:
+        return UNKNOWN
+    if seconds < 60:
+        factor, unit = (1, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "µs")
+        return f"{significant(seconds * factor)} {unit}"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def in_units(count: float, divisor: int) -> str:
+    """A byte count in a table whose heading names the unit; two decimals."""
+    return f"{count / divisor:,.2f}"
+
+
+def percent(share: float) -> str:
+    """A signed share of 1 as percent: +1.3 %."""
+    return f"{100 * share:+.1f} %"
+
+
+def significant(value: float | None, digits: int = 3) -> str:
+    """A number with so many digits that matter, without an exponent where people would not use one."""
+    if value is None:
+        return UNKNOWN
+    if value and not 1e-3 <= abs(value) < 10**6:
+        return f"{value:.{digits - 1}e}"
+    whole = len(str(int(abs(value)))) if abs(value) >= 1 else 0
+    return f"{value:.{max(0, digits - whole)}f}" if whole else f"{value:.{digits}g}"
+
+
+def plain(value: object) -> str:
+    """A value from a JSON file, for people: text as it is, numbers shortened, lists and objects in one line."""
+    if isinstance(value, float):
+        return significant(value, 4)
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {plain(entry)}" for key, entry in value.items())
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(plain(entry) for entry in value)}]"
+    return UNKNOWN if value is None else str(value)
+
+
+def plural(number: int, noun: str, ending: str = "s") -> str:
+    """1 step, 2 steps; 2 microbatches with the ending "es"."""
+    return f"{number:,} {noun}{'' if number == 1 else ending}"
+
+
+def moment(seconds: float | None) -> str:
+    """A time since 1970 as date and time of day in UTC."""
+    if seconds is None:
+        return UNKNOWN
+    return datetime.fromtimestamp(seconds, tz=timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
