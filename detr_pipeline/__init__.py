@@ -1,0 +1,25 @@
+"""DETR object detection as a pipeline workload: `workload: detr_pipeline:workload` in a run's YAML leads here.
+
+The commands call `workload`; everything heavy is imported on that call. Nothing here may import the engine.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from detr_pipeline.task import DetrWorkload
+    from varuna_capslog.settings import Config
+
+__all__ = ["workload"]
+
+
+def workload(config: Config) -> DetrWorkload:
+    """The DETR workload of a resolved config; its `model` and `data` sections are checked, no data set is opened.
+
+    Raises:
+        varuna_capslog.settings.ConfigError: a wrong key or value under `model` or `data`.
+    """
+    from detr_pipeline.task import DetrWorkload
+
+    return DetrWorkload(config)

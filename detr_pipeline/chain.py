@@ -1,0 +1,169 @@
+"""DETR as a chain: its units in order, joined into the layers that `model.cut_points` asks for.
+
+The workload builds its model here. What crosses the cuts: features `x` [B, C, h, w] or `memory` [B, h, w, C], `valid`
+[B, 2] (int64, rows and columns of the map that belong to each image), and from the first decoder layer on `hidden` [K,
+B, Q, C] and `query` [Q, C]; padding masks and position codes never do.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from detr_pipeline.backbone import backbone_units
+from detr_pipeline.config import ModelConfig
+from detr_pipeline.heads import FirstPredictingDecoderLayer, Heads, LastPredictingDecoderLayer, PredictingDecoderLayer
+from detr_pipeline.transformer import DecoderLayer, EncoderLayer, FirstDecoderLayer
+from varuna_capslog.chain import Chain, Layer
+from varuna_capslog.settings import ConfigError
+
+__all__ = ["INPUTS", "OUTPUTS", "Joined", "build_chain", "units_of"]
+
+INPUTS = ("images", "sizes")
+OUTPUTS = ("logits", "boxes")
+_BACKBONE = "backbone."
+
+
+class Joined(nn.Module):
+    """Several consecutive units as one layer. Child modules bear the units' names, dots written as underscores.
+
+    Args:
+        units: in order.
+        needed: names that anybody after the last unit reads.
+    """
+
+    def __init__(self, units: Sequence[Layer], needed: frozenset[str]) -> None:
+        super().__init__()
+        self.unit_names = tuple(unit.name for unit in units)
+        self._wiring = tuple((_child(unit.name), unit.reads, unit.writes) for unit in units)
+        for unit in units:
+            self.add_module(_child(unit.name), unit.module)
+        reads: list[str] = []
+        written: list[str] = []
+        for unit in units:
+            reads += [name for name in unit.reads if name not in written and name not in reads]
+            written += [name for name in unit.writes if name not in written]
+        self.reads = tuple(reads)
+        self.writes = tuple(name for name in written if name in needed)
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        values = dict(zip(self.reads, tensors, strict=True))
+        for child, reads, writes in self._wiring:
+            result = self.get_submodule(child)(*[values[name] for name in reads])
+            values.update(zip(writes, (result,) if isinstance(result, Tensor) else result, strict=True))
+        return tuple(values[name] for name in self.writes)
+
+
+def build_chain(config: ModelConfig, num_classes: int) -> Chain:
+    """A DETR with fresh weights; torch's random state decides them.
+
+    Args:
+        config: the model section; its `num_classes` and `weights` are the caller's business.
+        num_classes: classes without no-object.
+
+    Raises:
+        ConfigError: `cut_points` names a layer that is not there.
+    """
+    units = backbone_units(config) + _transformer_units(config, num_classes)
+    starts = sorted(_starts(units, config.cut_points))
+    ends = [*starts[1:], len(units)]
+    layers = [_joined(units, start, end) for start, end in zip(starts, ends, strict=True)]
+    return Chain(layers, INPUTS, OUTPUTS, name=_name(config))
+
+
+def units_of(layer: Layer) -> list[tuple[str, str]]:
+    """Name of every unit in a layer of this chain, and what its parameters' names inside the layer begin with."""
+    if isinstance(layer.module, Joined):
+        return [(name, f"{_child(name)}.") for name in layer.module.unit_names]
+    return [(layer.name, "")]
+
+
+def _child(unit: str) -> str:
+    return unit.replace(".", "_")
+
+
+def _name(config: ModelConfig) -> str:
+    """As in the paper's table, such as rn50-d-e6, with whatever else differs in size."""
+    parts = [config.backbone.replace("resnet", "rn")]
+    if config.last_layer != "layer4":
+        parts.append(config.last_layer)
+    if config.dilation:
+        parts.append("d")
+    parts.append(f"e{config.encoder_layers}")
+    if config.decoder_layers != 6:
+        parts.append(f"d{config.decoder_layers}")
+    return "-".join(["detr", *parts])
+
+
+def _transformer_units(config: ModelConfig, num_classes: int) -> list[Layer]:
+    units = [
+        Layer(f"encoder.{index}", EncoderLayer(config), ("memory", "valid"), ("memory",))
+        for index in range(config.encoder_layers)
+    ]
+    last = config.decoder_layers - 1
+    context = ("hidden", "memory", "valid", "query")
+    if config.heads == "last":
+        units.append(Layer("decoder.0", FirstDecoderLayer(config), ("memory", "valid"), ("hidden", "query")))
+        units += [Layer(f"decoder.{index}", DecoderLayer(config), context, ("hidden",)) for index in range(1, last + 1)]
+        units.append(Layer("heads", Heads(config, num_classes), ("hidden",), OUTPUTS))
+        return units
+    heads = Heads(config, num_classes)
+    first = FirstPredictingDecoderLayer(config, heads)
+    units.append(Layer("decoder.0", first, ("memory", "valid"), ("hidden", "query", *OUTPUTS)))
+    units += [
+        Layer(f"decoder.{index}", PredictingDecoderLayer(config, heads), (*context, *OUTPUTS), ("hidden", *OUTPUTS))
+        for index in range(1, last)
+    ]
+    if last > 0:
+        units.append(Layer(f"decoder.{last}", LastPredictingDecoderLayer(config, heads), (*context, *OUTPUTS), OUTPUTS))
+    return units
+
+
+def _starts(units: Sequence[Layer], cut_points: str | Sequence[str]) -> set[int]:
+    """Positions of the units that begin a layer.
+
+    The projection always stays with the last residual block: cut after it, an eighth of the bytes travels (256 of 2048
+    channels), and all encoder layers are alike.
+    """
+    names = [unit.name for unit in units]
+    everywhere = {index for index, name in enumerate(names) if name != "projection"}
+    if not isinstance(cut_points, str):
+        return {0, *(_position(names, everywhere, name) for name in cut_points)}
+    dropped: set[str] = set()
+    if cut_points == "paper":
+        # The frozen start stays whole: no gradient flows there and its activations are the largest of all.
+        dropped = {name for name in names if name.startswith("backbone.layer1.")}
+        dropped |= {"backbone.layer3.0", "backbone.layer4.0"}
+    elif cut_points in ("instage", "heads_last"):
+        dropped = {"backbone.layer2.0", "backbone.layer3.0", "backbone.layer4.0"}
+    if cut_points == "heads_last":
+        dropped.add("heads")
+    return {index for index in everywhere if names[index] not in dropped}
+
+
+def _position(names: Sequence[str], everywhere: set[int], wanted: str) -> int:
+    known = {names[index]: index for index in sorted(everywhere)}
+    known[f"{names[names.index('projection') - 1].removeprefix(_BACKBONE)}-projection"] = names.index("projection") - 1
+    if wanted in known:
+        return known[wanted]
+    near = difflib.get_close_matches(wanted, known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known layers: {', '.join(known)}"
+    raise ConfigError(f"model.cut_points names the layer {wanted!r}, which this model has not; {hint}")
+
+
+def _joined(units: Sequence[Layer], start: int, end: int) -> Layer:
+    """The units start..end-1 as one layer.
+
+    An address must say whether a parameter belongs to the backbone, since learning rates are chosen by that: a layer
+    that holds other parts too must not bear the word in its own name.
+    """
+    if end - start == 1:
+        return units[start]
+    needed = frozenset(OUTPUTS).union(*(unit.reads for unit in units[end:]))
+    module = Joined(units[start:end], needed)
+    first, last = units[start].name, units[end - 1].name
+    whole = first.startswith(_BACKBONE) and last.startswith(_BACKBONE)
+    name = f"{first.removeprefix(_BACKBONE)}-{last.removeprefix(_BACKBONE)}"
+    return Layer(_BACKBONE + name if whole else name, module, module.reads, module.writes)

@@ -1,0 +1,319 @@
+"""COCO annotation files: read once, checked in one place, kept as flat arrays.
+
+`data` and `evaluation` call this room; it reads JSON only and never touches a picture. Inside the project classes are
+numbered 0..C-1; the file's own category ids come back only through `CocoIndex.category_ids`.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from varuna_capslog.errors import CapslogError
+
+__all__ = ["CocoIndex", "read_coco"]
+
+logger = logging.getLogger(__name__)
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+BoolArray = NDArray[np.bool_]
+
+# Annotation files round coordinates to two decimals, so a box that touches the border may overhang by a hundredth.
+_OVERHANG_PIXELS = 0.02
+
+
+@dataclass(frozen=True, eq=False)
+class CocoIndex:
+    """A checked COCO detection data set without its pixels.
+
+    Attributes:
+        path: the JSON file.
+        image_ids, file_names: of the I images, in the file's order; images without boxes are there too.
+        widths, heights: [I] pixels, as the file says.
+        category_ids, names: of the C classes, ascending by id; position in them is the class inside the project.
+        box_image: [A] position of each box's image, ascending; crowd regions are included in A.
+        box_label: [A] class 0..C-1.
+        boxes: [A, 4] corners x1 y1 x2 y2 in pixels, inside the image, never empty.
+        areas: [A] the file's `area` (of the segmentation in COCO itself), else width * height.
+        crowd: [A] True for regions that stand for many objects.
+        dropped, clamped: how many boxes had no size, and how many hung over the border.
+    """
+
+    path: Path
+    image_ids: tuple[int, ...]
+    file_names: tuple[str, ...]
+    widths: IntArray
+    heights: IntArray
+    category_ids: tuple[int, ...]
+    names: tuple[str, ...]
+    box_image: IntArray
+    box_label: IntArray
+    boxes: FloatArray
+    areas: FloatArray
+    crowd: BoolArray
+    dropped: int = 0
+    clamped: int = 0
+
+    def __len__(self) -> int:
+        return len(self.image_ids)
+
+    @cached_property
+    def _targets(self) -> tuple[FloatArray, IntArray, IntArray]:
+        keep = ~self.crowd
+        starts = np.searchsorted(self.box_image[keep], np.arange(len(self) + 1))
+        return self.boxes[keep], self.box_label[keep], starts
+
+    def targets(self, image: int) -> tuple[FloatArray, IntArray]:
+        """Boxes [n, 4] (corners, pixels) and classes [n] to learn for the image at this position; no crowd regions."""
+        boxes, labels, starts = self._targets
+        part = slice(starts[image], starts[image + 1])
+        return boxes[part], labels[part]
+
+    @property
+    def box_counts(self) -> IntArray:
+        """[I] number of boxes to learn in each image."""
+        return np.diff(self._targets[2])
+
+    def ground_truth(self) -> dict[str, Any]:
+        """The data set as pycocotools takes it: original ids, crowd regions, every field that it insists on.
+
+        Annotations are numbered from 1 whatever the file says: COCOeval stores the id of the matched annotation and
+        reads 0 as "no match", so a file numbered from 0 would lose a true positive. Boxes are the checked ones.
+        """
+        sizes = self.boxes[:, 2:] - self.boxes[:, :2]
+        rows = zip(
+            self.box_image.tolist(),
+            self.box_label.tolist(),
+            np.concatenate([self.boxes[:, :2], sizes], axis=1).tolist(),
+            self.areas.tolist(),
+            self.crowd.tolist(),
+            strict=True,
+        )
+        return {
+            "info": {},
+            "images": [
+                {"id": image_id, "file_name": name, "width": width, "height": height}
+                for image_id, name, width, height in zip(
+                    self.image_ids, self.file_names, self.widths.tolist(), self.heights.tolist(), strict=True
+                )
+            ],
+            "categories": [{"id": id_, "name": name} for id_, name in zip(self.category_ids, self.names, strict=True)],
+            "annotations": [
+                {
+                    "id": number,
+                    "image_id": self.image_ids[image],
+                    "category_id": self.category_ids[label],
+                    "bbox": box,
+                    "area": area,
+                    "iscrowd": int(crowd),
+                }
+                for number, (image, label, box, area, crowd) in enumerate(rows, start=1)
+            ],
+        }
+
+
+def read_coco(path: Path | str, strict: bool = False) -> CocoIndex:
+    """Reads and checks a COCO JSON file; the last few files are remembered as long as they do not change.
+
+    Boxes without width or height are dropped and boxes over the border are clamped; one log line counts both.
+
+    Args:
+        path: the annotation file.
+        strict: refuse a file with such boxes instead.
+
+    Raises:
+        CapslogError: missing, unreadable or malformed file; missing fields; duplicate image, category or annotation id;
+            unknown image or category id; a box that is not four finite numbers; with `strict`, boxes to drop or clamp.
+    """
+    path = Path(path).expanduser()
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise CapslogError(
+            f"annotation file {path} cannot be read ({error.strerror}); check data.root and the data.*_json keys"
+        ) from None
+    return _read(path, stat.st_mtime_ns, stat.st_size, strict)
+
+
+@lru_cache(maxsize=4)
+def _read(path: Path, modified_ns: int, num_bytes: int, strict: bool) -> CocoIndex:
+    with _without_collector():
+        try:
+            document = json.loads(path.read_bytes())
+        except OSError as error:
+            raise CapslogError(f"annotation file {path} cannot be read ({error.strerror}); check the path") from None
+        except (ValueError, RecursionError) as error:
+            raise CapslogError(f"annotation file {path} is not valid JSON: {error}") from None
+        return _Checker(path, document, strict).index()
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Python's cycle collector looks again and again at millions of fresh lists that form no cycle: without it, a file
+    of COCO's size is read in a third of the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+class _Checker:
+    """Every rule about a COCO file, in the order in which a reader would ask."""
+
+    def __init__(self, path: Path, document: Any, strict: bool) -> None:
+        self.path, self.strict = path, strict
+        if not isinstance(document, dict):
+            raise self.error("the top level must be an object with images, annotations and categories")
+        self.images = self.rows(document, "images")
+        self.categories = self.rows(document, "categories")
+        self.annotations = self.rows(document, "annotations")
+
+    def error(self, what: str) -> CapslogError:
+        return CapslogError(f"{self.path}: {what}")
+
+    def rows(self, document: dict[str, Any], key: str) -> list[dict[str, Any]]:
+        rows = document.get(key)
+        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+            raise self.error(f"{key!r} must be a list of objects; is this a COCO detection file?")
+        if not rows and key != "annotations":
+            raise self.error(f"{key!r} is empty; a data set needs at least one entry there")
+        return rows
+
+    def column(self, key: str, rows: Sequence[dict[str, Any]], field: str) -> list[Any]:
+        try:
+            return [row[field] for row in rows]
+        except KeyError:
+            number = next(i for i, row in enumerate(rows) if field not in row)
+            raise self.error(f"{key}[{number}] (id {rows[number].get('id')!r}) has no {field!r}; add it") from None
+
+    def whole_numbers(self, key: str, rows: Sequence[dict[str, Any]], field: str) -> list[int]:
+        values = self.column(key, rows, field)
+        # `type is int` also refuses true/false, which Python counts as numbers.
+        if not all(type(value) is int for value in values):
+            number = next(i for i, value in enumerate(values) if type(value) is not int)
+            raise self.error(f"{key}[{number}] has {field}={values[number]!r}, which must be a whole number")
+        return values
+
+    def unique_ids(self, key: str, rows: Sequence[dict[str, Any]]) -> list[int]:
+        ids = self.whole_numbers(key, rows, "id")
+        if len(set(ids)) != len(ids):
+            seen: set[int] = set()
+            twice = next(id_ for id_ in ids if id_ in seen or seen.add(id_))  # type: ignore[func-returns-value]
+            raise self.error(f"duplicate id {twice} in {key!r}; ids must be unique: renumber them")
+        return ids
+
+    def index(self) -> CocoIndex:
+        image_ids = self.unique_ids("images", self.images)
+        file_names = self.column("images", self.images, "file_name")
+        widths = np.array(self.whole_numbers("images", self.images, "width"), dtype=np.int64)
+        heights = np.array(self.whole_numbers("images", self.images, "height"), dtype=np.int64)
+        self.refuse_first(
+            (widths < 1) | (heights < 1),
+            lambda i: f"image {file_names[i]} has size {widths[i]}x{heights[i]}; width and height must be at least 1",
+        )
+        self.refuse_first(
+            np.array([not isinstance(name, str) or not name for name in file_names]),
+            lambda i: f"image id {image_ids[i]} has file_name={file_names[i]!r}, which must be a file name",
+        )
+
+        ids = self.unique_ids("categories", self.categories)
+        by_id = sorted(zip(ids, self.categories, strict=True), key=lambda pair: pair[0])
+        category_ids = tuple(id_ for id_, _ in by_id)
+        names = tuple(str(row.get("name", id_)) for id_, row in by_id)
+
+        annotation_ids = self.unique_ids("annotations", self.annotations)
+        box_image = self.positions("image_id", image_ids, "images")
+        box_label = self.positions("category_id", category_ids, "categories")
+
+        def where(i: int) -> str:
+            return f"annotation id {annotation_ids[i]} of {file_names[box_image[i]]}"
+
+        xywh = self.box_array(where)
+        crowd = np.array([row.get("iscrowd") in (1, True) for row in self.annotations], dtype=np.bool_)
+        areas = np.array([self.area(row) for row in self.annotations], dtype=np.float64).reshape(-1)
+
+        # A box of no size stays one after clamping; a box wholly outside the image becomes one.
+        corners = np.concatenate([xywh[:, :2], xywh[:, :2] + xywh[:, 2:]], axis=1)
+        limits = np.stack([widths, heights, widths, heights], axis=1)[box_image].astype(np.float64)
+        inside = np.clip(corners, 0.0, limits)
+        empty = (xywh[:, 2:] <= 0).any(axis=1) | (inside[:, 2:] <= inside[:, :2]).any(axis=1)
+        overhang = (np.abs(inside - corners) > _OVERHANG_PIXELS).any(axis=1) & ~empty
+        self.report_repairs(empty, overhang, where)
+
+        order = np.argsort(box_image, kind="stable")
+        order = order[~empty[order]]
+        spans = inside[:, 2:] - inside[:, :2]
+        return CocoIndex(
+            path=self.path,
+            image_ids=tuple(image_ids),
+            file_names=tuple(file_names),
+            widths=widths,
+            heights=heights,
+            category_ids=category_ids,
+            names=names,
+            box_image=box_image[order],
+            box_label=box_label[order],
+            boxes=inside[order],
+            areas=np.where(np.isfinite(areas), areas, spans.prod(axis=1))[order],
+            crowd=crowd[order],
+            dropped=int(empty.sum()),
+            clamped=int(overhang.sum()),
+        )
+
+    def positions(self, field: str, known: Iterable[int], key: str) -> IntArray:
+        position = {id_: i for i, id_ in enumerate(known)}
+        values = self.whole_numbers("annotations", self.annotations, field)
+        try:
+            return np.array([position[value] for value in values], dtype=np.int64)
+        except KeyError:
+            number = next(i for i, value in enumerate(values) if value not in position)
+            raise self.error(
+                f"annotation id {self.annotations[number]['id']} has {field}={values[number]}, which is not in "
+                f"{key!r}; remove the annotation or add the missing entry"
+            ) from None
+
+    def box_array(self, where: Callable[[int], str]) -> FloatArray:
+        values = self.column("annotations", self.annotations, "bbox")
+        for i, value in enumerate(values):
+            if not isinstance(value, list) or len(value) != 4 or not all(type(v) in (int, float) for v in value):
+                raise self.error(f"{where(i)} has bbox={value!r}, which must be four numbers x, y, width, height")
+        boxes: FloatArray = np.array(values, dtype=np.float64).reshape(-1, 4)
+        self.refuse_first(
+            ~np.isfinite(boxes).all(axis=1),
+            lambda i: f"{where(i)} has the non-finite bbox {values[i]}; remove the annotation or mend the box",
+        )
+        return boxes
+
+    @staticmethod
+    def area(row: dict[str, Any]) -> float:
+        """The given area, or NaN where there is none to use."""
+        area = row.get("area")
+        return float(area) if isinstance(area, (int, float)) else float("nan")
+
+    def refuse_first(self, wrong: BoolArray | np.bool_, message: Callable[[int], str]) -> None:
+        if wrong.any():
+            raise self.error(message(int(np.argmax(wrong))))
+
+    def report_repairs(self, empty: BoolArray, overhang: BoolArray, where: Callable[[int], str]) -> None:
+        wrong = empty | overhang
+        if not wrong.any():
+            return
+        counts = f"{int(empty.sum())} boxes without size and {int(overhang.sum())} boxes over the border"
+        first = f"the first is {where(int(np.argmax(wrong)))}"
+        if self.strict:
+            raise self.error(f"{counts}, {first}; mend the file, or set data.strict=false to drop and clamp them")
+        logger.warning("%s: dropped and clamped %s, %s", self.path, counts, first)

@@ -1,0 +1,369 @@
+"""The data section of the config, and a COCO folder as a `DataSource`: minibatches described first, decoded later.
+
+The workload opens this room; every rank describes every minibatch from the annotation file alone, and only ranks that
+hold the first stage open pictures. It must never let the state of one sample depend on another.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from detr_pipeline.coco import CocoIndex, read_coco
+from detr_pipeline.digits import DIGIT_NAMES, DigitsConfig, digits_dataset
+from detr_pipeline.transforms import AugmentConfig, Recipe, apply, largest_size, plan, plan_validation
+from varuna_capslog.chain import TensorSpec
+from varuna_capslog.errors import CapslogError
+from varuna_capslog.settings import Section
+from varuna_capslog.workload import Minibatch
+
+__all__ = [
+    "DATA_VARIABLE",
+    "CocoSource",
+    "DataConfig",
+    "Split",
+    "class_names",
+    "largest_padded_size",
+    "open_data",
+    "open_index",
+    "prepare_image",
+    "read_image",
+]
+
+DATA_VARIABLE = "CAPSLOG_DATA"
+Split = Literal["train", "val"]
+
+# The digits are small, mirror images of some are no digits, and training from scratch on two cores must stay cheap.
+_DIGITS_AUGMENT: dict[str, Any] = {
+    "flip": 0.0,
+    "scales": (64, 72, 80),
+    "max_size": 112,
+    "crop_resize": (72, 80, 88),
+    "crop_size": (56, 88),
+    "val_scale": 72,
+}
+_DIGITS_FILES = {
+    "train": ("annotations/instances_train.json", "train"),
+    "val": ("annotations/instances_val.json", "val"),
+}
+
+
+class DataConfig(Section):
+    """Keys under `data.`: where pictures and boxes lie, and how they are prepared."""
+
+    root: Path | None = None
+    """Folder that relative paths start from. A relative root that is not found from the current folder is taken from
+    `$CAPSLOG_DATA`; null means `$CAPSLOG_DATA` itself. For the digits: where they are written (null: a cache)."""
+
+    train_json: Path | None = None
+    """COCO annotation file of the training split; null means the embedded digits."""
+
+    train_images: Path | None = None
+    """Folder of the training pictures."""
+
+    val_json: Path | None = None
+    """COCO annotation file of the validation split; null means no evaluation."""
+
+    val_images: Path | None = None
+    """Folder of the validation pictures."""
+
+    strict: bool = False
+    """Refuse boxes without size or over the border instead of dropping and clamping them."""
+
+    labels: Literal["contiguous", "original"] = "contiguous"
+    """`contiguous` numbers the classes 0..C-1; `original` uses the file's category ids as they are, gaps included (91
+    classes for COCO), as weights trained by Facebook's DETR expect."""
+
+    augment: AugmentConfig = Field(default_factory=AugmentConfig)
+    """Sizes, flip and crop. Keys left out have the defaults of the DETR paper, or small ones for the digits."""
+
+    pad: Literal["minibatch", "microbatch"] = "minibatch"
+    """Which images are padded to one size: those of the whole minibatch (so that the result does not depend on the
+    microbatch size), or those of each microbatch alone (less padding)."""
+
+    digits: DigitsConfig = Field(default_factory=DigitsConfig)
+    """The embedded data set."""
+
+    @model_validator(mode="after")
+    def _small_sizes_for_digits(self) -> DataConfig:
+        if self.uses_digits:
+            given = {name: getattr(self.augment, name) for name in self.augment.model_fields_set}
+            self.augment = AugmentConfig(**{**_DIGITS_AUGMENT, **given})
+        return self
+
+    @model_validator(mode="after")
+    def _files_come_together(self) -> DataConfig:
+        for given, needs in (("train_json", "train_images"), ("val_json", "val_images"), ("val_json", "train_json")):
+            if getattr(self, given) is not None and getattr(self, needs) is None:
+                raise ValueError(f"data.{given} is set but data.{needs} is not; set both or neither")
+        return self
+
+    @property
+    def uses_digits(self) -> bool:
+        """True when the embedded data set is meant."""
+        return self.train_json is None
+
+    def has_split(self, split: Split) -> bool:
+        """False only for validation data that nobody named."""
+        return self.uses_digits or split == "train" or self.val_json is not None
+
+    def files(self, split: Split) -> tuple[Path, Path]:
+        """Annotation file and picture folder of a split, both existing; the digits are written now if need be.
+
+        Raises:
+            CapslogError: no such split, nothing to start a relative path from, or the path does not exist.
+        """
+        if self.uses_digits:
+            folder = digits_dataset(self.root, self.digits)
+            json_file, images = _DIGITS_FILES[split]
+            return folder / json_file, folder / images
+        if not self.has_split(split):
+            raise CapslogError("data.val_json is not set: nothing to evaluate on; set it and data.val_images")
+        return self._existing(f"{split}_json"), self._existing(f"{split}_images")
+
+    def _existing(self, key: str) -> Path:
+        given = Path(getattr(self, key)).expanduser()
+        path = given if given.is_absolute() else self._base(key, given) / given
+        if not path.exists():
+            raise CapslogError(
+                f"data.{key}={given} was looked for at {path} and is not there; set data.{key}, data.root or the "
+                f"environment variable {DATA_VARIABLE}"
+            )
+        return path
+
+    def _base(self, key: str, given: Path) -> Path:
+        variable = os.environ.get(DATA_VARIABLE)
+        if self.root is not None:
+            root = self.root.expanduser()
+            return root if root.is_absolute() or root.exists() or not variable else Path(variable).expanduser() / root
+        if not variable:
+            raise CapslogError(
+                f"data.{key}={given} is relative, and neither data.root nor the environment variable {DATA_VARIABLE} "
+                "says where the data lies; set one of them"
+            )
+        return Path(variable).expanduser()
+
+
+def open_index(config: DataConfig, split: Split) -> CocoIndex:
+    """The checked annotation file of a split."""
+    return read_coco(config.files(split)[0], config.strict)
+
+
+def class_names(config: DataConfig) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Category id and name of every class that the model tells apart, in the order of its outputs.
+
+    With `labels: original` an id that the file does not use is there too, named `unused <id>`. The digits need no file.
+    """
+    if config.uses_digits:
+        return _layout(config, range(1, len(DIGIT_NAMES) + 1), DIGIT_NAMES)
+    index = open_index(config, "train")
+    return _layout(config, index.category_ids, index.names)
+
+
+def _layout(config: DataConfig, ids: Sequence[int], names: Sequence[str]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    if config.labels == "contiguous":
+        return tuple(ids), tuple(names)
+    if min(ids) < 0:
+        raise CapslogError(f"data.labels=original needs category ids from 0 up, got {min(ids)}; use contiguous")
+    named = dict(zip(ids, names, strict=True))
+    every = tuple(range(max(ids) + 1))
+    return every, tuple(named.get(id_, f"unused {id_}") for id_ in every)
+
+
+def largest_padded_size(
+    config: DataConfig, split: Split = "train", microbatch_size: int = 1, minibatch_size: int = 1
+) -> tuple[int, int]:
+    """The largest (H, W) that the inputs of a microbatch can have. No picture is opened, and for the digits no file.
+
+    Where one image is padded alone this is the size of largest area; where several are padded together, the tallest may
+    meet the widest.
+    """
+    if config.uses_digits:
+        low, high = config.digits.canvas
+        sides = np.arange(low, high + 1)
+        widths, heights = (grid.reshape(-1) for grid in np.meshgrid(sides, sides))
+    else:
+        index = open_index(config, split)
+        widths, heights = index.widths, index.heights
+    together = minibatch_size if config.pad == "minibatch" else microbatch_size
+    return largest_size(widths, heights, config.augment, train=split == "train", alone=together <= 1)
+
+
+@dataclass(frozen=True, eq=False)
+class _Decode:
+    """Private part of a microbatch's description: which samples, and what to do to each."""
+
+    samples: tuple[int, ...]
+    recipes: tuple[Recipe, ...]
+
+
+class CocoSource:
+    """A split as a `DataSource`; built by `open_data`.
+
+    Inputs of a microbatch of B images: `images` [B, 3, H, W] float32, zero beyond each image, and `sizes` [B, 2] int64,
+    the valid (h, w). Targets: one dict per image with `labels` [n] int64, `boxes` [n, 4] float32 (centre x, centre y,
+    width, height as fractions of the valid size), `orig_size` [2] int64 (h, w of the file) and `image_id`. Normalisers:
+    `boxes`, the number of boxes that a matching can use, and `queries`, the number of predictions.
+
+    Attributes:
+        index: the annotation file.
+        category_ids, names: per class, in the order of the model's outputs.
+    """
+
+    def __init__(
+        self, config: DataConfig, split: Split, index: CocoIndex, images: Path, seed: int, num_queries: int
+    ) -> None:
+        self.config, self.split, self.index, self.images = config, split, index, images
+        self.seed, self.num_queries = seed, num_queries
+        # The training file alone says what the classes are: a validation file may lack some.
+        self.category_ids, self.names = class_names(config)
+        position = {id_: i for i, id_ in enumerate(self.category_ids)}
+        for id_, name in zip(index.category_ids, index.names, strict=True):
+            if id_ not in position:
+                raise CapslogError(
+                    f"{index.path} has the category {id_} ({name}), which the training file {config.train_json} "
+                    "does not have; a model cannot learn it: use one list of categories for both"
+                )
+        self._class_of_label = np.array([position[id_] for id_ in index.category_ids], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def minibatch(self, groups: Sequence[Sequence[int]], epoch: int) -> Minibatch:
+        """Plans every sample of the minibatch and describes its microbatches; opens no picture.
+
+        Args:
+            groups: sample positions per microbatch.
+            epoch: with the seed and the sample it fixes the augmentation, whoever asks and in whatever order.
+        """
+        decodes = [_Decode(tuple(group), tuple(self._plan(sample, epoch) for sample in group)) for group in groups]
+        everywhere = _largest(recipe for decode in decodes for recipe in decode.recipes)
+        inputs = []
+        for decode in decodes:
+            height, width = everywhere if self.config.pad == "minibatch" else _largest(decode.recipes)
+            count = len(decode.samples)
+            inputs.append(
+                {
+                    "images": TensorSpec((count, 3, height, width), torch.float32),
+                    "sizes": TensorSpec((count, 2), torch.int64),
+                }
+            )
+        targets = [
+            [self._target(sample, recipe) for sample, recipe in zip(decode.samples, decode.recipes, strict=True)]
+            for decode in decodes
+        ]
+        usable = sum(min(len(target["labels"]), self.num_queries) for group in targets for target in group)
+        return Minibatch(
+            inputs=inputs,
+            targets=targets,
+            normalisers={
+                "boxes": float(usable),
+                "queries": float(self.num_queries * sum(len(decode.samples) for decode in decodes)),
+            },
+            sample_ids=[[self._sample_id(sample) for sample in decode.samples] for decode in decodes],
+            recipes=decodes,
+        )
+
+    def load(self, minibatch: Minibatch, microbatch: int) -> dict[str, Tensor]:
+        """Decodes one microbatch; callers that want it ahead of time call this in threads of theirs.
+
+        Raises:
+            CapslogError: a picture is missing, cannot be decoded, or has another size than the annotation file says.
+        """
+        decode: _Decode = minibatch.recipes[microbatch]
+        images = torch.zeros(minibatch.inputs[microbatch]["images"].shape)
+        for slot, sample, recipe in zip(images, decode.samples, decode.recipes, strict=True):
+            pixels = self._decode(sample, recipe)
+            slot[:, : pixels.shape[1], : pixels.shape[2]] = pixels
+        return {"images": images, "sizes": torch.tensor([recipe.size for recipe in decode.recipes], dtype=torch.int64)}
+
+    def _sample_id(self, sample: int) -> str:
+        return f"{self.index.file_names[sample]} (image id {self.index.image_ids[sample]})"
+
+    def _plan(self, sample: int, epoch: int) -> Recipe:
+        boxes, _ = self.index.targets(sample)
+        width, height = int(self.index.widths[sample]), int(self.index.heights[sample])
+        if self.split == "val":
+            return plan_validation(width, height, boxes, self.config.augment)
+        rng = np.random.default_rng([self.seed, epoch, sample])
+        return plan(rng, width, height, boxes, self.config.augment)
+
+    def _target(self, sample: int, recipe: Recipe) -> dict[str, Any]:
+        _, labels = self.index.targets(sample)
+        return {
+            "labels": torch.from_numpy(self._class_of_label[labels[recipe.kept]]),
+            "boxes": torch.from_numpy(recipe.boxes).to(torch.float32),
+            "orig_size": torch.tensor([int(self.index.heights[sample]), int(self.index.widths[sample])]),
+            "image_id": self.index.image_ids[sample],
+        }
+
+    def _decode(self, sample: int, recipe: Recipe) -> Tensor:
+        path = self.images / self.index.file_names[sample]
+        image_id = self.index.image_ids[sample]
+        image = read_image(path, f"image id {image_id}")
+        expected = (int(self.index.widths[sample]), int(self.index.heights[sample]))
+        if image.size != expected:
+            raise CapslogError(
+                f"image {path} (image id {image_id}) is {image.width}x{image.height} pixels with its EXIF orientation, "
+                f"but {self.index.path} says {expected[0]}x{expected[1]}; its boxes cannot be trusted: correct the file"
+            )
+        return apply(recipe, image)
+
+
+def open_data(config: DataConfig, split: Split, seed: int, queries: int) -> CocoSource:
+    """Opens a split for training or evaluation.
+
+    Args:
+        split: `train` with augmentation, `val` without.
+        seed: of the augmentation, at least 0.
+        queries: predictions per image; a matching uses at most that many boxes.
+
+    Raises:
+        CapslogError: whatever `DataConfig.files` and `read_coco` refuse.
+    """
+    json_file, images = config.files(split)
+    return CocoSource(config, split, read_coco(json_file, config.strict), images, seed, queries)
+
+
+def read_image(path: Path, name: str = "") -> Image.Image:
+    """A picture as upright RGB: EXIF orientation applied; grey, palette, CMYK and transparent ones converted.
+
+    Args:
+        name: how the error calls the picture besides its path.
+
+    Raises:
+        CapslogError: the file is missing or cannot be decoded.
+    """
+    called = f"image {path}" + (f" ({name})" if name else "")
+    try:
+        with Image.open(path) as file:
+            upright = ImageOps.exif_transpose(file)
+            if upright.mode.startswith("I"):
+                # PIL would cut 16-bit grey off at 255 instead of scaling it.
+                upright = Image.fromarray((np.asarray(upright).astype(np.uint32) >> 8).clip(0, 255).astype(np.uint8))
+            return upright.convert("RGB")
+    except FileNotFoundError:
+        raise CapslogError(f"{called} is missing; check the picture folder and the file names") from None
+    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
+        raise CapslogError(f"{called} cannot be decoded ({error}); replace it or take it out of the data") from error
+
+
+def prepare_image(path: Path, config: DataConfig) -> tuple[dict[str, Tensor], Image.Image]:
+    """A picture from outside the data set as chain inputs of one image (validation resize), and the picture itself."""
+    image = read_image(path)
+    recipe = plan_validation(image.width, image.height, np.zeros((0, 4)), config.augment)
+    return {"images": apply(recipe, image)[None], "sizes": torch.tensor([recipe.size])}, image
+
+
+def _largest(recipes: Iterable[Recipe]) -> tuple[int, int]:
+    sizes = [recipe.size for recipe in recipes]
+    return max(h for h, _ in sizes), max(w for _, w in sizes)

@@ -1,0 +1,145 @@
+"""Pictures for people: boxes with names and scores, truth beside prediction, and contact sheets.
+
+`predict` and `report` call this room. It only draws; the threshold here decides what is shown, never what is scored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from PIL import Image, ImageColor, ImageDraw, ImageFont
+from torch import Tensor
+from torchvision.transforms.v2 import functional as F
+from torchvision.utils import draw_bounding_boxes
+
+from varuna_capslog.errors import CapslogError
+
+__all__ = ["contact_sheet", "draw_detections", "draw_truth", "save_picture"]
+
+_COLOURS = (
+    "#e6194b",
+    "#0082c8",
+    "#f58231",
+    "#911eb4",
+    "#00a0a0",
+    "#d02090",
+    "#b8860b",
+    "#4363ff",
+    "#ff6f91",
+    "#8080ff",
+)
+_TRUTH_COLOUR = "#3cb44b"
+_SHORTEST_DRAWN = 480
+
+
+def draw_detections(
+    image: Image.Image,
+    scores: Tensor,
+    classes: Tensor,
+    boxes: Tensor,
+    names: Sequence[str],
+    threshold: float = 0.5,
+    truth: Tensor | None = None,
+) -> Image.Image:
+    """A copy of the picture with every box whose score reaches the threshold, best on top.
+
+    Small pictures are enlarged first, so that names can be read.
+
+    Args:
+        image: RGB.
+        scores, classes: [Q].
+        boxes: [Q, 4] corners in pixels of `image`.
+        names: of the classes.
+        threshold: smallest score that is drawn.
+        truth: [n, 4] corners of boxes to draw below in green, without names.
+    """
+    chosen = (scores >= threshold).nonzero().flatten()
+    chosen = chosen[scores[chosen].argsort()]
+    canvas, factor = _enlarged(image)
+    if truth is not None and len(truth):
+        canvas = _draw(canvas, truth * factor, [""] * len(truth), [_TRUTH_COLOUR] * len(truth))
+    labels = [f"{names[c]} {s:.2f}" for c, s in zip(classes[chosen].tolist(), scores[chosen].tolist(), strict=True)]
+    colours = [_COLOURS[c % len(_COLOURS)] for c in classes[chosen].tolist()]
+    return _draw(canvas, boxes[chosen] * factor, labels, colours)
+
+
+def draw_truth(image: Image.Image, classes: Tensor, boxes: Tensor, names: Sequence[str]) -> Image.Image:
+    """A copy of the picture with its annotated boxes, a colour for each class; arguments as in `draw_detections`."""
+    canvas, factor = _enlarged(image)
+    labels = [names[c] for c in classes.tolist()]
+    return _draw(canvas, boxes * factor, labels, [_COLOURS[c % len(_COLOURS)] for c in classes.tolist()])
+
+
+def contact_sheet(pictures: Sequence[Image.Image], columns: int = 4, cell: int = 320) -> Image.Image:
+    """All pictures on one sheet, each fitted into a square cell of so many pixels.
+
+    Raises:
+        CapslogError: there is no picture.
+    """
+    if not pictures:
+        raise CapslogError("a contact sheet needs at least one picture, got none")
+    columns = min(columns, len(pictures))
+    gap = 4
+    rows = -(-len(pictures) // columns)
+    sheet = Image.new("RGB", (columns * (cell + gap) + gap, rows * (cell + gap) + gap), "white")
+    for number, picture in enumerate(pictures):
+        ratio = cell / max(picture.size)
+        fitted = picture.resize((max(1, round(picture.width * ratio)), max(1, round(picture.height * ratio))))
+        row, column = divmod(number, columns)
+        left, top = gap + column * (cell + gap), gap + row * (cell + gap)
+        sheet.paste(fitted, (left + (cell - fitted.width) // 2, top + (cell - fitted.height) // 2))
+    return sheet
+
+
+def save_picture(picture: Image.Image, path: Path) -> Path:
+    """Saves as the suffix says (PNG, JPEG, ...), making the folder; returns the path.
+
+    Raises:
+        CapslogError: the suffix is unknown or the file cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        picture.save(path)
+    except (OSError, ValueError) as error:
+        raise CapslogError(
+            f"the picture {path} cannot be written ({error}); try a name ending in .png or .jpg"
+        ) from error
+    return path
+
+
+def _enlarged(image: Image.Image) -> tuple[Image.Image, float]:
+    image = image.convert("RGB")
+    factor = max(1.0, _SHORTEST_DRAWN / min(image.size))
+    if factor == 1.0:
+        return image, factor
+    return image.resize((round(image.width * factor), round(image.height * factor)), Image.Resampling.BICUBIC), factor
+
+
+def _draw(image: Image.Image, boxes: Tensor, labels: list[str], colours: list[str]) -> Image.Image:
+    if not len(boxes):
+        return image
+    # Corners in order and inside: a wild prediction must not stop the picture.
+    width, height = image.size
+    corners = boxes.detach().float().cpu().nan_to_num(0.0, 0.0, 0.0)
+    corners[:, 0::2] = corners[:, 0::2].sort(dim=1).values.clamp(0, width - 1)
+    corners[:, 1::2] = corners[:, 1::2].sort(dim=1).values.clamp(0, height - 1)
+    line = max(2, round(min(width, height) / 240))
+    drawn = F.to_pil_image(draw_bounding_boxes(F.pil_to_tensor(image), corners, colors=colours, width=line))
+    _write_labels(drawn, corners, labels, colours)
+    return drawn
+
+
+def _write_labels(image: Image.Image, corners: Tensor, labels: list[str], colours: list[str]) -> None:
+    """Names on a filled strip at each box's top edge: torchvision's own are unreadable on busy pictures."""
+    font = ImageFont.load_default(max(11, round(min(image.size) / 34)))
+    pen = ImageDraw.Draw(image)
+    for (left, top, _, _), label, colour in zip(corners.tolist(), labels, colours, strict=True):
+        if not label:
+            continue
+        x0, y0, x1, y1 = pen.textbbox((0, 0), label, font=font)
+        wide, high = x1 - x0 + 4, y1 - y0 + 4
+        x = min(max(left, 0), max(image.width - wide, 0))
+        y = top - high if top >= high else top
+        pen.rectangle((x, y, x + wide, y + high), fill=ImageColor.getrgb(colour))
+        pen.text((x + 2 - x0, y + 2 - y0), label, fill="white", font=font)

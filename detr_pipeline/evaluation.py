@@ -1,0 +1,214 @@
+"""Scores of a detector: DETR's outputs to COCO detections, and pycocotools' twelve numbers without its chatter.
+
+The engine calls `CocoEvaluator.collect` where the last layer lives and `summarize` once. Nothing is filtered on the
+way: no threshold and no suppression of near duplicates, as DETR is scored in its paper.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
+from torch import Tensor
+from torchvision.ops import box_convert
+
+from detr_pipeline.coco import CocoIndex
+from varuna_capslog.errors import CapslogError
+from varuna_capslog.workload import Minibatch
+
+__all__ = ["STATISTICS", "CocoEvaluator", "best_classes", "coco_statistics", "detections", "write_detections"]
+
+logger = logging.getLogger(__name__)
+
+STATISTICS = (
+    "AP",
+    "AP50",
+    "AP75",
+    "AP_small",
+    "AP_medium",
+    "AP_large",
+    "AR_1",
+    "AR_10",
+    "AR_100",
+    "AR_small",
+    "AR_medium",
+    "AR_large",
+)
+
+
+def best_classes(
+    logits: Tensor, boxes: Tensor, sizes: Tensor, num_classes: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Every query's best class without no-object, its probability, and its box in pixels.
+
+    Args:
+        logits: [..., Q, C+1], no-object last.
+        boxes: [..., Q, 4] centre x, centre y, width, height as fractions of the image.
+        sizes: [..., 2] (h, w) of the image.
+        num_classes: classes that the data has; a model with more outputs never names the others. None means all C.
+
+    Returns:
+        scores [..., Q], classes [..., Q], corners x1 y1 x2 y2 [..., Q, 4]; float32 on the CPU.
+    """
+    scores, classes = logits.detach().float().cpu().softmax(-1)[..., :-1][..., :num_classes].max(-1)
+    height, width = sizes.cpu().float().unbind(-1)
+    scale = width.new_empty((*width.shape, 4))
+    scale[..., 0::2], scale[..., 1::2] = width[..., None], height[..., None]
+    corners = box_convert(boxes.detach().float().cpu(), "cxcywh", "xyxy") * scale[..., None, :]
+    return scores, classes, corners
+
+
+class CocoEvaluator:
+    """Judges one data set.
+
+    Args:
+        index: its annotation file.
+        category_ids: the category id of every class, in the order of the model's outputs.
+        detections_path: where `summarize` writes all detections in COCO's result format; None writes nothing.
+    """
+
+    def __init__(self, index: CocoIndex, category_ids: Sequence[int], detections_path: Path | None = None) -> None:
+        self.index, self.category_ids, self.detections_path = index, tuple(category_ids), detections_path
+
+    def collect(self, outputs: Mapping[str, Tensor], minibatch: Minibatch, microbatch: int) -> list[dict[str, Any]]:
+        """One entry per image: id, and of all queries the category ids, boxes (x, y, width, height) and scores.
+
+        Args:
+            outputs: `logits` [K, B, Q, C+1] and `boxes` [K, B, Q, 4]; of the K decoder layers the last one counts.
+
+        Raises:
+            CapslogError: the model has fewer classes than the data.
+        """
+        logits, boxes = outputs["logits"][-1], outputs["boxes"][-1]
+        if logits.shape[-1] <= len(self.category_ids):
+            raise CapslogError(
+                f"the model tells {logits.shape[-1] - 1} classes apart, but {self.index.path} has "
+                f"{len(self.category_ids)}; set model.num_classes to null or to at least that many"
+            )
+        results = []
+        for target, image_logits, image_boxes in zip(minibatch.targets[microbatch], logits, boxes, strict=True):
+            scores, classes, corners = best_classes(
+                image_logits, image_boxes, target["orig_size"], len(self.category_ids)
+            )
+            results.append(
+                {
+                    "image_id": target["image_id"],
+                    "category_ids": [self.category_ids[label] for label in classes.tolist()],
+                    "boxes": box_convert(corners, "xyxy", "xywh").tolist(),
+                    "scores": scores.tolist(),
+                }
+            )
+        return results
+
+    def summarize(self, results: list[dict[str, Any]]) -> dict[str, Any]:
+        """The twelve COCO numbers and the AP of every class; None where there is nothing to find.
+
+        An image that comes twice counts once; one that never came counts as missed, with a warning.
+        """
+        seen = {result["image_id"]: result for result in results}
+        missing = len(self.index) - len(seen)
+        if missing:
+            logger.warning("%d of %d images were not evaluated and count as missed", missing, len(self.index))
+        found = detections(seen.values())
+        if self.detections_path is not None:
+            write_detections(self.detections_path, found)
+        return coco_statistics(self.index, found)
+
+
+def detections(results: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The entries of `CocoEvaluator.collect` in COCO's result format, one dict per box."""
+    return [
+        {"image_id": result["image_id"], "category_id": category_id, "bbox": box, "score": score}
+        for result in results
+        for category_id, box, score in zip(result["category_ids"], result["boxes"], result["scores"], strict=True)
+    ]
+
+
+def write_detections(path: Path, found: Sequence[Mapping[str, Any]]) -> None:
+    """Writes a COCO result file in one piece: it is complete or not there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished.write_text(json.dumps(list(found)))
+    unfinished.replace(path)
+
+
+def coco_statistics(index: CocoIndex, found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Scores detections in COCO's result format with pycocotools' defaults for boxes.
+
+    Returns:
+        The names of `STATISTICS` with their values, then `per_class`, {name: AP}. pycocotools' -1 means that there was
+        no object of that kind and becomes None.
+
+    Raises:
+        CapslogError: a detection of an unknown image or category, or a box or score that is not finite.
+    """
+    _check(index, found)
+    with contextlib.redirect_stdout(io.StringIO()):
+        truth = COCO()
+        truth.dataset = index.ground_truth()
+        truth.createIndex()
+        # loadRes fails on an empty list, so that case is a result without annotations.
+        answer = truth.loadRes([dict(one) for one in found]) if found else _nothing(truth)
+        scorer = COCOeval(truth, answer, "bbox")
+        scorer.evaluate()
+        scorer.accumulate()
+        scorer.summarize()
+    values: dict[str, Any] = {
+        name: _known(value) for name, value in zip(STATISTICS, scorer.stats.tolist(), strict=True)
+    }
+    # [IoU threshold, recall, class, area (0: all), detections (last: 100)]
+    precision = scorer.eval["precision"][:, :, :, 0, -1]
+    values["per_class"] = {
+        name: _mean_of_known(precision[:, :, position]) for position, name in enumerate(_unique_names(index))
+    }
+    return values
+
+
+def _check(index: CocoIndex, found: Sequence[Mapping[str, Any]]) -> None:
+    images, categories = set(index.image_ids), set(index.category_ids)
+    for one in found:
+        if one["image_id"] not in images:
+            raise CapslogError(f"a detection names image id {one['image_id']}, which is not in {index.path}")
+        if not np.isfinite([*one["bbox"], one["score"]]).all():
+            raise CapslogError(
+                f"a detection of image id {one['image_id']} is not finite: bbox={one['bbox']}, score={one['score']}; "
+                "the model has diverged"
+            )
+    # A class that the file does not have cannot be right or wrong: with gapped labels a model may name one. pycocotools
+    # leaves such detections out, and so do we, but not in silence.
+    foreign = sum(one["category_id"] not in categories for one in found)
+    if foreign:
+        logger.info("%d detections are of categories that %s does not have; they do not count", foreign, index.path)
+
+
+def _nothing(truth: COCO) -> COCO:
+    answer = COCO()
+    answer.dataset = {**truth.dataset, "annotations": []}
+    answer.createIndex()
+    return answer
+
+
+def _known(value: float) -> float | None:
+    return None if value == -1 else value
+
+
+def _mean_of_known(values: np.ndarray) -> float | None:
+    known = values[values > -1]
+    return float(known.mean()) if known.size else None
+
+
+def _unique_names(index: CocoIndex) -> list[str]:
+    """Names of the classes; those that two categories share carry their id."""
+    return [
+        name if index.names.count(name) == 1 else f"{name} ({id_})"
+        for id_, name in zip(index.category_ids, index.names, strict=True)
+    ]

@@ -1,0 +1,56 @@
+"""`torchrun ... -m detr_pipeline.train CONFIG [key=value ...]`: one rank of a run over one node or many.
+
+The ranks meet first; rank 0 then profiles, plans and lays out the run's folder, and all go on as the workers of
+`capslog train` do. After a kill torchrun restarts everybody, and the run resumes from its last checkpoint: live
+morphing is off under torchrun, since its agent ends a dead worker's siblings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one rank; returns the exit status (a failure ends the process with its own)."""
+    from varuna_capslog.config import load_config
+    from varuna_capslog.engine.worker import run_worker
+    from varuna_capslog.errors import CapslogError
+    from varuna_capslog.prepare import prepare_run
+    from varuna_capslog.supervisor import reserve
+
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given or given[0].startswith("-"):
+        sys.stderr.write("usage: torchrun --nproc-per-node N -m detr_pipeline.train CONFIG [key=value ...]\n")
+        return 2
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        config = load_config(given[0], given[1:])
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        if world_size != config.world_size:
+            raise CapslogError(
+                f"torchrun started {world_size} ranks, but the config wants {config.world_size} (pipeline.devices="
+                f"{config.pipeline.devices} x pipeline.replicas={config.pipeline.replicas}); change one of the two"
+            )
+    except CapslogError as error:
+        sys.stderr.write(f"rank {rank}: {error}\n")
+        return error.exit_status
+    if rank == 0 and "TORCHELASTIC_RUN_ID" in os.environ:
+        sys.stdout.write("under torchrun a lost worker restarts all from the last checkpoint; live morphing is off\n")
+    with contextlib.ExitStack() as stack:
+
+        def prepare() -> None:
+            stack.enter_context(reserve(config.run_dir))
+            prepare_run(config, show=False)
+
+        return run_worker(config.run_dir, prepare=prepare)
+
+
+if __name__ == "__main__":
+    from varuna_capslog.engine.worker import leave
+
+    leave(main())

@@ -1,0 +1,240 @@
+"""DETR's augmentation in two halves: `plan` decides with numbers alone, `apply` does the same to pixels.
+
+`data` plans on every rank, so that sizes and targets of a minibatch are known before any file is opened, and applies
+only where the pixels are needed. Nothing here keeps state: equal generators give equal plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from pydantic import Field, model_validator
+from torch import Tensor
+from torchvision.transforms.v2 import functional as F
+
+from varuna_capslog.settings import Section
+
+__all__ = [
+    "IMAGENET_MEAN",
+    "IMAGENET_STD",
+    "AugmentConfig",
+    "Recipe",
+    "apply",
+    "largest_size",
+    "plan",
+    "plan_validation",
+    "resized_size",
+]
+
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+
+Pixels = Annotated[int, Field(ge=1)]
+Probability = Annotated[float, Field(ge=0, le=1)]
+
+
+class AugmentConfig(Section):
+    """Keys under `data.augment.`, in pixels; the defaults are those of the DETR paper (section A.4) and its code."""
+
+    flip: Probability = 0.5
+    """Probability of a horizontal flip (0 for pictures with writing)."""
+
+    scales: tuple[Pixels, ...] = Field(default=tuple(range(480, 801, 32)), min_length=1)
+    """The shorter side of a training image becomes one of these."""
+
+    max_size: Pixels | None = 1333
+    """Bound of the longer side; null means none."""
+
+    crop: Probability = 0.5
+    """Probability of cutting out a random part before the final resize."""
+
+    crop_resize: tuple[Pixels, ...] = Field(default=(400, 500, 600), min_length=1)
+    """The shorter side becomes one of these before the crop."""
+
+    crop_size: tuple[Pixels, Pixels] = (384, 600)
+    """Smallest and largest side of the crop."""
+
+    val_scale: Pixels = 800
+    """The shorter side of a validation image."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> AugmentConfig:
+        if self.crop_size[0] > self.crop_size[1]:
+            raise ValueError(f"crop_size={list(self.crop_size)} must be [smallest, largest]")
+        return self
+
+
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """What happens to one image.
+
+    Attributes:
+        flip: mirror it first.
+        resize: (h, w) before the crop, or None.
+        crop: (top, left, h, w), or None.
+        size: final (h, w).
+        boxes: [n, 4] float64, centre x, centre y, width, height as fractions of the final size; in [0, 1].
+        kept: [n] positions of these boxes among the given ones (a crop may lose some).
+    """
+
+    flip: bool
+    resize: tuple[int, int] | None
+    crop: tuple[int, int, int, int] | None
+    size: tuple[int, int]
+    boxes: NDArray[np.float64]
+    kept: NDArray[np.int64]
+
+
+def resized_size(height: int, width: int, scale: int, max_size: int | None) -> tuple[int, int]:
+    """(h, w) after the shorter side became `scale`, or less where the longer one would pass `max_size`.
+
+    The rounding is the reference's (`datasets/transforms.py`), not that of torchvision's RandomShortestSize, which
+    gives another size for about one image in forty; with it the longer side may pass `max_size` by one pixel.
+    """
+    short, long = min(height, width), max(height, width)
+    if max_size is not None and long / short * scale > max_size:
+        scale = max(1, round(max_size * short / long))
+    if height < width:
+        return scale, int(scale * width / height)
+    return int(scale * height / width), scale
+
+
+def plan(
+    rng: np.random.Generator, width: int, height: int, boxes: NDArray[np.float64], config: AugmentConfig
+) -> Recipe:
+    """Draws one training augmentation: flip, then either a resize or a resize, a crop and a resize.
+
+    Args:
+        rng: the sample's own generator.
+        width, height: of the image in pixels.
+        boxes: [n, 4] corners in pixels, inside the image.
+    """
+    flip = bool(rng.random() < config.flip)
+    if rng.random() >= config.crop:
+        size = resized_size(height, width, _choice(rng, config.scales), config.max_size)
+        return _recipe(boxes, width, height, flip, None, None, size)
+    resize = resized_size(height, width, _choice(rng, config.crop_resize), None)
+    crop_width, crop_height = (_crop_side(rng, side, config.crop_size) for side in (resize[1], resize[0]))
+    top = int(rng.integers(0, resize[0] - crop_height, endpoint=True))
+    left = int(rng.integers(0, resize[1] - crop_width, endpoint=True))
+    size = resized_size(crop_height, crop_width, _choice(rng, config.scales), config.max_size)
+    return _recipe(boxes, width, height, flip, resize, (top, left, crop_height, crop_width), size)
+
+
+def plan_validation(width: int, height: int, boxes: NDArray[np.float64], config: AugmentConfig) -> Recipe:
+    """The one resize of evaluation and prediction; arguments as in `plan`."""
+    size = resized_size(height, width, config.val_scale, config.max_size)
+    return _recipe(boxes, width, height, False, None, None, size)
+
+
+def _choice(rng: np.random.Generator, values: Sequence[int]) -> int:
+    return values[int(rng.integers(len(values)))]
+
+
+def _crop_range(side: int, bounds: tuple[int, int]) -> tuple[int, int]:
+    """Smallest and largest crop along a side; an image smaller than the smallest crop is taken whole."""
+    return min(bounds[0], side), min(bounds[1], side)
+
+
+def _crop_side(rng: np.random.Generator, side: int, bounds: tuple[int, int]) -> int:
+    return int(rng.integers(*_crop_range(side, bounds), endpoint=True))
+
+
+def _recipe(
+    boxes: NDArray[np.float64],
+    width: int,
+    height: int,
+    flip: bool,
+    resize: tuple[int, int] | None,
+    crop: tuple[int, int, int, int] | None,
+    size: tuple[int, int],
+) -> Recipe:
+    moved = np.asarray(boxes, dtype=np.float64).reshape(-1, 4)
+    kept = np.arange(len(moved))
+    if flip:
+        moved = moved[:, [2, 1, 0, 3]] * [-1, 1, -1, 1] + [width, 0, width, 0]
+    seen_height, seen_width = height, width
+    if crop is not None and resize is not None:
+        top, left, seen_height, seen_width = crop
+        ratio = np.array([resize[1] / width, resize[0] / height] * 2)
+        moved = moved * ratio - [left, top, left, top]
+        moved = np.clip(moved, 0, [seen_width, seen_height] * 2)
+        kept = kept[(moved[:, 2:] > moved[:, :2]).all(axis=1)]
+        moved = moved[kept]
+    # The final resize scales image and box alike, so fractions of the seen part are fractions of the result.
+    moved = moved / [seen_width, seen_height, seen_width, seen_height]
+    centres, spans = (moved[:, :2] + moved[:, 2:]) / 2, moved[:, 2:] - moved[:, :2]
+    return Recipe(flip, resize, crop, size, np.concatenate([centres, spans], axis=1), kept)
+
+
+def apply(recipe: Recipe, image: Image.Image) -> Tensor:
+    """The pixels of an RGB image after the recipe: [3, h, w] float32, normalised with ImageNet's mean and deviation."""
+    if recipe.flip:
+        image = F.horizontal_flip(image)
+    if recipe.resize is not None:
+        image = F.resize(image, list(recipe.resize))
+    if recipe.crop is not None:
+        image = F.crop(image, *recipe.crop)
+    if (image.height, image.width) != recipe.size:
+        image = F.resize(image, list(recipe.size))
+    pixels = F.to_dtype(F.pil_to_tensor(image), torch.float32, scale=True)
+    return F.normalize(pixels, list(IMAGENET_MEAN), list(IMAGENET_STD))
+
+
+def largest_size(
+    widths: NDArray[np.int64], heights: NDArray[np.int64], config: AugmentConfig, train: bool, alone: bool
+) -> tuple[int, int]:
+    """The largest (h, w) that images of these sizes can need after augmentation.
+
+    Args:
+        widths, heights: [I] pixels.
+        train: with the training augmentation; else the validation resize.
+        alone: True for the single image of largest area; False for images padded together, where the tallest may meet
+            the widest.
+    """
+    sizes = np.unique(np.stack([heights, widths], axis=1), axis=0)
+    if not train:
+        found = _resized_sizes(sizes, [config.val_scale], config.max_size)
+    else:
+        parts = []
+        if config.crop < 1:
+            parts.append(_resized_sizes(sizes, config.scales, config.max_size))
+        if config.crop > 0:
+            before = _resized_sizes(sizes, config.crop_resize, None)
+            parts.append(_resized_sizes(_reachable_crops(before, config.crop_size), config.scales, config.max_size))
+        found = np.concatenate(parts)
+    if alone:
+        best = max(map(tuple, found.tolist()), key=lambda size: (size[0] * size[1], size))
+        return best[0], best[1]
+    return int(found[:, 0].max()), int(found[:, 1].max())
+
+
+def _resized_sizes(sizes: NDArray[np.int64], scales: Sequence[int], max_size: int | None) -> NDArray[np.int64]:
+    """`resized_size` of every (h, w) row for every scale, in the same float64 steps; rows without repetition."""
+    rows = []
+    heights, widths = sizes[:, 0], sizes[:, 1]
+    short, long = np.minimum(heights, widths), np.maximum(heights, widths)
+    for scale in scales:
+        sides = np.full(len(sizes), scale)
+        if max_size is not None:
+            bound = np.maximum(1, np.rint(max_size * short / long).astype(np.int64))
+            sides = np.where(long / short * scale > max_size, bound, sides)
+        longer = (sides * long / short).astype(np.int64)
+        wide = heights < widths
+        rows.append(np.stack([np.where(wide, sides, longer), np.where(wide, longer, sides)], axis=1))
+    return np.unique(np.concatenate(rows), axis=0)
+
+
+def _reachable_crops(sizes: NDArray[np.int64], bounds: tuple[int, int]) -> NDArray[np.int64]:
+    """Every crop (h, w) that some image of these sizes can give."""
+    reachable = np.zeros((bounds[1] + 1, bounds[1] + 1), dtype=np.bool_)
+    for height, width in np.unique(np.minimum(sizes, bounds[1]), axis=0).tolist():
+        (low_h, high_h), (low_w, high_w) = _crop_range(height, bounds), _crop_range(width, bounds)
+        reachable[low_h : high_h + 1, low_w : high_w + 1] = True
+    return np.argwhere(reachable)

@@ -1,0 +1,153 @@
+"""Weights files: Facebook's DETR state dict <-> addresses of our chain, and torchvision's ResNet files.
+
+The workload reads `model.weights` and `init_from` here; anyone can write a DETR file from a trained chain. Only
+tensors are unpickled, and nothing is ever downloaded.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from detr_pipeline.chain import units_of
+from varuna_capslog.chain import Chain
+from varuna_capslog.errors import CapslogError
+
+__all__ = [
+    "chain_state",
+    "from_reference",
+    "load_into",
+    "read_reference",
+    "reference_names",
+    "to_reference",
+    "write_reference",
+]
+
+_BODY = "backbone.0.body."
+_COUNTER = "num_batches_tracked"
+
+
+def chain_state(chain: Chain) -> dict[str, Tensor]:
+    """Every parameter (a shared one under its first layer) and buffer of the chain by its address `<layer>.<name>`."""
+    state: dict[str, Tensor] = dict(chain.named_parameters())
+    for layer in chain.layers:
+        state |= {f"{layer.name}.{name}": buffer for name, buffer in layer.module.named_buffers()}
+    return state
+
+
+def reference_names(chain: Chain) -> dict[str, str]:
+    """The name in Facebook's layout of every address that has one (BatchNorm's batch counters have none)."""
+    names = {}
+    state = chain_state(chain)
+    for layer in chain.layers:
+        for unit, prefix in units_of(layer):
+            whole = f"{layer.name}.{prefix}"
+            for address in state:
+                if address.startswith(whole) and not address.endswith(_COUNTER):
+                    names[address] = _reference_name(unit, address[len(whole) :])
+    return names
+
+
+def _reference_name(unit: str, name: str) -> str:
+    kind, _, rest = unit.partition(".")
+    if kind == "backbone":
+        if rest != "stem":
+            return f"{_BODY}{rest}.{name}"
+        return _BODY + (f"layer1.0.{name.removeprefix('block.')}" if name.startswith("block.") else name)
+    if kind == "projection":
+        return f"input_proj.{name}"
+    if name.startswith("query_embed."):
+        return name
+    if kind == "heads" or name.startswith("heads."):
+        name = name.removeprefix("heads.")
+        return f"transformer.decoder.{name}" if name.startswith("norm.") else name
+    return f"transformer.{kind}.layers.{rest}.{name}"
+
+
+def to_reference(chain: Chain) -> dict[str, Tensor]:
+    """The chain's weights in Facebook's layout, detached, on the CPU."""
+    names = reference_names(chain)
+    state = chain_state(chain)
+    return {name: state[address].detach().cpu() for address, name in names.items()}
+
+
+def from_reference(chain: Chain, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+    """Weights for the chain's addresses out of Facebook's layout.
+
+    Args:
+        chain: gives addresses and shapes; it may be on the meta device and is not changed.
+        state: may be a panoptic model's (`detr.` before every name) or a bare ResNet's as torchvision writes it.
+
+    Returns:
+        {address: tensor}, and what was skipped, one line per entry: of another shape (heads for other classes),
+        without a place in this chain, or missing from the file. A bare ResNet's classifier and the parts that it
+        cannot have do not count.
+    """
+    state, bare = _normalised(state)
+    names = reference_names(chain)
+    ours = chain_state(chain)
+    found, skipped = {}, []
+    for address, name in names.items():
+        if name not in state:
+            if not bare or name.startswith(_BODY):
+                skipped.append(f"{name}: not in the file")
+        elif state[name].shape != ours[address].shape:
+            skipped.append(f"{name}: {list(state[name].shape)} in the file, {list(ours[address].shape)} in the model")
+        else:
+            found[address] = state[name]
+    placed = set(names.values())
+    skipped += [f"{name}: no place in the model" for name in state if name not in placed]
+    return found, skipped
+
+
+def _normalised(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], bool]:
+    bare = "conv1.weight" in state
+    if bare:
+        state = {_BODY + name: tensor for name, tensor in state.items() if not name.startswith("fc.")}
+    elif any(name.startswith("detr.") for name in state):
+        state = {name.removeprefix("detr."): tensor for name, tensor in state.items()}
+    return {name: tensor for name, tensor in state.items() if not name.endswith(_COUNTER)}, bare
+
+
+def read_reference(path: Path | str) -> dict[str, Tensor]:
+    """The state dict of a file `{"model": state dict, ...}` or of a bare state dict.
+
+    Raises:
+        CapslogError: missing, unreadable, holds other objects than tensors and plain values, or no state dict.
+    """
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise CapslogError(
+            f"weights file {str(path)!r} cannot be read: {error.strerror or error}; check the path"
+        ) from None
+    except Exception as error:  # the unpickler trips over foreign bytes in many ways
+        raise CapslogError(
+            f"weights file {str(path)!r} is no torch file or holds more than tensors (a training checkpoint with its "
+            f"options), torch says {type(error).__name__}; save only {{'model': state_dict}} and give that file"
+        ) from error
+    state = content.get("model", content) if isinstance(content, Mapping) else None
+    if not isinstance(state, Mapping) or not state or not all(isinstance(value, Tensor) for value in state.values()):
+        raise CapslogError(f"weights file {str(path)!r} holds no state dict; expected {{'model': {{name: tensor}}}}")
+    return dict(state)
+
+
+def write_reference(chain: Chain, path: Path | str) -> None:
+    """Writes the chain's weights as `{"model": state dict}`; the file is complete or not there."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    torch.save({"model": to_reference(chain)}, unfinished)
+    unfinished.replace(path)
+
+
+@torch.no_grad()
+def load_into(chain: Chain, weights: Mapping[str, Tensor]) -> None:
+    """Copies weights by address into a chain that has memory (not on the meta device)."""
+    state = chain_state(chain)
+    for address, tensor in weights.items():
+        state[address].copy_(tensor)
