@@ -1,0 +1,82 @@
+"""Pictures for people: the right boxes in the right colours, and no picture lost to a wild prediction."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageColor
+
+from detr_pipeline.drawing import _COLOURS, _TRUTH_COLOUR, contact_sheet, draw_detections, draw_truth, save_picture
+from varuna_capslog.errors import CapslogError
+
+NAMES = ("ant", "bee")
+
+
+def has(picture, colour):
+    return bool((np.asarray(picture) == np.array(ImageColor.getrgb(colour))).all(-1).any())
+
+
+def grey(width=640, height=500):
+    return Image.new("RGB", (width, height), (128, 128, 128))
+
+
+def test_only_boxes_above_the_threshold_are_drawn():
+    boxes = torch.tensor([[10.0, 40, 100, 200], [300, 100, 500, 400]])
+    picture = draw_detections(grey(), torch.tensor([0.9, 0.2]), torch.tensor([0, 1]), boxes, NAMES)
+    assert has(picture, _COLOURS[0])
+    assert not has(picture, _COLOURS[1])
+    assert has(draw_detections(grey(), torch.tensor([0.9, 0.2]), torch.tensor([0, 1]), boxes, NAMES, 0.1), _COLOURS[1])
+
+
+def test_the_line_is_where_the_box_is():
+    picture = np.asarray(draw_truth(grey(), torch.tensor([0]), torch.tensor([[100.0, 200, 300, 400]]), NAMES))
+    painted = (picture == np.array(ImageColor.getrgb(_COLOURS[0]))).all(-1)
+    columns = np.flatnonzero(painted[250:350].any(0))
+    assert columns.min() == pytest.approx(100, abs=2)
+    assert columns.max() == pytest.approx(300, abs=2)
+    assert not painted[250:350, 110:290].any()
+
+
+def test_small_pictures_are_enlarged_with_their_boxes():
+    picture = draw_truth(grey(96, 64), torch.tensor([0]), torch.tensor([[32.0, 16, 64, 48]]), NAMES)
+    assert picture.size == (720, 480)
+    painted = (np.asarray(picture) == np.array(ImageColor.getrgb(_COLOURS[0]))).all(-1)
+    columns = np.flatnonzero(painted[200:300].any(0))
+    assert columns.min() == pytest.approx(240, abs=3)
+    assert columns.max() == pytest.approx(480, abs=3)
+
+
+def test_truth_has_a_colour_of_its_own():
+    truth = torch.tensor([[10.0, 10, 60, 60]])
+    nothing = (torch.zeros(0), torch.zeros(0, dtype=torch.long), torch.zeros(0, 4))
+    assert has(draw_detections(grey(), *nothing, NAMES, truth=truth), _TRUTH_COLOUR)
+    assert not has(draw_detections(grey(), *nothing, NAMES), _TRUTH_COLOUR)
+    assert _TRUTH_COLOUR not in _COLOURS
+
+
+def test_wild_boxes_do_not_stop_the_picture():
+    boxes = torch.tensor([[500.0, 300, -50, 9000], [float("nan")] * 4, [5, 5, 5, 5]])
+    assert draw_detections(grey(), torch.ones(3), torch.tensor([0, 1, 0]), boxes, NAMES).size == (640, 500)
+
+
+def test_drawing_leaves_its_inputs_alone():
+    image, boxes = grey(), torch.tensor([[10.0, 10, 900, 60]])
+    draw_truth(image, torch.tensor([0]), boxes, NAMES)
+    assert not has(image, _COLOURS[0])
+    assert boxes.tolist() == [[10, 10, 900, 60]]
+
+
+def test_contact_sheet_shows_every_picture():
+    colours = ["red", "lime", "blue", "yellow", "cyan"]
+    sheet = contact_sheet([Image.new("RGB", (30 + 10 * i, 40), c) for i, c in enumerate(colours)], columns=3, cell=50)
+    assert all(has(sheet, colour) for colour in colours)
+    assert sheet.size == (3 * 54 + 4, 2 * 54 + 4)
+    with pytest.raises(CapslogError, match="at least one picture"):
+        contact_sheet([])
+
+
+def test_saving_makes_the_folder_and_names_a_bad_suffix(tmp_path):
+    for name in ("a/b.png", "a/b.jpg"):
+        with Image.open(save_picture(grey(), tmp_path / name)) as file:
+            assert file.size == (640, 500)
+    with pytest.raises(CapslogError, match=r"b\.unknown cannot be written"):
+        save_picture(grey(), tmp_path / "b.unknown")

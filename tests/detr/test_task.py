@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import importlib.util
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+import detr_pipeline
+from detr_pipeline import workload
+from detr_pipeline.task import DetrWorkload
+from detr_pipeline.weights import to_reference, write_reference
+from tests.detr.tiny import tiny_config
+from varuna_capslog.errors import CapslogError
+from varuna_capslog.settings import Config, ConfigError
+
+TINY = tiny_config().model_dump(mode="json", exclude_defaults=True)
+
+
+def tiny_workload(tmp_path: Path, model: dict[str, Any] | None = None, **sections: Any) -> DetrWorkload:
+    data = {"root": str(tmp_path / "data"), "digits": {"train_images": 6, "val_images": 3}}
+    return workload(
+        Config(
+            workload="detr_pipeline:workload",
+            model=TINY | (model or {}),
+            data=data | sections.pop("data", {}),
+            run_dir=tmp_path / "run",
+            **sections,
+        )
+    )
+
+
+def test_importing_the_package_is_cheap() -> None:
+    code = "import sys, detr_pipeline; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_function_stays_a_function() -> None:
+    """A submodule of the same name replaced it on its first call, and the second config could not be loaded."""
+    importlib.import_module("detr_pipeline.task")
+    assert importlib.util.find_spec("detr_pipeline.workload") is None
+    assert callable(detr_pipeline.workload)
+
+
+def test_sections_are_checked_when_the_workload_is_built(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.quries is not a known key; did you mean model\.queries"):
+        tiny_workload(tmp_path, {"quries": 3})
+    with pytest.raises(ConfigError, match=r"data\.rot is not a known key"):
+        tiny_workload(tmp_path, data={"rot": "x"})
+
+
+def test_planning_writes_and_reads_no_data(tmp_path: Path) -> None:
+    task = tiny_workload(tmp_path, profile={"image_size": [90, 120]})
+    chain = task.build_chain()
+    assert chain.named_parameters()["heads.class_embed.weight"].shape[0] == 11
+    assert {name: spec.shape for name, spec in task.profile_inputs(2).items()} == {
+        "images": (2, 3, 90, 120),
+        "sizes": (2, 2),
+    }
+    assert tiny_workload(tmp_path).profile_inputs(1)["images"].shape == (1, 3, 112, 112)
+    assert not (tmp_path / "data").exists()
+
+
+def test_the_profilers_targets_go_through_the_loss(tmp_path: Path) -> None:
+    task = tiny_workload(tmp_path)
+    inputs = {name: spec.zeros() for name, spec in task.profile_inputs(2).items()}
+    targets, normalisers = task.profile_targets(2)
+    parts = task.loss(task.build_chain().run(inputs), targets, normalisers)
+    assert parts["loss"].isfinite()
+    assert normalisers["queries"] == 14
+
+
+def test_steps_on_the_digits_lower_the_loss(tmp_path: Path) -> None:
+    task = tiny_workload(tmp_path)
+    torch.manual_seed(0)
+    chain = task.build_chain()
+    optimizer = torch.optim.AdamW(chain.named_parameters().values(), lr=1e-3)
+    source = task.train_data()
+    minibatch = source.minibatch([[0, 1, 2, 3]], 0)
+    inputs = source.load(minibatch, 0)
+    losses = []
+    for _ in range(8):
+        loss = task.loss(chain.run(inputs), minibatch.targets[0], minibatch.normalisers)["loss"]
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.95 * losses[0]
+
+
+def test_evaluation_takes_the_chains_outputs(tmp_path: Path) -> None:
+    task = tiny_workload(tmp_path)
+    source, judge, chain = task.val_data(), task.evaluator(), task.build_chain()
+    assert source is not None
+    assert judge is not None
+    minibatch = source.minibatch([[0, 1], [2]], 0)
+    results = []
+    for microbatch in range(2):
+        with torch.no_grad():
+            outputs = chain.run(source.load(minibatch, microbatch))
+        results += judge.collect(outputs, minibatch, microbatch)
+    assert len(results) == 3
+    assert 0 <= judge.summarize(results)["AP"] < 0.2
+    assert (tmp_path / "run" / "detections.json").exists()
+
+
+def test_predictions_are_drawn_into_the_folder(tmp_path: Path) -> None:
+    task = tiny_workload(tmp_path)
+    Image.new("RGB", (60, 90), "white").save(tmp_path / "seen.jpg")
+    written = task.predict(task.build_chain(), [tmp_path / "seen.jpg"], tmp_path / "out")
+    assert written == [tmp_path / "out" / "seen.png"]
+    assert Image.open(written[0]).size[1] > Image.open(written[0]).size[0]
+    with pytest.raises(CapslogError, match=r"gone\.jpg is missing"):
+        task.predict(task.build_chain(), [tmp_path / "gone.jpg"], tmp_path / "out")
+
+
+def test_weights_from_a_path_are_in_the_chain(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    source = tiny_workload(tmp_path).build_chain()
+    write_reference(source, tmp_path / "weights.pth")
+    torch.manual_seed(2)
+    loaded = tiny_workload(tmp_path, {"weights": str(tmp_path / "weights.pth"), "cut_points": "paper"}).build_chain()
+    theirs, ours = to_reference(source), to_reference(loaded)
+    assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
+    with pytest.raises(CapslogError, match=r"no\.pth' cannot be read"):
+        tiny_workload(tmp_path, {"weights": str(tmp_path / "no.pth")}).build_chain()
+    torch.save({"model": {"other": torch.zeros(2)}}, tmp_path / "other.pth")
+    with pytest.raises(CapslogError, match=r"other\.pth fits no part of this model.*give weights of a resnet18"):
+        tiny_workload(tmp_path, {"weights": str(tmp_path / "other.pth")}).build_chain()
+
+
+def test_import_weights_gives_addresses_and_skips_without_a_model_in_memory(tmp_path: Path) -> None:
+    source = tiny_workload(tmp_path, {"num_classes": 3}).build_chain()
+    write_reference(source, tmp_path / "weights.pth")
+    state = torch.random.get_rng_state()
+    found, skipped = tiny_workload(tmp_path).import_weights(tmp_path / "weights.pth")
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert torch.equal(found["encoder.0.linear1.weight"], source.named_parameters()["encoder.0.linear1.weight"])
+    assert [entry.partition(":")[0] for entry in skipped] == ["class_embed.weight", "class_embed.bias"]
+
+
+def test_frozen_norms_without_weights_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "detr_pipeline.task"):
+        tiny_workload(tmp_path).train_data()
+        assert caplog.records == []
+        tiny_workload(tmp_path, {"norm": "frozen"}).train_data()
+    assert "set model.norm=group" in caplog.text

@@ -1,0 +1,149 @@
+"""Augmentation: sizes and boxes planned with numbers alone must be what the pixels show."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from torchvision.transforms.v2 import functional as F
+
+from detr_pipeline.transforms import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    AugmentConfig,
+    apply,
+    largest_size,
+    plan,
+    plan_validation,
+    resized_size,
+)
+
+NO_BOXES = np.zeros((0, 4))
+
+
+@pytest.mark.parametrize(
+    ("given_hw", "scale", "max_size", "expected"),
+    [
+        ((480, 640), 800, 1333, (800, 1066)),
+        ((640, 480), 800, 1333, (1066, 800)),
+        ((500, 500), 800, 1333, (800, 800)),
+        ((427, 640), 800, 1333, (800, 1199)),
+        ((375, 1242), 800, 1333, (402, 1331)),
+        ((360, 480), 400, None, (400, 533)),
+        # The shorter side rounds up and the longer one follows it: one pixel above the bound.
+        ((308, 640), 800, 1333, (642, 1334)),
+    ],
+)
+def test_size_rule(given_hw, scale, max_size, expected):
+    assert resized_size(*given_hw, scale, max_size) == expected
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 3000), st.integers(1, 3000), st.integers(1, 900))
+def test_size_rule_keeps_the_shape_and_the_bound(height, width, scale):
+    h, w = resized_size(height, width, scale, 1333)
+    assert min(h, w) <= scale
+    # A very thin picture keeps at least one pixel, whatever its length becomes.
+    if min(h, w) > 1:
+        assert max(h, w) <= 1333 * (1 + 0.5 / (min(h, w) - 0.5)) + 1
+        assert max(h, w) / min(h, w) == pytest.approx(max(height, width) / min(height, width), rel=1 / min(h, w))
+    assert (h < w) == (height < width) or h == w
+
+
+def test_largest_size_agrees_with_planning_at_random():
+    config = AugmentConfig(
+        scales=(40, 48, 56), max_size=80, crop_resize=(30, 40, 50), crop_size=(24, 50), val_scale=56, crop=0.6
+    )
+    shapes = [(64, 48), (37, 61), (50, 50), (90, 30)]
+    widths, heights = np.array([w for w, _ in shapes]), np.array([h for _, h in shapes])
+    rng = np.random.default_rng(0)
+    drawn = [plan(rng, *shapes[i % 4], NO_BOXES, config).size for i in range(8000)]
+    bound = largest_size(widths, heights, config, train=True, alone=False)
+    assert bound == (max(h for h, _ in drawn), max(w for _, w in drawn))
+    area = np.prod(largest_size(widths, heights, config, train=True, alone=True))
+    assert area == max(h * w for h, w in drawn)
+    val = [plan_validation(w, h, NO_BOXES, config).size for w, h in shapes]
+    assert largest_size(widths, heights, config, train=False, alone=False) == tuple(map(max, zip(*val, strict=True)))
+
+
+def test_largest_size_of_coco_is_known():
+    rng = np.random.default_rng(0)
+    widths, heights = rng.integers(300, 641, 118_000), rng.integers(300, 641, 118_000)
+    together = largest_size(widths, heights, AugmentConfig(), train=True, alone=False)
+    assert together[0] in (1333, 1334)
+    assert together[1] in (1333, 1334)
+
+
+def paint(width, height, box):
+    """Black with one white rectangle: the picture from which a box can be read back."""
+    pixels = np.zeros((height, width, 3), dtype=np.uint8)
+    x1, y1, x2, y2 = box
+    pixels[y1:y2, x1:x2] = 255
+    return Image.fromarray(pixels)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_planned_box_is_where_the_pixels_are(seed):
+    """The white rectangle of the transformed picture, measured on its pixels, is the planned box to about a pixel."""
+    config = AugmentConfig(
+        scales=(200, 240), max_size=400, crop_resize=(150, 200), crop_size=(120, 200), crop=seed % 2, flip=0.5
+    )
+    box = (60, 40, 130, 120)
+    recipe = plan(np.random.default_rng(seed), 200, 160, np.array([box], dtype=float), config)
+    shown = apply(recipe, paint(200, 160, box))
+    assert tuple(shown.shape) == (3, *recipe.size)
+    white = (shown[0] * IMAGENET_STD[0] + IMAGENET_MEAN[0]) > 0.5
+    if not len(recipe.kept):
+        assert not white.any()
+        return
+    rows, columns = white.any(1).nonzero().flatten(), white.any(0).nonzero().flatten()
+    h, w = recipe.size
+    measured = [columns[0], rows[0], columns[-1] + 1, rows[-1] + 1]
+    cx, cy, bw, bh = recipe.boxes[0]
+    planned = [(cx - bw / 2) * w, (cy - bh / 2) * h, (cx + bw / 2) * w, (cy + bh / 2) * h]
+    assert np.allclose(measured, planned, atol=1.6)
+
+
+def test_crop_clamps_boxes_and_drops_lost_ones():
+    config = AugmentConfig(scales=(64,), crop_resize=(64,), crop_size=(32, 32), crop=1.0, flip=0.0)
+    boxes = np.array([[0, 0, 64, 64], [0, 0, 4, 4], [60, 60, 64, 64]], dtype=float)
+    losses = set()
+    for seed in range(40):
+        recipe = plan(np.random.default_rng(seed), 64, 64, boxes, config)
+        assert recipe.kept[0] == 0
+        assert recipe.boxes[0].tolist() == [0.5, 0.5, 1, 1]
+        assert (recipe.boxes[:, 2:] > 0).all()
+        low, high = recipe.boxes[:, :2] - recipe.boxes[:, 2:] / 2, recipe.boxes[:, :2] + recipe.boxes[:, 2:] / 2
+        assert (low > -1e-12).all()
+        assert (high < 1 + 1e-12).all()
+        losses.add(len(boxes) - len(recipe.kept))
+    assert losses >= {1, 2}
+
+
+def test_validation_is_the_plain_resize_in_torchvision():
+    rng = np.random.default_rng(0)
+    image = Image.fromarray(rng.integers(0, 256, (45, 60, 3), dtype=np.uint8))
+    recipe = plan_validation(60, 45, np.array([[6.0, 9.0, 30.0, 45.0]]), AugmentConfig(val_scale=90))
+    assert recipe.size == (90, 120)
+    assert recipe.boxes.tolist() == [[0.3, 0.6, 0.4, 0.8]]
+    expected = F.pil_to_tensor(image.resize((120, 90), Image.Resampling.BILINEAR)).float() / 255
+    expected = (expected - torch.tensor(IMAGENET_MEAN)[:, None, None]) / torch.tensor(IMAGENET_STD)[:, None, None]
+    assert torch.allclose(apply(recipe, image), expected, atol=1e-6)
+
+
+def test_defaults_are_the_papers():
+    config = AugmentConfig()
+    assert config.scales == (480, 512, 544, 576, 608, 640, 672, 704, 736, 768, 800)
+    assert (config.max_size, config.crop_resize, config.crop_size) == (1333, (400, 500, 600), (384, 600))
+
+
+def test_an_image_smaller_than_the_crop_is_taken_whole():
+    config = AugmentConfig(scales=(48,), crop_resize=(20,), crop_size=(30, 40), crop=1.0, flip=0.0)
+    recipe = plan(np.random.default_rng(0), 20, 20, NO_BOXES, config)
+    assert recipe.crop == (0, 0, 20, 20)
+
+
+def test_reversed_crop_bounds_are_refused():
+    with pytest.raises(ValueError, match="smallest, largest"):
+        AugmentConfig(crop_size=(5, 4))

@@ -1,0 +1,179 @@
+"""What the pool's workers run: module-level functions on (communicator, ...) that return plain results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.engine import models
+from tests.engine.workload import TinyWorkload
+from varuna_capslog.engine import checkpoint
+from varuna_capslog.engine.communicator import Communicator
+from varuna_capslog.engine.journal import Journal
+from varuna_capslog.engine.optimizer import LearningRate
+from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine
+from varuna_capslog.engine.run import Run
+from varuna_capslog.errors import CapslogError
+from varuna_capslog.plan import Plan
+from varuna_capslog.settings import Config
+
+SETTINGS: dict[str, Any] = {"num_microbatches": 4, "num_blocks": 2, "seed": 7, "rate": LearningRate(1e-3)}
+
+
+def train(
+    communicator: Communicator,
+    layout: Layout,
+    options: dict[str, Any],
+    steps: int = 1,
+    dtype: torch.dtype = torch.float32,
+    twist: str | None = None,
+) -> dict[str, Any]:
+    """Some steps of the tiny chain.
+
+    Args:
+        twist: "pair groups" sends over one group per ordered pair, as NCCL does; the others break the engine on
+            purpose, to see that a comparison notices: "drop" loses a gradient, "swap" gives two microbatches each
+            other's targets, "reseed" draws other dropout masks.
+    """
+    chain = models.build_chain(dtype=dtype)
+    settings = EngineOptions(**(SETTINGS | options))
+    engine = PipelineEngine(chain, models.loss, layout, settings, communicator, torch.device("cpu"))
+    first: dict[str, Tensor] = {}
+    results = []
+
+    def keep_gradients() -> None:
+        for address, parameter in engine.optimizer.parameters.items():
+            if parameter.grad is not None:
+                first[address] = parameter.grad.clone()
+
+    if twist == "pair groups":
+        communicator.open_pair_groups(engine.pairs(), "gloo")
+    calls: list[str] = []
+    for index, stage in engine.stages.items():
+        stage.before_step.append(lambda index=index: calls.append(f"before {index}"))
+        stage.after_step.append(lambda index=index: calls.append(f"after {index}"))
+    if twist == "drop":
+        victims = [p for layer in engine.layers for p in layer.parameters.values() if p.requires_grad]
+        victims[0].register_hook(torch.zeros_like)
+    for step in range(1, steps + 1):
+        minibatch, inputs = models.make_minibatch(settings.num_microbatches, step, dtype)
+        if twist == "swap":
+            minibatch.targets[0], minibatch.targets[3] = minibatch.targets[3], minibatch.targets[0]
+        if twist == "reseed":
+            engine.options = EngineOptions(**(SETTINGS | options | {"seed": 8}))
+        results.append(
+            engine.train_step(step, minibatch, inputs.__getitem__, before_commit=keep_gradients if step == 1 else None)
+        )
+    engine.verify_copies()
+    layers = engine.layers
+    return {
+        "parts": [result.parts for result in results],
+        "norms": [result.grad_norm for result in results],
+        "gradients": first,
+        "calls": calls,
+        "state": {f"{layer.name}.{n}": p.detach().clone() for layer in layers for n, p in layer.parameters.items()},
+        "buffers": {f"{layer.name}.{n}": b.clone() for layer in layers for n, b in layer.buffers.items()},
+    }
+
+
+def _tensors(engine: PipelineEngine) -> list[Tensor]:
+    return [t for layer in engine.layers for t in (*layer.parameters.values(), *layer.buffers.values())]
+
+
+def refuse_a_step(communicator: Communicator, layout: Layout, poison: str) -> str:
+    """One good step, then one with a value that is not finite; returns the refusal, checks that nothing changed."""
+    chain = models.build_chain()
+    engine = PipelineEngine(chain, models.loss, layout, EngineOptions(**SETTINGS), communicator, torch.device("cpu"))
+    minibatch, inputs = models.make_minibatch(4, 1)
+    engine.train_step(1, minibatch, inputs.__getitem__)
+    before = [tensor.clone() for tensor in _tensors(engine)]
+    minibatch, inputs = models.make_minibatch(4, 2)
+    if poison == "loss":
+        minibatch.targets[2][0, 0, 0] = float("nan")
+    else:
+        trainable = [p for layer in engine.layers for p in layer.parameters.values() if p.requires_grad]
+        trainable[0].register_hook(lambda gradient: gradient * float("inf"))
+    try:
+        engine.train_step(2, minibatch, inputs.__getitem__)
+    except Exception as error:
+        unchanged = [torch.equal(a, b) for a, b in zip(before, _tensors(engine), strict=True)]
+        assert all(unchanged), "a refused step changed the model"
+        assert all(p.grad is None for layer in engine.layers for p in layer.parameters.values())
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+def run_config(run_dir: str, **sections: Any) -> Config:
+    """A config of the tiny workload: 4 microbatches of 2 in 2 blocks, no evaluation unless asked."""
+    train = {
+        "minibatch_size": 8,
+        "microbatch_size": 2,
+        "accumulation_blocks": 2,
+        "max_steps": 6,
+        "lr": 1e-3,
+        "evaluate_every": None,
+        "seed": 3,
+    }
+    values: dict[str, Any] = {"workload": "tests.engine.workload:workload", "run_dir": run_dir, "device": "cpu"}
+    values |= {"train": train | sections.pop("train", {})} | sections
+    return Config.model_validate(values)
+
+
+def train_run(
+    communicator: Communicator,
+    config: Config,
+    cuts: tuple[int, ...],
+    stop_after: int | None = None,
+    full_disk_at: int | None = None,
+) -> dict[str, Any]:
+    """A whole `Run` on these ranks.
+
+    Args:
+        stop_after: the last rank wishes to stop once this step is committed.
+        full_disk_at: rank 1 finds the disk full when it writes the checkpoint of this step.
+    """
+    plan = Plan(num_layers=11, cuts=cuts, model="tiny")
+    asked: dict[str, Any] = {}
+    last = communicator.world_size - 1
+    run = Run(
+        config,
+        plan,
+        TinyWorkload(config),
+        communicator,
+        torch.device("cpu"),
+        stop_wished=lambda: (
+            communicator.rank == last and stop_after is not None and asked["run"].step + 1 >= stop_after
+        ),
+    )
+    asked["run"] = run
+    found = run.resume()
+    journal = (
+        Journal(run.run_dir, run.total_steps, run.step + 1, 0, communicator.world_size, 1)
+        if communicator.rank == 0
+        else None
+    )
+    original = checkpoint._write
+
+    def write(path: Any, state: Any) -> Any:
+        if full_disk_at is not None and run.step == full_disk_at and communicator.rank == 1:
+            raise OSError(28, "No space left on device")
+        return original(path, state)
+
+    checkpoint._write = write
+    try:
+        end = run.train(journal)
+        return {
+            "resumed": found.step if found else None,
+            "step": end.step,
+            "stopped": end.stopped,
+            "scores": end.scores,
+        }
+    except CapslogError as error:
+        return {"resumed": found.step if found else None, "error": f"{type(error).__name__}: {error}"}
+    finally:
+        checkpoint._write = original
+        if journal is not None:
+            journal.close()
+        run.close()

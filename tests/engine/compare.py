@@ -1,0 +1,36 @@
+"""The comparison that engine rule 1 states, in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+__all__ = ["gradient_error", "merged"]
+
+
+def gradient_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
+    """Largest `max|a-b| / max(max|b|, 1e-3 * the model's largest gradient)` and the parameter it belongs to.
+
+    A parameter that only one side has counts as an error of infinity.
+    """
+    missing = set(found) ^ set(expected)
+    if missing:
+        return float("inf"), sorted(missing)[0]
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    errors = {
+        name: float((found[name] - gradient).abs().max()) / max(float(gradient.abs().max()), 1e-3 * largest)
+        for name, gradient in expected.items()
+    }
+    worst = max(errors, key=errors.__getitem__)
+    return errors[worst], worst
+
+
+def merged(results: list[dict], key: str) -> dict[str, Tensor]:  # type: ignore[type-arg]
+    """The tensors of all ranks under one name each; copies on several ranks must be equal to the bit."""
+    together: dict[str, Tensor] = {}
+    for result in results:
+        for name, tensor in result[key].items():
+            assert name not in together or together[name].equal(tensor), f"two ranks disagree about {name}"
+            together[name] = tensor
+    return together

@@ -1,0 +1,107 @@
+"""DETR steps for the pool: a small model of every layout, two image sizes in one minibatch, dropout on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from detr_pipeline.task import DetrWorkload
+from varuna_capslog.chain import Chain, TensorSpec
+from varuna_capslog.engine.communicator import Communicator
+from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine
+from varuna_capslog.engine.seeds import seed_layer
+from varuna_capslog.settings import Config
+from varuna_capslog.workload import Minibatch
+
+SMALL = {
+    "encoder_layers": 2,
+    "decoder_layers": 3,
+    "hidden_dim": 32,
+    "attention_heads": 4,
+    "feedforward": 64,
+    "queries": 6,
+    "dropout": 0.1,
+    "num_classes": 5,
+    "cut_points": "all",
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "dilated": SMALL | {"backbone": "resnet50", "dilation": True},
+    "shared heads": SMALL
+    | {"backbone": "resnet18", "last_layer": "layer3", "norm": "group", "freeze": "none", "heads": "every_decoder"},
+    "batch norm": SMALL | {"backbone": "resnet18", "last_layer": "layer3", "norm": "batch", "freeze": "none"},
+}
+SIZES = ((64, 96), (96, 64), (64, 96), (80, 64))
+
+
+def build(name: str) -> tuple[DetrWorkload, Chain]:
+    workload = DetrWorkload(Config.model_validate({"workload": "detr_pipeline:workload", "model": MODELS[name]}))
+    torch.manual_seed(0)
+    chain = workload.build_chain()
+    return workload, chain
+
+
+def minibatch() -> tuple[Minibatch, list[dict[str, Tensor]]]:
+    """Four microbatches of one or two padded images; one image has no boxes."""
+    generator = torch.Generator().manual_seed(1)
+    inputs, targets = [], []
+    for index, (height, width) in enumerate(SIZES):
+        count = 1 + index % 2
+        images = torch.randn(count, 3, height, width, generator=generator)
+        sizes = torch.tensor([[height, width], [height - 16, width - 24]][:count])
+        for image, (rows, columns) in zip(images, sizes.tolist(), strict=True):
+            image[:, rows:] = 0
+            image[:, :, columns:] = 0
+        inputs.append({"images": images, "sizes": sizes})
+        boxes = [(index + image) % 3 for image in range(count)]
+        targets.append(
+            [
+                {
+                    "labels": torch.arange(n) % 5,
+                    "boxes": 0.2 + 0.3 * torch.rand(n, 4, generator=generator),
+                    "image_id": index,
+                }
+                for n in boxes
+            ]
+        )
+    total = sum(len(target["labels"]) for group in targets for target in group)
+    images = sum(len(group) for group in targets)
+    specs = [{name: TensorSpec.of(tensor) for name, tensor in values.items()} for values in inputs]
+    normalisers = {"boxes": float(total), "queries": float(images * SMALL["queries"])}
+    return Minibatch(specs, targets, normalisers, [[index] for index in range(4)]), inputs
+
+
+def plain(name: str, seed: int) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of the unsplit model, one autograd graph per microbatch."""
+    workload, chain = build(name)
+    batch, inputs = minibatch()
+    total, device = 0.0, torch.device("cpu")
+    for layer in chain.layers:
+        layer.module.train()
+    for index, values in enumerate(inputs):
+        seed_layer(device, seed, 1, index, 0)
+        outputs = chain.run(values, lambda done, index=index: seed_layer(device, seed, 1, index, done + 1))
+        loss = workload.loss(outputs, batch.targets[index], batch.normalisers)["loss"]
+        loss.backward()
+        total += float(loss.detach())
+    return total, {name: p.grad for name, p in chain.named_parameters().items() if p.grad is not None}
+
+
+def step(communicator: Communicator, name: str, layout: Layout, options: dict[str, Any]) -> dict[str, Any]:
+    """One step on the pipeline; gradients before clipping, and the weights after it."""
+    workload, chain = build(name)
+    settings = EngineOptions(**({"num_microbatches": 4, "num_blocks": 2, "seed": 7, "clip_norm": 0.1} | options))
+    engine = PipelineEngine(chain, workload.loss, layout, settings, communicator, torch.device("cpu"))
+    batch, inputs = minibatch()
+    gradients: dict[str, Tensor] = {}
+
+    def keep() -> None:
+        gradients.update(
+            {name: p.grad.clone() for name, p in engine.optimizer.parameters.items() if p.grad is not None}
+        )
+
+    result = engine.train_step(1, batch, inputs.__getitem__, before_commit=keep)
+    engine.verify_copies()
+    state = {f"{layer.name}.{n}": p.detach().clone() for layer in engine.layers for n, p in layer.parameters.items()}
+    return {"loss": result.parts["loss"], "gradients": gradients, "state": state}

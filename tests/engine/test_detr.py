@@ -1,0 +1,45 @@
+"""DETR's step on pipelines equals the unsplit model's: dilated, heads shared by three stages, trainable BatchNorm."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine import detr
+from tests.engine.compare import gradient_error, merged
+from tests.engine.pool import WorkerPool
+from varuna_capslog.engine.pipeline import Layout
+
+oracle = functools.cache(functools.partial(detr.plain, seed=7))
+
+# 22 layers with resnet50, 11 and 12 (separate heads) with resnet18 to layer3
+CASES = {
+    "dilated on four": ("dilated", Layout((0, 4, 16, 21), (0, 1, 2, 3)), "varuna", True),
+    "dilated, frozen stage first": ("dilated", Layout((0, 1, 9), (0, 1, 2)), "1f1b", False),
+    "shared heads on four": ("shared heads", Layout((0, 8, 9, 10), (0, 1, 2, 3)), "varuna", True),
+    "shared heads, two replicas": ("shared heads", Layout((0, 7, 9), (0, 1, 2), 2), "gpipe", False),
+    "batch norm on eight": ("batch norm", Layout((0, 1, 2, 4, 6, 8, 10, 11), tuple(range(8))), "1f1b", True),
+}
+
+
+@functools.cache
+def alone(pool: WorkerPool, model: str) -> dict[str, Any]:
+    result: dict[str, Any] = pool.run(detr.step, 1, model, Layout((0,), (0,)), {})[0]
+    return result
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_detr_step_equals_the_unsplit_models(pool: WorkerPool, case: str) -> None:
+    model, layout, schedule, recompute = CASES[case]
+    results = pool.run(detr.step, layout.world_size, model, layout, {"schedule": schedule, "recompute": recompute})
+    loss, gradients = oracle(model)
+    assert results[0]["loss"] == pytest.approx(loss, rel=1e-5)
+    error, worst = gradient_error(merged(results, "gradients"), gradients)
+    assert error <= 1e-5, f"{worst}: {error:.2e}"
+    single = alone(pool, model)
+    assert [result["loss"] for result in results] == [single["loss"]] * len(results)
+    state = merged(results, "state")
+    assert not [name for name, tensor in single["state"].items() if not torch.equal(state[name], tensor)]

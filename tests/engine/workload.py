@@ -1,0 +1,98 @@
+"""A complete small workload around the tiny chain: data by index, loss, scores. Also
+`tests.engine.workload:workload`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.engine import models
+from varuna_capslog.chain import Chain, TensorSpec
+from varuna_capslog.settings import Config
+from varuna_capslog.workload import Minibatch, Workload
+
+
+class TinyData:
+    """Images whose size follows from their index; `poison` is an index whose targets are not finite."""
+
+    def __init__(self, count: int, poison: int | None = None) -> None:
+        self._count, self._poison = count, poison
+
+    def __len__(self) -> int:
+        return self._count
+
+    def minibatch(self, groups: Sequence[Sequence[int]], epoch: int) -> Minibatch:
+        inputs, targets = [], []
+        for group in groups:
+            height, width = 4 + 2 * (group[0] % 3), 6 + 2 * (group[0] % 2)
+            inputs.append(
+                {"x": TensorSpec((len(group), 3, height, width)), "sizes": TensorSpec((len(group), 2), torch.int64)}
+            )
+            generator = torch.Generator().manual_seed(1000 * epoch + group[0])
+            targets.append(torch.randn(len(group), 4, 3, generator=generator))
+            if self._poison in group:
+                targets[-1][0, 0, 0] = float("inf")
+        count = float(sum(map(len, groups)))
+        return Minibatch(
+            inputs, targets, {"count": count}, [list(group) for group in groups], [list(g) for g in groups]
+        )
+
+    def load(self, minibatch: Minibatch, microbatch: int) -> dict[str, Tensor]:
+        spec = minibatch.inputs[microbatch]["x"]
+        generator = torch.Generator().manual_seed(minibatch.recipes[microbatch][0])
+        cells = (spec.shape[2] // 2) * (spec.shape[3] // 2)
+        sizes = torch.tensor([[cells - sample % 2, 1] for sample in minibatch.recipes[microbatch]])
+        return {"x": torch.randn(spec.shape, generator=generator), "sizes": sizes}
+
+
+class MeanOutput:
+    """Scores a set by the mean of all outputs, so that a test can compute it in one line."""
+
+    def collect(self, outputs: Mapping[str, Tensor], minibatch: Minibatch, microbatch: int) -> list[Any]:
+        mean = outputs["outputs"][-1].mean(dim=(1, 2)).tolist()
+        return list(zip(minibatch.sample_ids[microbatch], mean, strict=True))
+
+    def summarize(self, results: list[Any]) -> dict[str, Any]:
+        return {
+            "mean": sum(value for _, value in sorted(results)) / len(results),
+            "samples": sorted(i for i, _ in results),
+        }
+
+
+class TinyWorkload(Workload):
+    """`model.dropout`, `data.samples` and `data.poison` are its only keys."""
+
+    name = "tiny"
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    def build_chain(self) -> Chain:
+        return models.build_chain(self._config.model.get("dropout", 0.1), seed=self._config.train.seed)
+
+    def loss(self, outputs: Mapping[str, Tensor], targets: Any, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
+        return models.loss(outputs, targets, normalisers)
+
+    def profile_inputs(self, microbatch_size: int) -> dict[str, TensorSpec]:
+        return {"x": TensorSpec((microbatch_size, 3, 8, 8)), "sizes": TensorSpec((microbatch_size, 2), torch.int64)}
+
+    def profile_targets(self, microbatch_size: int) -> tuple[Any, dict[str, float]]:
+        return torch.zeros(microbatch_size, 4, 3), {"count": float(microbatch_size)}
+
+    def train_data(self) -> TinyData:
+        return TinyData(self._config.data.get("samples", 24), self._config.data.get("poison"))
+
+    def val_data(self) -> TinyData:
+        return TinyData(7)
+
+    def evaluator(self) -> MeanOutput:
+        return MeanOutput()
+
+
+def workload(config: Config) -> TinyWorkload:
+    """What a config's `workload: tests.engine.workload:workload` calls."""
+    return TinyWorkload(config)

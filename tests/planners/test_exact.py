@@ -1,0 +1,165 @@
+"""The exact planner beside exhaustive search."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from varuna_capslog.memory.additive import StageCosts
+from varuna_capslog.planners import exact
+from varuna_capslog.planners.exact import exact_cuts, fewest_devices
+
+from .instances import exhaustive, peaks, statistics
+
+
+@pytest.mark.parametrize("kind", ["any", "negative", "ties", "monotone"])
+def test_equals_exhaustive_search_with_its_tie_break(kind: str) -> None:
+    rng = random.Random(f"exact {kind}")
+    for _ in range(1500):
+        num_layers = rng.randrange(1, 10)
+        devices = rng.randrange(1, num_layers + 1)
+        isolated, added = statistics(rng, kind, num_layers)
+        costs = StageCosts.of_statistics(isolated, added)
+        best = min(
+            exhaustive(costs, devices),
+            key=lambda cuts: (sorted(peaks(isolated, added, cuts), reverse=True), cuts),
+        )
+        assert exact_cuts(costs, devices) == best, (isolated, added, devices)
+
+
+@pytest.mark.parametrize("kind", ["any", "negative", "ties", "monotone"])
+def test_ruling_stages_out_first_changes_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is done only where there is much to search is done always here."""
+    monkeypatch.setattr(exact, "_MANY", 0)
+    rng = random.Random(f"even {kind}")
+    for _ in range(600):
+        num_layers = rng.randrange(1, 10)
+        devices = rng.randrange(1, num_layers + 1)
+        isolated, added = statistics(rng, kind, num_layers)
+        costs = StageCosts.of_statistics(isolated, added)
+        order = [(sorted(peaks(isolated, added, cuts), reverse=True), cuts) for cuts in exhaustive(costs, devices)]
+        assert exact_cuts(costs, devices) == min(order)[1], (isolated, added, devices)
+    for _ in range(4):
+        costs = StageCosts.of_statistics(*statistics(rng, kind, 48))
+        assert exact_cuts(costs, 24) == by_sorted_tuples(costs, 24)
+
+
+def test_peaks_that_are_not_told_apart_cost_evenness_but_never_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exact, "_WIDEST", 0)
+    rng = random.Random("lumped")
+    uneven = 0
+    for _ in range(400):
+        num_layers = rng.randrange(1, 9)
+        devices = rng.randrange(1, num_layers + 1)
+        isolated, added = statistics(rng, "ties", num_layers)
+        costs = StageCosts.of_statistics(isolated, added)
+        found = sorted(peaks(isolated, added, exact_cuts(costs, devices)), reverse=True)
+        best = min(sorted(peaks(isolated, added, cuts), reverse=True) for cuts in exhaustive(costs, devices))
+        assert found[0] == best[0]
+        assert found.count(found[0]) == best.count(best[0])
+        uneven += found != best
+    assert uneven > 0
+
+
+def test_fill_first_counterexample() -> None:
+    costs = StageCosts.of_statistics([5, 5, 10], [None, 1, 2])
+    assert exact_cuts(costs, 2) == [0, 1]
+    assert costs.peaks([0, 1]) == [5, 7]
+
+
+def test_second_largest_stage_counts_and_then_the_smallest_cut_list() -> None:
+    # Stage 0 must hold the big layer alone; the rest may be cut at 2, 3 or 4 with the same peak of 90.
+    costs = StageCosts.of_statistics([90, 5, 5, 5, 5], [None, 90, 5, 5, 5])
+    assert exact_cuts(costs, 3) == [0, 1, 3]
+    # All stage peaks are equal wherever the cut lies.
+    assert exact_cuts(StageCosts.of_statistics([4, 4, 4], [None, 0, 0]), 2) == [0, 1]
+
+
+def test_one_stage_and_one_layer_per_stage() -> None:
+    costs = StageCosts.of_statistics([3, 4, 5], [None, 1, 1])
+    assert exact_cuts(costs, 1) == [0]
+    assert exact_cuts(costs, 3) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("kind", ["any", "negative", "ties"])
+def test_devices_that_differ(kind: str) -> None:
+    """Where some cut list fits, one that fits comes out, the best of those; where none does, the smallest peak."""
+    rng = random.Random(f"capacities {kind}")
+    fitting = 0
+    for _ in range(800):
+        num_layers = rng.randrange(1, 8)
+        devices = rng.randrange(1, num_layers + 1)
+        isolated, added = statistics(rng, kind, num_layers)
+        costs = StageCosts.of_statistics(isolated, added)
+        top = max(isolated) * 2 + 1
+        capacities = [rng.randrange(1, top + 1) for _ in range(devices)]
+
+        def order(cuts: list[int]) -> tuple[list[int], list[int]]:
+            return sorted(peaks(isolated, added, cuts), reverse=True), cuts  # noqa: B023
+
+        everything = list(exhaustive(costs, devices))
+        fits = [
+            cuts
+            for cuts in everything
+            if all(used <= size for used, size in zip(peaks(isolated, added, cuts), capacities, strict=True))
+        ]
+        fitting += bool(fits)
+        best = min(fits or everything, key=order)
+        assert exact_cuts(costs, devices, capacities) == best, (isolated, added, capacities)
+    assert 100 < fitting < 700
+
+
+@pytest.mark.parametrize("kind", ["any", "negative", "ties"])
+def test_fewest_devices_equals_exhaustive_search(kind: str) -> None:
+    rng = random.Random(f"fewest {kind}")
+    answers = set()
+    for _ in range(600):
+        isolated, added = statistics(rng, kind, rng.randrange(1, 9))
+        costs = StageCosts.of_statistics(isolated, added)
+        capacity = rng.randrange(1, 2 * max(isolated) + 2)
+        counts = [
+            devices
+            for devices in range(1, len(isolated) + 1)
+            if any(max(peaks(isolated, added, cuts)) <= capacity for cuts in exhaustive(costs, devices))
+        ]
+        assert fewest_devices(costs, capacity) == (counts[0] if counts else None), (isolated, added, capacity)
+        answers.add(counts[0] if counts else None)
+    assert {None, 1, 2, 3} <= answers
+
+
+def by_sorted_tuples(costs: StageCosts, devices: int) -> list[int]:
+    """The same answer by a plain dynamic program over sorted tuples of peaks and cut lists."""
+    best: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {costs.num_layers: ((), ())}
+    for _ in range(devices):
+        best = {
+            first: min(
+                (tuple(sorted((*stage_peaks, costs.stage_bytes(first, end)), reverse=True)), (first, *cuts))
+                for end, (stage_peaks, cuts) in best.items()
+                if end > first
+            )
+            for first in range(max(best))
+        }
+    return list(best[0][1])
+
+
+@pytest.mark.parametrize("kind", ["any", "negative", "ties", "monotone"])
+def test_equals_a_plain_dynamic_program_at_full_size(kind: str) -> None:
+    rng = random.Random(f"full size {kind}")
+    for _ in range(4):
+        costs = StageCosts.of_statistics(*statistics(rng, kind, 48))
+        assert exact_cuts(costs, 24) == by_sorted_tuples(costs, 24)
+
+
+def test_many_equal_stages_do_not_outweigh_one_larger_stage() -> None:
+    """Fourteen stages of 5 come before one of 6 with thirteen of 2: a count must not carry into the next peak's digit.
+
+    Layer 0 stands alone at 9. Of the rest, stages that begin at odd layers and end before odd layers cost 5, and only a
+    stage of 6 leads to the cheap ones that begin at even layers.
+    """
+    isolated = [9] + [6, 1] * 14
+    added = [None, 9] + [-1, 1] * 13 + [-1]
+    costs = StageCosts.of_statistics(isolated, added)
+    cuts = exact_cuts(costs, 15)
+    assert cuts == by_sorted_tuples(costs, 15)
+    assert sorted(costs.peaks(cuts)) == [5] * 14 + [9]

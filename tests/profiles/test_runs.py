@@ -1,0 +1,84 @@
+"""The runs of the three profilers, beside the criteria C1 to C3 and the paper's counts."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from varuna_capslog.errors import CapslogError
+from varuna_capslog.profiles.runs import (
+    capslog_partitionings,
+    mcap_partitionings,
+    pack_runs,
+    stage_runs,
+)
+
+
+def test_every_layer_alone_and_every_pair() -> None:
+    assert stage_runs(3) == [(0, 1), (1, 2), (2, 3), (0, 2), (1, 3)]
+    assert stage_runs(1) == [(0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "capslog", "mcap", "mcap_formula", "packed"),
+    [(25, 8, 25, 18, 7), (42, 15, 42, 35, 11), (48, 16, 48, 41, 12)],
+)
+def test_counts_of_the_paper(num_layers: int, capslog: int, mcap: int, mcap_formula: int, packed: int) -> None:
+    assert len(capslog_partitionings(num_layers, 8)) == capslog
+    launches = mcap_partitionings(num_layers, 8)
+    assert len(launches) == mcap
+    assert sum(len(launch.layers_per_gpu) == 8 for launch in launches) == mcap_formula
+    assert max(map(len, pack_runs(stage_runs(num_layers), 8))) == packed
+
+
+def test_partitionings_of_the_paper_s_example() -> None:
+    """Sec. III-A: [1, ..., L-(G-1)], then [Z, 1, ..., R] with Z = X + (G-2); pairs that begin at 0 and at 1."""
+    lists = [launch.layers_per_gpu for launch in capslog_partitionings(12, 4)]
+    assert lists[:5] == [(1, 1, 1, 9), (3, 1, 1, 7), (5, 1, 1, 5), (7, 1, 1, 3), (9, 1, 1, 1)]
+    assert lists[5:8] == [(2, 2, 2, 6), (6, 2, 2, 2), (1, 2, 2, 7)]
+    assert lists[8:] == [(5, 2, 2, 3), (9, 2, 1)]
+
+
+@pytest.mark.parametrize("gpus", [3, 4, 5, 8, 11])
+def test_criteria_hold_for_every_layer(gpus: int) -> None:
+    for num_layers in range(1, 40):
+        trimmed = capslog_partitionings(num_layers, gpus)
+        runs = [run for launch in trimmed for run in launch.runs]
+        assert sorted(runs) == sorted(set(runs)), "no run twice"
+        assert set(runs) == set(stage_runs(num_layers))
+        whole = mcap_partitionings(num_layers, gpus)
+        measured = {run for launch in whole for run in launch.runs}
+        for layer in range(num_layers):
+            assert (layer, layer + 1) in measured  # C1
+            # C2 and C3: the layers before it, without and with it.
+            assert layer == 0 or any(
+                (first, layer) in measured and (first, layer + 1) in measured for first in range(layer)
+            )
+        for launch in trimmed + whole:
+            assert sum(launch.layers_per_gpu) == num_layers
+            assert min(launch.layers_per_gpu) >= 1
+            assert len(launch.layers_per_gpu) <= gpus
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_too_few_gpus_are_refused(gpus: int) -> None:
+    for make in (capslog_partitionings, mcap_partitionings):
+        with pytest.raises(CapslogError, match="use at least 3"):
+            make(5, gpus)
+
+
+def test_packing_keeps_every_run_and_balances_the_time() -> None:
+    rng = random.Random(0)
+    for _ in range(200):
+        runs = stage_runs(rng.randrange(1, 30))
+        workers = rng.randrange(1, 12)
+        seconds = {run: rng.random() for run in runs}
+        packed = pack_runs(runs, workers, seconds.__getitem__)
+        assert len(packed) == workers
+        assert sorted(run for worker in packed for run in worker) == sorted(runs)
+        busiest = max(sum(seconds[run] for run in worker) for worker in packed)
+        bound = max(sum(seconds.values()) / workers, max(seconds.values()))
+        assert busiest <= (4 / 3) * bound + max(seconds.values()) / 3 + 1e-9
+        even = pack_runs(runs, workers)
+        assert max(map(len, even)) == -(-len(runs) // workers)

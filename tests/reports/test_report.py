@@ -1,0 +1,384 @@
+"""The page says what the run's files say, whatever state a run left them in."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from varuna_capslog import files
+from varuna_capslog.errors import CapslogError
+from varuna_capslog.plan import Plan, Stage, write_plan
+from varuna_capslog.profiles.record import Profile, SharedParameter, write_profile
+from varuna_capslog.reports import write_report
+
+from .page_reader import Page
+from .runs import CLASSES, make_profile, write_run
+
+GIB = 2**30
+PICTURES = {"stage-memory.png", "schedule.png", "layer-memory.png", "training.png", "scores.png"}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Plan, Page]:
+    """A run directory with everything in it, its plan and the report's page."""
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    plan = write_run(run_dir)
+    return run_dir, plan, Page(write_report(run_dir))
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """A short run on two stages, to be damaged."""
+    write_run(tmp_path / "run", num_layers=6, stages=2, steps=60, evaluations=2, microbatches=4)
+    return tmp_path / "run"
+
+
+def rewrite(path: Path, **changes: object) -> None:
+    """Changes keys of a JSON file."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file that are JSON, read here and not by the library."""
+    found = []
+    for line in path.read_text().splitlines():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found
+
+
+# -- a run with everything ---------------------------------------------------------------------------------------------
+
+
+def test_the_page_is_whole_and_stands_alone(whole: tuple[Path, Plan, Page]) -> None:
+    run_dir, _, page = whole
+    report = run_dir / "report"
+    assert "script" not in page.tags
+    assert not {name for name in page.attributes if name.startswith("on")}
+    assert "link" not in page.tags
+    for source in page.sources:
+        assert "/" not in source, "a link out of the folder breaks when the folder is mailed"
+        assert (report / source).is_file()
+    pictures = {path.name for path in report.glob("*.png")}
+    assert pictures == PICTURES | {f"prediction-{number:02d}.png" for number in range(3)}
+    assert pictures == {source for source in page.sources if source.endswith(".png")}
+    for name in PICTURES:
+        with Image.open(report / name) as picture:
+            assert picture.width == 1600
+            assert len(picture.convert("RGB").getcolors(maxcolors=10**7) or ()) > 3, "an empty picture"
+
+
+def test_summary_tells_the_run(whole: tuple[Path, Plan, Page]) -> None:
+    run_dir, plan, page = whole
+    facts = page.facts("summary-table")
+    by_step = {line["step"]: line for line in lines(run_dir / "metrics.jsonl")}
+    assert facts["Model"] == "detr-resnet18"
+    assert facts["Layers"] == "24"
+    assert facts["Devices x replicas"] == "4 x 1 (cpu)"
+    assert facts["Planner"].startswith("exact, found in ")
+    assert facts["Cuts"] == str(list(plan.cuts))
+    assert facts["Steps"] == "400"
+    assert facts["Final loss"] == f"{by_step[400]['loss']:.4f}"
+    total = sum(line["step_seconds"] for line in by_step.values())
+    assert facts["Time in steps"].startswith(f"{int(total) // 60} min {round(total) % 60:02d} s, median step ")
+    best = max(lines(run_dir / "evaluations.jsonl"), key=lambda line: line["scores"]["AP"])
+    scores = best["scores"]
+    expected = f"{scores['AP']:.3f}, AP50 {scores['AP50']:.3f} at step {best['step']}"
+    assert facts["Best AP"] == expected
+    assert best["step"] != 400, "the last evaluation is not the best one, or the test shows nothing"
+    assert "torch 2.11.0" in facts["Profile"]
+    assert facts["Parameters"].startswith(f"{sum(10_000 + 1_000 * index for index in range(24)):,} (")
+    assert "varuna-capslog " in facts["Report made with"]
+
+
+def test_stages_name_their_layers(whole: tuple[Path, Plan, Page]) -> None:
+    run_dir, plan, page = whole
+    names = [layer["name"] for layer in json.loads((run_dir / "profile.json").read_text())["layers"]]
+    shown = [text.split(", ") for text in page.column("stage-table", "names")]
+    assert [name for row in shown for name in row] == names
+    assert [names.index(row[0]) for row in shown] == list(plan.cuts)
+    assert page.column("stage-table", "count") == [str(len(row)) for row in shown]
+
+
+def test_peaks_predicted_beside_measured(whole: tuple[Path, Plan, Page]) -> None:
+    run_dir, plan, page = whole
+    rows = [line["peak_bytes"] for line in lines(run_dir / "metrics.jsonl") if "peak_bytes" in line]
+    assert len(rows) == 2
+    assert plan.stage_bytes is not None
+    measured = [max(column) for column in zip(*rows, strict=True)]
+    assert page.column("peak-table", "predicted [GiB]") == [f"{peak / GIB:.2f}" for peak in plan.stage_bytes]
+    assert page.column("peak-table", "measured [GiB]") == [f"{peak / GIB:.2f}" for peak in measured]
+    errors = [100 * (p - m) / m for p, m in zip(plan.stage_bytes, measured, strict=True)]
+    assert page.column("peak-table", "error") == [f"{error:+.1f} %" for error in errors]
+    assert page.column("peak-table", "capacity [GiB]") == ["4.00"] * 4
+    assert "allocator events" in page.texts["memory"]
+
+
+def test_step_is_simulated_from_the_profile(whole: tuple[Path, Plan, Page]) -> None:
+    run_dir, plan, page = whole
+    facts = page.facts("step-table")
+    by_step = {line["step"]: line["step_seconds"] for line in lines(run_dir / "metrics.jsonl")}
+    assert facts["Measured step (median)"] == f"{1000 * statistics.median(by_step.values()):.0f} ms"
+    assert "8 microbatches" in facts["Schedule"]
+    # The step is at least the busiest stage's work; its share of all stages' time is what the bubbles leave.
+    layers = json.loads((run_dir / "profile.json").read_text())["layers"]
+    work = [
+        8 * sum(layer["forward_seconds"] * (2 - (stage == 3)) + layer["backward_seconds"] for layer in layers[a:b])
+        for stage, (a, b) in enumerate(zip(plan.cuts, (*plan.cuts[1:], 24), strict=True))
+    ]
+    step = float(facts["Simulated step"].removesuffix(" s"))
+    assert step > max(work)
+    # the first stages keep the graph of the last microbatch where nothing came after its forward
+    bubbles = float(facts["Bubble fraction"].removesuffix(" %"))
+    assert bubbles == pytest.approx(100 * (1 - sum(work) / (4 * step)), abs=3)
+
+
+def test_scores_and_classes(whole: tuple[Path, Plan, Page]) -> None:
+    run_dir, _, page = whole
+    evaluations = lines(run_dir / "evaluations.jsonl")
+    best, last = evaluations[-2]["scores"], evaluations[-1]["scores"]
+    assert page.column("score-table", "score") == ["AP", "AP50", "AP75", "AR_1"], "AP_small is unknown in this run"
+    assert page.column("score-table", "best AP") == [f"{best[name]:.3f}" for name in ("AP", "AP50", "AP75", "AR_1")]
+    assert page.column("score-table", "last") == [f"{last[name]:.3f}" for name in ("AP", "AP50", "AP75", "AR_1")]
+    assert page.column("class-table", "class") == CLASSES, "names with signs of HTML are text"
+    shown = page.column("class-table", "AP")
+    assert shown[2] == "\N{EN DASH}"
+    assert shown[0] == f"{best['per_class']['RBC']:.3f}"
+
+
+def test_events_in_order(whole: tuple[Path, Plan, Page]) -> None:
+    run_dir, _, page = whole
+    events = lines(run_dir / "events.jsonl")
+    assert page.column("event-table", "kind") == [event["kind"] for event in events]
+    assert page.column("event-table", "step") == [str(event["step"]) for event in events]
+    assert page.column("event-table", "time")[0] == "2025-07-20 08:26:40"
+    assert "killed by SIGKILL" in page.texts["events"]
+
+
+def test_predictions_are_copied_in_natural_order(whole: tuple[Path, Plan, Page]) -> None:
+    run_dir, _, page = whole
+    for number in range(3):
+        original = run_dir / "predictions" / f"sample-{number + 8}.png"
+        assert (run_dir / "report" / f"prediction-{number:02d}.png").read_bytes() == original.read_bytes()
+    assert page.texts["predictions"].split()[-3:] == ["sample-8", "sample-9", "sample-10"]
+
+
+# -- what a crash, a resume or a new plan leaves behind ----------------------------------------------------------------
+
+
+def test_a_repeated_step_counts_once_and_last(small: Path) -> None:
+    """A resumed run wrote 30 steps twice; its page counted their seconds twice."""
+    path = small / "metrics.jsonl"
+    first = [{"step": step, "loss": 50.0, "step_seconds": 100.0, "parts": {}} for step in range(1, 6)]
+    again = [{"step": step, "loss": 7.25, "step_seconds": 2.0, "parts": {}} for step in range(3, 6)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in [*first, *again]))
+    page = Page(write_report(small))
+    facts = page.facts("summary-table")
+    assert facts["Steps"] == "5"
+    assert facts["Final loss"] == "7.2500"
+    assert facts["Time in steps"] == "3 min 26 s, median step 2.00 s"
+    assert "went back" not in page.texts["summary"]
+
+
+def test_a_resume_that_has_not_caught_up_is_told(small: Path) -> None:
+    path = small / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in (1, 2, 3, 4, 5, 2, 3)))
+    page = Page(write_report(small))
+    assert "The last line written is of step 3" in page.texts["summary"]
+    assert "Steps 4 to 5 are shown" in page.texts["summary"]
+
+
+def test_broken_lines_are_counted_and_left_out(small: Path) -> None:
+    path = small / "metrics.jsonl"
+    good = [
+        json.dumps({"step": 1, "loss": 2.0}),
+        json.dumps({"step": 2, "loss": None, "parts": None, "peak_bytes": "x"}),
+    ]
+    path.write_text("\n".join([good[0], '{"step": 2, "lo', json.dumps({"loss": 3.0}), good[1]]))
+    page = Page(write_report(small))
+    assert "1 line torn by a crash left out; 1 line without step or kind left out" in page.texts["summary"]
+    assert page.facts("summary-table")["Steps"] == "2"
+    assert page.facts("summary-table")["Final loss"] == "\N{EN DASH}"
+
+
+def test_the_newest_plan_counts_and_only_its_peaks(small: Path) -> None:
+    old = json.loads((small / "plan-0.json").read_text())
+    new = old | {"cuts": [0, 2], "stage_bytes": [3 * GIB, 5 * GIB], "peak_bytes": 5 * GIB, "planner": "capslog"}
+    (small / "plan-9.json").write_text(json.dumps(old))
+    (small / "plan-10.json").write_text(json.dumps(new))
+    peaks = {1: (9, [9 * GIB, 9 * GIB]), 2: (10, [4 * GIB, 4 * GIB]), 3: (11, [2 * GIB, 5 * GIB])}
+    rows = [
+        {"step": step, "loss": 1.0, "generation": generation, "peak_bytes": peak, "step_seconds": generation}
+        for step, (generation, peak) in peaks.items()
+    ]
+    (small / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = Page(write_report(small))
+    assert page.facts("summary-table")["Cuts"] == "[0, 2]"
+    assert page.facts("summary-table")["Planner"].startswith("capslog")
+    assert page.column("peak-table", "measured") == ["4.00", "5.00"], "generation 9 ran under another plan"
+    assert page.column("peak-table", "error") == ["-25.0 %", "+0.0 %"]
+    assert page.facts("step-table")["Measured step (median)"] == "10.5 s"
+
+
+def test_an_earlier_report_is_replaced(small: Path) -> None:
+    assert (write_report(small).parent / "scores.png").is_file()
+    (small / "report" / "notes.txt").write_text("mine")
+    (small / "evaluations.jsonl").unlink()
+    shutil.rmtree(small / "predictions")
+    page = Page(write_report(small))
+    left = {path.name for path in (small / "report").iterdir()}
+    assert left == (PICTURES - {"scores.png"}) | {"index.html", "notes.txt"}
+    assert "evaluations.jsonl is missing" in page.texts["evaluation"]
+    assert "predictions/ is missing" in page.texts["predictions"]
+
+
+# -- less than everything ----------------------------------------------------------------------------------------------
+
+
+def test_a_run_without_a_profile(small: Path) -> None:
+    (small / "profile.json").unlink()
+    page = Page(write_report(small))
+    assert "profile.json is missing" in page.texts["layers"]
+    assert "profile.json is missing" in page.texts["stages"]
+    assert "every forward pass counts 1 and every backward pass 2" in page.texts["schedule"]
+    assert "forward passes" in page.facts("step-table")["Simulated step"]
+    assert "Measured / simulated" not in page.facts("step-table"), "seconds over units is no number"
+    assert not (small / "report" / "layer-memory.png").exists()
+
+
+def test_a_profile_without_seconds_gives_units(small: Path) -> None:
+    """GPipe without recomputation, p stages, m microbatches: a step of (m + p - 1)(1 + 2), bubbles (p-1)/(m+p-1)."""
+    write_profile(small / "profile.json", make_profile(6, times=False))
+    rewrite(small / "plan-0.json", schedule="gpipe")
+    config = (small / "config.yaml").read_text()
+    (small / "config.yaml").write_text(config.replace("recompute: true", "recompute: false"))
+    page = Page(write_report(small))
+    facts = page.facts("step-table")
+    assert facts["Simulated step"] == "15.0 forward passes of one stage"
+    assert facts["Bubble fraction"] == "20.0 %"
+    assert "no forward_seconds" in page.texts["schedule"]
+
+
+@pytest.mark.parametrize("kept", ["config.yaml", "profile.json", "plan-0.json", "metrics.jsonl", "events.jsonl"])
+def test_any_single_file_makes_a_page(small: Path, kept: str) -> None:
+    for path in [*small.iterdir()]:
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != kept:
+            path.unlink()
+    page = Page(write_report(small))
+    missing = {
+        "config.yaml": "summary",
+        "profile.json": "layers",
+        "metrics.jsonl": "training",
+        "events.jsonl": "events",
+    }
+    for name, where in missing.items():
+        assert (f"{name} is missing" in page.texts[where]) == (name != kept)
+
+
+def test_an_unreadable_file_is_named_where_it_is_missed(small: Path) -> None:
+    rewrite(small / "plan-0.json", cuts=[0, 99])
+    (small / "profile.json").write_text("{")
+    page = Page(write_report(small))
+    assert "no stage can begin at 99" in page.texts["stages"]
+    assert "no stage can begin at 99" in page.texts["memory"]
+    assert "not valid JSON" in page.texts["layers"]
+    assert "stage-memory.png" not in page.sources
+
+
+def test_given_cuts_predict_nothing(small: Path) -> None:
+    rewrite(small / "plan-0.json", stage_bytes=None, peak_bytes=None, planner=None, capacity_bytes=None, fits=None)
+    page = Page(write_report(small))
+    assert page.facts("summary-table")["Planner"].startswith("none, the cuts were given")
+    assert "predicts no bytes" in page.texts["memory"]
+    assert page.column("peak-table", "predicted") == ["\N{EN DASH}"] * 2
+    assert page.column("peak-table", "error") == ["\N{EN DASH}"] * 2
+    assert all(float(peak) > 0 for peak in page.column("peak-table", "measured"))
+
+
+def test_stages_that_share_a_rank_get_no_error(small: Path) -> None:
+    plan = Plan(
+        num_layers=6, cuts=(0, 1, 3, 5), model="m", schedule="gpipe", num_microbatches=2, stage_bytes=(GIB,) * 4,
+        capacity_bytes=(8 * GIB, 6 * GIB),
+        placed=tuple(Stage(0, ((a, b),), (rank,)) for a, b, rank in ((0, 1, 0), (1, 3, 1), (3, 5, 0), (5, 6, 1))),
+    )  # fmt: skip
+    write_plan(small / "plan-1.json", plan)
+    row = {"step": 2, "loss": 1.0, "generation": 1, "peak_bytes": [2 * GIB, 3 * GIB, 2 * GIB, 3 * GIB]}
+    (small / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    page = Page(write_report(small))
+    assert page.column("stage-table", "rank") == ["0", "1", "0", "1"]
+    assert page.column("peak-table", "error") == ["\N{EN DASH}"] * 4
+    assert page.column("peak-table", "capacity") == ["8.00", "6.00", "8.00", "6.00"]
+    assert "Several stages share a rank" in page.texts["memory"]
+    assert "stage.microbatch" in page.texts["schedule"]
+
+
+def test_a_plan_that_does_not_fit_says_by_how_much(small: Path) -> None:
+    shortfall = {"stage": 1, "bytes": 3 * GIB, "devices_that_fit": None}
+    rewrite(small / "plan-0.json", fits=False, shortfall=shortfall)
+    assert "stage 1 lacks 3 GiB" in Page(write_report(small)).texts["memory"]
+
+
+def test_a_shared_parameter_counts_once(small: Path) -> None:
+    layers = make_profile(6).layers
+    profile = Profile(layers, conditions={"dtype": "torch.float32"}, shared=(SharedParameter("w", 4000, (1, 2, 5)),))
+    write_profile(small / "profile.json", profile)
+    unshared = sum(10_000 + 1_000 * index for index in range(6))
+    assert Page(write_report(small)).facts("summary-table")["Parameters"].startswith(f"{unshared - 2000:,} (")
+
+
+def test_scores_of_another_task(small: Path) -> None:
+    rows = [{"step": step, "scores": {"accuracy": value, "loss": 1 - value}} for step, value in ((1, 0.5), (2, 0.25))]
+    (small / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = Page(write_report(small))
+    assert page.facts("summary-table")["Best accuracy"] == "0.500 at step 1"
+    assert "class-table" not in page.tables
+
+
+# -- no report ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_missing_or_foreign_folder_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(CapslogError, match=r"nowhere is not a folder; give the run_dir of a training$"):
+        write_report(tmp_path / "nowhere")
+    (tmp_path / "holiday.txt").write_text("")
+    with pytest.raises(CapslogError, match="holds no file of a run"):
+        write_report(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["holiday.txt"], "nothing is written into a foreign folder"
+
+
+def test_a_report_that_cannot_be_written_is_one_sentence(small: Path) -> None:
+    (small / "report").write_text("a file where the folder belongs")
+    with pytest.raises(CapslogError, match="report cannot be written"):
+        write_report(small)
+
+
+def test_importing_reports_is_quick_and_draws_nothing() -> None:
+    code = "import sys, varuna_capslog.reports; print(sorted({'matplotlib', 'torch', 'numpy'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_report_needs_no_torch(small: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from varuna_capslog.reports import write_report;"
+        f"write_report(Path({str(small)!r})); print('torch' in sys.modules, 'matplotlib.pyplot' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "False False"
+
+
+def test_read_lines_agree_with_the_library(small: Path) -> None:
+    """The oracle above (`lines`) and the library leave out the same torn line."""
+    assert lines(small / "metrics.jsonl") == files.read_jsonl(small / "metrics.jsonl")

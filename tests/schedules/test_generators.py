@@ -1,0 +1,236 @@
+"""The lists that the generators make: hand-written ones for S=4 M=6, and what must hold for all."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+
+from varuna_capslog.errors import CapslogError
+from varuna_capslog.schedules import (
+    ALWAYS_RECOMPUTE,
+    SCHEDULES,
+    Action,
+    Schedule,
+    find_deadlock,
+    format_csv,
+    graph_keeping_forwards,
+    in_flight_limits,
+    insert_recompute,
+    lower,
+    make_schedule,
+    parse_csv,
+    placement_of,
+    simulate,
+    to_strings,
+    validate,
+)
+from varuna_capslog.schedules.list_scheduler import list_schedule
+
+from .cases import names, shapes
+
+# Written by hand, from the definition: min(S - s, M) forwards, then a backward and a forward in turn, then backwards.
+ONE_F_ONE_B_4_6 = """\
+0F0,0F1,0F2,0F3,0B0,0F4,0B1,0F5,0B2,0B3,0B4,0B5
+1F0,1F1,1F2,1B0,1F3,1B1,1F4,1B2,1F5,1B3,1B4,1B5
+2F0,2F1,2B0,2F2,2B1,2F3,2B2,2F4,2B3,2F5,2B4,2B5
+3F0,3B0,3F1,3B1,3F2,3B2,3F3,3B3,3F4,3B4,3F5,3B5
+"""
+GPIPE_4_6 = """\
+0F0,0F1,0F2,0F3,0F4,0F5,0B0,0B1,0B2,0B3,0B4,0B5
+1F0,1F1,1F2,1F3,1F4,1F5,1B0,1B1,1B2,1B3,1B4,1B5
+2F0,2F1,2F2,2F3,2F4,2F5,2B0,2B1,2B2,2B3,2B4,2B5
+3F0,3F1,3F2,3F3,3F4,3F5,3B0,3B1,3B2,3B3,3B4,3B5
+"""
+# Followed by hand with forward 1, recompute 1, backward 2: stage 2 may have 3 in flight, stages 0 and 1 all 6.
+VARUNA_4_6 = """\
+0F0,0F1,0F2,0F3,0F4,0F5,0R0,0B0,0R1,0B1,0R2,0B2,0R3,0B3,0R4,0B4,0R5,0B5
+1F0,1F1,1F2,1F3,1F4,1F5,1R0,1B0,1R1,1B1,1R2,1B2,1R3,1B3,1R4,1B4,1R5,1B5
+2F0,2F1,2F2,2R0,2B0,2R1,2B1,2R2,2B2,2F3,2F4,2F5,2R3,2B3,2R4,2B4,2R5,2B5
+3F0,3B0,3F1,3B1,3F2,3B2,3F3,3B3,3F4,3B4,3F5,3B5
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("gpipe", GPIPE_4_6), ("1f1b", ONE_F_ONE_B_4_6), ("varuna", VARUNA_4_6)], ids=SCHEDULES
+)
+def test_hand_written_lists(name: str, text: str) -> None:
+    assert to_strings(make_schedule(name, 4, 6)) == to_strings(parse_csv(text))
+
+
+def test_hand_written_recomputation() -> None:
+    assert to_strings(make_schedule("1f1b", 2, 3, recompute=True)) == [
+        ["0F0", "0F1", "0R0", "0B0", "0F2", "0R1", "0B1", "0R2", "0B2"],
+        ["1F0", "1B0", "1F1", "1B1", "1F2", "1B2"],
+    ]
+    assert to_strings(make_schedule("gpipe", 1, 2, recompute=True)) == [["0F0", "0F1", "0R0", "0B0", "0R1", "0B1"]]
+    # One microbatch: nothing comes between its forward and its backward anywhere.
+    assert to_strings(make_schedule("varuna", 2, 1)) == [["0F0", "0B0"], ["1F0", "1B0"]]
+
+
+def test_hand_written_two_stages_on_one_rank() -> None:
+    """Stages 0 and 2 on rank 0: a backward goes first, and the deeper stage before the other."""
+    assert to_strings(make_schedule("1f1b", 3, 2, placement=[0, 1, 0])) == [
+        ["0F0", "0F1", "2F0", "2B0", "2F1", "2B1", "0B0", "0B1"],
+        ["1F0", "1F1", "1B0", "1B1"],
+    ]
+    assert to_strings(make_schedule("1f1b", 2, 2, placement=[0, 0])) == [
+        ["0F0", "1F0", "1B0", "0B0", "0F1", "1F1", "1B1", "0B1"]
+    ]
+
+
+# Also followed by hand. First: rank 0's stage 0 recomputes one unit before each of rank 1's gradients, although stage 3
+# could go on. Second: rank 0's stage 2 waits one unit with the graph of 2F0 for its gradient, although 2F1 could go on.
+VARUNA_OF_0100 = """\
+0F0,0F1,2F0,3F0,3B0,2B0,2F1,0R0,0B0,3F1,3B1,2B1,0F2,0R1,0B1,2F2,3F2,3B2,2B2,0R2,0B2
+1F0,1F1,1R0,1B0,1R1,1B1,1F2,1B2
+"""
+VARUNA_OF_0001 = """\
+0F0,1F0,2F0,0F1,1F1,2B0,1R0,1B0,0R0,0B0,2F1,2B1,1R1,1B1,0R1,0B1
+3F0,3B0,3F1,3B1
+"""
+
+
+def test_hand_written_varuna_with_three_stages_on_one_rank() -> None:
+    assert format_csv(make_schedule("varuna", 4, 3, placement=[0, 1, 0, 0])) == VARUNA_OF_0100
+    assert format_csv(make_schedule("varuna", 4, 2, placement=[0, 0, 0, 1])) == VARUNA_OF_0001
+
+
+@pytest.mark.parametrize("num_stages", range(1, 9))
+def test_one_stage_per_rank_is_the_textbook(num_stages: int) -> None:
+    for num_microbatches in range(1, 13):
+        for rank, actions in enumerate(make_schedule("1f1b", num_stages, num_microbatches)):
+            ahead = min(num_stages - rank, num_microbatches)
+            expected = [f"{rank}F{m}" for m in range(ahead)]
+            for m in range(num_microbatches):
+                expected.append(f"{rank}B{m}")
+                if m + ahead < num_microbatches:
+                    expected.append(f"{rank}F{m + ahead}")
+            assert [str(action) for action in actions] == expected
+        for rank, actions in enumerate(make_schedule("gpipe", num_stages, num_microbatches)):
+            assert [str(a) for a in actions] == [f"{rank}{kind}{m}" for kind in "FB" for m in range(num_microbatches)]
+
+
+def _count_graphs(schedule: Schedule, num_stages: int) -> list[int]:
+    """Most live graphs per stage, counted from the lists alone: F keeps its graph unless an R comes later."""
+    most = [0] * num_stages
+    for actions in schedule:
+        alive: dict[int, set[int]] = {}
+        for position, action in enumerate(actions):
+            assert action.microbatch is not None
+            mine = alive.setdefault(action.stage, set())
+            again = Action(action.stage, "R", action.microbatch)
+            if action.kind == "R" or (action.kind == "F" and again not in actions[position:]):
+                mine.add(action.microbatch)
+            most[action.stage] = max(most[action.stage], len(mine))
+            if action.kind == "B":
+                mine.remove(action.microbatch)
+    return most
+
+
+@settings(max_examples=120, deadline=None)
+@given(names, shapes())
+def test_any_placement_is_valid_and_does_not_deadlock(name: str, shape: tuple[int, int, list[int]]) -> None:
+    num_stages, num_microbatches, placement = shape
+    limits = in_flight_limits(name, num_stages, num_microbatches)
+    for asked in (False, True):
+        recompute = asked or name in ALWAYS_RECOMPUTE
+        schedule = make_schedule(name, num_stages, num_microbatches, placement, asked)
+        validate(
+            schedule,
+            num_stages,
+            num_microbatches,
+            recompute,
+            max_in_flight=limits,
+            max_live_graphs=1 if recompute else None,
+        )
+        assert placement_of(schedule) == placement
+        assert find_deadlock(lower(schedule)) is None
+        timeline = simulate(schedule, [1.0] * num_stages, [2.0] * num_stages)
+        assert all(seen <= limit for seen, limit in zip(timeline.max_in_flight, limits, strict=True))
+        assert timeline.max_live_graphs == _count_graphs(schedule, num_stages)
+        if recompute:
+            assert timeline.max_live_graphs == [1] * num_stages
+
+
+@settings(max_examples=40, deadline=None)
+@given(shapes())
+def test_varuna_does_nothing_else_on_a_stage_between_recompute_and_backward(shape: tuple[int, int, list[int]]) -> None:
+    num_stages, num_microbatches, placement = shape
+    schedule = make_schedule("varuna", num_stages, num_microbatches, placement)
+    for stage in range(num_stages):
+        mine = [action for action in schedule[placement[stage]] if action.stage == stage]
+        for before, action in pairwise(mine):
+            if before.kind == "R":
+                assert action == Action(stage, "B", before.microbatch)
+    # The last stage: forward and backward back to back on its rank, whatever else lives there, and never a recompute.
+    of_rank = schedule[placement[-1]]
+    for m in range(num_microbatches):
+        forward = of_rank.index(Action(num_stages - 1, "F", m))
+        assert of_rank[forward + 1] == Action(num_stages - 1, "B", m)
+
+
+def test_varuna_recomputes_before_the_gradient_arrives() -> None:
+    """With the costs of the played step the first R of every stage ends no later than its gradient comes."""
+    timeline = simulate(make_schedule("varuna", 4, 6), [1.0] * 4, [2.0] * 4)
+    end_of = {str(one.action): one.end_seconds for row in timeline.actions for one in row}
+    early = [end_of[f"{stage}R0"] <= end_of[f"{stage + 1}B0"] for stage in range(3)]
+    assert early == [True, True, True]
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 4, 6, 8])
+def test_varunas_limit_costs_no_time(num_stages: int) -> None:
+    """With uniform costs no number of forwards in flight gives a shorter step, and one less gives a longer one."""
+    for num_microbatches in (1, 4, 12, 24):
+
+        def seconds(limits: list[int], num_microbatches: int = num_microbatches) -> float:
+            placement = list(range(num_stages))
+            schedule = list_schedule(placement, num_microbatches, limits, recompute=True)
+            return simulate(schedule, [1.0] * num_stages, [2.0] * num_stages).step_seconds
+
+        limits = in_flight_limits("varuna", num_stages, num_microbatches)
+        assert seconds(limits) == seconds([num_microbatches] * num_stages)
+    assert seconds([limits[0] - 1, *limits[1:]]) > seconds(limits)
+
+
+@settings(max_examples=40, deadline=None)
+@given(shapes())
+def test_graphs_are_kept_where_nothing_comes_between(shape: tuple[int, int, list[int]]) -> None:
+    num_stages, num_microbatches, placement = shape
+    plain = make_schedule("1f1b", num_stages, num_microbatches, placement)
+    assert graph_keeping_forwards(plain) == {(s, m) for s in range(num_stages) for m in range(num_microbatches)}
+    schedule = insert_recompute(plain)
+    assert [[a for a in actions if a.kind != "R"] for actions in schedule] == plain
+    kept = graph_keeping_forwards(schedule)
+    for stage in range(num_stages):
+        mine = [action for action in plain[placement[stage]] if action.stage == stage]
+        for m in range(num_microbatches):
+            adjacent = mine.index(Action(stage, "B", m)) == mine.index(Action(stage, "F", m)) + 1
+            assert ((stage, m) in kept) == adjacent
+
+
+@settings(max_examples=60, deadline=None)
+@given(names, shapes())
+def test_the_numbers_of_the_ranks_do_not_matter(name: str, shape: tuple[int, int, list[int]]) -> None:
+    num_stages, num_microbatches, placement = shape
+    schedule = make_schedule(name, num_stages, num_microbatches, placement)
+    turned = make_schedule(name, num_stages, num_microbatches, [max(placement) - rank for rank in placement])
+    assert turned == schedule[::-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("1fb1", 2, 2), "did you mean '1f1b'"),
+        (("zigzag", 2, 2), "use one of gpipe, 1f1b, varuna"),
+        (("gpipe", 0, 2), "at least one"),
+        (("gpipe", 2, 0), "at least one"),
+        (("1f1b", 3, 2, [0, 1]), "2 ranks for 3 stages"),
+        (("1f1b", 2, 2, [0, 2]), "without a gap"),
+        (("1f1b", 2, 2, [-1, 0]), "without a gap"),
+    ],
+)
+def test_what_makes_no_schedule_is_refused(arguments: tuple[object, ...], message: str) -> None:
+    with pytest.raises(CapslogError, match=message):
+        make_schedule(*arguments)  # type: ignore[arg-type]

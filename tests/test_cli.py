@@ -1,0 +1,372 @@
+"""The command line: exit statuses, one sentence per error, JSON for programs, and no slow imports for `--help`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from varuna_capslog import cli
+from varuna_capslog.errors import CapslogError, StepRefused
+from varuna_capslog.plan import read_plan
+from varuna_capslog.profiles.record import Profile
+
+GIB = 2**30
+PROFILE = {
+    "format": "varuna-capslog/profile/1",
+    "layers": [
+        {"name": name, "isolated_bytes": size * GIB, "added_bytes": added}
+        for name, size, added in (("stem", 3, None), ("body", 2, 2 * GIB), ("neck", 2, GIB), ("head", 1, GIB))
+    ],
+}
+TOY = """
+from torch import nn
+from varuna_capslog.chain import Chain, Layer, TensorSpec
+from varuna_capslog.workload import Workload
+
+class Toy(Workload):
+    name = "toy"
+    def build_chain(self):
+        return Chain([Layer(f"l{i}", nn.Linear(2, 2)) for i in range(4)], name="toy")
+    def loss(self, outputs, targets, normalisers):
+        return {"loss": outputs["x"].sum()}
+    def profile_inputs(self, microbatch_size):
+        return {"x": TensorSpec((microbatch_size, 2))}
+
+def workload(config):
+    return Toy()
+"""
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Path:
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(PROFILE))
+    return path
+
+
+@pytest.fixture
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A config of a four-layer workload in the current folder, whose profile needs no measuring."""
+    (tmp_path / "toy_of_test_cli.py").write_text(TOY)
+    config = tmp_path / "toy.yaml"
+    config.write_text("workload: toy_of_test_cli:workload\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    measure = types.ModuleType("varuna_capslog.profiles.measure")
+    measure.profile_config = lambda config, workers, progress: Profile.from_json(PROFILE)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "varuna_capslog.profiles.measure", measure)
+    return config
+
+
+def run(*arguments: object) -> int:
+    return cli._run([str(argument) for argument in arguments])
+
+
+def sentence(capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line on standard error."""
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("capslog: ")
+    return lines[0]
+
+
+@pytest.mark.parametrize("command", [(), ("profile",), ("plan",), ("train",), ("evaluate",), ("predict",), ("report",)])
+def test_every_command_has_help(command, capsys):
+    assert run(*command, "--help") == 0
+    assert "Usage: capslog" in capsys.readouterr().out
+
+
+def test_help_and_import_need_no_slow_module():
+    code = (
+        "import sys, varuna_capslog, varuna_capslog.config, varuna_capslog.supervisor, varuna_capslog.planners\n"
+        "from varuna_capslog import cli\n"
+        "assert cli._run(['train', '--help']) == 0\n"
+        "slow = {'torch', 'torchvision', 'scipy', 'matplotlib'} & set(sys.modules)\n"
+        "assert not slow, slow"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_version(capsys):
+    assert run("--version") == 0
+    assert capsys.readouterr().out.strip() == "0.1.0"
+
+
+def test_plan_from_a_profile_writes_what_it_prints(profile, tmp_path, capsys):
+    out = tmp_path / "plan.json"
+    assert run("plan", "--profile", profile, "--devices", 2, "--capacity", "16GiB", "-o", out, "--json") == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == json.loads(out.read_text())
+    # By hand: [stem | body neck head] costs 3 and 2+1+1=4; [stem body | ...] costs 5; the first is best.
+    assert (printed["cuts"], printed["stage_bytes"], printed["fits"]) == ([0, 1], [3 * GIB, 4 * GIB], True)
+
+
+def test_plan_prints_a_table_with_names_peaks_and_margins(profile, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    assert run("plan", "--profile", profile, "--devices", 2, "--capacity", "16GiB,5GiB") == 0
+    text = capsys.readouterr().out
+    for expected in ("stem", "body", "head", "3 GiB", "4 GiB", "13 GiB", "1 GiB"):
+        assert expected in text
+
+
+def test_nothing_fits_is_exit_status_3_one_sentence_and_a_plan_all_the_same(profile, tmp_path, capsys):
+    out = tmp_path / "plan.json"
+    assert run("plan", "--profile", profile, "--devices", 2, "--capacity", "3.5GiB", "-o", out) == 3
+    assert "stage 1 needs 4 GiB of 3.5 GiB" in sentence(capsys)
+    plan = read_plan(out)
+    assert plan.fits is False
+    assert plan.shortfall is not None
+    assert plan.shortfall.devices_that_fit == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["plan"], "give a CONFIG file, --profile FILE or --model"),
+        (["plan", "--profile", "P"], "--devices N"),
+        (["plan", "--model", "a:b"], "--model needs --devices N"),
+        (["plan", "--model", "a:b", "--devices", "2", "--input", "x"], "the input 'x' is not of the form"),
+        (["plan", "--model", "a:b", "P"], "both a CONFIG and --model"),
+        (["plan", "P", "--input", "x=float32[1]"], "--input and --cut-points describe the model of --model"),
+        (["plan", "--profile", "P", "--devices", "5"], "5 devices but only 4 layers"),
+        (["plan", "--profile", "P", "--devices", "2", "--capacity", "16G"], "16GiB"),
+        (["plan", "--profile", "P", "--devices", "2", "--planner", "exat"], "did you mean 'exact'?"),
+        (["plan", "--profile", "/no/such/profile", "--devices", "2"], "/no/such/profile cannot be read"),
+        (["plan", "--profile", "P", "--devices", "two"], "see capslog plan --help"),
+        (["plan", "--colour"], "see capslog plan --help"),
+        (["plam"], "plam"),
+        (["train"], "see capslog train --help"),
+        (["train", "/no/such/config.yaml"], "config file '/no/such/config.yaml' cannot be read: No such file"),
+        (["evaluate", "/no/such/run"], "/no/such/run is not the folder of a run"),
+        (["report", "/no/such/run"], "/no/such/run is not the folder of a run"),
+        (["predict", "/no/such/run", "/no/such/image.jpg"], "image '/no/such/image.jpg' is not a file"),
+    ],
+)
+def test_mistakes_end_in_one_sentence_and_status_2(arguments, expected, profile, capsys):
+    assert run(*[profile if argument == "P" else argument for argument in arguments]) == 2
+    assert expected in sentence(capsys)
+
+
+def test_plan_of_a_config_takes_its_pipeline_and_the_flags_go_before(toy, capsys):
+    assert run("plan", toy, "pipeline.devices=3", "pipeline.planner=varuna", "--json") == 0
+    first = json.loads(capsys.readouterr().out)
+    assert (first["planner"], len(first["cuts"]), first["microbatch_size"]) == ("varuna", 3, 1)
+    assert run("plan", toy, "pipeline.cuts=[0,2]", "--devices", "2", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["cuts"] == [0, 1], "planning must search, whatever cuts the config has"
+
+
+def test_plan_of_an_ordinary_module_needs_no_config(toy, tmp_path, monkeypatch, capsys):
+    """What is measured is the module's own chain, with the flags' microbatch and devices."""
+    seen = []
+
+    def profile_config(config, workers, progress):
+        from varuna_capslog.config import load_workload
+
+        seen.append((config.train.microbatch_size, len(load_workload(config).build_chain())))
+        return Profile.from_json(PROFILE)
+
+    sys.modules["varuna_capslog.profiles.measure"].profile_config = profile_config  # type: ignore[attr-defined]
+    (tmp_path / "nets_of_test_cli.py").write_text(
+        "from torch import nn\ndef net():\n    return nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])\n"
+    )
+    arguments = ["plan", "--model", "nets_of_test_cli:net", "--input", "x=float32[2,8]", "--devices", "2", "--json"]
+    assert run(*arguments, "--capacity", "16GiB") == 0
+    assert json.loads(capsys.readouterr().out)["capacity_bytes"] == 16 * GIB
+    assert run(*arguments, "--cut-points", "2") == 0
+    assert seen == [(2, 4), (2, 2)]
+
+
+def test_a_schedule_that_the_memory_model_does_not_describe_gives_cuts_but_no_numbers(toy, capsys):
+    assert run("plan", toy, "pipeline.recompute=false", "--json") == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["peak_bytes"] is None
+    assert "fits and peak_bytes are unknown" in captured.err
+
+
+def test_profile_writes_into_the_run_dir(toy, tmp_path, capsys):
+    assert run("profile", toy, "--json") == 0
+    assert json.loads(capsys.readouterr().out) == json.loads((tmp_path / "runs/toy/profile.json").read_text())
+
+
+def workers_that(monkeypatch: pytest.MonkeyPatch, body: str) -> None:
+    """Replaces the engine's worker by a few lines of Python."""
+    from varuna_capslog import supervisor
+
+    plain = supervisor.Supervisor
+
+    def started(run_dir, command, num_workers, **options):
+        assert command[1:3] == ["-m", "varuna_capslog.engine.worker"]
+        return plain(run_dir, [sys.executable, "-S", "-c", body, *command[3:]], num_workers, **options)
+
+    monkeypatch.setattr(supervisor, "Supervisor", started)
+
+
+def test_train_lays_out_the_run_before_its_workers_start(toy, tmp_path, monkeypatch, capsys):
+    workers_that(monkeypatch, "import os, sys; open(os.path.join(sys.argv[1], os.environ['RANK']), 'w')")
+    assert run("train", toy, "train.max_steps=3", "--nproc", "4") == 0
+    folder = tmp_path / "runs/toy"
+    assert sorted(path.name for path in folder.iterdir()) == (
+        ["0", "1", "2", "3", "config.yaml", "plan-0.json", "profile.json", "workers"]
+    )
+    assert read_plan(folder / "plan-0.json").cuts == (0, 1, 2, 3)
+    assert "max_steps: 3" in (folder / "config.yaml").read_text()
+
+
+def test_an_equal_plan_keeps_its_generation_and_another_gets_the_next(toy, tmp_path, monkeypatch, capsys):
+    workers_that(monkeypatch, "")
+    for arguments in ((), (), ("--nproc", "3"), ("pipeline.cuts=[0,3]",)):
+        assert run("train", toy, *arguments) == 0
+    plans = [read_plan(tmp_path / f"runs/toy/plan-{number}.json").cuts for number in range(3)]
+    assert plans == [(0, 1), (0, 1, 3), (0, 3)]
+    assert not (tmp_path / "runs/toy/plan-3.json").exists()
+
+
+def test_train_exits_3_before_any_worker_starts(toy, tmp_path, monkeypatch, capsys):
+    workers_that(monkeypatch, "import os, sys; open(os.path.join(sys.argv[1], 'started'), 'w')")
+    assert run("train", toy, "pipeline.capacity=1GiB") == 3
+    assert "stage 1 needs 4 GiB of 1 GiB" in sentence(capsys)
+    assert read_plan(tmp_path / "runs/toy/plan-0.json").fits is False
+    assert not (tmp_path / "runs/toy/started").exists()
+
+
+def test_train_refuses_cuts_that_the_chain_does_not_have(toy, capsys):
+    assert run("train", toy, "pipeline.cuts=[0,7]") == 2
+    assert "cuts=[0, 7] do not split a chain of 4 layers" in sentence(capsys)
+
+
+def test_train_refuses_workers_that_replicas_do_not_divide(toy, capsys):
+    assert run("train", toy, "pipeline.replicas=2", "--nproc", "3") == 2
+    assert "--nproc 3 is not divisible by pipeline.replicas=2" in sentence(capsys)
+
+
+def test_a_dead_worker_is_one_sentence(toy, monkeypatch, capsys):
+    workers_that(monkeypatch, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    assert run("train", toy, "pipeline.devices=1") == 1
+    assert "rank 0 was killed by SIGKILL" in sentence(capsys)
+
+
+def broken(error: BaseException):
+    def command(*arguments, **options):
+        raise error
+
+    return command
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "expected"),
+    [
+        (StepRefused("loss is nan"), 4, "loss is nan"),
+        (CapslogError("two\nlines"), 2, "two lines"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (RuntimeError("oh"), 1, "unexpected RuntimeError: oh; this is a defect"),
+    ],
+)
+def test_no_error_escapes_as_a_traceback(error, status, expected, monkeypatch, capsys):
+    monkeypatch.delenv("CAPSLOG_DEBUG", raising=False)
+    monkeypatch.setattr(cli, "app", broken(error))
+    assert run("plan") == status
+    assert expected in sentence(capsys)
+
+
+@pytest.mark.parametrize("error", [CapslogError("bad"), RuntimeError("oh")])
+def test_debug_shows_the_traceback(error, monkeypatch):
+    monkeypatch.setenv("CAPSLOG_DEBUG", "1")
+    monkeypatch.setattr(cli, "app", broken(error))
+    with pytest.raises(type(error)):
+        run("plan")
+
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = ["launch/install.sh", "launch/quickstart.sh", "launch/test.sh", "launch/torchrun.sh", ".ci/run"]
+
+
+def script(name: str, *arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHON": sys.executable}
+    command = [str(ROOT / name), *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_script_has_help_from_any_folder(name, tmp_path):
+    done = script(name, "--help", cwd=tmp_path)
+    assert done.returncode == 0
+    assert done.stdout.startswith(f"usage: {name}")
+    assert not list(tmp_path.iterdir())
+
+
+def test_torchrun_takes_its_workers_from_the_config(tmp_path):
+    (tmp_path / "run.yaml").write_text("workload: a:b\npipeline: {devices: 2}\n")
+    arguments = ("run.yaml", "pipeline.replicas=2")
+    here = script("launch/torchrun.sh", "--dry-run", *arguments, cwd=tmp_path).stdout
+    assert here.split(maxsplit=1)[1].strip() == (
+        "-m torch.distributed.run --nnodes 1 --nproc-per-node 4 --standalone "
+        "-m detr_pipeline.train run.yaml pipeline.replicas=2"
+    )
+    options = ("--dry-run", "--nnodes", 2, "--node-rank", 1, "--master", "10.0.0.1", "--port", 1234)
+    there = script("launch/torchrun.sh", *options, *arguments, cwd=tmp_path).stdout
+    assert there.split(maxsplit=1)[1].strip() == (
+        "-m torch.distributed.run --nnodes 2 --nproc-per-node 2 --node-rank 1 --master-addr 10.0.0.1 "
+        "--master-port 1234 -m detr_pipeline.train run.yaml pipeline.replicas=2"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "no CONFIG given"),
+        (["--nodes", "2", "run.yaml"], "unknown option --nodes"),
+        (["--nproc", "two", "run.yaml"], "--nproc is 'two'"),
+        (["--nnodes", "2", "run.yaml"], "needs --master HOST"),
+        (["--node-rank", "1", "run.yaml"], "--node-rank 1 is not below --nnodes 1"),
+        (["--nnodes", "3", "--master", "h", "run.yaml"], "2 workers cannot be spread evenly over 3 nodes"),
+        (["run.yaml", "trian.seed=1"], "did you mean train?"),
+    ],
+)
+def test_torchrun_refuses_what_cannot_start(arguments, expected, tmp_path):
+    (tmp_path / "run.yaml").write_text("workload: a:b\npipeline: {devices: 2}\n")
+    done = script("launch/torchrun.sh", "--dry-run", *arguments, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert expected in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_ctrl_c_in_the_terminal_is_130_and_one_sentence(tmp_path):
+    """Before any worker exists, while something slow is read."""
+    pipe = tmp_path / "profile.json"
+    os.mkfifo(pipe)
+    command = [sys.executable, "-c", "from varuna_capslog.cli import main; main()", "plan", "--profile", str(pipe)]
+    process = subprocess.Popen([*command, "--devices", "2"], stderr=subprocess.PIPE, text=True)
+    with open(pipe, "w"):  # returns when the command has opened its end
+        process.send_signal(signal.SIGINT)
+        assert process.stderr is not None
+        assert process.stderr.read() == "capslog: interrupted\n"
+    assert process.wait() == 130
+
+
+@pytest.mark.parametrize(
+    ("command", "config", "message"),
+    [
+        ("plan", "profile: {source: estimated}", "profile.source=estimated asks for a profile without a device"),
+        ("train", "engine: varuna", "engine=varuna is not there yet in this version"),
+    ],
+)
+def test_what_this_version_lacks_is_refused_and_never_replaced(command, config, message, tmp_path):
+    """`profile.source=estimated` once measured, and `engine=varuna` trained on our own engine, without a word."""
+    (tmp_path / "run.yaml").write_text(f"workload: a:b\n{config}\n")
+    done = subprocess.run(
+        [sys.executable, "-c", "from varuna_capslog.cli import main; main()", command, "run.yaml"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"capslog: {message}")
