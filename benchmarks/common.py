@@ -1,0 +1,209 @@
+"""What the engine's benchmarks share: a transformer as a chain, ranks on this machine, interleaved timing, JSON.
+
+The scripts in the folders beside this file import it; it measures nothing itself.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from varuna_capslog.chain import Chain, Layer, TensorSpec
+from varuna_capslog.engine.communicator import connect
+from varuna_capslog.workload import Minibatch
+
+__all__ = [
+    "TransformerSize",
+    "interleave",
+    "machine",
+    "median_ratio",
+    "run_ranks",
+    "token_loss",
+    "token_minibatch",
+    "transformer_chain",
+    "write_json",
+]
+
+
+@dataclass(frozen=True)
+class TransformerSize:
+    """A decoder-only transformer and its minibatch; every microbatch has the same shape."""
+
+    blocks: int
+    dim: int
+    sequence: int
+    microbatch_size: int
+    num_microbatches: int = 8
+    heads: int = 4
+    vocabulary: int = 512
+
+    def __str__(self) -> str:
+        return (
+            f"{self.blocks} blocks, d={self.dim}, T={self.sequence}, microbatch {self.microbatch_size} x "
+            f"{self.num_microbatches}"
+        )
+
+
+class Embedding(nn.Module):
+    """Tokens [B, T] to vectors [B, T, D], positions added."""
+
+    def __init__(self, size: TransformerSize) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(size.vocabulary, size.dim)
+        self.positions = nn.Parameter(torch.randn(size.sequence, size.dim) * 0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.tokens(x) + self.positions
+
+
+class Block(nn.Module):
+    """Pre-norm causal self-attention and a feed-forward of four times the width."""
+
+    def __init__(self, size: TransformerSize) -> None:
+        super().__init__()
+        self.heads = size.heads
+        self.norm1, self.norm2 = nn.LayerNorm(size.dim), nn.LayerNorm(size.dim)
+        self.qkv, self.out = nn.Linear(size.dim, 3 * size.dim), nn.Linear(size.dim, size.dim)
+        self.up, self.down = nn.Linear(size.dim, 4 * size.dim), nn.Linear(4 * size.dim, size.dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, dim = x.shape
+        qkv = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, dim // self.heads)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, dim))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Head(nn.Module):
+    """Vectors [B, T, D] to logits [B, T, vocabulary]."""
+
+    def __init__(self, size: TransformerSize) -> None:
+        super().__init__()
+        self.norm, self.project = nn.LayerNorm(size.dim), nn.Linear(size.dim, size.vocabulary)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.project(self.norm(x))
+
+
+def transformer_chain(size: TransformerSize) -> Chain:
+    """`blocks + 2` layers of one tensor each; the same weights for the same size."""
+    torch.manual_seed(0)
+    blocks = [Layer(f"block.{index}", Block(size)) for index in range(size.blocks)]
+    return Chain([Layer("embedding", Embedding(size)), *blocks, Layer("head", Head(size))], name="transformer")
+
+
+def token_minibatch(size: TransformerSize) -> tuple[Minibatch, list[Tensor], list[Tensor]]:
+    """A minibatch, its microbatches' tokens and their targets (both [B, T])."""
+    generator = torch.Generator().manual_seed(1)
+    shape = (size.num_microbatches, size.microbatch_size, size.sequence)
+    tokens = list(torch.randint(size.vocabulary, shape, generator=generator))
+    targets = list(torch.randint(size.vocabulary, shape, generator=generator))
+    specs = [{"x": TensorSpec.of(microbatch)} for microbatch in tokens]
+    return Minibatch(specs, targets, {"tokens": float(sum(target.numel() for target in targets))}), tokens, targets
+
+
+def token_loss(outputs: Mapping[str, Tensor], targets: Tensor, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
+    """One microbatch's share of the minibatch's mean cross entropy."""
+    entropy = F.cross_entropy(outputs["x"].flatten(0, 1), targets.flatten(), reduction="sum")
+    return {"loss": entropy / normalisers["tokens"]}
+
+
+def _serve(
+    function: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    port: int,
+    timeout: float,
+    results: Any,
+    arguments: tuple[Any, ...],
+) -> None:
+    torch.set_num_threads(1)
+    communicator = connect(rank, world_size, "127.0.0.1", port, timeout_seconds=timeout)
+    results.put((rank, function(communicator, *arguments)))
+    communicator.barrier()
+    communicator.close()
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 600.0) -> list[Any]:
+    """`function(communicator, *arguments)` in `world_size` processes of one thread each; results by rank.
+
+    Args:
+        timeout: seconds that a rank waits for a message of another.
+    """
+    os.environ["OMP_NUM_THREADS"] = "1"
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    processes = [
+        context.Process(
+            target=_serve, args=(function, rank, world_size, store.port, timeout, results, arguments), daemon=True
+        )
+        for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    found: dict[int, Any] = {}
+    while len(found) < world_size:
+        try:
+            rank, value = results.get(timeout=1.0)
+            found[rank] = value
+        except multiprocessing.queues.Empty:
+            if any(process.exitcode for process in processes):
+                raise SystemExit("a rank failed; its traceback stands above") from None
+    for process in processes:
+        process.join()
+    return [found[rank] for rank in range(world_size)]
+
+
+def interleave(
+    runs: Mapping[str, Callable[[], object]], rounds: int, barrier: Callable[[], None] = lambda: None, warmup: int = 3
+) -> dict[str, list[tuple[float, float]]]:
+    """(seconds, processor seconds of this process) of each run, by name.
+
+    Every round executes all runs once, the order reversed from one round to the next. Where other programs share the
+    cores, processor seconds tell more of the work done.
+
+    Args:
+        barrier: called before every run, so that all ranks begin together.
+        warmup: rounds that do not count.
+    """
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
+    for number in range(warmup + rounds):
+        for name in list(runs) if number % 2 == 0 else list(runs)[::-1]:
+            barrier()
+            began, worked = time.perf_counter(), time.process_time()
+            runs[name]()
+            if number >= warmup:
+                times[name].append((time.perf_counter() - began, time.process_time() - worked))
+    return times
+
+
+def median_ratio(first: Sequence[float], second: Sequence[float]) -> tuple[float, float, float]:
+    """Median of first/second over the rounds, with the quartiles on both sides of it."""
+    low, middle, high = statistics.quantiles((a / b for a, b in zip(first, second, strict=True)), n=4)
+    return middle, low, high
+
+
+def machine() -> dict[str, Any]:
+    """What a result was measured with."""
+    return {"python": platform.python_version(), "torch": torch.__version__, "cores": os.cpu_count()}
+
+
+def write_json(path: Path | None, result: Mapping[str, Any]) -> None:
+    """Writes a result if asked to."""
+    if path is not None:
+        path.write_text(json.dumps({**machine(), **result}, indent=1) + "\n")

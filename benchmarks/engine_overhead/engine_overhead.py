@@ -1,0 +1,166 @@
+"""Step time of the engine beside torch.distributed.pipelining's Schedule1F1B, and beside the bubble bound.
+
+The same transformer, cuts, ranks, optimizer and data; both runs share one process per rank and take turns. Prints the
+table of README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from common import (
+    TransformerSize,
+    interleave,
+    machine,
+    median_ratio,
+    run_ranks,
+    token_loss,
+    token_minibatch,
+    transformer_chain,
+    write_json,
+)
+
+from varuna_capslog.engine.communicator import Communicator
+from varuna_capslog.engine.optimizer import LearningRate
+from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine
+
+SIZES = {
+    "small": TransformerSize(blocks=6, dim=64, sequence=32, microbatch_size=2),
+    "medium": TransformerSize(blocks=8, dim=256, sequence=64, microbatch_size=4),
+}
+RATE, DECAY = 1e-3, 1e-4
+
+
+def even_cuts(num_layers: int, stages: int) -> tuple[int, ...]:
+    """Stages of (nearly) equal numbers of layers."""
+    return tuple(round(stage * num_layers / stages) for stage in range(stages))
+
+
+def measure(communicator: Communicator, size: TransformerSize, rounds: int) -> dict[str, Any]:
+    """One rank's times of both engines, and on rank 0 of the unsplit model while the others sleep."""
+    rank, stages, device = communicator.rank, communicator.world_size, torch.device("cpu")
+    chain = transformer_chain(size)
+    minibatch, tokens, targets = token_minibatch(size)
+    cuts = even_cuts(len(chain), stages)
+    mine = chain.layers[cuts[rank] : (*cuts, len(chain))[rank + 1]]
+    # copies, since both engines train their own weights
+    stage_module = nn.Sequential(*[copy.deepcopy(layer.module) for layer in mine])
+    whole = nn.Sequential(*[copy.deepcopy(layer.module) for layer in chain.layers])
+
+    def share(output: Tensor, target: Tensor) -> Tensor:
+        return token_loss({"x": output}, target, minibatch.normalisers)["loss"]
+
+    layout = Layout(cuts, tuple(range(stages)))
+    options = EngineOptions(
+        size.num_microbatches, schedule="1f1b", recompute=False, rate=LearningRate(RATE), weight_decay=DECAY
+    )
+    engine = PipelineEngine(chain, token_loss, layout, options, communicator, device)
+    ours: list[float] = []
+
+    def step_ours() -> None:
+        result = engine.train_step(len(ours) + 1, minibatch, lambda index: {"x": tokens[index]})
+        ours.append(result.parts["loss"])
+
+    schedule = Schedule1F1B(
+        PipelineStage(stage_module, rank, stages, device), size.num_microbatches, loss_fn=share, scale_grads=False
+    )
+    optimizer = torch.optim.AdamW(stage_module.parameters(), lr=RATE, weight_decay=DECAY, fused=True)
+    theirs: list[float] = []
+
+    def step_theirs() -> None:
+        losses: list[Tensor] = []
+        inputs = {"arg_mbs": [(part,) for part in tokens]} if rank == 0 else {}
+        wanted = {"target_mbs": targets, "losses": losses} if rank == stages - 1 else {}
+        schedule.step(**inputs, **wanted, return_outputs=False)
+        optimizer.step()
+        optimizer.zero_grad()
+        theirs.append(sum(loss.item() for loss in losses))
+
+    whole_optimizer = torch.optim.AdamW(whole.parameters(), lr=RATE, weight_decay=DECAY, fused=True)
+
+    def step_unsplit() -> None:
+        if rank == 0:
+            for part, target in zip(tokens, targets, strict=True):
+                share(whole(part), target).backward()
+            whole_optimizer.step()
+            whole_optimizer.zero_grad()
+
+    runs = {"ours": step_ours, "torch": step_theirs, "unsplit": step_unsplit}
+    return {"times": interleave(runs, rounds, communicator.barrier), "losses": {"ours": ours, "torch": theirs}}
+
+
+def report(size: TransformerSize, name: str, ranks: int, rounds: int) -> dict[str, Any]:
+    """Runs one case and prints its row."""
+    results = run_ranks(measure, ranks, size, rounds)
+    ours, theirs = results[0]["losses"]["ours"], results[-1]["losses"]["torch"]
+    apart = max(abs(a - b) / b for a, b in zip(ours[:3], theirs[:3], strict=True))
+    if apart > 1e-5:
+        raise SystemExit(f"the two engines do not train the same model: losses {ours[:3]} and {theirs[:3]}")
+    # a step ends when its last rank ends; the work is that of all ranks
+    seconds, work = (
+        {
+            run: [combine(row) for row in zip(*([t[kind] for t in r["times"][run]] for r in results), strict=True)]
+            for run in ("ours", "torch", "unsplit")
+        }
+        for kind, combine in ((0, max), (1, sum))
+    )
+    busy = statistics.median(seconds["unsplit"])
+    bubble = (size.num_microbatches + ranks - 1) / size.num_microbatches
+    row = {
+        "model": name,
+        "ranks": ranks,
+        "rounds": rounds,
+        **{f"{run}_seconds": statistics.median(values) for run, values in seconds.items()},
+        **{f"{run}_cpu_seconds": statistics.median(values) for run, values in work.items()},
+        "ratio": median_ratio(seconds["ours"], seconds["torch"]),
+        "cpu_ratio": median_ratio(work["ours"], work["torch"]),
+        "bubble_bound_seconds": busy / ranks * bubble,
+        "cores_bound_seconds": max(busy / ranks * bubble, busy / min(ranks, machine()["cores"])),
+    }
+    times = [row[f"{run}_seconds"] for run in ("ours", "torch")]
+    bounds = [row[key] for key in ("unsplit_seconds", "bubble_bound_seconds", "cores_bound_seconds")]
+    cells = [
+        name,
+        str(ranks),
+        *(f"{1e3 * value:.1f}" for value in times),
+        *(f"{middle:.3f} ({low:.3f}-{high:.3f})" for middle, low, high in (row["ratio"], row["cpu_ratio"])),
+        *(f"{1e3 * value:.1f}" for value in bounds),
+    ]
+    print(f"| {' | '.join(cells)} |", flush=True)
+    return row
+
+
+def main() -> None:
+    """Measures the cases asked for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", default=list(SIZES), choices=list(SIZES))
+    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
+    parser.add_argument("--rounds", type=int, default=40, help="pairs of steps per case")
+    parser.add_argument("--output", type=Path, help="write the result as JSON")
+    arguments = parser.parse_args()
+    for name in arguments.models:
+        print(f"{name}: {SIZES[name]}")
+    print(
+        "| model | ranks | ours ms | torch ms | ours / torch (quartiles) | processor time ours / torch | unsplit ms | "
+        "bubble bound ms | bound with these cores ms |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
+    rows = [
+        report(SIZES[name], name, ranks, arguments.rounds) for name in arguments.models for ranks in arguments.ranks
+    ]
+    write_json(arguments.output, {"rows": rows})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Seconds to import `varuna_capslog` and to print `capslog --help`, and which modules take them.
+
+Every round starts a new interpreter for each of the commands, in turn; a bare interpreter is measured beside them.
+Prints the table of README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+PYTHON = sys.executable
+COMMANDS = {
+    "python -c pass": [PYTHON, "-c", "pass"],
+    "import varuna_capslog": [PYTHON, "-c", "import varuna_capslog"],
+    "capslog --help": [PYTHON, "-c", "from varuna_capslog.cli import main; main(['--help'])"],
+}
+AIM_SECONDS = 0.5
+
+
+def run(command: list[str]) -> tuple[float, float]:
+    """(seconds, processor seconds) of one process from start to end."""
+    before, began = os.times(), time.perf_counter()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    seconds, after = time.perf_counter() - began, os.times()
+    worked = after.children_user + after.children_system - before.children_user - before.children_system
+    return seconds, worked
+
+
+def slowest_imports(command: list[str], count: int) -> tuple[list[tuple[float, float, str]], bool]:
+    """(own ms, ms with what it imports, module) of the slowest modules; and whether torch was among all of them."""
+    lines = subprocess.run(
+        [command[0], "-X", "importtime", *command[1:]], check=True, capture_output=True, text=True
+    ).stderr.splitlines()
+    found = []
+    for line in lines:
+        fields = line.removeprefix("import time:").split("|")
+        if len(fields) == 3 and fields[0].strip().isdigit():
+            found.append((int(fields[0]) / 1e3, int(fields[1]) / 1e3, fields[2].strip()))
+    return sorted(found, reverse=True)[:count], any(name == "torch" for _, _, name in found)
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--imports", type=int, default=12, help="how many of the slowest imports to list")
+    parser.add_argument("--output", type=Path, help="write the result as JSON")
+    arguments = parser.parse_args()
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in COMMANDS}
+    for number in range(arguments.rounds + 1):
+        for name, command in COMMANDS.items():
+            taken = run(command)
+            if number > 0:  # the first round fills the disk cache
+                times[name].append(taken)
+    print("| command | median s | fastest s | median processor s | aim s |")
+    print("|---|---|---|---|---|")
+    rows = []
+    for name, taken in times.items():
+        seconds, worked = [t[0] for t in taken], [t[1] for t in taken]
+        row = {
+            "command": name,
+            "median_seconds": statistics.median(seconds),
+            "fastest_seconds": min(seconds),
+            "median_cpu_seconds": statistics.median(worked),
+        }
+        rows.append(row)
+        cells = " | ".join(f"{row[key]:.3f}" for key in list(row)[1:])
+        print(f"| {name} | {cells} | {'' if name == 'python -c pass' else AIM_SECONDS} |")
+    listing, torch_imported = slowest_imports(COMMANDS["capslog --help"], arguments.imports)
+    print(f"\ncapslog --help imports torch: {'yes' if torch_imported else 'no'}; its slowest imports:\n")
+    print("| module | own ms | with its imports ms |")
+    print("|---|---|---|")
+    for own, total, name in listing:
+        print(f"| {name} | {own:.1f} | {total:.1f} |")
+    if arguments.output is not None:
+        result = {"python": platform.python_version(), "rows": rows, "imports": listing, "torch": torch_imported}
+        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
