@@ -6,15 +6,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torchvision.models import resnet
 from torchvision.ops import FrozenBatchNorm2d
 
-from detr_pipeline.config import ModelConfig
 from detr_pipeline.position import valid_cells
 from varuna_capslog.chain import Layer
+
+if TYPE_CHECKING:
+    from detr_pipeline.config import ModelConfig
 
 __all__ = ["Projection", "Stem", "backbone_units"]
 

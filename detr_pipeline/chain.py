@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from detr_pipeline.backbone import backbone_units
-from detr_pipeline.config import ModelConfig
 from detr_pipeline.heads import FirstPredictingDecoderLayer, Heads, LastPredictingDecoderLayer, PredictingDecoderLayer
 from detr_pipeline.transformer import DecoderLayer, EncoderLayer, FirstDecoderLayer
 from varuna_capslog.chain import Chain, Layer
-from varuna_capslog.settings import ConfigError
+from varuna_capslog.errors import ConfigError
+
+if TYPE_CHECKING:
+    from detr_pipeline.config import ModelConfig
 
 __all__ = ["INPUTS", "OUTPUTS", "Joined", "build_chain", "units_of"]
 

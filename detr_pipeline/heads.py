@@ -6,12 +6,16 @@ parameters are then shared by several layers.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from detr_pipeline.config import ModelConfig
 from detr_pipeline.transformer import DecoderLayer, FirstDecoderLayer
+
+if TYPE_CHECKING:
+    from detr_pipeline.config import ModelConfig
 
 __all__ = ["FirstPredictingDecoderLayer", "Heads", "LastPredictingDecoderLayer", "PredictingDecoderLayer"]
 

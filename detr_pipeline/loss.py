@@ -8,15 +8,17 @@ better, outside autocast.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from detr_pipeline.config import ModelConfig
 from detr_pipeline.matching import Match, corners, generalised_iou, match
 from varuna_capslog.errors import CapslogError
+
+if TYPE_CHECKING:
+    from detr_pipeline.config import ModelConfig
 
 __all__ = ["set_loss"]
 

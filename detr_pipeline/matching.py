@@ -7,15 +7,17 @@ under autocast, and come to the host in one copy for all decoder layers.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from detr_pipeline.config import ModelConfig
 from varuna_capslog.errors import StepRefused
+
+if TYPE_CHECKING:
+    from detr_pipeline.config import ModelConfig
 
 __all__ = ["Match", "corners", "generalised_iou", "match"]
 

@@ -7,13 +7,16 @@ own code, so that published weights load. No layer changes its inputs.
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from detr_pipeline.config import ModelConfig
 from detr_pipeline.position import padding_mask, sine_positions
+
+if TYPE_CHECKING:
+    from detr_pipeline.config import ModelConfig
 
 __all__ = ["Attention", "DecoderLayer", "EncoderLayer", "FirstDecoderLayer"]
 

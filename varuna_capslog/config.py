@@ -19,7 +19,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from varuna_capslog.settings import Config, ConfigError, Pipeline, Profiling, Section, Train
+from varuna_capslog.errors import ConfigError
+from varuna_capslog.settings import Config, Pipeline, Profiling, Section, Train
 
 if TYPE_CHECKING:
     from varuna_capslog.workload import Workload

@@ -6,13 +6,17 @@ of ours. A message names the value, the rule it breaks and the next action.
 
 from __future__ import annotations
 
-__all__ = ["CapslogError", "DoesNotFit", "StepRefused"]
+__all__ = ["CapslogError", "ConfigError", "DoesNotFit", "StepRefused"]
 
 
 class CapslogError(ValueError):
     """A mistake in a config, a file or a cluster that its owner can mend. The command exits with `exit_status`."""
 
     exit_status = 2
+
+
+class ConfigError(CapslogError):
+    """A config key or value that breaks a rule; the message begins with the file or the override it came from."""
 
 
 class DoesNotFit(CapslogError):

@@ -13,13 +13,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 
 from varuna_capslog import units
-from varuna_capslog.errors import CapslogError
 
-__all__ = ["Config", "ConfigError", "Pipeline", "Profiling", "Section", "Train"]
-
-
-class ConfigError(CapslogError):
-    """A config key or value that breaks a rule; the message begins with the file or the override it came from."""
+__all__ = ["Config", "Pipeline", "Profiling", "Section", "Train"]
 
 
 def _capacity(value: Any) -> Any:

@@ -11,7 +11,7 @@ from detr_pipeline.weights import reference_names
 from tests.detr.tiny import tiny_chain
 from varuna_capslog.chain import Chain
 from varuna_capslog.config import section
-from varuna_capslog.settings import ConfigError
+from varuna_capslog.errors import ConfigError
 
 MODELS = {
     "RN50-E6": {"backbone": "resnet50"},
