@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from varuna_capslog.memory.additive import StageCosts
+from varuna_capslog.memory.additive import AdditiveCosts
 from varuna_capslog.planners.capslog import capslog_cuts
 from varuna_capslog.planners.exact import exact_cuts
 
@@ -77,7 +77,7 @@ def detr_like_equal(rng: random.Random, num_layers: int) -> Instance:
     return [int(part * GIB) for part in isolated], [int(part * GIB) for part in added]
 
 
-def algorithm_1(costs: StageCosts, devices: int) -> list[int]:
+def algorithm_1(costs: AdditiveCosts, devices: int) -> list[int]:
     """Algorithms 1 and 2 of the paper with the obvious loops, r = 16 GiB: the yardstick of the last column."""
     low, high, recommended = 0, 16 * GIB, [0]
     while low <= high:
@@ -115,7 +115,7 @@ def row(
     seconds: dict[str, list[float]] = {name: [] for name in names}
     above = 0
     for _ in range(trials):
-        costs = StageCosts.of_statistics(*kind(rng, num_layers))
+        costs = AdditiveCosts.of_statistics(*kind(rng, num_layers))
         peaks = {}
         for name in names:
             begun = time.thread_time()

@@ -7,7 +7,8 @@ import random
 import pytest
 
 from varuna_capslog.errors import CapslogError
-from varuna_capslog.memory.additive import StageCosts, gap, stage_costs
+from varuna_capslog.memory.additive import AdditiveCosts, gap, stage_costs
+from varuna_capslog.memory.costs import RunShape
 from varuna_capslog.profiles import LayerProfile, Profile
 
 
@@ -15,7 +16,7 @@ def test_every_stage_is_the_sum_of_the_equation() -> None:
     rng = random.Random(0)
     isolated = [rng.randrange(1000) for _ in range(12)]
     added = [None] + [rng.randrange(-500, 1000) for _ in range(11)]
-    costs = StageCosts.of_statistics(isolated, added)
+    costs = AdditiveCosts.of_statistics(isolated, added)
     for first in range(12):
         for end in range(first + 1, 13):
             assert costs.stage_bytes(first, end) == isolated[first] + sum(added[first + 1 : end])
@@ -24,12 +25,12 @@ def test_every_stage_is_the_sum_of_the_equation() -> None:
 
 def test_costs_of_a_profile() -> None:
     profile = Profile(layers=(LayerProfile("a", 5), LayerProfile("b", 6, 2)))
-    assert stage_costs(profile).stage_bytes(0, 2) == 7
+    assert stage_costs(profile, RunShape()).stage_bytes(0, 2) == 7
 
 
 def test_statistics_of_unequal_length_are_refused() -> None:
     with pytest.raises(CapslogError, match="2 M_i and 1 M_a"):
-        StageCosts.of_statistics([1, 2], [None])
+        AdditiveCosts.of_statistics([1, 2], [None])
 
 
 @pytest.mark.parametrize("schedule", ["varuna", "1f1b", "gpipe"])

@@ -6,10 +6,10 @@ import itertools
 import random
 from collections.abc import Iterator
 
-from varuna_capslog.memory.additive import StageCosts
+from varuna_capslog.memory.additive import AdditiveCosts
 
 
-def exhaustive(costs: StageCosts, devices: int) -> Iterator[list[int]]:
+def exhaustive(costs: AdditiveCosts, devices: int) -> Iterator[list[int]]:
     """Every cut list into `devices` stages."""
     for rest in itertools.combinations(range(1, costs.num_layers), devices - 1):
         yield [0, *rest]

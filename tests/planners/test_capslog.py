@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from varuna_capslog.memory.additive import StageCosts
+from varuna_capslog.memory.additive import AdditiveCosts
 from varuna_capslog.planners.capslog import capslog_cuts
 
 from .instances import exhaustive, peaks, statistics
@@ -44,7 +44,7 @@ def test_smallest_peak_where_peaks_grow_at_both_ends() -> None:
         num_layers = rng.randrange(1, 10)
         devices = rng.randrange(1, num_layers + 1)
         isolated, added = statistics(rng, "monotone", num_layers)
-        costs = StageCosts.of_statistics(isolated, added)
+        costs = AdditiveCosts.of_statistics(isolated, added)
         smallest = min(max(peaks(isolated, added, cuts)) for cuts in exhaustive(costs, devices))
         cuts = capslog_cuts(costs, devices)
         assert max(peaks(isolated, added, cuts)) == smallest, (isolated, added, devices)
@@ -56,7 +56,7 @@ def test_same_stages_as_the_literal_algorithm_at_full_size() -> None:
     for _ in range(40):
         isolated, added = statistics(rng, "monotone", 48)
         devices = rng.randrange(2, 25)
-        assert capslog_cuts(StageCosts.of_statistics(isolated, added), devices) == literal(isolated, added, devices)
+        assert capslog_cuts(AdditiveCosts.of_statistics(isolated, added), devices) == literal(isolated, added, devices)
 
 
 @pytest.mark.parametrize("kind", ["any", "negative", "ties"])
@@ -68,7 +68,7 @@ def test_always_a_fill_first_answer(kind: str) -> None:
         num_layers = rng.randrange(1, 10)
         devices = rng.randrange(1, num_layers + 1)
         isolated, added = statistics(rng, kind, num_layers)
-        costs = StageCosts.of_statistics(isolated, added)
+        costs = AdditiveCosts.of_statistics(isolated, added)
         cuts = capslog_cuts(costs, devices)
         assert len(cuts) == devices
         peak = max(peaks(isolated, added, cuts))
@@ -81,14 +81,14 @@ def test_always_a_fill_first_answer(kind: str) -> None:
 
 
 def test_misses_the_best_cut_of_the_counterexample() -> None:
-    costs = StageCosts.of_statistics([5, 5, 10], [None, 1, 2])
+    costs = AdditiveCosts.of_statistics([5, 5, 10], [None, 1, 2])
     assert capslog_cuts(costs, 2) == [0, 2]
     assert costs.peaks([0, 2]) == [6, 10]
 
 
 def test_last_device_takes_the_rest() -> None:
     """Algorithm 2 as printed runs past the last layer or makes one stage too many; its text rules."""
-    costs = StageCosts.of_statistics([1, 1, 1, 1, 1], [None, 1, 1, 1, 1])
+    costs = AdditiveCosts.of_statistics([1, 1, 1, 1, 1], [None, 1, 1, 1, 1])
     assert capslog_cuts(costs, 2) == [0, 3]
     assert capslog_cuts(costs, 5) == [0, 1, 2, 3, 4]
     assert capslog_cuts(costs, 1) == [0]
@@ -97,7 +97,7 @@ def test_last_device_takes_the_rest() -> None:
 def test_ten_thousand_layers() -> None:
     rng = random.Random("capslog large")
     isolated, added = statistics(rng, "monotone", 10_000)
-    costs = StageCosts.of_statistics(isolated, added)
+    costs = AdditiveCosts.of_statistics(isolated, added)
     cuts = capslog_cuts(costs, 1000)
     peak = max(costs.peaks(cuts))
     assert fill_first(isolated, added, 1000, peak) == cuts

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from varuna_capslog.memory.additive import StageCosts
+from varuna_capslog.memory.additive import AdditiveCosts
 from varuna_capslog.planners import exact
 from varuna_capslog.planners.exact import exact_cuts, fewest_devices
 
@@ -20,7 +20,7 @@ def test_equals_exhaustive_search_with_its_tie_break(kind: str) -> None:
         num_layers = rng.randrange(1, 10)
         devices = rng.randrange(1, num_layers + 1)
         isolated, added = statistics(rng, kind, num_layers)
-        costs = StageCosts.of_statistics(isolated, added)
+        costs = AdditiveCosts.of_statistics(isolated, added)
         best = min(
             exhaustive(costs, devices),
             key=lambda cuts: (sorted(peaks(isolated, added, cuts), reverse=True), cuts),
@@ -37,11 +37,11 @@ def test_ruling_stages_out_first_changes_nothing(kind: str, monkeypatch: pytest.
         num_layers = rng.randrange(1, 10)
         devices = rng.randrange(1, num_layers + 1)
         isolated, added = statistics(rng, kind, num_layers)
-        costs = StageCosts.of_statistics(isolated, added)
+        costs = AdditiveCosts.of_statistics(isolated, added)
         order = [(sorted(peaks(isolated, added, cuts), reverse=True), cuts) for cuts in exhaustive(costs, devices)]
         assert exact_cuts(costs, devices) == min(order)[1], (isolated, added, devices)
     for _ in range(4):
-        costs = StageCosts.of_statistics(*statistics(rng, kind, 48))
+        costs = AdditiveCosts.of_statistics(*statistics(rng, kind, 48))
         assert exact_cuts(costs, 24) == by_sorted_tuples(costs, 24)
 
 
@@ -53,7 +53,7 @@ def test_peaks_that_are_not_told_apart_cost_evenness_but_never_the_peak(monkeypa
         num_layers = rng.randrange(1, 9)
         devices = rng.randrange(1, num_layers + 1)
         isolated, added = statistics(rng, "ties", num_layers)
-        costs = StageCosts.of_statistics(isolated, added)
+        costs = AdditiveCosts.of_statistics(isolated, added)
         found = sorted(peaks(isolated, added, exact_cuts(costs, devices)), reverse=True)
         best = min(sorted(peaks(isolated, added, cuts), reverse=True) for cuts in exhaustive(costs, devices))
         assert found[0] == best[0]
@@ -63,21 +63,21 @@ def test_peaks_that_are_not_told_apart_cost_evenness_but_never_the_peak(monkeypa
 
 
 def test_fill_first_counterexample() -> None:
-    costs = StageCosts.of_statistics([5, 5, 10], [None, 1, 2])
+    costs = AdditiveCosts.of_statistics([5, 5, 10], [None, 1, 2])
     assert exact_cuts(costs, 2) == [0, 1]
     assert costs.peaks([0, 1]) == [5, 7]
 
 
 def test_second_largest_stage_counts_and_then_the_smallest_cut_list() -> None:
     # Stage 0 must hold the big layer alone; the rest may be cut at 2, 3 or 4 with the same peak of 90.
-    costs = StageCosts.of_statistics([90, 5, 5, 5, 5], [None, 90, 5, 5, 5])
+    costs = AdditiveCosts.of_statistics([90, 5, 5, 5, 5], [None, 90, 5, 5, 5])
     assert exact_cuts(costs, 3) == [0, 1, 3]
     # All stage peaks are equal wherever the cut lies.
-    assert exact_cuts(StageCosts.of_statistics([4, 4, 4], [None, 0, 0]), 2) == [0, 1]
+    assert exact_cuts(AdditiveCosts.of_statistics([4, 4, 4], [None, 0, 0]), 2) == [0, 1]
 
 
 def test_one_stage_and_one_layer_per_stage() -> None:
-    costs = StageCosts.of_statistics([3, 4, 5], [None, 1, 1])
+    costs = AdditiveCosts.of_statistics([3, 4, 5], [None, 1, 1])
     assert exact_cuts(costs, 1) == [0]
     assert exact_cuts(costs, 3) == [0, 1, 2]
 
@@ -91,7 +91,7 @@ def test_devices_that_differ(kind: str) -> None:
         num_layers = rng.randrange(1, 8)
         devices = rng.randrange(1, num_layers + 1)
         isolated, added = statistics(rng, kind, num_layers)
-        costs = StageCosts.of_statistics(isolated, added)
+        costs = AdditiveCosts.of_statistics(isolated, added)
         top = max(isolated) * 2 + 1
         capacities = [rng.randrange(1, top + 1) for _ in range(devices)]
 
@@ -116,7 +116,7 @@ def test_fewest_devices_equals_exhaustive_search(kind: str) -> None:
     answers = set()
     for _ in range(600):
         isolated, added = statistics(rng, kind, rng.randrange(1, 9))
-        costs = StageCosts.of_statistics(isolated, added)
+        costs = AdditiveCosts.of_statistics(isolated, added)
         capacity = rng.randrange(1, 2 * max(isolated) + 2)
         counts = [
             devices
@@ -128,7 +128,7 @@ def test_fewest_devices_equals_exhaustive_search(kind: str) -> None:
     assert {None, 1, 2, 3} <= answers
 
 
-def by_sorted_tuples(costs: StageCosts, devices: int) -> list[int]:
+def by_sorted_tuples(costs: AdditiveCosts, devices: int) -> list[int]:
     """The same answer by a plain dynamic program over sorted tuples of peaks and cut lists."""
     best: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {costs.num_layers: ((), ())}
     for _ in range(devices):
@@ -147,7 +147,7 @@ def by_sorted_tuples(costs: StageCosts, devices: int) -> list[int]:
 def test_equals_a_plain_dynamic_program_at_full_size(kind: str) -> None:
     rng = random.Random(f"full size {kind}")
     for _ in range(4):
-        costs = StageCosts.of_statistics(*statistics(rng, kind, 48))
+        costs = AdditiveCosts.of_statistics(*statistics(rng, kind, 48))
         assert exact_cuts(costs, 24) == by_sorted_tuples(costs, 24)
 
 
@@ -159,7 +159,7 @@ def test_many_equal_stages_do_not_outweigh_one_larger_stage() -> None:
     """
     isolated = [9] + [6, 1] * 14
     added = [None, 9] + [-1, 1] * 13 + [-1]
-    costs = StageCosts.of_statistics(isolated, added)
+    costs = AdditiveCosts.of_statistics(isolated, added)
     cuts = exact_cuts(costs, 15)
     assert cuts == by_sorted_tuples(costs, 15)
     assert sorted(costs.peaks(cuts)) == [5] * 14 + [9]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from varuna_capslog.memory.additive import StageCosts
+from varuna_capslog.memory.additive import AdditiveCosts
 from varuna_capslog.planners.varuna import varuna_cuts
 
 
@@ -20,6 +20,6 @@ from varuna_capslog.planners.varuna import varuna_cuts
     ],
 )
 def test_last_stage_takes_the_rest(num_layers: int, devices: int, sizes: list[int]) -> None:
-    costs = StageCosts.of_statistics([1] * num_layers, [None] + [1] * (num_layers - 1))
+    costs = AdditiveCosts.of_statistics([1] * num_layers, [None] + [1] * (num_layers - 1))
     cuts = varuna_cuts(costs, devices)
     assert [end - first for first, end in zip(cuts, [*cuts[1:], num_layers], strict=True)] == sizes

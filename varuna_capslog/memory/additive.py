@@ -2,8 +2,8 @@
 
     M_p(l, m) = M_i(l) + sum of M_a(k) for k = l+1 .. m        (CAPSlog, Sec. III-B2)
 
-Planners build `StageCosts` from a profile. It holds for stages that keep one live graph, wherever they stand in the
-pipeline and however many microbatches there are; `gap` says when that is not so.
+It holds for stages that keep one live graph, wherever they stand in the pipeline and however many microbatches there
+are; `gap` says when that is not so.
 """
 
 from __future__ import annotations
@@ -11,15 +11,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from varuna_capslog.errors import CapslogError
+from varuna_capslog.memory.costs import NEVER, RunShape, peaks_of
 from varuna_capslog.profiles.record import Profile
 
-__all__ = ["StageCosts", "gap", "stage_costs"]
+__all__ = ["AdditiveCosts", "gap", "stage_costs"]
 
 
 @dataclass(frozen=True)
-class StageCosts:
+class AdditiveCosts:
     """Peak bytes of every possible stage, kept as two lists of L whole numbers.
 
     The peak of layers first .. end-1 is head[first] + running[end-1]: `running[k]` sums M_a(1) .. M_a(k), and
@@ -28,9 +33,10 @@ class StageCosts:
 
     head: Sequence[int]
     running: Sequence[int]
+    position_free: ClassVar[bool] = True
 
     @classmethod
-    def of_statistics(cls, isolated: Sequence[int], added: Sequence[int | None]) -> StageCosts:
+    def of_statistics(cls, isolated: Sequence[int], added: Sequence[int | None]) -> AdditiveCosts:
         """Make the costs from M_i and M_a in bytes; `added[0]` is not read, since no layer precedes layer 0."""
         if not isolated or len(isolated) != len(added):
             raise CapslogError(
@@ -48,18 +54,24 @@ class StageCosts:
         """L, the number of layers."""
         return len(self.head)
 
-    def stage_bytes(self, first: int, end: int) -> int:
+    def stage_bytes(self, first: int, end: int, stage: int = 0, stages: int = 1) -> int:
         """Return M_p of the stage of layers first .. end-1, in bytes."""
         return self.head[first] + self.running[end - 1]
 
+    def matrix(self, stage: int = 0, stages: int = 1) -> NDArray[np.int64]:
+        """Return the bytes of every stage, [L, L + 1]; see `costs.StageCosts`."""
+        result = np.array(self.head, dtype=np.int64)[:, None] + np.array([0, *self.running], dtype=np.int64)
+        result[np.tri(*result.shape, dtype=np.bool_)] = NEVER
+        return result
+
     def peaks(self, cuts: Sequence[int]) -> list[int]:
         """Return the peak bytes of each stage of a cut list."""
-        return [self.stage_bytes(first, end) for first, end in zip(cuts, [*cuts[1:], self.num_layers], strict=True)]
+        return peaks_of(self, cuts)
 
 
-def stage_costs(profile: Profile) -> StageCosts:
-    """Return the costs of every stage of the profiled chain."""
-    return StageCosts.of_statistics(profile.column("isolated_bytes"), profile.column("added_bytes"))
+def stage_costs(profile: Profile, run: RunShape) -> AdditiveCosts:
+    """Return the costs of every stage of the profiled chain; the run does not change them."""
+    return AdditiveCosts.of_statistics(profile.column("isolated_bytes"), profile.column("added_bytes"))
 
 
 def gap(schedule: str, recompute: bool, stage_inputs: str) -> str | None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from varuna_capslog import fields
 from varuna_capslog.errors import CapslogError
-from varuna_capslog.memory import MEMORY_MODELS, StageCosts
+from varuna_capslog.memory import MEMORY_MODELS, RunShape, StageCosts
 from varuna_capslog.plan import Plan, Shortfall
 from varuna_capslog.planners.capslog import capslog_cuts
 from varuna_capslog.planners.exact import exact_cuts, fewest_devices
@@ -68,7 +68,8 @@ def plan(
             f"so use at most {profile.num_layers} devices or a chain with more cut points"
         )
     capacities = _capacities(capacity, devices)
-    costs = MEMORY_MODELS[memory].stage_costs(profile)
+    run = RunShape(num_microbatches, schedule, recompute, stage_inputs)
+    costs = MEMORY_MODELS[memory].stage_costs(profile, run)
 
     begun = time.perf_counter()
     cuts = PLANNERS[planner](costs, devices, capacities)

@@ -10,7 +10,8 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
 
-from varuna_capslog.memory.additive import StageCosts
+from varuna_capslog.memory.additive import AdditiveCosts
+from varuna_capslog.memory.costs import NEVER, StageCosts
 
 __all__ = ["capslog_cuts"]
 
@@ -24,7 +25,11 @@ def capslog_cuts(costs: StageCosts, devices: int, capacities: Sequence[int] | No
     give the same stages again. Where feasibility rises with the threshold, the answer is that of Algorithm 1.
 
     O(G log L) per threshold where every M_a >= 0, O(L) otherwise; at most log2 of the first peak thresholds.
+
+    The paper knows the additive model only. Other costs are filled layer by layer, each stage at its own place.
     """
+    if not isinstance(costs, AdditiveCosts):
+        return _of_any_costs(costs, devices)
     running = costs.running
     rising = all(before <= after for before, after in pairwise(running))
     fill_first = _fill_by_bisection if rising else _fill_by_walking
@@ -49,7 +54,7 @@ def capslog_cuts(costs: StageCosts, devices: int, capacities: Sequence[int] | No
 _Filled = tuple[list[int], int, int]
 
 
-def _fill_by_bisection(costs: StageCosts, devices: int, threshold: int) -> _Filled:
+def _fill_by_bisection(costs: AdditiveCosts, devices: int, threshold: int) -> _Filled:
     """FILL_FIRST of Algorithm 2 where every M_a >= 0, so that the last layer that still fits is found by bisection.
 
     Devices 0 .. G-2 are filled in turn, each with at least one layer and leaving one for each that follows; device G-1
@@ -79,7 +84,7 @@ def _fill_by_bisection(costs: StageCosts, devices: int, threshold: int) -> _Fill
     return cuts, peak, min(peak, following)
 
 
-def _fill_by_walking(costs: StageCosts, devices: int, threshold: int) -> _Filled:
+def _fill_by_walking(costs: AdditiveCosts, devices: int, threshold: int) -> _Filled:
     """FILL_FIRST of Algorithm 2 layer by layer, as printed but for its indices: any M_a may be negative."""
     num_layers, running = costs.num_layers, costs.running
     cuts = [0]
@@ -90,3 +95,29 @@ def _fill_by_walking(costs: StageCosts, devices: int, threshold: int) -> _Filled
             end += 1
         cuts.append(end)
     return cuts, max(costs.peaks(cuts)), threshold + 1
+
+
+def _of_any_costs(costs: StageCosts, devices: int) -> list[int]:
+    """Algorithm 1 over Algorithm 2 for costs that are not additive or depend on the stage's place."""
+
+    def fill_first(threshold: int) -> tuple[list[int], int]:
+        cuts = [0]
+        for stage in range(devices - 1):
+            end = cuts[-1] + 1
+            while end < costs.num_layers - (devices - 1 - stage):
+                if costs.stage_bytes(cuts[-1], end + 1, stage, devices) > threshold:
+                    break
+                end += 1
+            cuts.append(end)
+        return cuts, max(costs.peaks(cuts))
+
+    recommended, high = fill_first(NEVER)
+    low, high = 0, high - 1
+    while low <= high:
+        threshold = (low + high) // 2
+        cuts, predicted_peak = fill_first(threshold)
+        if predicted_peak <= threshold:
+            recommended, high = cuts, predicted_peak - 1
+        else:
+            low = threshold + 1
+    return recommended

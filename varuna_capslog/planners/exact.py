@@ -11,13 +11,15 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from varuna_capslog.memory.additive import StageCosts
+from varuna_capslog.memory.additive import AdditiveCosts
+from varuna_capslog.memory.costs import StageCosts
 from varuna_capslog.planners.capslog import capslog_cuts
+from varuna_capslog.planners.exact_general import general_cuts, general_fewest_devices
 
 __all__ = ["exact_cuts", "fewest_devices"]
 
 _NEVER = 1 << 62
-"""Bytes of a stage that may not be; StageCosts keeps sums of real ones below a quarter of it."""
+"""Bytes of a stage that may not be; AdditiveCosts keeps sums of real ones below a quarter of it."""
 
 _MANY = 30_000
 """Transitions from which on looking for more stages to rule out pays for itself (L = 48 stays below)."""
@@ -37,7 +39,11 @@ def exact_cuts(costs: StageCosts, devices: int, capacities: Sequence[int] | None
 
     `capacities` is one number of bytes per stage. Where they differ and some cut list fits, only those that fit are
     weighed; otherwise they change nothing.
+
+    Additive costs are searched here, by what they can be separated into; any others by `exact_general`.
     """
+    if not isinstance(costs, AdditiveCosts):
+        return general_cuts(costs, devices, capacities)
     if capacities is not None and len(set(capacities)) > 1:
         band = _band(costs, devices, min(max(capacities), _NEVER // 4))
         peaks = _smallest_peaks(band, devices, capacities)
@@ -55,7 +61,7 @@ def exact_cuts(costs: StageCosts, devices: int, capacities: Sequence[int] | None
     return _most_even(band, peaks, limits)
 
 
-def _band(costs: StageCosts, devices: int, most: int) -> NDArray[np.int64]:
+def _band(costs: AdditiveCosts, devices: int, most: int) -> NDArray[np.int64]:
     """Return the bytes of every stage of at most `most` bytes, and _NEVER for the others.
 
     Row i holds the stages of B - i layers, column e those that end before layer e, 0 <= e <= L, where B is the largest
@@ -224,6 +230,8 @@ def fewest_devices(costs: StageCosts, capacity: int) -> int | None:
     Cost        the number of stages.
     Complexity  O(L^2) in L numpy steps.
     """
+    if not isinstance(costs, AdditiveCosts):
+        return general_fewest_devices(costs, capacity)
     running = np.array(costs.running, dtype=np.int64)
     unreached = costs.num_layers + 1
     fewest = np.full(costs.num_layers + 1, unreached)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from varuna_capslog.memory.additive import StageCosts
+from varuna_capslog.memory.costs import StageCosts
 
 __all__ = ["varuna_cuts"]
 
