@@ -14,12 +14,13 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image, ImageOps
 from pydantic import Field, model_validator
 from torch import Tensor
 
 from detr_pipeline.coco import CocoIndex, read_coco
-from detr_pipeline.digits import DIGIT_NAMES, DigitsConfig, digits_dataset
+from detr_pipeline.digits import DIGIT_NAMES, DigitsConfig, digits_dataset, picture_sizes
 from detr_pipeline.transforms import AugmentConfig, Recipe, apply, largest_size, plan, plan_validation
 from varuna_capslog.chain import TensorSpec
 from varuna_capslog.errors import CapslogError
@@ -32,6 +33,7 @@ __all__ = [
     "DataConfig",
     "Split",
     "class_names",
+    "image_sizes",
     "largest_padded_size",
     "open_data",
     "open_index",
@@ -179,6 +181,16 @@ def _layout(config: DataConfig, ids: Sequence[int], names: Sequence[str]) -> tup
     return every, tuple(named.get(id_, f"unused {id_}") for id_ in every)
 
 
+def image_sizes(config: DataConfig, split: Split) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Heights and widths, [I] each, of a split's images in its order. No picture is opened, and for the digits no
+    file."""
+    if config.uses_digits:
+        sizes = picture_sizes(config.digits, split == "train")
+        return sizes[:, 0], sizes[:, 1]
+    index = open_index(config, split)
+    return index.heights, index.widths
+
+
 def largest_padded_size(
     config: DataConfig, split: Split = "train", microbatch_size: int = 1, minibatch_size: int = 1
 ) -> tuple[int, int]:
@@ -187,13 +199,7 @@ def largest_padded_size(
     Where one image is padded alone this is the size of largest area; where several are padded together, the tallest may
     meet the widest.
     """
-    if config.uses_digits:
-        low, high = config.digits.canvas
-        sides = np.arange(low, high + 1)
-        widths, heights = (grid.reshape(-1) for grid in np.meshgrid(sides, sides))
-    else:
-        index = open_index(config, split)
-        widths, heights = index.widths, index.heights
+    heights, widths = image_sizes(config, split)
     together = minibatch_size if config.pad == "minibatch" else microbatch_size
     return largest_size(widths, heights, config.augment, train=split == "train", alone=together <= 1)
 

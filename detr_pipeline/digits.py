@@ -25,7 +25,7 @@ from pydantic import Field, model_validator
 from varuna_capslog.errors import CapslogError
 from varuna_capslog.settings import Section
 
-__all__ = ["DIGIT_NAMES", "DigitsConfig", "default_digits_root", "digits_dataset"]
+__all__ = ["DIGIT_NAMES", "DigitsConfig", "default_digits_root", "digits_dataset", "picture_sizes"]
 
 DIGIT_NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 # Part of the folder's name: raise it whenever the same parameters would give other pictures.
@@ -155,7 +155,7 @@ def _write(folder: Path, config: DigitsConfig) -> None:
             "categories": [{"id": value + 1, "name": name} for value, name in enumerate(DIGIT_NAMES)],
         }
         for number in range(count):
-            rng = np.random.default_rng([config.seed, 1, first_image + number])
+            rng = _generator(config, first_image + number)
             canvas, placed = _picture(rng, pictures, labels, part, config)
             name = f"{number:06d}.png"
             Image.fromarray(canvas).save(folder / split / name)
@@ -178,6 +178,23 @@ def _write(folder: Path, config: DigitsConfig) -> None:
         (folder / "annotations" / f"instances_{split}.json").write_text(json.dumps(document))
 
 
+def picture_sizes(config: DigitsConfig, train: bool) -> NDArray[np.int64]:
+    """[I, 2] height and width of every picture of a split, in pixels and in its order; nothing is drawn or written."""
+    first, count = (1, config.train_images) if train else (1 + config.train_images, config.val_images)
+    sizes = [_canvas(_generator(config, image_id), config) for image_id in range(first, first + count)]
+    return np.array(sizes, dtype=np.int64)
+
+
+def _generator(config: DigitsConfig, image_id: int) -> np.random.Generator:
+    return np.random.default_rng([config.seed, 1, image_id])
+
+
+def _canvas(rng: np.random.Generator, config: DigitsConfig) -> tuple[int, int]:
+    """Height and width, the first numbers that a picture's generator draws."""
+    height, width = rng.integers(config.canvas[0], config.canvas[1], size=2, endpoint=True).tolist()
+    return height, width
+
+
 def _picture(
     rng: np.random.Generator,
     pictures: NDArray[np.float32],
@@ -186,7 +203,7 @@ def _picture(
     config: DigitsConfig,
 ) -> tuple[NDArray[np.uint8], list[tuple[int, tuple[int, int, int, int]]]]:
     """One grey canvas [h, w] and its digits as (digit, (x, y, width, height) of the ink)."""
-    height, width = rng.integers(config.canvas[0], config.canvas[1], size=2, endpoint=True).tolist()
+    height, width = _canvas(rng, config)
     canvas = np.full((height, width), rng.uniform(0.0, 0.3), dtype=np.float32)
     placed: list[tuple[int, tuple[int, int, int, int]]] = []
     for _ in range(int(rng.integers(1, config.most_digits, endpoint=True))):

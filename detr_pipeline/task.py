@@ -22,6 +22,7 @@ from detr_pipeline.config import ModelConfig
 from detr_pipeline.data import DataConfig, class_names, largest_padded_size, open_data, open_index, prepare_image
 from detr_pipeline.loss import set_loss
 from detr_pipeline.matching import Match
+from detr_pipeline.sizes import sampled_padded_sizes
 from varuna_capslog.chain import Chain, TensorSpec
 from varuna_capslog.config import section
 from varuna_capslog.errors import CapslogError
@@ -96,11 +97,15 @@ class DetrWorkload(Workload):
         size = self.config.profile.image_size or largest_padded_size(
             self.data, "train", microbatch_size, self.config.train.minibatch_size
         )
-        height, width = size
-        return {
-            "images": TensorSpec((microbatch_size, 3, height, width)),
-            "sizes": TensorSpec((microbatch_size, 2), torch.int64),
-        }
+        return _inputs(microbatch_size, size)
+
+    def sampled_inputs(self, microbatch_size: int, count: int, seed: int = 0) -> list[dict[str, TensorSpec]]:
+        """Images of the padded sizes of random training minibatches; `profile.image_size` alone where that is set."""
+        if self.config.profile.image_size is not None:
+            return [self.profile_inputs(microbatch_size)]
+        minibatch_size = self.config.train.minibatch_size
+        sizes = sampled_padded_sizes(self.data, "train", microbatch_size, minibatch_size, count, seed)
+        return [_inputs(microbatch_size, size) for size in sizes]
 
     def profile_targets(self, microbatch_size: int) -> tuple[list[dict[str, Any]], dict[str, float]]:
         """A few boxes in every image."""
@@ -177,3 +182,11 @@ class DetrWorkload(Workload):
             drawn = draw_detections(picture, scores, classes, boxes, names, _DRAWN_SCORE)
             written.append(save_picture(drawn, out / f"{Path(path).stem}.png"))
         return written
+
+
+def _inputs(microbatch_size: int, size: Sequence[int]) -> dict[str, TensorSpec]:
+    height, width = size
+    return {
+        "images": TensorSpec((microbatch_size, 3, height, width)),
+        "sizes": TensorSpec((microbatch_size, 2), torch.int64),
+    }

@@ -86,6 +86,12 @@ class Workload(ABC):
     def profile_inputs(self, microbatch_size: int) -> dict[str, TensorSpec]:
         """Specs of the largest inputs that the run can meet (or `profile.image_size`), for profiling and planning."""
 
+    def sampled_inputs(self, microbatch_size: int, count: int, seed: int = 0) -> list[dict[str, TensorSpec]]:
+        """Specs of one microbatch out of each of `count` random training minibatches: what is usual, where
+        `profile_inputs` is the largest. Decodes nothing. One entry where all are alike, which is what this one says.
+        """
+        return [self.profile_inputs(microbatch_size)]
+
     def profile_targets(self, microbatch_size: int) -> tuple[Any, dict[str, float]]:
         """Targets and normalisers that go with `profile_inputs`, for the loss on the last layer."""
         return None, {}
