@@ -1,0 +1,171 @@
+"""The composition model: a stage's peak from what its layers leave behind one after the other, and what each needs for
+itself.
+
+    M(l, m) = static(l, m) + max of:  T(l)                          the first layer is at work
+                                      saved(l, k) + T(k | k-1)      layer k is at work, k = l+1 .. m-1
+
+for the stage of layers l .. m-1, from the same 2L-1 runs as M_i and M_a. With P, static and saved of a run written with
+the run's layers:
+
+    static(l, m) = static[l] + sum over k = l+1 .. m-1 of  static[k-1, k] - static[k-1]
+    saved(l, k)  = saved[l]  + sum over j = l+1 .. k-1 of  saved[j-1, j] - saved[j-1]
+    T(l)         = P[l] - static[l]
+    T(k | k-1)   = P[k-1, k] - static[k-1, k] - saved[k-1]
+
+The increments come from pairs because a layer keeps something else beside a neighbour than alone: a frozen layer that
+another frozen one follows in the same stage keeps nothing. M_i + sum M_a, in these terms T(l) + sum of max(0, saved +
+T - T of the layer before), adds up maxima that are never there at one time; this takes the largest of them.
+
+Like the additive model it holds for one live graph. What several graphs or inputs take besides is `inflight`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from varuna_capslog.errors import CapslogError
+from varuna_capslog.memory import additive
+from varuna_capslog.memory.costs import NEVER, RunShape, peaks_of
+from varuna_capslog.profiles.record import Observation, Profile
+
+__all__ = ["Composition", "RangeCosts", "compose", "gap", "observed", "stage_costs"]
+
+Bytes = NDArray[np.int64]
+
+_PARTS = ("static_bytes", "saved_bytes")
+
+
+@dataclass(frozen=True)
+class RangeCosts:
+    """Peak bytes of every range of layers, [L, L + 1], wherever it stands in the pipeline."""
+
+    ranges: Bytes
+    position_free: ClassVar[bool] = True
+
+    @property
+    def num_layers(self) -> int:
+        """L, the number of layers."""
+        return len(self.ranges)
+
+    def stage_bytes(self, first: int, end: int, stage: int = 0, stages: int = 1) -> int:
+        """Return the bytes of layers first .. end-1."""
+        return int(self.ranges[first, end])
+
+    def matrix(self, stage: int = 0, stages: int = 1) -> Bytes:
+        """Return the bytes of every stage, [L, L + 1]; see `costs.StageCosts`."""
+        return self.ranges
+
+    def peaks(self, cuts: Sequence[int]) -> list[int]:
+        """Return the peak bytes of each stage of a cut list."""
+        return peaks_of(self, cuts)
+
+
+@dataclass(frozen=True)
+class Composition:
+    """What every range of layers takes with one microbatch in flight. All [L, L + 1] in bytes, 0 where end <= first.
+
+    static: parameters, gradients, optimizer state.
+    saved: what a forward keeps for its backward, the range's inputs included.
+    transient: the peak less `static`, so the one live graph is in it.
+    """
+
+    static: Bytes
+    saved: Bytes
+    transient: Bytes
+
+
+def compose(single: Sequence[Observation], pair: Sequence[Observation]) -> Composition:
+    """Compose every range from the runs of single layers [L] and neighbouring pairs [L - 1]; O(L^2) in numpy steps.
+
+    The runs must hold static and saved bytes and have had one graph alive (`inflight` brings others into that form).
+    Raises CapslogError where the bytes are beyond what a search can add up.
+    """
+    if sum(row.peak_bytes for row in (*single, *pair)) >= 1 << 60:
+        raise CapslogError(
+            "the observed peaks sum to more than 1 EiB, beyond what a search can add up; check their unit, bytes"
+        )
+    peak, static, saved = _columns(single)
+    pair_peak, pair_static, pair_saved = _columns(pair)
+    held = _sums(saved, pair_saved - saved[:-1])
+    size = len(single)
+    # Column k + 1 is of layer k at work: saved(l, k) + T(k | k-1) right of the diagonal, T(l) on it.
+    at_work = np.zeros((size, size + 1), dtype=np.int64)
+    at_work[:, 2:] = held[:, 1:-1] + (pair_peak - pair_static - saved[:-1])
+    at_work[np.tri(size, size + 1, 1, dtype=np.bool_)] = 0
+    np.fill_diagonal(at_work[:, 1:], peak - static)
+    return Composition(
+        static=_sums(static, pair_static - static[:-1]), saved=held, transient=np.maximum.accumulate(at_work, axis=1)
+    )
+
+
+def observed(profile: Profile, model: str, memory_action: str) -> tuple[list[Observation], list[Observation]]:
+    """Return the profile's runs of single layers and of pairs, in order of layers, all of one condition.
+
+    Where the runs of several conditions are complete: the first ones with `memory_action`, else the first ones. Raises
+    CapslogError that names the run or the field which memory model `model` misses.
+    """
+    size = profile.num_layers
+    wanted = [(layer, layer + 1) for layer in range(size)] + [(layer, layer + 2) for layer in range(size - 1)]
+    groups: dict[str, dict[tuple[int, int], Observation]] = {}
+    for row in profile.observations:
+        if row.layers[1] - row.layers[0] <= 2:
+            groups.setdefault(row.condition, {}).setdefault(row.layers, row)
+    lacks = {condition: _lack(rows, wanted) for condition, rows in groups.items()}
+    complete = [[groups[condition][run] for run in wanted] for condition, lack in lacks.items() if lack is None]
+    if not complete:
+        lack = next(iter(lacks.values()), None) or "observations, the runs of every layer and of every pair of layers"
+        raise CapslogError(
+            f"memory model '{model}' needs {lack}, which the profile lacks; profile again with `capslog profile`, or "
+            "use memory model 'additive'"
+        )
+    rows = min(complete, key=lambda rows: rows[0].memory_action != memory_action)
+    return rows[:size], rows[size:]
+
+
+def stage_costs(profile: Profile, run: RunShape) -> RangeCosts:
+    """Return the costs of every stage of the profiled chain; the run does not change them."""
+    parts = compose(*observed(profile, "composition", "recompute"))
+    return RangeCosts(only_ranges(parts.static + parts.transient))
+
+
+def only_ranges(matrix: Bytes) -> Bytes:
+    """Return a copy of [L, L + 1] with NEVER where there is no range, end <= first."""
+    return np.where(np.tri(*matrix.shape, dtype=np.bool_), NEVER, matrix)
+
+
+def gap(schedule: str, recompute: bool, stage_inputs: str) -> str | None:
+    """Return why this model does not describe a schedule, or None; as `additive.gap`."""
+    cause = additive.gap(schedule, recompute, stage_inputs)
+    return None if cause is None else cause.replace("'additive'", "'composition'", 1)
+
+
+def _lack(rows: dict[tuple[int, int], Observation], wanted: Sequence[tuple[int, int]]) -> str | None:
+    """What is missing from the runs of one condition, or None."""
+    for run in wanted:
+        if run not in rows:
+            return f"an observation of layers {list(run)}"
+        for part in _PARTS:
+            if getattr(rows[run], part) is None:
+                return f"{part} of the observation of layers {list(run)}"
+    return None
+
+
+def _columns(rows: Sequence[Observation]) -> tuple[Bytes, Bytes, Bytes]:
+    """Peak, static and saved bytes of each row."""
+    names = ("peak_bytes", *_PARTS)
+    peak, static, saved = (np.array([getattr(row, name) for row in rows], dtype=np.int64) for name in names)
+    return peak, static, saved
+
+
+def _sums(alone: Bytes, increments: Bytes) -> Bytes:
+    """[L, L + 1]: entry [l, m] is alone[l] plus the increments of layers l+1 .. m-1; 0 where m <= l."""
+    running = np.append(0, np.cumsum(increments))
+    sums = np.zeros((len(alone), len(alone) + 1), dtype=np.int64)
+    sums[:, 1:] = (alone - running)[:, None] + running
+    sums[np.tri(*sums.shape, dtype=np.bool_)] = 0
+    return sums

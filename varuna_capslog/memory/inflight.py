@@ -1,0 +1,185 @@
+"""Memory models of a schedule: what a stage holds of the microbatches that are under way besides the one at work.
+
+    M(s; l, m) = static(l, m) + transient(l, m) + g_s saved(l, m) + i_s in(l) + o_s out(m)
+
+for layers l .. m-1 as stage s of S. static, transient and saved come from `composition` (one live graph is part of the
+transient); in and out are the bytes that cross the cuts before and behind the stage. k_s is the number of microbatches
+that the schedule has in flight on stage s (`schedules.in_flight_limits`), so k_s - 1 wait:
+
+    without recomputation   g_s = k_s - 1, i_s = 0            their graphs, inputs included
+    with recomputation      g_s = 0,       i_s = k_s - 1      their inputs, and none where those wait on the host
+
+    gpipe   k_s = M          1f1b   k_s = min(S - s, M)          varuna   recomputes; k_s = min(3 (S - 1 - s), M)
+
+Where the device is the CPU, host memory is the same memory: inputs count wherever they are said to wait, and so do the
+outputs sent ahead that no message of the next stage has confirmed yet, o_s = k_s - k_(s+1). On CUDA what is sent
+waits in pinned host memory, o_s = 0.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from varuna_capslog.errors import CapslogError
+from varuna_capslog.memory.composition import Composition, compose, observed, only_ranges
+from varuna_capslog.memory.costs import RunShape, peaks_of
+from varuna_capslog.profiles.record import Observation, Profile
+from varuna_capslog.schedules import ALWAYS_RECOMPUTE, in_flight_limits
+
+__all__ = ["InflightCosts", "Waiting", "gap", "stage_costs", "waiting"]
+
+Bytes = NDArray[np.int64]
+
+
+class Waiting(NamedTuple):
+    """What a stage's device holds of other microbatches while one is at work: numbers of graphs, inputs, outputs."""
+
+    graphs: int
+    inputs: int
+    outputs: int
+
+
+def waiting(run: RunShape, stages: int, one_memory: bool) -> list[Waiting]:
+    """Return g_s, i_s and o_s of every stage.
+
+    one_memory: the device is the CPU, so that what waits on the host waits beside it.
+
+    Raises CapslogError for GPipe without a number of microbatches, which decides what it holds.
+    """
+    if run.num_microbatches is None and run.schedule == "gpipe":
+        raise CapslogError(
+            "memory model 'gpipe' counts all microbatches of a step, but their number is not known; plan for a CONFIG"
+        )
+    # Without a number: more than any stage of the other schedules can have in flight.
+    in_flight = in_flight_limits(run.schedule, stages, run.num_microbatches or 3 * stages)
+    recompute = run.recompute or run.schedule in ALWAYS_RECOMPUTE
+    kept = one_memory or run.stage_inputs == "device"
+    return [
+        Waiting(
+            graphs=0 if recompute else here - 1,
+            inputs=here - 1 if recompute and kept else 0,
+            outputs=max(0, here - after) if one_memory else 0,
+        )
+        for here, after in zip(in_flight, [*in_flight[1:], in_flight[-1]], strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class InflightCosts:
+    """Peak bytes of every stage at every place in the pipeline.
+
+    alone: peaks with one microbatch in flight, NEVER where end <= first; saved, inputs, outputs: bytes of one waiting
+    graph, input and output, 0 there. All [L, L + 1].
+    """
+
+    alone: Bytes
+    saved: Bytes
+    inputs: Bytes
+    outputs: Bytes
+    run: RunShape
+    one_memory: bool
+    position_free: ClassVar[bool] = False
+
+    @property
+    def num_layers(self) -> int:
+        """L, the number of layers."""
+        return len(self.alone)
+
+    def stage_bytes(self, first: int, end: int, stage: int = 0, stages: int = 1) -> int:
+        """Return M(stage; first, end) of the equation above."""
+        held = _waiting(self.run, stages, self.one_memory)[stage]
+        return int(
+            self.alone[first, end]
+            + held.graphs * self.saved[first, end]
+            + held.inputs * self.inputs[first, end]
+            + held.outputs * self.outputs[first, end]
+        )
+
+    def matrix(self, stage: int = 0, stages: int = 1) -> Bytes:
+        """Return the bytes of every range of layers as this stage, [L, L + 1]; see `costs.StageCosts`."""
+        matrix = self.alone
+        for count, each in zip(
+            _waiting(self.run, stages, self.one_memory)[stage], (self.saved, self.inputs, self.outputs), strict=True
+        ):
+            if count:
+                matrix = matrix + count * each
+        return matrix
+
+    def peaks(self, cuts: Sequence[int]) -> list[int]:
+        """Return the peak bytes of each stage of a cut list."""
+        return peaks_of(self, cuts)
+
+
+_waiting = functools.lru_cache(maxsize=64)(waiting)
+
+
+def stage_costs(model: str, profile: Profile, run: RunShape) -> InflightCosts:
+    """Return the costs of every stage at every place, from the runs of single layers and pairs.
+
+    Raises CapslogError naming the run or field that the profile lacks for memory model `model`.
+    """
+    recompute = run.recompute or run.schedule in ALWAYS_RECOMPUTE
+    single, pair = observed(profile, model, "recompute" if recompute else "none")
+    one_memory = single[0].device == "cpu"
+    rows = [_with_one_in_flight(row, profile) for row in (*single, *pair)]
+    parts = compose(rows[: len(single)], rows[len(single) :])
+    inputs = [_boundary(row, "boundary_in_bytes", model) for row in single]
+    outputs = [_boundary(row, "boundary_out_bytes", model) for row in single]
+    return _costs(parts, inputs, outputs, run, one_memory)
+
+
+def gap(model: str, schedule: str, recompute: bool, stage_inputs: str) -> str | None:
+    """Return why the model of one schedule does not describe another, or None."""
+    if schedule == model:
+        return None
+    return f"memory model '{model}' describes schedule '{model}', not '{schedule}'; use memory model '{schedule}'"
+
+
+def _costs(
+    parts: Composition, inputs: Sequence[int], outputs: Sequence[int], run: RunShape, one_memory: bool
+) -> InflightCosts:
+    is_range = (parts.static + parts.transient) * 0 + 1
+    is_range[np.tri(*is_range.shape, dtype=np.bool_)] = 0
+    return InflightCosts(
+        alone=only_ranges(parts.static + parts.transient),
+        saved=parts.saved,
+        inputs=is_range * np.array(inputs, dtype=np.int64)[:, None],
+        outputs=is_range * np.array([0, *outputs], dtype=np.int64),
+        run=run,
+        one_memory=one_memory,
+    )
+
+
+def _boundary(row: Observation, name: str, model: str) -> int:
+    value: int | None = getattr(row, name)
+    if value is None:
+        raise CapslogError(
+            f"memory model '{model}' needs {name} of the observation of layers {list(row.layers)}, which the "
+            "profile lacks; profile again with `capslog profile`, or use memory model 'additive'"
+        )
+    return value
+
+
+def _with_one_in_flight(row: Observation, profile: Profile) -> Observation:
+    """The row without what its run held of other microbatches.
+
+    A measured run between two stages has a second microbatch in flight (`profiles.trim`); a run at either end, and an
+    estimated one, has one.
+    """
+    first, end = row.layers
+    extra = 1 if profile.source == "measured" and first > 0 and end < profile.num_layers else 0
+    held = 0
+    one_memory = row.device == "cpu"
+    if row.memory_action == "none":
+        held += row.saved_bytes or 0
+    elif one_memory or profile.conditions.get("stage_inputs") == "device":
+        held += row.boundary_in_bytes or 0
+    if one_memory:
+        held += row.boundary_out_bytes or 0
+    return replace(row, peak_bytes=max(row.static_bytes or 0, row.peak_bytes - extra * held)) if extra else row
