@@ -36,7 +36,8 @@ setup(
         "scikit-learn>=1.4",
     ],
     extras_require={
-        "test": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "transformers>=5.0"],
+        "bo": ["scikit-optimize>=0.10"],
+        "test": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "transformers>=5.0", "scikit-optimize>=0.10"],
         "dev": ["ruff>=0.6", "mypy>=1.11", "types-PyYAML"],
     },
     entry_points={"console_scripts": ["capslog=varuna_capslog.cli:main"]},

@@ -14,7 +14,9 @@ from varuna_capslog.errors import CapslogError
 from varuna_capslog.memory import MEMORY_MODELS, RunShape, StageCosts
 from varuna_capslog.plan import Plan, Shortfall
 from varuna_capslog.planners.capslog import capslog_cuts
+from varuna_capslog.planners.capslog_tb import capslog_tb_cuts
 from varuna_capslog.planners.exact import exact_cuts, fewest_devices
+from varuna_capslog.planners.mcap import mcap_bf_cuts, mcap_bo_cuts
 from varuna_capslog.planners.varuna import varuna_cuts
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.units import format_bytes
@@ -27,7 +29,14 @@ Planner = Callable[[StageCosts, int, Sequence[int] | None], list[int]]
 A planner cuts into exactly as many stages as there are devices, at most one per layer, also where nothing fits.
 """
 
-PLANNERS: dict[str, Planner] = {"varuna": varuna_cuts, "capslog": capslog_cuts, "exact": exact_cuts}
+PLANNERS: dict[str, Planner] = {
+    "varuna": varuna_cuts,
+    "mcap-bf": mcap_bf_cuts,
+    "mcap-bo": mcap_bo_cuts,
+    "capslog": capslog_cuts,
+    "capslog-tb": capslog_tb_cuts,
+    "exact": exact_cuts,
+}
 
 STAGE_INPUTS = ("host", "device")
 

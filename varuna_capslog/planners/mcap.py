@@ -1,0 +1,268 @@
+"""mCAP's two recommenders: all cut lists weighed (`mcap-bf`), or a hundred, by Bayesian optimisation (`mcap-bo`).
+
+What CAPSlog's Fig. 11 and 13 compare with. Both ask for the bytes of stages and nothing else, so any memory model will
+do. `exact` finds what `mcap-bf` finds without weighing cut lists one by one; these two are yardsticks and an oracle.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from varuna_capslog.errors import CapslogError
+from varuna_capslog.memory.costs import StageCosts
+from varuna_capslog.units import format_bytes
+
+__all__ = ["BO_CALLS", "BO_INITIAL_POINTS", "LIMIT", "count_cut_lists", "mcap_bf_cuts", "mcap_bo_cuts"]
+
+LIMIT = 10**8
+"""Cut lists that `mcap-bf` weighs without being told to; the variable CAPSLOG_MCAP_LIMIT sets another number."""
+
+_LIMIT_VARIABLE = "CAPSLOG_MCAP_LIMIT"
+
+_MOST_TABLE_BYTES = 4 << 30
+"""What the tables of stages, beginnings and ends may take, whatever the number of cut lists that is allowed."""
+
+_BLOCK = 1 << 18
+"""Cut lists that are weighed in one numpy call."""
+
+BO_CALLS, BO_INITIAL_POINTS = 100, 30
+"""Cut lists that `mcap-bo` weighs, and how many of them are random, before the model guides the search. As in the
+program published with CAPSlog (henkdr/CAPSlog at cc11640, capslog/calc_mem_stats.py); the paper prints neither."""
+
+Progress = Callable[[int, int], None]
+"""Called with (cut lists weighed, all cut lists)."""
+
+
+def count_cut_lists(num_layers: int, devices: int) -> int:
+    """Return how many predictions brute force makes: C(L-1, G-1) (CAPSlog, Sec. III-B2)."""
+    return math.comb(num_layers - 1, devices - 1)
+
+
+# -- brute force
+
+
+def mcap_bf_cuts(
+    costs: StageCosts,
+    devices: int,
+    capacities: Sequence[int] | None = None,
+    *,
+    limit: int | None = None,
+    progress: Progress | None = None,
+) -> list[int]:
+    """Return the first layer of each of `devices` stages, 1 <= devices <= L: the smallest peak of all cut lists.
+
+    Ties go by mCAP's rule, as CAPTURE's Algorithm 4 and the program published with CAPSlog have it: in every cut list
+    still in the race the device with the highest prediction is left out, and the smallest peak of the others decides;
+    then again. The program stops with two devices left and takes the first of the rest, the text goes on until no
+    device remains and then draws one; we go on too, and then take the smallest cut list. So `exact` gives the same.
+
+    Each beginning (stages before the middle cut) is put beside each end, a block of pairs at a time. Every cut list's
+    peak is computed, none is ruled out before. O(C(L-1, G-1)), some nanoseconds each.
+
+    Args:
+        capacities: not looked at, as in mCAP.
+        limit: refuse to weigh more cut lists than this; None: CAPSLOG_MCAP_LIMIT where it is set, else `LIMIT`.
+
+    Raises:
+        CapslogError: there are more cut lists; it says how many, and how long they would take here.
+    """
+    num_layers = costs.num_layers
+    total = count_cut_lists(num_layers, devices)
+    if total == 1:
+        return list(range(devices))
+    _refuse_too_many(costs, devices, total, _limit() if limit is None else limit)
+    middle = devices // 2
+    matrices = [costs.matrix(0, devices)] * devices
+    if not costs.position_free:
+        matrices = [costs.matrix(stage, devices) for stage in range(devices)]
+    middle_cuts = np.arange(middle, num_layers - (devices - middle) + 1)
+    beginnings = _grown(np.zeros(1, dtype=np.int64), matrices, 0, middle)
+    ends = _grown(middle_cuts, matrices, middle, devices - 1)
+    last_stage = matrices[-1][ends.cuts[:, -1], num_layers]
+    ends = _Lists(ends.cuts, np.column_stack([ends.bytes, last_stage]))
+
+    best: _Lists | None = None
+    weighed = 0
+    for cut in middle_cuts.tolist():
+        before = beginnings.where(beginnings.cuts[:, -1] == cut)
+        after = ends.where(ends.cuts[:, 0] == cut)
+        before_peaks, after_peaks = before.bytes.max(axis=1), after.bytes.max(axis=1)
+        step = max(1, _BLOCK // len(after_peaks))
+        for begin in range(0, len(before_peaks), step):
+            block = np.maximum.outer(before_peaks[begin : begin + step], after_peaks)
+            lowest = int(block.min())
+            if best is None or lowest <= best.bytes.max():
+                rows, columns = np.nonzero(block == lowest)
+                found = before.beside(after, rows + begin, columns)
+                best = _winner(found if best is None or lowest < best.bytes.max() else found.and_also(best))
+            weighed += block.size
+            if progress is not None:
+                progress(weighed, total)
+    assert best is not None, "there is at least one cut list"
+    return [int(first) for first in best.cuts[0]]
+
+
+class _Lists(NamedTuple):
+    """Parts of cut lists, one a row: the first layer of each of their stages, and those stages' bytes.
+
+    While parts grow, and in beginnings always, `cuts` has one column more: the first layer of the stage that follows.
+    """
+
+    cuts: NDArray[np.int64]
+    bytes: NDArray[np.int64]
+
+    def where(self, rows: NDArray[np.bool_]) -> _Lists:
+        """The rows that are true."""
+        return _Lists(self.cuts[rows], self.bytes[rows])
+
+    def beside(self, after: _Lists, mine: NDArray[np.int64], theirs: NDArray[np.int64]) -> _Lists:
+        """Whole cut lists, of beginnings `mine` and the ends `theirs` of `after` pair by pair."""
+        cuts = np.column_stack([self.cuts[mine, :-1], after.cuts[theirs]])
+        return _Lists(cuts, np.column_stack([self.bytes[mine], after.bytes[theirs]]))
+
+    def and_also(self, other: _Lists) -> _Lists:
+        """The rows of both."""
+        return _Lists(np.vstack([self.cuts, other.cuts]), np.vstack([self.bytes, other.bytes]))
+
+
+def _grown(starts: NDArray[np.int64], matrices: Sequence[NDArray[np.int64]], begin: int, end: int) -> _Lists:
+    """Every way to fill the stages begin .. end-1 from each layer of `starts` on, a layer left for each later stage."""
+    cuts, bytes_ = starts[:, None], np.empty((len(starts), 0), dtype=np.int64)
+    for stage in range(begin, end):
+        matrix = matrices[stage]
+        last_end = len(matrix) - (len(matrices) - stage - 1)
+        choices = last_end - cuts[:, -1]
+        rows = np.repeat(np.arange(len(cuts)), choices)
+        firsts = cuts[rows, -1]
+        ends = firsts + 1 + np.arange(len(rows)) - np.repeat(np.cumsum(choices) - choices, choices)
+        bytes_ = np.column_stack([bytes_[rows], matrix[firsts, ends]])
+        cuts = np.column_stack([cuts[rows], ends])
+    return _Lists(cuts, bytes_)
+
+
+def _winner(lists: _Lists) -> _Lists:
+    """The one cut list that the tie-break rule leaves: round by round the smallest of the next highest predictions."""
+    descending = -np.sort(-lists.bytes, axis=1)
+    left = np.arange(len(descending))
+    for column in (*descending.T, *lists.cuts.T):
+        if len(left) == 1:
+            break
+        values = column[left]
+        left = left[values == values.min()]
+    return _Lists(lists.cuts[left[:1]], lists.bytes[left[:1]])
+
+
+def _limit() -> int:
+    text = os.environ.get(_LIMIT_VARIABLE)
+    if text is None:
+        return LIMIT
+    try:
+        return int(float(text))
+    except (ValueError, OverflowError):
+        raise CapslogError(f"{_LIMIT_VARIABLE}={text} is not a number of cut lists; set one such as 1e9") from None
+
+
+def _refuse_too_many(costs: StageCosts, devices: int, total: int, limit: int) -> None:
+    num_layers = costs.num_layers
+    if total > limit:
+        raise CapslogError(
+            f"{num_layers} layers on {devices} devices have {total:.3g} cut lists, C({num_layers - 1}, {devices - 1}), "
+            f"about {_duration(total * _seconds_each())} of planner mcap-bf here, which weighs at most {limit:.3g} "
+            f"unless {_LIMIT_VARIABLE} allows more; planner exact finds the same cut list at once"
+        )
+    middle = devices // 2
+    parts = math.comb(num_layers - devices + middle, middle) + math.comb(num_layers - middle, devices - middle)
+    tables = 1 if costs.position_free else devices
+    table_bytes = 8 * (parts * (devices + 1) + tables * num_layers * (num_layers + 1))
+    if table_bytes > _MOST_TABLE_BYTES:
+        raise CapslogError(
+            f"planner mcap-bf would keep {format_bytes(table_bytes)} of tables for {num_layers} layers on {devices} "
+            f"devices, more than its {format_bytes(_MOST_TABLE_BYTES)}; planner exact finds the same"
+        )
+
+
+def _seconds_each() -> float:
+    """Seconds of this machine for one cut list, from one block."""
+    values = np.arange(512, dtype=np.int64)
+    begun = time.perf_counter()
+    block = np.maximum.outer(values, values)
+    block.min()
+    return (time.perf_counter() - begun) / block.size
+
+
+def _duration(seconds: float) -> str:
+    for size, name in ((31_557_600, "years"), (86_400, "days"), (3600, "hours"), (60, "minutes")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {name}"
+    return f"{seconds:.3g} seconds"
+
+
+# -- Bayesian optimisation
+
+
+def mcap_bo_cuts(
+    costs: StageCosts, devices: int, capacities: Sequence[int] | None = None, *, seed: int = 0, calls: int = BO_CALLS
+) -> list[int]:
+    """Return the best of `calls` cut lists that scikit-optimize tries, with no promise that it is the best of all.
+
+    A point has a whole number of per cent, 1 .. 100, for each device but the last: how much of the layers that it may
+    take (what is left, but for one layer per later device) it takes, rounded, and at least one. The surrogate is a
+    Gaussian process with gp_hedge, xi = 1000 bytes, kappa = 0.01 and a sampled acquisition function, as in the program
+    that `BO_CALLS` cites. The same seed gives the same answer under the same versions. Seconds, not milliseconds: the
+    process is fitted anew after each cut list.
+
+    Args:
+        capacities: not looked at, as in mCAP.
+        seed: of the random points and the sampling; the published program sets none.
+        calls: cut lists to weigh.
+
+    Raises:
+        CapslogError: scikit-optimize is not installed.
+    """
+    try:
+        import skopt
+    except ImportError as error:
+        raise CapslogError(
+            "planner mcap-bo needs scikit-optimize, which is not installed; pip install -e .[bo] adds it, and planner "
+            "exact needs nothing and finds the smallest peak"
+        ) from error
+    if count_cut_lists(costs.num_layers, devices) == 1:
+        return list(range(devices))
+    optimizer = skopt.Optimizer(
+        [(1, 100)] * (devices - 1),
+        "GP",
+        n_initial_points=min(BO_INITIAL_POINTS, calls),
+        acq_optimizer="sampling",
+        acq_func_kwargs={"xi": 1000, "kappa": 0.01},
+        random_state=seed,
+    )
+    best: tuple[int, list[int]] | None = None
+    with warnings.catch_warnings():
+        # A point may come again, and a fit may not converge: neither is an error of the search.
+        warnings.simplefilter("ignore")
+        for _ in range(calls):
+            point = optimizer.ask()
+            cuts = _cuts_of_shares([int(share) for share in point], costs.num_layers)
+            peak = max(costs.peaks(cuts))
+            optimizer.tell(point, peak)
+            if best is None or peak < best[0]:
+                best = peak, cuts
+    assert best is not None, "calls is at least 1"
+    return best[1]
+
+
+def _cuts_of_shares(shares: Sequence[int], num_layers: int) -> list[int]:
+    """The cut list of one point: each device's per cent of what it may take."""
+    cuts = [0]
+    for later, share in zip(range(len(shares), 0, -1), shares, strict=True):
+        free = num_layers - cuts[-1] - later
+        cuts.append(cuts[-1] + max(1, round(share / 100 * free)))
+    return cuts
