@@ -1,4 +1,4 @@
-"""Byte counts as people write them ("16GiB", "500MiB", "16GB") and as whole numbers.
+"""Byte counts, rates and durations as people write them ("16GiB", "1GiB/s", "0.1ms") and as numbers.
 
 The command line, the config reader and every message about memory come here. Nothing here guesses: a unit that people
 read in two ways is refused.
@@ -6,12 +6,13 @@ read in two ways is refused.
 
 from __future__ import annotations
 
+import math
 import re
 from decimal import Decimal
 
 from varuna_capslog.errors import CapslogError
 
-__all__ = ["format_bytes", "parse_bytes", "parse_capacity"]
+__all__ = ["format_bytes", "parse_bytes", "parse_capacity", "parse_rate", "parse_seconds"]
 
 _UNITS = {
     "": 1,
@@ -20,6 +21,8 @@ _UNITS = {
     **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgtp", start=1)},
 }
 _BINARY_NAMES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "min": 60.0, "h": 3600.0}
+_DURATION = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]{1,3})?)\s*(\D*)")
 _QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]{1,3})?)\s*([A-Za-z]*)")
 
 
@@ -54,6 +57,24 @@ def parse_capacity(value: str | int | float) -> int | list[int]:
     if isinstance(value, str) and "," in value:
         return [parse_bytes(part, f"capacity of device {device}") for device, part in enumerate(value.split(","))]
     return parse_bytes(value, "capacity")
+
+
+def parse_rate(value: str | int | float, name: str = "bandwidth") -> int:
+    """Return bytes per second: a size as `parse_bytes` reads it, with or without "/s". Raises CapslogError."""
+    text = str(value).strip()
+    return parse_bytes(text[:-2] if text.lower().endswith("/s") else text, name)
+
+
+def parse_seconds(value: str | int | float, name: str = "duration") -> float:
+    """Return the seconds that `value` stands for: a number with s (or nothing), ms, us, min or h behind it.
+
+    Raises CapslogError for anything else.
+    """
+    match = _DURATION.fullmatch(str(value).strip())
+    seconds = float(match[1]) * _SECONDS.get(match[2].lower(), math.nan) if match else math.nan
+    if not math.isfinite(seconds):
+        raise CapslogError(f"{name} is {value!r}; write seconds such as 0.1ms, 30s or 2min")
+    return seconds
 
 
 def format_bytes(count: int) -> str:

@@ -1,18 +1,37 @@
-"""The picture of one step: a row per rank, a box per action, its microbatch's number inside.
+"""Pictures of one step: a row per rank, a box per action, its microbatch's number inside; and memory over time below.
 
-`page` calls it with a simulated timeline (`varuna_capslog.schedules.simulate`). It draws; it simulates nothing.
+`page` calls `draw_schedule` with a simulated timeline (`varuna_capslog.schedules.simulate`), `capslog simulate` calls
+`draw_simulation`. They draw; they simulate nothing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from varuna_capslog.reports.style import AMBER, BLUE, GREY, INK, PALE, SKY, WIDTH, picture, second_unit
+from varuna_capslog.errors import CapslogError
+from varuna_capslog.reports.style import (
+    ALARM,
+    AMBER,
+    BLUE,
+    GREY,
+    INK,
+    PALE,
+    SKY,
+    WIDTH,
+    picture,
+    second_unit,
+)
 from varuna_capslog.schedules import KINDS, TimedAction, Timeline
+from varuna_capslog.simulation import Simulation
+from varuna_capslog.units import format_bytes
 
-__all__ = ["draw_schedule"]
+__all__ = ["draw_schedule", "draw_simulation"]
 
 _COLOURS = {"F": SKY, "R": AMBER, "B": BLUE, "I": BLUE, "W": "#5b87ad", "O": "#c9b7d6", "L": "#c9b7d6", "U": GREY}
 _WHITE_TEXT = frozenset("BIW")
@@ -28,47 +47,165 @@ def draw_schedule(path: Path, timeline: Timeline, in_seconds: bool) -> bool:
     Args:
         in_seconds: False where the times are units of one forward pass, not seconds.
     """
-    ranks = len(timeline.actions)
-    end = timeline.step_seconds or 1.0
+    rows = timeline.actions
+    height = _row_height(len(rows))
+    with picture(path, height=1.15 + height * len(rows)) as figure:
+        axes = figure.add_subplot()
+        owned = [sorted({one.action.stage for one in row}) for row in rows]
+        labels = [f"rank {rank}" if len(stages) != 1 else f"stage {stages[0]}" for rank, stages in enumerate(owned)]
+        numbered = _draw_boxes(axes, rows, labels, timeline.step_seconds or 1.0, in_seconds, height)
+        _key(figure, rows)
+    return numbered
+
+
+def draw_simulation(path: Path, simulation: Simulation, capacity: Sequence[int] | None = None) -> bool:
+    """Draws all pipelines' ranks and, where it is known, what each holds over time; returns as `draw_schedule`.
+
+    Writes `path` (PNG) and beside it the same picture as SVG. The memory of a rank is the sum of its stages'.
+
+    Args:
+        capacity: bytes of each rank, in the order of the rows; drawn where it is not far above the peaks.
+    """
+    rows = [row for one in simulation.pipelines for row in one.timeline.actions]
+    labels = _labels(simulation)
+    end = simulation.step_seconds or 1.0
+    height = _row_height(len(rows))
+    courses = _rank_courses(simulation)
+    deep = 0.0 if courses is None else max(0.3, min(0.6, 7.0 / len(rows))) * len(rows)
+    with picture(path, height=1.3 + height * len(rows) + deep) as figure:
+        if courses is None:
+            axes = figure.add_subplot()
+        else:
+            above, below = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [height * len(rows), deep]})
+            axes = above
+            _draw_memory(below, courses, labels, end, capacity)
+        numbered = _draw_boxes(axes, rows, labels, end, True, height)
+        if courses is not None:
+            below.set_xlabel(axes.get_xlabel())
+            axes.set_xlabel("")
+        _key(figure, rows)
+        vector = path.with_suffix(".svg")
+        try:
+            figure.savefig(vector, facecolor="white", metadata={"Date": None})
+        except OSError as error:
+            raise CapslogError(f"{vector} cannot be written: {error.strerror or error}; free space") from error
+    return numbered
+
+
+def _row_height(rows: int) -> float:
+    return max(0.22, min(0.42, 6.0 / rows))
+
+
+def _draw_boxes(
+    axes: Axes,
+    rows: Sequence[Sequence[TimedAction]],
+    labels: Sequence[str],
+    end: float,
+    in_seconds: bool,
+    height: float,
+) -> bool:
+    """A row per rank from time 0 to `end`; returns whether every box has its number."""
     unit, unit_name = second_unit(end) if in_seconds else (1.0, "forward passes")
-    owned = [sorted({one.action.stage for one in row}) for row in timeline.actions]
-    several = any(len(stages) > 1 for stages in owned)
+    several = any(len({one.action.stage for one in row}) > 1 for row in rows)
     points = 72 * (WIDTH - 1.6) / end  # of axis per second
     numbered = True
-    height = max(0.22, min(0.42, 6.0 / ranks))
-    with picture(path, height=1.15 + height * ranks) as figure:
-        axes = figure.add_subplot()
-        for rank, row in enumerate(timeline.actions):
-            axes.broken_barh([(0, end / unit)], (rank - 0.41, 0.82), facecolors=PALE, linewidth=0)
-            for kind in dict.fromkeys(one.action.kind for one in row):
-                boxes = [one for one in row if one.action.kind == kind and one.end_seconds > one.start_seconds]
-                spans = [(one.start_seconds / unit, (one.end_seconds - one.start_seconds) / unit) for one in boxes]
-                axes.broken_barh(
-                    spans, (rank - 0.41, 0.82), facecolors=_COLOURS[kind], edgecolors="white", linewidth=0.6
-                )
-                texts = [_label(one, several) for one in boxes]
-                # one size for a row's boxes of a kind, and all of them or none: gaps would look like a meaning
-                room = [points * span[1] * unit / len(text) for span, text in zip(spans, texts, strict=True)]
-                size = min([_LARGEST, 72 * height * 0.8, *(1.45 * width for width in room)])
-                if size < _SMALLEST:
-                    numbered = False
-                    continue
-                for one, text in zip(boxes, texts, strict=True):
-                    middle = (one.start_seconds + one.end_seconds) / 2 / unit
-                    colour = "white" if kind in _WHITE_TEXT else INK
-                    axes.text(middle, rank, text, ha="center", va="center_baseline", fontsize=size, color=colour)
-        labels = [f"rank {rank}" if len(owned[rank]) != 1 else f"stage {owned[rank][0]}" for rank in range(ranks)]
-        axes.set_yticks(range(ranks), labels)
-        axes.set_ylim(ranks - 0.5, -0.5)
-        axes.set_xlim(0, end / unit)
-        axes.set_xlabel(f"time since the begin of the step [{unit_name}]")
-        axes.tick_params(axis="y", length=0)
-        axes.spines["left"].set_visible(False)
-        kinds = [kind for kind in _COLOURS if any(one.action.kind == kind for row in timeline.actions for one in row)]
-        handles = [Patch(facecolor=_COLOURS[kind], label=KINDS[kind]) for kind in kinds]
-        handles.append(Patch(facecolor=PALE, label="idle"))
-        figure.legend(handles=handles, loc="outside upper left", ncols=len(handles))
+    for rank, row in enumerate(rows):
+        axes.broken_barh([(0, end / unit)], (rank - 0.41, 0.82), facecolors=PALE, linewidth=0)
+        for kind in dict.fromkeys(one.action.kind for one in row):
+            boxes = [one for one in row if one.action.kind == kind and one.end_seconds > one.start_seconds]
+            spans = [(one.start_seconds / unit, (one.end_seconds - one.start_seconds) / unit) for one in boxes]
+            axes.broken_barh(spans, (rank - 0.41, 0.82), facecolors=_COLOURS[kind], edgecolors="white", linewidth=0.6)
+            texts = [_label(one, several) for one in boxes]
+            # one size for a row's boxes of a kind, and all of them or none: gaps would look like a meaning
+            room = [points * span[1] * unit / len(text) for span, text in zip(spans, texts, strict=True)]
+            size = min([_LARGEST, 72 * height * 0.8, *(1.45 * width for width in room)])
+            if size < _SMALLEST:
+                numbered = False
+                continue
+            for one, text in zip(boxes, texts, strict=True):
+                middle = (one.start_seconds + one.end_seconds) / 2 / unit
+                colour = "white" if kind in _WHITE_TEXT else INK
+                axes.text(middle, rank, text, ha="center", va="center_baseline", fontsize=size, color=colour)
+    axes.set_yticks(range(len(rows)), labels)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xlim(0, end / unit)
+    axes.set_xlabel(f"time since the begin of the step [{unit_name}]")
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
     return numbered
+
+
+def _draw_memory(
+    axes: Axes,
+    courses: Sequence[Sequence[tuple[float, int]]],
+    labels: Sequence[str],
+    end: float,
+    capacity: Sequence[int] | None,
+) -> None:
+    """A filled course per rank, all rows on one scale, each with its peak; a dashed line where its device is full."""
+    unit, _ = second_unit(end)
+    peaks = [max(size for _, size in course) for course in courses]
+    limits = capacity if capacity is not None and max(capacity) <= 2.5 * max([1, *peaks]) else None
+    scale = 0.74 / max([1, *peaks, *(limits or ())])
+    for row, (course, peak) in enumerate(zip(courses, peaks, strict=True)):
+        base = row + 0.41
+        times = [seconds / unit for seconds, _ in course] + [end / unit]
+        levels = [base - scale * size for _, size in course]
+        axes.fill_between(times, base, [*levels, levels[-1]], step="post", color=SKY, linewidth=0)
+        axes.step(times, [*levels, levels[-1]], where="post", color=BLUE, linewidth=0.9)
+        if limits is not None:
+            axes.plot([0, end / unit], [base - scale * limits[row]] * 2, color=ALARM, linestyle="--", linewidth=0.9)
+        place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
+        axes.annotate(format_bytes(peak), (1, base), (4, 1), ha="left", va="bottom", fontsize=7.5, **place)
+    axes.set_yticks(range(len(courses)), labels)
+    axes.set_ylim(len(courses) - 0.5, -0.5)
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+    axes.set_ylabel("memory" if limits is None else "memory (dashed: capacity)")
+
+
+def _labels(simulation: Simulation) -> list[str]:
+    """A name per row: its stage, or its rank where that runs several; the pipeline's number before it if need be."""
+    labels = []
+    for number, pipeline in enumerate(simulation.pipelines):
+        before = f"{number}: " if len(simulation.pipelines) > 1 else ""
+        for rank, stages in zip(pipeline.ranks, pipeline.stage_of_row, strict=True):
+            labels.append(before + (f"stage {stages[0]}" if len(stages) == 1 else f"rank {rank}"))
+    return labels
+
+
+def _rank_courses(simulation: Simulation) -> list[list[tuple[float, int]]] | None:
+    """Per row, the bytes of all its stages together over time; None where they are unknown."""
+    rows = []
+    for pipeline in simulation.pipelines:
+        if pipeline.memory is None:
+            return None
+        for stages in pipeline.stage_of_row:
+            rows.append(_added([pipeline.memory[stage] for stage in stages]))
+    return rows
+
+
+def _added(courses: Sequence[Sequence[tuple[float, int]]]) -> list[tuple[float, int]]:
+    """The sum of several courses."""
+    if len(courses) == 1:
+        return list(courses[0])
+    changes = sorted(
+        ((seconds, number, size) for number, course in enumerate(courses) for seconds, size in course),
+        key=lambda change: change[0],
+    )
+    now = [0] * len(courses)
+    total = []
+    for seconds, number, size in changes:
+        now[number] = size
+        total.append((seconds, sum(now)))
+    return total
+
+
+def _key(figure: Figure, rows: Sequence[Sequence[TimedAction]]) -> None:
+    kinds = [kind for kind in _COLOURS if any(one.action.kind == kind for row in rows for one in row)]
+    handles = [Patch(facecolor=_COLOURS[kind], label=KINDS[kind]) for kind in kinds]
+    handles.append(Patch(facecolor=PALE, label="idle"))
+    figure.legend(handles=handles, loc="outside upper left", ncols=len(handles))
 
 
 def _label(one: TimedAction, several: bool) -> str:

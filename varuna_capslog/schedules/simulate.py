@@ -1,7 +1,8 @@
 """The time and memory course of one step, from the seconds of each stage.
 
 `capslog simulate`, planners that rank by time and the report's Gantt picture call it. It plays the lowered programs and
-is not a measurement: an action takes the same time for every microbatch, and a transfer runs beside the computation.
+is not a measurement: an action takes the same time for every microbatch, and a transfer runs beside the computation
+except for what handing it over costs the sender.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from dataclasses import dataclass
 
 from varuna_capslog.errors import CapslogError
 from varuna_capslog.schedules.actions import KINDS, Action, placement_of
-from varuna_capslog.schedules.lower import Message, Recv, Send, find_deadlock, lower
+from varuna_capslog.schedules.contention import play_contended
+from varuna_capslog.schedules.lower import Lowered, Message, Recv, Send, find_deadlock, lower
 from varuna_capslog.schedules.recompute import graph_keeping_forwards
 
 
@@ -76,7 +78,10 @@ def simulate(
     backward_seconds: Sequence[float],
     recompute_seconds: Sequence[float] | None = None,
     *,
+    bare_forward_seconds: Sequence[float] | None = None,
     transfer_seconds: Sequence[float] | None = None,
+    handover_seconds: Sequence[float] | None = None,
+    speeds: Sequence[float] | None = None,
     other_seconds: Mapping[str, Sequence[float]] | None = None,
     has_gradient: Sequence[bool] | None = None,
 ) -> Timeline:
@@ -86,9 +91,14 @@ def simulate(
         schedule: one list of actions per rank.
         forward_seconds, backward_seconds: per stage and microbatch.
         recompute_seconds: default: as long as the forward.
+        bare_forward_seconds: of forwards that keep no graph, since a recomputation follows; default: as the others.
         transfer_seconds: for the cuts before stages 1 .. S-1, one message in either direction; default 0. Messages of
-            one ordered pair of ranks go one after the other; nothing else is shared, and sending costs the ranks no
-            time.
+            one ordered pair of ranks go one after the other; nothing else is shared.
+        handover_seconds: per cut, what sending one message costs the sender's rank (gloo copies into host memory and
+            the socket); the transfer begins with it and does not arrive before its end. Counts as idle time; default 0.
+        speeds: `speeds[k - 1]` is the speed of each of k ranks that compute at the same time, 1 being that of the given
+            seconds; beyond the list all cores are shared out evenly. So [1.0, 1.0] are two full cores. Default: a
+            core for every rank.
         other_seconds: per stage, for the kinds I, W, O, L and U; a schedule with a kind that has no cost is refused.
         has_gradient: as in `lower`.
 
@@ -103,10 +113,19 @@ def simulate(
         "B": backward_seconds,
         "R": forward_seconds if recompute_seconds is None else recompute_seconds,
     }
-    transfers = [0.0] * (num_stages - 1) if transfer_seconds is None else transfer_seconds
+    bare = forward_seconds if bare_forward_seconds is None else bare_forward_seconds
+    none = [0.0] * (num_stages - 1)
+    transfers = none if transfer_seconds is None else transfer_seconds
+    handovers = none if handover_seconds is None else handover_seconds
     for kind, values in seconds.items():
         _check_times(f"seconds of kind {kind}", values, num_stages)
+    _check_times("bare_forward_seconds", bare, num_stages)
     _check_times("transfer_seconds", transfers, num_stages - 1)
+    _check_times("handover_seconds", handovers, num_stages - 1)
+    if speeds is not None and (not speeds or not all(0.0 < speed <= 1.0 for speed in speeds)):
+        raise CapslogError(f"speeds is {list(speeds)}; give one or more numbers above 0 and at most 1")
+    keeping = graph_keeping_forwards(schedule)
+    cost: dict[Action, float] = {}
     for actions in schedule:
         for action in actions:
             if action.kind not in seconds:
@@ -114,11 +133,38 @@ def simulate(
                     f"no seconds are known for {action} ({KINDS[action.kind]}); "
                     f"give other_seconds[{action.kind!r}], one per stage"
                 )
+            reruns = action.kind == "F" and (action.stage, action.microbatch) not in keeping
+            cost[action] = (bare if reruns else seconds[action.kind])[action.stage]
 
     lowered = lower(schedule, has_gradient)
     if (deadlock := find_deadlock(lowered)) is not None:
         raise CapslogError(f"the schedule deadlocks: {deadlock}; reorder the lists of these ranks")
+    if speeds is None or (len(speeds) >= len(lowered.programs) and all(speed == 1.0 for speed in speeds)):
+        timed, messages = _play(lowered, cost, transfers, handovers)
+    else:
+        played = play_contended(lowered, cost, transfers, handovers, speeds)
+        timed = [[TimedAction(rank, *one) for one in row] for rank, row in enumerate(played.actions)]
+        messages = [TimedMessage(*one) for one in played.messages]
 
+    step_seconds = max((row[-1].end_seconds for row in timed if row), default=0.0)
+    busy_seconds = [sum(one.end_seconds - one.start_seconds for one in row) for row in timed]
+    total = step_seconds * len(timed)
+    in_flight, live_graphs = _courses(timed, num_stages, keeping)
+    return Timeline(
+        actions=timed,
+        messages=sorted(messages, key=lambda one: one.start_seconds),
+        step_seconds=step_seconds,
+        busy_seconds=busy_seconds,
+        bubble_fraction=1.0 - sum(busy_seconds) / total if total > 0 else 0.0,
+        in_flight=in_flight,
+        live_graphs=live_graphs,
+    )
+
+
+def _play(
+    lowered: Lowered, cost: Mapping[Action, float], transfers: Sequence[float], handovers: Sequence[float]
+) -> tuple[list[list[TimedAction]], list[TimedMessage]]:
+    """Every rank has a core of its own: one pass over the programs, as far as each can go."""
     programs = lowered.programs
     at = [0] * len(programs)
     clock = [0.0] * len(programs)
@@ -138,30 +184,18 @@ def simulate(
                         break
                     clock[rank] = max(clock[rank], arrival[instruction.message])
                 elif isinstance(instruction, Send):
-                    link = (rank, instruction.peer)
+                    link, cut = (rank, instruction.peer), instruction.message.boundary - 1
                     begin = max(clock[rank], link_free.get(link, 0.0))
-                    end = begin + transfers[instruction.message.boundary - 1]
+                    clock[rank] += handovers[cut]
+                    end = max(begin + transfers[cut], clock[rank])
                     link_free[link] = arrival[instruction.message] = end
                     messages.append(TimedMessage(rank, instruction.peer, instruction.message, begin, end))
                 else:
-                    end = clock[rank] + seconds[instruction.kind][instruction.stage]
+                    end = clock[rank] + cost[instruction]
                     timed[rank].append(TimedAction(rank, instruction, clock[rank], end))
                     clock[rank] = end
                 at[rank] += 1
-
-    step_seconds = max((row[-1].end_seconds for row in timed if row), default=0.0)
-    busy_seconds = [sum(one.end_seconds - one.start_seconds for one in row) for row in timed]
-    total = step_seconds * len(programs)
-    in_flight, live_graphs = _courses(timed, num_stages, graph_keeping_forwards(schedule))
-    return Timeline(
-        actions=timed,
-        messages=sorted(messages, key=lambda one: one.start_seconds),
-        step_seconds=step_seconds,
-        busy_seconds=busy_seconds,
-        bubble_fraction=1.0 - sum(busy_seconds) / total if total > 0 else 0.0,
-        in_flight=in_flight,
-        live_graphs=live_graphs,
-    )
+    return timed, messages
 
 
 def _check_times(name: str, values: Sequence[float], length: int) -> None:

@@ -1,0 +1,132 @@
+"""A simulated step as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open.
+
+`capslog simulate -o` calls it. The form is the Chrome trace event format: a process per rank with one thread for what
+it computes and one per rank it sends to, a counter of bytes per stage, and an arrow per message from the action that
+made it to the action that waits for it. It draws what was simulated and adds nothing.
+"""
+
+from __future__ import annotations
+
+__all__ = ["COMPUTE_THREAD", "trace_events"]
+
+from collections.abc import Iterator
+from typing import Any
+
+from varuna_capslog.schedules import KINDS, Action, TimedAction, TimedMessage
+from varuna_capslog.simulation import PipelineStep, Simulation
+
+COMPUTE_THREAD = 0
+"""Thread of a rank's actions; transfers to rank r stand on thread r + 1."""
+
+_MICROSECONDS = 1e6
+_INSIDE = 1e-3
+"""Microseconds that an arrow begins before its action's end: it belongs to the slice that it lies in."""
+
+
+def trace_events(simulation: Simulation) -> dict[str, Any]:
+    """The JSON value of a trace file; times in microseconds since the step's begin."""
+    events: list[dict[str, Any]] = []
+    for number, pipeline in enumerate(simulation.pipelines):
+        events += _names(pipeline, number if len(simulation.pipelines) > 1 else None)
+        events += _slices(pipeline)
+        events += _counters(pipeline)
+        events += _arrows(pipeline, f"{number}.")
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "schedule": simulation.schedule,
+            "num_microbatches": simulation.num_microbatches,
+            "step_seconds": simulation.step_seconds,
+            "bubble_fraction": simulation.bubble_fraction,
+        },
+    }
+
+
+def _names(pipeline: PipelineStep, number: int | None) -> Iterator[dict[str, Any]]:
+    of_pipeline = "" if number is None else f"pipeline {number}, "
+    for rank, stages in zip(pipeline.ranks, pipeline.stage_of_row, strict=True):
+        what = f"stage {stages[0]}" if len(stages) == 1 else f"stages {', '.join(map(str, stages))}"
+        yield _named("process_name", rank, 0, {"name": f"rank {rank} ({of_pipeline}{what})"})
+        yield _named("process_sort_index", rank, 0, {"sort_index": rank})
+        yield _named("thread_name", rank, COMPUTE_THREAD, {"name": "compute"})
+        yield _named("thread_sort_index", rank, COMPUTE_THREAD, {"sort_index": 0})
+    for source, destination in sorted({_ends(pipeline, one) for one in pipeline.timeline.messages}):
+        yield _named("thread_name", source, destination + 1, {"name": f"to rank {destination}"})
+        yield _named("thread_sort_index", source, destination + 1, {"sort_index": destination + 1})
+
+
+def _named(name: str, pid: int, tid: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"ph": "M", "name": name, "pid": pid, "tid": tid, "ts": 0, "args": arguments}
+
+
+def _ends(pipeline: PipelineStep, one: TimedMessage) -> tuple[int, int]:
+    return pipeline.ranks[one.source], pipeline.ranks[one.destination]
+
+
+def _slices(pipeline: PipelineStep) -> Iterator[dict[str, Any]]:
+    for rank, row in zip(pipeline.ranks, pipeline.timeline.actions, strict=True):
+        for one in row:
+            yield {
+                "ph": "X",
+                "name": str(one.action),
+                "cat": KINDS[one.action.kind],
+                "pid": rank,
+                "tid": COMPUTE_THREAD,
+                "ts": one.start_seconds * _MICROSECONDS,
+                "dur": (one.end_seconds - one.start_seconds) * _MICROSECONDS,
+                "args": {"stage": one.action.stage, "microbatch": one.action.microbatch},
+            }
+    for message in pipeline.timeline.messages:
+        source, destination = _ends(pipeline, message)
+        yield {
+            "ph": "X",
+            "name": f"{message.message.kind} {message.message.microbatch}",
+            "cat": "transfer",
+            "pid": source,
+            "tid": destination + 1,
+            "ts": message.start_seconds * _MICROSECONDS,
+            "dur": (message.end_seconds - message.start_seconds) * _MICROSECONDS,
+            "args": {"cut_before_stage": message.message.boundary, "microbatch": message.message.microbatch},
+        }
+
+
+def _counters(pipeline: PipelineStep) -> Iterator[dict[str, Any]]:
+    rank_of = {stage: rank for rank, row in zip(pipeline.ranks, pipeline.stage_of_row, strict=True) for stage in row}
+    for stage, course in enumerate(pipeline.memory or []):
+        for seconds, size in course:
+            yield {
+                "ph": "C",
+                "name": f"memory of stage {stage}",
+                "pid": rank_of[stage],
+                "ts": seconds * _MICROSECONDS,
+                "args": {"bytes": size},
+            }
+
+
+def _arrows(pipeline: PipelineStep, prefix: str) -> Iterator[dict[str, Any]]:
+    """A pair of flow events per message whose two actions take time; an action without extent holds no arrow."""
+    timed: dict[Action, tuple[int, TimedAction]] = {
+        one.action: (rank, one)
+        for rank, row in zip(pipeline.ranks, pipeline.timeline.actions, strict=True)
+        for one in row
+    }
+    for number, sent in enumerate(pipeline.timeline.messages):
+        message = sent.message
+        if message.kind == "activation":
+            ends = [(message.boundary - 1, "F"), (message.boundary, "F")]
+        else:
+            ends = [(message.boundary, "BI"), (message.boundary - 1, "BI")]
+        found = [
+            next(timed[key] for kind in kinds if (key := Action(stage, kind, message.microbatch)) in timed)
+            for stage, kinds in ends
+        ]
+        (source, made), (destination, waits) = found
+        lengths = [(one.end_seconds - one.start_seconds) * _MICROSECONDS for one in (made, waits)]
+        if min(lengths) <= 0:
+            continue
+        common = {"name": message.kind, "cat": "message", "id": f"{prefix}{number}"}
+        begin = made.end_seconds * _MICROSECONDS - min(_INSIDE, lengths[0] / 2)
+        yield {**common, "ph": "s", "pid": source, "tid": COMPUTE_THREAD, "ts": begin}
+        end = waits.start_seconds * _MICROSECONDS
+        yield {**common, "ph": "f", "bp": "e", "pid": destination, "tid": COMPUTE_THREAD, "ts": end}

@@ -1,0 +1,114 @@
+"""Plays lowered programs on fewer cores than ranks: ranks that compute at the same time slow each other down.
+
+`simulate` calls it where it is told the speeds. It is processor sharing: at any moment all ranks that compute go at one
+speed, which depends on their number alone. Messages move at their own pace; nobody here decides what runs when.
+"""
+
+from __future__ import annotations
+
+__all__ = ["Contended", "play_contended", "speed_of"]
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from varuna_capslog.schedules.actions import Action
+from varuna_capslog.schedules.lower import Lowered, Message, Recv, Send
+
+
+@dataclass(frozen=True)
+class Contended:
+    """What was played: per rank its actions with begin and end, and every message with begin and end, in seconds."""
+
+    actions: list[list[tuple[Action, float, float]]]
+    messages: list[tuple[int, int, Message, float, float]]
+
+
+def speed_of(active: int, speeds: Sequence[float]) -> float:
+    """The speed of each of `active` ranks that compute at the same time; beyond the list all cores are shared out."""
+    known = len(speeds)
+    return speeds[active - 1] if active <= known else speeds[-1] * known / active
+
+
+@dataclass
+class _Rank:
+    """Where a rank stands: the instruction it works on, the work left in it (seconds of a lone rank), and its begin."""
+
+    at: int = 0
+    left: float | None = None
+    begun: float = 0.0
+
+
+def play_contended(
+    lowered: Lowered,
+    cost: Mapping[Action, float],
+    transfer_seconds: Sequence[float],
+    handover_seconds: Sequence[float],
+    speeds: Sequence[float],
+) -> Contended:
+    """Plays the programs from event to event; the next event is the first end of a piece of work or of a wait.
+
+    The state is per rank the instruction at hand and the work left in it. Between two events every working rank does
+    `speed_of(working ranks)` of work per second. With n instructions in all there are O(n) events, each O(ranks).
+
+    Args:
+        lowered: programs that do not deadlock (`find_deadlock`).
+        cost: action -> seconds of a lone rank.
+        transfer_seconds, handover_seconds: as in `simulate`.
+        speeds: `speeds[k - 1]` is the speed of each of k working ranks.
+    """
+    programs = lowered.programs
+    ranks = [_Rank() for _ in programs]
+    actions: list[list[tuple[Action, float, float]]] = [[] for _ in programs]
+    messages: list[tuple[int, int, Message, float, float]] = []
+    link_free: dict[tuple[int, int], float] = {}
+    arrival: dict[Message, float] = {}
+    now = 0.0
+    while True:
+        moved = True
+        while moved:  # what takes no time, until every rank works, waits or has ended
+            moved = False
+            for number, rank in enumerate(ranks):
+                program = programs[number]
+                while rank.at < len(program):
+                    instruction = program[rank.at]
+                    if rank.left is None:
+                        if isinstance(instruction, Recv):
+                            if arrival.get(instruction.message, float("inf")) > now:
+                                break
+                        elif isinstance(instruction, Send):
+                            rank.left, rank.begun = handover_seconds[instruction.message.boundary - 1], now
+                        else:
+                            rank.left, rank.begun = cost[instruction], now
+                    if rank.left is not None and rank.left > 0.0:
+                        break
+                    if isinstance(instruction, Send):
+                        link = (number, instruction.peer)
+                        begin = max(rank.begun, link_free.get(link, 0.0))
+                        end = max(begin + transfer_seconds[instruction.message.boundary - 1], now)
+                        link_free[link] = arrival[instruction.message] = end
+                        messages.append((number, instruction.peer, instruction.message, begin, end))
+                    elif isinstance(instruction, Action):
+                        actions[number].append((instruction, rank.begun, now))
+                    rank.left = None
+                    rank.at += 1
+                    moved = True
+        working = [rank for rank in ranks if rank.left is not None]
+        waited = [
+            arrival[instruction.message]
+            for rank, program in zip(ranks, programs, strict=True)
+            if rank.left is None
+            and rank.at < len(program)
+            and isinstance(instruction := program[rank.at], Recv)
+            and instruction.message in arrival
+        ]
+        if not working and not waited:
+            return Contended(actions, messages)
+        speed = speed_of(len(working), speeds) if working else 1.0
+        nearest = min((rank.left or 0.0 for rank in working), default=float("inf"))
+        step = min([nearest / speed, *(moment - now for moment in waited)])
+        now = min([now + step, *waited])
+        for rank in working:
+            assert rank.left is not None
+            # the nearest one ends exactly here: rounding must leave nothing behind
+            ends = rank.left == nearest and step == nearest / speed
+            rank.left = 0.0 if ends else max(0.0, rank.left - step * speed)
