@@ -40,6 +40,7 @@ __all__ = [
     "measure_run",
     "play_neighbours",
     "trimmed_chain",
+    "trimmed_engine",
 ]
 
 MEASURED_RANK, NEIGHBOUR_RANK = 1, 0
@@ -159,6 +160,8 @@ def trimmed_chain(chain: Chain, run: TrimmedRun, real: bool) -> Chain:
         for parameter in layer.module.parameters():
             if id(parameter) not in memo and (real or id(parameter) in abroad):
                 memo[id(parameter)] = real_parameter(parameter)
+        # not left to deepcopy, which cannot copy a tensor into the fake world of an estimate
+        memo |= {id(buffer): buffer.detach().clone() for buffer in layer.module.buffers()}
     held = [memo[id(_parameter_of(chain, use.uses[0]))] for use in foreign]
     modules = copy.deepcopy([layer.module for layer in layers], memo)
     built = [Layer(old.name, new, old.reads, old.writes) for old, new in zip(layers, modules, strict=True)]
@@ -175,7 +178,7 @@ def _parameter_of(chain: Chain, use: tuple[int, str]) -> nn.Parameter:
     return chain.layers[index].module.get_parameter(name)
 
 
-def _engine(
+def trimmed_engine(
     chain: Chain,
     run: TrimmedRun,
     conditions: RunConditions,
@@ -237,7 +240,8 @@ def play_neighbours(chain: Chain, run: TrimmedRun, conditions: RunConditions, co
     """The other side of `measure_run`: sends and receives from host memory what the stages around would."""
     if not run.has_upstream and not run.has_downstream:
         return
-    engine, minibatch = _engine(chain, run, conditions, communicator, _dummy_loss, torch.device("cpu"), real=False)
+    cpu = torch.device("cpu")
+    engine, minibatch = trimmed_engine(chain, run, conditions, communicator, _dummy_loss, cpu, real=False)
     values = {name: _dummy(spec) for name, spec in run.specs[0].items()}
     for step in range(1, 3 + _TIMED_STEPS):
         engine.train_step(step, minibatch, lambda microbatch: values)
@@ -268,7 +272,7 @@ def measure_run(
     """
     if not run.has_upstream and not run.has_downstream:
         communicator = Communicator(0, 1, communicator.generation, datetime.timedelta(0))
-    engine, minibatch = _engine(
+    engine, minibatch = trimmed_engine(
         chain, run, conditions, communicator, loss if not run.has_downstream else _dummy_loss, device, real=True
     )
     (stage,) = engine.stages.values()

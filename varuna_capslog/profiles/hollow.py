@@ -1,0 +1,223 @@
+"""One trimmed stage on fake tensors: the engine's own program of a step, with nothing behind its tensors.
+
+`estimate` calls `run_hollow`. The stage, executor, gradient book and optimizer are those that train, so that whatever
+they keep or free is followed as it happens; only the messages and the device are pretended. Nothing is decided here.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from varuna_capslog.chain import Chain, TensorSpec
+from varuna_capslog.engine.communicator import Communicator, Receive, Send
+from varuna_capslog.engine.pipeline import PipelineEngine
+from varuna_capslog.engine.stage import LossFunction, Stage
+from varuna_capslog.errors import CapslogError
+from varuna_capslog.profiles.lifetimes import Lifetimes
+from varuna_capslog.profiles.probe import resident_tensors
+from varuna_capslog.profiles.quirks import Quirks
+from varuna_capslog.profiles.trim import MEASURED_RANK, RunConditions, TrimmedRun, trimmed_engine
+
+__all__ = ["HollowRun", "run_hollow"]
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class HollowRun:
+    """What a step of a stage asked of the allocator.
+
+    Attributes:
+        peak_bytes: the most that was live at once, in the allocator's units.
+        static_bytes: parameters, gradients, moments and buffers when all gradients are there.
+        saved_bytes: what a forward leaves for its backward, the stage's inputs included.
+        events: see `allocator.replay`; what is there before the step comes first.
+    """
+
+    peak_bytes: int
+    static_bytes: int
+    saved_bytes: int
+    events: tuple[tuple[int, int], ...]
+
+
+def run_hollow(
+    mode: FakeTensorMode,
+    chain: Chain,
+    run: TrimmedRun,
+    conditions: RunConditions,
+    loss: LossFunction,
+    quirks: Quirks,
+) -> HollowRun:
+    """One step of a trimmed stage that has trained before: the optimizer's moments are there, gradients are not.
+
+    Args:
+        mode: allows inputs that are not fake; best the same one for all runs of a chain.
+        chain: from `skeleton`.
+        loss: the workload's.
+        quirks: of the device that the run is for.
+
+    Raises:
+        CapslogError: a layer or the loss cannot run on fake tensors.
+    """
+    communicator = _Silent(run, quirks.staged)
+    with torch.random.fork_rng(devices=[]), mode, quirks.dispatch():
+        with _modules_stay():
+            engine, minibatch = trimmed_engine(chain, run, conditions, communicator, loss, _CPU, real=True)
+        (stage,) = engine.stages.values()
+        _prepare(engine, stage, conditions, quirks)
+        held = resident_tensors(engine.layers, engine.optimizer)
+        own = {tensor.untyped_storage()._cdata for tensor in held}
+        meter = _Meter(stage, own)
+        followed = Lifetimes(quirks.granularity, quirks.temporary, held)
+        del held
+        with followed:
+            meter.attach()
+            try:
+                engine.train_step(
+                    2,
+                    minibatch,
+                    lambda _: {name: spec.empty() for name, spec in run.specs[0].items()},
+                    before_commit=lambda: meter.count_static(engine),
+                )
+            except CapslogError:
+                raise
+            except Exception as error:
+                raise CapslogError(
+                    f"layers {run.first} to {run.end - 1} cannot run on fake tensors ({type(error).__name__}: {error}); "
+                    "let them depend on shapes only, or set profile.source=measured"
+                ) from error
+        if meter.refused:
+            raise CapslogError(f"the loss refuses fake values ({meter.refused}); make it finite on any outputs")
+        return HollowRun(followed.peak_bytes, meter.static_bytes, meter.saved_bytes, tuple(followed.events))
+
+
+@contextmanager
+def _modules_stay() -> Iterator[None]:
+    """Modules are on their device already; torch would swap fake parameters for others, and cannot."""
+    original = nn.Module.to
+    nn.Module.to = lambda module, *_, **__: module  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.to = original  # type: ignore[method-assign]
+
+
+def _prepare(engine: PipelineEngine, stage: Stage, conditions: RunConditions, quirks: Quirks) -> None:
+    """Gives the optimizer its moments and the stage the habits of the device."""
+    moments = {}
+    for address, parameter in engine.optimizer.parameters.items():
+        empty = torch.empty_like(parameter)
+        moments[address] = {"exp_avg": empty, "exp_avg_sq": empty, "step": torch.empty(())}
+    engine.optimizer.load(moments)
+    if quirks.foreach and engine.optimizer._adamw is not None:
+        for group in engine.optimizer._adamw.param_groups:
+            group["foreach"], group["fused"] = True, None
+    if quirks.staged and conditions.stage_inputs == "host":
+        stage._keep = _OnHost  # type: ignore[method-assign, assignment]
+
+
+class _OnHost:
+    """A stage input that waits in host memory, which is not the device's."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._spec = TensorSpec.of(tensor)
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Tensor:
+        return self._spec.empty(device)
+
+
+class _Meter:
+    """Counts what the first microbatch saves and what is there between backward and update."""
+
+    def __init__(self, stage: Stage, own: set[int]) -> None:
+        self._stage, self._own = stage, own
+        self.saved_bytes = self.static_bytes = 0
+        self.refused = ""
+
+    def attach(self) -> None:
+        for name in ("forward", "recompute"):
+            setattr(self._stage, name, self._watched(getattr(self._stage, name)))
+
+    def count_static(self, engine: PipelineEngine) -> None:
+        self.static_bytes = sum(_storages(resident_tensors(engine.layers, engine.optimizer)).values())
+
+    def _watched(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def watch(context: Any, *arguments: Any) -> Any:
+            if context.index != 0:
+                return call(context, *arguments)
+            saved: dict[int, int] = {}
+
+            def pack(tensor: Tensor) -> Tensor:
+                saved.update(_storages([tensor]))
+                return tensor
+
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                result = call(context, *arguments)
+            kept = self._stage.kept(context.index)
+            saved.update(_storages([tensor for tensor in kept if isinstance(tensor, Tensor)]))
+            self.saved_bytes = max(
+                self.saved_bytes, sum(size for key, size in saved.items() if key not in self._own)
+            )
+            self.refused = self.refused or self._stage.refusals.get(context.index, "")
+            return result
+
+        return watch
+
+
+def _storages(tensors: list[Tensor]) -> dict[int, int]:
+    found = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        found[storage._cdata] = storage.nbytes()
+    return found
+
+
+# -- messages that nobody sends
+
+
+class _Silent(Communicator):
+    """The measured rank's end of a pipeline whose other rank does not exist: buffers come and go, no message does.
+
+    Args:
+        staged: messages wait in host memory, as CUDA tensors' do; they reach the device when they are waited for.
+    """
+
+    def __init__(self, run: TrimmedRun, staged: bool) -> None:
+        alone = not run.has_upstream and not run.has_downstream
+        super().__init__(0 if alone else MEASURED_RANK, 1 if alone else 2, 0, datetime.timedelta(0))
+        self._staged = staged
+
+    def send(self, tensor: Tensor, peer: int, tag: int) -> Send:
+        kept = torch.empty(0) if self._staged else tensor.detach()
+        return Send(self, None, peer, kept)
+
+    def receive(self, spec: TensorSpec, peer: int, tag: int, device: torch.device) -> Receive:
+        if self._staged:
+            return _Staged(self, spec, peer, device)
+        return Receive(self, None, peer, spec.empty(device), device)
+
+    def sum_(self, slots: Tensor) -> Tensor:
+        return slots
+
+    def gather(self, value: Any) -> list[Any]:
+        # asked once, for the names of the loss parts, which the rank of the loss tells
+        return [["loss"] if value is None else value] * self.world_size
+
+
+class _Staged(Receive):
+    """A receive that lands in host memory first."""
+
+    def __init__(self, communicator: Communicator, spec: TensorSpec, peer: int, device: torch.device) -> None:
+        super().__init__(communicator, None, peer, torch.empty(0), device)
+        self._spec = spec
+
+    def wait(self) -> Tensor:
+        return self._spec.empty(self._device)
