@@ -190,88 +190,48 @@ def apply(recipe: Recipe, image: Image.Image) -> Tensor:
 def largest_size(
     widths: NDArray[np.int64], heights: NDArray[np.int64], config: AugmentConfig, train: bool, alone: bool
 ) -> tuple[int, int]:
-    """The (h, w) of largest area that images of these sizes can need after augmentation; some draw really gives it.
+    """The largest (h, w) that images of these sizes can need after augmentation: a maximum that some draw reaches.
+
+    No image hinders another: where one alone can be the tallest and the widest, one draw of it is both (the tests try
+    every draw of every pair).
 
     Args:
-        widths, heights: [I] pixels, one entry per image, equal ones repeated.
+        widths, heights: [I] pixels.
         train: with the training augmentation; else the validation resize.
-        alone: True for a single image; False for several different images padded together, where the tallest may meet
+        alone: True for the single image of largest area; False for images padded together, where the tallest may meet
             the widest.
     """
-    sizes, counts = np.unique(np.stack([heights, widths], axis=1), axis=0, return_counts=True)
-    found = _final_sizes(sizes, config, train)
-    best = _of_largest_area(found.tolist())
+    sizes = np.unique(np.stack([heights, widths], axis=1), axis=0)
+    if not train:
+        found = _resized_sizes(sizes, [config.val_scale], config.max_size)
+    else:
+        parts = []
+        if config.crop < 1:
+            parts.append(_resized_sizes(sizes, config.scales, config.max_size))
+        if config.crop > 0:
+            before = _resized_sizes(sizes, config.crop_resize, None)
+            parts.append(_resized_sizes(_reachable_crops(before, config.crop_size), config.scales, config.max_size))
+        found = np.concatenate(parts)
     if alone:
-        return best
-    tallest, widest = int(found[:, 0].max()), int(found[:, 1].max())
-    able = _can_reach(sizes, config, train, 0, tallest) | _can_reach(sizes, config, train, 1, widest)
-    if counts.sum() == 1:
-        return best
-    if counts[able].sum() > 1:
-        return tallest, widest
-    # One image alone can be either, but not both at once: the other side comes from a second one, or all from one.
-    others = _final_sizes(sizes[~able], config, train)
-    return _of_largest_area([(tallest, int(others[:, 1].max())), (int(others[:, 0].max()), widest), best])
-
-
-def _of_largest_area(sizes: Sequence[Sequence[int]]) -> tuple[int, int]:
-    best = max(sizes, key=lambda size: (size[0] * size[1], size))
-    return best[0], best[1]
-
-
-def _final_sizes(sizes: NDArray[np.int64], config: AugmentConfig, train: bool) -> NDArray[np.int64]:
-    """Every final (h, w) that some image of these sizes can get."""
-    if not train:
-        return _resized_sizes(sizes, [config.val_scale], config.max_size)
-    parts = []
-    if config.crop < 1:
-        parts.append(_resized_sizes(sizes, config.scales, config.max_size))
-    if config.crop > 0:
-        before = _resized_sizes(sizes, config.crop_resize, None)
-        parts.append(_resized_sizes(_reachable_crops(before, config.crop_size), config.scales, config.max_size))
-    return np.concatenate(parts)
-
-
-def _can_reach(sizes: NDArray[np.int64], config: AugmentConfig, train: bool, axis: int, side: int) -> NDArray[np.bool_]:
-    """[n] whether an image of each (h, w) row can get a final size of that height (axis 0) or width (axis 1)."""
-    if not train:
-        return _resized(sizes, config.val_scale, config.max_size)[:, axis] == side
-    able = np.zeros(len(sizes), dtype=np.bool_)
-    if config.crop < 1:
-        for scale in config.scales:
-            able |= _resized(sizes, scale, config.max_size)[:, axis] == side
-    if config.crop > 0:
-        before = [_resized(sizes, scale, None) for scale in config.crop_resize]
-        crops = _reachable_crops(np.concatenate(before), config.crop_size)
-        wanted = np.zeros(2 * [config.crop_size[1] + 1], dtype=np.int64)
-        for scale in config.scales:
-            hits = crops[_resized(crops, scale, config.max_size)[:, axis] == side]
-            wanted[hits[:, 0], hits[:, 1]] = 1
-        # sums[h, w]: wanted crops below (h, w), so that four looks count those between an image's smallest and largest
-        sums = np.pad(wanted, ((1, 0), (1, 0))).cumsum(axis=0).cumsum(axis=1)
-        for rows in before:
-            low, high = np.minimum(config.crop_size[0], rows), np.minimum(config.crop_size[1], rows) + 1
-            top, left, bottom, right = low[:, 0], low[:, 1], high[:, 0], high[:, 1]
-            able |= sums[bottom, right] - sums[top, right] - sums[bottom, left] + sums[top, left] > 0
-    return able
+        best = max(map(tuple, found.tolist()), key=lambda size: (size[0] * size[1], size))
+        return best[0], best[1]
+    return int(found[:, 0].max()), int(found[:, 1].max())
 
 
 def _resized_sizes(sizes: NDArray[np.int64], scales: Sequence[int], max_size: int | None) -> NDArray[np.int64]:
-    """What `_resized` gives for any of the scales; rows without repetition."""
-    return np.unique(np.concatenate([_resized(sizes, scale, max_size) for scale in scales]), axis=0)
-
-
-def _resized(sizes: NDArray[np.int64], scale: int, max_size: int | None) -> NDArray[np.int64]:
-    """`resized_size` of every (h, w) row, in the same float64 steps."""
+    """`resized_size` of every (h, w) row for every scale, in the same float64 steps; rows without repetition."""
+    rows = []
     heights, widths = sizes[:, 0], sizes[:, 1]
     short, long = np.minimum(heights, widths), np.maximum(heights, widths)
-    sides = np.full(len(sizes), scale)
-    if max_size is not None:
-        bound = np.maximum(1, np.rint(max_size * short / long).astype(np.int64))
-        sides = np.where(long / short * scale > max_size, bound, sides)
-    longer = (sides * long / short).astype(np.int64)
-    wide = heights < widths
-    return np.stack([np.where(wide, sides, longer), np.where(wide, longer, sides)], axis=1)
+    for scale in scales:
+        sides = np.full(len(sizes), scale)
+        if max_size is not None:
+            bound = np.maximum(1, np.rint(max_size * short / long).astype(np.int64))
+            sides = np.where(long / short * scale > max_size, bound, sides)
+        longer = (sides * long / short).astype(np.int64)
+        wide = heights < widths
+        rows.append(np.stack([np.where(wide, sides, longer), np.where(wide, longer, sides)], axis=1))
+    return np.unique(np.concatenate(rows), axis=0)
 
 
 def _reachable_crops(sizes: NDArray[np.int64], bounds: tuple[int, int]) -> NDArray[np.int64]:

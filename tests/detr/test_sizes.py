@@ -8,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from detr_pipeline.data import DATA_VARIABLE, DataConfig, image_sizes, largest_padded_size, open_data, open_index
 from detr_pipeline.digits import DigitsConfig, picture_sizes
@@ -86,32 +88,19 @@ def every_size(height, width, config):
     return sizes
 
 
-@pytest.mark.parametrize("crop", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize(
-    "shapes",
-    [
-        [(40, 30)],
-        [(40, 30), (40, 30)],
-        [(40, 30), (20, 30), (31, 17)],
-        # one square picture is the tallest and the widest; it cannot be both beside another
-        [(64, 64), (12, 14), (13, 12)],
-        [(30, 90), (12, 14), (20, 12)],
-        [(9, 70), (70, 9), (20, 20)],
-        [(25, 25), (24, 26), (26, 24), (12, 50)],
-    ],
-)
-def test_the_largest_size_is_the_exact_maximum(shapes, crop):
+pictures = st.lists(st.tuples(st.integers(3, 60), st.integers(3, 60)), min_size=2, max_size=3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(pictures, st.sampled_from([0.0, 0.5, 1.0]), st.sampled_from([None, 20, 44]), st.sampled_from([6, 16, 21]))
+def test_the_largest_size_is_the_exact_maximum(shapes, crop, max_size, resize):
     """Against every possible pair of draws of every pair of images."""
-    config = AugmentConfig(
-        scales=(20, 26), max_size=44, crop_resize=(16, 21), crop_size=(9, 18), crop=crop, val_scale=24
-    )
+    config = AugmentConfig(scales=(13, 26), max_size=max_size, crop_resize=(resize,), crop_size=(9, 18), crop=crop)
     heights, widths = (np.array(column) for column in zip(*shapes, strict=True))
     sizes = [every_size(h, w, config) for h, w in shapes]
     best_alone = max(h * w for of_one in sizes for h, w in of_one)
     assert np.prod(largest_size(widths, heights, config, train=True, alone=True)) == best_alone
-    padded = {
-        (max(a[0], b[0]), max(a[1], b[1])) for one, other in combinations(sizes, 2) for a in one for b in other
-    } or sizes[0]
+    padded = {(max(a[0], b[0]), max(a[1], b[1])) for one, other in combinations(sizes, 2) for a in one for b in other}
     found = largest_size(widths, heights, config, train=True, alone=False)
     assert found in padded
     assert np.prod(found) == max(h * w for h, w in padded)
