@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from varuna_capslog.chain import Chain, TensorSpec
 from varuna_capslog.config import Config, load_workload
 from varuna_capslog.profiles import cache
 from varuna_capslog.profiles.hollow import HollowRun, run_hollow

@@ -55,6 +55,7 @@ def run_hollow(
     conditions: RunConditions,
     loss: LossFunction,
     quirks: Quirks,
+    microbatches: int | None = None,
 ) -> HollowRun:
     """One step of a trimmed stage that has trained before: the optimizer's moments are there, gradients are not.
 
@@ -68,9 +69,10 @@ def run_hollow(
         CapslogError: a layer or the loss cannot run on fake tensors.
     """
     communicator = _Silent(run, quirks.staged)
+    count = microbatches or enough_microbatches(conditions, quirks)
     with torch.random.fork_rng(devices=[]), mode, quirks.dispatch():
         with _modules_stay():
-            engine, minibatch = trimmed_engine(chain, run, conditions, communicator, loss, _CPU, real=True)
+            engine, minibatch = trimmed_engine(chain, run, conditions, communicator, loss, _CPU, True, count)
         (stage,) = engine.stages.values()
         _prepare(engine, stage, conditions, quirks)
         held = resident_tensors(engine.layers, engine.optimizer)
@@ -97,6 +99,17 @@ def run_hollow(
         if meter.refused:
             raise CapslogError(f"the loss refuses fake values ({meter.refused}); make it finite on any outputs")
         return HollowRun(followed.peak_bytes, meter.static_bytes, meter.saved_bytes, tuple(followed.events))
+
+
+def enough_microbatches(conditions: RunConditions, quirks: Quirks) -> int:
+    """How many show the peak of any longer step.
+
+    The second is the first to find all gradients. Where inputs or graphs of others wait on the device, it takes a third
+    to have one waiting then; and where messages do, a fourth, as in a measured run.
+    """
+    if not quirks.staged:
+        return 4
+    return 2 if conditions.recompute and conditions.stage_inputs == "host" else 3
 
 
 @contextmanager

@@ -6,6 +6,7 @@ besides their results comes from a function that `quirks` provides.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ Temporary = Callable[[Any, Sequence[Any], Mapping[str, Any], Any], int]
 _prim_device = torch.ops.prim.device.default
 _item = torch.ops.aten._local_scalar_dense.default
 _add = torch.ops.aten.add.Tensor
+_MORE = frozenset({"aten::set_", "aten::resize_", "aten::resize_as_", "aten::_resize_output_"})
 _OWN_USES, _OWN_STORAGE_USES = 4, 2
 """References to a gradient that only autograd's buffer holds, as seen from within a dispatch mode: the buffer's own and
 those of the call."""
@@ -112,6 +114,10 @@ class Lifetimes(TorchDispatchMode):
         number = -1 if node is None else node._sequence_nr()
         if func is _add and node is not None and self._adds_in_place(args, kwargs, number):
             return torch.ops.aten.add_.Tensor(*args)
+        if _changes_first_only(func):
+            if self._temporary is not None:
+                self.brief(self._temporary(func, args, kwargs, args[0]))
+            return args[0] if func._schema.returns else None
         result = func(*args, **kwargs)
         if isinstance(result, Tensor):
             self._follow(result, number)
@@ -142,6 +148,20 @@ class Lifetimes(TorchDispatchMode):
             and self._made_by.get(storage._cdata) != node
             and _is_dense(first)
         )
+
+
+@functools.cache
+def _changes_first_only(func: Any) -> bool:
+    """Whether an operator writes into its first argument (a tensor or a list of them) and does nothing else.
+
+    Such a one need not run where there are no values. Those that change a shape or a storage do more.
+    """
+    schema = func._schema
+    if not schema.name.endswith("_") or torch.Tag.inplace_view in func.tags or schema.name in _MORE:
+        return False
+    if "_foreach_" in schema.name or "_fused_" in schema.name:
+        return not schema.returns
+    return len(schema.returns) == 1 and schema.arguments[0].is_write
 
 
 def _one(dtype: torch.dtype) -> bool | int | float:

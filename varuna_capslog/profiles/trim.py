@@ -186,14 +186,15 @@ def trimmed_engine(
     loss: LossFunction,
     device: torch.device,
     real: bool,
+    microbatches: int = _MICROBATCHES,
 ) -> tuple[_TrimmedEngine, Minibatch]:
-    """One rank's engine, and the minibatch of dummy microbatches that it trains on."""
+    """One rank's engine, and the minibatch of dummy microbatches that it trains on (at most 4)."""
     trimmed = trimmed_chain(chain, run, real)
-    layout, schedule = _program(run, conditions.recompute)
+    layout, schedule = _program(run, conditions.recompute, microbatches)
     options = EngineOptions(
-        num_microbatches=_MICROBATCHES,
+        num_microbatches=microbatches,
         # more than two blocks are never alive at once
-        num_blocks=1 if conditions.blocks == 1 else _MICROBATCHES,
+        num_blocks=1 if conditions.blocks == 1 else microbatches,
         stage_inputs=conditions.stage_inputs,
         precision=conditions.precision,
         clip_norm=1.0,
@@ -202,12 +203,12 @@ def trimmed_engine(
     specs = [*run.specs[: 1 if run.has_upstream else 0], *run.specs, *run.specs[len(run.specs) - run.has_downstream :]]
     engine = _TrimmedEngine(trimmed, loss, layout, options, communicator, device, _KnownShapes(specs))
     minibatch = Minibatch(
-        [dict(run.specs[0])] * _MICROBATCHES, [run.targets] * _MICROBATCHES, dict(run.normalisers or {})
+        [dict(run.specs[0])] * microbatches, [run.targets] * microbatches, dict(run.normalisers or {})
     )
     return engine, minibatch
 
 
-def _program(run: TrimmedRun, recompute: bool) -> tuple[Layout, Schedule]:
+def _program(run: TrimmedRun, recompute: bool, microbatches: int) -> tuple[Layout, Schedule]:
     """Stages, their ranks and both ranks' actions: the steady state of Varuna's schedule.
 
     A stage with another behind it has a second microbatch in flight while it recomputes and differentiates the first.
@@ -229,7 +230,7 @@ def _program(run: TrimmedRun, recompute: bool) -> tuple[Layout, Schedule]:
     else:
         layout = Layout((0,), (0,))
         rows = ["0F0 0B0 0F1 0B1 0F2 0B2 0F3 0B3"]
-    schedule = from_strings([row.split() for row in rows])
+    schedule = from_strings([[text for text in row.split() if int(text[-1]) < microbatches] for row in rows])
     return layout, insert_recompute(schedule) if recompute else schedule
 
 
