@@ -1,0 +1,163 @@
+"""From a profile to the seconds of any stage, and to the step time of many cut lists at once.
+
+The planners that weigh time (`throughput`, `pareto`, `joint`) ask here. Step times are those of `schedules.simulate`,
+which stays the one definition; here its play of one schedule is repeated for many cut lists in the same numpy steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from varuna_capslog import fields
+from varuna_capslog.errors import CapslogError
+from varuna_capslog.profiles.record import Profile
+from varuna_capslog.schedules import Recv, Send, graph_keeping_forwards, lower, make_schedule
+
+__all__ = ["LayerSeconds", "Link", "StepPlayer", "step_player"]
+
+Floats = NDArray[np.float64]
+Cuts = NDArray[np.intp]
+
+
+@dataclass(frozen=True)
+class Link:
+    """What lies between two neighbouring stages: bytes per second (None: no limit) and seconds per message.
+
+    One link per ordered pair of stages, as in `schedules.simulate`: messages of one direction go one after the other,
+    and a transfer costs the devices no time.
+    """
+
+    bandwidth: float | None = None
+    latency_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.bandwidth is not None and not 0 < self.bandwidth < float("inf"):
+            raise CapslogError(f"bandwidth is {self.bandwidth}; give bytes per second above 0, or none for no limit")
+        fields.seconds(self.latency_seconds, "latency_seconds")
+
+    def seconds(self, count: int) -> float:
+        """Return the seconds that `count` bytes take."""
+        return self.latency_seconds + (0.0 if self.bandwidth is None else count / self.bandwidth)
+
+
+@dataclass(frozen=True)
+class LayerSeconds:
+    """Seconds of one microbatch on a device of speed 1, as running sums over the layers.
+
+    forward, backward: [L + 1]; entry k sums layers 0 .. k-1. Recomputation takes as long as the forward.
+    transfer: [L + 1]; entry k is what the cut before layer k takes in either direction, 0 at both ends of the chain.
+    """
+
+    forward: Floats
+    backward: Floats
+    transfer: Floats
+
+    @classmethod
+    def of_profile(cls, profile: Profile, link: Link | None = None) -> LayerSeconds:
+        """Make the sums; `link` None means transfers that take no time.
+
+        Raises CapslogError naming the first layer that lacks its seconds, or boundary_bytes where a bandwidth needs it.
+        """
+        link = link or Link()
+        transfer = np.zeros(profile.num_layers + 1)
+        if profile.num_layers > 1:
+            known = profile.column("boundary_bytes")[:-1] if link.bandwidth is not None else [0] * (len(transfer) - 2)
+            transfer[1:-1] = [link.seconds(count) for count in known]
+        return cls(_running(profile.column("forward_seconds")), _running(profile.column("backward_seconds")), transfer)
+
+    @property
+    def num_layers(self) -> int:
+        """L, the number of layers."""
+        return len(self.forward) - 1
+
+    def of_cuts(self, cuts: Cuts, speeds: Sequence[float] | None = None) -> tuple[Floats, Floats, Floats]:
+        """Return forward and backward seconds [K, S] and transfer seconds [K, S - 1] of K cut lists [K, S].
+
+        speeds: of the device of each stage; its seconds are those of speed 1 divided by it.
+        """
+        ends = np.concatenate([cuts[:, 1:], np.full((len(cuts), 1), self.num_layers)], axis=1)
+        scale = 1.0 if speeds is None else np.asarray(speeds, dtype=np.float64)
+        forward = (self.forward[ends] - self.forward[cuts]) / scale
+        backward = (self.backward[ends] - self.backward[cuts]) / scale
+        return forward, backward, self.transfer[cuts[:, 1:]]
+
+
+class StepPlayer:
+    """One step of a schedule, played for many lists of stage seconds at once.
+
+    The order in which `schedules.simulate` plays a schedule does not depend on the seconds, so it is found once, and
+    each of its steps is one numpy operation on a vector with one entry per cut list.
+    """
+
+    def __init__(self, schedule: str, stages: int, microbatches: int, recompute: bool) -> None:
+        actions = make_schedule(schedule, stages, microbatches, recompute=recompute)
+        self.stages, self.microbatches = stages, microbatches
+        # Nobody reads what the last stage makes before it makes it again, so the engine leaves such a forward out.
+        keeping = graph_keeping_forwards(actions)
+        left_out = {
+            action for action in actions[-1] if action.kind == "F" and (stages - 1, action.microbatch) not in keeping
+        }
+        self.forwards = [sum(action.kind in "FR" and action not in left_out for action in row) for row in actions]
+        """Per stage, how often it runs the forward of a microbatch, recomputations included."""
+        self._order: list[tuple[str, int, int, int]] = []
+        numbers: dict[object, int] = {}
+        programs = lower(actions).programs
+        at = [0] * len(programs)
+        moved = True
+        while moved:
+            moved = False
+            for rank, program in enumerate(programs):
+                while at[rank] < len(program):
+                    instruction = program[at[rank]]
+                    if isinstance(instruction, Recv):
+                        if instruction.message not in numbers:
+                            break
+                        self._order.append(("recv", rank, numbers[instruction.message], 0))
+                    elif isinstance(instruction, Send):
+                        number = numbers[instruction.message] = len(numbers)
+                        self._order.append(("send", rank, number, instruction.peer))
+                    elif instruction not in left_out:
+                        self._order.append((instruction.kind, rank, 0, 0))
+                    at[rank] += 1
+                    moved = True
+        assert all(done == len(program) for done, program in zip(at, programs, strict=True)), "a deadlock"
+        self._num_messages = len(numbers)
+
+    def step_seconds(self, forward: Floats, backward: Floats, transfer: Floats) -> Floats:
+        """Return the step seconds [K] of K lists of stage seconds; shapes as `LayerSeconds.of_cuts` gives them.
+
+        O(stages x microbatches) numpy operations on K numbers each.
+        """
+        count = len(forward)
+        of_kind = {"F": np.ascontiguousarray(forward.T), "B": np.ascontiguousarray(backward.T)}
+        of_kind["R"] = of_kind["F"]
+        cuts = np.ascontiguousarray(transfer.T)
+        clock = np.zeros((self.stages, count))
+        links = np.zeros((2, self.stages, count))  # when the link to the next (0) and the one before (1) is free
+        arrival: list[Floats] = [clock[0]] * self._num_messages
+        for what, rank, number, peer in self._order:
+            if what == "recv":
+                np.maximum(clock[rank], arrival[number], out=clock[rank])
+            elif what == "send":
+                link = links[0 if peer > rank else 1, rank]
+                np.maximum(link, clock[rank], out=link)
+                link += cuts[min(peer, rank)]
+                arrival[number] = link.copy()
+            else:
+                clock[rank] += of_kind[what][rank]
+        return np.asarray(clock.max(axis=0))
+
+
+@lru_cache(maxsize=256)
+def step_player(schedule: str, stages: int, microbatches: int, recompute: bool) -> StepPlayer:
+    """Return the player of a schedule with stage s on rank s; made once per process."""
+    return StepPlayer(schedule, stages, microbatches, recompute)
+
+
+def _running(seconds: Sequence[float]) -> Floats:
+    return np.concatenate([[0.0], np.cumsum(np.asarray(seconds, dtype=np.float64))])

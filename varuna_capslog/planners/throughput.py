@@ -1,0 +1,294 @@
+"""The cut list with the smallest step time of those that fit the memory.
+
+Two things are exact here and one is not. A bound below the step time of every cut list that fits comes from dynamic
+programming, as does the list that attains it; the step time of a given list is the simulator's. Between the two a
+beam of lists is weighed and the best few are changed cut by cut, which is a heuristic, unless the beam never had to
+drop a list that the bound allows: then the answer is proven (`Fastest.proven`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from varuna_capslog.memory.costs import StageCosts
+from varuna_capslog.planners.seconds import LayerSeconds, StepPlayer, step_player
+from varuna_capslog.schedules import in_flight_limits
+
+__all__ = ["Fastest", "Run", "fastest_cuts"]
+
+Floats = NDArray[np.float64]
+Cuts = NDArray[np.intp]
+
+_SAME = 1e-9
+"""Relative difference of two step times that are told apart."""
+
+_NARROW = 64
+"""Width up to which a beam of an eighth of it is not worth trying first."""
+
+_LONGEST_MOVE = 12
+"""Neighbouring cuts that are moved together, at most."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What of a run decides its step time, besides the cuts: schedule and microbatches of one step of one pipeline."""
+
+    schedule: str = "varuna"
+    num_microbatches: int = 8
+    recompute: bool = True
+
+
+@dataclass(frozen=True)
+class Fastest:
+    """The best cut list that was found.
+
+    step_seconds: by the simulator. bound_seconds: no cut list that fits takes less. peak_bytes: of its largest stage.
+    """
+
+    cuts: tuple[int, ...]
+    step_seconds: float
+    bound_seconds: float
+    peak_bytes: int
+
+    @property
+    def proven(self) -> bool:
+        """Whether no cut list that fits is faster, to 1e-9 of the step time."""
+        return self.step_seconds <= self.bound_seconds * (1 + _SAME)
+
+
+def fastest_cuts(
+    costs: StageCosts,
+    seconds: LayerSeconds,
+    run: Run,
+    devices: int,
+    capacities: Sequence[int] | None = None,
+    speeds: Sequence[float] | None = None,
+    width: int = 1024,
+) -> Fastest | None:
+    """Return the cut list of `devices` stages, 1 <= devices <= L, with the smallest step time; None if none fits.
+
+    capacities: usable bytes of the device of each stage; None means no limit. The bytes of a stage may depend on its
+    position (`StageCosts`).
+    speeds: of the device of each stage; its seconds are those of the profile divided by it.
+    width: cut lists that the beam keeps; more take longer and leave less to chance.
+
+    Of lists with equal step times the smallest peak wins, then the smallest list.
+    """
+    search = _Search(costs, seconds, run, devices, capacities, speeds)
+    if not np.isfinite(search.bounds.step[0][0]):
+        return None
+    best: _Ranked | None = None
+    bound = 0.0
+    for kept in (max(1, width // 8), width) if width > _NARROW else (width,):
+        lists, dropped = search.beam(kept, np.inf if best is None else best.step)
+        best = search.best_of(lists, best)
+        if best.step > dropped * (1 + _SAME):
+            best = search.improved(best)
+        bound = max(bound, min(dropped, best.step))
+        if best.step <= bound * (1 + _SAME):
+            break
+    assert best is not None
+    return Fastest(tuple(int(cut) for cut in best.cuts), best.step, bound, best.peak)
+
+
+@dataclass(frozen=True)
+class _Ranked:
+    step: float
+    peak: int
+    cuts: Cuts
+
+
+@dataclass(frozen=True)
+class _Bounds:
+    """Per stage s and layer l, what the stages s .. S-1 that hold layers l .. L-1 add at least; inf where none fits.
+
+    [S + 1] rows of [L + 1]. step: from the begin of stage s to its end, see `_Search._bounds`. round_trip: of one
+    microbatch from stage s to the last and back. work: seconds that the busiest of these stages computes.
+    """
+
+    step: list[Floats]
+    round_trip: list[Floats]
+    work: list[Floats]
+
+
+class _Search:
+    """One search: the seconds of every stage at every position, the bounds, and what is done with them."""
+
+    def __init__(
+        self,
+        costs: StageCosts,
+        seconds: LayerSeconds,
+        run: Run,
+        devices: int,
+        capacities: Sequence[int] | None,
+        speeds: Sequence[float] | None,
+    ) -> None:
+        self.costs, self.seconds, self.run, self.devices = costs, seconds, run, devices
+        self.capacities, self.speeds = capacities, speeds
+        self.num_layers = costs.num_layers
+        self.player: StepPlayer = step_player(run.schedule, devices, run.num_microbatches, run.recompute)
+        limits = in_flight_limits(run.schedule, devices, run.num_microbatches)
+        self.rounds = [1 + (run.num_microbatches - 1) // limit for limit in limits]
+        forward = seconds.forward[None, :] - seconds.forward[:-1, None]
+        both = forward + seconds.backward[None, :] - seconds.backward[:-1, None]
+        self._forward, self._both = forward, both
+        self._fits = [self._fitting(stage) for stage in range(devices)]
+        self.bounds = self._bounds()
+
+    def _fitting(self, stage: int) -> NDArray[np.bool_]:
+        """[L, L + 1]: whether layers first .. end-1 may be this stage."""
+        num_layers, devices = self.num_layers, self.devices
+        first, end = np.arange(num_layers)[:, None], np.arange(num_layers + 1)[None, :]
+        fits = (end > first) & (first >= stage) & (num_layers - end >= devices - 1 - stage)
+        if stage == 0:
+            fits &= first == 0
+        if stage == devices - 1:
+            fits &= end == num_layers
+        if self.capacities is not None:
+            fits &= self.costs.matrix(stage, devices) <= self.capacities[stage]
+        return fits
+
+    def stage_terms(self, stage: int, first: Cuts | slice) -> tuple[Floats, Floats, Floats, NDArray[np.bool_]]:
+        """For stages that begin at `first`: [.., L + 1] work of a step, one microbatch, both transfers, what fits."""
+        speed = 1.0 if self.speeds is None else self.speeds[stage]
+        one = self._both[first] / speed
+        again = self.player.forwards[stage] - self.run.num_microbatches
+        work = one * self.run.num_microbatches + self._forward[first] * (again / speed)
+        return work, one, 2 * self.seconds.transfer, self._fits[stage][first]
+
+    def least(self, stage: int, work: Floats, one: Floats, both_ways: Floats) -> Floats:
+        """What the stage's own work, link and limit of microbatches in flight make of the step, from its begin."""
+        one_trip = one + both_ways + self.bounds_after(stage)
+        by_limit = self.rounds[stage] * one_trip
+        by_link = one_trip + (self.run.num_microbatches - 1) * both_ways / 2
+        return np.maximum(work, np.maximum(by_limit, by_link))
+
+    def bounds_after(self, stage: int) -> Floats:
+        """Round trip of one microbatch through the stages behind, by the layer with which they begin."""
+        return self._round_trips[stage + 1]
+
+    def _bounds(self) -> _Bounds:
+        """From the last stage to the first.
+
+        State       (s, l): layers l .. L-1 in the stages s .. S-1, timed from the begin of stage s.
+        Transition  (s + 1, m) -> (s, l) with l < m: stage s holds layers l .. m-1, if they fit its device.
+        Cost        the largest of what no schedule can avoid, w being the stage's forward and backward of one
+                    microbatch and t the transfer over the cut behind it:
+                      all its work, recomputations included;
+                      w + 2 t + the cost of (s + 1, m), since stage s + 1 cannot begin before the first forward has come
+                      over, and its last gradient must come back;
+                      the link: w + 2 t + (M - 1) t + the shortest round trip of a microbatch behind;
+                      the limit of K microbatches in flight: ceil(M / K) round trips, one after the other.
+                    Each rises with the cost behind it, so the smallest of (s, l) needs only the smallest of (s + 1, m):
+                    the bound is the exact minimum of this cost over all cut lists that fit.
+        Complexity  O(S L^2) in S numpy steps.
+        """
+        devices, num_layers = self.devices, self.num_layers
+        # Behind the last stage lies nothing: 0 where all layers are placed.
+        nothing = np.where(np.arange(num_layers + 1) == num_layers, 0.0, np.inf)
+        step, work_left = [nothing], [nothing]
+        self._round_trips: list[Floats] = [np.empty(0)] * devices + [nothing]
+        for stage in range(devices - 1, -1, -1):
+            work, one, both_ways, fits = self.stage_terms(stage, slice(None))
+            passed = one + both_ways
+            cost = np.maximum(self.least(stage, work, one, both_ways), passed + step[-1])
+            busiest = np.maximum(work, work_left[-1])
+            parts = (cost, passed + self.bounds_after(stage), busiest)
+            padded = [np.append(np.where(fits, part, np.inf).min(axis=1), np.inf) for part in parts]
+            step.append(padded[0])
+            self._round_trips[stage] = padded[1]
+            work_left.append(padded[2])
+        return _Bounds(step[::-1], self._round_trips, work_left[::-1])
+
+    def beam(self, width: int, incumbent: float) -> tuple[Cuts, float]:
+        """Return at most `width` cut lists [K, S], and the bound of the best list that was left out.
+
+        Stage by stage, the lists begun are kept that promise the smallest step: the larger of their bound and of the
+        estimate round trip + (M - 1) / M x the busiest stage's work, which is the step of a pipeline that never waits.
+        Lists whose bound is not below the incumbent are left out for good reason and not counted.
+        """
+        bounds, num_microbatches = self.bounds, self.run.num_microbatches
+        prefix = np.zeros((1, 0), dtype=np.intp)
+        first = np.zeros(1, dtype=np.intp)
+        passed, least, busiest = np.zeros(1), np.zeros(1), np.zeros(1)
+        dropped = np.inf
+        for stage in range(self.devices):
+            work, one, both_ways, fits = self.stage_terms(stage, first)
+            own = passed[:, None] + self.least(stage, work, one, both_ways)
+            gone = passed[:, None] + one + both_ways
+            most = np.maximum(least[:, None], own)
+            bound = np.maximum(most, gone + bounds.step[stage + 1])
+            busy = np.maximum(busiest[:, None], work)
+            period = np.maximum(busy, bounds.work[stage + 1]) / num_microbatches
+            with np.errstate(invalid="ignore"):  # 0 x inf where nothing fits, which is not looked at
+                promise = np.maximum(bound, gone + bounds.round_trip[stage + 1] + (num_microbatches - 1) * period)
+            allowed = fits & (bound < incumbent)
+            rows, ends = np.nonzero(allowed & np.isfinite(bound))
+            if len(rows) > width:
+                order = np.lexsort((ends, rows, bound[rows, ends], promise[rows, ends]))
+                rest = order[width:]
+                dropped = min(dropped, float(bound[rows[rest], ends[rest]].min()))
+                rows, ends = rows[order[:width]], ends[order[:width]]
+            prefix = np.concatenate([prefix[rows], first[rows, None]], axis=1)
+            first = ends
+            passed, least, busiest = gone[rows, ends], most[rows, ends], busy[rows, ends]
+        return prefix, dropped
+
+    def step_seconds(self, lists: Cuts) -> Floats:
+        """The simulator's step time of each cut list [K, S]."""
+        return self.player.step_seconds(*self.seconds.of_cuts(lists, self.speeds))
+
+    def best_of(self, lists: Cuts, best: _Ranked | None = None) -> _Ranked:
+        """The best of the lists and of the one known before."""
+        if len(lists):
+            steps = self.step_seconds(lists)
+            near = lists[steps <= steps.min() * (1 + _SAME)]
+            found = min((self._ranked(float(steps.min()), cuts) for cuts in near[:64]), key=_order)
+            if best is None or found.step < best.step * (1 - _SAME):
+                best = found
+            elif found.step <= best.step * (1 + _SAME):
+                best = min(found, best, key=_order)
+        assert best is not None
+        return best
+
+    def _ranked(self, step: float, cuts: Cuts) -> _Ranked:
+        return _Ranked(step, max(self.costs.peaks([int(cut) for cut in cuts])), cuts)
+
+    def improved(self, best: _Ranked) -> _Ranked:
+        """Move runs of neighbouring cuts by one or two layers as long as that makes the step shorter."""
+        while True:
+            lists = self._neighbours(best.cuts)
+            better = self.best_of(lists, best)
+            if better.step >= best.step * (1 - _SAME):
+                return better
+            best = better
+
+    def _neighbours(self, cuts: Cuts) -> Cuts:
+        """Every list with cuts i .. j moved by -2, -1, 1 or 2 layers that fits."""
+        stages = self.devices
+        moves = [
+            (begin, end, by)
+            for begin in range(1, stages)
+            for end in range(begin + 1, min(stages, begin + _LONGEST_MOVE) + 1)
+            for by in (-2, -1, 1, 2)
+        ]
+        if not moves:
+            return np.zeros((0, stages), dtype=np.intp)
+        lists = np.repeat(cuts[None, :], len(moves), axis=0)
+        for row, (begin, end, by) in zip(lists, moves, strict=True):
+            row[begin:end] += by
+        ends = np.concatenate([lists[:, 1:], np.full((len(lists), 1), self.num_layers)], axis=1)
+        good = (lists >= 0).all(axis=1) & (ends > lists).all(axis=1)
+        lists, ends = lists[good], ends[good]
+        fits = np.ones(len(lists), dtype=bool)
+        for stage in range(stages):
+            fits &= self._fits[stage][lists[:, stage], ends[:, stage]]
+        return lists[fits]
+
+
+def _order(ranked: _Ranked) -> tuple[int, list[int]]:
+    return ranked.peak, ranked.cuts.tolist()
