@@ -29,12 +29,15 @@ from varuna_capslog.errors import CapslogError
 
 __all__ = [
     "Checkpoint",
+    "digest_of",
     "latest_checkpoint",
     "load_chain",
     "load_layers",
     "open_checkpoint",
     "prune",
     "save_checkpoint",
+    "sync_folder",
+    "write_synced",
 ]
 
 FORMAT = "varuna-capslog/checkpoint/1"
@@ -66,7 +69,7 @@ class Checkpoint:
             )
         file = self.path / entry["file"]
         try:
-            if _digest(file) != entry["digest"]:
+            if digest_of(file) != entry["digest"]:
                 raise CapslogError(
                     f"{file}: damaged (its digest differs from the manifest's); resume from an older checkpoint"
                 )
@@ -108,7 +111,7 @@ def save_checkpoint(
                 state = optimizer.state()
                 for layer in layers:
                     file = f"layer-{layer.index:04d}.pt"
-                    entries[layer.name] = {"file": file, **_write(partial / file, _layer_state(layer, state))}
+                    entries[layer.name] = {"file": file, **write_synced(partial / file, _layer_state(layer, state))}
         except OSError as error:
             return f"{error.strerror or error}", entries
         return None, entries
@@ -133,12 +136,12 @@ def save_checkpoint(
                     "layers": {layer.name: order[layer.name] for layer in chain.layers},
                 },
             )
-            _sync_folder(partial)
+            sync_folder(partial)
             replaced = folder / f".partial-replaced-{step:08d}"  # `prune` removes it, should we not come to it
             if final.exists():
                 os.replace(final, replaced)
             os.replace(partial, final)
-            _sync_folder(folder)
+            sync_folder(folder)
             shutil.rmtree(replaced, ignore_errors=True)
         except OSError as error:
             problem = f"{error.strerror or error}"
@@ -167,7 +170,8 @@ def _layer_state(layer: EngineLayer, optimizer: Mapping[str, Mapping[str, Tensor
     return {"parameters": parameters, "buffers": buffers, "optimizer": moments}
 
 
-def _write(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
+def write_synced(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Saves with torch and syncs; returns size and digest for the manifest. Raises OSError, also for a full disk."""
     with open(path, "wb") as file:
         try:
             torch.save(state, file)
@@ -176,10 +180,11 @@ def _write(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
             raise OSError(None, str(error).splitlines()[0]) from error
         file.flush()
         os.fsync(file.fileno())
-    return {"bytes": path.stat().st_size, "digest": _digest(path)}
+    return {"bytes": path.stat().st_size, "digest": digest_of(path)}
 
 
-def _digest(path: Path) -> str:
+def digest_of(path: Path) -> str:
+    """SHA-256 of a file."""
     with open(path, "rb") as file:
         digest = hashlib.sha256()
         while block := file.read(1 << 20):
@@ -187,7 +192,8 @@ def _digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Puts a folder's entries on the disk, so that a rename survives a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
