@@ -17,11 +17,13 @@ from varuna_capslog.planners.capslog import capslog_cuts
 from varuna_capslog.planners.capslog_tb import capslog_tb_cuts
 from varuna_capslog.planners.exact import exact_cuts, fewest_devices
 from varuna_capslog.planners.mcap import mcap_bf_cuts, mcap_bo_cuts
+from varuna_capslog.planners.seconds import Link
+from varuna_capslog.planners.throughput import Run, throughput_cuts
 from varuna_capslog.planners.varuna import varuna_cuts
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.units import format_bytes
 
-__all__ = ["PLANNERS", "Planner", "plan"]
+__all__ = ["PLANNERS", "PLANNER_NAMES", "Planner", "plan"]
 
 Planner = Callable[[StageCosts, int, Sequence[int] | None], list[int]]
 """(stage costs, number of devices, capacity of each device in bytes or None) -> first layer of each stage.
@@ -38,6 +40,12 @@ PLANNERS: dict[str, Planner] = {
     "exact": exact_cuts,
 }
 
+PLANNER_NAMES = (*PLANNERS, "throughput")
+"""Every planner of `plan`: those of the table, which look at bytes alone, and those that need seconds too."""
+
+DEFAULT_MICROBATCHES_PER_STAGE = 4
+"""What `throughput` plans for where the number of microbatches is not known."""
+
 STAGE_INPUTS = ("host", "device")
 
 
@@ -52,15 +60,17 @@ def plan(
     microbatch_size: int | None = None,
     recompute: bool = True,
     stage_inputs: str = "host",
+    link: Link | None = None,
 ) -> Plan:
     """Cut the profiled chain into one stage per device.
 
-    planner, memory: a name in PLANNERS and one in MEMORY_MODELS.
+    planner, memory: a name in PLANNER_NAMES and one in MEMORY_MODELS.
     capacity: bytes of every device, or one number per device; None plans for the smallest peak alone, and fits is true.
     schedule, recompute, stage_inputs ("host" or "device"): what the run keeps in memory. Where the memory model does
     not describe it, the cut list is planned all the same, but `fits` and the predicted bytes are None and `notes` says
     why.
     num_microbatches, microbatch_size: written into the plan; the size must be the one that the profile holds for.
+    link: between two stages, for planners that need seconds; None means transfers that take no time.
 
     A plan that does not fit is an answer too: fits is False and `shortfall` names the stage that lacks most and the
     smallest number of devices (of the smallest capacity given, cut by `exact`) that would do.
@@ -68,7 +78,7 @@ def plan(
     Raises CapslogError for more devices than layers, unknown names, and capacities that do not match the devices.
     """
     devices = fields.whole(devices, "devices", minimum=1)
-    fields.refuse_unknown([planner], list(PLANNERS), "planner")
+    fields.refuse_unknown([planner], PLANNER_NAMES, "planner")
     fields.refuse_unknown([memory], list(MEMORY_MODELS), "memory model")
     fields.choice(stage_inputs, "stage_inputs", STAGE_INPUTS)
     if devices > profile.num_layers:
@@ -81,7 +91,11 @@ def plan(
     costs = MEMORY_MODELS[memory].stage_costs(profile, run)
 
     begun = time.perf_counter()
-    cuts = PLANNERS[planner](costs, devices, capacities)
+    if planner == "throughput":
+        step = Run(schedule, num_microbatches or DEFAULT_MICROBATCHES_PER_STAGE * devices, recompute)
+        cuts = throughput_cuts(profile, costs, step, devices, capacities, link)
+    else:
+        cuts = PLANNERS[planner](costs, devices, capacities)
     search_seconds = time.perf_counter() - begun
 
     notes = _gaps(profile, memory, schedule, recompute, stage_inputs, microbatch_size)

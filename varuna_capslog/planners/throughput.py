@@ -15,10 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from varuna_capslog.memory.costs import StageCosts
-from varuna_capslog.planners.seconds import LayerSeconds, StepPlayer, step_player
+from varuna_capslog.planners.exact import exact_cuts
+from varuna_capslog.planners.seconds import LayerSeconds, Link, StepPlayer, step_player
+from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import in_flight_limits
 
-__all__ = ["Fastest", "Run", "fastest_cuts"]
+__all__ = ["Fastest", "Run", "fastest_cuts", "throughput_cuts"]
 
 Floats = NDArray[np.float64]
 Cuts = NDArray[np.intp]
@@ -93,6 +95,17 @@ def fastest_cuts(
             break
     assert best is not None
     return Fastest(tuple(int(cut) for cut in best.cuts), best.step, bound, best.peak)
+
+
+def throughput_cuts(
+    profile: Profile, costs: StageCosts, run: Run, devices: int, capacities: Sequence[int] | None, link: Link | None
+) -> list[int]:
+    """Return what `planners.plan` asks of this planner: the fastest cut list, or the smallest peak where none fits.
+
+    Raises CapslogError naming the first layer whose seconds (or bytes that cross a cut) the profile lacks.
+    """
+    best = fastest_cuts(costs, LayerSeconds.of_profile(profile, link), run, devices, capacities)
+    return exact_cuts(costs, devices, capacities) if best is None else list(best.cuts)
 
 
 @dataclass(frozen=True)
