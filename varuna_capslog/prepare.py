@@ -16,7 +16,7 @@ from varuna_capslog import fields, files
 from varuna_capslog.config import Config, dump_config, load_workload
 from varuna_capslog.engine.constants import check_folder
 from varuna_capslog.errors import CapslogError, DoesNotFit
-from varuna_capslog.memory import MEMORY_MODELS
+from varuna_capslog.memory import AUTO, MEMORY_MODELS
 from varuna_capslog.plan import Plan, Stage, read_plan, write_plan
 from varuna_capslog.planners import PLANNERS
 from varuna_capslog.planners import plan as search
@@ -39,10 +39,10 @@ def prepare_run(config: Config, show: bool = True) -> Plan:
     """
     # Before the profile, which may take minutes.
     fields.refuse_unknown([config.pipeline.planner], list(PLANNERS), "planner")
-    fields.refuse_unknown([config.pipeline.memory], list(MEMORY_MODELS), "memory model")
+    fields.refuse_unknown([config.pipeline.memory], [AUTO, *MEMORY_MODELS], "memory model")
     if config.engine != "capslog":
         raise CapslogError(f"engine={config.engine} is not there yet in this version; set engine=capslog")
-    profile = None if config.pipeline.cuts is not None else profile_run(config, show)
+    profile = profile_run(config, show) if _needs_profile(config) else None
     plan = plan_run(config, profile)
     check_folder(config, plan.model)
     files.write_text(config.run_dir / "config.yaml", dump_config(config))
@@ -76,12 +76,11 @@ def profile_run(config: Config, show: bool = True) -> Profile:
 def plan_run(config: Config, profile: Profile | None) -> Plan:
     """The configured planner's plan for a profile, or the plan that `pipeline.cuts` gives.
 
-    Without a profile (`pipeline.cuts` needs none) nothing is predicted and the chain is built to check the cuts.
+    Without a profile (given cuts need none) nothing is predicted and the chain is built to check the cuts.
     """
     pipeline = config.pipeline
-    if pipeline.cuts is not None:
+    if profile is None or len(pipeline.cuts or ()) > pipeline.devices:
         return _given_cuts(config)
-    assert profile is not None, "only given cuts need no profile"
     return search(
         profile,
         pipeline.devices,
@@ -93,6 +92,7 @@ def plan_run(config: Config, profile: Profile | None) -> Plan:
         microbatch_size=config.train.microbatch_size,
         recompute=pipeline.recompute,
         stage_inputs=pipeline.stage_inputs,
+        cuts=pipeline.cuts,
     )
 
 
@@ -106,13 +106,23 @@ def latest_plan(run_dir: Path) -> tuple[int, Plan] | None:
     return max(generations), read_plan(_plan_path(run_dir, max(generations)))
 
 
+def _needs_profile(config: Config) -> bool:
+    """Given cuts are run without a prediction, unless there is a capacity that they must keep to.
+
+    Raises CapslogError where no memory model could tell whether they do.
+    """
+    pipeline = config.pipeline
+    if pipeline.cuts is not None and len(pipeline.cuts) > pipeline.devices and pipeline.capacity is not None:
+        raise CapslogError(
+            f"pipeline.cuts gives {len(pipeline.cuts)} stages for pipeline.devices={pipeline.devices} and "
+            "pipeline.capacity is set, but no memory model predicts several stages on one device; remove "
+            "pipeline.capacity, or give one stage per device"
+        )
+    return pipeline.cuts is None or pipeline.capacity is not None
+
+
 def _given_cuts(config: Config) -> Plan:
     cuts, devices = config.pipeline.cuts or [0], config.pipeline.devices
-    if config.pipeline.capacity is not None:
-        raise CapslogError(
-            "pipeline.cuts and pipeline.capacity are both set, but given cuts are run without a prediction to compare; "
-            "remove one of the two"
-        )
     chain = load_workload(config).build_chain()
     chain.check_cuts(cuts)
     ends = [*cuts[1:], len(chain)]

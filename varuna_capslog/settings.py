@@ -147,8 +147,9 @@ class Pipeline(Section):
     """How tensors travel: gloo works everywhere (CUDA tensors by way of pinned host memory, so ranks may share a GPU);
     nccl needs one GPU per rank."""
 
-    memory: str = "additive"
-    """Memory model that predicts a stage's peak from the profile; additive needs single layers and pairs only."""
+    memory: str = "auto"
+    """Memory model that predicts a stage's peak: additive, composition, gpipe, 1f1b or varuna. auto takes the
+    schedule's own where the profile holds what it needs, as every profile made here does, else additive."""
 
     timeout_seconds: float = Field(30.0, gt=0)
     """Longest wait for another rank before the step is given up with an error."""

@@ -57,7 +57,10 @@ def plan(
     ] = None,
     memory: Annotated[
         str | None,
-        typer.Option(help="Memory model that predicts a stage's peak.", show_default="pipeline.memory, or additive"),
+        typer.Option(
+            help="Memory model: additive, composition, gpipe, 1f1b, varuna, or auto.",
+            show_default="pipeline.memory, or auto",
+        ),
     ] = None,
     capacity: Annotated[
         str | None,

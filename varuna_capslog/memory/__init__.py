@@ -10,13 +10,14 @@ import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
+from varuna_capslog import fields
 from varuna_capslog.errors import CapslogError
 from varuna_capslog.memory import additive, composition, inflight
 from varuna_capslog.memory.costs import NEVER, RunShape, StageCosts
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import SCHEDULES
 
-__all__ = ["AUTO", "MEMORY_MODELS", "NEVER", "MemoryModel", "RunShape", "StageCosts", "best_model"]
+__all__ = ["AUTO", "MEMORY_MODELS", "NEVER", "MemoryModel", "RunShape", "StageCosts", "resolve"]
 
 
 class MemoryModel(NamedTuple):
@@ -40,17 +41,19 @@ MEMORY_MODELS = {
 }
 
 AUTO = "auto"
-"""Stands for `best_model`."""
+"""Stands for the most exact model that a profile can feed: that of the run's schedule where the profile has the
+observations it needs, else `additive`, which every profile can feed (whether it describes the run its `gap` says)."""
 
 
-def best_model(profile: Profile, run: RunShape) -> str:
-    """Return the name of the most exact model that a profile can feed for a run.
+def resolve(memory: str, profile: Profile, run: RunShape) -> tuple[str, StageCosts]:
+    """Return the name of a memory model and its costs; `memory` is a name of MEMORY_MODELS, or AUTO.
 
-    That is the model of the run's schedule where the profile has the observations it needs, and else `additive`, which
-    every profile can feed; whether additive describes the run its `gap` says.
+    Raises CapslogError for another name, and where a model named here lacks something in the profile.
     """
-    try:
-        MEMORY_MODELS[run.schedule].stage_costs(profile, run)
-    except (CapslogError, KeyError):
-        return "additive"
-    return run.schedule
+    fields.refuse_unknown([memory], [AUTO, *MEMORY_MODELS], "memory model")
+    if memory == AUTO:
+        try:
+            return run.schedule, MEMORY_MODELS[run.schedule].stage_costs(profile, run)
+        except (CapslogError, KeyError):
+            memory = "additive"
+    return memory, MEMORY_MODELS[memory].stage_costs(profile, run)

@@ -169,11 +169,11 @@ def _boundary(row: Observation, name: str, model: str) -> int:
 def _with_one_in_flight(row: Observation, profile: Profile) -> Observation:
     """The row without what its run held of other microbatches.
 
-    A measured run between two stages has a second microbatch in flight (`profiles.trim`); a run at either end, and an
-    estimated one, has one.
+    A run that another stage follows had a second microbatch in flight, one that holds the last layer had none: so it is
+    in the program of `profiles.trim`, which measuring and estimating carry out. A profile that names no source says
+    nothing about it; its rows are taken for runs with one.
     """
-    first, end = row.layers
-    extra = 1 if profile.source == "measured" and first > 0 and end < profile.num_layers else 0
+    extra = 1 if profile.source is not None and row.layers[1] < profile.num_layers else 0
     held = 0
     one_memory = row.device == "cpu"
     if row.memory_action == "none":

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 from varuna_capslog import fields
 from varuna_capslog.errors import CapslogError
-from varuna_capslog.memory import MEMORY_MODELS, RunShape, StageCosts
+from varuna_capslog.memory import AUTO, MEMORY_MODELS, RunShape, StageCosts, resolve
+from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.plan import Plan, Shortfall
 from varuna_capslog.planners.capslog import capslog_cuts
 from varuna_capslog.planners.capslog_tb import capslog_tb_cuts
@@ -53,7 +55,7 @@ def plan(
     profile: Profile,
     devices: int,
     planner: str = "exact",
-    memory: str = "additive",
+    memory: str = AUTO,
     capacity: int | Sequence[int] | None = None,
     schedule: str = "varuna",
     num_microbatches: int | None = None,
@@ -61,25 +63,29 @@ def plan(
     recompute: bool = True,
     stage_inputs: str = "host",
     link: Link | None = None,
+    cuts: Sequence[int] | None = None,
 ) -> Plan:
     """Cut the profiled chain into one stage per device.
 
-    planner, memory: a name in PLANNER_NAMES and one in MEMORY_MODELS.
+    planner, memory: a name in PLANNER_NAMES and one in MEMORY_MODELS, or "auto" (see `memory.AUTO`).
     capacity: bytes of every device, or one number per device; None plans for the smallest peak alone, and fits is true.
+        Where the profile states a headroom, what is compared is a stage's peak with it (`memory.headroom`).
     schedule, recompute, stage_inputs ("host" or "device"): what the run keeps in memory. Where the memory model does
     not describe it, the cut list is planned all the same, but `fits` and the predicted bytes are None and `notes` says
     why.
-    num_microbatches, microbatch_size: written into the plan; the size must be the one that the profile holds for.
+    num_microbatches, microbatch_size: written into the plan; the size must be the one that the profile holds for. The
+    number is that of one pipeline's step; schedules that keep several microbatches on a device need it.
     link: between two stages, for planners that need seconds; None means transfers that take no time.
+    cuts: the first layer of each stage, to predict a given cut list; `planner` is not asked then.
 
     A plan that does not fit is an answer too: fits is False and `shortfall` names the stage that lacks most and the
     smallest number of devices (of the smallest capacity given, cut by `exact`) that would do.
 
-    Raises CapslogError for more devices than layers, unknown names, and capacities that do not match the devices.
+    Raises CapslogError for more devices than layers, unknown names, capacities or cuts that do not match the devices,
+    and a memory model that the profile cannot feed.
     """
     devices = fields.whole(devices, "devices", minimum=1)
     fields.refuse_unknown([planner], PLANNER_NAMES, "planner")
-    fields.refuse_unknown([memory], list(MEMORY_MODELS), "memory model")
     fields.choice(stage_inputs, "stage_inputs", STAGE_INPUTS)
     if devices > profile.num_layers:
         raise CapslogError(
@@ -87,29 +93,34 @@ def plan(
             f"so use at most {profile.num_layers} devices or a chain with more cut points"
         )
     capacities = _capacities(capacity, devices)
-    run = RunShape(num_microbatches, schedule, recompute, stage_inputs)
-    costs = MEMORY_MODELS[memory].stage_costs(profile, run)
+    headroom = Headroom.of(profile)
+    usable = None if capacities is None else [headroom.usable(size) for size in capacities]
+    memory, costs = resolve(memory, profile, RunShape(num_microbatches, schedule, recompute, stage_inputs))
 
-    begun = time.perf_counter()
-    if planner == "throughput":
-        step = Run(schedule, num_microbatches or DEFAULT_MICROBATCHES_PER_STAGE * devices, recompute)
-        cuts = throughput_cuts(profile, costs, step, devices, capacities, link)
+    search_seconds = None
+    if cuts is not None:
+        cuts = _checked(cuts, devices, profile.num_layers)
     else:
-        cuts = PLANNERS[planner](costs, devices, capacities)
-    search_seconds = time.perf_counter() - begun
+        begun = time.perf_counter()
+        if planner == "throughput":
+            step = Run(schedule, num_microbatches or DEFAULT_MICROBATCHES_PER_STAGE * devices, recompute)
+            cuts = throughput_cuts(profile, costs, step, devices, usable, link)
+        else:
+            cuts = PLANNERS[planner](costs, devices, usable)
+        search_seconds = time.perf_counter() - begun
 
     notes = _gaps(profile, memory, schedule, recompute, stage_inputs, microbatch_size)
     stage_bytes, fits, shortfall = None, None, None
     if not notes:
         stage_bytes = costs.peaks(cuts)
-        shortfall = None if capacities is None else _shortfall(costs, stage_bytes, capacities)
+        shortfall = None if capacities is None else _shortfall(costs, stage_bytes, capacities, headroom)
         fits = shortfall is None
         if shortfall is not None and capacities is not None:
-            notes = [_sentence(shortfall, stage_bytes, capacities)]
+            notes = [_sentence(shortfall, stage_bytes, capacities, headroom)]
     return Plan(
         num_layers=profile.num_layers,
         cuts=tuple(cuts),
-        planner=planner,
+        planner=None if search_seconds is None else planner,
         memory_model=memory,
         model=profile.model,
         profile_digest=profile.digest,
@@ -124,6 +135,17 @@ def plan(
         search_seconds=search_seconds,
         notes=tuple(notes),
     )
+
+
+def _checked(cuts: Sequence[int], devices: int, num_layers: int) -> list[int]:
+    """The given cut list, checked."""
+    cuts = [fields.whole(cut, "cuts") for cut in fields.listed(cuts, "cuts")]
+    if len(cuts) != devices or cuts[0] != 0 or any(a >= b for a, b in pairwise([*cuts, num_layers])):
+        raise CapslogError(
+            f"cuts is {cuts} for {devices} devices and {num_layers} layers; give the first layer of each device's "
+            "stage: begin with 0, rise, and stay below the number of layers"
+        )
+    return cuts
 
 
 def _capacities(capacity: int | Sequence[int] | None, devices: int) -> list[int] | None:
@@ -160,21 +182,25 @@ def _gaps(
     return gaps
 
 
-def _shortfall(costs: StageCosts, stage_bytes: Sequence[int], capacities: Sequence[int]) -> Shortfall | None:
+def _shortfall(
+    costs: StageCosts, stage_bytes: Sequence[int], capacities: Sequence[int], headroom: Headroom
+) -> Shortfall | None:
     """The stage that exceeds its own device most, or None if none does."""
-    excess = [used - capacity for used, capacity in zip(stage_bytes, capacities, strict=True)]
+    excess = [headroom.reserved(used) - size for used, size in zip(stage_bytes, capacities, strict=True)]
     worst = max(excess)
     if worst <= 0:
         return None
-    return Shortfall(excess.index(worst), worst, fewest_devices(costs, min(capacities)))
+    return Shortfall(excess.index(worst), worst, fewest_devices(costs, headroom.usable(min(capacities))))
 
 
-def _sentence(shortfall: Shortfall, stage_bytes: Sequence[int], capacities: Sequence[int]) -> str:
+def _sentence(shortfall: Shortfall, stage_bytes: Sequence[int], capacities: Sequence[int], headroom: Headroom) -> str:
     """The shortfall for people."""
     stage, devices = shortfall.stage, shortfall.devices_that_fit
+    peak, reserved = stage_bytes[stage], headroom.reserved(stage_bytes[stage])
     lack = (
-        f"stage {stage} needs {format_bytes(stage_bytes[stage])} of {format_bytes(capacities[stage])}, "
+        f"stage {stage} needs {format_bytes(reserved)} of {format_bytes(capacities[stage])}, "
         f"{format_bytes(shortfall.bytes)} too much"
+        + (f" ({format_bytes(peak)} and its headroom)" if reserved != peak else "")
     )
     if devices is None:
         return f"nothing fits: {lack}, and no number of devices would do, since each stage holds at least one layer"

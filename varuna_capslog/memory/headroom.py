@@ -1,0 +1,53 @@
+"""What a device must have beyond the peak of its stage, as a profile states it.
+
+An estimate knows what a stage allocates; a device also holds the context, buffers of communication, and segments that
+its allocator cannot hand out. Planners compare what is reserved with the capacity:
+
+    reserved = allocated * fragmentation + fixed_bytes
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from varuna_capslog import fields
+from varuna_capslog.errors import CapslogError
+from varuna_capslog.profiles.record import Profile
+
+__all__ = ["Headroom"]
+
+
+class Headroom(NamedTuple):
+    """`conditions["headroom"]` of a profile; a measured one has none, and nothing is added."""
+
+    fixed_bytes: int = 0
+    fragmentation: float = 1.0
+
+    @classmethod
+    def of(cls, profile: Profile) -> Headroom:
+        """That which the profile's conditions state, else none."""
+        stated = profile.conditions.get("headroom")
+        if stated is None:
+            return cls()
+        fields.refuse_unknown(stated, cls._fields, "field of conditions.headroom")
+        fixed = fields.whole(stated.get("fixed_bytes", 0), "conditions.headroom.fixed_bytes")
+        fragmentation = fields.seconds(stated.get("fragmentation", 1.0), "conditions.headroom.fragmentation")
+        if fragmentation < 1:
+            raise CapslogError(
+                f"conditions.headroom.fragmentation is {fragmentation}; a device reserves at least what it allocates, "
+                "so give 1 or more"
+            )
+        return cls(fixed, fragmentation)
+
+    def reserved(self, peak_bytes: int) -> int:
+        """What a stage of this peak takes of its device."""
+        return math.ceil(peak_bytes * self.fragmentation) + self.fixed_bytes
+
+    def usable(self, capacity: int) -> int:
+        """The largest peak that reserves no more than the capacity."""
+        peak = max(0, int((capacity - self.fixed_bytes) / self.fragmentation))
+        # Division rounds; what counts is what `reserved` says.
+        while peak > 0 and self.reserved(peak) > capacity:
+            peak -= 1
+        return peak
