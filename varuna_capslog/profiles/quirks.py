@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from varuna_capslog.errors import CapslogError
+from varuna_capslog.profiles import onednn
 
 __all__ = ["Quirks", "quirks_of"]
 
@@ -28,6 +29,8 @@ class Quirks:
     def temporary(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
         if self.device == "cuda" and func is _aten._softmax_backward_data.default:
             return int(args[0].numel()) * int(args[0].itemsize)
+        if self.device == "cpu":
+            return onednn.kernel_bytes(func, args, result)
         return 0
 
     @contextmanager
