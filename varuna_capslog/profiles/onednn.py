@@ -121,7 +121,7 @@ def _entering(x: Tensor, groups: int) -> int:
 
 
 def _blocked(tensor: Tensor, kernel: bool = False) -> int:
-    """Bytes of images [n, c, h, w] or a kernel [o, i, h, w] with channels in whole blocks (a kernel's if it has enough)."""
+    """Bytes of images [n, c, h, w] or a kernel [o, i, h, w], channels in whole blocks; too few of a kernel stay."""
     axes = (0, 1) if kernel else (1,)
     sides = [
         -(-size // _BLOCK) * _BLOCK if axis in axes and not (kernel and size < _BLOCK) else size
