@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
 from varuna_capslog.memory.additive import AdditiveCosts
-from varuna_capslog.planners import exact
+from varuna_capslog.planners import evenness
 from varuna_capslog.planners.exact import exact_cuts, fewest_devices
 
 from .instances import exhaustive, peaks, statistics
@@ -28,10 +29,14 @@ def test_equals_exhaustive_search_with_its_tie_break(kind: str) -> None:
         assert exact_cuts(costs, devices) == best, (isolated, added, devices)
 
 
+@pytest.mark.parametrize("seconds_per_cell", [0.0, evenness._SECONDS_PER_CELL])
 @pytest.mark.parametrize("kind", ["any", "negative", "ties", "monotone"])
-def test_ruling_stages_out_first_changes_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is done only where there is much to search is done always here."""
-    monkeypatch.setattr(exact, "_MANY", 0)
+def test_splitting_the_search_changes_nothing(
+    kind: str, seconds_per_cell: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is done only where there is much to search, and as long as it pays, is done always and to the end here."""
+    monkeypatch.setattr(evenness, "_MANY", 0)
+    monkeypatch.setattr(evenness, "_SECONDS_PER_CELL", seconds_per_cell)
     rng = random.Random(f"even {kind}")
     for _ in range(600):
         num_layers = rng.randrange(1, 10)
@@ -45,8 +50,30 @@ def test_ruling_stages_out_first_changes_nothing(kind: str, monkeypatch: pytest.
         assert exact_cuts(costs, 24) == by_sorted_tuples(costs, 24)
 
 
+@pytest.mark.parametrize("kind", ["any", "negative", "ties", "monotone"])
+def test_hundreds_of_layers_by_parts_and_at_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evenness, "_MANY", 10_000)
+    costs = AdditiveCosts.of_statistics(*statistics(random.Random(f"parts {kind}"), kind, 400))
+    parts = exact_cuts(costs, 40)
+    searched: list[int] = []
+    search = evenness._of_states
+
+    def watch(band: evenness.Band, devices: int, *others: Any) -> list[int]:
+        searched.append(devices)
+        return search(band, devices, *others)
+
+    monkeypatch.setattr(evenness, "_of_states", watch)
+    assert exact_cuts(costs, 40) == parts
+    assert kind in ("ties", "negative") or max(searched) < 40
+    searched.clear()
+    monkeypatch.setattr(evenness, "_MANY", 1 << 60)
+    monkeypatch.setattr(evenness, "_WIDEST", 1 << 24)
+    assert exact_cuts(costs, 40) == parts
+    assert searched == [40]
+
+
 def test_peaks_that_are_not_told_apart_cost_evenness_but_never_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exact, "_WIDEST", 0)
+    monkeypatch.setattr(evenness, "_WIDEST", 0)
     rng = random.Random("lumped")
     uneven = 0
     for _ in range(400):
