@@ -18,8 +18,9 @@ from varuna_capslog.engine.constants import check_folder
 from varuna_capslog.errors import CapslogError, DoesNotFit
 from varuna_capslog.memory import AUTO, MEMORY_MODELS
 from varuna_capslog.plan import Plan, Stage, read_plan, write_plan
-from varuna_capslog.planners import PLANNERS
+from varuna_capslog.planners import PLANNER_NAMES
 from varuna_capslog.planners import plan as search
+from varuna_capslog.planners.seconds import Link
 from varuna_capslog.profiles.record import write_profile
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def prepare_run(config: Config, show: bool = True) -> Plan:
         CapslogError: the model, the profile or the plan is impossible, or the folder's checkpoints are of another run.
     """
     # Before the profile, which may take minutes.
-    fields.refuse_unknown([config.pipeline.planner], list(PLANNERS), "planner")
+    fields.refuse_unknown([config.pipeline.planner], PLANNER_NAMES, "planner")
     fields.refuse_unknown([config.pipeline.memory], [AUTO, *MEMORY_MODELS], "memory model")
     if config.engine != "capslog":
         raise CapslogError(f"engine={config.engine} is not there yet in this version; set engine=capslog")
@@ -73,10 +74,11 @@ def profile_run(config: Config, show: bool = True) -> Profile:
         return profile_config(config, workers=min(config.world_size, os.cpu_count() or 1), progress=progress)
 
 
-def plan_run(config: Config, profile: Profile | None) -> Plan:
+def plan_run(config: Config, profile: Profile | None, link: Link | None = None) -> Plan:
     """The configured planner's plan for a profile, or the plan that `pipeline.cuts` gives.
 
-    Without a profile (given cuts need none) nothing is predicted and the chain is built to check the cuts.
+    Without a profile (given cuts need none) nothing is predicted and the chain is built to check the cuts. `link` is
+    for planners that need seconds.
     """
     pipeline = config.pipeline
     if profile is None or len(pipeline.cuts or ()) > pipeline.devices:
@@ -92,6 +94,7 @@ def plan_run(config: Config, profile: Profile | None) -> Plan:
         microbatch_size=config.train.microbatch_size,
         recompute=pipeline.recompute,
         stage_inputs=pipeline.stage_inputs,
+        link=link,
         cuts=pipeline.cuts,
     )
 

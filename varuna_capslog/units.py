@@ -12,7 +12,7 @@ from decimal import Decimal
 
 from varuna_capslog.errors import CapslogError
 
-__all__ = ["format_bytes", "parse_bytes", "parse_capacity", "parse_rate", "parse_seconds"]
+__all__ = ["format_bytes", "parse_bytes", "parse_capacity", "parse_numbers", "parse_rate", "parse_seconds"]
 
 _UNITS = {
     "": 1,
@@ -53,10 +53,39 @@ def parse_bytes(value: str | int | float, name: str = "byte count") -> int:
 
 
 def parse_capacity(value: str | int | float) -> int | list[int]:
-    """Return the capacity of every device (one size) or of each device in turn (sizes parted by commas), in bytes."""
-    if isinstance(value, str) and "," in value:
-        return [parse_bytes(part, f"capacity of device {device}") for device, part in enumerate(value.split(","))]
+    """Return the capacity of every device (one size) or of each device in turn (sizes parted by commas), in bytes.
+
+    `16GiB*3,24GiB` stands for three devices of 16 GiB and one of 24.
+    """
+    if isinstance(value, str) and ("," in value or "*" in value):
+        parts = enumerate(_repeated(value, "capacity"))
+        return [parse_bytes(part, f"capacity of device {device}") for device, part in parts]
     return parse_bytes(value, "capacity")
+
+
+def parse_numbers(value: str, name: str) -> list[float]:
+    """Return numbers above 0 parted by commas; `1*3,0.5` stands for 1,1,1,0.5. Raises CapslogError naming `name`."""
+    numbers = []
+    for part in _repeated(value, name):
+        try:
+            number = float(part)
+        except ValueError:
+            number = math.nan
+        if not 0 < number < math.inf:
+            raise CapslogError(f"{name} is {value!r}, in which {part!r} is no number above 0; write 1*3,0.5")
+        numbers.append(number)
+    return numbers
+
+
+def _repeated(value: str, name: str) -> list[str]:
+    """The parts between commas, each as often as the number behind its `*` says."""
+    parts = []
+    for part in value.split(","):
+        what, star, times = part.partition("*")
+        if star and not (times.strip().isdecimal() and int(times) > 0):
+            raise CapslogError(f"{name} is {value!r}; behind * must stand how many devices, such as 16GiB*3")
+        parts += [what.strip()] * (int(times) if star else 1)
+    return parts
 
 
 def parse_rate(value: str | int | float, name: str = "bandwidth") -> int:

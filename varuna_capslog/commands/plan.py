@@ -11,8 +11,10 @@ from varuna_capslog.commands.arguments import AsJson, Overrides, print_json, pri
 from varuna_capslog.errors import CapslogError, DoesNotFit
 
 if TYPE_CHECKING:
+    from varuna_capslog.commands.plan_time import Request
     from varuna_capslog.config import Config
     from varuna_capslog.plan import Plan
+    from varuna_capslog.planners.seconds import Link
     from varuna_capslog.profiles.record import Profile
 
 __all__ = ["plan"]
@@ -24,7 +26,11 @@ def plan(
     ] = None,
     overrides: Overrides = None,
     profile: Annotated[
-        Path | None, typer.Option(help="Plan for this profile instead of measuring.", show_default=False)
+        list[Path] | None,
+        typer.Option(
+            help="Plan for this profile instead of measuring; with --joint one per microbatch size to choose from.",
+            show_default=False,
+        ),
     ] = None,
     model: Annotated[
         str | None,
@@ -53,7 +59,11 @@ def plan(
         int | None, typer.Option(min=1, help="Devices to plan for.", show_default="pipeline.devices of CONFIG")
     ] = None,
     planner: Annotated[
-        str | None, typer.Option(help="varuna, capslog or exact.", show_default="pipeline.planner, or exact")
+        str | None,
+        typer.Option(
+            help="varuna, mcap-bf, mcap-bo, capslog, capslog-tb, exact or throughput.",
+            show_default="pipeline.planner, or exact",
+        ),
     ] = None,
     memory: Annotated[
         str | None,
@@ -65,8 +75,34 @@ def plan(
     capacity: Annotated[
         str | None,
         typer.Option(
-            help="Memory of each device: 16GiB, or one size per device: 16GiB,16GiB,8GiB.",
+            help="Memory of each device: 16GiB, or one size per device: 16GiB,16GiB,8GiB or 16GiB*2,8GiB.",
             show_default="pipeline.capacity, or no limit",
+        ),
+    ] = None,
+    minibatch: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Samples of one step, where time counts.", show_default="CONFIG's, or 4 microbatches per device"
+        ),
+    ] = None,
+    bandwidth: Annotated[
+        str | None, typer.Option(help="Of every link, such as 1GiB/s.", show_default="bytes take no time")
+    ] = None,
+    latency: Annotated[str, typer.Option(help="Of every message, such as 0.1ms.")] = "0s",
+    pareto: Annotated[
+        bool, typer.Option("--pareto", help="Print the front of peak against step time; -o draws it (.png).")
+    ] = False,
+    joint: Annotated[
+        bool, typer.Option("--joint", help="Share --devices out among pipelines of any length, for the shortest step.")
+    ] = False,
+    speeds: Annotated[
+        str | None,
+        typer.Option(help="Of each device with --joint, such as 1*512,0.6*512.", show_default="1, the profile's"),
+    ] = None,
+    blocks: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Accumulation blocks of a step with --joint.", show_default="CONFIG's, or the microbatches"
         ),
     ] = None,
     output: Annotated[
@@ -74,26 +110,52 @@ def plan(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Choose the cuts with the smallest peak. Exit status 3 when nothing fits (the plan is written all the same)."""
-    from varuna_capslog.config import load_config
+    """Choose the cuts. Exit status 3 when nothing fits (the plan is written all the same)."""
+    from varuna_capslog.commands.plan_time import plan_front, plan_jointly
 
     if config is not None and model is not None:
         raise CapslogError("both a CONFIG and --model are given; plan for one of them")
     if model is None and (inputs or cut_points):
         raise CapslogError("--input and --cut-points describe the model of --model; in a CONFIG set keys under model")
+    if pareto and joint:
+        raise CapslogError(
+            "--pareto is a front of cuts for one pipeline, --joint one plan of many; ask for one of them"
+        )
+    if not joint and (speeds is not None or blocks is not None):
+        raise CapslogError("--speeds and --blocks belong to --joint")
     flags = {"devices": devices, "planner": planner, "memory": memory, "capacity": capacity}
     given = {key: value for key, value in flags.items() if value is not None}
+    link = _link(bandwidth, latency)
+    settings = None
     if config is not None:
+        from varuna_capslog.config import load_config
+
         # Planning means searching: cuts that the config fixes are set aside.
         changes = [f"pipeline.{key}={value}" for key, value in given.items()]
+        if minibatch is not None:
+            changes.append(f"train.minibatch_size={minibatch}")
         settings = load_config(config, [*(overrides or ()), *changes, "pipeline.cuts=null"])
-        found, costs = _of_config(settings, profile, show=not as_json)
     elif model is not None:
-        found, costs = _of_config(_config_of_model(model, inputs, cut_points, given), profile, show=not as_json)
-    elif profile is not None:
-        found, costs = _of_profile(profile, devices, planner, memory, capacity)
-    else:
+        settings = _config_of_model(model, inputs, cut_points, given)
+    elif not profile:
         raise CapslogError("nothing to plan for: give a CONFIG file, --profile FILE or --model package.module:function")
+    elif devices is None:
+        raise CapslogError("--profile without a CONFIG needs --devices N, the number of devices to plan for")
+    request = _request(settings, profile, given, minibatch, link, show=not as_json)
+    if pareto:
+        plan_front(request, output, as_json)
+    elif joint:
+        plan_jointly(request, speeds, blocks or _own_blocks(settings), output, as_json)
+    else:
+        _plan_one(request, settings, given.get("planner"), output, as_json)
+
+
+def _plan_one(
+    request: Request, config: Config | None, planner: int | str | None, output: Path | None, as_json: bool
+) -> None:
+    """One pipeline by one planner."""
+    profile = request.only_profile()
+    found = _of_config(config, profile, request.link) if config else _of_profile(request, profile, planner)
     if output is not None:
         from varuna_capslog.plan import write_plan
 
@@ -101,7 +163,7 @@ def plan(
     if as_json:
         print_json(found.to_json())
     else:
-        print_plan(found, costs)
+        print_plan(found, profile)
     if found.fits is False:
         raise DoesNotFit("; ".join(found.notes))
     for note in found.notes:
@@ -122,30 +184,86 @@ def _config_of_model(
     return section(Config, values | {"pipeline": pipeline}, "")
 
 
-def _of_config(config: Config, profile: Path | None, show: bool) -> tuple[Plan, Profile]:
-    from varuna_capslog.prepare import plan_run, profile_run
-    from varuna_capslog.profiles.record import read_profile
-
-    costs = profile_run(config, show) if profile is None else read_profile(profile)
-    return plan_run(config, costs), costs
-
-
-def _of_profile(
-    profile: Path, devices: int | None, planner: str | None, memory: str | None, capacity: str | None
-) -> tuple[Plan, Profile]:
+def _request(
+    config: Config | None,
+    profiles: list[Path] | None,
+    given: dict[str, int | str],
+    minibatch: int | None,
+    link: Link | None,
+    show: bool,
+) -> Request:
+    """What is planned for: from the config, or from the flags and what a profile says of its run."""
     from varuna_capslog import units
-    from varuna_capslog.planners import plan as search
+    from varuna_capslog.commands.plan_time import Request
+    from varuna_capslog.prepare import profile_run
     from varuna_capslog.profiles.record import read_profile
+    from varuna_capslog.schedules import SCHEDULES
     from varuna_capslog.settings import Pipeline
 
-    if devices is None:
-        raise CapslogError("--profile without a CONFIG needs --devices N, the number of devices to plan for")
+    read = [read_profile(path) for path in profiles or ()]
+    if config is not None:
+        pipeline = config.pipeline
+        return Request(
+            read or [profile_run(config, show)],
+            pipeline.devices,
+            pipeline.memory,
+            pipeline.capacity,
+            pipeline.schedule,
+            pipeline.recompute,
+            pipeline.stage_inputs,
+            config.train.minibatch_size,
+            link,
+        )
     defaults = Pipeline()
-    found = search(
-        costs := read_profile(profile),
-        devices,
-        planner=planner or defaults.planner,
-        memory=memory or defaults.memory,
-        capacity=None if capacity is None else units.parse_capacity(capacity),
+    memory, capacity = str(given.get("memory", defaults.memory)), given.get("capacity")
+    return Request(
+        read,
+        int(given["devices"]),
+        memory,
+        None if capacity is None else units.parse_capacity(capacity),
+        memory if memory in SCHEDULES else defaults.schedule,
+        bool(read[0].conditions.get("recompute", defaults.recompute)),
+        str(read[0].conditions.get("stage_inputs", defaults.stage_inputs)),
+        minibatch,
+        link,
     )
-    return found, costs
+
+
+def _of_config(config: Config, profile: Profile, link: Link | None) -> Plan:
+    from varuna_capslog.prepare import plan_run
+
+    return plan_run(config, profile, link)
+
+
+def _of_profile(request: Request, profile: Profile, planner: int | str | None) -> Plan:
+    from varuna_capslog.planners import plan as search
+    from varuna_capslog.settings import Pipeline
+
+    return search(
+        profile,
+        request.devices,
+        planner=str(planner or Pipeline().planner),
+        memory=request.memory,
+        capacity=request.capacity,
+        schedule=request.schedule,
+        num_microbatches=None if request.minibatch_size is None else request.microbatches(profile),
+        recompute=request.recompute,
+        stage_inputs=request.stage_inputs,
+        link=request.link,
+    )
+
+
+def _own_blocks(config: Config | None) -> int | None:
+    """The accumulation blocks that a config sets; without the key it has one per replica, which says nothing."""
+    if config is None or config.num_blocks <= config.pipeline.replicas:
+        return None
+    return config.num_blocks
+
+
+def _link(bandwidth: str | None, latency: str) -> Link | None:
+    from varuna_capslog import units
+    from varuna_capslog.planners.seconds import Link
+
+    seconds = units.parse_seconds(latency, "--latency")
+    rate = None if bandwidth is None else units.parse_rate(bandwidth, "--bandwidth")
+    return None if rate is None and not seconds else Link(rate, seconds)

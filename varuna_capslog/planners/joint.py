@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from varuna_capslog import fields
 from varuna_capslog.errors import CapslogError
-from varuna_capslog.memory import MEMORY_MODELS, RunShape, StageCosts
+from varuna_capslog.memory import AUTO, MEMORY_MODELS, RunShape, StageCosts, resolve
+from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.plan import Plan, Stage
 from varuna_capslog.planners.fleet import Fleet, compose, enough_seconds
 from varuna_capslog.planners.seconds import LayerSeconds, Link
@@ -45,7 +46,7 @@ _LAST_BEAM = 256
 
 @dataclass(frozen=True)
 class Device:
-    """A device: usable bytes (None: no limit), and speed; at speed 2 every second of the profile is half a second."""
+    """A device: bytes of memory (None: no limit), and speed; at speed 2 everything takes half the profile's seconds."""
 
     capacity: int | None = None
     speed: float = 1.0
@@ -93,7 +94,7 @@ def joint_plan(
     devices: Sequence[Device],
     minibatch_size: int,
     blocks: int | None = None,
-    memory: str = "additive",
+    memory: str = AUTO,
     schedule: str = "varuna",
     recompute: bool = True,
     stage_inputs: str = "host",
@@ -119,8 +120,6 @@ def joint_plan(
     choices = [profiles] if isinstance(profiles, Profile) else list(profiles)
     if not choices or not devices:
         raise CapslogError("a joint plan needs at least one profile and one device")
-    if (gap := MEMORY_MODELS[memory].gap(schedule, recompute, stage_inputs)) is not None:
-        raise CapslogError(f"a joint plan needs numbers, but {gap}")
     answers = [
         _Search(profile, devices, minibatch_size, blocks, memory, schedule, recompute, stage_inputs, link, max_stages)
         for profile in choices
@@ -166,7 +165,7 @@ class _Search:
         link: Link | None,
         max_stages: int | None,
     ) -> None:
-        self.profile, self.devices, self.memory, self.schedule = profile, list(devices), memory, schedule
+        self.profile, self.devices, self.schedule = profile, list(devices), schedule
         self.recompute, self.stage_inputs, self.link = recompute, stage_inputs, link or Link()
         self.microbatch_size = fields.whole(profile.conditions.get("microbatch_size", 1), "microbatch_size", minimum=1)
         self.num_microbatches, left = divmod(minibatch_size, self.microbatch_size)
@@ -174,6 +173,9 @@ class _Search:
             raise CapslogError(
                 f"a minibatch of {minibatch_size} is not a whole number of microbatches of {self.microbatch_size}"
             )
+        self.memory, _ = resolve(memory, profile, RunShape(self.num_microbatches, schedule, recompute, stage_inputs))
+        if (gap := MEMORY_MODELS[self.memory].gap(schedule, recompute, stage_inputs)) is not None:
+            raise CapslogError(f"a joint plan needs peaks, but {gap}")
         self.blocks = self.num_microbatches if blocks is None else fields.whole(blocks, "blocks", minimum=1)
         if self.num_microbatches % self.blocks:
             raise CapslogError(
@@ -182,11 +184,10 @@ class _Search:
             )
         self.of_block = self.num_microbatches // self.blocks
         self.seconds = LayerSeconds.of_profile(profile, link)
-        self.kinds = sorted({Kind(one.capacity, one.speed) for one in devices}, key=_strength)
-        self.members = [
-            [number for number, one in enumerate(devices) if (one.capacity, one.speed) == (kind.capacity, kind.speed)]
-            for kind in self.kinds
-        ]
+        headroom = Headroom.of(profile)
+        kind_of = [Kind(None if one.capacity is None else headroom.usable(one.capacity), one.speed) for one in devices]
+        self.kinds = sorted(set(kind_of), key=_strength)
+        self.members = [[rank for rank, own in enumerate(kind_of) if own == kind] for kind in self.kinds]
         self.counts = [len(members) for members in self.members]
         self.max_stages = self._longest(max_stages)
         self.templates = combinations(self.counts, self.max_stages)

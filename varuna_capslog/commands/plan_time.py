@@ -1,0 +1,246 @@
+"""What `capslog plan` does where time counts: the front of peak against step time, and joint plans for any N."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from varuna_capslog.commands.arguments import print_json
+from varuna_capslog.errors import CapslogError, DoesNotFit
+
+if TYPE_CHECKING:
+    from varuna_capslog.planners.joint import JointPlan
+    from varuna_capslog.planners.seconds import Link
+    from varuna_capslog.planners.throughput import Fastest
+    from varuna_capslog.profiles.record import Profile
+
+__all__ = ["Request", "plan_front", "plan_jointly"]
+
+PICTURES = (".png",)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is planned for: the flags and the config, resolved to values of the library."""
+
+    profiles: list[Profile]
+    devices: int
+    memory: str
+    capacity: int | list[int] | None
+    schedule: str
+    recompute: bool
+    stage_inputs: str
+    minibatch_size: int | None
+    link: Link | None
+
+    def microbatches(self, profile: Profile) -> int:
+        """Microbatches of a step with the size that a profile holds for; 4 per device where no minibatch is given."""
+        from varuna_capslog.planners import DEFAULT_MICROBATCHES_PER_STAGE
+
+        size = profile.conditions.get("microbatch_size") or 1
+        if self.minibatch_size is None:
+            return DEFAULT_MICROBATCHES_PER_STAGE * self.devices
+        if self.minibatch_size % size:
+            raise CapslogError(f"--minibatch {self.minibatch_size} is not a multiple of the microbatch size {size}")
+        return int(self.minibatch_size // size)
+
+    def only_profile(self) -> Profile:
+        """The one profile. Raises CapslogError for several: a choice that only joint plans make."""
+        if len(self.profiles) != 1:
+            raise CapslogError("several profiles are a choice of microbatch size, which only --joint makes; give one")
+        return self.profiles[0]
+
+
+def plan_front(request: Request, output: Path | None, as_json: bool) -> None:
+    """Prints the front of one pipeline; writes it as a picture (.png) or as JSON. Exit status 3 if nothing fits."""
+    from varuna_capslog.memory import MEMORY_MODELS, RunShape, resolve
+    from varuna_capslog.memory.headroom import Headroom
+    from varuna_capslog.planners import plan
+    from varuna_capslog.planners.pareto import pareto_front
+    from varuna_capslog.planners.seconds import LayerSeconds
+    from varuna_capslog.planners.throughput import Run
+
+    profile = request.only_profile()
+    count = request.microbatches(profile)
+    shape = RunShape(count, request.schedule, request.recompute, request.stage_inputs)
+    memory, costs = resolve(request.memory, profile, shape)
+    if (gap := MEMORY_MODELS[memory].gap(request.schedule, request.recompute, request.stage_inputs)) is not None:
+        raise CapslogError(f"there is no front without peaks: {gap}")
+    if request.devices > profile.num_layers:
+        raise CapslogError(
+            f"{request.devices} devices but only {profile.num_layers} layers; use --joint for more devices"
+        )
+    given = request.capacity
+    capacities = None
+    if given is not None:
+        rows = given if isinstance(given, list) else [given] * request.devices
+        if len(rows) != request.devices:
+            raise CapslogError(
+                f"{len(rows)} capacities for {request.devices} devices; give one for all, or one for each"
+            )
+        capacities = [Headroom.of(profile).usable(capacity) for capacity in rows]
+    run = Run(request.schedule, count, request.recompute)
+    front = pareto_front(costs, LayerSeconds.of_profile(profile, request.link), run, request.devices, capacities)
+    if not front:
+        answer = plan(
+            profile, request.devices, "exact", request.memory, given, request.schedule, count, None,
+            request.recompute, request.stage_inputs,
+        )  # fmt: skip
+        raise DoesNotFit("; ".join(answer.notes))
+    title = f"{profile.model or 'profile'}: {request.devices} stages, {count} microbatches, {request.schedule}"
+    value = {
+        "model": profile.model,
+        "profile_digest": profile.digest,
+        "devices": request.devices,
+        "schedule": request.schedule,
+        "num_microbatches": count,
+        "memory_model": memory,
+        "front": [_point(point) for point in front],
+    }
+    if output is not None and output.suffix.lower() in PICTURES:
+        from varuna_capslog.reports.front import draw_front
+
+        draw_front(output, front, title, min(given) if isinstance(given, list) else given)
+    elif output is not None:
+        from varuna_capslog.files import write_json
+
+        write_json(output, value)
+    if as_json:
+        print_json(value)
+    else:
+        _print_front(front, title)
+
+
+def plan_jointly(request: Request, speeds: str | None, blocks: int | None, output: Path | None, as_json: bool) -> None:
+    """Prints the pipelines for N devices and writes the plan in full form. Exit status 3 if nothing fits."""
+    from varuna_capslog.plan import write_plan
+    from varuna_capslog.planners.joint import Device, joint_plan
+    from varuna_capslog.units import parse_numbers
+
+    number = request.devices
+    capacities = request.capacity if isinstance(request.capacity, list) else [request.capacity] * number
+    factors = [1.0] if speeds is None else parse_numbers(speeds, "--speeds")
+    factors = factors * number if len(factors) == 1 else factors
+    for name, count in (("--capacity", len(capacities)), ("--speeds", len(factors))):
+        if count != number:
+            raise CapslogError(f"{name} lists {count} for {number} devices; give one for all, or one for each")
+    if request.minibatch_size is None:
+        raise CapslogError("a joint plan shares out the samples of a step: give --minibatch SIZE, or plan for a CONFIG")
+    devices = [Device(capacity, speed) for capacity, speed in zip(capacities, factors, strict=True)]
+    found = joint_plan(
+        request.profiles,
+        devices,
+        request.minibatch_size,
+        blocks,
+        request.memory,
+        request.schedule,
+        request.recompute,
+        request.stage_inputs,
+        request.link,
+    )
+    if output is not None:
+        write_plan(output, found.plan)
+    if as_json:
+        summary = {
+            "step_seconds": found.step_seconds,
+            "bound_seconds": found.bound_seconds,
+            "idle_devices": list(found.idle),
+            "max_stages": found.max_stages,
+        }
+        print_json(summary | {"plan": found.plan.to_json()})
+    elif found.pipelines:
+        _print_joint(found, devices)
+    if found.plan.fits is False:
+        raise DoesNotFit("; ".join(found.plan.notes))
+    if len(found.pipelines) > 1 and not as_json:
+        typer.echo(
+            f"note: a run of this plan needs train.accumulation_blocks={blocks or found.plan.num_microbatches}, a "
+            "constant of the run",
+            err=True,
+        )
+
+
+def _point(point: Fastest) -> dict[str, Any]:
+    return {
+        "peak_bytes": point.peak_bytes,
+        "step_seconds": point.step_seconds,
+        "bound_seconds": point.bound_seconds,
+        "proven": point.proven,
+        "cuts": list(point.cuts),
+    }
+
+
+def _print_front(front: list[Fastest], title: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from varuna_capslog.units import format_bytes
+
+    table = Table(title=title)
+    for heading in ("peak", "step", "against fastest", "proven", "cuts"):
+        table.add_column(heading, justify="left" if heading == "cuts" else "right")
+    fastest = front[-1].step_seconds
+    for point in front:
+        gap = point.step_seconds / point.bound_seconds - 1 if point.bound_seconds > 0 else 0.0
+        table.add_row(
+            format_bytes(point.peak_bytes),
+            format_seconds(point.step_seconds),
+            f"+{(point.step_seconds / fastest - 1) * 100:.1f} %" if fastest else "",
+            "yes" if point.proven else f"within {gap * 100:.2g} %",
+            " ".join(map(str, point.cuts)),
+        )
+    Console().print(table)
+
+
+def _print_joint(found: JointPlan, devices: list[Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from varuna_capslog.units import format_bytes
+
+    of_block = (found.plan.num_microbatches or 1) // sum(one.blocks for one in found.pipelines)
+    title = f"{len(found.pipelines)} pipelines of {found.plan.num_layers} layers on {len(devices)} devices"
+    table = Table(title=title)
+    for heading in ("pipelines", "stages", "devices", "layers of each stage", "microbatches", "step", "peak"):
+        table.add_column(heading, justify="left" if heading in ("devices", "layers of each stage") else "right")
+    alike: Counter[tuple[str, ...]] = Counter()
+    for one in found.pipelines:
+        ends = [*one.cuts[1:], found.plan.num_layers]
+        kinds = Counter(_kind(devices[rank]) for rank in one.devices)
+        alike[
+            str(len(one.cuts)),
+            ", ".join(f"{count} x {kind}" for kind, count in kinds.items()),
+            " ".join(str(end - first) for first, end in zip(one.cuts, ends, strict=True)),
+            str(one.blocks * of_block),
+            format_seconds(one.step_seconds),
+            format_bytes(max(one.stage_bytes)),
+        ] += 1
+    for row, count in alike.items():
+        table.add_row(str(count), *row)
+    console = Console()
+    console.print(table)
+    assert found.step_seconds is not None
+    assert found.bound_seconds is not None
+    idle = f", {len(found.idle)} idle" if found.idle else ""
+    console.print(
+        f"microbatches of {found.plan.microbatch_size}; step {format_seconds(found.step_seconds)}, no plan with at "
+        f"most {found.max_stages} stages per pipeline below {format_seconds(found.bound_seconds)}{idle}; found in "
+        f"{(found.plan.search_seconds or 0) * 1e3:.3g} ms",
+        highlight=False,
+    )
+
+
+def _kind(device: Any) -> str:
+    from varuna_capslog.units import format_bytes
+
+    memory = "any memory" if device.capacity is None else format_bytes(device.capacity)
+    return memory if device.speed == 1 else f"{memory} at speed {device.speed:g}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Seconds for people: 1.234 s, 56.7 ms."""
+    return f"{seconds:.4g} s" if seconds >= 1 else f"{seconds * 1e3:.4g} ms"
