@@ -24,9 +24,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from varuna_capslog.errors import CapslogError
-from varuna_capslog.memory import MEMORY_MODELS, RunShape
-from varuna_capslog.memory.course import Course, StageMemory, memory_courses, peak_of
+from varuna_capslog.memory import RunShape
+from varuna_capslog.memory.course import Course, memory_courses, peak_of, stage_memory
 from varuna_capslog.plan import Plan
+from varuna_capslog.planners import seconds as planners
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import (
     ALWAYS_RECOMPUTE,
@@ -48,31 +49,20 @@ DEFAULT_MICROBATCHES_PER_STAGE = 4
 
 
 @dataclass(frozen=True)
-class Link:
-    """How tensors travel between two ranks.
+class Link(planners.Link):
+    """How tensors travel between two ranks: the planners' link, and what sending costs the sender.
 
-    bandwidth: bytes per second of one direction of one pair of ranks; None: no time.
-    latency_seconds: of every message.
     copy_bandwidth: bytes per second at which the sender's rank itself copies what it sends, and cannot compute
-        meanwhile (gloo: into host memory and the socket); None: sending costs the rank nothing. Then `latency_seconds`
-        is the rank's own time too.
+        meanwhile (gloo: into host memory and the socket); `latency_seconds` is then the rank's own time too. None:
+        sending costs the rank nothing.
     """
 
-    bandwidth: float | None = None
-    latency_seconds: float = 0.0
     copy_bandwidth: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("bandwidth", "copy_bandwidth"):
-            value = getattr(self, name)
-            if value is not None and not 0.0 < value < float("inf"):
-                raise CapslogError(f"{name} is {value}; give bytes per second above 0, or leave it out")
-        if not 0.0 <= self.latency_seconds < float("inf"):
-            raise CapslogError(f"latency is {self.latency_seconds}; give a number of seconds, 0 or more")
-
-    def transfer_seconds(self, size: int) -> float:
-        """From the begin of sending `size` bytes to their arrival."""
-        return self.latency_seconds + (0.0 if self.bandwidth is None else size / self.bandwidth)
+        super().__post_init__()
+        if self.copy_bandwidth is not None and not 0.0 < self.copy_bandwidth < float("inf"):
+            raise CapslogError(f"copy_bandwidth is {self.copy_bandwidth}; give bytes per second above 0, or none")
 
     def handover_seconds(self, size: int) -> float:
         """What sending `size` bytes costs the sender's rank."""
@@ -231,7 +221,7 @@ def simulate_plan(
             seconds.backward,
             seconds.forward,
             bare_forward_seconds=seconds.bare_forward,
-            transfer_seconds=[link.transfer_seconds(size) for size in crossing],
+            transfer_seconds=[link.seconds(size) for size in crossing],
             handover_seconds=[link.handover_seconds(size) for size in crossing],
             speeds=speeds,
         )
@@ -244,11 +234,14 @@ def simulate_plan(
     if update is None:
         notes.append(f"the profile's conditions have no {UPDATE_RATE}: the optimizer's time is not counted")
     step_seconds = together + (update or 0.0)
-    pipelines = []
+    run = RunShape(None, name, recompute, stage_inputs)
+    pipelines: list[PipelineStep] = []
     for rows, actions, timeline, seconds, stages in steps:
         whole = _with_updates(timeline, seconds.update, together, step_seconds)
-        parts = _stage_memory(profile, plan, stages, stage_inputs, notes)
-        memory = None if parts is None else memory_courses(whole.actions, actions, parts)
+        parts = stage_memory(profile, stages, dataclasses.replace(run, num_microbatches=counts[len(pipelines)]))
+        if isinstance(parts, str):
+            notes.append(f"memory over time is unknown: {parts}")
+        memory = None if isinstance(parts, str) else memory_courses(whole.actions, actions, parts)
         pipelines.append(PipelineStep(rows, whole, memory))
     width = sum(len(one.ranks) for one in pipelines)
     busy = sum(sum(one.timeline.busy_seconds) for one in pipelines)
@@ -355,7 +348,7 @@ def _exchange_seconds(
         return 0.0
     stages = [stage for stages in pipelines for stage in stages]
     weights = [sum(layer.parameter_bytes or 0 for layer in profile.layers[first:end]) for first, end in stages]
-    return others * link.transfer_seconds(max(weights))
+    return others * link.seconds(max(weights))
 
 
 def _slowest_rank(timeline: Timeline, update: Sequence[float] | None) -> float | None:
@@ -385,42 +378,3 @@ def _with_updates(
         busy_seconds=busy,
         bubble_fraction=1.0 - sum(busy) / total if total > 0 else 0.0,
     )
-
-
-def _stage_memory(
-    profile: Profile, plan: Plan, stages: Sequence[tuple[int, int]], stage_inputs: str, notes: list[str]
-) -> list[StageMemory] | None:
-    """What each stage holds, or None where the profile has no parts.
-
-    The peak of a stage with one graph is the memory model's answer; everything else is what M_i is made of.
-    """
-    layers = profile.layers
-    if any(layer.static_bytes is None or layer.saved_bytes is None for layer in layers):
-        notes.append("the profile has no static_bytes or saved_bytes: memory over time is unknown")
-        return None
-    model = plan.memory_model if plan.memory_model in ("additive", "composition") else "additive"
-    costs = MEMORY_MODELS[model].stage_costs(profile, RunShape())
-    parts = []
-    for first, end in stages:
-        inputs = layers[first - 1].boundary_bytes if first else _input_bytes(profile)
-        if inputs is None and stage_inputs == "device":
-            notes.append("the profile has no boundary_bytes: inputs kept for recomputation are not counted")
-        static = sum(layer.static_bytes or 0 for layer in layers[first:end])
-        parts.append(
-            StageMemory(
-                static_bytes=static,
-                saved_bytes=sum(layer.saved_bytes or 0 for layer in layers[first:end]),
-                working_bytes=max(0, costs.stage_bytes(first, end) - static),
-                bare_bytes=max(max(0, layer.isolated_bytes - (layer.static_bytes or 0)) for layer in layers[first:end]),
-                input_bytes=(inputs or 0) if stage_inputs == "device" else 0,
-            )
-        )
-    return parts
-
-
-def _input_bytes(profile: Profile) -> int | None:
-    """Bytes of one microbatch of the chain's inputs, where a run of layer 0 says so."""
-    for row in profile.observations:
-        if row.layers[0] == 0 and row.boundary_in_bytes is not None:
-            return row.boundary_in_bytes
-    return None

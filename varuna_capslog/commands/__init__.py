@@ -8,14 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from varuna_capslog.commands.compare import compare
 from varuna_capslog.commands.evaluate import evaluate
 from varuna_capslog.commands.plan import plan
 from varuna_capslog.commands.predict import predict
 from varuna_capslog.commands.profile import profile
 from varuna_capslog.commands.report import report
+from varuna_capslog.commands.simulate import simulate
 from varuna_capslog.commands.train import train
 
 __all__ = ["COMMANDS"]
 
-COMMANDS: tuple[Callable[..., None], ...] = (profile, plan, train, evaluate, predict, report)
+COMMANDS: tuple[Callable[..., None], ...] = (
+    profile,
+    plan,
+    compare,
+    simulate,
+    train,
+    evaluate,
+    predict,
+    report,
+)
 """In the order in which a newcomer needs them, which is the order of `capslog --help`."""

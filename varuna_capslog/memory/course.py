@@ -2,20 +2,25 @@
 
     bytes(t) = static + live graphs * saved + waiting inputs * input + what the action under way needs besides
 
-The simulation calls `memory_courses`. Between actions a stage holds graphs (from the F or R that built them to B) and
-the inputs that wait for an R; while an action builds or consumes a graph, that graph counts with all it needs:
-`working_bytes`, so that a stage with one graph peaks at exactly what its memory model says. This is the course of the
-equation in `memory.inflight`; levels change at begins and ends of actions only.
+The simulation calls `stage_memory` for the parts of this sum and `memory_courses` for its course. Between actions a
+stage holds graphs (from the F or R that built them to B) and the inputs that wait for an R; while an action builds or
+consumes a graph, that graph counts with all it needs: `working_bytes`, so that a stage with one graph peaks at exactly
+what its memory model says. It is the course of the equation in `memory.inflight`, less the outputs sent ahead, which
+wait beside the stage only where the device is the CPU. Levels change at begins and ends of actions.
 """
 
 from __future__ import annotations
 
-__all__ = ["Course", "StageMemory", "memory_courses", "peak_of"]
+__all__ = ["Course", "StageMemory", "memory_courses", "peak_of", "stage_memory"]
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from varuna_capslog.errors import CapslogError
+from varuna_capslog.memory import additive, inflight
+from varuna_capslog.memory.costs import RunShape
+from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import Schedule, TimedAction, graph_keeping_forwards
 
 Course: TypeAlias = list[tuple[float, int]]
@@ -38,6 +43,37 @@ class StageMemory:
     working_bytes: int
     bare_bytes: int
     input_bytes: int = 0
+
+
+def stage_memory(profile: Profile, stages: Sequence[tuple[int, int]], run: RunShape) -> list[StageMemory] | str:
+    """The parts of the bytes of stages of layers (first, end), or the sentence that says what the profile lacks.
+
+    With the observations of single layers and pairs they are those of the schedule's own memory model; else sums over
+    the layers, and the additive model's peak for one graph.
+    """
+    layers = profile.layers
+    if any(layer.static_bytes is None or layer.saved_bytes is None for layer in layers):
+        return "the profile has no static_bytes or saved_bytes of every layer"
+    on_device = run.stage_inputs == "device" or profile.conditions.get("device") == "cpu"
+    costs: inflight.InflightCosts | None
+    try:
+        costs = inflight.stage_costs(run.schedule, profile, run)
+    except CapslogError:
+        costs = None
+    sums = additive.stage_costs(profile, run)
+    found = []
+    for first, end in stages:
+        static = sum(layer.static_bytes or 0 for layer in layers[first:end])
+        if costs is None:
+            peak, saved = sums.stage_bytes(first, end), sum(layer.saved_bytes or 0 for layer in layers[first:end])
+            inputs = (layers[first - 1].boundary_bytes or 0) if first else 0
+        else:
+            peak, saved = int(costs.alone[first, end]), int(costs.saved[first, end])
+            inputs = int(costs.inputs[first, end])
+        working = max(0, peak - static)
+        alone = max(layer.isolated_bytes - (layer.static_bytes or 0) for layer in layers[first:end])
+        found.append(StageMemory(static, saved, working, min(working, max(0, alone)), inputs if on_device else 0))
+    return found
 
 
 def memory_courses(
@@ -68,11 +104,14 @@ def _course(actions: Sequence[TimedAction], keeping: set[tuple[int, int]], parts
     inputs: set[int] = set()
     away: set[int] = set()  # graphs that were offloaded
     course: Course = [(0.0, parts.static_bytes)]
+    ended: float | None = None  # when the last action ended, where it took any time
 
     def held() -> int:
         return parts.static_bytes + len(graphs) * parts.saved_bytes + len(inputs) * parts.input_bytes
 
-    def note(seconds: float, size: int) -> None:
+    def note(seconds: float, size: int, after_end: bool = False) -> None:
+        if after_end and len(course) > 1 and course[-1][0] == seconds:
+            course.pop()  # what was held between two actions without a pause
         if size != course[-1][1]:
             course.append((seconds, size))
 
@@ -99,6 +138,7 @@ def _course(actions: Sequence[TimedAction], keeping: set[tuple[int, int]], parts
                 away.discard(microbatch)
                 graphs.add(microbatch)
                 during = held()
-        note(one.start_seconds, during)
+        note(one.start_seconds, during, after_end=one.start_seconds == ended)
         note(one.end_seconds, held())
+        ended = one.end_seconds if one.end_seconds > one.start_seconds else None
     return course

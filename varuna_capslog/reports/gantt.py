@@ -117,7 +117,8 @@ def _draw_boxes(
             axes.broken_barh(spans, (rank - 0.41, 0.82), facecolors=_COLOURS[kind], edgecolors="white", linewidth=0.6)
             texts = [_label(one, several) for one in boxes]
             # one size for a row's boxes of a kind, and all of them or none: gaps would look like a meaning
-            room = [points * span[1] * unit / len(text) for span, text in zip(spans, texts, strict=True)]
+            widths = [1.3 if text == "U" else len(text) for text in texts]
+            room = [points * span[1] * unit / width for span, width in zip(spans, widths, strict=True)]
             size = min([_LARGEST, 72 * height * 0.8, *(1.45 * width for width in room)])
             if size < _SMALLEST:
                 numbered = False

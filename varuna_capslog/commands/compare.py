@@ -1,0 +1,153 @@
+"""`capslog compare`: every planner's answer for one model side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from varuna_capslog.commands.arguments import AsJson, Overrides, print_json
+from varuna_capslog.errors import CapslogError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from varuna_capslog.comparison import Row
+    from varuna_capslog.profiles.record import Profile
+
+__all__ = ["compare"]
+
+
+def compare(
+    config: Annotated[
+        Path | None, typer.Argument(metavar="CONFIG", help="The run's YAML file.", show_default=False)
+    ] = None,
+    overrides: Overrides = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="Profile of the model.", show_default="that of CONFIG, taken now")
+    ] = None,
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="Devices to plan for.", show_default="pipeline.devices of CONFIG")
+    ] = None,
+    planners: Annotated[
+        str | None, typer.Option(help="Only these, such as varuna,exact.", show_default="every planner")
+    ] = None,
+    memory: Annotated[str | None, typer.Option(help="Memory model.", show_default="as capslog plan chooses it")] = None,
+    capacity: Annotated[
+        str | None, typer.Option(help="Memory of each device: 16GiB, or one size per device.", show_default="no limit")
+    ] = None,
+    schedule: Annotated[
+        str | None, typer.Option(help="gpipe, 1f1b or varuna.", show_default="CONFIG's, or varuna")
+    ] = None,
+    microbatches: Annotated[
+        int | None, typer.Option(min=1, help="Of one pipeline and step.", show_default="CONFIG's, or 4 per device")
+    ] = None,
+    bandwidth: Annotated[
+        str | None, typer.Option(help="Of every link, such as 1GiB/s.", show_default="bytes take no time")
+    ] = None,
+    latency: Annotated[str, typer.Option(help="Of every message, such as 0.1ms.")] = "0s",
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Folder for the picture and JSON.", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Ask every planner: peak, margin to the capacity, simulated step time and search time of each."""
+    from varuna_capslog import units
+    from varuna_capslog.comparison import compare as ask
+    from varuna_capslog.simulation import Link
+
+    if config is None and profile is None:
+        raise CapslogError("nothing to compare for: give a CONFIG file or --profile FILE")
+    options: dict[str, Any] = {"memory": memory, "schedule": schedule, "num_microbatches": microbatches}
+    if capacity is not None:
+        options["capacity"] = units.parse_capacity(capacity)
+    costs = _profile(config, overrides, profile, devices, options, as_json)
+    count = options.pop("devices", devices)
+    if count is None:
+        raise CapslogError("--profile without a CONFIG needs --devices N, the number of devices to plan for")
+    link = Link(None if bandwidth is None else units.parse_rate(bandwidth), units.parse_seconds(latency, "latency"))
+    names = None if planners is None else [name.strip() for name in planners.split(",")]
+    rows = ask(costs, count, names=names, link=link, **options)
+    if output is not None:
+        from varuna_capslog import files
+        from varuna_capslog.reports.comparison import draw_comparison
+
+        files.write_json(output / "comparison.json", [row.to_json() for row in rows])
+        draw_comparison(output / "comparison.png", rows)
+    if as_json:
+        print_json([row.to_json() for row in rows])
+        return
+    _print(rows, costs, count)
+    if output is not None:
+        typer.echo(f"written to {output}: comparison.png, comparison.json")
+
+
+def _profile(
+    config: Path | None,
+    overrides: list[str] | None,
+    profile: Path | None,
+    devices: int | None,
+    options: dict[str, Any],
+    as_json: bool,
+) -> Profile:
+    """The profile; what the flags leave open is filled in from the config."""
+    from varuna_capslog.profiles.record import read_profile
+
+    settings = None
+    if config is not None:
+        from varuna_capslog.config import load_config
+
+        changes = [] if devices is None else [f"pipeline.devices={devices}"]
+        settings = load_config(config, [*(overrides or ()), *changes, "pipeline.cuts=null"])
+        pipeline = settings.pipeline
+        found = {
+            "memory": pipeline.memory,
+            "schedule": pipeline.schedule,
+            "num_microbatches": settings.num_microbatches // pipeline.replicas,
+        }
+        for name, value in found.items():
+            if options[name] is None:
+                options[name] = value
+        options.setdefault("capacity", pipeline.capacity)
+        options |= {
+            "devices": pipeline.devices,
+            "microbatch_size": settings.train.microbatch_size,
+            "recompute": pipeline.recompute,
+            "stage_inputs": pipeline.stage_inputs,
+        }
+    if profile is not None:
+        return read_profile(profile)
+    assert settings is not None
+    from varuna_capslog.prepare import profile_run
+
+    return profile_run(settings, show=not as_json)
+
+
+def _print(rows: Sequence[Row], profile: Profile, devices: int) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from varuna_capslog.reports.wording import duration
+    from varuna_capslog.units import format_bytes
+
+    table = Table(title=f"{profile.model or 'model'}: {profile.num_layers} layers on {devices} devices")
+    for heading in ("planner", "peak", "margin", "step", "bubble", "search"):
+        table.add_column(heading, justify="left" if heading == "planner" else "right")
+    for row in rows:
+        if row.plan is None:
+            table.add_row(row.planner, *(["-"] * 5))
+            continue
+        table.add_row(
+            row.planner,
+            "unknown" if row.peak_bytes is None else format_bytes(row.peak_bytes),
+            "" if row.margin_bytes is None else format_bytes(row.margin_bytes),
+            "unknown" if row.step_seconds is None else duration(row.step_seconds),
+            "" if row.bubble_fraction is None else f"{100 * row.bubble_fraction:.1f} %",
+            "" if row.search_seconds is None else duration(row.search_seconds),
+        )
+    console = Console()
+    console.print(table)
+    for row in rows:
+        if row.reason is not None:
+            console.print(f"{row.planner}: {row.reason}", highlight=False, markup=False)

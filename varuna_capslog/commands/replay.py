@@ -1,0 +1,121 @@
+"""The part of `capslog simulate` that replays a trace of preemptions: its defaults, its table, its files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from varuna_capslog.commands.arguments import print_json
+
+if TYPE_CHECKING:
+    from varuna_capslog.config import Config
+    from varuna_capslog.profiles.record import Profile
+    from varuna_capslog.simulation import Link
+    from varuna_capslog.trace_replay import Pauses, Prices, Replay
+
+__all__ = ["print_replay", "replay_trace"]
+
+
+def replay_trace(
+    trace: Path,
+    profile: Profile,
+    settings: Config | None,
+    *,
+    planner: str | None,
+    schedule: str | None,
+    recompute: bool | None,
+    stage_inputs: str,
+    minibatch: int | None,
+    capacity: int | None,
+    devices: int | None,
+    duration_seconds: float | None,
+    link: Link,
+    pauses: Pauses,
+    prices: Prices,
+) -> Replay:
+    """Reads the trace and replays it; what is None comes from the config, or is the command's default."""
+    from varuna_capslog.replanning import JOINT, Replanner
+    from varuna_capslog.simulation import DEFAULT_MICROBATCHES_PER_STAGE
+    from varuna_capslog.trace_replay import most_nodes, read_trace, replay
+
+    events = read_trace(trace)
+    most = devices or most_nodes(events)
+    size = profile.conditions.get("microbatch_size", 1)
+    blocks = None
+    if settings is not None:
+        pipeline = settings.pipeline
+        schedule = schedule or pipeline.schedule
+        minibatch = minibatch or settings.train.minibatch_size
+        blocks = settings.num_blocks if settings.num_blocks > 1 else None
+        if capacity is None and isinstance(pipeline.capacity, int):
+            capacity = pipeline.capacity
+    if minibatch is None:
+        minibatch = DEFAULT_MICROBATCHES_PER_STAGE * most * (size if isinstance(size, int) else 1)
+        typer.echo(f"note: a step of {minibatch} samples is assumed; --minibatch says otherwise", err=True)
+    answer = Replanner(
+        profile,
+        minibatch,
+        planner=planner or JOINT,
+        capacity=capacity,
+        schedule=schedule or "varuna",
+        recompute=bool(profile.conditions.get("recompute", True)) if recompute is None else recompute,
+        stage_inputs=stage_inputs,
+        blocks=blocks,
+        link=link,
+    )
+    return replay(events, answer, devices=most, pauses=pauses, prices=prices, duration_seconds=duration_seconds)
+
+
+def print_replay(found: Replay, trace: Path, output: Path | None, as_json: bool) -> None:
+    """Prints the result as a table or JSON, and writes replay.json and replay.png into a folder if asked to."""
+    if output is not None:
+        from varuna_capslog import files
+        from varuna_capslog.reports.replay import draw_replay
+
+        files.write_json(output / "replay.json", found.to_json())
+        draw_replay(output / "replay.png", found)
+    if as_json:
+        print_json(found.to_json())
+        return
+
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("", "", title=f"{trace.name}: {found.duration_seconds / 3600:.2f} h, at most {found.devices} devices")
+    table.columns[1].justify = "right"
+    for name, value in _rows(found).items():
+        table.add_row(name, value)
+    Console().print(table)
+    pauses = found.pauses
+    typer.echo(
+        f"assumed pauses: {pauses.planned:g} s for a join or announced leave (notice {pauses.notice:g} s), "
+        f"{pauses.crash:g} s for a crash, {pauses.restart:g} s for a restart",
+        err=True,
+    )
+    if output is not None:
+        typer.echo(f"written to {output}: replay.png, replay.json")
+
+
+def _rows(found: Replay) -> dict[str, str]:
+    from varuna_capslog.reports.wording import duration
+
+    count = {kind: sum(change.kind == kind for change in found.changes) for kind in ("join", "leave", "crash", "stop")}
+    hours = found.device_hours
+    dollars = [
+        "nothing trained" if value is None else f"{value:,.2f}"
+        for value in (found.spot_dollars_per_million, found.on_demand_dollars_per_million)
+    ]
+    return {
+        "joins, leaves, crashes, stops": ", ".join(map(str, count.values())),
+        "devices on average": f"{hours * 3600 / found.duration_seconds:.1f}",
+        "idle device time": f"{100 * found.idle_device_hours / hours:.1f} %" if hours else "",
+        "goodput": f"{found.goodput:.4g} samples/s",
+        "share of the ideal": f"{100 * found.share_of_ideal:.2f} %",
+        "paused": duration(found.paused_seconds),
+        "stopped, nothing fits": duration(found.stopped_seconds),
+        "slowest search": duration(found.slowest_search_seconds),
+        f"$ per million samples, spot at {found.prices.spot:g} $/h": dollars[0],
+        f"$ per million samples, on demand at {found.prices.on_demand:g} $/h": dollars[1],
+    }

@@ -1,0 +1,254 @@
+"""`capslog simulate`: one step of a plan before it runs, or a recorded trace of preemptions replayed with planners."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from varuna_capslog.commands.arguments import AsJson, Overrides, print_json
+from varuna_capslog.errors import CapslogError
+
+if TYPE_CHECKING:
+    from varuna_capslog.config import Config
+    from varuna_capslog.plan import Plan
+    from varuna_capslog.profiles.record import Profile
+    from varuna_capslog.simulation import Simulation
+
+__all__ = ["simulate"]
+
+
+def simulate(
+    config: Annotated[
+        Path | None, typer.Argument(metavar="CONFIG", help="The run's YAML file.", show_default=False)
+    ] = None,
+    overrides: Overrides = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="Profile of the model.", show_default="that of CONFIG, taken now")
+    ] = None,
+    plan: Annotated[Path | None, typer.Option(help="Plan to play.", show_default="that of CONFIG's planner")] = None,
+    bandwidth: Annotated[
+        str | None, typer.Option(help="Of every link, such as 1GiB/s.", show_default="bytes take no time")
+    ] = None,
+    latency: Annotated[str, typer.Option(help="Of every message, such as 0.1ms.")] = "0s",
+    copy_bandwidth: Annotated[
+        str | None,
+        typer.Option(
+            help="At which a rank copies its messages itself, as over gloo, instead of computing.",
+            show_default="sending costs a rank nothing",
+        ),
+    ] = None,
+    schedule: Annotated[
+        str | None, typer.Option(help="gpipe, 1f1b or varuna.", show_default="the plan's, or varuna")
+    ] = None,
+    microbatches: Annotated[
+        int | None,
+        typer.Option(min=1, help="Of one pipeline and step.", show_default="the plan's, or 4 for each stage"),
+    ] = None,
+    recompute: Annotated[
+        bool | None,
+        typer.Option("--recompute/--no-recompute", help="With recomputation or not.", show_default="as profiled"),
+    ] = None,
+    stage_inputs: Annotated[
+        str | None,
+        typer.Option(help="Where inputs kept for recomputation wait: host or device.", show_default="as profiled"),
+    ] = None,
+    cores: Annotated[
+        int | None, typer.Option(min=1, help="Cores that all ranks share.", show_default="one for each rank")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Folder for pictures, traces and JSON.", show_default=False)
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Replay these preemptions instead of one step; lines of milliseconds,add|remove,node.",
+            show_default=False,
+        ),
+    ] = None,
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="--trace: most devices to rent.", show_default="as the trace has")
+    ] = None,
+    planner: Annotated[
+        str | None, typer.Option(help="--trace: joint, or a planner of one pipeline.", show_default="joint")
+    ] = None,
+    minibatch: Annotated[
+        int | None,
+        typer.Option(min=1, help="--trace: samples of a step.", show_default="CONFIG's, or 4 microbatches a device"),
+    ] = None,
+    capacity: Annotated[
+        str | None, typer.Option(help="--trace: memory of every device, such as 16GiB.", show_default="no limit")
+    ] = None,
+    duration: Annotated[
+        str | None, typer.Option(help="--trace: until when, such as 8h.", show_default="the trace's last event")
+    ] = None,
+    notice: Annotated[
+        str, typer.Option(help="--trace: how long before a leave it is announced; AWS's 2 min.")
+    ] = "120s",
+    planned_pause: Annotated[str, typer.Option(help="--trace: of a join or announced leave; assumed.")] = "1s",
+    crash_pause: Annotated[str, typer.Option(help="--trace: of a leave without notice; assumed.")] = "10s",
+    restart_pause: Annotated[str, typer.Option(help="--trace: from too few devices on; torchrun's, measured.")] = "45s",
+    spot_price: Annotated[float, typer.Option(help="--trace: dollars per device and hour; assumed.")] = 0.918,
+    on_demand_price: Annotated[float, typer.Option(help="--trace: the same on demand; AWS p3.2xlarge.")] = 3.06,
+    as_json: AsJson = False,
+) -> None:
+    """Play one step of a plan: step time, bubbles, memory over time; with --trace, goodput and cost on spot nodes."""
+    from varuna_capslog import fields, units
+    from varuna_capslog.simulation import Link, simulate_plan
+
+    if config is None and profile is None:
+        raise CapslogError(
+            "nothing to simulate: give a CONFIG file, or --profile FILE with --plan FILE or --trace FILE"
+        )
+    if config is None and plan is None and trace is None:
+        raise CapslogError("--profile without a CONFIG needs --plan FILE, or --trace FILE to replay; give one of them")
+    link = Link(
+        None if bandwidth is None else units.parse_rate(bandwidth),
+        units.parse_seconds(latency, "latency"),
+        None if copy_bandwidth is None else units.parse_rate(copy_bandwidth, "copy-bandwidth"),
+    )
+    settings, costs = _of_config(config, overrides, profile, plan, as_json)
+    if settings is not None and recompute is None:
+        recompute = settings.pipeline.recompute
+    if stage_inputs is None:
+        known = costs.conditions.get("stage_inputs", "host") if settings is None else settings.pipeline.stage_inputs
+        stage_inputs = str(known)
+    fields.choice(stage_inputs, "stage_inputs", ("host", "device"))
+    if trace is not None:
+        from varuna_capslog.commands.replay import print_replay, replay_trace
+        from varuna_capslog.trace_replay import Pauses, Prices
+
+        found = replay_trace(
+            trace,
+            costs,
+            settings,
+            planner=planner,
+            schedule=schedule,
+            recompute=recompute,
+            stage_inputs=stage_inputs,
+            minibatch=minibatch,
+            capacity=None if capacity is None else units.parse_bytes(capacity, "capacity"),
+            devices=devices,
+            duration_seconds=None if duration is None else units.parse_seconds(duration),
+            link=link,
+            pauses=Pauses(
+                units.parse_seconds(planned_pause, "planned-pause"),
+                units.parse_seconds(crash_pause, "crash-pause"),
+                units.parse_seconds(restart_pause, "restart-pause"),
+                units.parse_seconds(notice, "notice"),
+            ),
+            prices=Prices(spot_price, on_demand_price),
+        )
+        print_replay(found, trace, output, as_json)
+        return
+    played = _plan(settings, costs, plan)
+    step = simulate_plan(
+        costs,
+        played,
+        schedule=schedule,
+        num_microbatches=microbatches,
+        recompute=recompute,
+        stage_inputs=stage_inputs,
+        link=link,
+        speeds=None if cores is None else [1.0] * cores,
+    )
+    if output is not None:
+        _write(output, step, played)
+    if as_json:
+        print_json(step.to_json())
+        return
+    _print(step, played)
+    if output is not None:
+        typer.echo(
+            f"written to {output}: step.png, step.svg, perfetto.json (open it in ui.perfetto.dev), simulation.json"
+        )
+
+
+def _of_config(
+    config: Path | None, overrides: list[str] | None, profile: Path | None, plan: Path | None, as_json: bool
+) -> tuple[Config | None, Profile]:
+    """The config, if there is one, and the profile: the given one, or the config's, taken now."""
+    from varuna_capslog.profiles.record import read_profile
+
+    settings = None
+    if config is not None:
+        from varuna_capslog.config import load_config
+
+        settings = load_config(config, overrides or ())
+    if profile is not None:
+        return settings, read_profile(profile)
+    assert settings is not None
+    from varuna_capslog.prepare import profile_run
+
+    return settings, profile_run(settings, show=not as_json)
+
+
+def _plan(settings: Config | None, costs: Profile, plan: Path | None) -> Plan:
+    """The given plan, or the one that the config's planner finds; one that does not fit is played all the same."""
+    if plan is not None:
+        from varuna_capslog.plan import read_plan
+
+        return read_plan(plan)
+    assert settings is not None
+    from varuna_capslog.prepare import plan_run
+
+    return plan_run(settings, costs)
+
+
+def _write(folder: Path, step: Simulation, plan: Plan) -> None:
+    from varuna_capslog import files
+    from varuna_capslog.reports.gantt import draw_simulation
+    from varuna_capslog.reports.perfetto import trace_events
+
+    files.write_json(folder / "simulation.json", step.to_json())
+    files.write_json(folder / "perfetto.json", trace_events(step))
+    draw_simulation(folder / "step.png", step, _capacity_of_rows(step, plan))
+
+
+def _capacity_of_rows(step: Simulation, plan: Plan) -> list[int] | None:
+    """The capacity of each rank, in the order of the simulation's rows."""
+    ranks = [rank for one in step.pipelines for rank in one.ranks]
+    if isinstance(plan.capacity_bytes, int):
+        return [plan.capacity_bytes] * len(ranks)
+    if plan.capacity_bytes is None or max(ranks) >= len(plan.capacity_bytes):
+        return None
+    return [plan.capacity_bytes[rank] for rank in ranks]
+
+
+def _print(step: Simulation, plan: Plan) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from varuna_capslog.reports.wording import duration
+    from varuna_capslog.units import format_bytes
+
+    title = f"{step.schedule}{' with recomputation' if step.recompute else ''}, {step.num_microbatches} microbatches"
+    table = Table(title=title)
+    columns = ("pipeline", "rank", "stages", "busy", "idle", "in flight", "peak", "margin")
+    for heading in columns if len(step.pipelines) > 1 else columns[1:]:
+        table.add_column(heading, justify="right")
+    capacities = iter(_capacity_of_rows(step, plan) or [])
+    for number, pipeline in enumerate(step.pipelines):
+        peaks, line = pipeline.peaks, pipeline.timeline
+        for rank, stages, busy in zip(pipeline.ranks, pipeline.stage_of_row, line.busy_seconds, strict=True):
+            capacity = next(capacities, None)
+            peak = None if peaks is None else sum(peaks[stage] for stage in stages)
+            cells = [
+                str(rank),
+                ", ".join(map(str, stages)),
+                duration(busy),
+                f"{100 * (1 - busy / step.step_seconds):.1f} %" if step.step_seconds else "",
+                ", ".join(str(line.max_in_flight[stage]) for stage in stages),
+                "unknown" if peak is None else format_bytes(peak),
+                "" if peak is None or capacity is None else format_bytes(capacity - peak),
+            ]
+            table.add_row(*([str(number)] if len(step.pipelines) > 1 else []), *cells)
+    console = Console()
+    console.print(table)
+    rate = "" if step.samples_per_second is None else f", {step.samples_per_second:.4g} samples/s"
+    console.print(
+        f"step {duration(step.step_seconds)}, bubble {100 * step.bubble_fraction:.1f} %{rate}", highlight=False
+    )
+    for note in (*plan.notes, *step.notes):
+        typer.echo(f"note: {note}", err=True)

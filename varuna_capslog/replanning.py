@@ -1,0 +1,122 @@
+"""What to run on any number of equal devices, planned anew each time it is asked, against the clock.
+
+The replay of a preemption trace calls a `Replanner` at every change. It chooses nothing itself: `joint` and the other
+planners do, and the step time is the simulator's.
+"""
+
+from __future__ import annotations
+
+__all__ = ["JOINT", "Replanner"]
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from varuna_capslog import fields
+from varuna_capslog.errors import CapslogError
+from varuna_capslog.planners import PLANNERS, plan
+from varuna_capslog.planners.joint import Device, joint_plan
+from varuna_capslog.profiles.record import Profile
+from varuna_capslog.simulation import Link, simulate_plan
+from varuna_capslog.trace_replay import Layout
+
+JOINT = "joint"
+"""The planner that chooses pipelines of different length together; the others plan one pipeline."""
+
+
+@dataclass(frozen=True)
+class Replanner:
+    """Number of devices -> `Layout`, None where nothing fits.
+
+    planner: `joint`, or a name of PLANNERS for one pipeline of as many devices as there are layers, at most.
+    minibatch_size: samples of a step, whatever the number of devices; a multiple of the profile's microbatch size.
+    capacity: bytes of every device; None: no limit.
+    blocks: accumulation blocks, for `joint`; None: every microbatch is one.
+    """
+
+    profile: Profile
+    minibatch_size: int
+    planner: str = JOINT
+    memory: str = "additive"
+    capacity: int | None = None
+    schedule: str = "varuna"
+    recompute: bool = True
+    stage_inputs: str = "host"
+    blocks: int | None = None
+    link: Link | None = None
+    _step_seconds: dict[tuple[int, ...], float] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        fields.refuse_unknown([self.planner], [JOINT, *PLANNERS], "planner")
+        size = self.microbatch_size
+        if self.minibatch_size < size or self.minibatch_size % size:
+            raise CapslogError(
+                f"a minibatch of {self.minibatch_size} samples is not a whole number of the profile's microbatches of "
+                f"{size}; choose a multiple"
+            )
+
+    @property
+    def microbatch_size(self) -> int:
+        """Samples that the profile's seconds are for; 1 where it does not say."""
+        size = self.profile.conditions.get("microbatch_size", 1)
+        return size if isinstance(size, int) else 1
+
+    def __call__(self, devices: int) -> Layout | None:
+        """Plans anew, also for a number that was asked before: only the answer's step time is looked up."""
+        found = self._joint(devices) if self.planner == JOINT else self._single(devices)
+        if found is not None and found.samples_per_second == float("inf"):
+            raise CapslogError("a step takes no time: all seconds of the profile are 0; profile again")
+        return found
+
+    def _joint(self, devices: int) -> Layout | None:
+        begun = time.perf_counter()
+        answer = joint_plan(
+            self.profile,
+            [Device(self.capacity)] * devices,
+            self.minibatch_size,
+            self.blocks,
+            memory=self.memory,
+            schedule=self.schedule,
+            recompute=self.recompute,
+            stage_inputs=self.stage_inputs,
+            link=self.link,
+        )
+        search_seconds = time.perf_counter() - begun
+        if answer.step_seconds is None:
+            return None
+        stages = [len(one.cuts) for one in answer.pipelines]
+        return self._layout(answer.step_seconds, devices - len(answer.idle), search_seconds, stages)
+
+    def _single(self, devices: int) -> Layout | None:
+        begun = time.perf_counter()
+        stages = min(devices, self.profile.num_layers)
+        microbatches = self.minibatch_size // self.microbatch_size
+        found = plan(
+            self.profile,
+            stages,
+            planner=self.planner,
+            memory=self.memory,
+            capacity=self.capacity,
+            schedule=self.schedule,
+            num_microbatches=microbatches,
+            recompute=self.recompute,
+            stage_inputs=self.stage_inputs,
+        )
+        search_seconds = time.perf_counter() - begun
+        if found.fits is False:
+            return None
+        if found.cuts not in self._step_seconds:
+            step = simulate_plan(self.profile, found, recompute=self.recompute, link=self.link)
+            self._step_seconds[found.cuts] = step.step_seconds
+        return self._layout(self._step_seconds[found.cuts], stages, search_seconds, [stages])
+
+    def _layout(self, step_seconds: float, used: int, search_seconds: float, stages: Sequence[int]) -> Layout:
+        rate = self.minibatch_size / step_seconds if step_seconds > 0 else float("inf")
+        return Layout(rate, used, search_seconds, _describe(stages))
+
+
+def _describe(stages: Sequence[int]) -> str:
+    """`1 pipeline of 4 stages`, `3 pipelines of 8 + 8 + 7 stages`."""
+    count = len(stages)
+    lengths = " + ".join(map(str, sorted(stages, reverse=True)))
+    return f"{count} pipeline{'' if count == 1 else 's'} of {lengths} stage{'' if lengths == '1' else 's'}"
