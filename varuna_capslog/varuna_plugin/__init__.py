@@ -1,0 +1,25 @@
+"""CAPSlog on an installed, unmodified Microsoft Varuna.
+
+    import varuna_capslog.varuna_plugin as plugin
+    plugin.install()
+    plugin.configure(cuts="plan.json")
+
+Nothing here needs Varuna to be imported; `install` looks for it. Varuna is never part of this project: see
+docs/varuna.md for where to get it and for what is patched and why.
+"""
+
+from varuna_capslog.varuna_plugin.inputs import Microbatches
+from varuna_capslog.varuna_plugin.install import install, installed_patches, uninstall
+from varuna_capslog.varuna_plugin.options import configure
+from varuna_capslog.varuna_plugin.recognise import COMMIT, FoundVaruna, find_varuna
+
+__all__ = [
+    "COMMIT",
+    "FoundVaruna",
+    "Microbatches",
+    "configure",
+    "find_varuna",
+    "install",
+    "installed_patches",
+    "uninstall",
+]

@@ -1,0 +1,135 @@
+"""What is changed around `Varuna.__init__` and `Varuna.evaluate`: checks before, the CPU as a device, any shapes."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from varuna_capslog.errors import CapslogError
+from varuna_capslog.varuna_plugin import wire
+from varuna_capslog.varuna_plugin.executor import WatchedQueue
+from varuna_capslog.varuna_plugin.options import current
+
+__all__ = ["build", "evaluate", "init_communication", "parameter_names_to_cuts", "temporary_folder"]
+
+
+def build(
+    original: Callable[..., None],
+    self: Any,
+    model: Any,
+    stage_to_rank_map: str,
+    get_batch_fn: Callable[..., Any],
+    batch_size: int,
+    chunk_size: int,
+    fp16: bool = False,
+    local_rank: int = -1,
+    device: Any = -1,
+    **options: Any,
+) -> None:
+    """Around `Varuna.__init__`; the same arguments. Without a CUDA device the default device is the CPU.
+
+    Raises:
+        CapslogError: fp16, a batch that the replicas cannot share, a map that is not one rank for each process.
+    """
+    if fp16:
+        raise CapslogError(
+            "fp16=True is not there: Varuna's mixed precision needs apex, and the plugin's sums of gradients know no "
+            "loss scaling; leave it out"
+        )
+    stage_to_rank_map = stage_to_rank_map.rstrip(";") + ";"  # without the last one Varuna loses the last stage
+    rows = [[int(rank) for rank in row.split(",")] for row in stage_to_rank_map[:-1].split(";")]
+    named = sorted(rank for row in rows for rank in row)
+    if len({len(row) for row in rows}) != 1 or named != list(range(dist.get_world_size())):
+        raise CapslogError(
+            f"stage_to_rank_map={stage_to_rank_map!r} must name each of the {dist.get_world_size()} ranks once, "
+            "equally many for every stage"
+        )
+    if batch_size % len(rows[0]) or min(batch_size, chunk_size) < 1:
+        raise CapslogError(
+            f"batch_size={batch_size} with chunk_size={chunk_size} cannot be shared by {len(rows[0])} replicas; choose "
+            "a batch size that their number divides"
+        )
+    if device == -1 and not torch.cuda.is_available():
+        device = "cpu"
+    original(
+        self,
+        model,
+        stage_to_rank_map,
+        get_batch_fn,
+        batch_size,
+        chunk_size,
+        fp16=fp16,
+        local_rank=local_rank,
+        device=device,
+        **options,
+    )
+    if self.device.type == "cpu":
+        # the executor compares with the text "cpu", else it synchronises CUDA
+        self.config["device"] = "cpu"
+
+
+def init_communication(self: Any) -> None:
+    """Replaces Varuna's: the neighbours' ranks; shapes travel with each message."""
+    ranks = self.stage_to_rank_map
+    last = self.partitions - 1
+    self.send_rank = ranks[self.stage + 1][self.rank_within_stage] if self.stage < last else None
+    self.receive_rank = ranks[self.stage - 1][self.rank_within_stage] if self.stage > 0 else None
+    self.fwd_inp_shape = self.bwd_grad_shape = None
+    self.fwd_inp_shape_changes = self.bwd_grad_shape_changes = None
+
+
+def parameter_names_to_cuts(self: Any) -> dict[str, int]:
+    """Replaces `PartitionedModel`'s: every parameter of the model with the piece whose file holds it."""
+    partition = self.capslog.partition
+    return {name: partition.home[name] for name in partition.trace.parameters}
+
+
+@torch.no_grad()
+def evaluate(self: Any, inputs: Any, batch_size: int | None = None) -> float:
+    """Replaces `Varuna.evaluate`, which on later stages computes on a placeholder instead of what they are sent.
+
+    Args:
+        inputs: as for `step`.
+        batch_size: samples in `inputs`; default: those of a training step of this replica.
+
+    Returns:
+        The loss over all samples of all replicas, on every rank: their mean, or their sum under `loss="sum"`.
+    """
+    from varuna import utils
+
+    assert isinstance(inputs, dict), "input must be a dictionary!"
+    batches = utils.scatter(inputs, int(self.batch_size if batch_size is None else batch_size), self.micro_batch_size)
+    stage, partitioned = self.partitioned_model.capslog, self.partitioned_model
+    total, timeout = 0.0, current().timeout
+    under_way = []
+    for microbatch, (batch, size) in enumerate(zip(batches, batches.sizes, strict=True)):
+        queues = [WatchedQueue() for _ in range(5)]
+        partitioned.set_queues(*queues)
+        acts_send, _, acts_received = queues[:3]
+        if stage.entry is not None:
+            count = len(stage.entry.spec.tensors)
+            acts_received.put(wire.receive(count, microbatch, self.receive_rank, False, timeout))
+        output = partitioned(batch, handle_comm=True)
+        if stage.exit is not None:
+            under_way.append(wire.send(acts_send.get(), microbatch, self.send_rank, False))
+        else:
+            loss = output[0] if isinstance(output, tuple) else output
+            total += float(loss) * (1.0 if current().loss == "sum" else size / sum(batches.sizes))
+    for sending in under_way:
+        sending.wait(timeout)
+    partitioned.clear_recv_fn()
+    share = 1.0 if current().loss == "sum" else 1.0 / self.data_depth
+    result = torch.tensor([total * share], dtype=torch.float64)
+    dist.all_reduce(result, group=self.capslog_world)
+    return float(result)
+
+
+def temporary_folder() -> str:
+    """A folder of this user and this job, in place of the one that all jobs of a host share."""
+    job = os.environ.get("MASTER_PORT", str(os.getpid()))
+    return os.path.join(tempfile.gettempdir(), f"varuna-{os.getuid()}-{job}")

@@ -1,0 +1,381 @@
+"""Checkpoints in Varuna's layout: one file per piece and kind, so that they load under any cut list.
+
+Replaces `Varuna.checkpoint` and `load_checkpoint`. Beside Varuna's own files a checkpoint holds what those leave out
+(buffers, learning rates by parameter, random state) and a manifest of everything with sizes and digests. It is written
+beside its place and renamed when all ranks are done. Files that unpatched Varuna wrote, without manifest, load too.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import shutil
+import zipfile
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from varuna_capslog import files
+from varuna_capslog.engine.checkpoint import digest_of, sync_folder, write_synced
+from varuna_capslog.errors import CapslogError
+from varuna_capslog.varuna_plugin.executor import restore_random_state, save_random_state
+from varuna_capslog.varuna_plugin.stages import ANCHOR
+
+__all__ = ["MANIFEST", "load", "save"]
+
+_log = logging.getLogger(__name__)
+
+MANIFEST = "capslog-manifest.json"
+_FORMAT = "varuna-capslog/varuna-checkpoint/1"
+_PARAMETERS, _STATE, _COMMON = "opt-fp32-params-{}", "opt-state-{}", "opt-common-state"
+_EXTRA, _RANDOM = "capslog-extra-{}", "capslog-random-{}"
+
+
+# -- writing
+
+
+def save(
+    self: Any,
+    global_store: str | os.PathLike[str],
+    step: int | None = None,
+    tempdir: str | None = None,
+    shard: bool = False,
+    on_demand: bool = False,
+) -> Future[None] | None:
+    """Replaces `Varuna.checkpoint`: writes `varuna_ckpt_<step>` together with all ranks; complete when it returns.
+
+    Args:
+        global_store: a folder that all ranks see.
+        step: default: steps done so far.
+        tempdir: taken for compatibility: a finished future is returned where it is given, as callers wait for one.
+        shard, on_demand: taken for compatibility; replica 0 writes whole files, which every reader takes.
+
+    Raises:
+        CapslogError: on every rank, when any could not write; an older checkpoint of that name is untouched.
+    """
+    step = self.iteration if step is None else step
+    folder = Path(global_store)
+    partial = folder / f".partial-varuna_ckpt_{step}"
+    entries: dict[str, Any] = {}
+    shutil.rmtree(partial, ignore_errors=True)
+    _agree(self, _attempt(lambda: (partial / "markers").mkdir(parents=True, exist_ok=True)), folder, step)
+    problem = _attempt(lambda: entries.update(_write_own(self, partial)))
+    gathered = _gather(self, (problem, entries))
+    problem = next((f"rank {rank}: {text}" for rank, (text, _) in enumerate(gathered) if text), None)
+    if problem is None and self.rank == 0:
+        together = {name: entry for _, theirs in gathered for name, entry in theirs.items()}
+        problem = _attempt(lambda: _finish(self, partial, folder / f"varuna_ckpt_{step}", step, together, gathered))
+    if problem is not None and self.rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+    _agree(self, problem, folder, step)
+    _track(self, step)
+    if tempdir is None:
+        return None
+    done: Future[None] = Future()
+    done.set_result(None)
+    return done
+
+
+def _attempt(work: Any) -> str | None:
+    try:
+        work()
+    except OSError as error:
+        return f"{error.strerror or error}"
+    except CapslogError as error:
+        return str(error)
+    return None
+
+
+def _agree(self: Any, problem: str | None, folder: Path, step: int) -> None:
+    found = [text for text in _gather(self, problem) if text]
+    if found:
+        raise CapslogError(
+            f"the checkpoint of step {step} could not be written to {folder} ({'; '.join(found)}); older ones are "
+            "untouched: make room and write again"
+        )
+
+
+def _gather(self: Any, value: Any) -> list[Any]:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value, group=self.capslog_world)
+    return everyone
+
+
+def _write_own(self: Any, folder: Path) -> dict[str, Any]:
+    """This rank's files: its random state, and on replica 0 every piece of its stage."""
+    random = {"state": list(save_random_state(self.device))}
+    entries = {_RANDOM.format(self.rank): write_synced(folder / _RANDOM.format(self.rank), random)}
+    if self.rank_within_stage > 0:
+        return entries
+    partition, stage = self.partitioned_model.capslog.partition, self.stage
+    parameters, buffers = _held(self)
+    groups = {
+        id(parameter): {key: value for key, value in group.items() if key != "params"}
+        for group in self.optimizer.param_groups
+        for parameter in group["params"]
+    }
+    for piece in partition.pieces(stage):
+        own = {name: parameter for name, parameter in parameters.items() if partition.home[name] == piece}
+        content: dict[str, dict[str, Any]] = {
+            _PARAMETERS: {name: parameter.detach().cpu().clone() for name, parameter in own.items()},
+            _STATE: {
+                name: {key: _on_host(value) for key, value in self.optimizer.state[parameter].items()}
+                for name, parameter in own.items()
+                if parameter in self.optimizer.state
+            },
+            _EXTRA: {
+                "buffers": {
+                    name: buffer.cpu().clone() for name, buffer in buffers.items() if partition.home[name] == piece
+                },
+                "groups": {name: groups[id(parameter)] for name, parameter in own.items() if id(parameter) in groups},
+            },
+        }
+        for pattern, value in content.items():
+            entries[pattern.format(piece)] = write_synced(folder / pattern.format(piece), value)
+    return entries
+
+
+def _on_host(value: Any) -> Any:
+    return value.detach().cpu().clone() if isinstance(value, Tensor) else value
+
+
+def _finish(
+    self: Any, partial: Path, final: Path, step: int, entries: Mapping[str, Any], gathered: list[Any]
+) -> None:
+    """Common state, markers, manifest, then the name that makes it a checkpoint."""
+    common = self.optimizer.state_dict()
+    common["state"] = {}
+    entries = {**entries, _COMMON: write_synced(partial / _COMMON, common)}
+    partition = self.partitioned_model.capslog.partition
+    per_stage = [
+        sum(partition.stage_of(partition.home[name]) == stage for name in partition.trace.parameters)
+        for stage in range(self.partitions)
+    ]
+    for rank in range(len(gathered)):
+        stage = next(stage for stage, ranks in self.stage_to_rank_map.items() if rank in ranks)
+        first = self.stage_to_rank_map[stage][0] == rank
+        # Varuna adds these up and wants the number of parameters, and one more for a name that it made up
+        count = (per_stage[stage] + (1 if stage == 0 else 0)) if first else 0
+        (partial / "markers" / f"complete_{rank}.txt").write_text(str(count), encoding="utf-8")
+    files.write_json(
+        partial / MANIFEST,
+        {
+            "format": _FORMAT,
+            "iteration": step,
+            "cuts": list(partition.cuts),
+            "num_pieces": partition.trace.num_pieces,
+            "stage_to_rank_map": {str(stage): list(ranks) for stage, ranks in self.stage_to_rank_map.items()},
+            "parameters": {name: partition.home[name] for name in partition.trace.parameters},
+            "buffers": {name: partition.home[name] for name in partition.trace.buffers},
+            "files": entries,
+        },
+    )
+    sync_folder(partial)
+    replaced = final.with_name(f".replaced-{final.name}")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if final.exists():
+        os.replace(final, replaced)
+    os.replace(partial, final)
+    sync_folder(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _held(self: Any) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
+    """This stage's parameters and the buffers that belong into a file, by name."""
+    model = self.partitioned_model.module
+    transient = {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
+    parameters = {name: parameter for name, parameter in model.named_parameters() if name != ANCHOR}
+    return parameters, {name: buffer for name, buffer in model.named_buffers() if name not in transient}
+
+
+def _track(self: Any, step: int) -> None:
+    """Varuna's launcher reads the last step from here."""
+    from varuna.checkpoint import get_local_ckpt_tracker
+
+    files.write_text(get_local_ckpt_tracker(self.local_rank), str(step))
+
+
+# -- reading
+
+
+def load(self: Any, global_store: str | os.PathLike[str], iteration: int, check_complete: bool = True) -> None:
+    """Replaces `Varuna.load_checkpoint`: takes over what this stage needs, whatever the cuts it was written under.
+
+    Args:
+        check_complete: refuse a checkpoint that lacks a parameter or whose files are damaged; False keeps the present
+            value of what is not there, with a warning.
+
+    Raises:
+        CapslogError: on every rank, when any cannot load; parameters may then be partly taken over.
+    """
+    if self.optimizer is None:
+        raise CapslogError("load_checkpoint needs the optimizer: call set_optimizer first")
+    folder = Path(global_store) / f"varuna_ckpt_{iteration}"
+    problem = None
+    try:
+        _take(self, _Reader(folder, check_complete), check_complete)
+    except CapslogError as error:
+        problem = str(error)
+    for rank, text in enumerate(_gather(self, problem)):
+        if text:
+            raise CapslogError(f"rank {rank}: {text}")
+    self.iteration = iteration
+    _track(self, iteration)
+
+
+class _Reader:
+    """One checkpoint folder; files are read once."""
+
+    def __init__(self, folder: Path, check: bool) -> None:
+        self.folder, self.check = folder, check
+        self.manifest: dict[str, Any] | None = None
+        self._cache: dict[str, Any] = {}
+        if not folder.is_dir():
+            raise CapslogError(f"{folder} is not there; give the folder that holds varuna_ckpt_* and a step of it")
+        if (folder / MANIFEST).exists():
+            self.manifest = files.read_json(folder / MANIFEST)
+            if self.manifest is None or self.manifest.get("format") != _FORMAT:
+                raise CapslogError(f"{folder / MANIFEST}: format is not {_FORMAT!r}")
+        self.pieces = sorted(
+            {
+                int(name.removeprefix("opt-fp32-params-").split("_")[0])
+                for name in os.listdir(folder)
+                if name.startswith("opt-fp32-params-")
+            }
+        )
+        wanted = range(self.manifest["num_pieces"]) if self.manifest else range(max(self.pieces, default=-1) + 1)
+        if check and (not self.pieces or self.pieces != list(wanted)):
+            raise CapslogError(
+                f"{folder} holds the pieces {self.pieces}, not all of 0 to {max(wanted, default=0)}: it was broken "
+                "off; load an older one"
+            )
+
+    def piece(self, pattern: str, piece: int) -> dict[str, Any]:
+        """Content of a piece's file, its shards together; empty where there is none."""
+        name = pattern.format(piece)
+        if name not in self._cache:
+            content: dict[str, Any] = {}
+            for path in self._paths(name):
+                content.update(self.file(path))
+            self._cache[name] = content
+        return dict(self._cache[name])
+
+    def _paths(self, name: str) -> Iterator[Path]:
+        whole = self.folder / name
+        if whole.exists():
+            yield whole
+        else:
+            yield from sorted(self.folder.glob(f"{name}_*"))
+
+    def file(self, path: Path) -> Any:
+        """A file's content, checked against the manifest where there is one."""
+        if self.check and self.manifest is not None:
+            entry = self.manifest["files"].get(path.name)
+            if entry is None or not path.is_file() or digest_of(path) != entry["digest"]:
+                raise CapslogError(f"{path}: damaged (not what the manifest says); load an older checkpoint")
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True)
+        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+            raise CapslogError(f"{path}: cannot be read ({error}); load an older checkpoint") from error
+
+    def search(self, pattern: str, names: Mapping[str, int], part: str | None = None) -> dict[str, Any]:
+        """The entries of `names` (with the piece where each should be); looks everywhere before it gives up."""
+        found: dict[str, Any] = {}
+        for piece in [*sorted(set(names.values())), *self.pieces]:
+            if len(found) == len(names):
+                break
+            content = self.piece(pattern, piece)
+            content = content.get(part, {}) if part is not None else content
+            found |= {name: content[name] for name in names if name in content and name not in found}
+        return found
+
+
+def _take(self: Any, reader: _Reader, check: bool) -> None:
+    parameters, buffers = _held(self)
+    home = self.partitioned_model.capslog.partition.home
+    where: Mapping[str, int] = {**home, **(reader.manifest["parameters"] | reader.manifest["buffers"])} if (
+        reader.manifest
+    ) else home
+    wanted = {name: where[name] for name in parameters}
+    values = reader.search(_PARAMETERS, wanted)
+    _copy_all(parameters, values, reader, check)
+    if reader.manifest is not None:
+        _copy_all(buffers, reader.search(_EXTRA, {name: where[name] for name in buffers}, "buffers"), reader, check)
+    elif buffers:
+        _log.warning("%s has no buffers (Varuna writes none); %d keep their values", reader.folder, len(buffers))
+    state = reader.search(_STATE, wanted)
+    for name, parameter in parameters.items():
+        self.optimizer.state.pop(parameter, None)
+        if name in state:
+            self.optimizer.state[parameter] = {
+                key: value.to(parameter.device) if isinstance(value, Tensor) and key != "step" else value
+                for key, value in state[name].items()
+            }
+    _take_groups(self, reader, parameters, wanted)
+    _take_random_state(self, reader)
+
+
+def _copy_all(targets: Mapping[str, Tensor], values: Mapping[str, Tensor], reader: _Reader, check: bool) -> None:
+    missing = [name for name in targets if name not in values]
+    if missing:
+        text = f"{reader.folder} lacks {', '.join(missing[:4])}{' ...' if len(missing) > 4 else ''}"
+        if check:
+            raise CapslogError(
+                f"{text}: it was written for another model, or by Varuna itself, which leaves out some parameters; "
+                "load with check_complete=False to keep their present values"
+            )
+        _log.warning("%s; their present values stay", text)
+    with torch.no_grad():
+        for name, value in values.items():
+            if targets[name].shape != value.shape:
+                raise CapslogError(
+                    f"{reader.folder}: {name!r} has shape {list(value.shape)}, the model wants "
+                    f"{list(targets[name].shape)}"
+                )
+            targets[name].copy_(value)
+
+
+def _take_groups(
+    self: Any, reader: _Reader, parameters: Mapping[str, nn.Parameter], wanted: Mapping[str, int]
+) -> None:
+    """Learning rates and the like: by parameter where the file says so, else by position."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    if reader.manifest is not None:
+        known = reader.search(_EXTRA, wanted, "groups")
+        for group in self.optimizer.param_groups:
+            found: dict[str, Any] = next((known[names[id(p)]] for p in group["params"] if names.get(id(p)) in known), {})
+            group.update(found)
+        return
+    common = reader.folder / _COMMON
+    if not common.exists():
+        return
+    groups = reader.file(common)["param_groups"]
+    if len(groups) != len(self.optimizer.param_groups):
+        _log.warning("%s has other parameter groups than this optimizer: none taken over", common)
+        return
+    for group, saved in zip(self.optimizer.param_groups, groups, strict=True):
+        group.update({key: value for key, value in saved.items() if key != "params"})
+
+
+def _take_random_state(self: Any, reader: _Reader) -> None:
+    """Only under the very layout in which it was written: the streams belong to ranks."""
+    manifest = reader.manifest
+    if manifest is None:
+        return
+    ranks = {str(stage): list(ranks) for stage, ranks in self.stage_to_rank_map.items()}
+    cuts = list(self.partitioned_model.capslog.partition.cuts)
+    if (manifest["cuts"], manifest["stage_to_rank_map"]) != (cuts, ranks):
+        _log.info("%s was written under other cuts or ranks; random numbers go on from where they are", reader.folder)
+        return
+    cpu, cuda = reader.file(reader.folder / _RANDOM.format(self.rank))["state"]
+    restore_random_state((cpu, cuda), self.device)

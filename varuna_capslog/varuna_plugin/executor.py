@@ -1,0 +1,231 @@
+"""What is changed around Varuna's executor: its message threads, and each forward, recomputation and backward.
+
+`Pipeline.run` and its schedule walking stay Varuna's. Threads speak the wire format; a thread that fails says so to
+whoever waits for it, where the original died in silence and left its stage waiting for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from varuna_capslog.errors import CapslogError
+from varuna_capslog.varuna_plugin import wire
+from varuna_capslog.varuna_plugin.inputs import Scattered
+from varuna_capslog.varuna_plugin.options import current
+from varuna_capslog.varuna_plugin.phantom import find_phantom
+from varuna_capslog.varuna_plugin.schedule import BACKWARD, FORWARD
+
+__all__ = [
+    "BoundedDistributed",
+    "WatchedQueue",
+    "acts_receiver",
+    "acts_sender",
+    "forward",
+    "grads_receiver",
+    "grads_sender",
+    "restore_random_state",
+    "run",
+    "save_random_state",
+    "worker",
+]
+
+_UNDER_WAY = 4
+"""Messages that may be under way before a sender waits for the oldest, as in Varuna."""
+
+
+class _Failure:
+    """Takes the place of what a thread should have delivered."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
+class WatchedQueue(queue.Queue[Any]):
+    """A queue whose reader learns of a failed writer, and never waits longer than the configured timeout."""
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        """As `Queue.get`; raises CapslogError with the writer's failure, or after the timeout."""
+        patience = current().timeout_seconds if timeout is None else timeout
+        try:
+            item = super().get(block, patience if block else None)
+        except queue.Empty:
+            if not block or timeout is not None:
+                raise
+            raise CapslogError(f"waited {patience:g} s for a microbatch of another stage; its rank hangs") from None
+        if isinstance(item, _Failure):
+            self.put(item)
+            raise CapslogError(str(item.error)) from item.error
+        return item
+
+    def next_to_send(self) -> Any:
+        """For sending threads: waits as long as the stage computes."""
+        return super().get(True, None)
+
+
+class BoundedDistributed:
+    """`torch.distributed` for Varuna's executor, with its barrier bounded by the configured timeout."""
+
+    def __init__(self) -> None:
+        self.world: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
+
+    def barrier(self, group: Any = None) -> None:
+        """As `torch.distributed.barrier`, over a group that has the timeout where none is given."""
+        dist.barrier(group=self.world if group is None else group)
+
+
+# -- threads
+
+
+def acts_receiver(self: Any) -> None:
+    """Replaces the thread that takes in activations."""
+    _receive_all(self, FORWARD, self.receive_rank, self.partitioned_model.capslog.entry, self.acts_queue)
+
+
+def grads_receiver(self: Any) -> None:
+    """Replaces the thread that takes in gradients."""
+    _receive_all(self, BACKWARD, self.send_rank, self.partitioned_model.capslog.exit, self.grads_queue)
+
+
+def _receive_all(pipeline: Any, kind: int, peer: int, cut: Any, into: WatchedQueue) -> None:
+    tensors = cut.spec.tensors
+    count = sum(spec.requires_grad for spec in tensors) if kind == BACKWARD else len(tensors)
+    try:
+        for task, microbatch in pipeline.schedule:
+            if task == kind:
+                into.put(wire.receive(count, microbatch, peer, kind == BACKWARD, current().timeout))
+    except BaseException as error:
+        into.put(_Failure(error))
+
+
+def acts_sender(self: Any) -> None:
+    """Replaces the thread that sends activations."""
+    _send_all(self, FORWARD, self.send_rank, self.acts_send_queue)
+
+
+def grads_sender(self: Any) -> None:
+    """Replaces the thread that sends gradients."""
+    _send_all(self, BACKWARD, self.receive_rank, self.grads_send_queue)
+
+
+def _send_all(pipeline: Any, kind: int, peer: int, outgoing: WatchedQueue) -> None:
+    under_way: deque[wire.Sending] = deque()
+    try:
+        for task, microbatch in pipeline.schedule:
+            if task != kind:
+                continue
+            bundle = outgoing.next_to_send()
+            if bundle is None:  # the stage has failed
+                return
+            under_way.append(wire.send(bundle, microbatch, peer, kind == BACKWARD))
+            if len(under_way) > _UNDER_WAY:
+                under_way.popleft().wait(current().timeout)
+        for sending in under_way:
+            sending.wait(current().timeout)
+    except BaseException as error:
+        pipeline.capslog_failure = error
+
+
+def run(original: Callable[[Any], Any], self: Any) -> Any:
+    """Around `Pipeline.run`: what a sending thread met becomes this rank's error; a failed stage frees its threads."""
+    self.capslog_failure = None
+    try:
+        result = original(self)
+    except BaseException:
+        for outgoing in (self.acts_send_queue, self.grads_send_queue):
+            outgoing.put(None)
+        raise
+    if self.capslog_failure is not None:
+        raise CapslogError(str(self.capslog_failure)) from self.capslog_failure
+    return result
+
+
+# -- one task
+
+
+def worker(original: Callable[..., Any], self: Any, task: int, grad_mode: bool, inputs_as_dict: Any) -> Any:
+    """Around `Pipeline.worker`: each microbatch weighs by its samples, and every backward sends one message back."""
+    if task != BACKWARD:
+        return original(self, task, grad_mode, inputs_as_dict)
+    stage = self.partitioned_model.capslog
+    # Varuna divides a microbatch's loss by their number
+    self.chunks = _divisor(self.batches, inputs_as_dict)
+    stage.gradients_sent = False
+    result = original(self, task, grad_mode, inputs_as_dict)
+    if stage.entry is not None and not stage.gradients_sent:
+        stage.entry.send_nothing()
+    return result
+
+
+def _divisor(batches: Any, inputs: Any) -> float:
+    if current().loss == "sum":
+        return 1.0
+    assert isinstance(batches, Scattered)
+    mine = next(size for batch, size in zip(batches, batches.sizes, strict=True) if batch is inputs)
+    return sum(batches.sizes) / mine
+
+
+def forward(original: Callable[..., Any], self: Any, inputs_as_dict: Any, recompute: bool = False, **flags: Any) -> Any:
+    """Around `PartitionedModel.forward`.
+
+    A recomputation leaves no traces: random numbers go on as if it had not been, running statistics stay what the
+    first pass made them.
+    """
+    stage = self.capslog
+    stage.begin()
+    if recompute:
+        state = save_random_state(self.device)
+        with _statistics_kept(self.module):
+            result = original(self, inputs_as_dict, recompute=True, **flags)
+        restore_random_state(state, self.device)
+    else:
+        result = original(self, inputs_as_dict, **flags)
+    if not stage.active or (stage.exit is not None and not stage.left):
+        cut = stage.exit if stage.active else stage.entry
+        raise CapslogError(
+            f"the forward ended without reaching CutPoint {cut.spec.name!r}; it must pass every CutPoint each time"
+        )
+    phantom = find_phantom(result)
+    if phantom is not None:
+        raise CapslogError(
+            f"the model's result is {phantom!r}, which another stage computes: a value that is needed behind a cut "
+            "must go through every CutPoint between, or come from the model's inputs"
+        )
+    return result
+
+
+@contextlib.contextmanager
+def _statistics_kept(model: nn.Module) -> Iterator[None]:
+    """Running statistics are copies inside the block. Exchanged, not written back: the graph has kept them."""
+    kept = []
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
+            kept.append((module, dict(module._buffers)))
+            module._buffers.update({name: None if b is None else b.clone() for name, b in module._buffers.items()})
+    try:
+        yield
+    finally:
+        for module, buffers in kept:
+            module._buffers.update(buffers)
+
+
+def save_random_state(device: torch.device) -> tuple[Any, Any]:
+    """Replaces Varuna's, which asks CUDA also on the CPU."""
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+def restore_random_state(state: tuple[Any, Any], device: torch.device) -> None:
+    """Replaces Varuna's; the counterpart of `save_random_state`."""
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1], device)

@@ -1,0 +1,189 @@
+"""Gradients made complete after a step: ties added up, replicas averaged, the norm counted once, clipped.
+
+Replaces `Varuna.init_distributed`, `share_weight_grads` and `sync_across_workers`, which need apex also in fp32, and
+which without fp16 reduce a copy that nobody reads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from varuna_capslog.varuna_plugin.options import current
+from varuna_capslog.varuna_plugin.partition import TieGroup
+
+__all__ = ["init_distributed", "share_weight_grads", "step_alone", "sync_across_workers"]
+
+
+def init_distributed(self: Any) -> None:
+    """Makes the groups of replicas, pipelines and ties, all with the configured timeout, on every rank in one order.
+
+    Ties and replicas then get equal values: those of the first stage and of replica 0.
+    """
+    import varuna.pipeline
+
+    timeout = current().timeout
+    self.capslog_world = dist.new_group(timeout=timeout)
+    varuna.pipeline.dist.world = self.capslog_world
+    self.dp_group = self.pipeline_group = self.tied_group = None
+    backend = "nccl" if self.device.type == "cuda" and dist.is_nccl_available() else "gloo"
+    for stage, ranks in sorted(self.stage_to_rank_map.items()):
+        if len(ranks) > 1:
+            group = dist.new_group(list(ranks), timeout=timeout, backend=backend)
+            if stage == self.stage:
+                self.dp_group = group
+    self.capslog_tie_groups = {}
+    stage_sets = sorted({tie.stages for tie in self.model.capslog.ties if len(tie.stages) > 1})
+    for replica in range(self.data_depth):
+        ranks = [self.stage_to_rank_map[stage][replica] for stage in range(self.partitions)]
+        mine = self.rank in ranks
+        if len(ranks) > 1:
+            group = dist.new_group(ranks, timeout=timeout)
+            self.pipeline_group = group if mine else self.pipeline_group
+        for stages in stage_sets:
+            group = dist.new_group([ranks[stage] for stage in stages], timeout=timeout)
+            if mine and self.stage in stages:
+                self.capslog_tie_groups[stages] = group
+    _make_equal(self)
+
+
+def _make_equal(self: Any) -> None:
+    named = dict(self.model.module.named_parameters())
+    ranks = [self.stage_to_rank_map[stage][self.rank_within_stage] for stage in range(self.partitions)]
+    with torch.no_grad():
+        for tie in self.model.capslog.ties:
+            if tie.stages in self.capslog_tie_groups:
+                group = self.capslog_tie_groups[tie.stages]
+                # declared pairs have several names: each stage may hold other ones
+                held = [named[name] for name in tie.names if name in named]
+                _broadcast(held[0], ranks[tie.stages[0]], group)
+                for other in held[1:]:
+                    other.copy_(held[0])
+        if self.dp_group is not None:
+            for tensor in [*named.values(), *self.model.module.buffers()]:
+                _broadcast(tensor, self.stage_to_rank_map[self.stage][0], self.dp_group)
+
+
+def _broadcast(tensor: Tensor, source: int, group: Any) -> None:
+    dense = tensor.detach().contiguous()
+    dist.broadcast(dense, src=source, group=group)
+    tensor.copy_(dense)
+
+
+def share_weight_grads(self: Any) -> None:
+    """Replaces Varuna's: nothing is left to do, `sync_across_workers` adds up all ties, declared or not."""
+
+
+def step_alone(original: Callable[..., Any], self: Any, inputs: Any, clip_grad_max_norm: float | None = None) -> Any:
+    """Around `Varuna.step`: one stage without replicas gets its norm and its clipping too, which Varuna leaves out."""
+    loss, overflow, norm = original(self, inputs, clip_grad_max_norm)
+    if self.partitions == 1 and self.data_depth == 1:
+        _add_ties(self)
+        norm = _clipped(self, _squared_norm(self), clip_grad_max_norm)
+    return loss, overflow, norm
+
+
+def sync_across_workers(self: Any, max_norm: float | None) -> tuple[bool, float]:
+    """Replaces Varuna's. Returns (no overflow, norm of all gradients after clipping); sets the loss of all replicas."""
+    _add_ties(self)
+    share = 1.0 if current().loss == "sum" else 1.0 / self.data_depth
+    if self.dp_group is not None:
+        _reduce([p for p in _trained(self) if p.requires_grad], self.dp_group, share)
+        _share_statistics(self)
+    # every replica has the same gradients now: the first speaks for all, so that all clip by the same number
+    squared = _squared_norm(self) if self.rank_within_stage == 0 else 0.0
+    sums = torch.tensor([squared, self.average_loss * share], dtype=torch.float64)
+    dist.all_reduce(sums, group=self.capslog_world)
+    self.average_loss = float(sums[1])
+    return False, _clipped(self, float(sums[0]), max_norm)
+
+
+def _share_statistics(self: Any) -> None:
+    """Every replica takes over replica 0's running statistics, as torch's DistributedDataParallel has it: else each
+    would evaluate another model.
+    """
+    found = [
+        buffer
+        for module in self.model.module.modules()
+        if isinstance(module, nn.modules.batchnorm._NormBase)
+        for name, buffer in module._buffers.items()
+        if name in ("running_mean", "running_var") and buffer is not None
+    ]
+    if found:
+        flat = torch.cat([buffer.reshape(-1) for buffer in found])
+        dist.broadcast(flat, src=self.stage_to_rank_map[self.stage][0], group=self.dp_group)
+        for buffer, values in zip(found, flat.split([buffer.numel() for buffer in found]), strict=True):
+            buffer.copy_(values.view_as(buffer))
+
+
+def _trained(self: Any) -> list[nn.Parameter]:
+    return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+
+def _add_ties(self: Any) -> None:
+    """Every copy of a tied parameter gets the sum of all gradients; ties of the same stages travel together."""
+    named = dict(self.model.module.named_parameters())
+    by_stages: dict[tuple[int, ...], list[TieGroup]] = {}
+    for tie in self.model.capslog.ties:
+        if self.model.capslog.stage in tie.stages:
+            by_stages.setdefault(tie.stages, []).append(tie)
+    for stages, ties in sorted(by_stages.items()):
+        members = [[named[name] for name in tie.names if name in named] for tie in ties]
+        for held in members:
+            _sum_on_rank(held)
+        if len(stages) > 1:
+            _reduce([held[0] for held in members], self.capslog_tie_groups[stages], 1.0)
+        for held in members:
+            for other in held[1:]:
+                other.grad = None if held[0].grad is None else held[0].grad.clone()
+
+
+def _sum_on_rank(held: Sequence[nn.Parameter]) -> None:
+    found = [parameter.grad for parameter in held if parameter.grad is not None]
+    if found:
+        held[0].grad = found[0] if len(found) == 1 else torch.stack(found).sum(0)
+
+
+def _reduce(parameters: Sequence[nn.Parameter], group: Any, factor: float) -> None:
+    """Sums gradients over a group, one message per dtype, times `factor`. A copy without one counts as zeros; where no
+    rank has one, there is none afterwards.
+    """
+    by_kind: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        by_kind.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+    for (dtype, device), chosen in by_kind.items():
+        present = torch.tensor([p.grad is not None for p in chosen], dtype=dtype, device=device)
+        parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in chosen]
+        flat = torch.cat([present, *[part.detach().reshape(-1) for part in parts]])
+        dist.all_reduce(flat, group=group)
+        present, *sums = flat.split([len(chosen), *[p.numel() for p in chosen]])
+        for parameter, found, total in zip(chosen, present.tolist(), sums, strict=True):
+            parameter.grad = (total * factor).reshape(parameter.shape) if found else None
+
+
+def _squared_norm(self: Any) -> float:
+    """Of this stage's gradients, a tie counted on its first stage under its first name held there."""
+    stage, named = self.model.capslog.stage, dict(self.model.module.named_parameters())
+    skipped: set[int] = set()
+    for tie in self.model.capslog.ties:
+        held = [named[name] for name in tie.names if name in named]
+        skipped |= {id(parameter) for parameter in (held[1:] if tie.stages[0] == stage else held)}
+    return _sum_of_squares(p.grad for p in _trained(self) if p.grad is not None and id(p) not in skipped)
+
+
+def _sum_of_squares(gradients: Iterable[Tensor]) -> float:
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
+    return float(torch.stack(norms).square().sum()) if norms else 0.0
+
+
+def _clipped(self: Any, squared: float, max_norm: float | None) -> float:
+    from varuna import utils
+
+    if max_norm is not None and utils.clip_grad_norm(_trained(self), torch.tensor(squared), max_norm):
+        return float(max_norm)
+    return math.sqrt(squared)

@@ -1,0 +1,95 @@
+"""A minibatch's inputs cut into microbatches: tensors, lists of targets, nested structures.
+
+Replaces Varuna's `scatter`, which takes dictionaries of tensors only. Sizes are checked: a batch of another size than
+Varuna was built for would run with missing microbatches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from varuna_capslog.errors import CapslogError
+
+__all__ = ["Microbatches", "Scattered", "scatter"]
+
+
+class Microbatches(dict[str, Any]):
+    """Inputs that are cut already, for `Varuna.step`: microbatches whose tensors have shapes of their own.
+
+    Args:
+        batches: one dictionary of model inputs per microbatch, as many as Varuna was built for.
+        sizes: samples in each, the weights of a mean loss; default: all alike.
+    """
+
+    def __init__(self, batches: Sequence[Mapping[str, Any]], sizes: Sequence[int] | None = None) -> None:
+        super().__init__()
+        self.batches = [dict(batch) for batch in batches]
+        self.sizes = [1] * len(self.batches) if sizes is None else list(sizes)
+        if not self.batches or len(self.sizes) != len(self.batches) or min(self.sizes) < 1:
+            raise CapslogError(
+                f"{len(self.batches)} microbatches with sizes {self.sizes}: at least one microbatch, and one positive "
+                "size for each, are needed"
+            )
+
+
+class Scattered(list[dict[str, Any]]):
+    """Microbatches and the number of samples in each."""
+
+    def __init__(self, batches: Sequence[dict[str, Any]], sizes: Sequence[int]) -> None:
+        super().__init__(batches)
+        self.sizes = list(sizes)
+
+
+def scatter(inputs: Mapping[str, Any], batch_size: int, microbatch_size: int) -> Scattered:
+    """The inputs of each microbatch.
+
+    A tensor of `batch_size` rows and a list of `batch_size` entries are cut (a list is one entry per sample, whatever
+    the entries are); dictionaries, tuples and other lists are entered; a tensor with one row, one without dimensions
+    and anything else go to every microbatch as they are.
+
+    Args:
+        batch_size: samples in `inputs`.
+        microbatch_size: samples per microbatch; the last one may be shorter.
+
+    Raises:
+        CapslogError: a tensor with another number of rows, or `Microbatches` of another number.
+    """
+    count = math.ceil(batch_size / microbatch_size)
+    if isinstance(inputs, Microbatches):
+        if len(inputs.batches) != count:
+            raise CapslogError(
+                f"{len(inputs.batches)} microbatches were given, but Varuna was built for {count} "
+                f"(batch size {batch_size} per replica, chunk size {microbatch_size})"
+            )
+        return Scattered(inputs.batches, inputs.sizes)
+    bounds = [(start, min(start + microbatch_size, batch_size)) for start in range(0, batch_size, microbatch_size)]
+    batches = [
+        {name: _part(value, start, end, batch_size, name) for name, value in inputs.items()} for start, end in bounds
+    ]
+    return Scattered(batches, [end - start for start, end in bounds])
+
+
+def _part(value: Any, start: int, end: int, batch_size: int, name: str) -> Any:
+    if isinstance(value, Tensor):
+        if value.dim() == 0 or (value.shape[0] == 1 and batch_size != 1):
+            return value
+        if value.shape[0] != batch_size:
+            raise CapslogError(
+                f"input {name!r} has {value.shape[0]} rows, but Varuna was built for {batch_size} samples per replica; "
+                "give whole batches (drop_last), a tensor of one row for all samples, or plugin.Microbatches"
+            )
+        return value[start:end]
+    if isinstance(value, list) and len(value) == batch_size:
+        return value[start:end]
+    if isinstance(value, Mapping):
+        return {key: _part(item, start, end, batch_size, f"{name}[{key!r}]") for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        parts = [_part(item, start, end, batch_size, f"{name}[{index}]") for index, item in enumerate(value)]
+        if hasattr(value, "_fields"):  # a named tuple
+            return type(value)(*parts)
+        return parts if isinstance(value, list) else tuple(parts)
+    return value

@@ -1,0 +1,129 @@
+"""What a user configures, kept until the next Varuna is built. `configure` is the plugin's second line in a script."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from varuna_capslog.errors import CapslogError
+from varuna_capslog.plan import Plan, read_plan
+from varuna_capslog.varuna_plugin.partition import uniform_cuts
+
+__all__ = ["CUTS_VARIABLE", "Options", "configure", "current", "reset"]
+
+CUTS_VARIABLE = "CAPSLOG_VARUNA_CUTS"
+"""Environment variable with a plan file or a comma-separated cut list; `plugin.launch` sets it, `configure` wins."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Attributes:
+
+    cuts: first piece of each stage; None is Varuna's uniform split.
+    num_pieces: what the plan was made for, where known.
+    loss: whether the model's loss is a "mean" over the samples it is given (Varuna's contract) or a share of the whole
+        minibatch's loss, of which all are added ("sum").
+    timeout_seconds: longest wait for a message, a gradient or the other ranks.
+    """
+
+    cuts: tuple[int, ...] | None = None
+    num_pieces: int | None = None
+    loss: Literal["mean", "sum"] = "mean"
+    timeout_seconds: float = 600.0
+
+    @property
+    def timeout(self) -> datetime.timedelta:
+        """`timeout_seconds` as torch takes it."""
+        return datetime.timedelta(seconds=self.timeout_seconds)
+
+    def cuts_for(self, num_pieces: int, num_stages: int) -> tuple[int, ...]:
+        """The cut list of a model. Raises CapslogError where it was made for another model or number of stages."""
+        if self.cuts is None:
+            return uniform_cuts(num_pieces, num_stages)
+        if self.num_pieces is not None and self.num_pieces != num_pieces:
+            raise CapslogError(
+                f"the plan is for {self.num_pieces} layers, but the model has {num_pieces} pieces "
+                f"({num_pieces - 1} CutPoints); plan again for this model"
+            )
+        if len(self.cuts) != num_stages:
+            raise CapslogError(
+                f"cuts={list(self.cuts)} make {len(self.cuts)} stages, but Varuna was started with {num_stages}; plan "
+                "for as many devices, or start with another --nstages"
+            )
+        return self.cuts
+
+
+_current = Options()
+
+
+def configure(
+    cuts: Plan | str | os.PathLike[str] | Sequence[int] | None = None,
+    *,
+    loss: Literal["mean", "sum"] = "mean",
+    timeout_seconds: float = 600.0,
+) -> None:
+    """Says how the next Varuna is to be built; what is left out goes back to its default.
+
+    Args:
+        cuts: a plan, a plan file, or the first piece of each stage (`[0, 3, 7]`: piece i begins behind the i-th
+            CutPoint); None is Varuna's uniform split.
+        loss: "mean" weights each microbatch by its samples (its last may be shorter); "sum" adds the losses up, for a
+            model that divides by the minibatch's own normalisers.
+        timeout_seconds: after so long without an answer a rank ends with an error.
+
+    Raises:
+        CapslogError: an impossible value, or a plan that Varuna cannot run.
+    """
+    global _current
+    if loss not in ("mean", "sum"):
+        raise CapslogError(f"loss={loss!r} is unknown; choose mean or sum")
+    if not timeout_seconds > 0:
+        raise CapslogError(f"timeout_seconds={timeout_seconds!r} must be above 0")
+    first, num_pieces = _cuts(cuts)
+    _current = Options(first, num_pieces, loss, float(timeout_seconds))
+
+
+def reset() -> None:
+    """Back to Varuna's own behaviour."""
+    global _current
+    _current = Options()
+
+
+def current() -> Options:
+    """What was configured; without cuts, those of the environment variable `CAPSLOG_VARUNA_CUTS`."""
+    wish = os.environ.get(CUTS_VARIABLE)
+    if _current.cuts is not None or not wish:
+        return _current
+    first, num_pieces = parse_cuts(wish)
+    return dataclasses.replace(_current, cuts=first, num_pieces=num_pieces)
+
+
+def parse_cuts(text: str) -> tuple[tuple[int, ...] | None, int | None]:
+    """Cuts from a command line: `0,3,7` or the path of a plan file."""
+    parts = text.split(",")
+    if all(part.strip().isdigit() for part in parts):
+        return _cuts([int(part) for part in parts])
+    return _cuts(text)
+
+
+def _cuts(cuts: Any) -> tuple[tuple[int, ...] | None, int | None]:
+    if cuts is None:
+        return None, None
+    if isinstance(cuts, (str, os.PathLike)):
+        cuts = read_plan(Path(cuts))
+    if isinstance(cuts, Plan):
+        if cuts.num_pipelines != 1 or cuts.placement() != list(range(len(cuts.cuts))):
+            raise CapslogError("the plan has several stages on a rank, or several pipelines; Varuna has neither")
+        for stage in cuts.placed or ():
+            if stage.parallel["kind"] != "none" or stage.memory_actions:
+                raise CapslogError("the plan wants parallelism or memory actions inside a stage; Varuna has none")
+        return tuple(cuts.cuts), cuts.num_layers
+    numbers = tuple(cuts)
+    if not numbers or any(isinstance(cut, bool) or not isinstance(cut, int) for cut in numbers):
+        raise CapslogError(f"cuts={list(numbers)} must be a plan, a plan file or whole numbers such as [0, 3]")
+    return numbers, None

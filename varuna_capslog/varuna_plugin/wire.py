@@ -1,0 +1,195 @@
+"""Several tensors of any dtype, shape and memory format as one message between neighbouring stages.
+
+A header of fixed size goes first and says what follows, so that no two microbatches need to look alike and nothing is
+agreed on beforehand but how many tensors a cut has. Pure: packing knows nothing of Varuna or of processes; only `send`
+and `receive` touch torch.distributed.
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from varuna_capslog.chain import TensorSpec
+from varuna_capslog.errors import CapslogError
+
+__all__ = ["MAX_DIMS", "Bundle", "Sending", "pack", "receive", "send", "unpack"]
+
+MAX_DIMS = 8
+"""Most dimensions of a tensor on the wire."""
+
+_MAGIC = 0x5643_0001
+_ROW = 3 + 2 * MAX_DIMS
+_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.complex64,
+    torch.complex128,
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+)
+_ACTIVATIONS, _GRADIENTS = 11, 12
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """What crosses a cut at once: tensors, or None where a gradient is absent.
+
+    It answers the three calls that Varuna makes on its single tensor. `.to(device)` gives the stage tensors of its own,
+    never those that wait in host memory to be used again: an in-place operation after a cut cannot spoil a
+    recomputation.
+    """
+
+    tensors: tuple[Tensor | None, ...]
+    host: Bundle | None = None
+
+    def to(self, device: torch.device | str) -> Bundle:
+        """Copies on `device`, which remember what they are copies of."""
+        copies = tuple(None if tensor is None else _copy(tensor, device) for tensor in self.tensors)
+        return Bundle(copies, host=self.host or self)
+
+    def cpu(self) -> Bundle:
+        """The host's tensors: those that this is a copy of, else its own brought there."""
+        if self.host is not None:
+            return self.host
+        return Bundle(tuple(None if tensor is None else tensor.detach().cpu() for tensor in self.tensors))
+
+
+def _copy(tensor: Tensor, device: torch.device | str) -> Tensor:
+    moved = tensor.to(device)
+    return tensor.clone() if moved is tensor else moved
+
+
+# -- the format
+
+
+def pack(tensors: Sequence[Tensor | None], microbatch: int) -> tuple[Tensor, list[Tensor]]:
+    """The header, int64 [1 + n, 3 + 2 * MAX_DIMS], and the bytes of every tensor that has any.
+
+    Raises CapslogError for a dtype or a number of dimensions that the format has no place for.
+    """
+    header = torch.zeros(1 + len(tensors), _ROW, dtype=torch.int64)
+    header[0, :3] = torch.tensor([_MAGIC, microbatch, len(tensors)])
+    payload = []
+    for row, tensor in zip(header[1:], tensors, strict=True):
+        if tensor is None:
+            continue
+        if tensor.dtype not in _DTYPES or tensor.dim() > MAX_DIMS or tensor.layout != torch.strided:
+            raise CapslogError(
+                f"a tensor {list(tensor.shape)} of {tensor.dtype} ({tensor.layout}) cannot cross a cut; give one of at "
+                f"most {MAX_DIMS} dimensions and an ordinary dtype"
+            )
+        stride = TensorSpec.of(tensor).stride
+        dense = tensor.detach() if stride == tensor.stride() else tensor.detach().contiguous()
+        dims = tensor.dim()
+        row[:3] = torch.tensor([1, _DTYPES.index(tensor.dtype), dims])
+        row[3 : 3 + dims] = torch.tensor(tensor.shape, dtype=torch.int64)
+        row[3 + MAX_DIMS : 3 + MAX_DIMS + dims] = torch.tensor(stride, dtype=torch.int64)
+        if tensor.numel():
+            payload.append(_bytes(dense))
+    return header, payload
+
+
+def unpack(header: Tensor, microbatch: int) -> tuple[list[Tensor | None], list[Tensor]]:
+    """Tensors to be filled, as `header` describes them, and their bytes in the order of `pack`'s payload.
+
+    Raises CapslogError where the header is none, or is of another microbatch than the one that is due.
+    """
+    if int(header[0, 0]) != _MAGIC or int(header[0, 2]) != len(header) - 1:
+        raise CapslogError("a message between stages has no header of this plugin; run the same plugin on every rank")
+    if int(header[0, 1]) != microbatch:
+        raise CapslogError(
+            f"a message of microbatch {int(header[0, 1])} came where microbatch {microbatch} was due; the ranks are "
+            "out of step: give all of them the same batch and chunk sizes"
+        )
+    tensors: list[Tensor | None] = []
+    payload = []
+    for row in header[1:].tolist():
+        if not row[0]:
+            tensors.append(None)
+            continue
+        dims = row[2]
+        shape, stride = row[3 : 3 + dims], row[3 + MAX_DIMS : 3 + MAX_DIMS + dims]
+        tensor = torch.empty_strided(shape, stride, dtype=_DTYPES[row[1]])
+        tensors.append(tensor)
+        if tensor.numel():
+            payload.append(_bytes(tensor))
+    return tensors, payload
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """A view of a dense tensor's bytes in memory order."""
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset()).view(torch.uint8)
+
+
+# -- between processes
+
+
+class Sending:
+    """Messages under way and the memory that they need."""
+
+    def __init__(self, works: list[Any], buffers: list[Tensor], peer: int) -> None:
+        self._works, self._buffers, self._peer = works, buffers, peer
+
+    def wait(self, timeout: datetime.timedelta) -> None:
+        """Returns when the memory may be used again; raises CapslogError when the peer is gone or slow."""
+        for work in self._works:
+            _wait(work, timeout, f"sending to rank {self._peer}")
+        self._works, self._buffers = [], []
+
+
+def send(bundle: Bundle, microbatch: int, peer: int, gradients: bool) -> Sending:
+    """Starts sending host tensors to `peer`; they must not change before `Sending.wait`."""
+    header, payload = pack(bundle.tensors, microbatch)
+    tag = _GRADIENTS if gradients else _ACTIVATIONS
+    buffers = [header, *payload]
+    try:
+        return Sending([dist.isend(buffer, peer, tag=tag) for buffer in buffers], buffers, peer)
+    except RuntimeError as error:
+        raise _lost(error, f"sending to rank {peer}") from error
+
+
+def receive(count: int, microbatch: int, peer: int, gradients: bool, timeout: datetime.timedelta) -> Bundle:
+    """Waits for the `count` tensors of a microbatch from `peer`.
+
+    Raises CapslogError when the peer is gone, sends something else, or nothing for `timeout`.
+    """
+    tag = _GRADIENTS if gradients else _ACTIVATIONS
+    doing = f"waiting for {'gradients' if gradients else 'activations'} of microbatch {microbatch} from rank {peer}"
+    header = torch.empty(1 + count, _ROW, dtype=torch.int64)
+    try:
+        _wait(dist.irecv(header, peer, tag=tag), timeout, doing)
+        tensors, payload = unpack(header, microbatch)
+        for work in [dist.irecv(buffer, peer, tag=tag) for buffer in payload]:
+            _wait(work, timeout, doing)
+    except RuntimeError as error:
+        raise _lost(error, doing) from error
+    return Bundle(tuple(tensors))
+
+
+def _wait(work: Any, timeout: datetime.timedelta, doing: str) -> None:
+    try:
+        work.wait(timeout)
+    except RuntimeError as error:
+        raise _lost(error, doing, timeout) from error
+
+
+def _lost(error: RuntimeError, doing: str, timeout: datetime.timedelta | None = None) -> CapslogError:
+    # gloo's text begins with its source file and ends with advice; what lies between is the cause
+    text = re.sub(r"^\[\S*\]\s*", "", str(error).splitlines()[0]).split(". ")[0]
+    slow = timeout is not None and "imed out" in text
+    reason = f"nothing came for {timeout.total_seconds():g} s" if slow and timeout else f"connection lost ({text})"
+    return CapslogError(f"rank {dist.get_rank()} was {doing}: {reason}")
