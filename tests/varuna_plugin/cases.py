@@ -30,6 +30,8 @@ class Case:
     ragged: bool = False
     mutation: str = ""
     optimizer: str = "sgd"
+    rates: dict[int, float] = field(default_factory=dict)
+    """Learning rates that hold from a step on, in the oracle."""
 
     def __post_init__(self) -> None:
         self.stages = self.stages or len(self.cuts or [0])
@@ -164,6 +166,7 @@ def oracle(case: Case, cuts: list[int] | None = None) -> Outcome:
         outcome.losses.append(total)
         outcome.norms.append(min(norm, case.clip or 1e9))
         outcome.gradients.append(_gradients(model))
+        optimizer.param_groups[0]["lr"] = case.rates.get(step, optimizer.param_groups[0]["lr"])
         optimizer.step()
         optimizer.zero_grad()
     model.eval()
@@ -223,7 +226,7 @@ def worst(outcomes: list[Outcome], expected: Outcome) -> dict[str, float]:
         for step, loss in enumerate(outcome.losses):
             note("loss", abs(loss - expected.losses[step]))
             note("norm", abs(outcome.norms[step] - expected.norms[step]))
-            for name, gradient in outcome.gradients[step].items():
+            for name, gradient in outcome.gradients[step].items() if outcome.gradients else ():
                 note("gradient", float((gradient - expected.gradients[step][name]).abs().max()))
         for kind, ours, theirs in (
             ("parameter", outcome.parameters, expected.parameters),

@@ -107,3 +107,21 @@ def batch(size: int, height: int, width: int, seed: int = 0) -> dict[str, Any]:
 def get_batch(size: int, device: Any = None) -> dict[str, Any]:
     """Varuna's `get_batch_fn`."""
     return batch(size, 8, 8)
+
+
+class OneTensor(nn.Module):
+    """A model that unpatched Varuna can hold: one float tensor at each of three cuts, nothing shared, no buffers."""
+
+    def __init__(self, cut: type[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(4))
+        self.cuts = nn.ModuleList(cut() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, cut in zip(self.layers, self.cuts, strict=False):
+            x = cut(layer(x).relu())
+        return self.layers[3](x).square().mean()
+
+
+def one_tensor_batch(size: int, device: Any = None) -> dict[str, Tensor]:
+    return {"x": torch.randn(size, DIM, generator=torch.Generator().manual_seed(0))}

@@ -353,8 +353,8 @@ def _take_groups(
     if reader.manifest is not None:
         known = reader.search(_EXTRA, wanted, "groups")
         for group in self.optimizer.param_groups:
-            found: dict[str, Any] = next((known[names[id(p)]] for p in group["params"] if names.get(id(p)) in known), {})
-            group.update(found)
+            mine = [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]
+            group.update(next((known[name] for name in mine if name in known), {}))
         return
     common = reader.folder / _COMMON
     if not common.exists():
