@@ -19,7 +19,9 @@ __all__ = ["Headroom"]
 
 
 class Headroom(NamedTuple):
-    """`conditions["headroom"]` of a profile; a measured one has none, and nothing is added."""
+    """`conditions["headroom"]` of a profile; a measured one has none, and nothing is added. Its "parts" say for people
+    what the two numbers are made of (`profiles.headroom`).
+    """
 
     fixed_bytes: int = 0
     fragmentation: float = 1.0
@@ -30,7 +32,7 @@ class Headroom(NamedTuple):
         stated = profile.conditions.get("headroom")
         if stated is None:
             return cls()
-        fields.refuse_unknown(stated, cls._fields, "field of conditions.headroom")
+        fields.refuse_unknown(stated, [*cls._fields, "parts"], "field of conditions.headroom")
         fixed = fields.whole(stated.get("fixed_bytes", 0), "conditions.headroom.fixed_bytes")
         fragmentation = fields.seconds(stated.get("fragmentation", 1.0), "conditions.headroom.fragmentation")
         if fragmentation < 1:
