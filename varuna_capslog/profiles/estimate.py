@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from varuna_capslog.config import Config, load_workload
 from varuna_capslog.profiles import cache
 from varuna_capslog.profiles.hollow import HollowRun, run_hollow
 from varuna_capslog.profiles.quirks import quirks_of
@@ -25,6 +24,9 @@ from varuna_capslog.profiles.trim import RunConditions, TrimmedRun
 from varuna_capslog.schedules import ALWAYS_RECOMPUTE
 from varuna_capslog.trace import ShapeTable, layer_signature
 from varuna_capslog.workload import Workload
+
+if TYPE_CHECKING:
+    from varuna_capslog.config import Config
 
 __all__ = ["StageEstimate", "StageEstimator", "estimate_config", "estimate_stage", "estimate_workload"]
 
@@ -80,9 +82,11 @@ class StageEstimator:
         self.conditions = RunConditions(
             device, microbatch_size, shapes, precision, recompute, stage_inputs, blocks
         )
-        self.quirks = quirks_of(device)
+        quirks_of(device)  # refuses an unknown device at once
         self.chain = skeleton(workload)
-        self.specs = ShapeTable(self.chain, device, precision).boundaries(inputs)
+        with quirks_of(device).dispatch():
+            # on CPU tensors in any case, as the runs: both then see the same operators
+            self.specs = ShapeTable(self.chain, "cpu", precision).boundaries(inputs)
         self._targets, self._normalisers = workload.profile_targets(microbatch_size)
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._memo = Memo() if memo is None else memo
@@ -105,7 +109,8 @@ class StageEstimator:
         key = self._key(run)
         found = self._memo.find(key)
         if found is None:
-            found = run_hollow(self._mode, self.chain, run, self.conditions, self.workload.loss, self.quirks)
+            quirks = quirks_of(self.conditions.device)
+            found = run_hollow(self._mode, self.chain, run, self.conditions, self.workload.loss, quirks)
             self._memo.keep(key, found, (self.chain, self.workload))
         return StageEstimate(
             layers=(first, end),
@@ -125,7 +130,11 @@ class StageEstimator:
         layers = self.chain.layers[run.first : run.end]
         inside = set(range(run.first, run.end))
         ties = tuple(
-            (tuple((index - run.first, name) for index, name in shared.uses if index in inside), not inside >= set(shared.layers))
+            (
+                tuple((index - run.first, name) for index, name in shared.uses if index in inside),
+                # uses elsewhere send their gradients here
+                tuple(index < run.first for index in shared.layers if index not in inside),
+            )
             for shared in self.chain.shared
             if inside & set(shared.layers)
         )
@@ -202,6 +211,8 @@ def estimate_config(config: Config, progress: Progress | None = None, memo: Memo
     Raises:
         CapslogError: a layer or the loss cannot run on fake tensors.
     """
+    from varuna_capslog.config import load_workload
+
     device = config.profile.device or config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"

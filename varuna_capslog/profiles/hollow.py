@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from varuna_capslog.chain import Chain, TensorSpec
 from varuna_capslog.engine.communicator import Communicator, Receive, Send
@@ -71,7 +71,7 @@ def run_hollow(
     communicator = _Silent(run, quirks.staged)
     count = microbatches or enough_microbatches(conditions, quirks)
     with torch.random.fork_rng(devices=[]), mode, quirks.dispatch():
-        with _modules_stay():
+        with _copied_by_shape():
             engine, minibatch = trimmed_engine(chain, run, conditions, communicator, loss, _CPU, True, count)
         (stage,) = engine.stages.values()
         _prepare(engine, stage, conditions, quirks)
@@ -93,12 +93,16 @@ def run_hollow(
                 raise
             except Exception as error:
                 raise CapslogError(
-                    f"layers {run.first} to {run.end - 1} cannot run on fake tensors ({type(error).__name__}: {error}); "
-                    "let them depend on shapes only, or set profile.source=measured"
+                    f"layers {run.first} to {run.end - 1} cannot run on fake tensors "
+                    f"({type(error).__name__}: {error}); let them depend on shapes only, or set profile.source=measured"
                 ) from error
         if meter.refused:
             raise CapslogError(f"the loss refuses fake values ({meter.refused}); make it finite on any outputs")
-        return HollowRun(followed.peak_bytes, meter.static_bytes, meter.saved_bytes, tuple(followed.events))
+        events, lasting = followed.events, quirks.lasting_bytes
+        if lasting:
+            # taken in an earlier step
+            events = [(0, lasting), *events]
+        return HollowRun(followed.peak_bytes + lasting, meter.static_bytes, meter.saved_bytes, tuple(events))
 
 
 def enough_microbatches(conditions: RunConditions, quirks: Quirks) -> int:
@@ -113,14 +117,28 @@ def enough_microbatches(conditions: RunConditions, quirks: Quirks) -> int:
 
 
 @contextmanager
-def _modules_stay() -> Iterator[None]:
-    """Modules are on their device already; torch would swap fake parameters for others, and cannot."""
+def _copied_by_shape() -> Iterator[None]:
+    """What torch cannot do to modules of fake tensors while an engine is built.
+
+    `Module.to` would swap the parameters for others: they are where they belong. `deepcopy` would copy memory that is
+    not there.
+    """
     original = nn.Module.to
     nn.Module.to = lambda module, *_, **__: module  # type: ignore[method-assign, assignment]
+    FakeTensor.__deepcopy__ = _copy  # type: ignore[attr-defined]
     try:
         yield
     finally:
         nn.Module.to = original  # type: ignore[method-assign]
+        del FakeTensor.__deepcopy__  # type: ignore[attr-defined]
+
+
+def _copy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+    if id(tensor) not in memo:
+        copied = tensor.detach().clone()
+        wanted = tensor.requires_grad
+        memo[id(tensor)] = nn.Parameter(copied, wanted) if isinstance(tensor, nn.Parameter) else copied
+    return memo[id(tensor)]  # type: ignore[no-any-return]
 
 
 def _prepare(engine: PipelineEngine, stage: Stage, conditions: RunConditions, quirks: Quirks) -> None:

@@ -20,6 +20,7 @@ __all__ = ["Lifetimes", "Temporary"]
 Temporary = Callable[[Any, Sequence[Any], Mapping[str, Any], Any], int]
 """(operator, its arguments, its keywords, its result) -> bytes that its kernel takes and gives back while it runs."""
 
+# prim.device asks where a tensor is; it is the most frequent of all
 _prim_device = torch.ops.prim.device.default
 _item = torch.ops.aten._local_scalar_dense.default
 _add = torch.ops.aten.add.Tensor
@@ -132,9 +133,9 @@ class Lifetimes(TorchDispatchMode):
     def _adds_in_place(self, args: Sequence[Any], kwargs: Mapping[str, Any], node: int) -> bool:
         """Whether autograd, meeting ordinary tensors, would add this second gradient to the first one in its place.
 
-        For tensors of a subclass, as fake ones are, it makes a new one instead. It adds in place where nobody else holds
-        the first gradient (torch/csrc/autograd/input_buffer.cpp). The sum is autograd's own, not part of a formula, if
-        the second gradient is fresh from the node that has just run and the first one is not.
+        For tensors of a subclass, as fake ones are, it makes a new one instead. It adds in place where nobody else
+        holds the first gradient (torch/csrc/autograd/input_buffer.cpp). The sum is autograd's own, not part of a
+        formula, if the second gradient is fresh from the node that has just run and the first one is not.
         """
         first, second = args[0], args[1]
         if kwargs or not isinstance(second, Tensor) or torch.is_grad_enabled():

@@ -1,57 +1,403 @@
-"""What devices do that no dispatcher shows."""
+"""What devices do that no dispatcher shows: a table of named quirks, each with its source.
+
+Estimates run on fake CPU tensors (`hollow`). Here stands how the device that they are for differs from that: other
+operators, memory that kernels take for themselves, where messages and inputs wait. Each entry of `QUIRKS` is tested by
+its name; those of the CPU against its own allocator. Byte counts are functions of shapes alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from varuna_capslog.errors import CapslogError
-from varuna_capslog.profiles import onednn
 
-__all__ = ["Quirks", "quirks_of"]
+__all__ = ["QUIRKS", "QUIRKS_VERSION", "Quirk", "Quirks", "quirks_of"]
+
+QUIRKS_VERSION = 1
+"""Raised whenever an entry changes a number; a condition of every estimated profile."""
 
 _aten = torch.ops.aten
+_CUBLAS_WORKSPACE = 2 * 4096 * 1024 + 8 * 16 * 1024
+_GEMMS = frozenset({_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default})
 
 
 @dataclass(frozen=True)
+class Quirk:
+    """One difference between a device and what the dispatcher of a CPU shows.
+
+    Attributes:
+        devices: "cpu", "cuda" or both.
+        about: what happens, and how we know.
+    """
+
+    name: str
+    devices: tuple[str, ...]
+    about: str
+
+
+QUIRKS = {
+    quirk.name: quirk
+    for quirk in (
+        Quirk(
+            "allocation granularity",
+            ("cuda",),
+            "The caching allocator rounds sizes up to 512 bytes (kMinBlockSize, CUDACachingAllocator); the CPU's does "
+            "not round.",
+        ),
+        Quirk(
+            "fused dropout",
+            ("cuda",),
+            "Dropout on CUDA is native_dropout, which keeps a bool mask; the CPU's draws and keeps a mask of the "
+            "input's own dtype (is_fused_kernel_acceptable, ATen/native/Dropout.cpp).",
+        ),
+        Quirk(
+            "softmax backward product",
+            ("cuda",),
+            "The backward of softmax first multiplies gradient and output into a tensor of their size "
+            "(host_softmax_backward's caller, ATen/native/cuda/SoftMax.cu).",
+        ),
+        Quirk(
+            "fused attention",
+            ("cuda",),
+            "scaled_dot_product_attention takes the flash kernel for 16-bit inputs without a mask, else the "
+            "memory-efficient one, which also drops out; the CPU's falls back to plain matrices when it must drop out.",
+        ),
+        Quirk(
+            "autocast to float32",
+            ("cuda",),
+            "Autocast on CUDA computes softmax, normalisations and losses in float32; on the CPU they stay in 16 bits "
+            "(ATen/autocast_mode.h).",
+        ),
+        Quirk(
+            "cublas workspace",
+            ("cuda",),
+            "Each thread that multiplies matrices keeps a workspace: one for forward, one for autograd's. 8.125 MiB "
+            "each by default, 32 MiB from Hopper on (CUDABlas: getChosenWorkspaceSize).",
+        ),
+        Quirk(
+            "foreach update",
+            ("cuda",),
+            "AdamW steps all parameters together by default and makes one temporary of their size; on the CPU we ask "
+            "for the fused kernel, which makes none (torch/optim/adamw.py).",
+        ),
+        Quirk(
+            "host staging",
+            ("cuda",),
+            "Messages and, where asked, the inputs kept for recomputation wait in pinned host memory (our "
+            "communicator and stage).",
+        ),
+        Quirk(
+            "onednn convolution",
+            ("cpu",),
+            "oneDNN convolves in a layout with channels in blocks: input, weights and output have copies in it. "
+            "Kernels of one element without stride need none. Measured with torch 2.15 (oneDNN 3.13) on AVX-512.",
+        ),
+        Quirk(
+            "convolution columns",
+            ("cpu",),
+            "Small convolutions unfold their input into columns (slow_conv2d, ATen/native/ConvolutionMM2d.cpp).",
+        ),
+    )
+}
+"""By name. Not modelled: the workspaces of cuDNN's convolutions, which depend on what it finds free and fast."""
+
+
+@dataclass
 class Quirks:
-    """How one kind of device differs from what the dispatcher of a CPU shows."""
+    """The quirks of one kind of device at work; one object per run.
+
+    Attributes:
+        granularity: bytes that allocations are rounded up to.
+        staged: whether messages and kept inputs wait in host memory.
+        foreach: whether the optimizer steps all parameters together.
+        lasting_bytes: of workspaces that have been taken and stay.
+    """
 
     device: str
     granularity: int
     staged: bool
     foreach: bool
+    lasting_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self._threads: set[bool] = set()
+        self._kernels = _KERNELS[self.device]
 
     def temporary(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
-        if self.device == "cuda" and func is _aten._softmax_backward_data.default:
-            return int(args[0].numel()) * int(args[0].itemsize)
-        if self.device == "cpu":
-            return onednn.kernel_bytes(func, args, result)
+        """Bytes that an operator's kernel takes beside its results and gives back; see `lifetimes.Temporary`."""
+        kernel = self._kernels.get(func)
+        if kernel is not None:
+            return kernel(args, result)
+        if self.device == "cuda" and func in _GEMMS:
+            backward = torch._C._current_autograd_node() is not None
+            if backward not in self._threads:
+                self._threads.add(backward)
+                self.lasting_bytes += _CUBLAS_WORKSPACE
         return 0
 
     @contextmanager
     def dispatch(self) -> Iterator[None]:
-        if self.device != "cuda":
+        """While it is open, operators on CPU tensors take the path that they take on the device."""
+        if self.device == "cpu":
             yield
             return
         with torch.library._scoped_library("aten", "IMPL") as library:
             library.impl("dropout", _fused_dropout, "AutogradCPU")
+            library.impl("scaled_dot_product_attention", _fused_attention, "AutogradCPU")
+            for name in _FLOAT32_UNDER_AUTOCAST:
+                library.impl(name, _in_float32(name), "AutocastCPU")
             yield
 
 
-def _fused_dropout(x: Any, p: float, train: bool) -> Any:
-    if not train or p == 0:
+def quirks_of(device: str) -> Quirks:
+    """Fresh quirks of "cpu" or "cuda". Raises CapslogError for others."""
+    if device == "cpu":
+        return Quirks("cpu", granularity=1, staged=False, foreach=False)
+    if device == "cuda":
+        return Quirks("cuda", granularity=512, staged=True, foreach=True)
+    raise CapslogError(f"there is no table of quirks for the device {device!r}; choose cpu or cuda")
+
+
+# -- CUDA: other operators
+
+
+def _fused_dropout(x: Tensor, p: float, train: bool) -> Tensor:
+    if not train or p == 0 or x.numel() == 0:
         return x
+    if p == 1:
+        return x * 0
     return _aten.native_dropout(x, p, train)[0]
 
 
-def quirks_of(device: str) -> Quirks:
-    if device == "cpu":
-        return Quirks("cpu", 1, False, False)
-    if device == "cuda":
-        return Quirks("cuda", 512, True, True)
-    raise CapslogError(device)
+def _fused_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    if enable_gqa:
+        repeats = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
+    if attn_mask is None and query.dtype in (torch.float16, torch.bfloat16):
+        return _aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, False, scale=scale
+        )[0]
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, float("-inf"))
+        attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
+    wants = any(tensor.requires_grad for tensor in (query, key, value)) and torch.is_grad_enabled()
+    return _aten._scaled_dot_product_efficient_attention(
+        query, key, value, attn_mask, wants, dropout_p, is_causal, scale=scale
+    )[0]
+
+
+_FLOAT32_UNDER_AUTOCAST = (
+    "softmax.int",
+    "log_softmax.int",
+    "layer_norm",
+    "native_layer_norm",
+    "group_norm",
+    "cross_entropy_loss",
+    "nll_loss",
+    "mse_loss",
+    "smooth_l1_loss",
+    "l1_loss",
+    "norm.Scalar",
+    "cumsum",
+    "exp",
+    "log",
+    "pow.Tensor_Scalar",
+    "rsqrt",
+    "sum",
+    "prod",
+)
+
+
+def _in_float32(name: str) -> Callable[..., Any]:
+    packet, _, overload = name.partition(".")
+    operator = getattr(getattr(_aten, packet), overload or "default")
+    autocast = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
+    def widened(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(autocast):
+            return operator(*map(_widen, args), **{key: _widen(value) for key, value in kwargs.items()})
+
+    return widened
+
+
+def _widen(value: Any) -> Any:
+    wide = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+    return value.to(torch.float32) if wide else value
+
+
+# -- what kernels take
+
+
+def _product(args: Sequence[Any], result: Any) -> int:
+    return int(result.untyped_storage().nbytes())
+
+
+def _block() -> int:
+    return 16 if "512" in torch.backends.cpu.get_cpu_capability() else 8
+
+
+def _up(count: int, step: int) -> int:
+    return -(-count // step) * step
+
+
+@dataclass(frozen=True)
+class _Convolution:
+    """Sizes of one convolution in bytes: plain, as oneDNN takes them, and padded to whole blocks of channels."""
+
+    x: int
+    w: int
+    y: int
+    x_taken: int
+    w_taken: int
+    y_taken: int
+    x_padded: int
+    w_padded: int
+    columns: int
+    sampled: int
+    sampled_part: int
+    scratch: int
+    pointwise: bool
+    strided: bool
+    grouped: bool
+    dilated: bool
+    aligned: bool
+    narrow: bool
+
+    @classmethod
+    def of(
+        cls,
+        x: Tensor,
+        w: Tensor,
+        spatial: Sequence[int],
+        stride: Sequence[int],
+        dilation: Sequence[int],
+        groups: int,
+    ) -> _Convolution:
+        block, size = _block(), x.itemsize
+        batch, channels, features = x.shape[0], x.shape[1], w.shape[0]
+        cells_in, cells_out, window = math.prod(x.shape[2:]), math.prod(spatial), math.prod(w.shape[2:])
+        strided, pointwise = any(step != 1 for step in stride), window == 1
+        # where the stride divides the input, a kernel of one element first gathers what it will read
+        divides = all(a == b * c for a, b, c in zip(x.shape[2:], spatial, stride, strict=True))
+        gathers = pointwise and strided and divides
+        x_bytes, y_bytes, w_bytes = (part * size for part in (x.numel(), batch * features * cells_out, w.numel()))
+        x_padded = batch * _up(channels, block) * cells_in * size
+        y_padded = batch * _up(features, block) * cells_out * size
+        w_padded = w_bytes if groups > 1 else _up(channels, block) * _up(features, block) * window * size
+        # pictures of three channels are read as they lie; a few channels are copied without padding
+        narrow = channels < block and not pointwise
+        return cls(
+            x=x_bytes,
+            w=w_bytes,
+            y=y_bytes,
+            x_taken=(0 if channels < 4 else x_bytes) if narrow else x_padded,
+            w_taken=channels * _up(features, block) * window * size if narrow and groups == 1 else w_padded,
+            y_taken=y_padded,
+            x_padded=x_padded,
+            w_padded=w_padded,
+            columns=0 if pointwise and not strided else channels * window * cells_out * size,
+            sampled=_up(channels, block) * cells_out * size + 128 if gathers else 0,
+            sampled_part=min(_up(channels, block), 128) * cells_out * size + 128 if gathers else 0,
+            scratch=y_padded // batch * (spatial[-1] + w.shape[-1]) // spatial[-1] + _SCRATCH if strided else 0,
+            pointwise=pointwise,
+            strided=strided,
+            grouped=groups > 1,
+            dilated=any(step != 1 for step in dilation),
+            aligned=channels % block == 0 and features % block == 0,
+            narrow=channels < block,
+        )
+
+
+_SCRATCH = 40 << 10
+
+
+def _forward(args: Sequence[Any], result: Tensor) -> int:
+    """Copies of input and weights are there while the blocked output is made; it is there while the plain one is."""
+    x, w, _, stride, padding, dilation, transposed, output_padding, groups = args[:9]
+    backend = _backend(x, w, stride, padding, dilation, transposed, output_padding, groups)
+    if backend is None or transposed or x.dim() != 4:
+        return 0
+    c = _Convolution.of(x, w, result.shape[2:], stride, dilation, groups)
+    if backend == "columns":
+        return c.columns // groups + (c.y if c.grouped else 0)
+    if c.pointwise and not c.strided:
+        return 0
+    if not x.is_contiguous():
+        return c.w_taken
+    return max(0, c.sampled + c.x_taken + c.w_taken + c.y_taken - c.y, c.sampled + c.y_taken)
+
+
+def _backward(args: Sequence[Any], result: Sequence[Tensor | None]) -> int:
+    """First the gradient of the input, from copies of weights and gradient; then that of the weights, from copies of
+    input and gradient.
+    """
+    gradient, x, w, _, stride, padding, dilation, transposed, output_padding, groups, mask = args[:11]
+    backend = _backend(x, w, stride, padding, dilation, transposed, output_padding, groups)
+    if backend is None or transposed or x.dim() != 4:
+        return 0
+    c = _Convolution.of(x, w, gradient.shape[2:], stride, dilation, groups)
+    if backend == "columns":
+        parts = (c.x if mask[0] else 0) + (c.w if mask[1] else 0)
+        return c.columns // groups + (parts if c.grouped else 0)
+    if c.pointwise and not c.strided:
+        return 0
+    if not x.is_contiguous():
+        return c.w_taken
+    x_out, w_out = (c.x if mask[0] else 0), (c.w if mask[1] else 0)
+    most = 0
+    if mask[0]:
+        most = c.y_taken + c.w_padded + c.x_padded + c.scratch
+        if c.strided and not c.grouped:
+            most = max(most, 3 * c.x)
+    if mask[1]:
+        if c.aligned or c.x_taken == 0:
+            most = max(most, x_out + c.x_taken + c.y_taken + c.w_taken + c.sampled_part)
+        else:
+            most = max(most, x_out + c.x_padded + c.y_taken + c.w_padded + c.sampled_part)
+            if c.dilated and c.narrow:
+                most = max(most, x_out + c.columns + 6 * c.w)
+        most = max(most, x_out + c.w_taken + c.w)
+    return max(0, most - x_out - w_out)
+
+
+def _backend(
+    x: Tensor,
+    w: Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> str | None:
+    """Which of the two ways to convolve torch takes here, if one of them."""
+    name = torch._C._select_conv_backend(  # type: ignore[attr-defined]
+        x, w, None, stride, padding, dilation, transposed, output_padding, groups, None
+    ).name
+    return {"Mkldnn": "blocked", "MkldnnEmpty": None, "Slow2d": "columns", "SlowDilated2d": "columns"}.get(name)
+
+
+_Kernel = Callable[[Sequence[Any], Any], int]
+
+_KERNELS: dict[str, dict[Any, _Kernel]] = {
+    "cuda": {_aten._softmax_backward_data.default: _product},
+    "cpu": {_aten.convolution.default: _forward, _aten.convolution_backward.default: _backward},
+}

@@ -34,17 +34,22 @@ from varuna_capslog.workload import Minibatch
 
 __all__ = [
     "MEASURED_RANK",
+    "MICROBATCHES",
     "NEIGHBOUR_RANK",
+    "DummyEngine",
+    "KnownShapes",
     "RunConditions",
     "TrimmedRun",
+    "dummy_inputs",
     "measure_run",
+    "observe",
     "play_neighbours",
     "trimmed_chain",
     "trimmed_engine",
 ]
 
 MEASURED_RANK, NEIGHBOUR_RANK = 1, 0
-_MICROBATCHES = 4
+MICROBATCHES = 4
 """From the second one on all gradients are there; the last two then find what a long step would have under way."""
 _TIMED_STEPS = 1
 
@@ -128,8 +133,8 @@ def _dummy_loss(outputs: Mapping[str, Tensor], _: Any, __: Mapping[str, float]) 
     return {"loss": _ZeroGradients.apply(*wanted) if wanted else torch.zeros(())}
 
 
-class _KnownShapes(ShapeTable):
-    """The shapes of a trimmed pipeline, known from the whole chain's."""
+class KnownShapes(ShapeTable):
+    """Shapes that are known already, such as a trimmed pipeline's from the whole chain's."""
 
     def __init__(self, specs: Sequence[Mapping[str, TensorSpec]]) -> None:
         self._specs = [dict(cut) for cut in specs]
@@ -138,7 +143,7 @@ class _KnownShapes(ShapeTable):
         return self._specs
 
 
-class _TrimmedEngine(PipelineEngine):
+class DummyEngine(PipelineEngine):
     """Dummy values may lead to anything; what counts is that every step is carried out."""
 
     refuses = False
@@ -186,8 +191,8 @@ def trimmed_engine(
     loss: LossFunction,
     device: torch.device,
     real: bool,
-    microbatches: int = _MICROBATCHES,
-) -> tuple[_TrimmedEngine, Minibatch]:
+    microbatches: int = MICROBATCHES,
+) -> tuple[DummyEngine, Minibatch]:
     """One rank's engine, and the minibatch of dummy microbatches that it trains on (at most 4)."""
     trimmed = trimmed_chain(chain, run, real)
     layout, schedule = _program(run, conditions.recompute, microbatches)
@@ -201,7 +206,7 @@ def trimmed_engine(
         actions=tuple(tuple(row) for row in to_strings(schedule)),
     )
     specs = [*run.specs[: 1 if run.has_upstream else 0], *run.specs, *run.specs[len(run.specs) - run.has_downstream :]]
-    engine = _TrimmedEngine(trimmed, loss, layout, options, communicator, device, _KnownShapes(specs))
+    engine = DummyEngine(trimmed, loss, layout, options, communicator, device, KnownShapes(specs))
     minibatch = Minibatch(
         [dict(run.specs[0])] * microbatches, [run.targets] * microbatches, dict(run.normalisers or {})
     )
@@ -243,7 +248,7 @@ def play_neighbours(chain: Chain, run: TrimmedRun, conditions: RunConditions, co
         return
     cpu = torch.device("cpu")
     engine, minibatch = trimmed_engine(chain, run, conditions, communicator, _dummy_loss, cpu, real=False)
-    values = {name: _dummy(spec) for name, spec in run.specs[0].items()}
+    values = dummy_inputs(run.specs[0])
     for step in range(1, 3 + _TIMED_STEPS):
         engine.train_step(step, minibatch, lambda microbatch: values)
 
@@ -276,11 +281,28 @@ def measure_run(
     engine, minibatch = trimmed_engine(
         chain, run, conditions, communicator, loss if not run.has_downstream else _dummy_loss, device, real=True
     )
+    return observe(engine, minibatch, (run.first, run.end), (run.specs[0], run.specs[-1]), conditions)
+
+
+def observe(
+    engine: PipelineEngine,
+    minibatch: Minibatch,
+    layers: tuple[int, int],
+    boundaries: tuple[Mapping[str, TensorSpec], Mapping[str, TensorSpec]],
+    conditions: RunConditions,
+) -> Observation:
+    """Train the one stage of this rank as `measure_run` says, and read it; the other ranks train as many steps.
+
+    Args:
+        layers: (first, end) of the stage in its whole chain.
+        boundaries: what crosses its first and its last cut.
+    """
     (stage,) = engine.stages.values()
+    device = engine.device
     meter = _StageMeter(stage, engine)
 
     def load(microbatch: int) -> dict[str, Tensor]:
-        return {name: _dummy(spec) for name, spec in run.specs[0].items()}
+        return dummy_inputs(boundaries[0])
 
     with meter.saving():
         engine.train_step(1, minibatch, load)
@@ -292,7 +314,7 @@ def measure_run(
         for step in range(3, 3 + _TIMED_STEPS):
             engine.train_step(step, minibatch, load)
     return Observation(
-        layers=(run.first, run.end),
+        layers=layers,
         device=device.type,
         microbatch_size=conditions.microbatch_size,
         input=dict(conditions.input),
@@ -301,11 +323,16 @@ def measure_run(
         static_bytes=meter.static_bytes,
         saved_bytes=meter.saved_bytes,
         transient_bytes=max(0, probe.peak_bytes - meter.static_bytes),
-        boundary_in_bytes=sum(spec.num_bytes for spec in run.specs[0].values()),
-        boundary_out_bytes=sum(spec.num_bytes for spec in run.specs[-1].values()),
+        boundary_in_bytes=sum(spec.num_bytes for spec in boundaries[0].values()),
+        boundary_out_bytes=sum(spec.num_bytes for spec in boundaries[1].values()),
         forward_seconds=statistics.median(meter.seconds["forward"]),
         backward_seconds=statistics.median(meter.seconds["backward"]),
     )
+
+
+def dummy_inputs(specs: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
+    """Values for the tensors that cross a cut."""
+    return {name: _dummy(spec) for name, spec in specs.items()}
 
 
 def _dummy(spec: TensorSpec) -> Tensor:
