@@ -20,7 +20,7 @@ from varuna_capslog.errors import CapslogError
 
 __all__ = ["QUIRKS", "QUIRKS_VERSION", "Quirk", "Quirks", "quirks_of"]
 
-QUIRKS_VERSION = 1
+QUIRKS_VERSION = 2
 """Raised whenever an entry changes a number; a condition of every estimated profile."""
 
 _aten = torch.ops.aten
@@ -97,12 +97,20 @@ QUIRKS = {
             "onednn convolution",
             ("cpu",),
             "oneDNN convolves in a layout with channels in blocks: input, weights and output have copies in it. "
-            "Kernels of one element without stride need none. Measured with torch 2.15 (oneDNN 3.13) on AVX-512.",
+            "Kernels of one element without stride need none below 16 images. Measured with torch 2.15 (oneDNN 3.13) "
+            "on AVX-512.",
         ),
         Quirk(
             "convolution columns",
             ("cpu",),
             "Small convolutions unfold their input into columns (slow_conv2d, ATen/native/ConvolutionMM2d.cpp).",
+        ),
+        Quirk(
+            "bfloat16 packing",
+            ("cpu",),
+            "Products of bfloat16 matrices copy the smaller one, of a batch one at a time, into the layout of their "
+            "instructions. Measured with torch 2.15 (oneDNN 3.13) on AVX-512; some weight gradients take 1.4 times "
+            "that.",
         ),
     )
 }
@@ -250,6 +258,12 @@ def _product(args: Sequence[Any], result: Any) -> int:
     return int(result.untyped_storage().nbytes())
 
 
+def _packed(left: Tensor, right: Tensor) -> int:
+    if left.dtype != torch.bfloat16:
+        return 0
+    return min(math.prod(side.shape[-2:]) * side.itemsize for side in (left, right))
+
+
 def _block() -> int:
     return 16 if "512" in torch.backends.cpu.get_cpu_capability() else 8
 
@@ -327,6 +341,9 @@ class _Convolution:
 
 
 _SCRATCH = 40 << 10
+_SMALL_BATCH = 16
+"""From so many images on oneDNN does kernels of one element too; below it does so only where there are several threads,
+and workers have one (use_mkldnn, ATen/native/Convolution.cpp)."""
 
 
 def _forward(args: Sequence[Any], result: Tensor) -> int:
@@ -338,7 +355,7 @@ def _forward(args: Sequence[Any], result: Tensor) -> int:
     c = _Convolution.of(x, w, result.shape[2:], stride, dilation, groups)
     if backend == "columns":
         return c.columns // groups + (c.y if c.grouped else 0)
-    if c.pointwise and not c.strided:
+    if c.pointwise and not c.strided and x.shape[0] < _SMALL_BATCH:
         return 0
     if not x.is_contiguous():
         return c.w_taken
@@ -357,7 +374,7 @@ def _backward(args: Sequence[Any], result: Sequence[Tensor | None]) -> int:
     if backend == "columns":
         parts = (c.x if mask[0] else 0) + (c.w if mask[1] else 0)
         return c.columns // groups + (parts if c.grouped else 0)
-    if c.pointwise and not c.strided:
+    if c.pointwise and not c.strided and x.shape[0] < _SMALL_BATCH:
         return 0
     if not x.is_contiguous():
         return c.w_taken
@@ -399,5 +416,12 @@ _Kernel = Callable[[Sequence[Any], Any], int]
 
 _KERNELS: dict[str, dict[Any, _Kernel]] = {
     "cuda": {_aten._softmax_backward_data.default: _product},
-    "cpu": {_aten.convolution.default: _forward, _aten.convolution_backward.default: _backward},
+    "cpu": {
+        _aten.convolution.default: _forward,
+        _aten.convolution_backward.default: _backward,
+        _aten.mm.default: lambda args, result: _packed(args[0], args[1]),
+        _aten.bmm.default: lambda args, result: _packed(args[0], args[1]),
+        _aten.addmm.default: lambda args, result: _packed(args[1], args[2]),
+        _aten.baddbmm.default: lambda args, result: _packed(args[1], args[2]),
+    },
 }

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.autograd.profiler import profile
 
-from varuna_capslog.profiles.onednn import kernel_bytes
 from varuna_capslog.profiles.probe import _allocations
+from varuna_capslog.profiles.quirks import quirks_of
 
 aten = torch.ops.aten
 SCRATCH = 8192
@@ -41,6 +41,10 @@ def real_peak(call: Callable[[], Any]) -> tuple[int, Any]:
         live += size
         peak = max(peak, live)
     return peak, result
+
+
+def kernel_bytes(func: Any, arguments: tuple[Any, ...], result: Any) -> int:
+    return quirks_of("cpu").temporary(func, arguments, {}, result)
 
 
 def check(func: Any, arguments: tuple[Any, ...]) -> None:
