@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from varuna_capslog.memory.additive import AdditiveCosts
+import numpy as np
+from numpy.typing import NDArray
+
+from varuna_capslog.memory.costs import StageCosts, full_matrix, peaks_of
 
 
-def exhaustive(costs: AdditiveCosts, devices: int) -> Iterator[list[int]]:
+def exhaustive(costs: StageCosts, devices: int) -> Iterator[list[int]]:
     """Every cut list into `devices` stages."""
     for rest in itertools.combinations(range(1, costs.num_layers), devices - 1):
         yield [0, *rest]
@@ -38,3 +42,43 @@ def statistics(rng: random.Random, kind: str, num_layers: int) -> tuple[list[int
         low = -high if kind == "negative" else 0
         added = [0, *(rng.randrange(low, high) for _ in range(num_layers - 1))]
     return isolated, added
+
+
+@dataclass
+class TableCosts:
+    """Bytes of every (stage, stages, first, end), without any rule between them."""
+
+    num_layers: int
+    entries: Mapping[tuple[int, int, int, int], int]
+    position_free: bool = False
+
+    def stage_bytes(self, first: int, end: int, stage: int = 0, stages: int = 1) -> int:
+        return self.entries[(0, 1, first, end) if self.position_free else (stage, stages, first, end)]
+
+    def matrix(self, stage: int = 0, stages: int = 1) -> NDArray[np.int64]:
+        return full_matrix(self, stage, stages)
+
+    def peaks(self, cuts: Sequence[int]) -> list[int]:
+        return peaks_of(self, cuts)
+
+
+def table(rng: random.Random, kind: str, num_layers: int, position_free: bool) -> TableCosts:
+    """Bytes of one kind for every number of stages (of full-size chains for 24 stages alone).
+
+    any: independent; ties: tiny numbers; growing: more layers take more, late stages take less; falling: more layers
+    may take less.
+    """
+    high = rng.choice([2, 4]) if kind == "ties" else rng.choice([12, 10**11])
+    weights = [rng.randrange(high) for _ in range(num_layers)]
+    saved = [rng.randrange(high) for _ in range(num_layers)]
+    sign = {"growing": 1, "falling": -1}.get(kind, 0)
+    entries = {}
+    for stages in [1] if position_free else [24] if num_layers > 24 else range(1, num_layers + 1):
+        for stage in range(stages):
+            for first in range(num_layers):
+                for end in range(first + 1, num_layers + 1):
+                    bytes_ = rng.randrange(high)
+                    if sign:
+                        bytes_ = sum(weights[first:end]) + sign * (stages - stage) * sum(saved[first:end])
+                    entries[stage, stages, first, end] = max(0, bytes_)
+    return TableCosts(num_layers, entries, position_free)
