@@ -14,10 +14,11 @@ from typing import Any
 
 from varuna_capslog import fields
 from varuna_capslog.errors import CapslogError
+from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.plan import Plan
-from varuna_capslog.planners import PLANNERS, plan
+from varuna_capslog.planners import DEFAULT_MICROBATCHES_PER_STAGE, PLANNER_NAMES, plan
 from varuna_capslog.profiles.record import Profile
-from varuna_capslog.simulation import DEFAULT_MICROBATCHES_PER_STAGE, Link, simulate_plan
+from varuna_capslog.simulation import Link, simulate_plan
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def compare(
     stage_inputs: str = "host",
     **options: Any,
 ) -> list[Row]:
-    """Asks every planner of `PLANNERS`, or those of `names`, in the table's order.
+    """Asks every planner of `PLANNER_NAMES`, or those of `names`, in that order.
 
     num_microbatches: of one step of one pipeline; default `DEFAULT_MICROBATCHES_PER_STAGE` per device.
     options: passed on to `planners.plan` (memory, capacity, schedule, ...).
@@ -67,11 +68,11 @@ def compare(
     Raises CapslogError for unknown names and for what is wrong with the question itself: more devices than layers, or
     capacities that do not match them.
     """
-    chosen = list(PLANNERS) if names is None else list(names)
-    fields.refuse_unknown(chosen, list(PLANNERS), "planner")
+    chosen = list(PLANNER_NAMES) if names is None else list(names)
+    fields.refuse_unknown(chosen, PLANNER_NAMES, "planner")
     options = {key: value for key, value in options.items() if value is not None}
     options["num_microbatches"] = num_microbatches or DEFAULT_MICROBATCHES_PER_STAGE * devices
-    options |= {"recompute": recompute, "stage_inputs": stage_inputs}
+    options |= {"recompute": recompute, "stage_inputs": stage_inputs, "link": link}
     plan(profile, devices, planner="varuna", **options)  # raises what every planner would
     played = {"recompute": recompute, "stage_inputs": stage_inputs, "link": link}
     return [_row(profile, devices, name, options, played) for name in chosen]
@@ -89,13 +90,15 @@ def _row(profile: Profile, devices: int, name: str, options: Mapping[str, Any], 
         step, bubble = simulated.step_seconds, simulated.bubble_fraction
     except CapslogError as error:
         reason = "; ".join(filter(None, (reason, str(error))))
-    return Row(name, found, found.peak_bytes, _margin(found), step, bubble, found.search_seconds, reason)
+    return Row(
+        name, found, found.peak_bytes, _margin(found, Headroom.of(profile)), step, bubble, found.search_seconds, reason
+    )
 
 
-def _margin(found: Plan) -> int | None:
-    """The least that a stage leaves of its device."""
+def _margin(found: Plan, headroom: Headroom) -> int | None:
+    """The least that a stage, with what its device must have beyond the peak, leaves of it."""
     if found.stage_bytes is None or found.capacity_bytes is None:
         return None
     given = found.capacity_bytes
     limits = [given] * len(found.stage_bytes) if isinstance(given, int) else given
-    return min(limit - size for limit, size in zip(limits, found.stage_bytes, strict=True))
+    return min(limit - headroom.reserved(size) for limit, size in zip(limits, found.stage_bytes, strict=True))

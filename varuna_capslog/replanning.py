@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 
 from varuna_capslog import fields
 from varuna_capslog.errors import CapslogError
-from varuna_capslog.planners import PLANNERS, plan
+from varuna_capslog.memory import AUTO
+from varuna_capslog.planners import PLANNER_NAMES, plan
 from varuna_capslog.planners.joint import Device, joint_plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.simulation import Link, simulate_plan
@@ -28,7 +29,7 @@ JOINT = "joint"
 class Replanner:
     """Number of devices -> `Layout`, None where nothing fits.
 
-    planner: `joint`, or a name of PLANNERS for one pipeline of as many devices as there are layers, at most.
+    planner: `joint`, or one of PLANNER_NAMES for one pipeline of as many devices as there are layers, at most.
     minibatch_size: samples of a step, whatever the number of devices; a multiple of the profile's microbatch size.
     capacity: bytes of every device; None: no limit.
     blocks: accumulation blocks, for `joint`; None: every microbatch is one.
@@ -37,7 +38,7 @@ class Replanner:
     profile: Profile
     minibatch_size: int
     planner: str = JOINT
-    memory: str = "additive"
+    memory: str = AUTO
     capacity: int | None = None
     schedule: str = "varuna"
     recompute: bool = True
@@ -47,7 +48,7 @@ class Replanner:
     _step_seconds: dict[tuple[int, ...], float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        fields.refuse_unknown([self.planner], [JOINT, *PLANNERS], "planner")
+        fields.refuse_unknown([self.planner], [JOINT, *PLANNER_NAMES], "planner")
         size = self.microbatch_size
         if self.minibatch_size < size or self.minibatch_size % size:
             raise CapslogError(
@@ -101,6 +102,7 @@ class Replanner:
             num_microbatches=microbatches,
             recompute=self.recompute,
             stage_inputs=self.stage_inputs,
+            link=self.link,
         )
         search_seconds = time.perf_counter() - begun
         if found.fits is False:

@@ -8,7 +8,6 @@ nothing and never imports torch; how far it is from real runs is in benchmarks/s
 from __future__ import annotations
 
 __all__ = [
-    "DEFAULT_MICROBATCHES_PER_STAGE",
     "UPDATE_RATE",
     "Link",
     "PipelineStep",
@@ -27,6 +26,7 @@ from varuna_capslog.errors import CapslogError
 from varuna_capslog.memory import RunShape
 from varuna_capslog.memory.course import Course, memory_courses, peak_of, stage_memory
 from varuna_capslog.plan import Plan
+from varuna_capslog.planners import DEFAULT_MICROBATCHES_PER_STAGE
 from varuna_capslog.planners import seconds as planners
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import (
@@ -43,9 +43,6 @@ from varuna_capslog.schedules import (
 
 UPDATE_RATE = "update_seconds_per_parameter_byte"
 """Where a profile's conditions say what norm, clipping and optimizer cost: seconds per byte of parameters."""
-
-DEFAULT_MICROBATCHES_PER_STAGE = 4
-"""Where neither the plan nor the caller says how many microbatches a step has: a bubble of about a fifth."""
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,8 @@ def replay_trace(
     prices: Prices,
 ) -> Replay:
     """Reads the trace and replays it; what is None comes from the config, or is the command's default."""
+    from varuna_capslog.planners import DEFAULT_MICROBATCHES_PER_STAGE
     from varuna_capslog.replanning import JOINT, Replanner
-    from varuna_capslog.simulation import DEFAULT_MICROBATCHES_PER_STAGE
     from varuna_capslog.trace_replay import most_nodes, read_trace, replay
 
     events = read_trace(trace)

@@ -1,0 +1,490 @@
+"""Simulated step times beside measured ones: a transformer, a small DETR, a sleeper; many cut lists, three schedules.
+
+Everything the simulation gets is measured here first: a profile (`varuna_capslog.profiles`), what a message and an
+update cost, and how much two ranks that compute at the same time slow each other down. The sleeper's layers wait a
+known time instead of computing, so that its runs need no cores of their own. Prints the tables of README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from common import (
+    TransformerSize,
+    interleave,
+    machine,
+    run_ranks,
+    token_loss,
+    transformer_chain,
+    write_json,
+)
+
+from varuna_capslog.chain import Chain, Layer, TensorSpec
+from varuna_capslog.config import load_config, load_workload
+from varuna_capslog.engine.communicator import Communicator
+from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine
+from varuna_capslog.plan import Plan
+from varuna_capslog.planners import plan
+from varuna_capslog.profiles.measure import profile_workload
+from varuna_capslog.profiles.record import LayerProfile, Profile
+from varuna_capslog.simulation import UPDATE_RATE, Link, simulate_plan
+from varuna_capslog.workload import Minibatch, Workload
+
+SIZE = TransformerSize(blocks=8, dim=128, sequence=64, microbatch_size=4)
+DETR = (
+    "model.encoder_layers=3",
+    "model.decoder_layers=3",
+    "model.hidden_dim=128",
+    "model.feedforward=256",
+    "model.queries=20",
+    "profile.image_size=[128, 128]",
+)
+SCHEDULES = (("gpipe", False), ("1f1b", False), ("varuna", True))
+ROOT = Path(__file__).parents[2]
+
+
+class Tokens(Workload):
+    """The transformer of the other benchmarks as a workload."""
+
+    name = "transformer"
+
+    def build_chain(self) -> Chain:
+        return transformer_chain(SIZE)
+
+    def loss(self, outputs: Mapping[str, Tensor], targets: Any, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
+        return token_loss(outputs, targets, normalisers)
+
+    def profile_inputs(self, microbatch_size: int) -> dict[str, TensorSpec]:
+        return {"x": TensorSpec((microbatch_size, SIZE.sequence), torch.int64)}
+
+    def profile_targets(self, microbatch_size: int) -> tuple[Tensor, dict[str, float]]:
+        shape = (microbatch_size, SIZE.sequence)
+        return torch.zeros(shape, dtype=torch.int64), {"tokens": float(shape[0] * shape[1])}
+
+
+class _Wait(torch.autograd.Function):
+    """Hands its input on after a while, and the gradient after twice as long."""
+
+    @staticmethod
+    def forward(context: Any, tensor: Tensor, seconds: float) -> Tensor:
+        context.seconds = seconds
+        time.sleep(seconds)
+        return tensor.clone()
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        time.sleep(2 * context.seconds)
+        return gradients[0], None
+
+
+class Sleeping(nn.Module):
+    """A layer that waits."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds, self.shift = seconds, nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        waited: Tensor = _Wait.apply(x + self.shift, self.seconds)
+        return waited
+
+
+class Sleeper(Workload):
+    """Sixteen layers that wait 4 to 16 ms; the slow ones come first, as in a convolutional backbone."""
+
+    name = "sleeper"
+    seconds = (0.016, 0.012, 0.012, 0.008, 0.008, 0.008, *[0.004] * 9, 0.008)
+
+    def build_chain(self) -> Chain:
+        return Chain([Layer(f"layer.{n}", Sleeping(wait)) for n, wait in enumerate(self.seconds)], name=self.name)
+
+    def loss(self, outputs: Mapping[str, Tensor], targets: Any, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
+        return {"loss": outputs["x"].mean()}
+
+    def profile_inputs(self, microbatch_size: int) -> dict[str, TensorSpec]:
+        return {"x": TensorSpec((microbatch_size, 4096))}
+
+    def profile(self) -> Profile:
+        """Known, not measured; the bytes only tell the planners apart."""
+        layers = [
+            LayerProfile(
+                f"layer.{n}",
+                isolated_bytes=round(wait * 1e6) + 1000 * (n % 5),
+                added_bytes=round(wait * 5e5) if n else None,
+                boundary_bytes=4 * 4096,
+                forward_seconds=wait,
+                backward_seconds=2 * wait,
+            )
+            for n, wait in enumerate(self.seconds)
+        ]
+        return Profile(tuple(layers), model=self.name)
+
+
+def make_workload(name: str) -> Workload:
+    """`transformer`, `detr` (a ResNet-18 with three encoder and three decoder layers) or `sleeper`."""
+    if name == "sleeper":
+        return Sleeper()
+    return Tokens() if name == "transformer" else load_workload(load_config(ROOT / "configs/tiny.yaml", DETR))
+
+
+MICROBATCH = {"transformer": SIZE.microbatch_size, "detr": 2, "sleeper": 1}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One engine: a cut list under a schedule. `planner` is what made the cuts."""
+
+    planner: str
+    cuts: tuple[int, ...]
+    schedule: str
+    recompute: bool
+    microbatches: int
+
+    @property
+    def group(self) -> tuple[str, int]:
+        """Cases of one group differ in their cuts alone."""
+        return self.schedule, self.microbatches
+
+
+# -- on the ranks
+
+
+def measure(communicator: Communicator, name: str, cases: Sequence[Case], rounds: int) -> list[dict[str, Any]]:
+    """Per case: seconds of every round of this rank, and what its messages, norm and optimizer took."""
+    workload = make_workload(name)
+    found: list[dict[str, Any]] = []
+    for _, group in itertools.groupby(cases, key=lambda case: case.group):
+        several = list(group)
+        engines = [_engine(workload, case, communicator, MICROBATCH[name]) for case in several]
+        runs = {str(number): step for number, (step, _) in enumerate(engines)}
+        times = interleave(runs, rounds, communicator.barrier, warmup=2)
+        for number, (_, costs) in enumerate(engines):
+            found.append({"seconds": [wall for wall, _ in times[str(number)]], **costs})
+    return found
+
+
+def _engine(
+    workload: Workload, case: Case, communicator: Communicator, size: int
+) -> tuple[Callable[[], object], dict[str, Any]]:
+    """A function that trains one step, and a dictionary that collects what its update took."""
+    torch.manual_seed(0)
+    chain = workload.build_chain()
+    options = EngineOptions(case.microbatches, schedule=case.schedule, recompute=case.recompute, clip_norm=0.1)
+    layout = Layout(case.cuts, tuple(range(len(case.cuts))))
+    engine = PipelineEngine(chain, workload.loss, layout, options, communicator, torch.device("cpu"))
+    specs = workload.profile_inputs(size)
+    targets, normalisers = workload.profile_targets(size)
+    minibatch = Minibatch(
+        [specs] * case.microbatches,
+        [targets] * case.microbatches,
+        {key: value * case.microbatches for key, value in normalisers.items()},
+    )
+    values = {key: _values(spec) for key, spec in specs.items()}
+    owned = sum(p.numel() * p.itemsize for layer in engine.layers for p in layer.parameters.values())
+    costs: dict[str, Any] = {"parameter_bytes": owned, "update_seconds": []}
+    norms, apply = engine._squared_norms, engine.optimizer.step
+
+    def timed_norms() -> Tensor:
+        began = time.perf_counter()
+        result = norms()
+        costs["update_seconds"].append(time.perf_counter() - began)
+        return result
+
+    def timed_apply(*arguments: Any) -> float:
+        began = time.perf_counter()
+        result = apply(*arguments)
+        costs["update_seconds"][-1] += time.perf_counter() - began
+        return result
+
+    engine._squared_norms = timed_norms  # type: ignore[method-assign]
+    engine.optimizer.step = timed_apply  # type: ignore[method-assign]
+    steps = itertools.count(1)
+    return lambda: engine.train_step(next(steps), minibatch, lambda _: values), costs
+
+
+def _values(spec: TensorSpec) -> Tensor:
+    tensor = spec.empty()
+    if spec.dtype.is_floating_point:
+        return tensor.uniform_()
+    return tensor.fill_(128 if tensor.shape[-1] == 2 else 1)  # image sizes, or a token
+
+
+def measure_link(communicator: Communicator, rounds: int = 15) -> dict[str, float]:
+    """Ping-pong of 4 KiB and 1 MiB between two ranks: seconds in `send`, and from there to the arrival."""
+    found: dict[str, float] = {}
+    peer, device = 1 - communicator.rank, torch.device("cpu")
+    for name, count in (("small", 1 << 10), ("large", 1 << 18)):
+        spec, tensor = TensorSpec((count,)), torch.zeros(count)
+        sends, trips = [], []
+        for number in range(rounds):
+            arriving = communicator.receive(spec, peer, 7 + communicator.rank, device)
+            communicator.barrier()
+            if communicator.rank == 1:
+                arriving.wait()
+            began = time.perf_counter()
+            sending = communicator.send(tensor, peer, 7 + peer)
+            sent = time.perf_counter()
+            if communicator.rank == 0:
+                arriving.wait()
+            ended = time.perf_counter()
+            sending.wait()
+            if number >= 3:
+                sends.append(sent - began)
+                trips.append((ended - began) / 2)
+        found[f"{name}_send"], found[f"{name}_trip"] = statistics.median(sends), statistics.median(trips)
+    return found
+
+
+def measure_contention(communicator: Communicator, name: str, rounds: int = 9) -> list[tuple[float, float]]:
+    """(seconds alone, seconds while the other rank does the same) of one forward and backward of the whole model."""
+    workload = make_workload(name)
+    case = Case("whole", (0,), "gpipe", False, 1)
+    alone = Communicator(0, 1, 0, communicator._timeout)
+    step, _ = _engine(workload, case, alone, MICROBATCH[name])
+    rows = []
+    for number in range(rounds + 2):
+        seconds = []
+        for ranks in ((0,), (1,), (0, 1)):
+            communicator.barrier()
+            began = time.perf_counter()
+            if communicator.rank in ranks:
+                step()
+                seconds.append(time.perf_counter() - began)
+        if number >= 2:
+            rows.append((seconds[0], seconds[1]))
+    return rows
+
+
+# -- what is simulated
+
+
+def profiles_of(name: str, repeats: int) -> list[Profile]:
+    """Measured profiles, one after the other."""
+    workload = make_workload(name)
+    return [
+        profile_workload(workload, microbatch_size=MICROBATCH[name], recompute=False, workers=1) for _ in range(repeats)
+    ]
+
+
+def combine(profiles: Sequence[Profile], update_rate: float) -> Profile:
+    """The median of every layer's seconds, and what an update costs."""
+
+    def layer(rows: Sequence[LayerProfile]) -> LayerProfile:
+        forward, backward = (
+            statistics.median(getattr(row, part) for row in rows) for part in ("forward_seconds", "backward_seconds")
+        )
+        return replace(rows[0], forward_seconds=forward, backward_seconds=backward)
+
+    first = profiles[0]
+    rows = tuple(layer(rows) for rows in zip(*(profile.layers for profile in profiles), strict=True))
+    return replace(first, layers=rows, observations=(), conditions={**first.conditions, UPDATE_RATE: update_rate})
+
+
+def cut_lists(profile: Profile, ranks: int) -> dict[str, tuple[int, ...]]:
+    """Those of planners, and two that are lopsided on purpose."""
+    found = {
+        name: plan(profile, ranks, planner=name, memory="additive").cuts for name in ("varuna", "capslog", "exact")
+    }
+    found["throughput"] = plan(
+        profile, ranks, planner="throughput", memory="additive", schedule="1f1b", recompute=False, stage_inputs="host"
+    ).cuts
+    last = profile.num_layers
+    found["early"] = (0, *range(last // (2 * ranks), last // (2 * ranks) + ranks - 1))
+    found["late"] = (0, *range(last - last // (2 * ranks) - ranks + 2, last - last // (2 * ranks) + 1))
+    different: dict[str, tuple[int, ...]] = {}
+    for name, cuts in found.items():
+        if cuts not in different.values():
+            different[name] = cuts
+    return different
+
+
+def make_cases(profile: Profile, ranks: int, microbatches: Sequence[int]) -> list[Case]:
+    """Every cut list under every schedule, those of one group beside each other."""
+    cuts = cut_lists(profile, ranks)
+    return [
+        Case(name, tuple(found), schedule, recompute, count)
+        for (schedule, recompute), count in itertools.product(SCHEDULES, microbatches)
+        for name, found in cuts.items()
+    ]
+
+
+def predict(profile: Profile, case: Case, link: Link, speeds: Sequence[float] | None) -> float:
+    """The simulated step in seconds."""
+    played = Plan(profile.num_layers, case.cuts, schedule=case.schedule, num_microbatches=case.microbatches)
+    return simulate_plan(profile, played, recompute=case.recompute, link=link, speeds=speeds).step_seconds
+
+
+# -- the result
+
+
+def compare(
+    name: str, ranks: int, cases: Sequence[Case], simulated: Sequence[float], rows: Any
+) -> list[dict[str, Any]]:
+    """One row per case: simulated and measured step; a step ends when its last rank ends."""
+    result = []
+    for number, case in enumerate(cases):
+        rounds = [max(times) for times in zip(*(row[number]["seconds"] for row in rows), strict=True)]
+        measured = statistics.median(rounds)
+        result.append(
+            {
+                "model": name,
+                "ranks": ranks,
+                "planner": case.planner,
+                "cuts": list(case.cuts),
+                "schedule": case.schedule,
+                "microbatches": case.microbatches,
+                "simulated_seconds": simulated[number],
+                "measured_seconds": measured,
+                "error": simulated[number] / measured - 1.0,
+                "rounds": rounds,
+            }
+        )
+    return result
+
+
+def pairs(rows: Sequence[Mapping[str, Any]]) -> tuple[int, int, int]:
+    """(pairs whose order is simulated rightly, pairs that can be told apart, all pairs) of cut lists of one group.
+
+    The steps of one round follow each other directly. A pair can be told apart where all rounds but at most one in six
+    agree on which is faster and the medians differ by 2 % or more.
+    """
+    right = told = total = 0
+    for a, b in itertools.combinations(rows, 2):
+        if any(a[key] != b[key] for key in ("model", "ranks", "schedule", "microbatches")):
+            continue
+        total += 1
+        ratios = [one / other for one, other in zip(a["rounds"], b["rounds"], strict=True)]
+        middle = statistics.median(ratios)
+        agreeing = sum((ratio > 1) == (middle > 1) for ratio in ratios)
+        if agreeing < len(ratios) - len(ratios) // 6 or abs(middle - 1) < 0.02:
+            continue
+        told += 1
+        right += (a["simulated_seconds"] > b["simulated_seconds"]) == (middle > 1)
+    return right, told, total
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Errors and order over some rows."""
+    errors = sorted(abs(row["error"]) for row in rows)
+    right, told, total = pairs(rows)
+    return {
+        "cases": len(rows),
+        "median_error": statistics.median(errors),
+        "worst_error": errors[-1],
+        "mean_signed_error": statistics.fmean(row["error"] for row in rows),
+        "pairs_right": right,
+        "pairs_told_apart": told,
+        "pairs": total,
+    }
+
+
+def run_model(
+    name: str, ranks: Sequence[int], rounds: int, repeats: int, cores: int
+) -> tuple[list[Any], dict[str, Any]]:
+    """All cases of one model: profile, runs, profile again, then the simulation with what was measured."""
+    if name == "sleeper":
+        return _run_sleeper(ranks, rounds)
+    profiles = profiles_of(name, repeats)
+    wires = run_ranks(measure_link, 2)[0]
+    paces = [alone / together for row in run_ranks(measure_contention, 2, name) for alone, together in row]
+    pace = min(1.0, statistics.median(paces))
+    rough = combine(profiles, 0.0)
+    of_ranks = {count: make_cases(rough, count, (4, 8) if count == 2 else (8,)) for count in ranks}
+    measured = {count: run_ranks(measure, count, name, cases, rounds) for count, cases in of_ranks.items()}
+    profiles += profiles_of(name, repeats)
+    latency = wires["small_send"]
+    size = 1 << 20
+    link = Link(
+        size / max(1e-9, wires["large_trip"] - wires["small_trip"]),
+        latency,
+        size / max(1e-9, wires["large_send"] - wires["small_send"]),
+    )
+    updates = [
+        statistics.median(case["update_seconds"]) / case["parameter_bytes"]
+        for rows in measured.values()
+        for row in rows
+        for case in row
+    ]
+    profile = combine(profiles, statistics.median(updates))
+    speeds = [1.0, *[pace] * (cores - 1)]
+    found = []
+    for count, cases in of_ranks.items():
+        simulated = [predict(profile, case, link, speeds) for case in cases]
+        found += compare(name, count, cases, simulated, measured[count])
+    inputs = {
+        "layers": profile.num_layers,
+        "forward_ms": 1e3 * sum(profile.column("forward_seconds")),
+        "backward_ms": 1e3 * sum(profile.column("backward_seconds")),
+        "update_rate": profile.conditions[UPDATE_RATE],
+        "speed_of_two": pace,
+        "latency_ms": 1e3 * link.latency_seconds,
+        "bandwidth": link.bandwidth,
+        "copy_bandwidth": link.copy_bandwidth,
+    }
+    return found, inputs
+
+
+def _run_sleeper(ranks: Sequence[int], rounds: int) -> tuple[list[Any], dict[str, Any]]:
+    """Nothing is measured but the steps: layers take what they say, messages and updates nothing."""
+    profile = Sleeper().profile()
+    found = []
+    for count in ranks:
+        cases = make_cases(profile, count, (8,))
+        measured = run_ranks(measure, count, "sleeper", cases, rounds)
+        found += compare("sleeper", count, cases, [predict(profile, case, Link(), None) for case in cases], measured)
+    return found, {"layers": profile.num_layers, "forward_ms": 1e3 * sum(Sleeper.seconds)}
+
+
+def main() -> None:
+    """Measures and prints one row per model and number of ranks."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", default=list(MICROBATCH), choices=list(MICROBATCH))
+    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
+    parser.add_argument("--rounds", type=int, default=6, help="steps of each case that count")
+    parser.add_argument("--repeats", type=int, default=1, help="profiles taken before the runs, and after them")
+    parser.add_argument("--output", type=Path, help="write the result as JSON")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    cores = machine()["cores"] or 1
+    began = time.perf_counter()
+    rows: list[Any] = []
+    inputs: dict[str, Any] = {}
+    for name in arguments.models:
+        found, inputs[name] = run_model(name, arguments.ranks, arguments.rounds, arguments.repeats, cores)
+        rows += found
+        print(f"{name}: {inputs[name]}", flush=True)
+    print("| model | ranks | cases | median error | worst | mean, signed | order right, of pairs told apart | of all |")
+    print("|---|---|---|---|---|---|---|---|")
+    groups = [(name, count) for name in arguments.models for count in arguments.ranks]
+    for name, count in [*groups, ("all", min(arguments.ranks)), ("all", 0)]:
+        chosen = [r for r in rows if name in ("all", r["model"]) and count in (0, r["ranks"])]
+        told = summary(chosen)
+        share = 100 * told["pairs_right"] / max(1, told["pairs_told_apart"])
+        cells = [
+            name,
+            str(count or "all"),
+            str(told["cases"]),
+            *(f"{100 * told[key]:.1f} %" for key in ("median_error", "worst_error", "mean_signed_error")),
+            f"{told['pairs_right']} / {told['pairs_told_apart']} ({share:.1f} %)",
+            str(told["pairs"]),
+        ]
+        print(f"| {' | '.join(cells)} |", flush=True)
+    print(f"took {time.perf_counter() - began:.0f} s")
+    write_json(arguments.output, {"inputs": inputs, "rows": rows, "summary": summary(rows)})
+
+
+if __name__ == "__main__":
+    main()
