@@ -41,8 +41,10 @@ def prepare_run(config: Config, show: bool = True) -> Plan:
     # Before the profile, which may take minutes.
     fields.refuse_unknown([config.pipeline.planner], PLANNER_NAMES, "planner")
     fields.refuse_unknown([config.pipeline.memory], [AUTO, *MEMORY_MODELS], "memory model")
-    if config.engine != "capslog":
-        raise CapslogError(f"engine={config.engine} is not there yet in this version; set engine=capslog")
+    if config.engine == "varuna":
+        from varuna_capslog.varuna_plugin import find_varuna
+
+        find_varuna()
     profile = profile_run(config, show) if _needs_profile(config) else None
     plan = plan_run(config, profile)
     check_folder(config, plan.model)

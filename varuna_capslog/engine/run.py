@@ -149,20 +149,28 @@ class Run:
             )
         _check_multipliers(chain, config.train.lr_multipliers)
         steps_per_epoch = len(source) // config.train.minibatch_size
-        self.engine = PipelineEngine(
-            chain,
-            workload.loss,
-            layout_of(plan, config.pipeline.replicas),
-            engine_options(config, steps_per_epoch, plan),
-            communicator,
-            device,
-        )
+        self.engine = self._make_engine(chain, source, engine_options(config, steps_per_epoch, plan))
         local = self.engine.local_microbatches if self.engine.owns_first_stage else ()
         self.feed = Feed(source, config.train.minibatch_size, config.train.microbatch_size, config.train.seed, local)
         self.total_steps = self._total_steps()
         self._val: Any = None
         self._scores: Mapping[str, Any] | None = None
         self._state: dict[str, Any] = {} if state is None else state
+
+    def _make_engine(self, chain: Chain, source: Any, options: EngineOptions) -> PipelineEngine:
+        layout = layout_of(self.plan, self.config.pipeline.replicas)
+        if self.config.engine == "capslog":
+            return PipelineEngine(chain, self.workload.loss, layout, options, self.communicator, self.device)
+        from varuna_capslog.varuna_plugin.engine import VarunaEngine
+
+        def example() -> tuple[dict[str, Tensor], Any, Mapping[str, float]]:
+            minibatch = source.minibatch([list(range(self.config.train.microbatch_size))], 0)
+            return source.load(minibatch, 0), minibatch.targets[0], minibatch.normalisers
+
+        timeout = self.config.pipeline.timeout_seconds
+        return VarunaEngine(
+            chain, self.workload.loss, layout, options, self.communicator, self.device, example, timeout
+        )
 
     def _open(self) -> tuple[Chain, Any]:
         seed_weights(self.config.train.seed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,14 @@ from varuna_capslog.varuna_plugin import wire
 from varuna_capslog.varuna_plugin.executor import WatchedQueue
 from varuna_capslog.varuna_plugin.options import current
 
-__all__ = ["build", "evaluate", "init_communication", "parameter_names_to_cuts", "temporary_folder"]
+__all__ = [
+    "build",
+    "evaluate",
+    "forward_only",
+    "init_communication",
+    "parameter_names_to_cuts",
+    "temporary_folder",
+]
 
 
 def build(
@@ -89,7 +96,6 @@ def parameter_names_to_cuts(self: Any) -> dict[str, int]:
     return {name: partition.home[name] for name in partition.trace.parameters}
 
 
-@torch.no_grad()
 def evaluate(self: Any, inputs: Any, batch_size: int | None = None) -> float:
     """Replaces `Varuna.evaluate`, which on later stages computes on a placeholder instead of what they are sent.
 
@@ -104,10 +110,29 @@ def evaluate(self: Any, inputs: Any, batch_size: int | None = None) -> float:
 
     assert isinstance(inputs, dict), "input must be a dictionary!"
     batches = utils.scatter(inputs, int(self.batch_size if batch_size is None else batch_size), self.micro_batch_size)
-    stage, partitioned = self.partitioned_model.capslog, self.partitioned_model
-    total, timeout = 0.0, current().timeout
+    losses: dict[int, float] = {}
+
+    def take(microbatch: int, output: Any) -> None:
+        losses[microbatch] = float(output[0] if isinstance(output, tuple) else output)
+
+    forward_only(self, batches, take)
+    summed = current().loss == "sum"
+    weights = [1.0 if summed else size / sum(batches.sizes) / self.data_depth for size in batches.sizes]
+    result = torch.tensor([sum(weights[index] * loss for index, loss in losses.items())], dtype=torch.float64)
+    dist.all_reduce(result, group=self.capslog_world)
+    return float(result)
+
+
+@torch.no_grad()
+def forward_only(self: Any, batches: Sequence[dict[str, Any]], take: Callable[[int, Any], None]) -> None:
+    """Runs microbatches forward through this replica's stages.
+
+    Args:
+        take: called with (microbatch, the model's result) on the last stage.
+    """
+    stage, partitioned, timeout = self.partitioned_model.capslog, self.partitioned_model, current().timeout
     under_way = []
-    for microbatch, (batch, size) in enumerate(zip(batches, batches.sizes, strict=True)):
+    for microbatch, batch in enumerate(batches):
         queues = [WatchedQueue() for _ in range(5)]
         partitioned.set_queues(*queues)
         acts_send, _, acts_received = queues[:3]
@@ -118,15 +143,10 @@ def evaluate(self: Any, inputs: Any, batch_size: int | None = None) -> float:
         if stage.exit is not None:
             under_way.append(wire.send(acts_send.get(), microbatch, self.send_rank, False))
         else:
-            loss = output[0] if isinstance(output, tuple) else output
-            total += float(loss) * (1.0 if current().loss == "sum" else size / sum(batches.sizes))
+            take(microbatch, output)
     for sending in under_way:
         sending.wait(timeout)
     partitioned.clear_recv_fn()
-    share = 1.0 if current().loss == "sum" else 1.0 / self.data_depth
-    result = torch.tensor([total * share], dtype=torch.float64)
-    dist.all_reduce(result, group=self.capslog_world)
-    return float(result)
 
 
 def temporary_folder() -> str:

@@ -62,7 +62,7 @@ class WatchedQueue(queue.Queue[Any]):
             raise CapslogError(f"waited {patience:g} s for a microbatch of another stage; its rank hangs") from None
         if isinstance(item, _Failure):
             self.put(item)
-            raise CapslogError(str(item.error)) from item.error
+            raise item.error
         return item
 
     def next_to_send(self) -> Any:
@@ -81,7 +81,8 @@ class BoundedDistributed:
 
     def barrier(self, group: Any = None) -> None:
         """As `torch.distributed.barrier`, over a group that has the timeout where none is given."""
-        dist.barrier(group=self.world if group is None else group)
+        with wire.named_loss("waiting for all ranks at the end of a step", None, current().timeout):
+            dist.barrier(group=self.world if group is None else group)
 
 
 # -- threads
@@ -140,13 +141,14 @@ def run(original: Callable[[Any], Any], self: Any) -> Any:
     """Around `Pipeline.run`: what a sending thread met becomes this rank's error; a failed stage frees its threads."""
     self.capslog_failure = None
     try:
-        result = original(self)
+        with wire.named_loss("waiting for its pipeline at the end of a step", None, current().timeout):
+            result = original(self)
     except BaseException:
         for outgoing in (self.acts_send_queue, self.grads_send_queue):
             outgoing.put(None)
         raise
     if self.capslog_failure is not None:
-        raise CapslogError(str(self.capslog_failure)) from self.capslog_failure
+        raise self.capslog_failure
     return result
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from varuna_capslog.varuna_plugin.options import current
 from varuna_capslog.varuna_plugin.partition import TieGroup
+from varuna_capslog.varuna_plugin.wire import named_loss
 
 __all__ = ["init_distributed", "share_weight_grads", "step_alone", "sync_across_workers"]
 
@@ -90,6 +91,11 @@ def step_alone(original: Callable[..., Any], self: Any, inputs: Any, clip_grad_m
 
 def sync_across_workers(self: Any, max_norm: float | None) -> tuple[bool, float]:
     """Replaces Varuna's. Returns (no overflow, norm of all gradients after clipping); sets the loss of all replicas."""
+    with named_loss("adding up gradients", None, current().timeout):
+        return _sync(self, max_norm)
+
+
+def _sync(self: Any, max_norm: float | None) -> tuple[bool, float]:
     _add_ties(self)
     share = 1.0 if current().loss == "sum" else 1.0 / self.data_depth
     if self.dp_group is not None:
@@ -184,6 +190,8 @@ def _sum_of_squares(gradients: Iterable[Tensor]) -> float:
 def _clipped(self: Any, squared: float, max_norm: float | None) -> float:
     from varuna import utils
 
-    if max_norm is not None and utils.clip_grad_norm(_trained(self), torch.tensor(squared), max_norm):
+    self.capslog_grad_norm = math.sqrt(squared)  # before clipping
+    exact = torch.tensor(squared, dtype=torch.float64)
+    if max_norm is not None and utils.clip_grad_norm(_trained(self), exact, max_norm):
         return float(max_norm)
-    return math.sqrt(squared)
+    return self.capslog_grad_norm

@@ -7,9 +7,10 @@ and `receive` touch torch.distributed.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from varuna_capslog.chain import TensorSpec
+from varuna_capslog.engine.communicator import PeerLost
 from varuna_capslog.errors import CapslogError
 
-__all__ = ["MAX_DIMS", "Bundle", "Sending", "pack", "receive", "send", "unpack"]
+__all__ = ["MAX_DIMS", "Bundle", "Sending", "named_loss", "pack", "receive", "send", "unpack"]
 
 MAX_DIMS = 8
 """Most dimensions of a tensor on the wire."""
@@ -145,51 +147,59 @@ class Sending:
         self._works, self._buffers, self._peer = works, buffers, peer
 
     def wait(self, timeout: datetime.timedelta) -> None:
-        """Returns when the memory may be used again; raises CapslogError when the peer is gone or slow."""
-        for work in self._works:
-            _wait(work, timeout, f"sending to rank {self._peer}")
+        """Returns when the memory may be used again. Raises PeerLost."""
+        with named_loss(f"sending to rank {self._peer}", self._peer, timeout):
+            for work in self._works:
+                work.wait(timeout)
         self._works, self._buffers = [], []
 
 
 def send(bundle: Bundle, microbatch: int, peer: int, gradients: bool) -> Sending:
-    """Starts sending host tensors to `peer`; they must not change before `Sending.wait`."""
+    """Starts sending host tensors to `peer`; they must not change before `Sending.wait`. Raises PeerLost."""
     header, payload = pack(bundle.tensors, microbatch)
     tag = _GRADIENTS if gradients else _ACTIVATIONS
     buffers = [header, *payload]
-    try:
+    with named_loss(f"sending to rank {peer}", peer):
         return Sending([dist.isend(buffer, peer, tag=tag) for buffer in buffers], buffers, peer)
-    except RuntimeError as error:
-        raise _lost(error, f"sending to rank {peer}") from error
 
 
 def receive(count: int, microbatch: int, peer: int, gradients: bool, timeout: datetime.timedelta) -> Bundle:
     """Waits for the `count` tensors of a microbatch from `peer`.
 
-    Raises CapslogError when the peer is gone, sends something else, or nothing for `timeout`.
+    Raises PeerLost when the peer is gone or sends nothing for `timeout`, CapslogError when it sends something else.
     """
     tag = _GRADIENTS if gradients else _ACTIVATIONS
-    doing = f"waiting for {'gradients' if gradients else 'activations'} of microbatch {microbatch} from rank {peer}"
-    header = torch.empty(1 + count, _ROW, dtype=torch.int64)
-    try:
-        _wait(dist.irecv(header, peer, tag=tag), timeout, doing)
+    what = "gradients" if gradients else "activations"
+    with named_loss(f"waiting for {what} of microbatch {microbatch} from rank {peer}", peer, timeout):
+        header = torch.empty(1 + count, _ROW, dtype=torch.int64)
+        _post(header, peer, tag).wait(timeout)
         tensors, payload = unpack(header, microbatch)
-        for work in [dist.irecv(buffer, peer, tag=tag) for buffer in payload]:
-            _wait(work, timeout, doing)
-    except RuntimeError as error:
-        raise _lost(error, doing) from error
+        for work in [_post(buffer, peer, tag) for buffer in payload]:
+            work.wait(timeout)
     return Bundle(tuple(tensors))
 
 
-def _wait(work: Any, timeout: datetime.timedelta, doing: str) -> None:
+def _post(buffer: Tensor, peer: int, tag: int) -> Any:
+    return dist.irecv(buffer, peer, tag=tag)
+
+
+@contextlib.contextmanager
+def named_loss(doing: str, peer: int | None, timeout: datetime.timedelta | None = None) -> Iterator[None]:
+    """Turns gloo's errors inside the block into a PeerLost that says what this rank was doing."""
     try:
-        work.wait(timeout)
+        yield
+    except dist.DistBackendError as error:
+        raise _lost(error, doing, peer, timeout) from error
     except RuntimeError as error:
-        raise _lost(error, doing, timeout) from error
+        if not any(word in str(error) for word in ("gloo", "onnection", "imed out", "NCCL")):
+            raise
+        raise _lost(error, doing, peer, timeout) from error
 
 
-def _lost(error: RuntimeError, doing: str, timeout: datetime.timedelta | None = None) -> CapslogError:
+def _lost(error: RuntimeError, doing: str, peer: int | None, timeout: datetime.timedelta | None) -> PeerLost:
     # gloo's text begins with its source file and ends with advice; what lies between is the cause
     text = re.sub(r"^\[\S*\]\s*", "", str(error).splitlines()[0]).split(". ")[0]
-    slow = timeout is not None and "imed out" in text
-    reason = f"nothing came for {timeout.total_seconds():g} s" if slow and timeout else f"connection lost ({text})"
-    return CapslogError(f"rank {dist.get_rank()} was {doing}: {reason}")
+    slow = "imed out" in text
+    waited = f" for {timeout.total_seconds():g} s" if timeout is not None else ""
+    reason = f"nothing came{waited}" if slow else f"connection lost ({text})"
+    return PeerLost(f"rank {dist.get_rank()} was {doing}: {reason}", peer)

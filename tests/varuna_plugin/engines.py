@@ -1,0 +1,75 @@
+"""`engine: varuna` as the pool's workers run it: one DETR step, and whole short runs."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.engine import detr
+from varuna_capslog.engine.communicator import Communicator
+from varuna_capslog.engine.pipeline import EngineOptions, Layout
+from varuna_capslog.settings import Config
+
+
+def detr_step(communicator: Communicator, name: str, layout: Layout) -> dict[str, Any]:
+    """As `tests.engine.detr.step`, on Varuna."""
+    import varuna_capslog.varuna_plugin as plugin
+    from varuna_capslog.varuna_plugin.engine import VarunaEngine
+
+    workload, chain = detr.build(name)
+    options = EngineOptions(num_microbatches=4, num_blocks=2, seed=7, clip_norm=0.1)
+    batch, inputs = detr.minibatch()
+    try:
+        engine = VarunaEngine(
+            chain,
+            workload.loss,
+            layout,
+            options,
+            communicator,
+            torch.device("cpu"),
+            lambda: (inputs[1], batch.targets[1], batch.normalisers),
+            30.0,
+        )
+        gradients: dict[str, Tensor] = {}
+
+        def keep() -> None:
+            parameters = engine.optimizer.parameters
+            gradients.update({name: p.grad.clone() for name, p in parameters.items() if p.grad is not None})
+
+        result = engine.train_step(1, batch, inputs.__getitem__, before_commit=keep)
+        engine.verify_copies()
+        return {"loss": result.parts["loss"], "gradients": gradients, "norm": result.grad_norm}
+    finally:
+        plugin.uninstall()
+
+
+def run(communicator: Communicator, values: dict[str, Any], cuts: list[int]) -> dict[str, Any]:
+    """A run of the tiny workload up to `train.max_steps`, resuming what lies in its folder."""
+    import varuna_capslog.varuna_plugin as plugin
+    from tests.engine.workload import TinyWorkload
+    from varuna_capslog import files
+    from varuna_capslog.engine.journal import Journal
+    from varuna_capslog.engine.run import Run
+    from varuna_capslog.plan import Plan
+
+    config = Config.model_validate(values)
+    plan = Plan(num_layers=11, cuts=tuple(cuts))
+    with contextlib.redirect_stdout(io.StringIO()):
+        work = Run(config, plan, TinyWorkload(config), communicator, torch.device("cpu"))
+        try:
+            work.resume()
+            first = work.step + 1
+            keeps = communicator.rank == 0
+            journal = Journal(Path(config.run_dir), work.total_steps, first, 0, 1, 1) if keeps else None
+            end = work.train(journal)
+        finally:
+            work.close()
+            plugin.uninstall()
+    communicator.barrier()
+    lines = files.read_jsonl(Path(config.run_dir) / "metrics.jsonl")
+    return {"first": first, "losses": [line["loss"] for line in lines], "scores": dict(end.scores or {})}

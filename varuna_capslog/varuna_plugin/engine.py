@@ -1,0 +1,220 @@
+"""`engine: varuna`: a run's engine whose steps are Varuna's.
+
+`engine.run.Run` gets it in place of `PipelineEngine`, so that resuming, checkpoints, evaluation and reports are the
+same for both, and a run may go on with the other engine. Only the execution of a step differs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from varuna_capslog.chain import Chain, Layer
+from varuna_capslog.engine.communicator import Communicator
+from varuna_capslog.engine.layers import EngineLayer
+from varuna_capslog.engine.optimizer import StageOptimizer
+from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine, StepResult
+from varuna_capslog.engine.stage import LossFunction
+from varuna_capslog.errors import CapslogError, StepRefused
+from varuna_capslog.varuna_plugin.building import forward_only
+from varuna_capslog.varuna_plugin.chain_module import ChainModule
+from varuna_capslog.varuna_plugin.inputs import Microbatches
+from varuna_capslog.varuna_plugin.install import install
+from varuna_capslog.varuna_plugin.options import configure
+from varuna_capslog.workload import Minibatch
+
+__all__ = ["Example", "VarunaEngine"]
+
+Example = Callable[[], tuple[Mapping[str, Tensor], Any, Mapping[str, float]]]
+"""Inputs, targets and normalisers of some microbatch; called on rank 0, which traces the model on it."""
+
+
+class VarunaEngine(PipelineEngine):
+    """One rank of a training run on an installed Varuna.
+
+    Args:
+        example: a microbatch for tracing.
+        timeout_seconds: longest wait for a message.
+
+    Other arguments as for `PipelineEngine`. Differences in what is computed: gradients are summed as Varuna's autograd
+    graph has it (equal to rounding, not bit for bit), and running statistics are those of replica 0.
+
+    Raises:
+        CapslogError: no fitting Varuna, or a layout or option that it cannot run.
+    """
+
+    def __init__(
+        self,
+        chain: Chain,
+        loss: LossFunction,
+        layout: Layout,
+        options: EngineOptions,
+        communicator: Communicator,
+        device: torch.device,
+        example: Example,
+        timeout_seconds: float,
+    ) -> None:
+        chain.check_cuts(layout.cuts)
+        _check(layout, options, communicator)
+        self.chain, self.layout, self.options = chain, layout, options
+        self.communicator, self.device = communicator, device
+        self.rank = communicator.rank
+        self.replica, self.pipeline_rank = divmod(self.rank, layout.devices)
+        communicator.describe_ranks({rank: layout.describe(rank) for rank in range(layout.world_size)})
+        shared = chain.shared  # found while the chain is whole
+        with contextlib.redirect_stdout(io.StringIO()):  # Varuna prints as it goes
+            install()
+            configure(cuts=layout.cuts, loss="sum", timeout_seconds=timeout_seconds)
+            import varuna
+
+            self._module = ChainModule(chain, varuna.CutPoint, loss, options.seed)
+
+            def one_microbatch(size: int, device: Any = None) -> dict[str, Any]:
+                inputs, targets, normalisers = example()
+                return {"inputs": inputs, "targets": targets, "normalisers": normalisers}
+
+            stages, replicas = range(layout.devices), range(layout.replicas)
+            self._varuna = varuna.Varuna(
+                self._module,
+                "".join(",".join(str(s + layout.devices * r) for r in replicas) + ";" for s in stages),
+                one_microbatch,
+                options.num_microbatches,
+                1,
+                device="cpu" if device.type == "cpu" else device.index or 0,
+                local_rank=self.rank,
+            )
+        ends = (*layout.cuts[1:], len(chain))
+        names: dict[int, dict[str, str]] = {}
+        for use in shared:
+            for index, name in use.uses:
+                names.setdefault(index, {})[name] = use.name
+        self.layers = [
+            EngineLayer(index, _bare(chain.layers[index]), device, options.precision, names.get(index, {}))
+            for index in range(layout.cuts[self.pipeline_rank], ends[self.pipeline_rank])
+        ]
+        self.optimizer = StageOptimizer(self.layers, options.rate, options.weight_decay, options.multipliers)
+        # all that Varuna asks an optimizer for is its parameters: the update is ours
+        self._varuna.set_optimizer(SimpleNamespace(param_groups=[{"params": list(self.optimizer.parameters.values())}]))
+        self._doing = "starting"
+
+    @property
+    def owns_first_stage(self) -> bool:
+        """True where the inputs are loaded."""
+        return self.pipeline_rank == 0
+
+    @property
+    def owns_last_stage(self) -> bool:
+        """True where the loss is computed."""
+        return self.pipeline_rank == len(self.layout.cuts) - 1
+
+    @property
+    def doing(self) -> str:
+        """What is under way, for error messages."""
+        return self._doing
+
+    def forget(self) -> None:
+        """Drops all traces of a broken-off step."""
+        self._module.parts.clear()
+        for parameter in self.optimizer.parameters.values():
+            parameter.grad = None
+
+    def train_step(
+        self,
+        step: int,
+        minibatch: Minibatch,
+        load: Callable[[int], dict[str, Tensor]],
+        stop: bool = False,
+        before_commit: Callable[[], None] | None = None,
+    ) -> StepResult:
+        """As `PipelineEngine.train_step`; the forwards and backwards are Varuna's."""
+        if len(minibatch.inputs) != self.options.num_microbatches:
+            raise CapslogError(
+                f"the minibatch has {len(minibatch.inputs)} microbatches, the run is set to "
+                f"{self.options.num_microbatches}"
+            )
+        self._doing = f"step {step}"
+        batches = [self._inputs(step, minibatch, load, index) for index in self.local_microbatches]
+        try:
+            self._varuna.step(Microbatches(batches))
+            norm = self._varuna.capslog_grad_norm
+            gathered = self.communicator.gather((dict(self._module.parts), stop))
+            total = _sum_parts([parts for parts, _ in gathered])
+            if self.refuses and not all(math.isfinite(value) for value in (norm, *total.values())):
+                shown = ", ".join(f"{name}={value:g}" for name, value in total.items())
+                samples = [sample for group in minibatch.sample_ids for sample in group]
+                raise StepRefused(
+                    f"step {step}: not finite: {shown}, gradient norm {norm:g} (samples {samples}); nothing was "
+                    "applied: lower train.lr or look at them"
+                )
+            if before_commit is not None:
+                before_commit()
+        except BaseException:
+            self.forget()
+            raise
+        scale = min(1.0, self.options.clip_norm / (norm + 1e-6)) if self.options.clip_norm > 0 else 1.0
+        rate = self.optimizer.step(step, scale)
+        self.forget()
+        return StepResult(step, total, norm, rate, any(wish for _, wish in gathered))
+
+    def evaluate(
+        self,
+        minibatch: Minibatch,
+        load: Callable[[int], dict[str, Tensor]],
+        take: Callable[[int, dict[str, Tensor]], None],
+    ) -> None:
+        """As `PipelineEngine.evaluate`."""
+        batches = [self._inputs(0, minibatch, load, index) for index in range(len(minibatch.inputs))]
+        self._varuna.eval()
+        try:
+            forward_only(self._varuna, batches, take)
+        finally:
+            self._varuna.train()
+
+    def _inputs(
+        self, step: int, minibatch: Minibatch, load: Callable[[int], dict[str, Tensor]], index: int
+    ) -> dict[str, Any]:
+        inputs = load(index) if self.owns_first_stage else {}
+        return {
+            "inputs": {name: tensor.to(self.device) for name, tensor in inputs.items()},
+            "targets": minibatch.targets[index],
+            "normalisers": minibatch.normalisers,
+            "step": step,
+            "microbatch": index,
+        }
+
+
+def _bare(layer: Layer) -> Layer:
+    return Layer(layer.name, layer.module, layer.reads, layer.writes)
+
+
+def _sum_parts(gathered: list[dict[int, dict[str, float]]]) -> dict[str, float]:
+    """Loss parts of the minibatch, added in the order of the microbatches."""
+    by_microbatch = {index: parts for theirs in gathered for index, parts in theirs.items()}
+    total: dict[str, float] = {}
+    for _, parts in sorted(by_microbatch.items()):
+        for name, value in parts.items():
+            total[name] = total.get(name, 0.0) + value
+    return total
+
+
+def _check(layout: Layout, options: EngineOptions, communicator: Communicator) -> None:
+    refused = ""
+    if layout.placement != tuple(range(len(layout.cuts))):
+        refused = "Varuna runs one stage per rank, in order: give pipeline.cuts as many entries as pipeline.devices"
+    elif options.schedule != "varuna" or not options.recompute or options.actions is not None:
+        refused = "Varuna has its own schedule and always recomputes: set pipeline.schedule=varuna, recompute=true"
+    elif options.stage_inputs != "host" or options.transport != "gloo":
+        refused = "Varuna keeps and sends tensors by host memory: set pipeline.stage_inputs=host, transport=gloo"
+    elif options.precision != "float32":
+        refused = f"precision {options.precision} is not verified on Varuna: set train.precision=float32"
+    elif communicator.world_size != layout.world_size:
+        refused = f"the layout needs {layout.world_size} ranks, but {communicator.world_size} are connected"
+    if refused:
+        raise CapslogError(f"engine=varuna cannot run this: {refused}")
