@@ -62,7 +62,7 @@ def general_fewest_devices(costs: StageCosts, capacity: int) -> int | None:
         window = _windows(costs, devices)
         reached: NDArray[np.bool_] = np.arange(costs.num_layers - devices + 1) == 0
         for stage in range(devices):
-            reached = np.any(window(stage)[reached] <= capacity, axis=0)
+            reached = np.logical_or.reduce(window(stage)[reached] <= capacity)
         if reached[-1]:
             return devices
     return None
@@ -141,10 +141,15 @@ class _Stage:
     def least(self, costs: Bytes, nothing: int, width: int) -> Bytes:
         """The smallest cost of the transitions of each start, `nothing` where there are none."""
         found = np.full(width, nothing, dtype=np.int64)
-        if len(costs):
-            segments = np.flatnonzero(np.diff(self.starts, prepend=-1))
-            found[self.starts[segments]] = np.minimum.reduceat(costs, segments)
+        segments = self.segments()
+        found[self.starts[segments]] = np.minimum.reduceat(costs, segments)
         return found
+
+    def segments(self) -> NDArray[np.int64]:
+        """Where the transitions of each start begin."""
+        begins = np.ones(len(self.starts), dtype=np.bool_)
+        np.not_equal(self.starts[1:], self.starts[:-1], out=begins[1:])
+        return begins.nonzero()[0]
 
 
 def _transitions_within(window: Window, devices: int, peak: int) -> list[_Stage]:
@@ -155,8 +160,8 @@ def _transitions_within(window: Window, devices: int, peak: int) -> list[_Stage]
     for number in range(devices):
         bytes_ = window(number)
         within = (bytes_ <= peak) & reached[:, None]
-        reached = np.any(within, axis=0)
-        starts, ends = np.nonzero(within)
+        reached = np.logical_or.reduce(within)
+        starts, ends = within.nonzero()
         stages.append(_Stage(starts, ends, bytes_[starts, ends]))
     leads_on = np.zeros(width, dtype=np.bool_)
     leads_on[-1] = True
@@ -231,20 +236,22 @@ def _by_long_numbers(stages: Sequence[_Stage]) -> list[int]:
     every, ranks = np.unique(np.concatenate([stage.bytes for stage in stages]), return_inverse=True)
     digit = len(stages).bit_length()
     units = [1 << (digit * rank) for rank in range(len(every))]
-    beyond = units[-1] << digit
-    position = len(ranks)
-    numbers = ranks.tolist()
+    ranked = ranks.tolist()
+    behind = len(ranked)
     choices: list[dict[int, int]] = []
     later = {int(stages[-1].ends[-1]): 0}
+    best = 0
     for stage in reversed(stages):
-        position -= len(stage.starts)
+        behind -= len(stage.starts)
+        of_stage = ranked[behind : behind + len(stage.starts)]
         now: dict[int, int] = {}
         choice: dict[int, int] = {}
-        of_stage = numbers[position : position + len(stage.starts)]
+        # One sum at a time, not a list of them: numbers of a kilobyte are best forgotten at once.
         for start, end, rank in zip(stage.starts.tolist(), stage.ends.tolist(), of_stage, strict=True):
             total = later[end] + units[rank]
-            if total < now.get(start, beyond):
-                now[start], choice[start] = total, end
+            if start not in now or total < best:
+                now[start] = best = total
+                choice[start] = end
         later = now
         choices.append(choice)
     cuts, place = [0], 0
