@@ -224,14 +224,15 @@ def _print_joint(found: JointPlan, devices: list[Any]) -> None:
     console = Console()
     console.print(table)
     assert found.step_seconds is not None
-    assert found.bound_seconds is not None
-    idle = f", {len(found.idle)} idle" if found.idle else ""
-    console.print(
-        f"microbatches of {found.plan.microbatch_size}; step {format_seconds(found.step_seconds)}, no plan with at "
-        f"most {found.max_stages} stages per pipeline below {format_seconds(found.bound_seconds)}{idle}; found in "
-        f"{(found.plan.search_seconds or 0) * 1e3:.3g} ms",
-        highlight=False,
-    )
+    parts = [f"microbatches of {found.plan.microbatch_size}", f"step {format_seconds(found.step_seconds)}"]
+    if found.bound_seconds is not None:
+        parts.append(
+            f"no plan with at most {found.max_stages} stages per pipeline below {format_seconds(found.bound_seconds)}"
+        )
+    if found.idle:
+        parts.append(f"{len(found.idle)} idle")
+    parts.append(f"found in {(found.plan.search_seconds or 0) * 1e3:.3g} ms")
+    console.print(", ".join(parts), highlight=False)
 
 
 def _kind(device: Any) -> str:

@@ -1,8 +1,9 @@
 """How many pipelines of which template: the whole-number program behind `joint`.
 
 Given the devices of each kind and what each template takes for 1, 2, ... blocks, it finds the least time in which all
-blocks are done, and of the fleets that keep it one that uses most devices. Small fleets are weighed by dynamic
-programming in a millisecond, large ones by HiGHS (scipy).
+blocks are done, and a fleet that uses most devices within it. Small fleets are composed exactly, by dynamic
+programming; of large ones the bulk follows the relaxation in fractions (HiGHS, scipy), and the devices that are left
+over by rounding it down are composed exactly.
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Fleet", "compose", "enough_seconds"]
+__all__ = ["Fleet", "compose", "enough_seconds", "least_seconds"]
 
 Numbers = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-_SMALL = 200_000
-"""Steps of the dynamic program up to which it is faster than HiGHS."""
+_SMALL = 1_000_000
+"""States times templates of the dynamic program up to which a fleet is small."""
+
+_SLOTS = 6
+"""Pipelines beside the rounded bulk of a large fleet, at most."""
 
 _NONE = -(1 << 40)
 """Blocks of devices that no pipelines use up exactly."""
@@ -41,32 +45,59 @@ def compose(sizes: Numbers, counts: Sequence[int], blocks: int, times: Floats, l
 
     Within a time each template has a gain, the blocks it can take. The time is enough if the gains of some pipelines
     that the devices suffice for reach `blocks`; with more pipelines than blocks some are left out, since a gain is 1 or
-    more. That rises with the time, so the least one is found by bisection over the times of the table.
+    more. That rises with the time, so the least one is found by bisection over the times of the table. Exact for small
+    fleets; for large ones the time is that of a fleet that exists, and `least_seconds` says how much less it could be.
     """
-    most = enough_seconds(sizes, counts, blocks, times)
-    candidates = np.unique(times[np.isfinite(times) & (times >= least * (1 - 1e-12)) & (times <= most)])
-    found = _first(len(candidates), lambda i: _enough(sizes, counts, blocks, _gains(times, candidates[i])))
+    candidates = _candidates(sizes, counts, blocks, times, least)
+    found = _first(len(candidates), lambda i: _used(sizes, counts, blocks, _gains(times, candidates[i])) is not None)
     if found is None:
         return None
     gains = _gains(times, candidates[found])
-    used = _most_devices(sizes, counts, blocks, gains)
+    used = _used(sizes, counts, blocks, gains, most_devices=True) or _used(sizes, counts, blocks, gains)
+    assert used is not None, "the time was found to be enough"
     pipelines = [(number, int(gains[number]), count) for number, count in enumerate(used) if count]
     return Fleet(float(candidates[found]), pipelines)
+
+
+def least_seconds(sizes: Numbers, counts: Sequence[int], blocks: int, times: Floats) -> float | None:
+    """Return a time below which no fleet does all blocks, None if none does: exact or, for large fleets, relaxed."""
+    candidates = _candidates(sizes, counts, blocks, times, 0.0)
+
+    def enough(i: int) -> bool:
+        useful = _not_dominated(sizes, gains := _gains(times, candidates[i]))
+        if not useful or _is_small(sizes[useful], counts, blocks):
+            return _used(sizes, counts, blocks, gains) is not None
+        return _relaxed(sizes[useful], counts, blocks, gains[useful], gains[useful]) is not None
+
+    found = _first(len(candidates), enough)
+    return None if found is None else float(candidates[found])
 
 
 def enough_seconds(sizes: Numbers, counts: Sequence[int], blocks: int, times: Floats) -> float:
     """Return a time that is enough, by fleets of one template per kind or of one template; inf if none of these can."""
     candidates = np.unique(times[np.isfinite(times)])
-    number_of = np.min(np.where(sizes > 0, np.asarray(counts) // np.maximum(sizes, 1), 1 << 40), axis=1)
-    pure = [(sizes > 0).sum(axis=1) == 1] * len(counts)
-    pure = [alone & (sizes[:, kind] > 0) for kind, alone in enumerate(pure)]
-
-    def enough(i: int) -> bool:
-        done = number_of * _gains(times, candidates[i])
-        return bool(max(done.max(), sum(done[of_kind].max(initial=0) for of_kind in pure)) >= blocks)
-
-    found = _first(len(candidates), enough)
+    found = _first(len(candidates), lambda i: _uniform(sizes, counts, _gains(times, candidates[i]), blocks) is not None)
     return float("inf") if found is None else float(candidates[found])
+
+
+def _uniform(sizes: Numbers, counts: Sequence[int], gains: Numbers, blocks: int) -> Numbers | None:
+    """A fleet of one template, or of one per kind on devices of this kind alone, that does all blocks; None if none."""
+    number_of = np.min(np.where(sizes > 0, np.asarray(counts) // np.maximum(sizes, 1), 1 << 40), axis=1)
+    done = number_of * gains
+    used = np.zeros(len(sizes), dtype=np.int64)
+    if done.max() >= blocks:
+        used[np.argmax(done)] = number_of[np.argmax(done)]
+        return used
+    alone = (sizes > 0).sum(axis=1) == 1
+    for kind in range(len(counts)):
+        best = int(np.argmax(np.where(alone & (sizes[:, kind] > 0), done, -1)))
+        used[best] = number_of[best] if alone[best] and sizes[best, kind] else used[best]
+    return used if int(used @ gains) >= blocks else None
+
+
+def _candidates(sizes: Numbers, counts: Sequence[int], blocks: int, times: Floats, least: float) -> Floats:
+    most = enough_seconds(sizes, counts, blocks, times)
+    return np.unique(times[np.isfinite(times) & (times >= least * (1 - 1e-12)) & (times <= most)])
 
 
 def _gains(times: Floats, limit: float) -> Numbers:
@@ -90,14 +121,36 @@ def _first(length: int, holds: Callable[[int], bool]) -> int | None:
     return low if low < length else None
 
 
-def _enough(sizes: Numbers, counts: Sequence[int], blocks: int, gains: Numbers) -> bool:
-    useful = _not_dominated(sizes, gains)
+def _used(
+    sizes: Numbers, counts: Sequence[int], blocks: int, gains: Numbers, most_devices: bool = False
+) -> list[int] | None:
+    """How many pipelines of each template do all blocks, at most one per block; None if no fleet was found that does.
+
+    most_devices: use as many devices as can be. Otherwise templates that others replace are not looked at.
+    """
+    useful = np.flatnonzero(gains).tolist() if most_devices else _not_dominated(sizes, gains)
     if not useful:
-        return False
-    sizes, gains = sizes[useful], gains[useful]
-    if _steps(sizes, counts) <= _SMALL:
-        return int(_most_blocks(sizes, counts, gains).max()) >= blocks
-    return _whole_program(sizes, counts, -gains, blocks, gains) is not None
+        return None
+    own_sizes, own_gains = sizes[useful], gains[useful]
+    bulk = np.zeros(len(useful), dtype=np.int64)
+    slots = blocks
+    if not _is_small(own_sizes, counts, blocks):
+        worth = own_sizes.sum(axis=1) if most_devices else own_gains
+        relaxed = _relaxed(own_sizes, counts, blocks, own_gains, worth)
+        if relaxed is None:
+            return None
+        bulk = np.floor(relaxed + 1e-9).astype(np.int64)
+        slots = min(blocks - int(bulk.sum()), _SLOTS)
+    left = np.asarray(counts) - bulk @ own_sizes
+    rest = _composed(own_sizes, left.tolist(), slots, own_gains, blocks - int(bulk @ own_gains))
+    if rest is None:
+        bulk, rest = bulk * 0, _uniform(own_sizes, counts, own_gains, blocks)
+    if rest is None:
+        return None
+    used = [0] * len(sizes)
+    for number, count in zip(useful, (bulk + rest).tolist(), strict=True):
+        used[number] = count
+    return used
 
 
 def _not_dominated(sizes: Numbers, gains: Numbers) -> list[int]:
@@ -110,8 +163,44 @@ def _not_dominated(sizes: Numbers, gains: Numbers) -> list[int]:
     return kept
 
 
-def _steps(sizes: Numbers, counts: Sequence[int]) -> int:
-    return int(np.prod([count + 1 for count in counts], dtype=np.float64)) * len(sizes)
+def _is_small(sizes: Numbers, counts: Sequence[int], blocks: int) -> bool:
+    slots = blocks if blocks < sum(counts) else 0  # as `_composed` counts them
+    return float(np.prod([count + 1.0 for count in (*counts, slots)])) * len(sizes) <= _SMALL
+
+
+def _relaxed(sizes: Numbers, counts: Sequence[int], blocks: int, gains: Numbers, worth: Numbers) -> Floats | None:
+    """Fractions of pipelines x >= 0 of the most worth: sizes^T x <= counts, gains x >= blocks, sum of x <= blocks."""
+    from scipy.optimize import linprog
+
+    rules = np.concatenate([sizes.T, -gains[None, :], np.ones((1, len(sizes)))])
+    found = linprog(-worth.astype(np.float64), A_ub=rules, b_ub=[*counts, -blocks, blocks], method="highs")
+    return None if found.x is None else np.asarray(found.x)
+
+
+def _composed(sizes: Numbers, counts: Sequence[int], slots: int, gains: Numbers, blocks: int) -> Numbers | None:
+    """How many pipelines of each template do `blocks` with at most `slots` pipelines, on most devices; None if none.
+
+    Where the slots could be too few they count as a kind of device of which each template needs one.
+    """
+    if slots < sum(counts):
+        sizes, counts = np.concatenate([sizes, np.ones((len(sizes), 1), dtype=np.int64)], axis=1), [*counts, slots]
+        kinds = len(counts) - 1
+    else:
+        kinds = len(counts)
+    most = _most_blocks(sizes, counts, gains)
+    enough = np.argwhere(most >= max(blocks, 0))
+    if not len(enough):
+        return None
+    order = np.lexsort((most[tuple(enough.T)], enough[:, :kinds].sum(axis=1)))
+    state = enough[order[-1]]
+    used = np.zeros(len(sizes), dtype=np.int64)
+    while state.any():
+        before = state - sizes
+        fits = np.flatnonzero((before >= 0).all(axis=1))
+        number = next(t for t in fits if most[tuple(before[t])] + gains[t] == most[tuple(state)])
+        state = before[number]
+        used[number] += 1
+    return used
 
 
 def _most_blocks(sizes: Numbers, counts: Sequence[int], gains: Numbers) -> Numbers:
@@ -133,42 +222,3 @@ def _most_blocks(sizes: Numbers, counts: Sequence[int], gains: Numbers) -> Numbe
             np.maximum(most[after], most[before] + copies * gain, out=most[after])
             copies *= 2
     return most
-
-
-def _most_devices(sizes: Numbers, counts: Sequence[int], blocks: int, gains: Numbers) -> list[int]:
-    """How many pipelines of each template: enough for all blocks, and in use as many devices as can be."""
-    able = np.flatnonzero(gains)
-    used = [0] * len(sizes)
-    if sum(counts) <= blocks and _steps(sizes[able], counts) <= _SMALL:
-        # Never more pipelines than devices, hence none without a block.
-        most = _most_blocks(sizes[able], counts, gains[able])
-        state = np.array(max(np.argwhere(most >= blocks).tolist(), key=lambda n: (sum(n), most[tuple(n)])))
-        while state.any():
-            number = next(t for t in able if (rest := state - sizes[t]).min() >= 0
-                          and most[tuple(rest)] + gains[t] == most[tuple(state)])  # fmt: skip
-            state = state - sizes[number]
-            used[number] += 1
-        return used
-    found = _whole_program(sizes[able], counts, -sizes[able].sum(axis=1), blocks, gains[able])
-    assert found is not None, "the time was found to be enough"
-    for number, count in zip(able, found, strict=True):
-        used[number] = count
-    return used
-
-
-def _whole_program(
-    sizes: Numbers, counts: Sequence[int], cost: Numbers, blocks: int, gains: Numbers
-) -> list[int] | None:
-    """Minimise cost x over whole x >= 0: sizes^T x <= counts, gains x >= blocks, sum of x <= blocks; None if empty."""
-    from scipy.optimize import Bounds, LinearConstraint, milp
-
-    rules = np.concatenate([sizes.T, -gains[None, :], np.ones((1, len(sizes)))])
-    at_most = np.array([*counts, -blocks, blocks], dtype=np.float64)
-    found = milp(
-        cost,
-        constraints=LinearConstraint(rules, ub=at_most),
-        integrality=np.ones(len(sizes)),
-        bounds=Bounds(0, np.inf),
-        options={"mip_rel_gap": 1e-3, "time_limit": 2.0},
-    )
-    return None if found.x is None else [round(count) for count in found.x]

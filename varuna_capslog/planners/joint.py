@@ -7,8 +7,9 @@ profile per microbatch size; a live change of the membership calls it again with
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,13 +17,13 @@ from numpy.typing import NDArray
 
 from varuna_capslog import fields
 from varuna_capslog.errors import CapslogError
-from varuna_capslog.memory import AUTO, MEMORY_MODELS, RunShape, StageCosts, resolve
+from varuna_capslog.memory import AUTO, MEMORY_MODELS, NEVER, RunShape, resolve
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.plan import Plan, Stage
-from varuna_capslog.planners.fleet import Fleet, compose, enough_seconds
-from varuna_capslog.planners.seconds import LayerSeconds, Link
-from varuna_capslog.planners.templates import Kind, Templates, combinations
-from varuna_capslog.planners.throughput import Run, fastest_cuts
+from varuna_capslog.planners.fleet import Fleet, compose, enough_seconds, least_seconds
+from varuna_capslog.planners.pipelines import Pipelines
+from varuna_capslog.planners.seconds import Link
+from varuna_capslog.planners.templates import Kind, combinations
 from varuna_capslog.profiles.record import Profile
 
 __all__ = ["Device", "JointPlan", "Pipeline", "joint_plan"]
@@ -30,18 +31,14 @@ __all__ = ["Device", "JointPlan", "Pipeline", "joint_plan"]
 _MANY_STAGES = 16
 """Stages of a pipeline that are always weighed; more only where the blocks are too few to use the devices otherwise."""
 
-_MANY_TEMPLATES = 4_000
-"""Combinations of kinds from which on shorter pipelines must do."""
+_MANY_TEMPLATES = 1_000
+"""Combinations of kinds from which on similar kinds are taken for one, and pipelines become shorter."""
 
 _ROUNDS = 40
 """How often the fleet is composed again with simulated step times in place of bounds, at most."""
 
 _ENOUGH = 0.005
 """Share of the step time that another composition must promise to be tried."""
-
-_BEAM = 32
-_LAST_BEAM = 256
-"""Width of the beam that lays out a pipeline while the fleet is composed, and of those of the answer."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +74,8 @@ class JointPlan:
     """The answer of `joint_plan`.
 
     step_seconds: of the slowest pipeline; None where nothing fits. bound_seconds: no fleet of pipelines of at most
-    `max_stages` stages, in any order of the devices and with any cuts, takes less.
+    `max_stages` stages, in any order of the devices and with any cuts, takes less; None where nothing fits, or where
+    kinds of devices were too many and were taken for fewer, weaker ones.
     idle: devices that no pipeline uses.
     """
 
@@ -111,6 +109,8 @@ def joint_plan(
     max_stages: of one pipeline; default min(L, N, 16), and more where the blocks are so few that shorter pipelines
     would leave devices idle.
 
+    Where devices are of very many kinds, similar ones are taken for the weaker of them.
+
     A device is left idle only if using it would lengthen the step, or there are fewer blocks and layers than devices.
     Where nothing fits, the plan is the smallest-peak pipeline over all devices with `fits` False and the shortfall.
 
@@ -128,17 +128,8 @@ def joint_plan(
     if not found:
         return answers[0].nothing_fits(begun)
     answer, _ = min(found, key=lambda one: one[1].step_seconds)
-    return answer.result(begun, min(one.bound_seconds for one, _ in found))
-
-
-@dataclass(frozen=True)
-class _Column:
-    """A template with its share of blocks, laid out: the kind of each stage, cuts and seconds."""
-
-    kinds: tuple[int, ...]
-    cuts: tuple[int, ...]
-    step_seconds: float
-    stage_bytes: tuple[int, ...]
+    bounds = [one.bound_seconds for one, _ in found if one.bound_seconds is not None and not one.merged]
+    return answer.result(begun, min(bounds) if len(bounds) == len(found) else None)
 
 
 @dataclass(frozen=True)
@@ -165,15 +156,15 @@ class _Search:
         link: Link | None,
         max_stages: int | None,
     ) -> None:
-        self.profile, self.devices, self.schedule = profile, list(devices), schedule
-        self.recompute, self.stage_inputs, self.link = recompute, stage_inputs, link or Link()
+        self.profile, self.devices = profile, list(devices)
         self.microbatch_size = fields.whole(profile.conditions.get("microbatch_size", 1), "microbatch_size", minimum=1)
         self.num_microbatches, left = divmod(minibatch_size, self.microbatch_size)
         if left or self.num_microbatches < 1:
             raise CapslogError(
                 f"a minibatch of {minibatch_size} is not a whole number of microbatches of {self.microbatch_size}"
             )
-        self.memory, _ = resolve(memory, profile, RunShape(self.num_microbatches, schedule, recompute, stage_inputs))
+        self.shape = RunShape(self.num_microbatches, schedule, recompute, stage_inputs)
+        self.memory, _ = resolve(memory, profile, self.shape)
         if (gap := MEMORY_MODELS[self.memory].gap(schedule, recompute, stage_inputs)) is not None:
             raise CapslogError(f"a joint plan needs peaks, but {gap}")
         self.blocks = self.num_microbatches if blocks is None else fields.whole(blocks, "blocks", minimum=1)
@@ -183,85 +174,39 @@ class _Search:
                 "choose a number that does"
             )
         self.of_block = self.num_microbatches // self.blocks
-        self.seconds = LayerSeconds.of_profile(profile, link)
-        headroom = Headroom.of(profile)
-        kind_of = [Kind(None if one.capacity is None else headroom.usable(one.capacity), one.speed) for one in devices]
-        self.kinds = sorted(set(kind_of), key=_strength)
-        self.members = [[rank for rank, own in enumerate(kind_of) if own == kind] for kind in self.kinds]
-        self.counts = [len(members) for members in self.members]
-        self.max_stages = self._longest(max_stages)
-        self.templates = combinations(self.counts, self.max_stages)
-        self.sizes = np.array(self.templates, dtype=np.int64)
-        # The gradients of every block wait until all are added in order; the first block's are in the profile.
-        parameters = [layer.parameter_bytes or 0 for layer in profile.layers]
-        running = np.concatenate([[0], np.cumsum(np.array(parameters, dtype=np.int64))])
-        self.parameter_bytes: NDArray[np.int64] = running
-        self._of_share: dict[int, Templates] = {}
-        self._columns: dict[tuple[int, int], _Column | None] = {}
-        self.bound_seconds = 0.0
+        self._choose_kinds(max_stages)
+        self.pipelines = Pipelines(
+            profile, self.kinds, combinations(self.counts, self.max_stages), self.memory, self.shape, self.blocks,
+            self.of_block, link or Link(),
+        )  # fmt: skip
+        self.bound_seconds: float | None = None
         self._composed: _Composed | None = None
 
-    def _longest(self, max_stages: int | None) -> int:
+    def _choose_kinds(self, max_stages: int | None) -> None:
+        """Group the devices that are alike, and decide how long pipelines may be.
+
+        Where that makes too many templates, the two kinds between which least is lost become one that has the smaller
+        memory and speed, and at last pipelines become shorter.
+        """
         most = min(self.profile.num_layers, len(self.devices))
         if max_stages is not None:
-            return min(most, fields.whole(max_stages, "max_stages", minimum=1))
-        longest = min(most, max(_MANY_STAGES, 2 * -(-len(self.devices) // self.blocks)))
-        while longest > 1 and _number_of_templates(self.counts, longest) > _MANY_TEMPLATES:
-            longest -= 1
-        return longest
-
-    def costs(self, microbatches: int) -> StageCosts:
-        """The bytes of every stage of a pipeline that runs so many microbatches."""
-        run = RunShape(microbatches, self.schedule, self.recompute, self.stage_inputs)
-        return MEMORY_MODELS[self.memory].stage_costs(self.profile, run)
-
-    def copy_bytes(self, share: int) -> NDArray[np.int64]:
-        """[L, L + 1]: bytes of the gradients that wait beside the first block's, where a pipeline has `share` blocks.
-
-        A single pipeline adds its blocks as they end, several keep all of theirs until the exchange.
-        """
-        copies = min(share, 2) - 1 if share == self.blocks else share - 1
-        ranges = self.parameter_bytes[None, :] - self.parameter_bytes[:-1, None]
-        return np.asarray(copies * np.maximum(ranges, 0), dtype=np.int64)
-
-    def exchange_seconds(self, share: int, stage_parameters: float) -> float:
-        """What a stage with so many bytes of parameters waits for the gradients of the other pipelines' blocks."""
-        if share == self.blocks or self.link.bandwidth is None:
-            return 0.0
-        return (self.blocks - share) * stage_parameters / self.link.bandwidth
-
-    def bounds(self, share: int) -> NDArray[np.float64]:
-        """Bounds of all templates with `share` blocks."""
-        if share not in self._of_share:
-            microbatches = share * self.of_block
-            self._of_share[share] = Templates(
-                self.templates, self.kinds, self.costs(microbatches), self.seconds, self.schedule, self.recompute,
-                microbatches, self.copy_bytes(share),
-            )  # fmt: skip
-        # The stage with most parameters has at least an even part of them.
-        least = self.exchange_seconds(share, float(self.parameter_bytes[-1])) / self.sizes.sum(axis=1)
-        return self._of_share[share].seconds_of + least
-
-    def column(self, number: int, share: int, beam: int = _BEAM) -> _Column | None:
-        """A template with a share of blocks, laid out and simulated; None where the order of kinds does not fit."""
-        key = (number, share)
-        if key not in self._columns or beam > _BEAM:
-            order, _ = self._of_share[share].layout(self.templates[number])
-            kinds = [self.kinds[kind] for kind in order]
-            microbatches = share * self.of_block
-            costs = _WithCopies(self.costs(microbatches), self.copy_bytes(share))
-            capacities = [2**61 if kind.capacity is None else kind.capacity for kind in kinds]
-            run = Run(self.schedule, microbatches, self.recompute)
-            speeds = [kind.speed for kind in kinds]
-            best = fastest_cuts(costs, self.seconds, run, len(kinds), capacities, speeds, beam)
-            self._columns[key] = None
-            if best is not None:
-                ends = [*best.cuts[1:], self.profile.num_layers]
-                held = [self.parameter_bytes[b] - self.parameter_bytes[a] for a, b in zip(best.cuts, ends, strict=True)]
-                step = best.step_seconds + self.exchange_seconds(share, float(max(held)))
-                stage_bytes = tuple(costs.peaks(best.cuts))
-                self._columns[key] = _Column(tuple(order), best.cuts, step, stage_bytes)
-        return self._columns[key]
+            self.max_stages = min(most, fields.whole(max_stages, "max_stages", minimum=1))
+        else:
+            self.max_stages = min(most, max(_MANY_STAGES, 2 * -(-len(self.devices) // self.blocks)))
+        headroom = Headroom.of(self.profile)
+        members: dict[Kind, list[int]] = {}
+        for rank, one in enumerate(self.devices):
+            usable = None if one.capacity is None else headroom.usable(one.capacity)
+            members.setdefault(Kind(usable, one.speed), []).append(rank)
+        self.merged = False
+        while len(members) > 2 and _number_of_templates(members, self.max_stages) > _MANY_TEMPLATES:
+            members = _with_two_merged(members)
+            self.merged = True
+        while self.max_stages > 1 and _number_of_templates(members, self.max_stages) > _MANY_TEMPLATES:
+            self.max_stages -= 1
+        self.kinds = sorted(members, key=_strength)
+        self.members = [sorted(members[kind]) for kind in self.kinds]
+        self.counts = [len(ranks) for ranks in self.members]
 
     def best_fleet(self) -> _Composed | None:
         """Compose the fleet with bounds, lay out and simulate what was chosen, and again, until nothing is left to do.
@@ -269,62 +214,74 @@ class _Search:
         A bound is never above the simulated time, so a fleet made of simulated columns alone that is the best among
         bounds and simulated times is the best of all columns, each in the layout that attains its bound.
         """
-        table = self._table()
+        times = self._bounds()
         best: _Composed | None = None
-        times = table.copy()
-        least = 0.0
-        for number_of_round in range(_ROUNDS):
-            fleet = compose(self.sizes, self.counts, self.blocks, times, least)
+        known: set[tuple[int, int]] = set()
+        self.bound_seconds = least_seconds(self.pipelines.sizes, self.counts, self.blocks, times)
+        least = self.bound_seconds or 0.0
+        for _ in range(_ROUNDS):
+            fleet = compose(self.pipelines.sizes, self.counts, self.blocks, times, least)
             if fleet is None:
                 break
             least = fleet.seconds
-            if number_of_round == 0:
-                self.bound_seconds = fleet.seconds
-            if best is not None and fleet.seconds >= best.step_seconds * (1 - _ENOUGH):
+            if best is not None and least >= best.step_seconds * (1 - _ENOUGH):
                 break
             shares = _shared_out(fleet, times, self.blocks)
-            fresh = [key for key in dict.fromkeys(shares) if key not in self._columns]
-            for number, share in fresh:
-                column = self.column(number, share)
+            fresh = set(shares) - known
+            for number, share in sorted(fresh):
+                column = self.pipelines.column(number, share)
                 times[share - 1, number] = np.inf if column is None else column.step_seconds
             slowest = float(max(times[share - 1, number] for number, share in shares))
             if np.isfinite(slowest) and (best is None or slowest < best.step_seconds):
                 best = _Composed(slowest, shares)
             if not fresh:
                 break
+            known |= fresh
         if best is not None:
-            laid_out = [self.column(number, share, _LAST_BEAM) for number, share in dict.fromkeys(best.shares)]
-            best = _Composed(max(one.step_seconds for one in laid_out if one is not None), best.shares)
+            best = _Composed(self._polished(best.shares), best.shares)
         self._composed = best
         return best
 
-    def _table(self) -> NDArray[np.float64]:
+    def _polished(self, shares: list[tuple[int, int]]) -> float:
+        """Search longer for the layout of the slowest pipeline, as long as that is another one; return its seconds."""
+        polished: set[tuple[int, int]] = set()
+        while True:
+            seconds = {
+                key: column.step_seconds for key in shares if (column := self.pipelines.column(*key)) is not None
+            }
+            slowest = max(seconds, key=lambda key: seconds[key])
+            if slowest in polished:
+                return seconds[slowest]
+            self.pipelines.column(*slowest, wide=True)
+            polished.add(slowest)
+
+    def _bounds(self) -> NDArray[np.float64]:
         """[shares, T]: the bound of each template with 1, 2, ... blocks, for as many as the best fleet could need.
 
-        More blocks are looked at until no template could take them within the time in which fewer are enough.
+        More blocks are looked at until no template could take them within a time in which fewer are enough.
         """
-        rows = [self.bounds(1)]
+        rows = [self.pipelines.bounds(1)]
         while len(rows) < self.blocks:
-            following = self.bounds(len(rows) + 1)
-            if following.min() > enough_seconds(self.sizes, self.counts, self.blocks, np.stack(rows)):
+            following = self.pipelines.bounds(len(rows) + 1)
+            if following.min() > enough_seconds(self.pipelines.sizes, self.counts, self.blocks, np.stack(rows)):
                 break
             rows.append(following)
         return np.stack(rows)
 
-    def result(self, begun: float, bound_seconds: float) -> JointPlan:
+    def result(self, begun: float, bound_seconds: float | None) -> JointPlan:
         """The plan of the fleet that was found."""
         assert self._composed is not None
         pools = [list(members) for members in self.members]
         pipelines = []
         for number, share in self._composed.shares:
-            column = self._columns[number, share]
+            column = self.pipelines.column(number, share)
             assert column is not None
             placed = tuple(pools[kind].pop(0) for kind in column.kinds)
             pipelines.append(Pipeline(placed, column.cuts, share, column.step_seconds, column.stage_bytes))
         idle = tuple(sorted(number for pool in pools for number in pool))
         return JointPlan(
             self._plan(pipelines, time.perf_counter() - begun), tuple(pipelines), self._composed.step_seconds,
-            min(bound_seconds, self._composed.step_seconds), self.max_stages, idle,
+            None if bound_seconds is None else min(bound_seconds, self._composed.step_seconds), self.max_stages, idle,
         )  # fmt: skip
 
     def _plan(self, pipelines: Sequence[Pipeline], search_seconds: float) -> Plan:
@@ -332,7 +289,7 @@ class _Search:
         stages, microbatches, begin = [], [], 0
         for number, one in enumerate(pipelines):
             speeds = [self.devices[rank].speed for rank in one.devices]
-            forward, backward, _ = self.seconds.of_cuts(np.array([one.cuts]), speeds)
+            forward, backward, _ = self.pipelines.seconds.of_cuts(np.array([one.cuts]), speeds)
             ends = [*one.cuts[1:], num_layers]
             for stage, (first, end, rank) in enumerate(zip(one.cuts, ends, one.devices, strict=True)):
                 took = float(forward[0, stage] + backward[0, stage])
@@ -350,7 +307,7 @@ class _Search:
             memory_model=self.memory,
             model=self.profile.model,
             profile_digest=self.profile.digest,
-            schedule=self.schedule,
+            schedule=self.shape.schedule,
             num_microbatches=self.num_microbatches,
             microbatch_size=self.microbatch_size,
             peak_bytes=max(peak for one in pipelines for peak in one.stage_bytes),
@@ -365,45 +322,51 @@ class _Search:
         """The smallest-peak pipeline over as many devices as there are layers, and what it lacks."""
         from varuna_capslog.planners import plan
 
-        strongest = sorted(self.devices, key=lambda one: one.capacity or 2**61, reverse=True)
+        strongest = sorted(self.devices, key=lambda one: one.capacity or NEVER, reverse=True)
         used = strongest[: self.profile.num_layers]
         answer = plan(
-            self.profile, len(used), "exact", self.memory, [one.capacity or 2**61 for one in used], self.schedule,
-            self.num_microbatches, self.microbatch_size, self.recompute, self.stage_inputs,
+            self.profile, len(used), "exact", self.memory, [one.capacity or NEVER - 1 for one in used],
+            self.shape.schedule, self.num_microbatches, self.microbatch_size, self.shape.recompute,
+            self.shape.stage_inputs,
         )  # fmt: skip
         answer = replace(answer, planner="joint", search_seconds=time.perf_counter() - begun)
         return JointPlan(answer, (), None, None, self.max_stages, ())
 
 
-class _WithCopies:
-    """Stage costs with the gradients that wait added to every stage."""
-
-    def __init__(self, costs: StageCosts, copies: NDArray[np.int64]) -> None:
-        self._costs, self._copies = costs, copies
-        self.num_layers, self.position_free = costs.num_layers, costs.position_free
-
-    def stage_bytes(self, first: int, end: int, stage: int = 0, stages: int = 1) -> int:
-        return self._costs.stage_bytes(first, end, stage, stages) + int(self._copies[first, end])
-
-    def matrix(self, stage: int = 0, stages: int = 1) -> NDArray[np.int64]:
-        return np.asarray(self._costs.matrix(stage, stages) + self._copies)
-
-    def peaks(self, cuts: Sequence[int]) -> list[int]:
-        ends = [*cuts[1:], self.num_layers]
-        held = zip(self._costs.peaks(cuts), cuts, ends, strict=True)
-        return [peak + int(self._copies[first, end]) for peak, first, end in held]
-
-
 def _strength(kind: Kind) -> tuple[float, int]:
-    return -kind.speed, -(kind.capacity or 2**61)
+    return -kind.speed, -(kind.capacity or NEVER)
 
 
-def _number_of_templates(counts: Sequence[int], most: int) -> int:
+def _number_of_templates(members: Mapping[Kind, Sequence[int]], most: int) -> int:
     """How many templates of at most `most` devices there are, the empty one included."""
     ways = [1] + [0] * most
-    for count in counts:
-        ways = [sum(ways[max(0, total - count) : total + 1]) for total in range(most + 1)]
+    for ranks in members.values():
+        ways = [sum(ways[max(0, total - len(ranks)) : total + 1]) for total in range(most + 1)]
     return sum(ways)
+
+
+def _with_two_merged(members: Mapping[Kind, list[int]]) -> dict[Kind, list[int]]:
+    """The kinds with two of them made one, those whose devices lose the smallest share of memory and speed by it."""
+
+    def loss(pair: tuple[Kind, Kind]) -> float:
+        weaker = _weaker(*pair)
+        kept = [_share(weaker.capacity, kind.capacity) * weaker.speed / kind.speed for kind in pair]
+        return sum(len(members[kind]) * (1 - share) for kind, share in zip(pair, kept, strict=True))
+
+    pair = min(itertools.combinations(sorted(members, key=_strength), 2), key=loss)
+    rest = {kind: ranks for kind, ranks in members.items() if kind not in pair}
+    weaker = _weaker(*pair)
+    return rest | {weaker: [*rest.get(weaker, []), *members[pair[0]], *members[pair[1]]]}
+
+
+def _weaker(one: Kind, other: Kind) -> Kind:
+    limits = [kind.capacity for kind in (one, other) if kind.capacity is not None]
+    return Kind(min(limits, default=None), min(one.speed, other.speed))
+
+
+def _share(part: int | None, whole: int | None) -> float:
+    """What is left of a device's memory; of one without limit half, for want of a number."""
+    return 1.0 if part == whole else 0.5 if whole is None or part is None else part / max(1, whole)
 
 
 def _shared_out(fleet: Fleet, times: NDArray[np.float64], blocks: int) -> list[tuple[int, int]]:

@@ -17,7 +17,7 @@ from varuna_capslog.memory.costs import StageCosts
 from varuna_capslog.planners.seconds import LayerSeconds
 from varuna_capslog.schedules import ALWAYS_RECOMPUTE, in_flight_limits
 
-__all__ = ["Kind", "Templates", "combinations"]
+__all__ = ["Kind", "Template", "Templates", "combinations", "without"]
 
 Floats = NDArray[np.float64]
 Template = tuple[int, ...]
@@ -34,8 +34,10 @@ class Kind:
 
 def combinations(counts: Sequence[int], most: int) -> list[Template]:
     """Return every template of 1 to `most` devices with at most counts[k] of kind k, shortest first."""
-    every = itertools.product(*(range(min(count, most) + 1) for count in counts))
-    return sorted((one for one in every if 1 <= sum(one) <= most), key=lambda one: (sum(one), one))
+    every: list[Template] = [()]
+    for count in counts:
+        every = [(*one, more) for one in every for more in range(min(count, most - sum(one)) + 1)]
+    return sorted((one for one in every if any(one)), key=lambda one: (sum(one), one))
 
 
 class Templates:
@@ -83,7 +85,7 @@ class Templates:
             choices = []
             for kind in range(len(self.kinds)):
                 if template[kind]:
-                    rest = _without(template, kind)
+                    rest = without(template, kind)
                     cost, _ = self._costs_of(kind, sum(rest), self._step[rest][None], self._trip[rest][None])
                     end = int(np.argmin(cost[0, first]))
                     choices.append((float(cost[0, first, end]), kind, end, rest))
@@ -99,7 +101,7 @@ class Templates:
             having = [one for one in level if one[kind]]
             if not having:
                 continue
-            rests = [_without(one, kind) for one in having]
+            rests = [without(one, kind) for one in having]
             step = np.stack([self._step[rest] for rest in rests])
             trip = np.stack([self._trip[rest] for rest in rests])
             cost, passed = self._costs_of(kind, behind, step, trip)
@@ -139,5 +141,6 @@ class Templates:
         return fits
 
 
-def _without(template: Template, kind: int) -> Template:
+def without(template: Template, kind: int) -> Template:
+    """Return the template with one device of a kind less."""
     return (*template[:kind], template[kind] - 1, *template[kind + 1 :])
