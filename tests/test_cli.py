@@ -354,12 +354,11 @@ def test_ctrl_c_in_the_terminal_is_130_and_one_sentence(tmp_path):
 @pytest.mark.parametrize(
     ("command", "config", "message"),
     [
-        ("plan", "profile: {source: estimated}", "profile.source=estimated asks for a profile without a device"),
         ("train", "engine: varuna", "Microsoft's Varuna is not importable here"),
     ],
 )
 def test_what_this_version_lacks_is_refused_and_never_replaced(command, config, message, tmp_path):
-    """`profile.source=estimated` once measured, and `engine=varuna` trained on our own engine, without a word."""
+    """`engine=varuna` trained on our own engine, without a word."""
     (tmp_path / "run.yaml").write_text(f"workload: a:b\n{config}\n")
     done = subprocess.run(
         [sys.executable, "-c", "from varuna_capslog.cli import main; main()", command, "run.yaml"],

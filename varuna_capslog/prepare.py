@@ -60,16 +60,17 @@ def prepare_run(config: Config, show: bool = True) -> Plan:
 
 
 def profile_run(config: Config, show: bool = True) -> Profile:
-    """The profile of the configured model: from the cache where it was taken before, else by real runs.
+    """The profile of the configured model: from the cache where it was made before, else by real runs, or estimated
+    without a device where `profile.source` says so.
 
     Args:
         show: draw a progress bar.
     """
     if config.profile.source == "estimated":
-        raise CapslogError(
-            "profile.source=estimated asks for a profile without a device, which this version cannot make; set "
-            "profile.source=measured, or plan from a profile with --profile FILE"
-        )
+        from varuna_capslog.profiles.estimate import estimate_config
+
+        with _progress(show) as progress:
+            return estimate_config(config, progress, use_cache=True)
     from varuna_capslog.profiles.measure import profile_config
 
     with _progress(show) as progress:

@@ -19,14 +19,19 @@ def profile(
         Path | None,
         typer.Option("-o", "--output", help="File for the profile.", show_default="profile.json in the run_dir"),
     ] = None,
+    estimate: Annotated[
+        bool,
+        typer.Option("--estimate", help="Estimate without the device, and without any run (profile.source=estimated)."),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure memory and seconds of every layer with real runs of one- and two-layer stages."""
+    """Measure memory and seconds of every layer with real runs of one- and two-layer stages, or estimate them."""
     from varuna_capslog.config import load_config
     from varuna_capslog.prepare import profile_run
     from varuna_capslog.profiles.record import write_profile
 
-    settings = load_config(config, overrides or ())
+    changes = ["profile.source=estimated"] if estimate else []
+    settings = load_config(config, [*(overrides or ()), *changes])
     result = profile_run(settings, show=not as_json)
     path = output or settings.run_dir / "profile.json"
     write_profile(path, result)

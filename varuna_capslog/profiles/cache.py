@@ -27,6 +27,8 @@ from varuna_capslog.workload import Workload
 __all__ = ["folder", "load", "model_digest", "store"]
 
 _log = logging.getLogger(__name__)
+_TOLD = ("profiling", "attention", "seconds", "headroom")
+"""Conditions that a profile tells beyond those it was asked for under: how it was measured, what the estimate found."""
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
@@ -49,7 +51,7 @@ def load(conditions: Mapping[str, Any]) -> Profile | None:
     except CapslogError as error:
         _log.warning("the cached profile is damaged and is measured again: %s", error)
         return None
-    if profile.conditions != dict(conditions):
+    if _lasting(profile.conditions) != dict(conditions):
         _log.warning("the cached profile %s holds other conditions and is measured again", path)
         return None
     return profile
@@ -63,8 +65,13 @@ def store(profile: Profile) -> None:
         _log.warning("the profile is not kept for the next time: %s", error)
 
 
+def _lasting(conditions: Mapping[str, Any]) -> dict[str, Any]:
+    """The conditions without those that are only known afterwards."""
+    return {key: value for key, value in conditions.items() if key not in _TOLD}
+
+
 def _path(conditions: Mapping[str, Any]) -> Path:
-    text = json.dumps(conditions, sort_keys=True)
+    text = json.dumps(_lasting(conditions), sort_keys=True)
     return folder() / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
 

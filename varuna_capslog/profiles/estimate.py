@@ -9,29 +9,37 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from varuna_capslog.chain import TensorSpec
+from varuna_capslog.config import Config, load_workload
 from varuna_capslog.profiles import cache
-from varuna_capslog.profiles.hollow import HollowRun, run_hollow
-from varuna_capslog.profiles.quirks import quirks_of
+from varuna_capslog.profiles.headroom import StepTrace, state_headroom
+from varuna_capslog.profiles.hollow import run_hollow
+from varuna_capslog.profiles.memo import Memo, run_key
+from varuna_capslog.profiles.quirks import QUIRKS, QUIRKS_VERSION, quirks_of
 from varuna_capslog.profiles.record import Observation, Profile, SharedParameter, layers_of_runs
+from varuna_capslog.profiles.roofline import SPEEDS, Speed, calibrated_cpu
 from varuna_capslog.profiles.runs import stage_runs
+from varuna_capslog.profiles.sizes import InputSizes, input_sizes
 from varuna_capslog.profiles.skeleton import skeleton
 from varuna_capslog.profiles.trim import RunConditions, TrimmedRun
 from varuna_capslog.schedules import ALWAYS_RECOMPUTE
-from varuna_capslog.trace import ShapeTable, layer_signature
+from varuna_capslog.trace import ShapeTable
 from varuna_capslog.workload import Workload
 
-if TYPE_CHECKING:
-    from varuna_capslog.config import Config
-
-__all__ = ["StageEstimate", "StageEstimator", "estimate_config", "estimate_stage", "estimate_workload"]
+__all__ = ["Memo", "StageEstimate", "StageEstimator", "estimate_config", "estimate_stage", "estimate_workload"]
 
 Progress = Callable[[int, int, str], None]
 """Called with (runs done, all runs, what has just ended); first with 0 runs done."""
+
+_USUAL = (0.1, 0.5, 0.9)
+"""Input sizes that fragmentation is simulated with besides the largest, as parts of the sampled minibatches."""
+_SIMULATED = 6
+"""Stages that it is simulated for."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +47,7 @@ class StageEstimate:
     """What layers [first, end) cost as one stage; bytes and seconds as in `record.Observation`.
 
     Attributes:
+        attention: how its layers attend: "eager" (matrices of softmax are there), "fused"; empty: they do not.
         events: the step's allocations and releases in order, for `allocator.replay`.
     """
 
@@ -49,8 +58,9 @@ class StageEstimate:
     transient_bytes: int
     boundary_in_bytes: int
     boundary_out_bytes: int
-    forward_seconds: float | None
-    backward_seconds: float | None
+    forward_seconds: float
+    backward_seconds: float
+    attention: frozenset[str]
     events: tuple[tuple[int, int], ...]
 
 
@@ -61,7 +71,12 @@ class StageEstimator:
         device: "cpu" or "cuda"; the machine need not have it.
         microbatch_size, precision, recompute, stage_inputs: as in `measure.profile_workload`.
         blocks: accumulation blocks of one pipeline.
+        speed: for the seconds; None: that of `roofline` for the device.
         memo: shared by estimators of related models, so that what they have in common is run once.
+        inputs: specs of the chain's inputs; None: the workload's `profile_inputs`.
+
+    Raises:
+        CapslogError: there is no table of quirks for the device, or a layer cannot run on these inputs.
     """
 
     def __init__(
@@ -74,22 +89,39 @@ class StageEstimator:
         recompute: bool = True,
         stage_inputs: str = "host",
         blocks: int = 1,
+        speed: Speed | None = None,
         memo: Memo | None = None,
+        inputs: Mapping[str, TensorSpec] | None = None,
     ) -> None:
         self.workload = workload
-        inputs = workload.profile_inputs(microbatch_size)
+        inputs = workload.profile_inputs(microbatch_size) if inputs is None else inputs
         shapes = {name: list(spec.shape) for name, spec in inputs.items()}
-        self.conditions = RunConditions(
-            device, microbatch_size, shapes, precision, recompute, stage_inputs, blocks
-        )
-        quirks_of(device)  # refuses an unknown device at once
+        self.conditions = RunConditions(device, microbatch_size, shapes, precision, recompute, stage_inputs, blocks)
+        quirks = quirks_of(device)
+        self.speed = speed or (calibrated_cpu() if device == "cpu" else SPEEDS["rtx a4000"])
         self.chain = skeleton(workload)
-        with quirks_of(device).dispatch():
+        with quirks.dispatch():
             # on CPU tensors in any case, as the runs: both then see the same operators
             self.specs = ShapeTable(self.chain, "cpu", precision).boundaries(inputs)
         self._targets, self._normalisers = workload.profile_targets(microbatch_size)
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._memo = Memo() if memo is None else memo
+
+    def at(self, inputs: Mapping[str, TensorSpec]) -> StageEstimator:
+        """The same workload and conditions with inputs of another size."""
+        conditions = self.conditions
+        return StageEstimator(
+            self.workload,
+            device=conditions.device,
+            microbatch_size=conditions.microbatch_size,
+            precision=conditions.precision,
+            recompute=conditions.recompute,
+            stage_inputs=conditions.stage_inputs,
+            blocks=conditions.blocks,
+            speed=self.speed,
+            memo=self._memo,
+            inputs=inputs,
+        )
 
     def stage(self, first: int, end: int) -> StageEstimate:
         """The stage of layers first .. end-1; any range of the chain.
@@ -106,11 +138,12 @@ class StageEstimator:
             self._targets if last else None,
             self._normalisers if last else {},
         )
-        key = self._key(run)
+        key = (run_key(self.chain, run, self.conditions, self.workload), self.speed)
         found = self._memo.find(key)
         if found is None:
             quirks = quirks_of(self.conditions.device)
-            found = run_hollow(self._mode, self.chain, run, self.conditions, self.workload.loss, quirks)
+            loss = self.workload.loss
+            found = run_hollow(self._mode, self.chain, run, self.conditions, loss, quirks, self.speed)
             self._memo.keep(key, found, (self.chain, self.workload))
         return StageEstimate(
             layers=(first, end),
@@ -120,58 +153,11 @@ class StageEstimator:
             transient_bytes=max(0, found.peak_bytes - found.static_bytes),
             boundary_in_bytes=sum(spec.num_bytes for spec in run.specs[0].values()),
             boundary_out_bytes=sum(spec.num_bytes for spec in run.specs[-1].values()),
-            forward_seconds=None,
-            backward_seconds=None,
+            forward_seconds=found.forward_seconds,
+            backward_seconds=found.backward_seconds,
+            attention=found.attention,
             events=found.events,
         )
-
-    def _key(self, run: TrimmedRun) -> object:
-        """Equal for runs that do the same work: layers, tensors at every cut, neighbours, ties, conditions, loss."""
-        layers = self.chain.layers[run.first : run.end]
-        inside = set(range(run.first, run.end))
-        ties = tuple(
-            (
-                tuple((index - run.first, name) for index, name in shared.uses if index in inside),
-                # uses elsewhere send their gradients here
-                tuple(index < run.first for index in shared.layers if index not in inside),
-            )
-            for shared in self.chain.shared
-            if inside & set(shared.layers)
-        )
-        conditions = self.conditions
-        return (
-            tuple((layer.reads, layer.writes, layer_signature(layer), _kinds(layer.module)) for layer in layers),
-            tuple(tuple(sorted(cut.items())) for cut in run.specs),
-            (run.has_upstream, run.has_downstream, ties),
-            (conditions.device, conditions.precision, conditions.recompute, conditions.stage_inputs, conditions.blocks),
-            None if run.has_downstream else (id(self.workload), conditions.microbatch_size),
-        )
-
-
-def _kinds(module: torch.nn.Module) -> tuple[object, ...]:
-    """The very classes of all parts (a name may stand for two), and what is hooked on them."""
-    return tuple(
-        (type(part), tuple(map(id, (*part._forward_hooks.values(), *part._forward_pre_hooks.values()))))
-        for part in module.modules()
-    )
-
-
-class Memo:
-    """Results of runs by all that they depend on. Keeps what its keys name by identity."""
-
-    def __init__(self) -> None:
-        self._found: dict[object, HollowRun] = {}
-        self._alive: dict[int, object] = {}
-
-    def __len__(self) -> int:
-        return len(self._found)
-
-    def find(self, key: object) -> HollowRun | None:
-        return self._found.get(key)
-
-    def keep(self, key: object, run: HollowRun, named: Sequence[object]) -> None:
-        self._found[key] = run
-        self._alive |= {id(item): item for item in named}
 
 
 def estimate_stage(workload: Workload, first: int, end: int, **conditions: Any) -> StageEstimate:
@@ -179,40 +165,32 @@ def estimate_stage(workload: Workload, first: int, end: int, **conditions: Any) 
     return StageEstimator(workload, **conditions).stage(first, end)
 
 
-def estimate_workload(
-    workload: Workload,
-    *,
-    device: str = "cpu",
-    microbatch_size: int = 1,
-    precision: str = "float32",
-    recompute: bool = True,
-    stage_inputs: str = "host",
-    blocks: int = 1,
-    memo: Memo | None = None,
+def estimate_workload(workload: Workload, *, progress: Progress | None = None, **conditions: Any) -> Profile:
+    """Profiles a workload, also one that no config describes, without running it.
+
+    Args:
+        conditions: keywords of `StageEstimator`.
+    """
+    estimator = StageEstimator(workload, **conditions)
+    return _profile(estimator, input_sizes(workload, estimator.conditions.microbatch_size), "gloo", progress)
+
+
+def estimate_config(
+    config: Config,
     progress: Progress | None = None,
+    memo: Memo | None = None,
+    speed: Speed | None = None,
+    use_cache: bool = False,
 ) -> Profile:
-    """Profiles a workload, also one that no config describes, without running it; see `StageEstimator`."""
-    estimator = StageEstimator(
-        workload,
-        device=device,
-        microbatch_size=microbatch_size,
-        precision=precision,
-        recompute=recompute,
-        stage_inputs=stage_inputs,
-        blocks=blocks,
-        memo=memo,
-    )
-    return _profile(estimator, _describe(estimator), progress)
-
-
-def estimate_config(config: Config, progress: Progress | None = None, memo: Memo | None = None) -> Profile:
     """Profiles the model of a config under the conditions of its training run, without a device.
+
+    Args:
+        memo, speed: see `StageEstimator`.
+        use_cache: take the estimate that was made of the same model and conditions before, and keep a new one.
 
     Raises:
         CapslogError: a layer or the loss cannot run on fake tensors.
     """
-    from varuna_capslog.config import load_workload
-
     device = config.profile.device or config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -225,28 +203,43 @@ def estimate_config(config: Config, progress: Progress | None = None, memo: Memo
         stage_inputs=config.pipeline.stage_inputs,
         blocks=config.num_blocks // config.pipeline.replicas,
         memo=memo,
+        speed=speed,
     )
-    return _profile(estimator, _describe(estimator), progress)
+    sizes, transport = input_sizes(estimator.workload, config.train.microbatch_size), config.pipeline.transport
+    if use_cache:
+        known = cache.load(_key(estimator, sizes, transport))
+        if known is not None:
+            return known
+    profile = _profile(estimator, sizes, transport, progress)
+    if use_cache:
+        cache.store(profile)
+    return profile
 
 
-def _profile(estimator: StageEstimator, described: Mapping[str, Any], progress: Progress | None) -> Profile:
-    chain, conditions = estimator.chain, estimator.conditions
+def _profile(estimator: StageEstimator, sizes: InputSizes, transport: str, progress: Progress | None) -> Profile:
+    chain = estimator.chain
     names = [layer.name for layer in chain.layers]
     runs = stage_runs(len(chain))
     progress = progress or (lambda done, total, text: None)
     progress(0, len(runs), "starting")
-    rows = []
+    stages = []
     for number, (first, end) in enumerate(runs):
-        rows.append(_row(estimator.stage(first, end), conditions))
+        stages.append(estimator.stage(first, end))
         progress(number + 1, len(runs), " + ".join(names[first:end]))
+    rows = [_row(stage, estimator.conditions) for stage in stages]
     parameters = [
         sum(parameter.numel() * parameter.itemsize for parameter in layer.module.parameters()) for layer in chain.layers
     ]
+    found: dict[str, Any] = {
+        "attention": "+".join(sorted(frozenset().union(*(stage.attention for stage in stages)))) or "none",
+        "seconds": f"roofline({estimator.speed.name})",
+        "headroom": _headroom(estimator, stages, sizes, transport),
+    }
     return Profile(
         layers=layers_of_runs(names, rows, parameters),
         model=chain.name,
         source="estimated",
-        conditions=described,
+        conditions=_key(estimator, sizes, transport) | found,
         shared=tuple(SharedParameter(shared.name, shared.num_bytes, shared.layers) for shared in chain.shared),
         observations=tuple(rows),
     )
@@ -270,19 +263,56 @@ def _row(stage: StageEstimate, conditions: RunConditions) -> Observation:
     )
 
 
-def _describe(estimator: StageEstimator) -> dict[str, Any]:
-    conditions = estimator.conditions
+def _headroom(
+    estimator: StageEstimator, stages: Sequence[StageEstimate], sizes: InputSizes, transport: str
+) -> dict[str, Any]:
+    """What a device must have beyond a predicted peak, from the largest stages at the largest and at usual sizes."""
+    device = estimator.conditions.device
+    if device == "cpu":
+        return state_headroom(device, transport, [])
+    usual = [sizes.quantile(part) for part in _USUAL] if len(sizes.sampled) > 1 else []
+    others = [estimator.at(inputs) for inputs in usual]
+    largest = max(stage.peak_bytes for stage in stages)
+    # plans even peaks out: stages much smaller than the largest layers and pairs decide nothing
+    deciding = {id(stage.events): stage for stage in stages if 2 * stage.peak_bytes >= largest}
+    picked = sorted(deciding.values(), key=lambda stage: -stage.peak_bytes)[:_SIMULATED]
+    traces = [[stage, *(other.stage(*stage.layers) for other in others)] for stage in picked]
+    return state_headroom(
+        device, transport, [[StepTrace(one.peak_bytes, one.events) for one in sizes_of_one] for sizes_of_one in traces]
+    )
+
+
+def _key(estimator: StageEstimator, sizes: InputSizes, transport: str) -> dict[str, Any]:
+    """All that the numbers depend on, as JSON has it, as far as it is known beforehand."""
+    conditions, chain = estimator.conditions, estimator.chain
+    dilations = {
+        step
+        for layer in chain.layers
+        for part in layer.module.modules()
+        for step in _whole_numbers(getattr(part, "dilation", 1))
+    }
     return {
+        "source": "estimated",
         "device": conditions.device,
         "dtype": conditions.precision,
         "microbatch_size": conditions.microbatch_size,
         "input": {name: list(shape) for name, shape in conditions.input.items()},
+        "input_sizes": sizes.to_json(),
+        "dilation": max(dilations, default=1),
         "optimizer": "adamw",
         "schedule": "varuna" if conditions.recompute else "1f1b",
         "recompute": conditions.recompute,
         "stage_inputs": conditions.stage_inputs,
+        "transport": transport,
         "accumulation_blocks": conditions.blocks,
-        "peak_source": "fake tensors",
+        "peak_source": "lifetimes of fake storages",
+        "quirks": sorted(name for name, quirk in QUIRKS.items() if conditions.device in quirk.devices),
+        "quirks_version": QUIRKS_VERSION,
         "torch": torch.__version__,
-        "model_digest": cache.model_digest(estimator.workload, estimator.chain),
+        "model_digest": cache.model_digest(estimator.workload, chain),
     }
+
+
+def _whole_numbers(value: Any) -> list[int]:
+    values = value if isinstance(value, tuple) else (value,)
+    return [item for item in values if isinstance(item, int)]

@@ -7,7 +7,8 @@ they keep or free is followed as it happens; only the messages and the device ar
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +20,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from varuna_capslog.chain import Chain, TensorSpec
 from varuna_capslog.engine.communicator import Communicator, Receive, Send
 from varuna_capslog.engine.pipeline import PipelineEngine
-from varuna_capslog.engine.stage import LossFunction, Stage
+from varuna_capslog.engine.stage import LossFunction, MicrobatchContext, Stage
 from varuna_capslog.errors import CapslogError
 from varuna_capslog.profiles.lifetimes import Lifetimes
 from varuna_capslog.profiles.probe import resident_tensors
 from varuna_capslog.profiles.quirks import Quirks
+from varuna_capslog.profiles.roofline import Speed, Stopwatch
 from varuna_capslog.profiles.trim import MEASURED_RANK, RunConditions, TrimmedRun, trimmed_engine
 
 __all__ = ["HollowRun", "run_hollow"]
@@ -39,12 +41,17 @@ class HollowRun:
         peak_bytes: the most that was live at once, in the allocator's units.
         static_bytes: parameters, gradients, moments and buffers when all gradients are there.
         saved_bytes: what a forward leaves for its backward, the stage's inputs included.
+        forward_seconds, backward_seconds: of one microbatch, by `roofline`.
+        attention: "eager" where the layers make matrices of softmax, "fused" where a fused kernel attends.
         events: see `allocator.replay`; what is there before the step comes first.
     """
 
     peak_bytes: int
     static_bytes: int
     saved_bytes: int
+    forward_seconds: float
+    backward_seconds: float
+    attention: frozenset[str]
     events: tuple[tuple[int, int], ...]
 
 
@@ -55,6 +62,7 @@ def run_hollow(
     conditions: RunConditions,
     loss: LossFunction,
     quirks: Quirks,
+    speed: Speed,
     microbatches: int | None = None,
 ) -> HollowRun:
     """One step of a trimmed stage that has trained before: the optimizer's moments are there, gradients are not.
@@ -63,7 +71,7 @@ def run_hollow(
         mode: allows inputs that are not fake; best the same one for all runs of a chain.
         chain: from `skeleton`.
         loss: the workload's.
-        quirks: of the device that the run is for.
+        quirks, speed: of the device that the run is for.
 
     Raises:
         CapslogError: a layer or the loss cannot run on fake tensors.
@@ -77,8 +85,8 @@ def run_hollow(
         _prepare(engine, stage, conditions, quirks)
         held = resident_tensors(engine.layers, engine.optimizer)
         own = {tensor.untyped_storage()._cdata for tensor in held}
-        meter = _Meter(stage, own)
         followed = Lifetimes(quirks.granularity, quirks.temporary, held)
+        meter = _Meter(stage, own, followed, speed)
         del held
         with followed:
             meter.attach()
@@ -102,7 +110,17 @@ def run_hollow(
         if lasting:
             # taken in an earlier step
             events = [(0, lasting), *events]
-        return HollowRun(followed.peak_bytes + lasting, meter.static_bytes, meter.saved_bytes, tuple(events))
+        seconds = meter.seconds
+        return HollowRun(
+            followed.peak_bytes + lasting,
+            meter.static_bytes,
+            meter.saved_bytes,
+            # the last stage forwards in its recomputation only
+            max(seconds["forward"], seconds["recompute"]),
+            seconds["backward"],
+            frozenset(meter.attention),
+            tuple(events),
+        )
 
 
 def enough_microbatches(conditions: RunConditions, quirks: Quirks) -> int:
@@ -125,20 +143,20 @@ def _copied_by_shape() -> Iterator[None]:
     """
     original = nn.Module.to
     nn.Module.to = lambda module, *_, **__: module  # type: ignore[method-assign, assignment]
-    FakeTensor.__deepcopy__ = _copy  # type: ignore[attr-defined]
+    FakeTensor.__deepcopy__ = _copy  # type: ignore[method-assign]
     try:
         yield
     finally:
         nn.Module.to = original  # type: ignore[method-assign]
-        del FakeTensor.__deepcopy__  # type: ignore[attr-defined]
+        del FakeTensor.__deepcopy__
 
 
 def _copy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
     if id(tensor) not in memo:
-        copied = tensor.detach().clone()
-        wanted = tensor.requires_grad
-        memo[id(tensor)] = nn.Parameter(copied, wanted) if isinstance(tensor, nn.Parameter) else copied
-    return memo[id(tensor)]  # type: ignore[no-any-return]
+        twin = tensor.detach().clone()
+        memo[id(tensor)] = nn.Parameter(twin, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
+    copied: Tensor = memo[id(tensor)]
+    return copied
 
 
 def _prepare(engine: PipelineEngine, stage: Stage, conditions: RunConditions, quirks: Quirks) -> None:
@@ -166,41 +184,60 @@ class _OnHost:
 
 
 class _Meter:
-    """Counts what the first microbatch saves and what is there between backward and update."""
+    """Counts what the first microbatch saves, how long its work takes, and what is there before the update."""
 
-    def __init__(self, stage: Stage, own: set[int]) -> None:
-        self._stage, self._own = stage, own
+    def __init__(self, stage: Stage, own: set[int], followed: Lifetimes, speed: Speed) -> None:
+        self._stage, self._own, self._followed, self._speed = stage, own, followed, speed
         self.saved_bytes = self.static_bytes = 0
+        self.seconds = {"forward": 0.0, "recompute": 0.0, "backward": 0.0}
+        self.attention: set[str] = set()
         self.refused = ""
 
     def attach(self) -> None:
-        for name in ("forward", "recompute"):
-            setattr(self._stage, name, self._watched(getattr(self._stage, name)))
+        """Looks at the stage's work from now on."""
+        for name in self.seconds:
+            call = functools.partial(self._watch, name, getattr(self._stage, name))
+            setattr(self._stage, name, call)
 
     def count_static(self, engine: PipelineEngine) -> None:
+        """Between backward and update, when all gradients are there."""
         self.static_bytes = sum(_storages(resident_tensors(engine.layers, engine.optimizer)).values())
 
-    def _watched(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def watch(context: Any, *arguments: Any) -> Any:
-            if context.index != 0:
-                return call(context, *arguments)
-            saved: dict[int, int] = {}
+    def _watch(self, name: str, call: Callable[..., Any], context: MicrobatchContext, *arguments: Any) -> Any:
+        if context.index != 0:
+            return call(context, *arguments)
+        stopwatch = Stopwatch(self._speed)
 
-            def pack(tensor: Tensor) -> Tensor:
-                saved.update(_storages([tensor]))
-                return tensor
+        def observe(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+            stopwatch.operator(func, args, kwargs, result)
+            name = func.overloadpacket.__name__
+            if name == "_softmax" and args[0].dim() > 2:
+                self.attention.add("eager")
+            elif name.startswith("_scaled_dot_product"):
+                self.attention.add("fused")
 
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                result = call(context, *arguments)
-            kept = self._stage.kept(context.index)
-            saved.update(_storages([tensor for tensor in kept if isinstance(tensor, Tensor)]))
-            self.saved_bytes = max(
-                self.saved_bytes, sum(size for key, size in saved.items() if key not in self._own)
-            )
-            self.refused = self.refused or self._stage.refusals.get(context.index, "")
-            return result
+        self._followed.observer = observe
+        try:
+            result = call(context, *arguments) if name == "backward" else self._saving(call, context, *arguments)
+        finally:
+            self._followed.observer = None
+        self.seconds[name] = stopwatch.seconds
+        return result
 
-        return watch
+    def _saving(self, call: Callable[..., Any], context: MicrobatchContext, *arguments: Any) -> Any:
+        saved: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            saved.update(_storages([tensor]))
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            result = call(context, *arguments)
+        kept = self._stage.kept(context.index)
+        saved.update(_storages([tensor for tensor in kept if isinstance(tensor, Tensor)]))
+        self.saved_bytes = max(self.saved_bytes, sum(size for key, size in saved.items() if key not in self._own))
+        self.refused = self.refused or self._stage.refusals.get(context.index, "")
+        return result
 
 
 def _storages(tensors: list[Tensor]) -> dict[int, int]:

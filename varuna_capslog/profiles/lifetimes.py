@@ -46,6 +46,7 @@ class Lifetimes(TorchDispatchMode):
     Attributes:
         events: (key, bytes) of an allocation and (key, 0) of its release, in order; `allocator.replay` reads them.
         live_bytes, peak_bytes: at present, and the most so far.
+        observer: is shown every operator with its arguments, keywords and result; None: nobody looks.
     """
 
     def __init__(self, granularity: int = 1, temporary: Temporary | None = None, held: Iterable[Tensor] = ()) -> None:
@@ -57,6 +58,7 @@ class Lifetimes(TorchDispatchMode):
         self._keys = 0
         self.events: list[tuple[int, int]] = []
         self.live_bytes = self.peak_bytes = 0
+        self.observer: Callable[[Any, Sequence[Any], Mapping[str, Any], Any], object] | None = None
         for tensor in held:
             self._follow(tensor, -1)
 
@@ -114,20 +116,18 @@ class Lifetimes(TorchDispatchMode):
         node = torch._C._current_autograd_node()
         number = -1 if node is None else node._sequence_nr()
         if func is _add and node is not None and self._adds_in_place(args, kwargs, number):
-            return torch.ops.aten.add_.Tensor(*args)
-        if _changes_first_only(func):
-            if self._temporary is not None:
-                self.brief(self._temporary(func, args, kwargs, args[0]))
-            return args[0] if func._schema.returns else None
-        result = func(*args, **kwargs)
-        if isinstance(result, Tensor):
-            self._follow(result, number)
-        elif isinstance(result, (tuple, list)):
-            for part in result:
+            result = args[0]
+        elif _changes_first_only(func):
+            result = args[0] if func._schema.returns else None
+        else:
+            result = func(*args, **kwargs)
+            for part in result if isinstance(result, (tuple, list)) else (result,):
                 if isinstance(part, Tensor):
                     self._follow(part, number)
         if self._temporary is not None:
             self.brief(self._temporary(func, args, kwargs, result))
+        if self.observer is not None:
+            self.observer(func, args, kwargs, result)
         return result
 
     def _adds_in_place(self, args: Sequence[Any], kwargs: Mapping[str, Any], node: int) -> bool:

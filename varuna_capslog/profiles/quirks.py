@@ -406,7 +406,7 @@ def _backend(
     groups: int,
 ) -> str | None:
     """Which of the two ways to convolve torch takes here, if one of them."""
-    name = torch._C._select_conv_backend(  # type: ignore[attr-defined]
+    name = torch._C._select_conv_backend(
         x, w, None, stride, padding, dilation, transposed, output_padding, groups, None
     ).name
     return {"Mkldnn": "blocked", "MkldnnEmpty": None, "Slow2d": "columns", "SlowDilated2d": "columns"}.get(name)

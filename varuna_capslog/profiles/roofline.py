@@ -1,0 +1,127 @@
+"""Seconds without a device: every operator takes as long as its arithmetic or its bytes, whichever is longer.
+
+`hollow` shows each operator of a stage to a `Stopwatch`. FLOPs come from torch's own registry, bytes from the tensors
+that an operator reads and writes, speeds from a table. This ranks plans; it does not know clocks, caches or overlap.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+__all__ = ["SPEEDS", "Speed", "Stopwatch", "calibrated_cpu"]
+
+_aten = torch.ops.aten
+_CONVOLUTIONS = frozenset({_aten.convolution, _aten.convolution_backward})
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What a device reaches in practice.
+
+    Attributes:
+        convolution_flops, matrix_flops: per second, in float32 (16-bit types count the same).
+        bytes_per_second: of reading and writing memory.
+        launch_seconds: least time of one operator.
+        source: where the figures come from.
+    """
+
+    name: str
+    convolution_flops: float
+    matrix_flops: float
+    bytes_per_second: float
+    launch_seconds: float
+    source: str
+
+
+SPEEDS = {
+    "rtx a4000": Speed(
+        "rtx a4000",
+        19e12,
+        13.4e12,
+        360e9,
+        5e-6,
+        "data sheet: 19.2 TFLOP/s, 448 GB/s; convolutions in TF32 taken for 19, the rest at 70 and 80 % (assumed)",
+    ),
+    "cpu core": Speed("cpu core", 60e9, 80e9, 8e9, 5e-6, "one AVX-512 core of a shared server (rough)"),
+}
+"""By name: the GPU of the CAPSlog paper, and a CPU core for want of a better."""
+
+
+class Stopwatch:
+    """Adds up the seconds of operators.
+
+    Attributes:
+        seconds: so far.
+    """
+
+    def __init__(self, speed: Speed) -> None:
+        self._speed = speed
+        self.seconds = 0.0
+
+    def operator(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Counts one operator; a view costs nothing."""
+        if _moves_nothing(func):
+            return
+        speed = self._speed
+        count = flop_registry.get(func.overloadpacket)
+        flops = 0.0 if count is None else count(*args, **kwargs, out_val=result)
+        rate = speed.convolution_flops if func.overloadpacket in _CONVOLUTIONS else speed.matrix_flops
+        moved = _bytes(args) + _bytes(kwargs.values()) + (0 if _writes_arguments(func) else _bytes((result,)))
+        self.seconds += max(flops / rate, moved / speed.bytes_per_second, speed.launch_seconds)
+
+
+@functools.cache
+def _moves_nothing(func: Any) -> bool:
+    returns = func._schema.returns
+    aliases = [part.alias_info for part in returns]
+    return bool(returns) and all(alias is not None and not alias.is_write for alias in aliases)
+
+
+@functools.cache
+def _writes_arguments(func: Any) -> bool:
+    return any(part.alias_info is not None and part.alias_info.is_write for part in func._schema.arguments)
+
+
+def _bytes(values: Any) -> int:
+    total = 0
+    for value in values:
+        if isinstance(value, Tensor):
+            total += value.numel() * value.itemsize
+        elif isinstance(value, (tuple, list)):
+            total += _bytes(value)
+    return total
+
+
+def calibrated_cpu() -> Speed:
+    """This machine's CPU with the threads of this process, from a quarter of a second of work."""
+    a, b = torch.rand(384, 384), torch.rand(384, 384)
+    x, w = torch.rand(1, 64, 56, 56), torch.rand(64, 64, 3, 3)
+    big = torch.rand(1 << 22)
+    matrix = 2 * 384**3 / _shortest(lambda: a @ b)
+    convolution = 2 * 64 * 64 * 9 * 56 * 56 / _shortest(lambda: torch.conv2d(x, w, padding=1))
+    moved = 2 * big.nbytes / _shortest(lambda: big * 2.0)
+    one = torch.rand(1)
+    launch = _shortest(lambda: one + 1.0)
+    name = f"this cpu, {torch.get_num_threads()} thread(s)"
+    rates = [float(f"{value:.2g}") for value in (convolution, matrix, moved, launch)]
+    return Speed(name, rates[0], rates[1], rates[2], rates[3], "calibrated: 384 x 384 matrices, 64 channels of 3 x 3, 16 MiB scaled")
+
+
+def _shortest(work: Callable[[], object]) -> float:
+    work()
+    best = float("inf")
+    began = time.perf_counter()
+    while time.perf_counter() - began < 0.06:
+        start = time.perf_counter()
+        with torch.no_grad():
+            work()
+        best = min(best, time.perf_counter() - start)
+    return best
