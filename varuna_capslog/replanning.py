@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from varuna_capslog import fields
 from varuna_capslog.errors import CapslogError
 from varuna_capslog.memory import AUTO
+from varuna_capslog.plan import Plan
 from varuna_capslog.planners import PLANNER_NAMES, plan
 from varuna_capslog.planners.joint import Device, joint_plan
 from varuna_capslog.profiles.record import Profile
@@ -84,7 +85,8 @@ class Replanner:
         )
         search_seconds = time.perf_counter() - begun
         if answer.step_seconds is None:
-            return None
+            # no fleet was found; the one pipeline that is answered instead may fit all the same
+            return None if answer.plan.fits is False else self._played(answer.plan, search_seconds)
         stages = [len(one.cuts) for one in answer.pipelines]
         return self._layout(answer.step_seconds, devices - len(answer.idle), search_seconds, stages)
 
@@ -107,9 +109,15 @@ class Replanner:
         search_seconds = time.perf_counter() - begun
         if found.fits is False:
             return None
+        return self._played(found, search_seconds)
+
+    def _played(self, found: Plan, search_seconds: float) -> Layout:
+        """The layout of one pipeline."""
         if found.cuts not in self._step_seconds:
-            step = simulate_plan(self.profile, found, recompute=self.recompute, link=self.link)
+            count = self.minibatch_size // self.microbatch_size
+            step = simulate_plan(self.profile, found, num_microbatches=count, recompute=self.recompute, link=self.link)
             self._step_seconds[found.cuts] = step.step_seconds
+        stages = len(found.cuts)
         return self._layout(self._step_seconds[found.cuts], stages, search_seconds, [stages])
 
     def _layout(self, step_seconds: float, used: int, search_seconds: float, stages: Sequence[int]) -> Layout:

@@ -170,7 +170,7 @@ def measure(communicator: Communicator, name: str, cases: Sequence[Case], rounds
         several = list(group)
         engines = [_engine(workload, case, communicator, MICROBATCH[name]) for case in several]
         runs = {str(number): step for number, (step, _) in enumerate(engines)}
-        times = interleave(runs, rounds, communicator.barrier, warmup=2)
+        times = interleave(runs, rounds, communicator.barrier, warmup=1 if name == "sleeper" else 2)
         for number, (_, costs) in enumerate(engines):
             found.append({"seconds": [wall for wall, _ in times[str(number)]], **costs})
     return found
@@ -442,7 +442,7 @@ def _run_sleeper(ranks: Sequence[int], rounds: int) -> tuple[list[Any], dict[str
     profile = Sleeper().profile()
     found = []
     for count in ranks:
-        cases = make_cases(profile, count, (8,))
+        cases = make_cases(profile, count, (4,))
         measured = run_ranks(measure, count, "sleeper", cases, rounds)
         found += compare("sleeper", count, cases, [predict(profile, case, Link(), None) for case in cases], measured)
     return found, {"layers": profile.num_layers, "forward_ms": 1e3 * sum(Sleeper.seconds)}

@@ -50,4 +50,4 @@ def draw_replay(path: Path, found: Replay) -> None:
         below.set_xlabel("hours since the first machine joined")
         for axes in (above, below):
             axes.grid(axis="y")
-            axes.legend(loc="lower right", ncols=5, frameon=True, framealpha=0.9, edgecolor="white")
+            axes.legend(loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2, ncols=5)
