@@ -150,6 +150,22 @@ def _used(
     used = [0] * len(sizes)
     for number, count in zip(useful, (bulk + rest).tolist(), strict=True):
         used[number] = count
+    return _lengthened(sizes, counts, gains, used) if most_devices else used
+
+
+def _lengthened(sizes: Numbers, counts: Sequence[int], gains: Numbers, used: list[int]) -> list[int]:
+    """Give devices that are left over to pipelines that then take as many blocks; exact fleets have none to give."""
+    number_of = {tuple(size): number for number, size in enumerate(sizes.tolist())}
+    left = np.asarray(counts) - np.asarray(used) @ sizes
+    for kind in np.flatnonzero(left):
+        for number in np.flatnonzero(used).tolist():
+            longer = sizes[number].copy()
+            longer[kind] += 1
+            target = number_of.get(tuple(longer.tolist()))
+            if target is not None and gains[target] >= gains[number]:
+                moved = min(used[number], int(left[kind]))
+                used[number], used[target] = used[number] - moved, used[target] + moved
+                left[kind] -= moved
     return used
 
 

@@ -29,7 +29,10 @@ _SAME = 1e-9
 """Relative difference of two step times that are told apart."""
 
 _NARROW = 64
-"""Width up to which a beam of an eighth of it is not worth trying first."""
+"""Width up to which haste is meant: one beam and few changes after it."""
+
+_HASTY_CHANGES, _CHANGES = 3, 1000
+"""How often the best list is changed, at most."""
 
 _LONGEST_MOVE = 12
 """Neighbouring cuts that are moved together, at most."""
@@ -76,7 +79,7 @@ def fastest_cuts(
     capacities: usable bytes of the device of each stage; None means no limit. The bytes of a stage may depend on its
     position (`StageCosts`).
     speeds: of the device of each stage; its seconds are those of the profile divided by it.
-    width: cut lists that the beam keeps; more take longer and leave less to chance.
+    width: cut lists that the beam keeps; more take longer and leave less to chance. Up to 64 mean haste.
 
     Of lists with equal step times the smallest peak wins, then the smallest list.
     """
@@ -89,7 +92,7 @@ def fastest_cuts(
         lists, dropped = search.beam(kept, np.inf if best is None else best.step)
         best = search.best_of(lists, best)
         if best.step > dropped * (1 + _SAME):
-            best = search.improved(best)
+            best = search.improved(best, _HASTY_CHANGES if width <= _NARROW else _CHANGES)
         bound = max(bound, min(dropped, best.step))
         if best.step <= bound * (1 + _SAME):
             break
@@ -271,14 +274,15 @@ class _Search:
     def _ranked(self, step: float, cuts: Cuts) -> _Ranked:
         return _Ranked(step, max(self.costs.peaks([int(cut) for cut in cuts])), cuts)
 
-    def improved(self, best: _Ranked) -> _Ranked:
+    def improved(self, best: _Ranked, changes: int) -> _Ranked:
         """Move runs of neighbouring cuts by one or two layers as long as that makes the step shorter."""
-        while True:
+        for _ in range(changes):
             lists = self._neighbours(best.cuts)
             better = self.best_of(lists, best)
             if better.step >= best.step * (1 - _SAME):
                 return better
             best = better
+        return best
 
     def _neighbours(self, cuts: Cuts) -> Cuts:
         """Every list with cuts i .. j moved by -2, -1, 1 or 2 layers that fits."""
