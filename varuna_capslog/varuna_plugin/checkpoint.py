@@ -25,7 +25,9 @@ from varuna_capslog import files
 from varuna_capslog.engine.checkpoint import digest_of, sync_folder, write_synced
 from varuna_capslog.errors import CapslogError
 from varuna_capslog.varuna_plugin.executor import restore_random_state, save_random_state
+from varuna_capslog.varuna_plugin.options import current
 from varuna_capslog.varuna_plugin.stages import ANCHOR
+from varuna_capslog.varuna_plugin.wire import named_loss
 
 __all__ = ["MANIFEST", "load", "save"]
 
@@ -103,7 +105,8 @@ def _agree(self: Any, problem: str | None, folder: Path, step: int) -> None:
 
 def _gather(self: Any, value: Any) -> list[Any]:
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, value, group=self.capslog_world)
+    with named_loss("agreeing on a checkpoint with all ranks", None, current().timeout):
+        dist.all_gather_object(everyone, value, group=self.capslog_world)
     return everyone
 
 

@@ -1,0 +1,185 @@
+"""`python -m varuna_capslog.varuna_plugin.launch`: Varuna's launcher with a cut list and an honest exit status.
+
+It takes the launcher's own options and gives scripts the same arguments. The layout of ranks is computed by Varuna's
+launcher; what is ours is starting and watching the processes: the first that fails ends the others, and its status is
+the command's. No manager, no daemon, no `pkill`: only processes that were started here are ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from argparse import ArgumentParser
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import Any
+
+from varuna_capslog.errors import CapslogError
+from varuna_capslog.varuna_plugin.options import CUTS_VARIABLE, parse_cuts
+from varuna_capslog.varuna_plugin.recognise import find_varuna
+
+__all__ = ["main"]
+
+_GRACE_SECONDS = 5.0
+_POLL_SECONDS = 0.05
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Starts a job as Varuna's launcher would; see `--help` there for its options.
+
+    Own options: `--cuts`, a plan file or a list such as 0,3,7. Without `--master_port` a single host gets a free port.
+
+    Returns:
+        0 when every process ended with 0; else the status of the first that failed, 128 + n when signal n ended it, 2
+        for a mistake on the command line.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    own = ArgumentParser(add_help=False, allow_abbrev=False)
+    own.add_argument("--cuts")
+    ours, rest = own.parse_known_args(_options(given))
+    rest += given[len(_options(given)) :]
+    try:
+        return _launch(rest, ours.cuts)
+    except CapslogError as error:
+        sys.stderr.write(f"launch: {error}\n")
+        return error.exit_status
+
+
+def _options(arguments: list[str]) -> list[str]:
+    """What stands before the training script: its own arguments may be called like ours."""
+    for index, argument in enumerate(arguments):
+        if argument.endswith(".py"):
+            return arguments[:index]
+    return arguments
+
+
+def _launch(arguments: list[str], cuts: str | None) -> int:
+    find_varuna()
+    with contextlib.redirect_stdout(io.StringIO()):
+        from varuna import launcher
+    args = _parsed(launcher, arguments)
+    if cuts is not None:
+        first, _ = parse_cuts(cuts)
+        if first is not None and len(first) != args.nstages:
+            raise CapslogError(f"--cuts {cuts} makes {len(first)} stages, but --nstages is {args.nstages}")
+    try:
+        world_size, stages, ranks, batch_size, depth = launcher.calculate_config(args)
+    except AssertionError as error:
+        raise CapslogError(f"{error}; use fewer --gpus_per_stage or more servers") from error
+    if world_size % args.nstages or batch_size < 1:
+        raise CapslogError(
+            f"--batch_size {args.batch_size} and --nstages {args.nstages} do not fit {world_size} ranks; each stage "
+            "needs as many as the others, each replica a sample"
+        )
+    port = args.master_port
+    if args.nservers == 1 and not any(argument.startswith("--master_port") for argument in arguments):
+        port = _free_port()
+    environment = {
+        "OMP_NUM_THREADS": "1",
+        **os.environ,
+        "MASTER_ADDR": args.master_addr,
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(world_size),
+    }
+    if cuts is not None:
+        environment[CUTS_VARIABLE] = cuts if "," in cuts else os.path.abspath(cuts)
+    mapping = "".join(",".join(map(str, members)) + ";" for _, members in sorted(stages.items()))
+    jobs = [
+        (
+            [
+                *(sys.executable, "-u", "-m", "varuna_capslog.varuna_plugin.script", args.training_script),
+                f"--rank={rank}",
+                f"--chunk_size={args.chunk_size}",
+                f"--local_rank={rank % args.ngpus_per_server}",
+                f"--stage_to_rank_map={mapping}",
+                f"--batch-size={batch_size // depth}",
+                *args.training_script_args,
+            ],
+            environment | {"RANK": str(rank), "LOCAL_RANK": str(rank % args.ngpus_per_server)},
+        )
+        for rank in ranks
+    ]
+    return _watch(jobs, list(ranks), args.code_dir)
+
+
+def _parsed(launcher: Any, arguments: list[str]) -> Any:
+    """The launcher's own parser, which reads `sys.argv`."""
+    before = sys.argv
+    sys.argv = ["varuna_capslog.varuna_plugin.launch", *arguments]
+    try:
+        return launcher.parse_args()
+    finally:
+        sys.argv = before
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _watch(jobs: list[tuple[list[str], dict[str, str]]], ranks: list[int], folder: str | None) -> int:
+    """Starts every job, waits, and ends the rest when one fails."""
+    workers: list[subprocess.Popen[bytes]] = []
+    try:
+        with _passed_on(workers) as heard:
+            for command, environment in jobs:
+                workers.append(subprocess.Popen(command, env=environment, cwd=folder))
+            while True:
+                states = [worker.poll() for worker in workers]
+                failed = next((index for index, state in enumerate(states) if state), None)
+                if failed is not None and not heard:
+                    # a process that only lost its neighbour may be seen first: the others' words come before the end
+                    time.sleep(0.5)
+                    status = workers[failed].returncode
+                    how = f"signal {-status}" if status < 0 else f"status {status}"
+                    sys.stderr.write(f"launch: rank {ranks[failed]} ended with {how}; the others are stopped\n")
+                    return 128 - status if status < 0 else int(status)
+                if all(state is not None for state in states):
+                    return 128 + heard[0] if heard else 0
+                time.sleep(_POLL_SECONDS)
+    finally:
+        _end(workers)
+
+
+@contextlib.contextmanager
+def _passed_on(workers: list[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
+    """SIGINT, SIGTERM and Varuna's SIGUSR1 go on to the workers; the first two are remembered."""
+    heard: list[int] = []
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        if number != signal.SIGUSR1:
+            heard.append(number)
+        for worker in workers:
+            if worker.poll() is None:
+                worker.send_signal(number)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        yield heard
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end(workers: list[subprocess.Popen[bytes]]) -> None:
+    for worker in workers:
+        if worker.poll() is None:
+            worker.terminate()
+    deadline = time.monotonic() + _GRACE_SECONDS
+    for worker in workers:
+        try:
+            worker.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            worker.kill()
+            worker.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

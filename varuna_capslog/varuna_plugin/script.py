@@ -1,0 +1,48 @@
+"""`python -m varuna_capslog.varuna_plugin.script train.py ...`: a Varuna script with the plugin installed before it.
+
+What `launch` starts. The script itself needs no change; a failure ends the process with one sentence, at once, because
+threads that wait for a dead neighbour would keep it.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import traceback
+from typing import NoReturn
+
+from varuna_capslog.errors import CapslogError
+
+__all__ = ["main"]
+
+
+def main() -> NoReturn:
+    """Runs the script named first on the command line with the arguments behind it, as `python` would."""
+    script, *arguments = sys.argv[1:]
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+    status = 0
+    try:
+        from varuna_capslog.varuna_plugin.install import install
+        from varuna_capslog.varuna_plugin.wire import named_loss
+
+        install()
+        # collectives of the script's own end in a sentence, too
+        with named_loss("running the script's own collectives", None):
+            runpy.run_path(script, run_name="__main__")
+    except SystemExit as wish:
+        status = wish.code if isinstance(wish.code, int) else int(wish.code is not None)
+    except CapslogError as error:
+        sys.stderr.write(f"rank {os.environ.get('RANK', '?')}: {error}\n")
+        status = error.exit_status
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stderr.flush()
+    sys.stdout.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main()
