@@ -190,6 +190,10 @@ class Profiling(Section):
     source: Literal["measured", "estimated"] = "measured"
     """Real runs of trimmed stages, or an estimate without the device."""
 
+    order: Literal["packed", "capslog", "mcap"] = "packed"
+    """How measured runs are launched: packed spreads all over the workers of one launch; capslog and mcap launch
+    pipelines of pipeline.devices processes one after the other, trimmed or whole, as those papers do."""
+
 
 class Config(Section):
     """Everything one run is made of; `run_dir/config.yaml` holds the resolved form."""

@@ -15,12 +15,13 @@ import torch
 
 from varuna_capslog.config import load_config
 from varuna_capslog.errors import CapslogError, DoesNotFit
-from varuna_capslog.profiles import admission, cache, measure
+from varuna_capslog.profiles import admission, cache
 from varuna_capslog.profiles.admission import BoundTable
 from varuna_capslog.profiles.measure import profile_config, profile_workload
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.profiles.runs import stage_runs
 from varuna_capslog.profiles.skeleton import skeleton
+from varuna_capslog.profiles.worker import WorkerGroup
 from varuna_capslog.trace import ShapeTable
 
 from .workloads import Deadly, Equal, Megabytes, Unlucky
@@ -119,13 +120,13 @@ def test_only_as_many_runs_are_under_way_as_memory_holds(monkeypatch: pytest.Mon
     table = BoundTable(chain, ShapeTable(chain).boundaries(workload.profile_inputs(8)), "cpu", "float32")
     largest = max(table.bound_bytes(*run) for run in stage_runs(3))
     under_way: list[int] = []
-    original = measure.WorkerGroup.start
+    original = WorkerGroup.start
 
     def start(group: Any, worker: int, task: Any, conditions: Any) -> None:
         original(group, worker, task, conditions)
         under_way.append(sum(bound for _, bound in group._doing.values()))
 
-    monkeypatch.setattr(measure.WorkerGroup, "start", start)
+    monkeypatch.setattr(WorkerGroup, "start", start)
     profile_workload(workload, microbatch_size=8, workers=2, free_bytes=lambda device: largest)
     assert len(under_way) == 5
     assert max(under_way) <= largest

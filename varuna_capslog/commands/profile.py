@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -19,6 +20,13 @@ def profile(
         Path | None,
         typer.Option("-o", "--output", help="File for the profile.", show_default="profile.json in the run_dir"),
     ] = None,
+    order: Annotated[
+        str | None,
+        typer.Option(
+            help="Launches of the runs: packed (one), capslog (trimmed pipelines) or mcap (whole pipelines).",
+            show_default="profile.order, or packed",
+        ),
+    ] = None,
     estimate: Annotated[
         bool,
         typer.Option("--estimate", help="Estimate without the device, and without any run (profile.source=estimated)."),
@@ -30,7 +38,8 @@ def profile(
     from varuna_capslog.prepare import profile_run
     from varuna_capslog.profiles.record import write_profile
 
-    changes = ["profile.source=estimated"] if estimate else []
+    changes = [] if order is None else [f"profile.order={order}"]
+    changes += ["profile.source=estimated"] if estimate else []
     settings = load_config(config, [*(overrides or ()), *changes])
     result = profile_run(settings, show=not as_json)
     path = output or settings.run_dir / "profile.json"
@@ -53,4 +62,14 @@ def profile(
         table.add_row(str(index), layer.name, *sizes, *times)
     console = Console()
     console.print(table)
+    if "profiling" in result.conditions:
+        console.print(_launches(result.conditions["profiling"]), highlight=False)
     console.print(f"written to {path}", highlight=False)
+
+
+def _launches(told: Mapping[str, Any]) -> str:
+    return (
+        f"order {told['order']}: {told['launches']} launch(es) on {told['workers']} workers, {told['rounds']} rounds "
+        f"of {told['mean_seconds']:.2f} s for {told['stage_runs']} stage runs, {told['total_seconds']:.1f} s in all, "
+        f"{told['end_to_end_seconds']:.1f} s end to end"
+    )

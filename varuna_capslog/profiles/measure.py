@@ -1,7 +1,7 @@
-"""Real runs of every layer and every pair of neighbours, in one launch, into a `Profile`.
+"""Real runs of every layer and every pair of neighbours, into a `Profile`.
 
-`capslog profile` and `prepare` call this. It decides which runs are needed, hands them to the workers as far as memory
-holds, and computes M_i and M_a from what comes back (CAPSlog, Sec. III-A). It never touches a layer itself.
+`capslog profile` and `prepare` call this. It decides which runs are needed, has them launched (`launches`), and
+computes M_i and M_a from what comes back (CAPSlog, Sec. III-A). It never touches a layer itself.
 """
 
 from __future__ import annotations
@@ -9,34 +9,39 @@ from __future__ import annotations
 import functools
 import platform
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from varuna_capslog import fields
 from varuna_capslog.chain import Chain, TensorSpec
 from varuna_capslog.config import Config, load_workload
-from varuna_capslog.errors import CapslogError, DoesNotFit
+from varuna_capslog.errors import CapslogError
 from varuna_capslog.profiles import admission, cache
 from varuna_capslog.profiles.admission import BoundTable
+from varuna_capslog.profiles.launches import (
+    Clock,
+    FreeBytes,
+    Progress,
+    Workers,
+    in_capslog_order,
+    in_mcap_order,
+    in_one_launch,
+)
 from varuna_capslog.profiles.probe import CPU_SOURCE, CUDA_SOURCE
 from varuna_capslog.profiles.record import Observation, Profile, SharedParameter, layers_of_runs
 from varuna_capslog.profiles.runs import StageRun, stage_runs
 from varuna_capslog.profiles.skeleton import skeleton
 from varuna_capslog.profiles.trim import RunConditions, TrimmedRun
-from varuna_capslog.profiles.worker import WorkerFailure, WorkerGroup
+from varuna_capslog.profiles.worker import WorkerFailure
 from varuna_capslog.schedules import ALWAYS_RECOMPUTE
 from varuna_capslog.trace import ShapeTable, layer_signature
-from varuna_capslog.units import format_bytes
 from varuna_capslog.workload import Workload
 
 __all__ = ["Progress", "profile_config", "profile_workload"]
-
-Progress = Callable[[int, int, str], None]
-"""Called with (runs done, all runs, what has just ended); first with 0 runs done."""
-
-FreeBytes = Callable[[torch.device], int]
 
 
 def profile_config(
@@ -45,7 +50,8 @@ def profile_config(
     """Profiles the model of a config under the conditions of its training run.
 
     Args:
-        workers: processes that measure at the same time, each with a light companion; None: one per pipeline device.
+        workers: processes that measure at the same time, each with a light companion; None: one per pipeline device,
+            and always so many in the orders capslog and mcap, which launch pipelines.
         use_cache: take the profile of the same model and conditions that was measured before, and keep a new one.
 
     Raises:
@@ -65,11 +71,13 @@ def profile_config(
         stage_inputs=config.pipeline.stage_inputs,
         blocks=config.num_blocks // config.pipeline.replicas,
     )
+    order, devices = config.profile.order, config.pipeline.devices
     launch = _Launch(
         functools.partial(load_workload, config),
-        workers or config.pipeline.devices,
+        (workers or devices) if order == "packed" else devices,
         config.train.threads,
         progress,
+        order=order,
     )
     return _profile(workload, conditions, launch, use_cache)
 
@@ -84,6 +92,7 @@ def profile_workload(
     stage_inputs: str = "host",
     workers: int = 1,
     threads: int = 1,
+    order: str = "packed",
     merge_equal: bool = False,
     use_cache: bool = False,
     progress: Progress | None = None,
@@ -96,17 +105,23 @@ def profile_workload(
         recompute, stage_inputs: of the training that the profile is for; see the config's `pipeline` section.
         workers, use_cache: as in `profile_config`.
         threads: CPU threads of each worker.
-        merge_equal: measure runs that do the same work (equal layers on equal inputs) once. Bytes are the same.
+        order: "packed", "capslog" or "mcap", of so many `workers`; see `launches`.
+        merge_equal: measure runs that do the same work (equal layers on equal inputs) once. Bytes are the same. In the
+            packed order only.
         free_bytes: what a device has left.
 
     Raises:
         as `profile_config`; also CapslogError where CUDA is in use and the workload cannot be sent to a process.
     """
+    fields.choice(order, "order", ORDERS)
     conditions = RunConditions(
         device, microbatch_size, _shapes(workload.profile_inputs(microbatch_size)), precision, recompute, stage_inputs
     )
-    launch = _Launch(_Given(workload), workers, threads, progress, merge_equal, free_bytes)
+    launch = _Launch(_Given(workload), workers, threads, progress, merge_equal, free_bytes, order)
     return _profile(workload, conditions, launch, use_cache)
+
+
+ORDERS = ("packed", "capslog", "mcap")
 
 
 @dataclass(frozen=True)
@@ -129,6 +144,7 @@ class _Launch:
     progress: Progress | None
     merge_equal: bool = False
     free_bytes: FreeBytes = admission.free_bytes
+    order: str = "packed"
 
 
 def _shapes(inputs: Mapping[str, TensorSpec]) -> dict[str, list[int]]:
@@ -144,40 +160,72 @@ def _profile(workload: Workload, conditions: RunConditions, launch: _Launch, use
     if launch.workers < 1:
         raise CapslogError(f"workers={launch.workers}; at least one process must measure")
     chain = skeleton(workload)
-    described = _describe(workload, chain, conditions, launch.threads)
+    clock = Clock()
+    described = _describe(workload, chain, conditions, launch)
     if use_cache:
         known = cache.load(described)
         if known is not None:
             return known
     names = [layer.name for layer in chain.layers]
-    runs = stage_runs(len(chain))
-    devices = _devices(conditions.device, min(launch.workers, len(runs)))
-    progress = launch.progress or (lambda done, total, text: None)
     try:
-        # the processes get ready while this one traces shapes
-        with WorkerGroup(launch.source, devices, launch.threads, _modules(workload, chain)) as group:
-            specs = ShapeTable(chain, conditions.device, conditions.precision).boundaries(
-                workload.profile_inputs(conditions.microbatch_size)
-            )
-            twins = _twins(chain, specs, runs) if launch.merge_equal else {run: run for run in runs}
-            bounds = BoundTable(chain, specs, conditions.device, conditions.precision, conditions.blocks)
-            tasks = _tasks(workload, conditions, specs, bounds, [run for run in runs if twins[run] == run])
-            measured = _carry_out(tasks, conditions, group, devices, launch.free_bytes, names, progress)
+        rows = _launched(workload, chain, conditions, launch, names, clock)
     except WorkerFailure as error:
-        where = "a profiling worker" if error.run is None else f"the run of {_name(error.run, names)}"
+        where = "a profiling worker"
+        if error.run is not None:
+            where = f"the run of {' + '.join(names[error.run.first : error.run.end])}"
         raise CapslogError(f"{where} failed: {error}; nothing was kept of this profile") from error
-    rows = [_as_run(measured[twins[run]], run) for run in runs]
+    parameter_bytes = [_parameter_bytes(chain, index) for index in range(len(chain))]
     profile = Profile(
-        layers=layers_of_runs(names, rows, [_parameter_bytes(chain, index) for index in range(len(chain))]),
+        layers=layers_of_runs(names, rows, parameter_bytes, grown_from_first=launch.order == "mcap"),
         model=chain.name,
         source="measured",
-        conditions=described,
+        conditions={**described, "profiling": clock.report(launch.order, launch.workers)},
         shared=tuple(SharedParameter(shared.name, shared.num_bytes, shared.layers) for shared in chain.shared),
         observations=tuple(rows),
     )
     if use_cache:
         cache.store(profile)
     return profile
+
+
+def _launched(
+    workload: Workload,
+    chain: Chain,
+    conditions: RunConditions,
+    launch: _Launch,
+    names: Sequence[str],
+    clock: Clock,
+) -> list[Observation]:
+    """Carries out the runs of one order; one row for each range of layers."""
+    runs = stage_runs(len(chain))
+    count = min(launch.workers, len(runs)) if launch.order == "packed" else launch.workers
+    workers = Workers(
+        launch.source,
+        _devices(conditions.device, count),
+        launch.threads,
+        _modules(workload, chain),
+        conditions,
+        launch.free_bytes,
+        names,
+    )
+    progress = launch.progress or (lambda done, total, text: None)
+    # in one launch the processes get ready while this one traces shapes
+    with workers.group(count) if launch.order == "packed" else nullcontext() as group:
+        specs = ShapeTable(chain, conditions.device, conditions.precision).boundaries(
+            workload.profile_inputs(conditions.microbatch_size)
+        )
+        bounds = BoundTable(chain, specs, conditions.device, conditions.precision, conditions.blocks)
+        if launch.order == "mcap":
+            goal = workload.profile_targets(conditions.microbatch_size)
+            return list(in_mcap_order(specs, goal, bounds.bound_bytes, workers, clock, progress).values())
+        merge = launch.merge_equal and group is not None
+        twins = _twins(chain, specs, runs) if merge else {run: run for run in runs}
+        tasks = _tasks(workload, conditions, specs, bounds, [run for run in runs if twins[run] == run])
+        if group is None:
+            measured = in_capslog_order(tasks, workers, clock, progress)
+        else:
+            measured = in_one_launch(tasks, group, workers, clock, progress)
+    return [_as_run(measured[twins[run]], run) for run in runs]
 
 
 def _devices(name: str, workers: int) -> list[torch.device]:
@@ -211,50 +259,6 @@ def _tasks(
     return sorted(tasks, key=lambda task: -task[1])
 
 
-def _carry_out(
-    tasks: Sequence[tuple[TrimmedRun, int]],
-    conditions: RunConditions,
-    group: WorkerGroup,
-    devices: Sequence[torch.device],
-    free_bytes: FreeBytes,
-    names: Sequence[str],
-    progress: Progress,
-) -> dict[StageRun, Observation]:
-    """Runs everything on the workers there are, as many at once as fit into what is free before the first."""
-    left = {device: free_bytes(device) for device in set(devices)}
-    too_big = [task for task in tasks if task[1] > max(left.values())]
-    if too_big:
-        raise DoesNotFit(_refusal(too_big, max(left.values()), names))
-    progress(0, len(tasks), "starting")
-    waiting = list(tasks)
-    found: dict[StageRun, Observation] = {}
-    while len(found) < len(tasks):
-        for worker, (run, bound), result in group.finished():
-            left[devices[worker]] += bound
-            found[run.first, run.end] = result
-            progress(len(found), len(tasks), _name(run, names))
-        for worker in list(group.idle):
-            task = next((task for task in waiting if task[1] <= left[devices[worker]]), None)
-            if task is not None:
-                waiting.remove(task)
-                left[devices[worker]] -= task[1]
-                group.start(worker, task, conditions)
-    return found
-
-
-def _refusal(too_big: Sequence[tuple[TrimmedRun, int]], free: int, names: Sequence[str]) -> str:
-    shown = ", ".join(f"{_name(run, names)} (up to {format_bytes(bound)})" for run, bound in too_big[:3])
-    more = f" and {len(too_big) - 3} more" if len(too_big) > 3 else ""
-    return (
-        f"these stages may not fit into the {format_bytes(free)} that are free, and none was tried: {shown}{more}; "
-        "free memory, cut the model finer, or lower train.microbatch_size or profile.image_size"
-    )
-
-
-def _name(run: TrimmedRun, names: Sequence[str]) -> str:
-    return " + ".join(names[run.first : run.end])
-
-
 def _twins(
     chain: Chain, specs: Sequence[Mapping[str, TensorSpec]], runs: Sequence[StageRun]
 ) -> dict[StageRun, StageRun]:
@@ -281,7 +285,7 @@ def _parameter_bytes(chain: Chain, index: int) -> int:
     return sum(parameter.numel() * parameter.itemsize for parameter in chain.layers[index].module.parameters())
 
 
-def _describe(workload: Workload, chain: Chain, conditions: RunConditions, threads: int) -> dict[str, Any]:
+def _describe(workload: Workload, chain: Chain, conditions: RunConditions, launch: _Launch) -> dict[str, Any]:
     """All that the numbers depend on, as JSON has it."""
     return {
         "device": conditions.device,
@@ -294,7 +298,8 @@ def _describe(workload: Workload, chain: Chain, conditions: RunConditions, threa
         "recompute": conditions.recompute,
         "stage_inputs": conditions.stage_inputs,
         "accumulation_blocks": conditions.blocks,
-        "threads": threads,
+        "threads": launch.threads,
+        "order": launch.order,
         "peak_source": CUDA_SOURCE if conditions.device == "cuda" else CPU_SOURCE,
         "torch": torch.__version__,
         "model_digest": cache.model_digest(workload, chain),

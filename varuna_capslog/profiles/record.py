@@ -238,13 +238,17 @@ def write_profile(path: str | os.PathLike[str], profile: Profile) -> None:
 
 
 def layers_of_runs(
-    names: Sequence[str], runs: Sequence[Observation], parameter_bytes: Sequence[int] | None = None
+    names: Sequence[str],
+    runs: Sequence[Observation],
+    parameter_bytes: Sequence[int] | None = None,
+    grown_from_first: bool = False,
 ) -> tuple[LayerProfile, ...]:
     """Compute every layer's row from the 2L-1 runs of single layers and neighbouring pairs, all of one condition.
 
     CAPSlog, Sec. III-A with n = 1: M_i(l) is the peak of layer l alone (C1), M_a(l) the peak of {l-1, l} (C3) less the
-    peak of {l-1} (C2). The other parts are those of the single-layer run. Raises CapslogError naming a run that is
-    missing, twice there, or under another condition than the first.
+    peak of {l-1} (C2). The other parts are those of the single-layer run. With `grown_from_first`, as in mCAP, it is
+    {0 .. l} less {0 .. l-1} instead. Raises CapslogError naming a run that is missing, twice there, or under another
+    condition than the first.
     """
     peak: dict[tuple[int, int], Observation] = {}
     for run in runs:
@@ -256,7 +260,9 @@ def layers_of_runs(
             raise CapslogError(f"layers {list(run.layers)} ran twice under one condition; keep one of the rows")
     rows = []
     for layer, name in enumerate(names):
-        needed = [(layer, layer + 1)] + ([(layer - 1, layer + 1)] if layer else [])
+        before = (0 if grown_from_first else layer - 1, layer)
+        together = (before[0], layer + 1)
+        needed = [(layer, layer + 1), *([before, together] if layer else [])]
         for key in needed:
             if key not in peak:
                 raise CapslogError(f"no run of layers {list(key)}; M_i and M_a of layer {layer} ({name}) need it")
@@ -265,9 +271,7 @@ def layers_of_runs(
             LayerProfile(
                 name=name,
                 isolated_bytes=alone.peak_bytes,
-                added_bytes=peak[layer - 1, layer + 1].peak_bytes - peak[layer - 1, layer].peak_bytes
-                if layer
-                else None,
+                added_bytes=peak[together].peak_bytes - peak[before].peak_bytes if layer else None,
                 static_bytes=alone.static_bytes,
                 saved_bytes=alone.saved_bytes,
                 transient_bytes=alone.transient_bytes,

@@ -30,10 +30,16 @@ class Partitioning:
     measured: tuple[int, ...]
 
     @property
+    def stages(self) -> list[StageRun]:
+        """The layers on each GPU."""
+        ends = [sum(self.layers_per_gpu[: gpu + 1]) for gpu in range(len(self.layers_per_gpu))]
+        return [(end - layers, end) for end, layers in zip(ends, self.layers_per_gpu, strict=True)]
+
+    @property
     def runs(self) -> list[StageRun]:
         """The stage runs that the measured GPUs perform."""
-        ends = [sum(self.layers_per_gpu[: gpu + 1]) for gpu in range(len(self.layers_per_gpu))]
-        return [(ends[gpu] - self.layers_per_gpu[gpu], ends[gpu]) for gpu in self.measured]
+        stages = self.stages
+        return [stages[gpu] for gpu in self.measured]
 
 
 def stage_runs(num_layers: int) -> list[StageRun]:

@@ -39,7 +39,7 @@ from varuna_capslog.profiles.trim import (
 )
 from varuna_capslog.workload import Workload
 
-__all__ = ["WorkerFailure", "WorkerGroup"]
+__all__ = ["WorkerFailure", "WorkerGroup", "belong_to_parent", "end_with_client", "process_context", "sentence"]
 
 _MESSAGE_SECONDS = 3600.0
 _PR_SET_PDEATHSIG = 1
@@ -73,7 +73,7 @@ class WorkerGroup:
         threads: int,
         preload: Sequence[str] = (),
     ) -> None:
-        self._context = _context(source, preload)
+        self._context = process_context(source, preload)
         self._arguments = (source, devices, threads)
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
@@ -154,7 +154,7 @@ class WorkerGroup:
         return WorkerFailure(self._doing.get(worker), f"its process {how}")
 
 
-def _context(source: Callable[[], Workload], preload: Sequence[str]) -> Any:
+def process_context(source: Callable[[], Workload], preload: Sequence[str]) -> Any:
     """How to start processes: from a clean server that has imported torch once, or else from this process."""
     try:
         pickle.dumps(source)
@@ -181,7 +181,7 @@ def _work(
     pipe: Connection, source: Callable[[], Workload], number: int, port: int, device: torch.device, threads: int
 ) -> None:
     """A worker: measures the runs that come through `pipe`, until it closes."""
-    _belong_to_parent()
+    belong_to_parent()
     torch.set_num_threads(1)
     tasks, theirs = multiprocessing.Pipe()
     try:
@@ -193,7 +193,7 @@ def _work(
         )
         neighbour.start()
         theirs.close()
-        threading.Thread(target=_end_with_client, daemon=True).start()
+        threading.Thread(target=end_with_client, daemon=True).start()
         torch.set_num_threads(threads)
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -210,17 +210,18 @@ def _work(
         # the neighbour knows why it left
         pipe.send(("failed", tasks.recv() if tasks.poll(1.0) else str(error)))
     except Exception as error:
-        pipe.send(("failed", _sentence(error)))
+        pipe.send(("failed", sentence(error)))
 
 
-def _sentence(error: Exception) -> str:
+def sentence(error: Exception) -> str:
+    """What a worker reports of an error: its first line, and its kind where it is not one of ours."""
     text = str(error).split("\n", 1)[0]
     return text if isinstance(error, CapslogError) else f"{type(error).__name__}: {text}"
 
 
 def _neighbour(tasks: Connection, foreign: Sequence[Connection], chain: Chain, number: int, port: int) -> None:
     """What plays the stages around a worker's runs; `foreign` are the worker's own ends of pipes."""
-    _belong_to_parent()
+    belong_to_parent()
     for connection in foreign:
         connection.close()
     try:
@@ -231,10 +232,10 @@ def _neighbour(tasks: Connection, foreign: Sequence[Connection], chain: Chain, n
     except (EOFError, PeerLost):
         return  # the worker is gone or has failed, and says why itself
     except Exception as error:
-        tasks.send(_sentence(error))
+        tasks.send(sentence(error))
 
 
-def _end_with_client() -> None:
+def end_with_client() -> None:
     """Ends a worker at once when the process that profiles is gone, also in the middle of a long run."""
     client = multiprocessing.parent_process()
     assert client is not None
@@ -242,7 +243,7 @@ def _end_with_client() -> None:
     os._exit(1)
 
 
-def _belong_to_parent() -> None:
+def belong_to_parent() -> None:
     """Ends with its parent, and leaves Ctrl-C to the process that the user sees."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
