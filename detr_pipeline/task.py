@@ -120,6 +120,10 @@ class DetrWorkload(Workload):
         }
         return [dict(target, image_id=image) for image in range(microbatch_size)], normalisers
 
+    def loss_key(self) -> object:
+        """The set loss depends on the outputs, and on how many boxes of which classes are looked for in them."""
+        return DetrWorkload, min(_PROFILE_BOXES, self.model.queries), self.num_classes
+
     def train_data(self) -> DataSource:
         """The training split, augmented."""
         untrained = self.model.weights is None and self.config.init_from is None

@@ -96,6 +96,12 @@ class Workload(ABC):
         """Targets and normalisers that go with `profile_inputs`, for the loss on the last layer."""
         return None, {}
 
+    def loss_key(self) -> object:
+        """Equal for two workloads whose losses, on equal outputs, take the same operators and shapes with their profile
+        targets; estimates of several models then share them. By default every workload has its own.
+        """
+        return id(self)
+
     def train_data(self) -> DataSource:
         """Opens the training data."""
         raise NotImplementedError(f"workload {self.name!r} has no training data")

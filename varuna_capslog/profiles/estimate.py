@@ -143,7 +143,8 @@ class StageEstimator:
         if found is None:
             quirks = quirks_of(self.conditions.device)
             loss = self.workload.loss
-            found = run_hollow(self._mode, self.chain, run, self.conditions, loss, quirks, self.speed)
+            recipes = self._memo.recipes
+            found = run_hollow(self._mode, self.chain, run, self.conditions, loss, quirks, self.speed, recipes)
             self._memo.keep(key, found, (self.chain, self.workload))
         return StageEstimate(
             layers=(first, end),

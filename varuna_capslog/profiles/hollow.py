@@ -25,6 +25,7 @@ from varuna_capslog.errors import CapslogError
 from varuna_capslog.profiles.lifetimes import Lifetimes
 from varuna_capslog.profiles.probe import resident_tensors
 from varuna_capslog.profiles.quirks import Quirks
+from varuna_capslog.profiles.recipes import Recipes
 from varuna_capslog.profiles.roofline import Speed, Stopwatch
 from varuna_capslog.profiles.trim import MEASURED_RANK, RunConditions, TrimmedRun, trimmed_engine
 
@@ -63,6 +64,7 @@ def run_hollow(
     loss: LossFunction,
     quirks: Quirks,
     speed: Speed,
+    recipes: Recipes | None = None,
     microbatches: int | None = None,
 ) -> HollowRun:
     """One step of a trimmed stage that has trained before: the optimizer's moments are there, gradients are not.
@@ -72,6 +74,8 @@ def run_hollow(
         chain: from `skeleton`.
         loss: the workload's.
         quirks, speed: of the device that the run is for.
+        recipes: see `Lifetimes`.
+        microbatches: of the step; None: `enough_microbatches`.
 
     Raises:
         CapslogError: a layer or the loss cannot run on fake tensors.
@@ -85,7 +89,7 @@ def run_hollow(
         _prepare(engine, stage, conditions, quirks)
         held = resident_tensors(engine.layers, engine.optimizer)
         own = {tensor.untyped_storage()._cdata for tensor in held}
-        followed = Lifetimes(quirks.granularity, quirks.temporary, held)
+        followed = Lifetimes(quirks.granularity, quirks.temporary, held, recipes)
         meter = _Meter(stage, own, followed, speed)
         del held
         with followed:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from varuna_capslog.profiles.recipes import Recipes
+
 __all__ = ["Lifetimes", "Temporary"]
 
 Temporary = Callable[[Any, Sequence[Any], Mapping[str, Any], Any], int]
@@ -42,6 +44,7 @@ class Lifetimes(TorchDispatchMode):
         granularity: bytes that the allocator rounds up to (CUDA: 512; the CPU's does not round).
         temporary: what kernels take while they run; None: nothing.
         held: tensors that are there at the beginning.
+        recipes: shared by runs that do alike; None: its own.
 
     Attributes:
         events: (key, bytes) of an allocation and (key, 0) of its release, in order; `allocator.replay` reads them.
@@ -49,8 +52,15 @@ class Lifetimes(TorchDispatchMode):
         observer: is shown every operator with its arguments, keywords and result; None: nobody looks.
     """
 
-    def __init__(self, granularity: int = 1, temporary: Temporary | None = None, held: Iterable[Tensor] = ()) -> None:
+    def __init__(
+        self,
+        granularity: int = 1,
+        temporary: Temporary | None = None,
+        held: Iterable[Tensor] = (),
+        recipes: Recipes | None = None,
+    ) -> None:
         super().__init__()
+        self._recipes = recipes or Recipes()
         self._granularity = granularity
         self._temporary = temporary
         self._followed: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -120,7 +130,7 @@ class Lifetimes(TorchDispatchMode):
         elif _changes_first_only(func):
             result = args[0] if func._schema.returns else None
         else:
-            result = func(*args, **kwargs)
+            result = self._recipes.call(func, args, kwargs)
             for part in result if isinstance(result, (tuple, list)) else (result,):
                 if isinstance(part, Tensor):
                     self._follow(part, number)

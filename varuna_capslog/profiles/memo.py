@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from varuna_capslog.chain import Chain
+from varuna_capslog.profiles.recipes import Recipes
 from varuna_capslog.profiles.trim import RunConditions, TrimmedRun
 from varuna_capslog.trace import layer_signature
 from varuna_capslog.workload import Workload
@@ -22,11 +23,16 @@ __all__ = ["Memo", "run_key"]
 
 
 class Memo:
-    """Results of runs by key. Keeps alive what keys name by identity, so that no identity comes twice."""
+    """Results of runs by key. Keeps alive what keys name by identity, so that no identity comes twice.
+
+    Attributes:
+        recipes: for the operators of runs that are not known yet.
+    """
 
     def __init__(self) -> None:
         self._found: dict[object, HollowRun] = {}
         self._alive: dict[int, object] = {}
+        self.recipes = Recipes()
 
     def __len__(self) -> int:
         return len(self._found)
@@ -46,8 +52,8 @@ def run_key(chain: Chain, run: TrimmedRun, conditions: RunConditions, workload: 
 
     It holds: the layers' classes, attributes (dilation, stride, dropout), parameter shapes and hooks, what they read
     and write; the tensors at every cut (shape, dtype, stride, requires_grad); whether there are stages before and
-    after; which parameters are shared, within and with layers elsewhere; the conditions; and for the last stage, whose
-    loss may do anything, the workload itself and its microbatch size.
+    after; which parameters are shared, within and with layers elsewhere; the conditions; and for the last stage what
+    the workload says of its loss.
     """
     layers = chain.layers[run.first : run.end]
     inside = set(range(run.first, run.end))
@@ -65,7 +71,7 @@ def run_key(chain: Chain, run: TrimmedRun, conditions: RunConditions, workload: 
         tuple(tuple(sorted(cut.items())) for cut in run.specs),
         (run.has_upstream, run.has_downstream, ties),
         (conditions.device, conditions.precision, conditions.recompute, conditions.stage_inputs, conditions.blocks),
-        None if run.has_downstream else (id(workload), conditions.microbatch_size),
+        None if run.has_downstream else (workload.loss_key(), conditions.microbatch_size),
     )
 
 
