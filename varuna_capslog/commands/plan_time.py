@@ -158,8 +158,7 @@ def plan_jointly(request: Request, speeds: str | None, blocks: int | None, outpu
         raise DoesNotFit("; ".join(found.plan.notes))
     if len(found.pipelines) > 1 and not as_json:
         typer.echo(
-            f"note: a run of this plan needs train.accumulation_blocks={blocks or found.plan.num_microbatches}, a "
-            "constant of the run",
+            f"note: a run of this plan needs train.accumulation_blocks={found.blocks}, a constant of the run",
             err=True,
         )
 

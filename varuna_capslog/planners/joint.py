@@ -19,12 +19,13 @@ from varuna_capslog import fields
 from varuna_capslog.errors import CapslogError
 from varuna_capslog.memory import AUTO, MEMORY_MODELS, NEVER, RunShape, resolve
 from varuna_capslog.memory.headroom import Headroom
-from varuna_capslog.plan import Plan, Stage
+from varuna_capslog.plan import Plan, Shortfall, Stage
 from varuna_capslog.planners.fleet import Fleet, compose, enough_seconds, least_seconds
 from varuna_capslog.planners.pipelines import Pipelines
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planners.templates import Kind, combinations
 from varuna_capslog.profiles.record import Profile
+from varuna_capslog.units import format_bytes
 
 __all__ = ["Device", "JointPlan", "Pipeline", "joint_plan"]
 
@@ -33,6 +34,9 @@ _MANY_STAGES = 16
 
 _MANY_TEMPLATES = 1_000
 """Combinations of kinds from which on similar kinds are taken for one, and pipelines become shorter."""
+
+_MANY_KINDS = 3
+"""Kinds from which on a fifth of these combinations are many."""
 
 _ROUNDS = 40
 """How often the fleet is composed again with simulated step times in place of bounds, at most."""
@@ -76,7 +80,7 @@ class JointPlan:
     step_seconds: of the slowest pipeline; None where nothing fits. bound_seconds: no fleet of pipelines of at most
     `max_stages` stages, in any order of the devices and with any cuts, takes less; None where nothing fits, or where
     kinds of devices were too many and were taken for fewer, weaker ones.
-    idle: devices that no pipeline uses.
+    idle: devices that no pipeline uses. blocks: `train.accumulation_blocks` of a run of this plan.
     """
 
     plan: Plan
@@ -85,6 +89,7 @@ class JointPlan:
     bound_seconds: float | None
     max_stages: int
     idle: tuple[int, ...]
+    blocks: int
 
 
 def joint_plan(
@@ -102,8 +107,9 @@ def joint_plan(
     """Choose pipelines, their devices, cuts and microbatches for a step of `minibatch_size` samples.
 
     profiles: one, or one per microbatch size (condition `microbatch_size`, 1 where there is none) to choose from.
-    blocks: `train.accumulation_blocks`; default: every microbatch is a block. A pipeline owns whole blocks, so there
-    are never more pipelines than blocks.
+    blocks: `train.accumulation_blocks`; default: every microbatch is a block, or where that fits no memory as many as
+    there are devices, or one. A pipeline owns whole blocks, so there are never more pipelines than blocks, and among
+    others it keeps the gradients of each of its blocks until all are exchanged, which counts as memory.
     memory, schedule, recompute, stage_inputs: as in `planners.plan`.
     link: between neighbouring stages, and between the pipelines for the gradients of other blocks; None costs nothing.
     max_stages: of one pipeline; default min(L, N, 16), and more where the blocks are so few that shorter pipelines
@@ -120,16 +126,48 @@ def joint_plan(
     choices = [profiles] if isinstance(profiles, Profile) else list(profiles)
     if not choices or not devices:
         raise CapslogError("a joint plan needs at least one profile and one device")
-    answers = [
-        _Search(profile, devices, minibatch_size, blocks, memory, schedule, recompute, stage_inputs, link, max_stages)
-        for profile in choices
-    ]
-    found = [(answer, fleet) for answer in answers if (fleet := answer.best_fleet()) is not None]
+    answers: list[_Search] = []
+    found: list[tuple[_Search, _Composed]] = []
+    for profile in choices:
+        for number in _numbers_of_blocks(profile, minibatch_size, len(devices)) if blocks is None else [blocks]:
+            answers.append(
+                _Search(
+                    profile,
+                    devices,
+                    minibatch_size,
+                    number,
+                    memory,
+                    schedule,
+                    recompute,
+                    stage_inputs,
+                    link,
+                    max_stages,
+                )
+            )
+            if (fleet := answers[-1].best_fleet()) is not None:
+                found.append((answers[-1], fleet))
+                break
     if not found:
-        return answers[0].nothing_fits(begun)
+        return answers[-1].nothing_fits(begun)
     answer, _ = min(found, key=lambda one: one[1].step_seconds)
     bounds = [one.bound_seconds for one, _ in found if one.bound_seconds is not None and not one.merged]
     return answer.result(begun, min(bounds) if len(bounds) == len(found) else None)
+
+
+def _microbatches(profile: Profile, minibatch_size: int) -> tuple[int, int]:
+    """Microbatches of a step, and the samples of one."""
+    size = fields.whole(profile.conditions.get("microbatch_size", 1), "microbatch_size", minimum=1)
+    count, left = divmod(minibatch_size, size)
+    if left or count < 1:
+        raise CapslogError(f"a minibatch of {minibatch_size} is not a whole number of microbatches of {size}")
+    return count, size
+
+
+def _numbers_of_blocks(profile: Profile, minibatch_size: int, devices: int) -> list[int]:
+    """From the most freedom to the least memory: every microbatch a block, a block per device or so, one block."""
+    count, _ = _microbatches(profile, minibatch_size)
+    few = next(number for number in range(min(count, devices), count + 1) if count % number == 0)
+    return list(dict.fromkeys((count, few, 1)))
 
 
 @dataclass(frozen=True)
@@ -148,7 +186,7 @@ class _Search:
         profile: Profile,
         devices: Sequence[Device],
         minibatch_size: int,
-        blocks: int | None,
+        blocks: int,
         memory: str,
         schedule: str,
         recompute: bool,
@@ -157,17 +195,12 @@ class _Search:
         max_stages: int | None,
     ) -> None:
         self.profile, self.devices = profile, list(devices)
-        self.microbatch_size = fields.whole(profile.conditions.get("microbatch_size", 1), "microbatch_size", minimum=1)
-        self.num_microbatches, left = divmod(minibatch_size, self.microbatch_size)
-        if left or self.num_microbatches < 1:
-            raise CapslogError(
-                f"a minibatch of {minibatch_size} is not a whole number of microbatches of {self.microbatch_size}"
-            )
+        self.num_microbatches, self.microbatch_size = _microbatches(profile, minibatch_size)
         self.shape = RunShape(self.num_microbatches, schedule, recompute, stage_inputs)
         self.memory, _ = resolve(memory, profile, self.shape)
         if (gap := MEMORY_MODELS[self.memory].gap(schedule, recompute, stage_inputs)) is not None:
             raise CapslogError(f"a joint plan needs peaks, but {gap}")
-        self.blocks = self.num_microbatches if blocks is None else fields.whole(blocks, "blocks", minimum=1)
+        self.blocks = fields.whole(blocks, "blocks", minimum=1)
         if self.num_microbatches % self.blocks:
             raise CapslogError(
                 f"{self.blocks} blocks do not divide the {self.num_microbatches} microbatches of a step; "
@@ -199,7 +232,9 @@ class _Search:
             usable = None if one.capacity is None else headroom.usable(one.capacity)
             members.setdefault(Kind(usable, one.speed), []).append(rank)
         self.merged = False
-        while len(members) > 2 and _number_of_templates(members, self.max_stages) > _MANY_TEMPLATES:
+        while len(members) > 2 and _number_of_templates(members, self.max_stages) > (
+            _MANY_TEMPLATES if len(members) <= _MANY_KINDS else _MANY_TEMPLATES / 5
+        ):
             members = _with_two_merged(members)
             self.merged = True
         while self.max_stages > 1 and _number_of_templates(members, self.max_stages) > _MANY_TEMPLATES:
@@ -282,6 +317,7 @@ class _Search:
         return JointPlan(
             self._plan(pipelines, time.perf_counter() - begun), tuple(pipelines), self._composed.step_seconds,
             None if bound_seconds is None else min(bound_seconds, self._composed.step_seconds), self.max_stages, idle,
+            self.blocks,
         )  # fmt: skip
 
     def _plan(self, pipelines: Sequence[Pipeline], search_seconds: float) -> Plan:
@@ -329,8 +365,17 @@ class _Search:
             self.shape.schedule, self.num_microbatches, self.microbatch_size, self.shape.recompute,
             self.shape.stage_inputs,
         )  # fmt: skip
+        if answer.fits:  # but for the gradients of a second block, which the planner of one pipeline does not know
+            usable = [NEVER if one.capacity is None else Headroom.of(self.profile).usable(one.capacity) for one in used]
+            excess = (self.pipelines.stage_bytes(answer.cuts, self.blocks) - np.array(usable)).tolist()
+            lack = (
+                f"stage {excess.index(max(excess))} needs {format_bytes(max(excess))} more for the gradients that wait"
+            )
+            notes = (f"does not fit: {lack} until all {self.blocks} accumulation blocks are added; use 1 block",)
+            shortfall = Shortfall(excess.index(max(excess)), max(1, max(excess)))
+            answer = replace(answer, fits=False, shortfall=shortfall, notes=notes)
         answer = replace(answer, planner="joint", search_seconds=time.perf_counter() - begun)
-        return JointPlan(answer, (), None, None, self.max_stages, ())
+        return JointPlan(answer, (), None, None, self.max_stages, (), self.blocks)
 
 
 def _strength(kind: Kind) -> tuple[float, int]:

@@ -98,6 +98,11 @@ class Pipelines:
         least = self._exchange_seconds(share, float(self._parameter_bytes[-1])) / self.sizes.sum(axis=1)
         return self._of_share[share].seconds_of + least
 
+    def stage_bytes(self, cuts: Sequence[int], share: int) -> NDArray[np.int64]:
+        """Bytes of each stage of a cut list with `share` blocks."""
+        costs = _WithCopies(self._costs(share * self.of_block), self._copy_bytes(share))
+        return np.array(costs.peaks(cuts), dtype=np.int64)
+
     def column(self, number: int, share: int, wide: bool = False) -> Column | None:
         """A template with a share of blocks, laid out and simulated; None where no order tried fits.
 

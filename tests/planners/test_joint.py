@@ -1,0 +1,292 @@
+"""Pipelines, stages and shares of microbatches together: against every composition, order, cut list and share."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+
+from varuna_capslog import planners
+from varuna_capslog.errors import CapslogError
+from varuna_capslog.plan import Plan
+from varuna_capslog.planners.fleet import compose, least_seconds
+from varuna_capslog.planners.joint import Device, JointPlan, joint_plan
+from varuna_capslog.planners.seconds import Link
+from varuna_capslog.profiles import LayerProfile, Profile
+
+from .timed import chain, cut_lists, simulated
+
+
+def equal_layers(count: int, size: int = 10, seconds: float = 1.0, microbatch_size: int = 1) -> Profile:
+    layers = [
+        LayerProfile(
+            f"l{i}",
+            size,
+            size if i else None,
+            parameter_bytes=0,
+            boundary_bytes=1,
+            forward_seconds=seconds,
+            backward_seconds=2 * seconds,
+        )
+        for i in range(count)
+    ]
+    return Profile(tuple(layers), model="equal", conditions={"microbatch_size": microbatch_size})
+
+
+def compositions(ranks: Sequence[int]) -> Iterator[list[list[int]]]:
+    """Every way to part ranks into groups."""
+    if not ranks:
+        yield []
+        return
+    for rest in compositions(ranks[1:]):
+        yield [[ranks[0]], *rest]
+        for place in range(len(rest)):
+            yield [*rest[:place], [ranks[0], *rest[place]], *rest[place + 1 :]]
+
+
+def best_by_trying_all(
+    profile: Profile, devices: list[Device], microbatches: int, blocks: int, schedule: str, link: Link | None
+) -> float:
+    """The shortest step of any fleet, inf where none fits."""
+    parameters = profile.column("parameter_bytes")
+    isolated, added = profile.column("isolated_bytes"), profile.column("added_bytes")
+
+    @functools.cache
+    def one_pipeline(kinds: tuple[tuple[int, float], ...], share: int) -> float:
+        copies = min(share, 2) - 1 if share == blocks else share - 1
+        best = float("inf")
+        for order in set(itertools.permutations(kinds)):
+            for cuts in cut_lists(profile.num_layers, len(order)):
+                ends = [*cuts[1:], profile.num_layers]
+                held = [sum(parameters[first:end]) for first, end in zip(cuts, ends, strict=True)]
+                peaks = [isolated[first] + sum(added[first + 1 : end]) for first, end in zip(cuts, ends, strict=True)]
+                if any(
+                    peak + copies * weights > capacity
+                    for peak, weights, (capacity, _) in zip(peaks, held, order, strict=True)
+                ):
+                    continue
+                speeds = [speed for _, speed in order]
+                count = share * microbatches // blocks
+                step = simulated(profile, cuts, schedule, count, True, link, speeds)
+                if share < blocks and link is not None and link.bandwidth is not None:
+                    step += (blocks - share) * max(held) / link.bandwidth
+                best = min(best, step)
+        return best
+
+    best = float("inf")
+    ranks = range(len(devices))
+    for used in itertools.chain.from_iterable(itertools.combinations(ranks, n) for n in range(1, len(devices) + 1)):
+        for groups in compositions(used):
+            if len(groups) > blocks or max(map(len, groups)) > profile.num_layers:
+                continue
+            for inner in itertools.combinations(range(1, blocks), len(groups) - 1):
+                shares = np.diff([0, *inner, blocks]).tolist()
+                steps = [
+                    one_pipeline(tuple(sorted((devices[r].capacity or 10**9, devices[r].speed) for r in group)), share)
+                    for group, share in zip(groups, shares, strict=True)
+                ]
+                best = min(best, max(steps))
+    return best
+
+
+def check(profile: Profile, devices: list[Device], found: JointPlan, blocks: int) -> None:
+    """What every answer keeps to: each device in one stage or idle, whole blocks, memory, and a valid plan."""
+    plan = found.plan
+    assert Plan.from_json(plan.to_json()) == plan
+    assert plan.placed is not None
+    assert plan.microbatches_of_pipeline is not None
+    ranks = [rank for stage in plan.placed for rank in stage.ranks]
+    assert sorted([*ranks, *found.idle]) == list(range(len(devices)))
+    of_block = (plan.num_microbatches or 0) // blocks
+    for number, one in enumerate(found.pipelines):
+        microbatches = plan.microbatches_of_pipeline[number]
+        assert len(microbatches) == one.blocks * of_block > 0
+        assert microbatches[0] % of_block == 0
+        assert list(microbatches) == list(range(microbatches[0], microbatches[-1] + 1))
+        assert tuple(plan.placement(number)) == one.devices
+        for stage, rank in zip([s for s in plan.placed if s.pipeline == number], one.devices, strict=True):
+            capacity = devices[rank].capacity
+            assert capacity is None or (stage.bytes or 0) <= capacity
+    assert found.step_seconds == max(one.step_seconds for one in found.pipelines)
+
+
+def test_no_fleet_is_more_than_one_percent_faster_and_none_beats_the_bound() -> None:
+    rng = random.Random(1)
+    unfit, worse, mixed = 0, 0, 0
+    for _ in range(60):
+        profile = chain(rng, rng.randint(2, 5))
+        kinds = [Device(rng.choice([None, 20, 25, 35, 50]), rng.choice([1.0, 0.5, 0.7])) for _ in range(2)]
+        devices = [rng.choice(kinds) for _ in range(rng.randint(1, 4))]
+        blocks = rng.choice([1, 2, 3])
+        microbatches = blocks * rng.choice([1, 2])
+        schedule, link = rng.choice(["varuna", "1f1b"]), rng.choice([None, Link(100.0, 0.01), Link(None, 0.2)])
+        found = joint_plan(profile, devices, microbatches, blocks, schedule=schedule, link=link)
+        best = best_by_trying_all(profile, devices, microbatches, blocks, schedule, link)
+        if found.step_seconds is None:
+            assert best == float("inf")
+            assert found.plan.fits is False
+            unfit += 1
+            continue
+        check(profile, devices, found, blocks)
+        assert found.bound_seconds is not None
+        assert found.bound_seconds <= best * (1 + 1e-9)
+        assert best * (1 - 1e-9) <= found.step_seconds <= best * 1.01
+        worse += found.step_seconds > best * (1 + 1e-9)
+        mixed += len({len(one.devices) for one in found.pipelines}) > 1
+    assert unfit >= 3
+    assert mixed >= 3
+    assert worse == 0
+
+
+def test_both_orders_of_two_devices_are_tried() -> None:
+    """The order with the better bound is not always the one with the shorter step."""
+    rng = random.Random(2)
+    for _ in range(60):
+        profile = chain(rng, 5)
+        devices = [Device(50, 1.0), Device(50, 0.5)]
+        found = joint_plan(profile, devices, 3, 1)
+        assert found.step_seconds == pytest.approx(best_by_trying_all(profile, devices, 3, 1, "varuna", None))
+
+
+def test_seven_is_three_and_four() -> None:
+    """Twelve layers of which five fit a device, seven devices: neither 7 nor 3 + 3 is as fast as 3 + 4."""
+    profile = equal_layers(12)
+    found = joint_plan(profile, [Device(50)] * 7, 14)
+    check(profile, [Device(50)] * 7, found, 14)
+    assert sorted(len(one.devices) for one in found.pipelines) == [3, 4]
+    assert found.idle == ()
+    shares = {len(one.devices): one.blocks for one in found.pipelines}
+    assert shares == {3: 6, 4: 8}
+
+
+@pytest.mark.parametrize("number", range(2, 14))
+def test_any_number_of_devices_is_used_whole(number: int) -> None:
+    profile = equal_layers(12)
+    found = joint_plan(profile, [Device(80)] * number, 24)
+    check(profile, [Device(80)] * number, found, 24)
+    assert found.idle == ()
+    fewer = joint_plan(profile, [Device(80)] * (number - 1), 24)
+    assert found.step_seconds is not None
+    assert fewer.step_seconds is None or found.step_seconds <= fewer.step_seconds * 1.005
+
+
+def test_a_slow_device_gets_fewer_layers_or_microbatches() -> None:
+    found = joint_plan(equal_layers(8, size=1), [Device(100, 1.0), Device(100, 0.25)], 10)
+    assert {one.devices: one.blocks for one in found.pipelines} == {(0,): 8, (1,): 2}
+    one_pipeline = joint_plan(equal_layers(8, size=1), [Device(7, 1.0), Device(7, 0.25)], 10)
+    (pipeline,) = one_pipeline.pipelines
+    layers = np.diff([*pipeline.cuts, 8])
+    slow = pipeline.devices.index(1)
+    assert layers[slow] < layers[1 - slow]
+
+
+def test_a_larger_memory_takes_the_stage_that_needs_it() -> None:
+    layers = [
+        LayerProfile(f"l{i}", size, size if i else None, forward_seconds=1.0, backward_seconds=1.0)
+        for i, size in enumerate([5, 5, 40])
+    ]
+    devices = [Device(40), Device(10)]
+    (pipeline,) = joint_plan(Profile(tuple(layers)), devices, 4).pipelines
+    assert pipeline.devices == (1, 0)
+    assert pipeline.cuts == (0, 2)
+
+
+def test_waiting_blocks_count_as_memory() -> None:
+    """A pipeline among others keeps the gradients of each of its blocks until the exchange."""
+    rows = [LayerProfile("a", 10, parameter_bytes=3, forward_seconds=1.0, backward_seconds=1.0)]
+    profile = Profile(tuple(rows))
+    two = joint_plan(profile, [Device(13)] * 2, 4)
+    assert [one.blocks for one in two.pipelines] == [2, 2]
+    assert two.plan.peak_bytes == 13
+    single = joint_plan(profile, [Device(12)] * 2, 4)
+    assert (single.blocks, [one.blocks for one in single.pipelines]) == (2, [1, 1])
+    refused = joint_plan(profile, [Device(12)] * 2, 4, blocks=4)
+    assert refused.plan.fits is False
+    assert refused.plan.shortfall is not None
+    assert refused.plan.shortfall.bytes == 1
+    assert "until all 4 accumulation blocks are added" in refused.plan.notes[0]
+
+
+def test_the_best_microbatch_size_is_chosen() -> None:
+    """Size 2 takes less than twice as long as size 1, but does not fit the small device."""
+    small, large = equal_layers(4, 10, 1.0, 1), equal_layers(4, 25, 1.5, 2)
+    assert joint_plan([small, large], [Device(200)] * 2, 8).plan.microbatch_size == 2
+    assert joint_plan([small, large], [Device(40)] * 2, 8).plan.microbatch_size == 1
+
+
+def test_does_not_fit_names_the_shortfall() -> None:
+    found = joint_plan(equal_layers(4), [Device(9)] * 6, 8)
+    assert (found.step_seconds, found.bound_seconds, found.pipelines) == (None, None, ())
+    assert found.plan.fits is False
+    assert found.plan.shortfall is not None
+    assert found.plan.shortfall.bytes == 1
+    assert "no number of devices would do" in found.plan.notes[0]
+
+
+def test_many_kinds_of_devices_are_taken_for_fewer() -> None:
+    rng = random.Random(2)
+    devices = [Device(rng.randint(60, 100), rng.uniform(0.5, 1)) for _ in range(14)]
+    found = joint_plan(equal_layers(12), devices, 16)
+    check(equal_layers(12), devices, found, 16)
+    assert found.bound_seconds is None, "weaker kinds were planned for, so it would be no bound"
+    assert found.idle == ()
+
+
+def test_a_large_fleet_of_two_kinds() -> None:
+    profile = equal_layers(12)
+    devices = [Device(40), Device(60, 0.6)] * 64
+    found = joint_plan(profile, devices, 256, 64)
+    check(profile, devices, found, 64)
+    assert found.step_seconds is not None
+    assert found.bound_seconds is not None
+    assert len(found.idle) <= 2
+    assert found.step_seconds <= 1.3 * found.bound_seconds
+
+
+def test_a_large_fleet_is_close_to_its_relaxation() -> None:
+    """The whole-number program of 1,000 devices: what is composed is a fleet, and near what fractions would do."""
+    rng = np.random.default_rng(3)
+    sizes = np.array([(a, b) for a in range(8) for b in range(8) if a + b], dtype=np.int64)
+    speed = sizes @ np.array([1.0, 0.6]) * rng.uniform(0.8, 1.0, len(sizes))
+    times = np.arange(1, 13)[:, None] * 10 / speed + 5
+    for blocks in (90, 300, 700):  # 90 pipelines at most, so that they must be long to use the devices
+        counts = [501, 499]
+        fleet, least = compose(sizes, counts, blocks, times), least_seconds(sizes, counts, blocks, times)
+        assert fleet is not None
+        assert least is not None
+        used = sum(count * sizes[number] for number, _, count in fleet.pipelines)
+        assert (used <= counts).all()
+        assert used.sum() >= 990
+        assert sum(gain * count for _, gain, count in fleet.pipelines) >= blocks
+        assert sum(count for *_, count in fleet.pipelines) <= blocks
+        assert all(times[gain - 1, number] <= fleet.seconds for number, gain, _ in fleet.pipelines)
+        assert least <= fleet.seconds <= 1.02 * least
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"minibatch_size": 7, "profiles": equal_layers(4, microbatch_size=2)}, "not a whole number of microbatches"),
+        ({"blocks": 3}, "3 blocks do not divide the 8 microbatches"),
+        ({"devices": []}, "at least one profile and one device"),
+        ({"schedule": "1f1b", "recompute": False}, "needs peaks"),
+        ({"profiles": Profile((LayerProfile("a", 1),))}, "no forward_seconds"),
+    ],
+)
+def test_mistakes_are_named(change: dict[str, object], message: str) -> None:
+    arguments: dict[str, object] = {"profiles": equal_layers(4), "devices": [Device()], "minibatch_size": 8}
+    with pytest.raises(CapslogError, match=message):
+        joint_plan(**{**arguments, **change})  # type: ignore[arg-type]
+    with pytest.raises(CapslogError, match="speed is 0"):
+        Device(speed=0)
+
+
+def test_one_device_is_a_plan_of_one_stage() -> None:
+    found = joint_plan(equal_layers(4), [Device(40)], 8)
+    (pipeline,) = found.pipelines
+    assert (pipeline.cuts, pipeline.blocks, found.step_seconds) == ((0,), 8, 4 * 3.0 * 8)
+    assert planners.plan(equal_layers(4), 1, capacity=40).fits

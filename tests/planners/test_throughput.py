@@ -1,0 +1,172 @@
+"""The fastest cut list within a memory cap, against every cut list and the simulator."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from varuna_capslog import planners
+from varuna_capslog.errors import CapslogError
+from varuna_capslog.memory.additive import AdditiveCosts
+from varuna_capslog.planners.seconds import LayerSeconds, Link, step_player
+from varuna_capslog.planners.throughput import Fastest, Run, fastest_cuts
+from varuna_capslog.profiles import LayerProfile, Profile
+from varuna_capslog.schedules import SCHEDULES
+
+from .timed import Positional, chain, cut_lists, seconds_of, simulated
+
+LINKS = (None, Link(latency_seconds=0.3), Link(bandwidth=20.0, latency_seconds=0.01))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_player_of_many_lists_is_the_simulator(schedule: str, recompute: bool) -> None:
+    rng = random.Random(1)
+    for stages, microbatches in ((1, 3), (2, 1), (3, 5), (5, 8)):
+        profile, link = chain(rng, 7), rng.choice(LINKS)
+        lists = list(cut_lists(7, stages))
+        speeds = [rng.choice([0.5, 1.0, 2.0]) for _ in range(stages)]
+        played = step_player(schedule, stages, microbatches, recompute).step_seconds(
+            *seconds_of(profile, link).of_cuts(np.array(lists), speeds)
+        )
+        for cuts, step in zip(lists, played.tolist(), strict=True):
+            assert step == pytest.approx(simulated(profile, cuts, schedule, microbatches, recompute, link, speeds))
+
+
+def instance(rng: random.Random, most_layers: int = 9) -> tuple[Profile, Positional, Run, int, Link | None]:
+    layers = rng.randint(1, most_layers)
+    stages = rng.randint(1, min(layers, 5))
+    costs = Positional([rng.randint(1, 30) for _ in range(layers)], [rng.randint(0, 9) for _ in range(layers)])
+    run = Run(rng.choice(SCHEDULES), rng.choice([1, 2, 5, 8]), rng.random() < 0.5)
+    return chain(rng, layers), costs, run, stages, rng.choice(LINKS)
+
+
+def best_by_trying_all(
+    profile: Profile, costs: Positional, run: Run, lists: list[list[int]], link: Link | None, speeds: list[float]
+) -> float:
+    return min(
+        simulated(profile, cuts, run.schedule, run.num_microbatches, run.recompute, link, speeds) for cuts in lists
+    )
+
+
+def test_no_cut_list_that_fits_is_faster() -> None:
+    """Position-dependent memory, capacities and speeds per device, all schedules, slow links."""
+    rng = random.Random(2)
+    unfit = proven = 0
+    for _ in range(150):
+        profile, costs, run, stages, link = instance(rng)
+        capacities = [rng.randint(20, 150) for _ in range(stages)] if rng.random() < 0.7 else None
+        speeds = [rng.choice([0.5, 1.0, 2.0]) for _ in range(stages)]
+        lists = list(cut_lists(profile.num_layers, stages))
+        if capacities is not None:
+            lists = [one for one in lists if all(np.array(costs.peaks(one)) <= capacities)]
+        found = fastest_cuts(costs, seconds_of(profile, link), run, stages, capacities, speeds)
+        if not lists:
+            assert found is None
+            unfit += 1
+            continue
+        assert found is not None
+        assert list(found.cuts) in lists
+        best = best_by_trying_all(profile, costs, run, lists, link, speeds)
+        assert found.step_seconds == pytest.approx(best)
+        assert found.peak_bytes == max(costs.peaks(found.cuts))
+        proven += found.proven
+    assert unfit > 10
+    assert proven > 100
+
+
+def test_the_bound_holds_where_the_beam_is_too_narrow_to_find_the_best() -> None:
+    rng = random.Random(3)
+    worse = 0
+    for _ in range(120):
+        profile, costs, run, stages, link = instance(rng, most_layers=10)
+        found = fastest_cuts(costs, seconds_of(profile, link), run, stages, width=1)
+        assert found is not None
+        lists = list(cut_lists(profile.num_layers, stages))
+        best = best_by_trying_all(profile, costs, run, lists, link, [1.0] * stages)
+        assert found.bound_seconds <= best * (1 + 1e-9)
+        assert found.step_seconds >= best * (1 - 1e-9)
+        if found.proven:
+            assert found.step_seconds == pytest.approx(best)
+        worse += found.step_seconds > best * 1.0001
+    assert worse > 0, "nothing was left out, so the bound was never needed"
+
+
+def uneven() -> Profile:
+    """Six layers: the first two are slow and small, the last four quick and large."""
+    rows = [(4.0, 1), (4.0, 1), (1.0, 10), (1.0, 10), (1.0, 10), (1.0, 10)]
+    layers = [
+        LayerProfile(f"l{i}", size, size if i else None, forward_seconds=time, backward_seconds=2 * time)
+        for i, (time, size) in enumerate(rows)
+    ]
+    return Profile(tuple(layers), conditions={"microbatch_size": 1})
+
+
+def test_time_and_memory_pull_the_cut_to_different_sides() -> None:
+    profile = uneven()
+    assert planners.plan(profile, 2, "exact", num_microbatches=8).cuts == (0, 4)
+    fast = planners.plan(profile, 2, "throughput", num_microbatches=8)
+    assert fast.cuts == (0, 1)
+    assert fast.peak_bytes == 41
+    assert fast.planner == "throughput"
+    assert planners.plan(profile, 2, "throughput", num_microbatches=8, capacity=40).cuts == (0, 2)
+    assert planners.plan(profile, 2, "throughput", num_microbatches=8, capacity=22).cuts == (0, 4)
+
+
+def test_does_not_fit_is_answered_with_the_smallest_peak_and_the_shortfall() -> None:
+    plan = planners.plan(uneven(), 2, "throughput", num_microbatches=8, capacity=20)
+    assert plan.fits is False
+    assert plan.cuts == planners.plan(uneven(), 2, "exact").cuts
+    assert plan.shortfall is not None
+    assert plan.shortfall.bytes == 2
+
+
+def test_a_slow_link_moves_the_cut_to_where_little_crosses() -> None:
+    layers = [
+        LayerProfile(f"l{i}", 1, 1 if i else None, boundary_bytes=crossing, forward_seconds=1.0, backward_seconds=2.0)
+        for i, crossing in enumerate([1, 100, 100, 100, 1])
+    ]
+    profile = Profile(tuple(layers))
+    assert planners.plan(profile, 2, "throughput", num_microbatches=4).cuts in ((0, 2), (0, 3))
+    assert planners.plan(profile, 2, "throughput", num_microbatches=4, link=Link(5.0)).cuts == (0, 1)
+
+
+def test_equally_fast_lists_are_told_apart_by_their_peak() -> None:
+    seconds = LayerSeconds(np.array([0.0, 1, 1, 2]), np.array([0.0, 2, 2, 4]), np.zeros(4))
+    costs = AdditiveCosts.of_statistics([5, 7, 6], [0, 7, 6])  # layer 1 takes no time
+    assert fastest_cuts(costs, seconds, Run("1f1b", 4, False), 2) == Fastest((0, 2), 15.0, 15.0, 12)
+
+
+def test_more_microbatches_make_an_even_split_worth_more() -> None:
+    """One microbatch visits the stages one after the other: any cut is as fast. Many fill the pipeline."""
+    profile = chain(random.Random(5), 8)
+    costs = AdditiveCosts.of_statistics([1] * 8, [0] + [0] * 7)
+    one, many = (fastest_cuts(costs, seconds_of(profile), Run("1f1b", count, False), 3) for count in (1, 64))
+    assert one is not None
+    assert many is not None
+    whole = sum(profile.column("forward_seconds")) + sum(profile.column("backward_seconds"))
+    assert one.step_seconds == pytest.approx(whole)
+    assert many.step_seconds < 0.7 * 64 * whole
+
+
+def test_what_the_profile_lacks_is_named() -> None:
+    bare = Profile((LayerProfile("a", 1), LayerProfile("b", 1, 1)))
+    with pytest.raises(CapslogError, match=r"no forward_seconds for layers\[0\] \(a\)"):
+        planners.plan(bare, 2, "throughput")
+    with pytest.raises(CapslogError, match="no boundary_bytes"):
+        planners.plan(uneven(), 2, "throughput", link=Link(1e9))
+    with pytest.raises(CapslogError, match="bandwidth is 0"):
+        Link(0)
+
+
+def test_forty_eight_layers_on_twenty_four_devices_are_bounded() -> None:
+    """Too many for the beam: the answer says how far it could be from the best, and holds what it promises."""
+    profile = chain(random.Random(6), 48)
+    costs = AdditiveCosts.of_statistics(profile.column("isolated_bytes"), profile.column("added_bytes"))
+    found = fastest_cuts(costs, seconds_of(profile), Run("varuna", 8, True), 24, [60] * 24)
+    assert found is not None
+    assert max(costs.peaks(found.cuts)) <= 60
+    assert found.step_seconds == pytest.approx(simulated(profile, found.cuts, "varuna", 8, True))
+    assert found.bound_seconds <= found.step_seconds <= 1.5 * found.bound_seconds
