@@ -18,6 +18,7 @@ import numpy as np
 
 from varuna_capslog.memory.additive import AdditiveCosts
 from varuna_capslog.planners.capslog import capslog_cuts
+from varuna_capslog.planners.capslog_tb import capslog_tb_cuts
 from varuna_capslog.planners.exact import exact_cuts
 
 Instance = tuple[list[int], list[int]]
@@ -104,7 +105,7 @@ KINDS: list[Callable[[random.Random, int], Instance]] = [
     detr_like,
     detr_like_equal,
 ]
-PLANNERS = {"capslog": capslog_cuts, "exact": exact_cuts, "algorithm 1": algorithm_1}
+PLANNERS = {"capslog": capslog_cuts, "capslog-tb": capslog_tb_cuts, "exact": exact_cuts, "algorithm 1": algorithm_1}
 
 
 def row(
@@ -146,9 +147,8 @@ def main() -> None:
     trials = parser.parse_args().trials
     print(f"Python {platform.python_version()}, numpy {np.__version__}, {os.cpu_count()} CPUs ({platform.machine()})")
     table(48, 24, trials, list(PLANNERS), KINDS)
-    table(1000, 100, max(1, trials // 100), ["capslog", "exact"], KINDS)
-    table(10_000, 1000, max(1, trials // 50), ["capslog"], [independent, monotone, small_added, detr_like, falling])
-    table(10_000, 1000, 1, ["capslog", "exact"], [independent, monotone])
+    table(1000, 100, max(1, trials // 100), ["capslog", "capslog-tb", "exact"], KINDS)
+    table(10_000, 1000, max(1, trials // 300), ["capslog", "exact"], KINDS)
 
 
 if __name__ == "__main__":
