@@ -273,9 +273,9 @@ def stage_seconds(profile: Profile, stages: Sequence[tuple[int, int]], recompute
     update = None
     if isinstance(rate, (int, float)) and None not in weights:
         update = [float(rate) * sum(part or 0 for part in weights[first:end]) for first, end in stages]
-    bare = [
-        0.0 if recompute and end == profile.num_layers else value for value, (_, end) in zip(whole, stages, strict=True)
-    ]
+    bare = list(whole)
+    if recompute and stages[-1][1] == profile.num_layers:
+        bare[-1] = 0.0
     return StageSeconds(whole, [sum(backward[first:end]) for first, end in stages], bare, update)
 
 
