@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from varuna_capslog.chain import TensorSpec
-from varuna_capslog.config import Config, load_workload
 from varuna_capslog.profiles import cache
 from varuna_capslog.profiles.headroom import StepTrace, state_headroom
 from varuna_capslog.profiles.hollow import run_hollow
@@ -30,6 +29,9 @@ from varuna_capslog.profiles.trim import RunConditions, TrimmedRun
 from varuna_capslog.schedules import ALWAYS_RECOMPUTE
 from varuna_capslog.trace import ShapeTable
 from varuna_capslog.workload import Workload
+
+if TYPE_CHECKING:
+    from varuna_capslog.config import Config
 
 __all__ = ["Memo", "StageEstimate", "StageEstimator", "estimate_config", "estimate_stage", "estimate_workload"]
 
@@ -99,7 +101,8 @@ class StageEstimator:
         self.conditions = RunConditions(device, microbatch_size, shapes, precision, recompute, stage_inputs, blocks)
         quirks = quirks_of(device)
         self.speed = speed or (calibrated_cpu() if device == "cpu" else SPEEDS["rtx a4000"])
-        self.chain = skeleton(workload)
+        with torch.random.fork_rng(devices=[]):
+            self.chain = skeleton(workload)
         with quirks.dispatch():
             # on CPU tensors in any case, as the runs: both then see the same operators
             self.specs = ShapeTable(self.chain, "cpu", precision).boundaries(inputs)
@@ -192,6 +195,9 @@ def estimate_config(
     Raises:
         CapslogError: a layer or the loss cannot run on fake tensors.
     """
+    # here, for scripts on machines without the config library
+    from varuna_capslog.config import load_workload
+
     device = config.profile.device or config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
