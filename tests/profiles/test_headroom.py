@@ -10,6 +10,7 @@ from varuna_capslog.profiles.allocator import Event, replay
 from varuna_capslog.profiles.headroom import (
     CONTEXT_BYTES,
     NCCL_BYTES,
+    UNSEEN_PART,
     StepTrace,
     fragmentation,
     run_of_steps,
@@ -84,8 +85,8 @@ def test_cuda_states_every_part():
 
 def test_the_cpu_has_no_segments():
     stated = state_headroom("cpu", "gloo", [[trace(5, 5)]])
-    assert (stated["fixed_bytes"], stated["fragmentation"]) == (0, 1.0)
-    assert "CPU allocator" in stated["parts"]["basis"]
+    assert (stated["fixed_bytes"], stated["fragmentation"]) == (0, 1 + UNSEEN_PART)
+    assert "no segments" in stated["parts"]["basis"]
 
 
 def test_planners_read_what_is_stated():
