@@ -12,7 +12,8 @@ import pytest
 from varuna_capslog import planners
 from varuna_capslog.errors import CapslogError
 from varuna_capslog.plan import Plan
-from varuna_capslog.profiles import LayerProfile, Profile
+from varuna_capslog.profiles import LayerProfile, Observation, Profile
+from varuna_capslog.profiles.record import layers_of_runs
 
 
 def profile_of(isolated: list[int], added: list[int], **conditions: Any) -> Profile:
@@ -134,6 +135,86 @@ loaded = [name for name in sys.modules if name.split(".")[0] in ("torch", "torch
 assert not loaded, loaded
 """
     subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, timeout=60, env=_path())
+
+
+def observed_profile(headroom: dict[str, Any] | None = None, source: str | None = None) -> Profile:
+    """Three layers that keep 2, 4 and 8 bytes and hold 1 byte each; no transients. Pairs keep what both keep."""
+    saved, rows = [2, 4, 8], []
+    for first, end in [(0, 1), (1, 2), (2, 3), (0, 2), (1, 3)]:
+        kept = sum(saved[first:end])
+        parts = {"static_bytes": end - first, "saved_bytes": kept, "boundary_in_bytes": 1, "boundary_out_bytes": 1}
+        rows.append(Observation((first, end), "cuda", 1, [1], end - first + kept, memory_action="none", **parts))  # type: ignore[arg-type]
+    conditions = {} if headroom is None else {"headroom": headroom}
+    return Profile(
+        layers=layers_of_runs(["a", "b", "c"], rows), source=source, conditions=conditions, observations=tuple(rows)
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "model", "stage_bytes"),
+    [
+        ({}, "varuna", (8, 9)),
+        ({"schedule": "1f1b", "recompute": False, "num_microbatches": 4}, "1f1b", (5, 14)),
+        ({"schedule": "gpipe", "recompute": False, "num_microbatches": 4}, "gpipe", (26, 33)),
+        ({"schedule": "1f1b", "stage_inputs": "device"}, "1f1b", (9, 9)),
+        ({"memory": "additive"}, "additive", (8, 9)),
+        ({"memory": "composition"}, "composition", (8, 9)),
+    ],
+)
+def test_the_default_model_is_the_schedules_own(options: Any, model: str, stage_bytes: tuple[int, ...]) -> None:
+    plan = planners.plan(observed_profile(), 2, **options)
+    assert (plan.memory_model, plan.stage_bytes, plan.fits) == (model, stage_bytes, True)
+    assert plan.notes == ()
+
+
+@pytest.mark.parametrize("planner", ["varuna", "capslog", "capslog-tb", "mcap-bf", "exact"])
+def test_every_planner_plans_for_every_model(planner: str) -> None:
+    for schedule in ("varuna", "1f1b", "gpipe"):
+        plan = planners.plan(observed_profile(), 2, planner, schedule=schedule, recompute=False, num_microbatches=2)
+        assert plan.peak_bytes is not None
+        assert plan.peak_bytes >= (
+            planners.plan(observed_profile(), 2, schedule=schedule, recompute=False, num_microbatches=2).peak_bytes or 0
+        )
+
+
+def test_shortfall_of_a_schedules_model() -> None:
+    """Two stages of 5 and 14 bytes; on three devices the first one holds three graphs of 2: 7, 9, 9."""
+    run: Any = {"schedule": "1f1b", "recompute": False, "num_microbatches": 4}
+    plan = planners.plan(observed_profile(), 2, capacity=13, **run)
+    assert plan.shortfall is not None
+    assert (plan.shortfall.stage, plan.shortfall.bytes, plan.shortfall.devices_that_fit) == (1, 1, 3)
+    assert planners.plan(observed_profile(), 3, capacity=13, **run).stage_bytes == (7, 9, 9)
+    assert planners.plan(observed_profile(), 3, capacity=13, **run).fits is True
+
+
+def test_given_cuts_are_predicted_and_judged() -> None:
+    plan = planners.plan(observed_profile(), 2, cuts=[0, 1], capacity=13)
+    assert (plan.planner, plan.cuts, plan.stage_bytes, plan.fits) == (None, (0, 1), (3, 14), False)
+    assert plan.shortfall is not None
+    assert (plan.shortfall.stage, plan.shortfall.devices_that_fit) == (1, 2)
+    assert plan.search_seconds is None
+    for cuts in ([0], [1, 2], [0, 0], [0, 3], [0, 1, 2]):
+        with pytest.raises(CapslogError, match="give the first layer of each device's stage"):
+            planners.plan(observed_profile(), 2, cuts=cuts)
+
+
+def test_what_is_reserved_is_compared_with_the_capacity() -> None:
+    """Stages of 8 and 9 bytes reserve 1.5 times as much and 100 bytes: 112 and ceil(13.5) + 100 = 114."""
+    profile = observed_profile({"fixed_bytes": 100, "fragmentation": 1.5})
+    assert planners.plan(profile, 2, capacity=114).fits is True
+    plan = planners.plan(profile, 2, capacity=113)
+    assert (plan.fits, plan.stage_bytes) == (False, (8, 9))
+    assert plan.shortfall is not None
+    assert (plan.shortfall.stage, plan.shortfall.bytes, plan.shortfall.devices_that_fit) == (1, 1, None)
+    assert "stage 1 needs 114 B of 113 B, 1 B too much (9 B and its headroom)" in plan.notes[0]
+    assert planners.plan(profile, 2, capacity=50).fits is False
+    for headroom, message in [
+        ({"fragmentation": 0.9}, "fragmentation is 0.9"),
+        ({"fixed_bytes": -1}, "fixed_bytes is -1"),
+        ({"fixd_bytes": 1}, "did you mean 'fixed_bytes'"),
+    ]:
+        with pytest.raises(CapslogError, match=message):
+            planners.plan(observed_profile(headroom), 2)
 
 
 def _path() -> dict[str, str]:

@@ -12,8 +12,9 @@ that the schedule has in flight on stage s (`schedules.in_flight_limits`), so k_
     gpipe   k_s = M          1f1b   k_s = min(S - s, M)          varuna   recomputes; k_s = min(3 (S - 1 - s), M)
 
 Where the device is the CPU, host memory is the same memory: inputs count wherever they are said to wait, and so do the
-outputs sent ahead that no message of the next stage has confirmed yet, o_s = k_s - k_(s+1). On CUDA what is sent
-waits in pinned host memory, o_s = 0.
+outputs sent ahead that no message of the next stage has confirmed yet, o_s = k_s - k_(s+1) while a backward runs. On
+CUDA what is sent waits in pinned host memory, o_s = 0. Known limit, on the CPU alone: before a stage's first backward
+nothing is confirmed, so one that peaks in a forward or a recomputation may hold up to k_s outputs.
 """
 
 from __future__ import annotations
@@ -122,8 +123,9 @@ _waiting = functools.lru_cache(maxsize=64)(waiting)
 def stage_costs(model: str, profile: Profile, run: RunShape) -> InflightCosts:
     """Return the costs of every stage at every place, from the runs of single layers and pairs.
 
-    Raises CapslogError naming the run or field that the profile lacks for memory model `model`.
+    Raises CapslogError naming the run or field that the profile lacks for memory model `model`, and as `waiting`.
     """
+    waiting(run, 1, one_memory=False)
     recompute = run.recompute or run.schedule in ALWAYS_RECOMPUTE
     single, pair = observed(profile, model, "recompute" if recompute else "none")
     one_memory = single[0].device == "cpu"
