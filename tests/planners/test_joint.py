@@ -17,8 +17,11 @@ from varuna_capslog.planners.fleet import compose, least_seconds
 from varuna_capslog.planners.joint import Device, JointPlan, joint_plan
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.profiles import LayerProfile, Profile
+from varuna_capslog.simulation import Link as Blocking
 
 from .timed import chain, cut_lists, simulated
+
+LINKS = (None, Link(100.0, 0.01), Link(None, 0.2), Blocking(100.0, 0.01, copy_bandwidth=60.0))
 
 
 def equal_layers(count: int, size: int = 10, seconds: float = 1.0, microbatch_size: int = 1) -> Profile:
@@ -123,7 +126,7 @@ def test_no_fleet_is_more_than_one_percent_faster_and_none_beats_the_bound() -> 
         devices = [rng.choice(kinds) for _ in range(rng.randint(1, 4))]
         blocks = rng.choice([1, 2, 3])
         microbatches = blocks * rng.choice([1, 2])
-        schedule, link = rng.choice(["varuna", "1f1b"]), rng.choice([None, Link(100.0, 0.01), Link(None, 0.2)])
+        schedule, link = rng.choice(["varuna", "1f1b"]), rng.choice(LINKS)
         found = joint_plan(profile, devices, microbatches, blocks, schedule=schedule, link=link)
         best = best_by_trying_all(profile, devices, microbatches, blocks, schedule, link)
         if found.step_seconds is None:

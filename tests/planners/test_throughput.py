@@ -14,10 +14,17 @@ from varuna_capslog.planners.seconds import LayerSeconds, Link, step_player
 from varuna_capslog.planners.throughput import Fastest, Run, fastest_cuts
 from varuna_capslog.profiles import LayerProfile, Profile
 from varuna_capslog.schedules import SCHEDULES
+from varuna_capslog.simulation import Link as Blocking
 
 from .timed import Positional, chain, cut_lists, seconds_of, simulated
 
-LINKS = (None, Link(latency_seconds=0.3), Link(bandwidth=20.0, latency_seconds=0.01))
+LINKS = (
+    None,
+    Link(latency_seconds=0.3),
+    Link(bandwidth=20.0, latency_seconds=0.01),
+    Blocking(bandwidth=20.0, latency_seconds=0.01, copy_bandwidth=15.0),
+    Blocking(bandwidth=20.0, copy_bandwidth=80.0),
+)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -134,7 +141,7 @@ def test_a_slow_link_moves_the_cut_to_where_little_crosses() -> None:
 
 
 def test_equally_fast_lists_are_told_apart_by_their_peak() -> None:
-    seconds = LayerSeconds(np.array([0.0, 1, 1, 2]), np.array([0.0, 2, 2, 4]), np.zeros(4))
+    seconds = LayerSeconds(np.array([0.0, 1, 1, 2]), np.array([0.0, 2, 2, 4]), np.zeros(4), np.zeros(4))
     costs = AdditiveCosts.of_statistics([5, 7, 6], [0, 7, 6])  # layer 1 takes no time
     assert fastest_cuts(costs, seconds, Run("1f1b", 4, False), 2) == Fastest((0, 2), 15.0, 15.0, 12)
 

@@ -76,11 +76,18 @@ def simulated(
         for column in (profile.column("forward_seconds"), profile.column("backward_seconds"))
     )
     link = link or Link()
-    transfers = [link.seconds(profile.layers[cut - 1].boundary_bytes or 0) for cut in cuts[1:]]
+    sizes = [profile.layers[cut - 1].boundary_bytes or 0 for cut in cuts[1:]]
     actions = make_schedule(schedule, len(cuts), microbatches, recompute=recompute)
     # The engine leaves out a forward of the last stage that a recomputation repeats.
     bare = [*forward[:-1], 0.0]
-    timeline = simulate(actions, forward, backward, bare_forward_seconds=bare, transfer_seconds=transfers)
+    timeline = simulate(
+        actions,
+        forward,
+        backward,
+        bare_forward_seconds=bare,
+        transfer_seconds=[link.seconds(size) for size in sizes],
+        handover_seconds=[link.handover_seconds(size) for size in sizes],
+    )
     return timeline.step_seconds
 
 

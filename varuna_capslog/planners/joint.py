@@ -325,7 +325,7 @@ class _Search:
         stages, microbatches, begin = [], [], 0
         for number, one in enumerate(pipelines):
             speeds = [self.devices[rank].speed for rank in one.devices]
-            forward, backward, _ = self.pipelines.seconds.of_cuts(np.array([one.cuts]), speeds)
+            forward, backward, *_ = self.pipelines.seconds.of_cuts(np.array([one.cuts]), speeds)
             ends = [*one.cuts[1:], num_layers]
             for stage, (first, end, rank) in enumerate(zip(one.cuts, ends, one.devices, strict=True)):
                 took = float(forward[0, stage] + backward[0, stage])

@@ -28,8 +28,7 @@ Cuts = NDArray[np.intp]
 class Link:
     """What lies between two neighbouring stages: bytes per second (None: no limit) and seconds per message.
 
-    One link per ordered pair of stages, as in `schedules.simulate`: messages of one direction go one after the other,
-    and a transfer costs the devices no time.
+    One link per ordered pair of stages, as in `schedules.simulate`: messages of one direction go one after the other.
     """
 
     bandwidth: float | None = None
@@ -44,6 +43,10 @@ class Link:
         """Return the seconds that `count` bytes take."""
         return self.latency_seconds + (0.0 if self.bandwidth is None else count / self.bandwidth)
 
+    def handover_seconds(self, count: int) -> float:
+        """Return what sending `count` bytes costs the sending device, which cannot compute meanwhile: nothing here."""
+        return 0.0
+
 
 @dataclass(frozen=True)
 class LayerSeconds:
@@ -51,11 +54,13 @@ class LayerSeconds:
 
     forward, backward: [L + 1]; entry k sums layers 0 .. k-1. Recomputation takes as long as the forward.
     transfer: [L + 1]; entry k is what the cut before layer k takes in either direction, 0 at both ends of the chain.
+    handover: [L + 1]; the sender's own part of it, during which it cannot compute.
     """
 
     forward: Floats
     backward: Floats
     transfer: Floats
+    handover: Floats
 
     @classmethod
     def of_profile(cls, profile: Profile, link: Link | None = None) -> LayerSeconds:
@@ -64,19 +69,23 @@ class LayerSeconds:
         Raises CapslogError naming the first layer that lacks its seconds, or boundary_bytes where a bandwidth needs it.
         """
         link = link or Link()
-        transfer = np.zeros(profile.num_layers + 1)
-        if profile.num_layers > 1:
-            known = profile.column("boundary_bytes")[:-1] if link.bandwidth is not None else [0] * (len(transfer) - 2)
-            transfer[1:-1] = [link.seconds(count) for count in known]
-        return cls(_running(profile.column("forward_seconds")), _running(profile.column("backward_seconds")), transfer)
+        transfer, handover = np.zeros((2, profile.num_layers + 1))
+        sizes_matter = (link.seconds(1), link.handover_seconds(1)) != (link.seconds(0), link.handover_seconds(0))
+        for cut in range(1, profile.num_layers):
+            size = profile.layers[cut - 1].boundary_bytes
+            if size is None and sizes_matter:
+                profile.column("boundary_bytes")  # names the layer
+            transfer[cut], handover[cut] = link.seconds(size or 0), link.handover_seconds(size or 0)
+        forward, backward = (_running(profile.column(f"{name}_seconds")) for name in ("forward", "backward"))
+        return cls(forward, backward, transfer, handover)
 
     @property
     def num_layers(self) -> int:
         """L, the number of layers."""
         return len(self.forward) - 1
 
-    def of_cuts(self, cuts: Cuts, speeds: Sequence[float] | None = None) -> tuple[Floats, Floats, Floats]:
-        """Return forward and backward seconds [K, S] and transfer seconds [K, S - 1] of K cut lists [K, S].
+    def of_cuts(self, cuts: Cuts, speeds: Sequence[float] | None = None) -> tuple[Floats, Floats, Floats, Floats]:
+        """Return forward and backward [K, S], transfer and handover seconds [K, S - 1] of K cut lists [K, S].
 
         speeds: of the device of each stage; its seconds are those of speed 1 divided by it.
         """
@@ -84,7 +93,7 @@ class LayerSeconds:
         scale = 1.0 if speeds is None else np.asarray(speeds, dtype=np.float64)
         forward = (self.forward[ends] - self.forward[cuts]) / scale
         backward = (self.backward[ends] - self.backward[cuts]) / scale
-        return forward, backward, self.transfer[cuts[:, 1:]]
+        return forward, backward, self.transfer[cuts[:, 1:]], self.handover[cuts[:, 1:]]
 
 
 class StepPlayer:
@@ -128,7 +137,7 @@ class StepPlayer:
         assert all(done == len(program) for done, program in zip(at, programs, strict=True)), "a deadlock"
         self._num_messages = len(numbers)
 
-    def step_seconds(self, forward: Floats, backward: Floats, transfer: Floats) -> Floats:
+    def step_seconds(self, forward: Floats, backward: Floats, transfer: Floats, handover: Floats) -> Floats:
         """Return the step seconds [K] of K lists of stage seconds; shapes as `LayerSeconds.of_cuts` gives them.
 
         O(stages x microbatches) numpy operations on K numbers each.
@@ -136,7 +145,8 @@ class StepPlayer:
         count = len(forward)
         of_kind = {"F": np.ascontiguousarray(forward.T), "B": np.ascontiguousarray(backward.T)}
         of_kind["R"] = of_kind["F"]
-        cuts = np.ascontiguousarray(transfer.T)
+        cuts, own = np.ascontiguousarray(transfer.T), np.ascontiguousarray(handover.T)
+        costs_sender = bool(own.any())
         clock = np.zeros((self.stages, count))
         links = np.zeros((2, self.stages, count))  # when the link to the next (0) and the one before (1) is free
         arrival: list[Floats] = [clock[0]] * self._num_messages
@@ -147,6 +157,9 @@ class StepPlayer:
                 link = links[0 if peer > rank else 1, rank]
                 np.maximum(link, clock[rank], out=link)
                 link += cuts[min(peer, rank)]
+                if costs_sender:
+                    clock[rank] += own[min(peer, rank)]
+                    np.maximum(link, clock[rank], out=link)
                 arrival[number] = link.copy()
             else:
                 clock[rank] += of_kind[what][rank]

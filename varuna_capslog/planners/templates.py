@@ -113,15 +113,17 @@ class Templates:
     def _costs_of(self, kind: int, behind: int, step: Floats, trip: Floats) -> tuple[Floats, Floats]:
         """[P, L, L + 1]: cost and round trip of a first device of this kind before each of P states behind."""
         num_microbatches, speed = self._microbatches, self.kinds[kind].speed
-        one, both_ways = self._both / speed, 2 * self._seconds.transfer
+        transfer, sends = self._seconds.transfer, self._seconds.handover
+        one, both_ways = self._both / speed, 2 * np.maximum(transfer, sends)
         # The last stage runs no forward twice, and others may keep the graph of one microbatch (`insert_recompute`).
         again = num_microbatches - 1 if self._recompute and behind else 0
         work = one * num_microbatches + self._forward * (again / speed)
+        work += num_microbatches * sends + (num_microbatches - 1) * sends[:-1, None]
         limit = in_flight_limits(self._schedule, behind + 1, num_microbatches)[0]
         rounds = 1 + (num_microbatches - 1) // limit
         passed = np.where(self._fits(kind, behind), one + both_ways, np.inf)
         trips = passed + trip[:, None, :]
-        cost = np.maximum(rounds * trips, trips + ((num_microbatches - 1) / 2) * both_ways)
+        cost = np.maximum(rounds * trips, trips + (num_microbatches - 1) * transfer)
         np.maximum(cost, work, out=cost)
         np.maximum(cost, passed + step[:, None, :], out=cost)
         return cost, trips

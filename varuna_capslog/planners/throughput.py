@@ -170,17 +170,21 @@ class _Search:
 
     def stage_terms(self, stage: int, first: Cuts | slice) -> tuple[Floats, Floats, Floats, NDArray[np.bool_]]:
         """For stages that begin at `first`: [.., L + 1] work of a step, one microbatch, both transfers, what fits."""
+        sends = self.seconds.handover
         speed = 1.0 if self.speeds is None else self.speeds[stage]
         one = self._both[first] / speed
         again = self.player.forwards[stage] - self.run.num_microbatches
         work = one * self.run.num_microbatches + self._forward[first] * (again / speed)
-        return work, one, 2 * self.seconds.transfer, self._fits[stage][first]
+        # What follows the last backward is part of the way back.
+        work = work + self.run.num_microbatches * sends
+        work += (self.run.num_microbatches - 1) * sends[:-1][first][..., None]
+        return work, one, 2 * np.maximum(self.seconds.transfer, sends), self._fits[stage][first]
 
     def least(self, stage: int, work: Floats, one: Floats, both_ways: Floats) -> Floats:
         """What the stage's own work, link and limit of microbatches in flight make of the step, from its begin."""
         one_trip = one + both_ways + self.bounds_after(stage)
         by_limit = self.rounds[stage] * one_trip
-        by_link = one_trip + (self.run.num_microbatches - 1) * both_ways / 2
+        by_link = one_trip + (self.run.num_microbatches - 1) * self.seconds.transfer
         return np.maximum(work, np.maximum(by_limit, by_link))
 
     def bounds_after(self, stage: int) -> Floats:
@@ -194,7 +198,7 @@ class _Search:
         Transition  (s + 1, m) -> (s, l) with l < m: stage s holds layers l .. m-1, if they fit its device.
         Cost        the largest of what no schedule can avoid, w being the stage's forward and backward of one
                     microbatch and t the transfer over the cut behind it:
-                      all its work, recomputations included;
+                      all its work, recomputations and what sending costs it included;
                       w + 2 t + the cost of (s + 1, m), since stage s + 1 cannot begin before the first forward has come
                       over, and its last gradient must come back;
                       the link: w + 2 t + (M - 1) t + the shortest round trip of a microbatch behind;
