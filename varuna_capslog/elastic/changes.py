@@ -102,13 +102,14 @@ def _proposal(state: State) -> tuple[m.Effect, ...]:
     record, gone = state.record, state.suspects
     leave = {member for kind, member in state.changes if kind == "leave"}
     join = {member for kind, member in state.changes if kind == "join"}
-    stay = [member for member in record.members if member not in gone | leave]
-    stay += sorted(join - gone - leave - set(record.members))
-    leaving = [member for member in record.members if member in leave - gone]
+    stay = [member for member in record.members if member not in gone and member not in leave]
+    stay += sorted(join - gone - leave - set(record.members)) if join else []
+    leaving = [member for member in record.members if member in leave and member not in gone]
     if state.at.generation != record.number:  # nothing was trained yet: those that leave may hold what is needed
         leaving += [member for member in record.leaving if member not in gone]
     regress = state.regress or (record.regress and state.base is None)
     proposal = record.successor(stay, leaving, state.base, state.checkpoint, state.at.step, regress)
+    # The last ones to leave write what they hold before the record says that they may go.
     before = () if stay else (m.Persist("the last devices leave; the run is parked"),)
     return (*before, m.CompareAndSet(record.number, proposal))
 
@@ -151,6 +152,9 @@ def adopt(state: State, record: Generation) -> Step:
         leaves = ("leave", state.me) in state.changes or (inside and not state.votes)
         state, more = outside(state, record, wants_in=not leaves and (inside or state.wants_in))
         return state, (*effects, *more)
+    if not record.members:  # parked: nobody is left whom this member could send anything
+        state, more = outside(state, record, wants_in=False)
+        return state, (*effects, m.Persist("the run is parked"), *more)
     members = frozenset(record.members)
     # A join that was not taken up must be asked for again, or two views of who is lost would change places for ever.
     changes = frozenset(change for change in state.changes if change[0] == "leave" and change[1] in members)
@@ -164,6 +168,7 @@ def adopt(state: State, record: Generation) -> Step:
         cast=True,
         heard=heard_of(state, record.number),
         base=None,
+        missing=frozenset(),
         suspects=state.suspects.intersection(record.participants),
         changes=changes,
         urgent=state.urgent and bool(changes),
@@ -214,7 +219,8 @@ def heard_of(state: State, generation: int) -> frozenset[m.Heard]:
 
 def store_lost(state: State) -> Step:
     """A running generation needs no store. A change does: then the state goes to disk and the member ends."""
-    if state.phase is not Phase.CHANGE:
+    serves = not state.votes and state.phase in (Phase.GATHER, Phase.SERVE)
+    if state.phase is not Phase.CHANGE and not serves:
         return state, ()
     why = "the membership store is lost, and the next generation cannot be founded without it"
     return replace(state, phase=Phase.STOPPED), (m.Persist(why),)

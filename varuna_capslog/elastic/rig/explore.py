@@ -132,9 +132,9 @@ class _World(World):
 
     def lost_to(self, i: int) -> frozenset[int]:
         """Whom a perfect failure detector at i takes for lost."""
-        everyone = range(len(self.states))
+        ended = [not self.alive[j] or state.phase is Phase.STOPPED for j, state in enumerate(self.states)]
         return frozenset(
-            j for j in everyone if j != i and (not self.alive[j] or j in self.hung or not self.reach(i, j))
+            j for j in range(len(ended)) if j != i and (ended[j] or j in self.hung or not self.reach(i, j))
         )
 
     def actions(self) -> Iterator[tuple[Action, bool]]:
@@ -386,7 +386,7 @@ class _World(World):
         self.rounds = {number: step for number, step in self.rounds.items() if number in answered}
         newest = max(self.bases)
         self.bases = {number: base for number, base in self.bases.items() if number in answered or number == newest}
-        stamps = {stamp for memory in self.memory for _, stamp in memory}
+        stamps = {stamp for memory in self.memory for _, stamp in memory} | set(self.bases.values())  # or on its way
         reached = {stamp for top in stamps for stamp in self._past(top) if stamp.step > self.settled.step}
         self.parents = {stamp: parent for stamp, parent in self.parents.items() if stamp in reached}
 
