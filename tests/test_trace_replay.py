@@ -203,6 +203,19 @@ def test_joint_plans_leave_no_device_idle() -> None:
     assert "pipelines of" in layout.description
 
 
+def test_a_number_asked_before_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Replanner(four_layers(), 8, planner="exact", capacity=200)
+    first, too_few = plan(2), plan(1)
+    assert first is not None
+    assert too_few is None
+    monkeypatch.setattr("varuna_capslog.replanning.plan", None)
+    again = plan(2)
+    assert again is not None
+    assert replace(again, search_seconds=first.search_seconds) == first
+    assert again.search_seconds < first.search_seconds
+    assert plan(1) is None
+
+
 def test_a_replanner_checks_its_question() -> None:
     with pytest.raises(CapslogError, match="a minibatch of 3 samples"):
         Replanner(Profile(four_layers().layers, conditions={"microbatch_size": 2}), 3)

@@ -1,4 +1,4 @@
-"""What to run on any number of equal devices, planned anew each time it is asked, against the clock.
+"""What to run on any number of equal devices, planned when it is first asked, against the clock.
 
 The replay of a preemption trace calls a `Replanner` at every change. It chooses nothing itself: `joint` and the other
 planners do, and the step time is the simulator's.
@@ -10,7 +10,7 @@ __all__ = ["JOINT", "Replanner"]
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from varuna_capslog import fields
 from varuna_capslog.errors import CapslogError
@@ -46,7 +46,7 @@ class Replanner:
     stage_inputs: str = "host"
     blocks: int | None = None
     link: Link | None = None
-    _step_seconds: dict[tuple[int, ...], float] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _known: dict[int, Layout | None] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         fields.refuse_unknown([self.planner], [JOINT, *PLANNER_NAMES], "planner")
@@ -64,10 +64,15 @@ class Replanner:
         return size if isinstance(size, int) else 1
 
     def __call__(self, devices: int) -> Layout | None:
-        """Plans anew, also for a number that was asked before: only the answer's step time is looked up."""
+        """Plans, or looks up the plan of a number that was asked before; either is timed."""
+        begun = time.perf_counter()
+        if devices in self._known:
+            known = self._known[devices]
+            return None if known is None else replace(known, search_seconds=time.perf_counter() - begun)
         found = self._joint(devices) if self.planner == JOINT else self._single(devices)
         if found is not None and found.samples_per_second == float("inf"):
             raise CapslogError("a step takes no time: all seconds of the profile are 0; profile again")
+        self._known[devices] = found
         return found
 
     def _joint(self, devices: int) -> Layout | None:
@@ -113,12 +118,9 @@ class Replanner:
 
     def _played(self, found: Plan, search_seconds: float) -> Layout:
         """The layout of one pipeline."""
-        if found.cuts not in self._step_seconds:
-            count = self.minibatch_size // self.microbatch_size
-            step = simulate_plan(self.profile, found, num_microbatches=count, recompute=self.recompute, link=self.link)
-            self._step_seconds[found.cuts] = step.step_seconds
-        stages = len(found.cuts)
-        return self._layout(self._step_seconds[found.cuts], stages, search_seconds, [stages])
+        count = self.minibatch_size // self.microbatch_size
+        step = simulate_plan(self.profile, found, num_microbatches=count, recompute=self.recompute, link=self.link)
+        return self._layout(step.step_seconds, len(found.cuts), search_seconds, [len(found.cuts)])
 
     def _layout(self, step_seconds: float, used: int, search_seconds: float, stages: Sequence[int]) -> Layout:
         rate = self.minibatch_size / step_seconds if step_seconds > 0 else float("inf")

@@ -248,7 +248,7 @@ def replay(
     costs nothing.
 
     Args:
-        layout_of: asked once per change, so that each search is timed anew.
+        layout_of: asked at every change, and once for `devices`.
         devices: the most that are rented at a time; nodes beyond wait, without pay, for a place. Default: the most that
             the trace has.
         duration_seconds: until when; default: the trace's last event.
@@ -262,7 +262,6 @@ def replay(
     if end <= 0.0:
         raise CapslogError("the trace ends when it begins; say with a duration for how long the devices train")
 
-    whole = layout_of(most)
     changes: list[Change] = []
     present: list[str] = []
     rented: list[str] = []
@@ -316,6 +315,7 @@ def replay(
             )
         )
     train(end)
+    whole = layout_of(most)
     return Replay(
         duration_seconds=end,
         devices=most,

@@ -404,8 +404,8 @@ def run_model(
         return _run_sleeper(ranks, rounds, statistic)
     profiles = profiles_of(name, repeats)
     wires = run_ranks(measure_link, 2)[0]
-    paces = [alone / together for row in run_ranks(measure_contention, 2, name) for alone, together in row]
-    pace = min(1.0, statistics.median(paces))
+    paces = [pair for row in run_ranks(measure_contention, 2, name) for pair in row]
+    pace = min(1.0, statistic([alone for alone, _ in paces]) / statistic([together for _, together in paces]))
     rough = combine(profiles, 0.0, statistic)
     of_ranks = {count: make_cases(rough, count, (4, 8) if count == 2 else (8,)) for count in ranks}
     measured = {count: run_ranks(measure, count, name, cases, rounds) for count, cases in of_ranks.items()}
@@ -454,7 +454,7 @@ def _run_sleeper(ranks: Sequence[int], rounds: int, statistic: Statistic) -> tup
     found = []
     for count in ranks:
         cases = make_cases(profile, count, (4,))
-        measured = run_ranks(measure, count, "sleeper", cases, rounds)
+        measured = run_ranks(measure, count, "sleeper", cases, min(rounds, 3))
         simulated = [predict(profile, case, Link(), None) for case in cases]
         found += compare("sleeper", count, cases, simulated, measured, statistic)
     seconds = {f"{part}_ms": 1e3 * sum(profile.column(f"{part}_seconds")) for part in ("forward", "backward")}
@@ -466,7 +466,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=list(MICROBATCH), choices=list(MICROBATCH))
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
-    parser.add_argument("--rounds", type=int, default=6, help="steps of each case that count")
+    parser.add_argument("--rounds", type=int, default=5, help="steps of each case that count; the sleeper takes 3")
     parser.add_argument("--repeats", type=int, default=1, help="profiles taken before the runs, and after them")
     parser.add_argument(
         "--statistic",
