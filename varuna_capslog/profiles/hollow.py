@@ -22,6 +22,7 @@ from varuna_capslog.engine.communicator import Communicator, Receive, Send
 from varuna_capslog.engine.pipeline import PipelineEngine
 from varuna_capslog.engine.stage import LossFunction, MicrobatchContext, Stage
 from varuna_capslog.errors import CapslogError
+from varuna_capslog.profiles.allocator import replay
 from varuna_capslog.profiles.lifetimes import Lifetimes
 from varuna_capslog.profiles.probe import resident_tensors
 from varuna_capslog.profiles.quirks import Quirks
@@ -39,7 +40,7 @@ class HollowRun:
     """What a step of a stage asked of the allocator.
 
     Attributes:
-        peak_bytes: the most that was live at once, in the allocator's units.
+        peak_bytes: the most that was live at once, as the device's allocator counts.
         static_bytes: parameters, gradients, moments and buffers when all gradients are there.
         saved_bytes: what a forward leaves for its backward, the stage's inputs included.
         forward_seconds, backward_seconds: of one microbatch, by `roofline`.
@@ -89,7 +90,7 @@ def run_hollow(
         _prepare(engine, stage, conditions, quirks)
         held = resident_tensors(engine.layers, engine.optimizer)
         own = {tensor.untyped_storage()._cdata for tensor in held}
-        followed = Lifetimes(quirks.granularity, quirks.temporary, held, recipes)
+        followed = Lifetimes(quirks.temporary, held, recipes)
         meter = _Meter(stage, own, followed, speed)
         del held
         with followed:
@@ -116,7 +117,8 @@ def run_hollow(
             events = [(0, lasting), *events]
         seconds = meter.seconds
         return HollowRun(
-            followed.peak_bytes + lasting,
+            # a caching allocator gives somewhat more than it is asked for
+            replay(events).allocated_bytes if quirks.caching else followed.peak_bytes,
             meter.static_bytes,
             meter.saved_bytes,
             # the last stage forwards in its recomputation only
@@ -215,7 +217,7 @@ class _Meter:
         def observe(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
             stopwatch.operator(func, args, kwargs, result)
             name = func.overloadpacket.__name__
-            if name == "_softmax" and args[0].dim() > 2:
+            if name in ("_softmax", "_safe_softmax") and args[0].dim() > 2:
                 self.attention.add("eager")
             elif name.startswith("_scaled_dot_product"):
                 self.attention.add("fused")

@@ -36,12 +36,11 @@ class Lifetimes(TorchDispatchMode):
     """Records every allocation and release of storages, beginning with those of `held`.
 
     Enter it inside a `FakeTensorMode`. A storage counts from the operator that makes it until nothing refers to it any
-    more (a weak reference says when), in whole multiples of `granularity`.
+    more (a weak reference says when).
 
     Reading a number out of a fake tensor gives 1: programs that count, scale or log go on.
 
     Args:
-        granularity: bytes that the allocator rounds up to (CUDA: 512; the CPU's does not round).
         temporary: what kernels take while they run; None: nothing.
         held: tensors that are there at the beginning.
         recipes: shared by runs that do alike; None: its own.
@@ -54,14 +53,12 @@ class Lifetimes(TorchDispatchMode):
 
     def __init__(
         self,
-        granularity: int = 1,
         temporary: Temporary | None = None,
         held: Iterable[Tensor] = (),
         recipes: Recipes | None = None,
     ) -> None:
         super().__init__()
         self._recipes = recipes or Recipes()
-        self._granularity = granularity
         self._temporary = temporary
         self._followed: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._made_by: dict[int, int] = {}
@@ -87,13 +84,13 @@ class Lifetimes(TorchDispatchMode):
             return None
         self._keys += 1
         self.events.append((self._keys, num_bytes))
-        self.live_bytes += -(-num_bytes // self._granularity) * self._granularity
+        self.live_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         return self._keys
 
     def _released(self, key: int, num_bytes: int) -> None:
         self.events.append((key, 0))
-        self.live_bytes -= -(-num_bytes // self._granularity) * self._granularity
+        self.live_bytes -= num_bytes
 
     def _follow(self, tensor: Tensor, node: int) -> None:
         storage = tensor.untyped_storage()

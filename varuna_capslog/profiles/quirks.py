@@ -20,7 +20,7 @@ from varuna_capslog.errors import CapslogError
 
 __all__ = ["QUIRKS", "QUIRKS_VERSION", "Quirk", "Quirks", "quirks_of"]
 
-QUIRKS_VERSION = 2
+QUIRKS_VERSION = 3
 """Raised whenever an entry changes a number; a condition of every estimated profile."""
 
 _aten = torch.ops.aten
@@ -46,10 +46,10 @@ QUIRKS = {
     quirk.name: quirk
     for quirk in (
         Quirk(
-            "allocation granularity",
+            "caching allocator",
             ("cuda",),
-            "The caching allocator rounds sizes up to 512 bytes (kMinBlockSize, CUDACachingAllocator); the CPU's does "
-            "not round.",
+            "Sizes are rounded up to 512 bytes, and a block is given whole if no more than 1 MiB of it would be left "
+            "(CUDACachingAllocator, see `allocator`); the CPU's gives what is asked for.",
         ),
         Quirk(
             "fused dropout",
@@ -94,6 +94,18 @@ QUIRKS = {
             "communicator and stage).",
         ),
         Quirk(
+            "reduction in another type",
+            ("cpu", "cuda"),
+            "Sums and norms whose result has another type than their input first copy the input into it; on CUDA not "
+            "from 16 bits to float32 (make_reduction, ATen/native/ReduceOpsUtils.h). Our gradient norms are float64.",
+        ),
+        Quirk(
+            "unfit matrices",
+            ("cpu", "cuda"),
+            "A matrix that lies neither in rows nor in columns, such as an expanded gradient, is copied before it is "
+            "multiplied (prepare_matrix_for_cublas; its twin in ATen/native/LinearAlgebra.cpp).",
+        ),
+        Quirk(
             "onednn convolution",
             ("cpu",),
             "oneDNN convolves in a layout with channels in blocks: input, weights and output have copies in it. "
@@ -104,6 +116,12 @@ QUIRKS = {
             "convolution columns",
             ("cpu",),
             "Small convolutions unfold their input into columns (slow_conv2d, ATen/native/ConvolutionMM2d.cpp).",
+        ),
+        Quirk(
+            "promotion of operands",
+            ("cpu",),
+            "An operand of another type than the common one is copied into that type first; CUDA's kernels convert "
+            "as they read (TensorIterator).",
         ),
         Quirk(
             "bfloat16 packing",
@@ -122,14 +140,14 @@ class Quirks:
     """The quirks of one kind of device at work; one object per run.
 
     Attributes:
-        granularity: bytes that allocations are rounded up to.
+        caching: whether allocations come from a caching allocator (see `allocator`).
         staged: whether messages and kept inputs wait in host memory.
         foreach: whether the optimizer steps all parameters together.
         lasting_bytes: of workspaces that have been taken and stay.
     """
 
     device: str
-    granularity: int
+    caching: bool
     staged: bool
     foreach: bool
     lasting_bytes: int = 0
@@ -140,15 +158,13 @@ class Quirks:
 
     def temporary(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
         """Bytes that an operator's kernel takes beside its results and gives back; see `lifetimes.Temporary`."""
-        kernel = self._kernels.get(func)
-        if kernel is not None:
-            return kernel(args, result)
         if self.device == "cuda" and func in _GEMMS:
             backward = torch._C._current_autograd_node() is not None
             if backward not in self._threads:
                 self._threads.add(backward)
                 self.lasting_bytes += _CUBLAS_WORKSPACE
-        return 0
+        kernel = self._kernels.get(func)
+        return 0 if kernel is None else kernel(args, result)
 
     @contextmanager
     def dispatch(self) -> Iterator[None]:
@@ -167,9 +183,9 @@ class Quirks:
 def quirks_of(device: str) -> Quirks:
     """Fresh quirks of "cpu" or "cuda". Raises CapslogError for others."""
     if device == "cpu":
-        return Quirks("cpu", granularity=1, staged=False, foreach=False)
+        return Quirks("cpu", caching=False, staged=False, foreach=False)
     if device == "cuda":
-        return Quirks("cuda", granularity=512, staged=True, foreach=True)
+        return Quirks("cuda", caching=True, staged=True, foreach=True)
     raise CapslogError(f"there is no table of quirks for the device {device!r}; choose cpu or cuda")
 
 
@@ -258,10 +274,51 @@ def _product(args: Sequence[Any], result: Any) -> int:
     return int(result.untyped_storage().nbytes())
 
 
+def _converted(args: Sequence[Any], result: Tensor) -> int:
+    x = args[0]
+    return 0 if x.dtype == result.dtype else int(x.numel() * result.itemsize)
+
+
+def _converted_on_cuda(args: Sequence[Any], result: Tensor) -> int:
+    small = args[0].dtype in (torch.float16, torch.bfloat16) and result.dtype == torch.float32
+    return 0 if small else _converted(args, result)
+
+
+def _unfit(left: Tensor, right: Tensor) -> int:
+    return sum(side.numel() * side.itemsize for side in (left, right) if not _fits(side))
+
+
+def _fits(matrix: Tensor) -> bool:
+    rows, columns = matrix.shape
+    down, across = matrix.stride()
+    return (across == 1 and down >= max(1, columns)) or (down == 1 and across >= max(1, rows))
+
+
 def _packed(left: Tensor, right: Tensor) -> int:
     if left.dtype != torch.bfloat16:
         return 0
-    return min(math.prod(side.shape[-2:]) * side.itemsize for side in (left, right))
+    smaller = min(math.prod(side.shape[-2:]) * side.itemsize for side in (left, right))
+    return smaller + (_PANEL if left.is_contiguous() else _TRANSPOSED_PANEL)
+
+
+def _packed_batch(left: Tensor, right: Tensor) -> int:
+    if left.dtype != torch.bfloat16:
+        return 0
+    # those that lie neither in rows nor in columns are copied whole
+    spread = (side for side in (left, right) if not (side.is_contiguous() or side.mT.is_contiguous()))
+    return _packed(left, right) + sum(side.numel() * side.itemsize for side in spread)
+
+
+_PANEL, _TRANSPOSED_PANEL = 5 << 10, 104 << 10
+"""Room for a few rows; for more of them where the left matrix lies on its side, as in gradients of weights."""
+
+
+def _promoted(args: Sequence[Any], result: Tensor) -> int:
+    tensors = [value for value in args if isinstance(value, Tensor) and value.dim()]
+    if len(tensors) < 2 or tensors[0].dtype == tensors[1].dtype:
+        return 0
+    common = torch.promote_types(tensors[0].dtype, tensors[1].dtype)
+    return sum(tensor.numel() * common.itemsize for tensor in tensors if tensor.dtype != common)
 
 
 def _block() -> int:
@@ -412,16 +469,36 @@ def _backend(
     return {"Mkldnn": "blocked", "MkldnnEmpty": None, "Slow2d": "columns", "SlowDilated2d": "columns"}.get(name)
 
 
+_ELEMENTWISE = tuple(
+    getattr(_aten, name + place).Tensor
+    for name in ("add", "sub", "mul", "div", "eq", "ne", "lt", "le", "gt", "ge")
+    for place in ("", "_")
+) + (_aten.maximum.default, _aten.minimum.default)
+_REDUCTIONS = (
+    _aten.linalg_vector_norm.default,
+    _aten.sum.default,
+    _aten.sum.dim_IntList,
+    _aten.mean.default,
+    _aten.mean.dim,
+)
+
 _Kernel = Callable[[Sequence[Any], Any], int]
 
 _KERNELS: dict[str, dict[Any, _Kernel]] = {
-    "cuda": {_aten._softmax_backward_data.default: _product},
+    "cuda": {
+        _aten._softmax_backward_data.default: _product,
+        _aten.mm.default: lambda args, result: _unfit(args[0], args[1]),
+        _aten.addmm.default: lambda args, result: _unfit(args[1], args[2]),
+        **dict.fromkeys(_REDUCTIONS, _converted_on_cuda),
+    },
     "cpu": {
+        **dict.fromkeys(_REDUCTIONS, _converted),
+        **dict.fromkeys(_ELEMENTWISE, _promoted),
         _aten.convolution.default: _forward,
         _aten.convolution_backward.default: _backward,
-        _aten.mm.default: lambda args, result: _packed(args[0], args[1]),
-        _aten.bmm.default: lambda args, result: _packed(args[0], args[1]),
-        _aten.addmm.default: lambda args, result: _packed(args[1], args[2]),
-        _aten.baddbmm.default: lambda args, result: _packed(args[1], args[2]),
+        _aten.mm.default: lambda args, result: _packed(args[0], args[1]) + _unfit(args[0], args[1]),
+        _aten.bmm.default: lambda args, result: _packed_batch(args[0], args[1]),
+        _aten.addmm.default: lambda args, result: _packed(args[1], args[2]) + _unfit(args[1], args[2]),
+        _aten.baddbmm.default: lambda args, result: _packed_batch(args[1], args[2]),
     },
 }

@@ -89,7 +89,7 @@ def _recipe(func: Any, result: Any, tensors: Sequence[FakeTensor]) -> _Recipe | 
             return None
         shape, stride, storage = tuple(part.shape), part.stride(), part.untyped_storage()
         if (place := storages.get(storage._cdata)) is not None:
-            outputs.append((place, shape, stride, part.dtype, part.storage_offset()))
+            outputs.append((place, shape, stride, part.dtype, int(part.storage_offset())))
             continue
         with no_dispatch():
             plain = torch.empty_strided(shape, stride, dtype=part.dtype, device="meta")

@@ -102,17 +102,18 @@ def _bytes(values: Any) -> int:
 
 def calibrated_cpu() -> Speed:
     """This machine's CPU with the threads of this process, from a quarter of a second of work."""
-    a, b = torch.rand(384, 384), torch.rand(384, 384)
-    x, w = torch.rand(1, 64, 56, 56), torch.rand(64, 64, 3, 3)
-    big = torch.rand(1 << 22)
+    a, b = torch.full((384, 384), 0.5), torch.full((384, 384), 0.5)
+    x, w = torch.full((1, 64, 56, 56), 0.5), torch.full((64, 64, 3, 3), 0.5)
+    big = torch.full((1 << 22,), 0.5)
     matrix = 2 * 384**3 / _shortest(lambda: a @ b)
     convolution = 2 * 64 * 64 * 9 * 56 * 56 / _shortest(lambda: torch.conv2d(x, w, padding=1))
     moved = 2 * big.nbytes / _shortest(lambda: big * 2.0)
-    one = torch.rand(1)
+    one = torch.full((1,), 0.5)
     launch = _shortest(lambda: one + 1.0)
     name = f"this cpu, {torch.get_num_threads()} thread(s)"
     rates = [float(f"{value:.2g}") for value in (convolution, matrix, moved, launch)]
-    return Speed(name, rates[0], rates[1], rates[2], rates[3], "calibrated: 384 x 384 matrices, 64 channels of 3 x 3, 16 MiB scaled")
+    source = "calibrated: 384 x 384 matrices, 64 channels of 3 x 3, 16 MiB scaled"
+    return Speed(name, rates[0], rates[1], rates[2], rates[3], source)
 
 
 def _shortest(work: Callable[[], object]) -> float:
