@@ -1,9 +1,9 @@
 """The cut list with the smallest step time of those that fit the memory.
 
 Two things are exact here and one is not. A bound below the step time of every cut list that fits comes from dynamic
-programming, as does the list that attains it; the step time of a given list is the simulator's. Between the two a
-beam of lists is weighed and the best few are changed cut by cut, which is a heuristic, unless the beam never had to
-drop a list that the bound allows: then the answer is proven (`Fastest.proven`).
+programming, and the step time of a given list is the simulator's. Between the two a beam of lists is weighed, and its
+best and the lists of other planners are changed cut by cut. That is a heuristic, unless the beam never had to drop a
+list that the bound allows: then the answer is proven (`Fastest.proven`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from varuna_capslog.memory.costs import StageCosts
 from varuna_capslog.planners.exact import exact_cuts
 from varuna_capslog.planners.seconds import LayerSeconds, Link, StepPlayer, step_player
+from varuna_capslog.planners.varuna import varuna_cuts
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import in_flight_limits
 
@@ -97,6 +98,8 @@ def fastest_cuts(
         if best.step <= bound * (1 + _SAME):
             break
     assert best is not None
+    if best.step > bound * (1 + _SAME) and width > _NARROW:
+        best = search.best_from(search.starts(), best)
     return Fastest(tuple(int(cut) for cut in best.cuts), best.step, bound, best.peak)
 
 
@@ -286,6 +289,22 @@ class _Search:
             if better.step >= best.step * (1 - _SAME):
                 return better
             best = better
+        return best
+
+    def starts(self) -> list[Cuts]:
+        """Cut lists of other planners that fit: the smallest peak, and equally many layers in each stage."""
+        lists = (exact_cuts(self.costs, self.devices, self.capacities), varuna_cuts(self.costs, self.devices))
+        return [np.array(cuts, dtype=np.intp) for cuts in lists if self._all_fit(cuts)]
+
+    def _all_fit(self, cuts: Sequence[int]) -> bool:
+        places = enumerate(zip(cuts, [*cuts[1:], self.num_layers], strict=True))
+        return all(self._fits[stage][first, end] for stage, (first, end) in places)
+
+    def best_from(self, starts: Sequence[Cuts], best: _Ranked) -> _Ranked:
+        """The best of the list known before and of what these become when they are changed cut by cut."""
+        for cuts in starts:
+            changed = self.improved(self.best_of(cuts[None, :]), _CHANGES)
+            best = self.best_of(changed.cuts[None, :], best)
         return best
 
     def _neighbours(self, cuts: Cuts) -> Cuts:
