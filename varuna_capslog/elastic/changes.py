@@ -148,13 +148,13 @@ def adopt(state: State, record: Generation) -> Step:
     if state.phase not in (Phase.OUTSIDE, Phase.CHANGE):
         effects.append(m.Abort(state.record.number))
     inside = state.phase is not Phase.OUTSIDE
-    if state.me not in record.participants:
+    if not record.members and inside:  # parked: nobody is left whom this member could send anything
+        effects.append(m.Persist("the run is parked"))
+    if state.me not in record.participants or not record.members:
         leaves = ("leave", state.me) in state.changes or (inside and not state.votes)
+        leaves = leaves or state.me in record.leaving
         state, more = outside(state, record, wants_in=not leaves and (inside or state.wants_in))
         return state, (*effects, *more)
-    if not record.members:  # parked: nobody is left whom this member could send anything
-        state, more = outside(state, record, wants_in=False)
-        return state, (*effects, m.Persist("the run is parked"), *more)
     members = frozenset(record.members)
     # A join that was not taken up must be asked for again, or two views of who is lost would change places for ever.
     changes = frozenset(change for change in state.changes if change[0] == "leave" and change[1] in members)
@@ -181,7 +181,7 @@ def adopt(state: State, record: Generation) -> Step:
     if _concerned(state):
         state, more = stop_answering(state)
         return state, (*effects, *more)
-    value = m.Contribution(state.held, state.host, state.capacity, state.checkpoint)
+    value = m.Contribution(state.held, state.host, state.capacity, state.checkpoint, state.voted)
     return state, (*effects, m.Cast(record.number, 0, value))
 
 

@@ -69,12 +69,15 @@ class Contribution:
         host: members of one host are lost together.
         capacity: bytes of its device, for the planner; 0 where nobody asks.
         checkpoint: the newest complete checkpoint that it knows of.
+        voted: its last vote on a step: in which generation, and from which boundary. Where all voters of that
+            generation voted from there, the boundary is settled, whether or not anybody has seen the outcome.
     """
 
     held: Held
     host: str
     capacity: int = 0
     checkpoint: Stamp = INITIAL
+    voted: tuple[int, Stamp] = (0, INITIAL)
 
 
 @dataclass(frozen=True, slots=True)

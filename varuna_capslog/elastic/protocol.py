@@ -206,7 +206,8 @@ def _cast_if_ready(state: State) -> Step:
 
 def _cast(state: State, finite: bool) -> Step:
     vote = m.Vote(finite, state.changes, state.prepared, state.urgent)
-    return replace(state, cast=True), (m.Cast(state.record.number, state.round, vote),)
+    number = state.record.number
+    return replace(state, cast=True, voted=(number, state.at)), (m.Cast(number, state.round, vote),)
 
 
 def _voted(job: Job, state: State, votes: Sequence[m.Vote]) -> Step:

@@ -56,7 +56,7 @@ class Boundary:
     on_disk: bool
     passed_over: tuple[tuple[Stamp, tuple[int, ...]], ...] = ()
 
-    def loses_settled(self, reached: int) -> bool:
+    def loses_settled(self, reached: int, voted: int = 0) -> bool:
         """Whether steps would be lost that had been settled, as far as the survivors can tell.
 
         Who applied step s saw its vote succeed, so all voters held boundary s-1: that one was settled. Where layers
@@ -64,9 +64,11 @@ class Boundary:
 
         Args:
             reached: newest step that an earlier founder is known to have applied.
+            voted: newest boundary from which everybody here voted who voted last: those that are gone may have, too.
         """
         newest = max(reached, self.passed_over[0][0].step if self.passed_over else 0)
-        return self.stamp.step < newest - 1 or (self.stamp.step < newest and not all(self.holders))
+        lost = self.stamp.step < newest - 1 or (self.stamp.step < newest and not all(self.holders))
+        return lost or self.stamp.step < voted
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +168,10 @@ def decide(
     checkpoint = max(checkpoint, record.checkpoint)
     held = {member: contributions[member].held for member in record.participants}
     boundary = newest_boundary(len(layer_bytes), held, record.continues, checkpoint)
-    if boundary.loses_settled(record.reached) and not record.regress:
+    votes = [value.voted for value in contributions.values() if record.continues(value.voted[1])]
+    last = max((generation for generation, _ in votes), default=0)
+    voted = min((stamp.step for generation, stamp in votes if generation == last), default=0)
+    if boundary.loses_settled(record.reached, voted) and not record.regress:
         return Decision(boundary, None, (), _lack(boundary, record, checkpoint), checkpoint, for_holders=True)
     if not record.members:
         return Decision(boundary, None, (), "no device is left", checkpoint)

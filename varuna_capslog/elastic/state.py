@@ -81,6 +81,8 @@ class State:
         unseen: a newer generation seen while its own vote was out.
         wants_in: OUTSIDE, it asks to be let in.
         regress: WAIT, it waits for holders of settled steps, and may go back to the checkpoint instead.
+        checkpoint: the newest complete one that it knows of.
+        voted: generation and boundary of its last vote on a step.
     """
 
     me: Member
@@ -110,6 +112,7 @@ class State:
     wants_in: bool = False
     regress: bool = False
     checkpoint: Stamp = INITIAL
+    voted: tuple[int, Stamp] = (0, INITIAL)
 
     @property
     def votes(self) -> bool:

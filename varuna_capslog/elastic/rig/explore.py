@@ -115,6 +115,8 @@ class _World(World):
                 self.mail |= {("ask", i, self.index[member]) for member in effect.members}
             case m.Bid():
                 self.mail |= {("bye", effect.generation, i, self.index[member]) for member in effect.members}
+            case m.Release():  # the process ends
+                self.alive[i] = False
             case m.ReadStore() if self.states[i].phase is Phase.OUTSIDE:
                 self.mail |= {("read", i)}
             case _:

@@ -151,6 +151,9 @@ class _Course(World):
                 self.pool += [("bye", self.index[member], i, number) for member in members]
             case m.Prepare(number, changes):
                 post(("prepared", i, number, changes))
+            case m.Release():  # the process ends
+                self.alive[i] = False
+                self._tell()
             case m.Abort(number):
                 if number not in self.aborted:
                     self.aborted.add(number)

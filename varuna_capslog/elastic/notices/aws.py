@@ -1,0 +1,116 @@
+"""Notices of AWS: the interruption of a spot instance and the rebalance recommendation, through IMDSv2.
+
+`PUT /latest/api/token` gives a session token; `spot/instance-action` answers 404 until the instance is to go, two minutes
+ahead (hibernation: none); `events/recommendations/rebalance` answers 404 until the instance is at risk. Both "best effort".
+Sources: EC2 user guide, "Spot Instance interruption notices", "EC2 instance rebalance recommendations". The guide advises
+to ask every 5 s; we ask every half second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
+from typing import ClassVar
+
+from varuna_capslog.elastic.notices.interface import Clock, Deadline, Kind, Notice
+from varuna_capslog.elastic.notices.metadata import LINK_LOCAL, Answer, HttpOpener, Opener, announced, json_object
+from varuna_capslog.elastic.notices.polling import PollingListener, Round, Unavailable
+
+__all__ = ["AwsListener"]
+
+TOKEN_SECONDS = 21600  # the longest life that the server gives
+TOKEN = "/latest/api/token"
+ACTION = "/latest/meta-data/spot/instance-action"
+REBALANCE = "/latest/meta-data/events/recommendations/rebalance"
+
+
+class AwsListener(PollingListener):
+    """Asks the instance metadata service of EC2.
+
+    Args:
+        lead: seconds from the interruption notice to the interruption; never more is promised.
+        endpoint: where the service is.
+    """
+
+    source: ClassVar[str] = "aws"
+
+    def __init__(
+        self,
+        host: str | None = None,
+        lead: float = 120.0,
+        interval: float = 0.5,
+        endpoint: str = LINK_LOCAL,
+        opener: Opener | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        super().__init__(host, interval, clock)
+        self.lead = lead
+        self.endpoint = endpoint
+        self.opener: Opener = opener or HttpOpener()
+        self._token = ""
+        self._renew_at = 0.0
+
+    def rounds(self) -> Sequence[Callable[[], Round]]:
+        return (self.ask,)
+
+    def interrupt(self) -> None:
+        self.opener.cut()
+
+    def ask(self) -> Round:
+        """One round: both questions, with a token that is fetched when there is none or half its life is over."""
+        found = (self._action(), self._rebalance())
+        return Round(tuple(notice for notice in found if notice), self.interval)
+
+    def _action(self) -> Notice | None:
+        answer = self._get(ACTION)
+        if answer is None:
+            return None
+        value = json_object(answer, ACTION)
+        action, when = str(value.get("action", "")), str(value.get("time", ""))
+        if not action:
+            raise Unavailable(f"{ACTION} named no action: {answer.body[:60]!r}")
+        kind = Kind.LEAVE
+        try:
+            deadline = announced(self.clock, answer, _utc(when), f"{action} at {when}", self.lead)
+        except ValueError:  # the notice is true, its time is not readable: it was not there half a second ago
+            deadline = Deadline(self.clock.monotonic() + self.lead, f"{self.lead:g} s from when it was read")
+        if action == "hibernate":  # begins together with its notice
+            kind, deadline = Kind.NOW, Deadline(self.clock.monotonic(), "hibernation gives no time")
+        return Notice(kind, self.source, f"{action}@{when}", (self.host,), deadline, detail=f"spot {action}")
+
+    def _rebalance(self) -> Notice | None:
+        answer = self._get(REBALANCE)
+        if answer is None:
+            return None
+        when = str(json_object(answer, REBALANCE).get("noticeTime", ""))
+        return Notice(Kind.HINT, self.source, f"rebalance@{when}", (self.host,), detail="rebalance recommendation")
+
+    def _get(self, path: str) -> Answer | None:
+        """The answer, or None for "nothing there" (404). A token that is refused is replaced once."""
+        for _attempt in range(2):
+            answer = self.opener("GET", self.endpoint + path, {"X-aws-ec2-metadata-token": self._fresh_token()})
+            if answer.status == 401:
+                self._token = ""
+                continue
+            if answer.status == 404:
+                return None
+            if answer.status != 200:
+                raise Unavailable(f"{path} answered {answer.status}")
+            return answer
+        raise Unavailable(f"{path} refuses a token that was just given (401)")
+
+    def _fresh_token(self) -> str:
+        if not self._token or self.clock.monotonic() >= self._renew_at:
+            headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_SECONDS)}
+            answer = self.opener("PUT", self.endpoint + TOKEN, headers)
+            token = answer.body.strip()
+            if answer.status != 200 or not token.isascii() or not token.isprintable() or not token:
+                raise Unavailable(f"{TOKEN} answered {answer.status} and no token; a container needs a hop limit of 2")
+            self._token = token
+            self._renew_at = self.clock.monotonic() + TOKEN_SECONDS / 2
+        return self._token
+
+
+def _utc(text: str) -> float:
+    """Seconds since 1970 of "2017-09-18T08:22:00Z". Raises ValueError."""
+    return datetime.strptime(text, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=timezone.utc).timestamp()

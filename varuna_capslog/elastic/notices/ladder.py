@@ -1,0 +1,45 @@
+"""What a notice asks for: hint -> shadow copy, notice -> commit, signal to end -> leave now; too late -> crash path.
+
+Pure functions on a notice, the time and what is left to move. The runtime climbs; the membership protocol hears of it as
+its `messages.Notice`.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from varuna_capslog.elastic import messages
+from varuna_capslog.elastic.generation import Member
+from varuna_capslog.elastic.notices.interface import Kind, Notice
+
+__all__ = ["Rung", "protocol_event", "rung"]
+
+
+class Rung(enum.Enum):
+    """What to do about a notice."""
+
+    SHADOW = "shadow"  # copy ahead what would move; nobody leaves
+    COMMIT = "commit"  # prepare, then change the membership at a step boundary
+    LEAVE = "leave"  # change it at the next boundary, whatever is prepared
+    CRASH_PATH = "crash path"  # the move cannot be finished: checkpoint what has no other copy, then leave
+
+
+def rung(notice: Notice, now: float, move_seconds: float = 0.0) -> Rung:
+    """The rung for `notice`.
+
+    Args:
+        now: seconds of the clock that the deadline was made with.
+        move_seconds: what is left to move takes so long.
+    """
+    if notice.kind is Kind.HINT:
+        return Rung.SHADOW
+    if notice.deadline is not None and notice.deadline.remaining(now) < move_seconds:
+        return Rung.CRASH_PATH
+    return Rung.COMMIT if notice.kind is Kind.LEAVE else Rung.LEAVE
+
+
+def protocol_event(step: Rung, member: Member) -> messages.Notice | None:
+    """What the membership protocol is told of the member that is meant; None for a hint, which changes no membership."""
+    if step is Rung.SHADOW:
+        return None
+    return messages.Notice(("leave", member), urgent=step is not Rung.COMMIT)

@@ -1,0 +1,148 @@
+"""Questions to a cloud's metadata server: plain HTTP with bounded times, never through a proxy, never redirected.
+
+The listeners of the three clouds ask through an `Opener`, which tests replace; `HttpOpener` is the real one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import email.utils
+import http.client
+import json
+import socket
+import threading
+import time
+import urllib.parse
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from varuna_capslog.elastic.notices.interface import Clock, Deadline
+from varuna_capslog.elastic.notices.polling import Unavailable
+
+__all__ = ["LINK_LOCAL", "Answer", "HttpOpener", "Opener", "announced", "json_object"]
+
+LINK_LOCAL = "http://169.254.169.254"
+"""Where all three clouds serve metadata; as a number, so that no name has to be resolved."""
+
+ASK_SECONDS = 2.0
+"""A metadata server is on the same machine, in effect: one that takes longer is not there."""
+
+LARGEST_ANSWER = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An HTTP answer of any status. Header names are in lower case."""
+
+    status: int
+    body: str = ""
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+class Opener(Protocol):
+    """Asks one question; raises `Unavailable` where there is no answer within `timeout` seconds."""
+
+    def __call__(
+        self, method: str, url: str, headers: Mapping[str, str], body: bytes | None = None, timeout: float = ASK_SECONDS
+    ) -> Answer: ...
+
+    def cut(self) -> None:
+        """End all questions that are under way, and answer none from now on."""
+
+
+class HttpOpener:
+    """An `Opener` on http.client, which knows neither proxies nor redirections. One connection per question."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: set[socket.socket] = set()
+        self._cut = False
+
+    def __call__(
+        self, method: str, url: str, headers: Mapping[str, str], body: bytes | None = None, timeout: float = ASK_SECONDS
+    ) -> Answer:
+        parts = urllib.parse.urlsplit(url)
+        path = parts.path + (f"?{parts.query}" if parts.query else "")
+        # A host that is not there must not cost a hanging question's long timeout.
+        connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=min(timeout, ASK_SECONDS))
+        until = time.monotonic() + timeout
+        try:
+            connection.connect()
+            sock = connection.sock
+            with self._held(sock):
+                sock.settimeout(timeout)
+                connection.request(method, path, body, dict(headers))
+                response = connection.getresponse()
+                text = _read(response, sock, until)
+            found = {name.lower(): value for name, value in response.getheaders()}
+            return Answer(response.status, text, found)
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise Unavailable(f"{method} {url}: {error or type(error).__name__}") from error
+        finally:
+            connection.close()
+
+    def cut(self) -> None:
+        with self._lock:
+            self._cut = True
+            for sock in self._open:
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
+
+    @contextlib.contextmanager
+    def _held(self, sock: socket.socket) -> Any:
+        with self._lock:
+            if self._cut:
+                raise OSError("the listener was stopped")
+            self._open.add(sock)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._open.discard(sock)
+
+
+def _read(response: http.client.HTTPResponse, sock: socket.socket, until: float) -> str:
+    """The whole body, by `until`, however slowly it trickles."""
+    parts, size = [], 0
+    while part := response.read1(65536):
+        parts.append(part)
+        size += len(part)
+        left = until - time.monotonic()
+        if size > LARGEST_ANSWER or left <= 0:
+            raise OSError(f"the answer is too large or too slow ({size} bytes so far)")
+        if not response.isclosed():
+            sock.settimeout(left)
+    return b"".join(parts).decode("utf-8")  # UnicodeDecodeError is a ValueError
+
+
+def json_object(answer: Answer, what: str) -> dict[str, Any]:
+    """The JSON object in an answer. Raises `Unavailable` for anything else."""
+    try:
+        value = json.loads(answer.body)
+    except (ValueError, RecursionError) as error:
+        raise Unavailable(f"{what} answered no JSON: {answer.body[:60]!r}") from error
+    if not isinstance(value, dict):
+        raise Unavailable(f"{what} answered no JSON object: {answer.body[:60]!r}")
+    return value
+
+
+def announced(clock: Clock, answer: Answer, at: float, what: str, longest: float | None = None) -> Deadline:
+    """The deadline for an announced time of day.
+
+    It counts from the server's own Date, where the answer has one: this host's wall clock may be wrong, and its zone
+    plays no part. A time in the past is a deadline of now.
+
+    Args:
+        at: announced, in seconds since 1970 (UTC).
+        what: how the log calls it.
+        longest: seconds that a source never gives more of.
+    """
+    try:
+        now, whose = email.utils.parsedate_to_datetime(answer.headers["date"]).timestamp(), "the server's clock"
+    except (KeyError, ValueError, TypeError):
+        now, whose = clock.wall(), "this host's clock"
+    left = max(0.0, at - now)
+    if longest is not None and left > longest:
+        return Deadline(clock.monotonic() + longest, f"{longest:g} s from when it was read ({what} is later)")
+    return Deadline(clock.monotonic() + left, f"{left:.0f} s left until {what} by {whose}")
