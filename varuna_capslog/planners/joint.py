@@ -38,8 +38,9 @@ _MANY_TEMPLATES = 1_000
 _MANY_KINDS = 3
 """Kinds from which on a fifth of these combinations are many."""
 
-_ROUNDS = 40
-"""How often the fleet is composed again with simulated step times in place of bounds, at most."""
+_ROUNDS, _LARGE_ROUNDS, _LARGE = 40, 6, 64
+"""How often a fleet is composed again with simulated step times in place of bounds, at most, and how often one of more
+than 64 devices."""
 
 _ENOUGH = 0.005
 """Share of the step time that another composition must promise to be tried."""
@@ -254,7 +255,7 @@ class _Search:
         known: set[tuple[int, int]] = set()
         self.bound_seconds = least_seconds(self.pipelines.sizes, self.counts, self.blocks, times)
         least = self.bound_seconds or 0.0
-        for _ in range(_ROUNDS):
+        for _ in range(_ROUNDS if len(self.devices) <= _LARGE else _LARGE_ROUNDS):
             fleet = compose(self.pipelines.sizes, self.counts, self.blocks, times, least)
             if fleet is None:
                 break
