@@ -90,11 +90,12 @@ class Stage:
         """False for a stage whose outputs carry no gradient (frozen layers only): its R and B have nothing to do."""
         return self._loss is not None or any(context.specs[self.end][name].requires_grad for name in self.outputs)
 
-    def forward(self, context: MicrobatchContext, values: Mapping[str, Tensor], graph: bool) -> dict[str, Tensor]:
+    def forward(self, context: MicrobatchContext, values: dict[str, Tensor], graph: bool) -> dict[str, Tensor]:
         """F: runs the stage once.
 
         Args:
-            values: the tensors that cross its first cut, on its device.
+            values: the tensors that cross its first cut, on its device; taken out, so that they live no longer than
+                the stage needs them.
             graph: keep the autograd graph for a backward without recomputation; else keep the inputs for `recompute`.
         """
         wanted = self.wants_backward(context)
@@ -125,9 +126,11 @@ class Stage:
         self._run(context, values, held, graph=True, record=False)
 
     def _run(
-        self, context: MicrobatchContext, values: Mapping[str, Tensor], held: _Held, graph: bool, record: bool
+        self, context: MicrobatchContext, values: dict[str, Tensor], held: _Held, graph: bool, record: bool
     ) -> dict[str, Tensor]:
         live = dict(values)
+        # The callers' frames last as long as this one; a frozen first layer's input would too.
+        values.clear()
         open_graph: LayerGraph | None = None
         for layer, alive, handed_on in zip(self.layers, self._live, self._handed_on, strict=True):
             if graph and open_graph is None:
@@ -202,7 +205,7 @@ class Stage:
         tensors = [leaf for graph in held.graphs for leaf in graph.leaves.values()]
         return [*tensors, *(held.inputs or {}).values(), *(held.outputs or {}).values()]
 
-    def evaluate(self, context: MicrobatchContext, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def evaluate(self, context: MicrobatchContext, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """Runs the stage without keeping anything (the caller has set evaluation mode)."""
         return self._run(context, values, _Held(), graph=False, record=False)
 
