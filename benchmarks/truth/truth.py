@@ -1,0 +1,300 @@
+"""Predicted peaks against the real CPU allocator: single stages, and whole runs of several ranks. Prints the tables."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from common import write_json
+
+from varuna_capslog.config import Config, dump_config, load_workload, section
+from varuna_capslog.memory.headroom import Headroom
+from varuna_capslog.planners import plan
+from varuna_capslog.profiles.estimate import StageEstimator, estimate_config
+from varuna_capslog.profiles.headroom import state_headroom
+from varuna_capslog.profiles.measure import _shapes
+from varuna_capslog.profiles.record import Observation
+from varuna_capslog.profiles.rehearsal import rehearse
+from varuna_capslog.profiles.trim import RunConditions, TrimmedRun
+from varuna_capslog.profiles.worker import WorkerGroup
+
+MIB = 1 << 20
+HEADROOM = {name: state_headroom("cpu", "gloo", [])[name] for name in ("fixed_bytes", "fragmentation")}
+DETR = {"encoder_layers": 2, "decoder_layers": 2, "queries": 20, "num_classes": 10, "dropout": 0.1}
+
+
+def detr(side: tuple[int, int], microbatch: int = 1, **model: Any) -> dict[str, Any]:
+    """A config of DETR on digits that are all resized to one size."""
+    return {
+        "workload": "detr_pipeline:workload",
+        "model": DETR | model,
+        "data": {
+            "digits": {"train_images": 24, "val_images": 2, "canvas": [64, 64]},
+            "augment": {"scales": [side[0]], "max_size": None, "crop": 0.0, "val_scale": side[0]},
+        },
+        "train": {"minibatch_size": 6 * microbatch, "microbatch_size": microbatch},
+        "profile": {"image_size": list(side)},
+    }
+
+
+def other(name: str, microbatch: int, precision: str = "float32", **model: Any) -> dict[str, Any]:
+    return {
+        "workload": f"models:{name}",
+        "model": model,
+        "train": {"minibatch_size": 6 * microbatch, "microbatch_size": microbatch, "precision": precision},
+    }
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "DETR R18 layer3, GroupNorm, 160x160": detr(
+        (160, 160),
+        2,
+        backbone="resnet18",
+        last_layer="layer3",
+        norm="group",
+        freeze="none",
+        hidden_dim=64,
+        attention_heads=4,
+        feedforward=256,
+    ),
+    "DETR R50, frozen BN, 256x256": detr((256, 256), 1, backbone="resnet50", attention="sdpa"),
+    "DETR R50-DC5, eager attention, 256x256": detr(
+        (256, 256), 1, backbone="resnet50", dilation=True, attention="eager"
+    ),
+    "transformer, 4 blocks, d=256, T=128": other("transformer", 4),
+    "ResNet-18, BatchNorm trained, 96x96": other("resnet", 4),
+    "decoder-only, bfloat16, checkpointed": other("decoder", 4, "bfloat16", length=256),
+}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What happened beside what was predicted: by the estimator, or for a stage of a run by the planner's memory model
+    and by the rehearsal of the plan.
+    """
+
+    model: str
+    what: str
+    measured: int
+    estimated: int
+    modelled: int | None = None
+
+    def row(self) -> str:
+        """A line of the table; errors are above 0 where more was predicted than measured."""
+        model = (
+            "" if self.modelled is None else f" {self.modelled / MIB:.2f} | {self.modelled / self.measured - 1:+.2%} |"
+        )
+        return (
+            f"| {self.model} | {self.what} | {self.measured / MIB:.2f} | {self.estimated / MIB:.2f} | "
+            f"{self.estimated / self.measured - 1:+.2%} |{model}"
+        )
+
+
+def summary(errors: Sequence[float]) -> str:
+    """Median and worst sizes, and the lowest."""
+    sizes = sorted(map(abs, errors))
+    return (
+        f"{len(errors)} stages: median error {statistics.median(sizes):.3%}, worst {sizes[-1]:.2%}, "
+        f"lowest {min(errors):+.2%}"
+    )
+
+
+def false_fits(predicted: Sequence[int], measured: Sequence[int], headroom: Headroom) -> tuple[int, int, int]:
+    """Trials with a capacity from 0.9 to 1.1 of what was measured: their number, false "fits", false "does not fit"."""
+    trials = [
+        (headroom.reserved(guess) <= part * real / 100, real <= part * real / 100)
+        for guess, real in zip(predicted, measured, strict=True)
+        for part in range(90, 111)
+    ]
+    return len(trials), sum(said and not does for said, does in trials), sum(does and not said for said, does in trials)
+
+
+def config_of(name: str, run_dir: Path | None = None, **pipeline: Any) -> Config:
+    values = dict(MODELS[name])
+    values |= {"device": "cpu", "pipeline": pipeline, "run_dir": str(run_dir or "unused")}
+    values["train"] = values["train"] | {"max_steps": 3, "evaluate_every": None}
+    return section(Config, values, "")
+
+
+# -- single stages
+
+
+def stages_of(name: str, length: int) -> list[tuple[int, int]]:
+    """First, a middle and the last layer alone, and longer ranges."""
+    third = length // 3
+    picked = [(0, 1), (0, third), (third, third + 1), (third, 2 * third), (2 * third, length - 1), (length - 1, length)]
+    return sorted({(first, end) for first, end in picked if end > first})
+
+
+def single_stages(name: str) -> Iterator[Trial]:
+    config = config_of(name)
+    workload = load_workload(config)
+    size = config.train.microbatch_size
+    estimator = StageEstimator(workload, device="cpu", microbatch_size=size, precision=config.train.precision)
+    names = [layer.name for layer in estimator.chain.layers]
+    stages = stages_of(name, len(names))
+    real = measured(config, estimator, stages)
+    for first, end in stages:
+        what = names[first] if end == first + 1 else f"{names[first]} .. {names[end - 1]}"
+        yield Trial(name, what, real[first, end].peak_bytes, estimator.stage(first, end).peak_bytes)
+
+
+def measured(
+    config: Config, estimator: StageEstimator, stages: Sequence[tuple[int, int]]
+) -> dict[tuple[int, int], Observation]:
+    """The same stages by real runs, one after the other."""
+    workload, size = estimator.workload, config.train.microbatch_size
+    conditions = RunConditions(
+        "cpu", size, _shapes(workload.profile_inputs(size)), config.train.precision, True, "host", 1
+    )
+    targets, normalisers = workload.profile_targets(size)
+    waiting = []
+    for first, end in stages:
+        loss = (targets, normalisers) if end == len(estimator.chain) else (None, {})
+        specs = tuple(estimator.specs[first : end + 1])
+        waiting.append((TrimmedRun(first, end, len(estimator.chain), specs, *loss), 0))
+    found: dict[tuple[int, int], Observation] = {}
+    with WorkerGroup(functools.partial(load_workload, config), [torch.device("cpu")], 1) as group:
+        while len(found) < len(stages):
+            for _, (run, _), result in group.finished():
+                found[run.first, run.end] = result
+            for worker in list(group.idle):
+                if waiting:
+                    group.start(worker, waiting.pop(0), conditions)
+    return found
+
+
+# -- whole runs
+
+
+RUNS: list[tuple[str, list[float], dict[str, Any]]] = [
+    ("DETR R18", [0.0, 0.5], {}),
+    ("DETR R18", [0.0, 0.3, 0.7], {"schedule": "1f1b", "recompute": False}),
+    ("DETR R50, frozen", [0.0, 0.4, 0.7], {}),
+    ("DETR R50, frozen", [0.0, 0.6], {"schedule": "1f1b", "recompute": False}),
+    ("DETR R50-DC5", [0.0, 0.3, 0.6, 0.8], {}),
+    ("transformer", [0.0, 0.5], {}),
+    ("transformer", [0.0, 0.34, 0.67], {"schedule": "1f1b", "recompute": False}),
+    ("transformer", [0.0, 0.34, 0.67], {"schedule": "gpipe", "recompute": False}),
+    ("ResNet-18", [0.0, 0.4, 0.8], {}),
+    ("ResNet-18", [0.0, 0.4, 0.8], {"schedule": "1f1b", "recompute": False}),
+    ("ResNet-18", [0.0, 0.5], {"schedule": "gpipe", "recompute": True}),
+    ("decoder-only", [0.0, 0.34, 0.67], {}),
+    ("decoder-only", [0.0, 0.5], {"schedule": "1f1b", "recompute": False}),
+]
+"""Model (by a part of its name), where to cut it (as parts of its length), and how to run it."""
+
+
+def whole_run(wanted: str, places: Sequence[float], options: Mapping[str, Any]) -> Iterator[Trial]:
+    """A training run through the command line; its metrics hold the peak of every stage in the second step."""
+    name = next(name for name in MODELS if wanted in name)
+    with tempfile.TemporaryDirectory(prefix="truth-") as folder:
+        config = config_of(name, Path(folder) / "run", devices=len(places), **options)
+        profile = estimate_config(config)
+        cuts = [int(place * profile.num_layers) for place in places]
+        pipeline = config.pipeline
+        found = plan(
+            profile,
+            len(cuts),
+            schedule=pipeline.schedule,
+            num_microbatches=config.num_microbatches,
+            microbatch_size=config.train.microbatch_size,
+            recompute=pipeline.recompute,
+            stage_inputs=pipeline.stage_inputs,
+            cuts=cuts,
+        )
+        assert found.stage_bytes is not None, found.notes
+        estimator = StageEstimator(
+            load_workload(config),
+            device="cpu",
+            microbatch_size=config.train.microbatch_size,
+            precision=config.train.precision,
+            recompute=pipeline.recompute,
+        )
+        rehearsed = rehearse(estimator, cuts, pipeline.schedule, config.num_microbatches, pipeline.recompute)
+        config = config_of(name, Path(folder) / "run", devices=len(places), cuts=cuts, **options)
+        peaks = trained(config, Path(folder))
+    how = f"{len(cuts)} ranks, {pipeline.schedule}{', recomputation' if pipeline.recompute else ''}"
+    ends = [*cuts[1:], profile.num_layers]
+    for stage, (measured, exact, modelled) in enumerate(zip(peaks, rehearsed, found.stage_bytes, strict=True)):
+        yield Trial(name, f"{how}: layers {cuts[stage]}-{ends[stage] - 1}", measured, exact, modelled)
+
+
+def trained(config: Config, folder: Path) -> list[int]:
+    (folder / "config.yaml").write_text(dump_config(config))
+    here = Path(__file__).parent
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{here}:{here.parents[1]}",
+        "XDG_CACHE_HOME": str(folder),
+    }
+    command = [
+        sys.executable,
+        "-c",
+        "from varuna_capslog.cli import main; main()",
+        "train",
+        str(folder / "config.yaml"),
+    ]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    if done.returncode:
+        raise SystemExit(f"the run failed:\n{done.stdout}\n{done.stderr}")
+    lines = (Path(config.run_dir) / "metrics.jsonl").read_text().splitlines()
+    return next(record["peak_bytes"] for record in map(json.loads, lines) if "peak_bytes" in record)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="models whose name contains this text")
+    parser.add_argument("--json", type=Path, help="where to write the results")
+    arguments = parser.parse_args()
+    stages, runs = [], []
+    out("| model | stage | measured MiB | estimated MiB | error |\n|---|---|---|---|---|")
+    for name in MODELS:
+        if arguments.only in name:
+            for trial in single_stages(name):
+                out(trial.row())
+                stages.append(trial)
+    out("\n| model | stage | measured MiB | rehearsed MiB | error | memory model MiB | error |")
+    out("|---|---|---|---|---|---|---|")
+    for wanted, places, options in RUNS:
+        if arguments.only in wanted or wanted in arguments.only:
+            for trial in whole_run(wanted, places, options):
+                out(trial.row())
+                runs.append(trial)
+    out("")
+    results = {
+        "single stages, estimated": (stages, [trial.estimated for trial in stages]),
+        "whole runs, rehearsed": (runs, [trial.estimated for trial in runs]),
+        "whole runs, memory model": (runs, [trial.modelled or 0 for trial in runs]),
+    }
+    told = {}
+    for what, (trials, predicted) in results.items():
+        measured = [trial.measured for trial in trials]
+        errors = [guess / real - 1 for guess, real in zip(predicted, measured, strict=True)]
+        count, fits, misfits = false_fits(predicted, measured, Headroom(**HEADROOM))
+        told[what] = {"errors": errors, "capacity_trials": count, "false_fits": fits, "false_misfits": misfits}
+        out(f"{what}: {summary(errors)}; {count} capacities: {fits} false fits, {misfits} fits refused")
+    write_json(arguments.json, {"stages": [asdict(t) for t in stages], "runs": [asdict(t) for t in runs], "told": told})
+
+
+def out(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
