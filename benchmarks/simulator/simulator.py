@@ -277,10 +277,7 @@ def profiles_of(name: str, repeats: int) -> list[Profile]:
     """Measured profiles, one after the other."""
     workload = make_workload(name)
     return [
-        profile_workload(
-            workload, microbatch_size=MICROBATCH[name], recompute=False, workers=1, merge_equal=name == "sleeper"
-        )
-        for _ in range(repeats)
+        profile_workload(workload, microbatch_size=MICROBATCH[name], recompute=False, workers=1) for _ in range(repeats)
     ]
 
 
@@ -443,22 +440,15 @@ def run_model(
 
 
 def _run_sleeper(ranks: Sequence[int], rounds: int, statistic: Statistic) -> tuple[list[Any], dict[str, Any]]:
-    """Its profile is measured: a layer never waits exactly as long as it is told. Messages and updates cost nothing."""
-    told = Sleeper().profile()
-    taken = combine(profiles_of("sleeper", 1), 0.0, statistic)
-    layers = [
-        replace(layer, forward_seconds=row.forward_seconds, backward_seconds=row.backward_seconds)
-        for layer, row in zip(told.layers, taken.layers, strict=True)
-    ]
-    profile = replace(told, layers=tuple(layers))
+    """Its layers take what they are told, messages and updates nothing: only the steps are measured."""
+    profile = Sleeper().profile()
     found = []
     for count in ranks:
         cases = make_cases(profile, count, (4,))
         measured = run_ranks(measure, count, "sleeper", cases, min(rounds, 3))
         simulated = [predict(profile, case, Link(), None) for case in cases]
         found += compare("sleeper", count, cases, simulated, measured, statistic)
-    seconds = {f"{part}_ms": 1e3 * sum(profile.column(f"{part}_seconds")) for part in ("forward", "backward")}
-    return found, {"layers": profile.num_layers, **seconds}
+    return found, {"layers": profile.num_layers, "forward_ms": 1e3 * sum(Sleeper.seconds)}
 
 
 def main() -> None:
@@ -481,31 +471,38 @@ def main() -> None:
     began = time.perf_counter()
     rows: list[Any] = []
     inputs: dict[str, Any] = {}
+    print("| model | ranks | cases | median error | worst | mean, signed | order right, of pairs told apart | of all |")
+    print("|---|---|---|---|---|---|---|---|")
     for name in arguments.models:
         found, inputs[name] = run_model(
             name, arguments.ranks, arguments.rounds, arguments.repeats, cores, STATISTICS[arguments.statistic]
         )
         rows += found
-        print(f"{name}: {inputs[name]}", flush=True)
-    print("| model | ranks | cases | median error | worst | mean, signed | order right, of pairs told apart | of all |")
-    print("|---|---|---|---|---|---|---|---|")
-    groups = [(name, count) for name in arguments.models for count in arguments.ranks]
-    for name, count in [*groups, ("all", min(arguments.ranks)), ("all", 0)]:
-        chosen = [r for r in rows if name in ("all", r["model"]) and count in (0, r["ranks"])]
-        told = summary(chosen)
-        share = 100 * told["pairs_right"] / max(1, told["pairs_told_apart"])
-        cells = [
-            name,
-            str(count or "all"),
-            str(told["cases"]),
-            *(f"{100 * told[key]:.1f} %" for key in ("median_error", "worst_error", "mean_signed_error")),
-            f"{told['pairs_right']} / {told['pairs_told_apart']} ({share:.1f} %)",
-            str(told["pairs"]),
-        ]
-        print(f"| {' | '.join(cells)} |", flush=True)
+        for count in arguments.ranks:
+            print_row(name, str(count), [row for row in found if row["ranks"] == count])
+        result = {"statistic": arguments.statistic, "inputs": inputs, "rows": rows, "summary": summary(rows)}
+        write_json(arguments.output, result)
+    for count in arguments.ranks:
+        print_row("all", str(count), [row for row in rows if row["ranks"] == count])
+    print_row("all", "all", rows)
+    for name, measured in inputs.items():
+        print(f"{name}: {', '.join(f'{key} {value:.4g}' for key, value in measured.items())}")
     print(f"took {time.perf_counter() - began:.0f} s")
-    result = {"statistic": arguments.statistic, "inputs": inputs, "rows": rows, "summary": summary(rows)}
-    write_json(arguments.output, result)
+
+
+def print_row(name: str, ranks: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """One line of README.md's table."""
+    told = summary(rows)
+    share = 100 * told["pairs_right"] / max(1, told["pairs_told_apart"])
+    cells = [
+        name,
+        ranks,
+        str(told["cases"]),
+        *(f"{100 * told[key]:.1f} %" for key in ("median_error", "worst_error", "mean_signed_error")),
+        f"{told['pairs_right']} / {told['pairs_told_apart']} ({share:.1f} %)",
+        str(told["pairs"]),
+    ]
+    print(f"| {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":
