@@ -42,7 +42,7 @@ def build(varuna: Any, model: nn.Module, **change: Any) -> Any:
 def sentence(communicator: Communicator, kind: str, change: dict[str, Any]) -> str:
     """The error that each rank ends in, or what it got."""
     cuts = [0, 1] if kind != "ranks differ" else [0, 1 + communicator.rank]
-    with cases.patched(cuts, timeout_seconds=4.0) as varuna:
+    with cases.patched(cuts, timeout_seconds=12.0) as varuna:
         torch.manual_seed(0)
         model: Any = Leaking(varuna.CutPoint, leak=kind == "leak")
         try:

@@ -23,7 +23,10 @@ class OneStage:
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.device, self.kept = module, torch.device("cpu"), dict[int, Any]()
-        self.capslog = SimpleNamespace(begin=lambda: None, active=True, left=True, entry=None, exit=None)
+        norms = [module] if isinstance(module, nn.BatchNorm1d) else []
+        self.capslog = SimpleNamespace(
+            begin=lambda: None, active=True, left=True, entry=None, exit=None, norms=lambda model: norms
+        )
 
     def forward(self, inputs: tuple[int, torch.Tensor], recompute: bool = False) -> torch.Tensor:
         microbatch, x = inputs

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import queue
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -187,7 +187,7 @@ def forward(original: Callable[..., Any], self: Any, inputs_as_dict: Any, recomp
     stage.begin()
     if recompute:
         state = save_random_state(self.device)
-        with _statistics_kept(self.module):
+        with _statistics_kept(stage.norms(self.module)):
             result = original(self, inputs_as_dict, recompute=True, **flags)
         restore_random_state(state, self.device)
     else:
@@ -207,13 +207,11 @@ def forward(original: Callable[..., Any], self: Any, inputs_as_dict: Any, recomp
 
 
 @contextlib.contextmanager
-def _statistics_kept(model: nn.Module) -> Iterator[None]:
+def _statistics_kept(norms: Sequence[nn.Module]) -> Iterator[None]:
     """Running statistics are copies inside the block. Exchanged, not written back: the graph has kept them."""
-    kept = []
-    for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
-            kept.append((module, dict(module._buffers)))
-            module._buffers.update({name: None if b is None else b.clone() for name, b in module._buffers.items()})
+    kept = [(module, dict(module._buffers)) for module in norms]
+    for module, buffers in kept:
+        module._buffers.update({name: None if b is None else b.clone() for name, b in buffers.items()})
     try:
         yield
     finally:

@@ -115,8 +115,7 @@ def _share_statistics(self: Any) -> None:
     """
     found = [
         buffer
-        for module in self.model.module.modules()
-        if isinstance(module, nn.modules.batchnorm._NormBase)
+        for module in self.model.capslog.norms(self.model.module)
         for name, buffer in module._buffers.items()
         if name in ("running_mean", "running_var") and buffer is not None
     ]

@@ -49,10 +49,18 @@ class StageRun:
         self.entry: Entry | None = None
         self.exit: Exit | None = None
         self.active = self.left = self.gradients_sent = False
+        self._norms: list[nn.Module] | None = None
 
     def begin(self) -> None:
         """A forward begins."""
         self.active, self.left = self.stage == 0, False
+
+    def norms(self, model: nn.Module) -> list[nn.Module]:
+        """The modules of the stage that keep running statistics; looked for once."""
+        if self._norms is None:
+            norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
+            self._norms = [module for module in norms if module._buffers.get("running_mean") is not None]
+        return self._norms
 
 
 def initialize(self: Any, get_batch_fn: Callable[..., Any], from_cache: bool = False) -> None:

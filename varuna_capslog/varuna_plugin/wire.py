@@ -43,6 +43,7 @@ _DTYPES = (
     torch.int32,
     torch.int64,
 )
+_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 _ACTIVATIONS, _GRADIENTS = 11, 12
 
 
@@ -83,25 +84,26 @@ def pack(tensors: Sequence[Tensor | None], microbatch: int) -> tuple[Tensor, lis
 
     Raises CapslogError for a dtype or a number of dimensions that the format has no place for.
     """
-    header = torch.zeros(1 + len(tensors), _ROW, dtype=torch.int64)
-    header[0, :3] = torch.tensor([_MAGIC, microbatch, len(tensors)])
+    rows = [[_MAGIC, microbatch, len(tensors)] + [0] * (_ROW - 3)]
     payload = []
-    for row, tensor in zip(header[1:], tensors, strict=True):
+    for tensor in tensors:
         if tensor is None:
+            rows.append([0] * _ROW)
             continue
-        if tensor.dtype not in _DTYPES or tensor.dim() > MAX_DIMS or tensor.layout != torch.strided:
+        kind, dims = _CODES.get(tensor.dtype), tensor.dim()
+        if kind is None or dims > MAX_DIMS or tensor.layout != torch.strided:
             raise CapslogError(
                 f"a tensor {list(tensor.shape)} of {tensor.dtype} ({tensor.layout}) cannot cross a cut; give one of at "
                 f"most {MAX_DIMS} dimensions and an ordinary dtype"
             )
-        stride = TensorSpec.of(tensor).stride
-        dense = tensor.detach() if stride == tensor.stride() else tensor.detach().contiguous()
-        dims = tensor.dim()
-        row[:3] = torch.tensor([1, _DTYPES.index(tensor.dtype), dims])
-        row[3 : 3 + dims] = torch.tensor(tensor.shape, dtype=torch.int64)
-        row[3 + MAX_DIMS : 3 + MAX_DIMS + dims] = torch.tensor(stride, dtype=torch.int64)
-        if tensor.numel():
+        dense = tensor.detach()
+        if not dense.is_contiguous() and TensorSpec.of(dense).stride != dense.stride():
+            dense = dense.contiguous()
+        rest = [0] * (MAX_DIMS - dims)
+        rows.append([1, kind, dims, *dense.shape, *rest, *dense.stride(), *rest])
+        if dense.numel():
             payload.append(_bytes(dense))
+    header = torch.tensor(rows, dtype=torch.int64)
     return header, payload
 
 
@@ -110,16 +112,17 @@ def unpack(header: Tensor, microbatch: int) -> tuple[list[Tensor | None], list[T
 
     Raises CapslogError where the header is none, or is of another microbatch than the one that is due.
     """
-    if int(header[0, 0]) != _MAGIC or int(header[0, 2]) != len(header) - 1:
+    (magic, number, count, *_), *rows = header.tolist()
+    if magic != _MAGIC or count != len(rows):
         raise CapslogError("a message between stages has no header of this plugin; run the same plugin on every rank")
-    if int(header[0, 1]) != microbatch:
+    if number != microbatch:
         raise CapslogError(
-            f"a message of microbatch {int(header[0, 1])} came where microbatch {microbatch} was due; the ranks are "
-            "out of step: give all of them the same batch and chunk sizes"
+            f"a message of microbatch {number} came where microbatch {microbatch} was due; the ranks are out of step: "
+            "give all of them the same batch and chunk sizes"
         )
     tensors: list[Tensor | None] = []
     payload = []
-    for row in header[1:].tolist():
+    for row in rows:
         if not row[0]:
             tensors.append(None)
             continue
@@ -134,6 +137,8 @@ def unpack(header: Tensor, microbatch: int) -> tuple[list[Tensor | None], list[T
 
 def _bytes(tensor: Tensor) -> Tensor:
     """A view of a dense tensor's bytes in memory order."""
+    if tensor.is_contiguous():
+        return tensor.view(-1).view(torch.uint8)
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset()).view(torch.uint8)
 
 
