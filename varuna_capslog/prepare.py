@@ -6,6 +6,8 @@ the engine; a plan that does not fit ends here.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,11 +19,13 @@ from varuna_capslog.config import Config, dump_config, load_workload
 from varuna_capslog.engine.constants import check_folder
 from varuna_capslog.errors import CapslogError, DoesNotFit
 from varuna_capslog.memory import AUTO, MEMORY_MODELS
-from varuna_capslog.plan import Plan, Stage, read_plan, write_plan
+from varuna_capslog.memory.headroom import Headroom
+from varuna_capslog.plan import Plan, Shortfall, Stage, read_plan, write_plan
 from varuna_capslog.planners import PLANNER_NAMES
 from varuna_capslog.planners import plan as search
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.profiles.record import write_profile
+from varuna_capslog.units import format_bytes
 
 if TYPE_CHECKING:
     from varuna_capslog.profiles.record import Profile
@@ -86,12 +90,12 @@ def plan_run(config: Config, profile: Profile | None, link: Link | None = None) 
     pipeline = config.pipeline
     if profile is None or len(pipeline.cuts or ()) > pipeline.devices:
         return _given_cuts(config)
-    return search(
+    find = functools.partial(
+        search,
         profile,
         pipeline.devices,
         planner=pipeline.planner,
         memory=pipeline.memory,
-        capacity=pipeline.capacity,
         schedule=pipeline.schedule,
         num_microbatches=config.num_microbatches // pipeline.replicas,
         microbatch_size=config.train.microbatch_size,
@@ -100,6 +104,36 @@ def plan_run(config: Config, profile: Profile | None, link: Link | None = None) 
         link=link,
         cuts=pipeline.cuts,
     )
+    plan = find(capacity=pipeline.capacity)
+    if plan.fits and pipeline.capacity is not None and profile.source == "estimated":
+        return _confirmed(config, profile, plan, find)
+    return plan
+
+
+def _confirmed(config: Config, profile: Profile, plan: Plan, find: Callable[..., Plan]) -> Plan:
+    """A plan that fits by its memory model, after a rehearsal of every rank's own program.
+
+    What a schedule keeps in flight shares the memory of a CPU's stages, and no sum over layers knows all of it.
+    """
+    from varuna_capslog.profiles.rehearsal import rehearse_config
+
+    peaks = rehearse_config(config, plan.cuts)
+    headroom = Headroom.of(profile)
+    given = plan.capacity_bytes
+    capacities = given if isinstance(given, tuple) else (given or 0,) * len(peaks)
+    excess = [headroom.reserved(peak) - size for peak, size in zip(peaks, capacities, strict=True)]
+    plan = dataclasses.replace(plan, stage_bytes=tuple(peaks), peak_bytes=max(peaks))
+    worst = max(excess)
+    if worst <= 0:
+        return plan
+    stage = excess.index(worst)
+    lack = (
+        f"does not fit: stage {stage} needs {format_bytes(capacities[stage] + worst)} of "
+        f"{format_bytes(capacities[stage])} when its own program is rehearsed"
+    )
+    less = find(capacity=max(1, min(capacities) - worst)).shortfall
+    devices = None if less is None else less.devices_that_fit
+    return dataclasses.replace(plan, fits=False, shortfall=Shortfall(stage, worst, devices), notes=(*plan.notes, lack))
 
 
 def latest_plan(run_dir: Path) -> tuple[int, Plan] | None:

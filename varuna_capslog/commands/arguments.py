@@ -46,12 +46,16 @@ def print_json(value: Any) -> None:
 
 
 def print_plan(plan: Plan, profile: Profile | None = None) -> None:
-    """Prints the stages: layers (by name where a profile knows them), predicted peak and what is left of the device."""
+    """Prints the stages: layers (by name where a profile knows them), predicted peak and what is left of the device
+    beside it and its headroom.
+    """
     from rich.console import Console
     from rich.table import Table
 
+    from varuna_capslog.memory.headroom import Headroom
     from varuna_capslog.units import format_bytes
 
+    headroom = Headroom() if profile is None else Headroom.of(profile)
     table = Table(title=f"{plan.planner or 'given cuts'}: {len(plan.cuts)} stages of {plan.num_layers} layers")
     for heading in ("stage", "rank", "layers", "from", "to", "peak", "margin"):
         table.add_column(heading, justify="left" if heading in ("from", "to") else "right")
@@ -60,7 +64,7 @@ def print_plan(plan: Plan, profile: Profile | None = None) -> None:
         names = [profile.layers[index].name for index in (first, end - 1)] if profile else [str(first), str(end - 1)]
         peak = None if plan.stage_bytes is None else plan.stage_bytes[stage]
         capacity = plan.capacity_bytes[stage] if isinstance(plan.capacity_bytes, tuple) else plan.capacity_bytes
-        margin = "" if peak is None or capacity is None else format_bytes(capacity - peak)
+        margin = "" if peak is None or capacity is None else format_bytes(capacity - headroom.reserved(peak))
         shown = "unknown" if peak is None else format_bytes(peak)
         table.add_row(str(stage), str(ranks[stage]), str(end - first), *names, shown, margin)
     console = Console()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -62,9 +63,29 @@ def profile(
         table.add_row(str(index), layer.name, *sizes, *times)
     console = Console()
     console.print(table)
+    if "input_sizes" in result.conditions:
+        console.print(_sizes(result.conditions["input_sizes"]), highlight=False)
+    if "headroom" in result.conditions:
+        told = result.conditions["headroom"]
+        text = (
+            f"a device needs {told['fragmentation']:.3g} times a stage's peak, and {format_bytes(told['fixed_bytes'])}"
+        )
+        console.print(text, highlight=False)
     if "profiling" in result.conditions:
         console.print(_launches(result.conditions["profiling"]), highlight=False)
     console.print(f"written to {path}", highlight=False)
+
+
+def _sizes(told: Mapping[str, Any]) -> str:
+    """The largest microbatch, which the bytes are for, and the median of those that training meets."""
+
+    def text(shapes: Mapping[str, list[int]]) -> str:
+        name, shape = max(shapes.items(), key=lambda item: math.prod(item[1]))
+        return f"{name} {'x'.join(map(str, shape))}"
+
+    if told["sampled"] == 1:
+        return f"every microbatch: {text(told['largest'])}"
+    return f"largest {text(told['largest'])}, median {text(told['median'])} of {told['sampled']} sampled minibatches"
 
 
 def _launches(told: Mapping[str, Any]) -> str:

@@ -116,7 +116,7 @@ def state_headroom(device: str, transport: str, stages: Sequence[Sequence[StepTr
             "fixed_bytes": 0,
             "fragmentation": 1 + UNSEEN_PART,
             "parts": {
-                "basis": "capacities count the CPU allocator's bytes, which has no segments; the process is not counted",
+                "basis": "capacities count the CPU allocator's bytes: no segments, no process beside tensors",
                 "unseen_kernel_bytes": UNSEEN_PART,
                 "measured": ["unseen_kernel_bytes"],
             },

@@ -48,12 +48,6 @@ class InputSizes:
             "histogram": [[shapes[text], counts[text]] for text in shapes],
         }
 
-    def __str__(self) -> str:
-        if len(self.sampled) == 1:
-            return f"every microbatch is {_text(self.largest)}"
-        median = _text(self.quantile(0.5))
-        return f"largest microbatch {_text(self.largest)}, median {median} of {len(self.sampled)} sampled minibatches"
-
 
 def input_sizes(workload: Workload, microbatch_size: int, count: int = SAMPLES, seed: int = 0) -> InputSizes:
     """The sizes that training of this workload meets; equal seeds give equal samples."""
