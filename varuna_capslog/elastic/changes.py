@@ -35,8 +35,8 @@ def wish(state: State, change: m.Change, urgent: bool) -> Step:
     if (member in state.record.members) == (kind == "join"):
         return state, ()
     state = replace(state, changes=state.changes | {change}, urgent=state.urgent or urgent)
-    if state.phase is Phase.WAIT:
-        return stop_answering(replace(state, planned=True))
+    if state.phase is Phase.WAIT:  # whoever comes may hold what was waited for: no reason to go back
+        return stop_answering(replace(state, planned=True, regress=False))
     return state, ()
 
 

@@ -1,0 +1,127 @@
+"""All interleavings of three members and two faults; and that the search finds what is broken on purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from varuna_capslog.elastic import changes, messages, protocol, recovery
+from varuna_capslog.elastic.rig.explore import Scenario, explore
+from varuna_capslog.elastic.rig.world import Transition, Violation, make_job
+from varuna_capslog.elastic.state import Job, Phase, State, Step
+
+
+@pytest.mark.parametrize(
+    ("options", "least"),
+    [
+        ({"faults": 2, "kinds": ("crash", "store")}, 12_000),
+        ({"faults": 2, "kinds": ("crash",), "job": make_job(3, sync=False)}, 9_000),
+        ({"faults": 1, "kinds": ("crash",), "singly": True}, 9_000),
+        ({"faults": 1, "kinds": ("crash",), "members": 2}, 9_000),
+        ({"faults": 0, "leaves": 1}, 1_000),
+        ({"faults": 1, "kinds": ("crash",), "members": 1, "processes": 2, "job": make_job(2)}, 300),
+    ],
+    ids=["crash and store", "async", "value by value", "join", "leave", "one and a newcomer"],
+)
+def test_every_interleaving_keeps_the_rules_and_leads_on(options: Mapping[str, Any], least: int) -> None:
+    found = explore(Scenario(**options))
+    assert found.complete
+    assert found.stuck == 0, "\n".join(map(str, found.trace))
+    assert found.states > least  # it did look
+
+
+# -- what is broken on purpose is found --------------------------------------------------------------------------------
+
+
+def goes_on_voting(job: Job, state: State, event: messages.Event) -> Step:
+    """Founds the next generation and goes on answering its own."""
+    new, effects = protocol.step(job, state, event)
+    if isinstance(event, messages.Suspects) and state.phase is Phase.RUN and new.phase is Phase.CHANGE:
+        return replace(new, phase=Phase.RUN), tuple(e for e in effects if not isinstance(e, messages.Abort))
+    return new, effects
+
+
+def comes_back(job: Job, state: State, event: messages.Event) -> Step:
+    """Answers its old generation again after it has heard of the new one."""
+    if isinstance(event, messages.StoreSays) and state.phase is Phase.CHANGE and not state.planned:
+        return replace(state, phase=Phase.RUN), ()
+    return protocol.step(job, state, event)
+
+
+def majority_is_enough(job: Job, state: State) -> Step:
+    """A vote is won when more than half are for it."""
+    heard = {h.sender: h.value for h in state.heard if (h.generation, h.round) == (state.record.number, state.round)}
+    if not state.cast or not state.round or 2 * len(heard) <= len(state.record.members):
+        return complete(job, state)
+    values = {member: heard.get(member, messages.Vote()) for member in state.record.members}
+    return protocol._tally(job, state, state.record.number, state.round, values)
+
+
+complete = protocol._complete
+
+
+def votes_before_its_copies(state: State) -> Step:
+    """Does not wait for the receipt of the copies."""
+    return protocol._cast(state, finite=True) if state.computed and not state.cast else (state, ())
+
+
+CRASH = {"faults": 1, "kinds": ("crash",)}
+
+
+@pytest.mark.parametrize(
+    ("rule", "options", "transition", "compare", "patch"),
+    [
+        ("rule 2", CRASH, protocol.step, False, None),
+        ("rule 1", CRASH, goes_on_voting, True, None),
+        ("rule 1", CRASH, comes_back, True, None),
+        (
+            "rule 4",
+            {"faults": 1, "kinds": ("hiccup",), "job": make_job(3, 0), "redundancy": 0},
+            protocol.step,
+            True,
+            (protocol, "_kept", lambda state, before: frozenset()),
+        ),
+        ("rule 1", CRASH | {"singly": True}, protocol.step, True, (protocol, "_complete", majority_is_enough)),
+        ("rule 3", CRASH, protocol.step, True, (protocol, "_cast_if_ready", votes_before_its_copies)),
+        (
+            "rule 4",
+            {"faults": 2, "kinds": ("crash",)},
+            protocol.step,
+            True,
+            (recovery.Boundary, "loses_settled", lambda boundary, reached, voted: False),
+        ),
+        ("rule 1", {"faults": 0, "leaves": 1}, protocol.step, True, (State, "votes", property(lambda state: True))),
+    ],
+    ids=[
+        "the store does not compare",
+        "goes on voting after it stopped",
+        "comes back to the old generation",
+        "drops the boundary before too early",
+        "a majority is enough",
+        "votes before its copies are there",
+        "goes back in silence",
+        "those that leave vote",
+    ],
+)
+def test_the_search_finds_a_broken_protocol(
+    monkeypatch: pytest.MonkeyPatch,
+    rule: str,
+    options: Mapping[str, Any],
+    transition: Transition,
+    compare: bool,
+    patch: tuple[Any, str, Callable[..., Any]] | None,
+) -> None:
+    if patch is not None:
+        monkeypatch.setattr(*patch)
+    with pytest.raises(Violation, match=rule):
+        explore(Scenario(**options), transition, compare)
+
+
+def test_the_search_finds_a_protocol_that_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(changes, "tick", lambda state: (state, ()))
+    found = explore(Scenario(faults=1, kinds=("hiccup",)))
+    assert found.stuck > 0
+    assert found.trace
