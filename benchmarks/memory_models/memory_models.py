@@ -1,0 +1,131 @@
+"""The memory models beside directly estimated stages, what their errors cost a plan, and what position-blindness costs.
+
+Prints the tables of README.md. The ranges take some ten CPU minutes; `--ranges FOLDER` keeps them there and reads
+them again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from ranges import PAPER, exact_ranges, profile_of
+
+from varuna_capslog.memory import MEMORY_MODELS, RunShape
+from varuna_capslog.memory.composition import RangeCosts
+from varuna_capslog.planners.capslog import capslog_cuts
+from varuna_capslog.planners.exact import exact_cuts
+from varuna_capslog.planners.varuna import varuna_cuts
+from varuna_capslog.profiles.estimate import Memo
+from varuna_capslog.profiles.record import Profile, read_profile, write_profile
+
+GIB, MIB = 1 << 30, 1 << 20
+MODELS = ("additive", "composition")
+
+
+def truth(name: str, folder: Path | None, memo: Memo) -> tuple[Profile, NDArray[np.int64]]:
+    """Profile and exact ranges of a configuration, from the folder where they are there."""
+    if folder is None:
+        return profile_of(name, memo), exact_ranges(name, memo)
+    kept, table = folder / f"{name}.json", folder / f"{name}.npy"
+    if not table.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_profile(kept, profile_of(name, memo))
+        np.save(table, exact_ranges(name, memo))
+    return read_profile(kept), np.load(table)
+
+
+def errors(name: str, profile: Profile, exact: NDArray[np.int64]) -> None:
+    """Each model against every range."""
+    real = ~np.tri(*exact.shape, dtype=np.bool_)
+    for model in MODELS:
+        found = MEMORY_MODELS[model].stage_costs(profile, RunShape()).matrix()[real]
+        off = 100 * (found / exact[real] - 1)
+        bytes_off = np.abs(found - exact[real]) / MIB
+        print(
+            f"| {name} | {model} | {np.abs(off).mean():.3f} % | {np.percentile(np.abs(off), 95):.2f} % | "
+            f"{off.max():+.2f} % | {off.min():+.2f} % | {bytes_off.mean():.1f} / {bytes_off.max():.1f} |"
+        )
+
+
+def recommendations(name: str, profile: Profile, exact: NDArray[np.int64]) -> None:
+    """Peaks by the exact ranges of what each search finds with each model."""
+    true = RangeCosts(exact)
+    additive, composed = (MEMORY_MODELS[model].stage_costs(profile, RunShape()) for model in MODELS)
+    for devices in range(2, 17):
+        best = max(true.peaks(exact_cuts(true, devices)))
+        cells = []
+        for costs, search in ((additive, capslog_cuts), (additive, exact_cuts), (composed, exact_cuts)):
+            peak = max(true.peaks(search(costs, devices)))
+            cells.append(f"{peak / GIB:.3f} (+{100 * (peak / best - 1):.1f} %)")
+        print(f"| {name} | {devices} | {' | '.join(cells)} | {best / GIB:.3f} |")
+
+
+def one_f_one_b(name: str, profile: Profile) -> None:
+    """Eight devices, eight microbatches, 1F1B without recomputation: four cut lists under the model of 1F1B."""
+    costs = MEMORY_MODELS["1f1b"].stage_costs(profile, RunShape(8, "1f1b", False))
+    blind = MEMORY_MODELS["additive"].stage_costs(profile, RunShape())
+    best = max(costs.peaks(exact_cuts(costs, 8)))
+    cells = []
+    for cuts in (varuna_cuts(costs, 8), exact_cuts(blind, 8), capslog_cuts(costs, 8)):
+        peak = max(costs.peaks(cuts))
+        cells.append(f"{peak / GIB:.2f} ({peak / best:.2f}x)")
+    print(f"| {name} | {' | '.join(cells)} | {best / GIB:.2f} |", flush=True)
+
+
+def search_times(name: str, profile: Profile) -> None:
+    """Milliseconds of processor time of the exact search with its tie-break, each model in turn."""
+    for devices in (8, 24):
+        cells = []
+        for model, run in (
+            ("additive", RunShape()),
+            ("composition", RunShape()),
+            ("1f1b", RunShape(64, "1f1b", False)),
+            ("gpipe", RunShape(64, "gpipe", False)),
+        ):
+            costs = MEMORY_MODELS[model].stage_costs(profile, run)
+            times = []
+            for _ in range(50):
+                begun = time.thread_time()
+                exact_cuts(costs, devices)
+                times.append(1e3 * (time.thread_time() - begun))
+            cells.append(f"{statistics.median(times):.2f} ({min(times):.2f})")
+        print(f"| {name} | {profile.num_layers} | {devices} | {' | '.join(cells)} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranges", type=Path, help="folder that keeps the directly estimated ranges")
+    folder = parser.parse_args().ranges
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    memo = Memo()
+    found = {name: truth(name, folder, memo) for name in PAPER[:2]}
+    print("| configuration | model | mean error | 95 % below | most above | most below | MiB mean / most |")
+    print("|---" * 7 + "|")
+    for name, (profile, exact) in found.items():
+        errors(name, profile, exact)
+    print("\nGiB by exact ranges (above the optimum)\n")
+    print("| configuration | G | capslog on additive | exact on additive | exact on composition | optimum |")
+    print("|---" * 6 + "|")
+    for name, (profile, exact) in found.items():
+        recommendations(name, profile, exact)
+    print("\nGiB under 1F1B without recomputation, 8 devices, 8 microbatches (times the optimum)\n")
+    print("| configuration | uniform | position-blind exact | fill-first with the right costs | exact |")
+    print("|---" * 5 + "|")
+    profiles = {name: found[name][0] if name in found else profile_of(name, memo) for name in PAPER}
+    for name, profile in profiles.items():
+        one_f_one_b(name, profile)
+    print("\nMilliseconds of the exact search with its tie-break, median (smallest) of 50\n")
+    print("| configuration | L | G | additive | composition | 1f1b | gpipe |")
+    print("|---" * 7 + "|")
+    for name in (PAPER[0], PAPER[-1]):
+        search_times(name, profiles[name])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""Estimates the peak of every stage range of a configuration directly, without any memory model.
+
+`memory_models.py` calls it: 325 ranges of 25 layers, each as one stage on fake tensors. Takes a few minutes a
+configuration.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from varuna_capslog.config import Config, load_config, load_workload
+from varuna_capslog.memory.costs import NEVER
+from varuna_capslog.profiles.estimate import Memo, StageEstimator, estimate_config
+from varuna_capslog.profiles.record import Profile
+
+__all__ = ["PAPER", "configuration", "exact_ranges", "profile_of"]
+
+PAPER = ("rn50_e6", "rn50_d_e6", "rn101_e6", "rn101_d_e6", "rn101_e12", "rn101_d_e12")
+
+_CONFIGS = Path(__file__).parents[2] / "configs" / "paper"
+
+
+def configuration(name: str) -> Config:
+    """One of the paper's configurations."""
+    return load_config(_CONFIGS / f"{name}.yaml", [])
+
+
+def profile_of(name: str, memo: Memo) -> Profile:
+    """The estimated profile of a configuration."""
+    return estimate_config(configuration(name), memo=memo)
+
+
+def exact_ranges(name: str, memo: Memo) -> NDArray[np.int64]:
+    """Peak bytes of every range, [L, L + 1], NEVER where end <= first."""
+    config = configuration(name)
+    estimator = StageEstimator(
+        load_workload(config),
+        device=config.profile.device or "cuda",
+        microbatch_size=config.train.microbatch_size,
+        precision=config.train.precision,
+        recompute=config.pipeline.recompute,
+        stage_inputs=config.pipeline.stage_inputs,
+        memo=memo,
+    )
+    size = len(estimator.chain)
+    found = np.full((size, size + 1), NEVER, dtype=np.int64)
+    for first in range(size):
+        print(f"{name}: ranges that begin at layer {first} of {size}", file=sys.stderr, flush=True)
+        for end in range(first + 1, size + 1):
+            found[first, end] = estimator.stage(first, end).peak_bytes
+    return found
