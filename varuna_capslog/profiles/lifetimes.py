@@ -7,6 +7,7 @@ besides their results comes from a function that `quirks` provides.
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -27,9 +28,9 @@ _prim_device = torch.ops.prim.device.default
 _item = torch.ops.aten._local_scalar_dense.default
 _add = torch.ops.aten.add.Tensor
 _MORE = frozenset({"aten::set_", "aten::resize_", "aten::resize_as_", "aten::_resize_output_"})
-_OWN_USES, _OWN_STORAGE_USES = 4, 2
-"""References to a gradient that only autograd's buffer holds, as seen from within a dispatch mode: the buffer's own and
-those of the call."""
+_OWN_USES, _OWN_STORAGE_USES, _OWN_REFERENCES = 4, 2, 4
+"""References (torch's to tensor and storage, Python's) to a gradient that only autograd's buffer holds, as seen from
+within a dispatch mode: the buffer's own and those of the call."""
 
 
 class Lifetimes(TorchDispatchMode):
@@ -152,6 +153,7 @@ class Lifetimes(TorchDispatchMode):
         storage = first.untyped_storage()
         return (
             first._use_count() <= _OWN_USES
+            and sys.getrefcount(first) <= _OWN_REFERENCES
             and torch._C._storage_Use_Count(storage._cdata) <= _OWN_STORAGE_USES
             and self._made_by.get(storage._cdata) != node
             and _is_dense(first)
