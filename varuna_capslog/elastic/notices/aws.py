@@ -1,13 +1,14 @@
 """Notices of AWS: the interruption of a spot instance and the rebalance recommendation, through IMDSv2.
 
-`PUT /latest/api/token` gives a session token; `spot/instance-action` answers 404 until the instance is to go, two minutes
-ahead (hibernation: none); `events/recommendations/rebalance` answers 404 until the instance is at risk. Both "best effort".
-Sources: EC2 user guide, "Spot Instance interruption notices", "EC2 instance rebalance recommendations". The guide advises
-to ask every 5 s; we ask every half second.
+`PUT /latest/api/token` gives a session token; `spot/instance-action` answers 404 until the instance is to go, two
+minutes ahead (hibernation: none); `events/recommendations/rebalance` answers 404 until the instance is at risk. Both
+"best effort". Sources: EC2 user guide, "Spot Instance interruption notices", "EC2 instance rebalance recommendations".
+The guide advises to ask every 5 s; we ask every half second.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from typing import ClassVar
@@ -47,27 +48,24 @@ class AwsListener(PollingListener):
         self.lead = lead
         self.endpoint = endpoint
         self.opener: Opener = opener or HttpOpener()
+        self._lock = threading.Lock()  # of the token
         self._token = ""
         self._renew_at = 0.0
 
     def rounds(self) -> Sequence[Callable[[], Round]]:
-        return (self.ask,)
+        return (self.ask_action, self.ask_rebalance)  # apart: trouble with one must not slow the other
 
     def interrupt(self) -> None:
         self.opener.cut()
 
-    def ask(self) -> Round:
-        """One round: both questions, with a token that is fetched when there is none or half its life is over."""
-        found = (self._action(), self._rebalance())
-        return Round(tuple(notice for notice in found if notice), self.interval)
-
-    def _action(self) -> Notice | None:
+    def ask_action(self) -> Round:
+        """Whether the instance is to be interrupted, asked once."""
         answer = self._get(ACTION)
         if answer is None:
-            return None
+            return Round((), self.interval)
         value = json_object(answer, ACTION)
-        action, when = str(value.get("action", "")), str(value.get("time", ""))
-        if not action:
+        action, when = value.get("action"), str(value.get("time", ""))
+        if not isinstance(action, str) or not action:
             raise Unavailable(f"{ACTION} named no action: {answer.body[:60]!r}")
         kind = Kind.LEAVE
         try:
@@ -76,21 +74,28 @@ class AwsListener(PollingListener):
             deadline = Deadline(self.clock.monotonic() + self.lead, f"{self.lead:g} s from when it was read")
         if action == "hibernate":  # begins together with its notice
             kind, deadline = Kind.NOW, Deadline(self.clock.monotonic(), "hibernation gives no time")
-        return Notice(kind, self.source, f"{action}@{when}", (self.host,), deadline, detail=f"spot {action}")
+        notice = Notice(kind, self.source, f"{action}@{when}", (self.host,), deadline, detail=f"spot {action}")
+        return Round((notice,), self.interval)
 
-    def _rebalance(self) -> Notice | None:
+    def ask_rebalance(self) -> Round:
+        """Whether the instance is at risk, asked once."""
         answer = self._get(REBALANCE)
         if answer is None:
-            return None
+            return Round((), self.interval)
         when = str(json_object(answer, REBALANCE).get("noticeTime", ""))
-        return Notice(Kind.HINT, self.source, f"rebalance@{when}", (self.host,), detail="rebalance recommendation")
+        name = f"rebalance@{when}"
+        notice = Notice(Kind.HINT, self.source, name, (self.host,), detail="rebalance recommendation")
+        return Round((notice,), self.interval)
 
     def _get(self, path: str) -> Answer | None:
         """The answer, or None for "nothing there" (404). A token that is refused is replaced once."""
         for _attempt in range(2):
-            answer = self.opener("GET", self.endpoint + path, {"X-aws-ec2-metadata-token": self._fresh_token()})
+            token = self._fresh_token()
+            answer = self.opener("GET", self.endpoint + path, {"X-aws-ec2-metadata-token": token})
             if answer.status == 401:
-                self._token = ""
+                with self._lock:
+                    if self._token == token:  # else the other thread has replaced it already
+                        self._token = ""
                 continue
             if answer.status == 404:
                 return None
@@ -100,15 +105,17 @@ class AwsListener(PollingListener):
         raise Unavailable(f"{path} refuses a token that was just given (401)")
 
     def _fresh_token(self) -> str:
-        if not self._token or self.clock.monotonic() >= self._renew_at:
-            headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_SECONDS)}
-            answer = self.opener("PUT", self.endpoint + TOKEN, headers)
-            token = answer.body.strip()
-            if answer.status != 200 or not token.isascii() or not token.isprintable() or not token:
-                raise Unavailable(f"{TOKEN} answered {answer.status} and no token; a container needs a hop limit of 2")
-            self._token = token
-            self._renew_at = self.clock.monotonic() + TOKEN_SECONDS / 2
-        return self._token
+        """The token; fetched where there is none or half its life is over."""
+        with self._lock:
+            if not self._token or self.clock.monotonic() >= self._renew_at:
+                headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_SECONDS)}
+                answer = self.opener("PUT", self.endpoint + TOKEN, headers)
+                token = answer.body.strip()
+                if answer.status != 200 or not (token and token.isascii() and token.isprintable()):
+                    raise Unavailable(f"{TOKEN} gave no token ({answer.status}); a container needs a hop limit of 2")
+                self._token = token
+                self._renew_at = self.clock.monotonic() + TOKEN_SECONDS / 2
+            return self._token
 
 
 def _utc(text: str) -> float:

@@ -1,9 +1,9 @@
 """Notices of Google Cloud: preemption and host maintenance, by questions that hang until the value changes.
 
-`instance/preempted` turns from FALSE to TRUE; the machine is switched off up to 30 s later (120 s where it was created with
-that preemption notice). `instance/maintenance-event` leaves NONE 60 s ahead (machines with GPUs: longer), and only for
-machines that ask for it: a listener that is started has asked. Sources: Compute Engine documentation, "Spot VMs", "Query
-metadata server for maintenance event notices", "wait_for_change". A server in maintenance answers 503.
+`instance/preempted` turns from FALSE to TRUE; the machine is switched off up to 30 s later (120 s where it was created
+with that preemption notice). `instance/maintenance-event` leaves NONE 60 s ahead (machines with GPUs: longer), and only
+for machines that ask for it: a listener that is started has asked. Sources: Compute Engine documentation, "Spot VMs",
+"Query metadata server for maintenance event notices", "wait_for_change". A server in maintenance answers 503.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a notice asks for: hint -> shadow copy, notice -> commit, signal to end -> leave now; too late -> crash path.
 
-Pure functions on a notice, the time and what is left to move. The runtime climbs; the membership protocol hears of it as
-its `messages.Notice`.
+Pure functions on a notice, the time and what is left to move. The runtime climbs; the membership protocol hears of it
+as its `messages.Notice`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def rung(notice: Notice, now: float, move_seconds: float = 0.0) -> Rung:
 
 
 def protocol_event(step: Rung, member: Member) -> messages.Notice | None:
-    """What the membership protocol is told of the member that is meant; None for a hint, which changes no membership."""
+    """What the membership protocol is told of the member that is meant; None for a hint, which changes nothing yet."""
     if step is Rung.SHADOW:
         return None
     return messages.Notice(("leave", member), urgent=step is not Rung.COMMIT)

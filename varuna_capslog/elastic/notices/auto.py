@@ -1,0 +1,126 @@
+"""Which sources to listen to when nobody says: the cloud that answers, the signals that this launcher sends, Python.
+
+Asks all three clouds at once and waits a bounded time; a host in no cloud costs that time once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from varuna_capslog.elastic.notices import signals
+from varuna_capslog.elastic.notices.aws import AwsListener
+from varuna_capslog.elastic.notices.azure import AzureListener
+from varuna_capslog.elastic.notices.callback import CallbackListener
+from varuna_capslog.elastic.notices.file import FileListener
+from varuna_capslog.elastic.notices.gcp import GcpListener
+from varuna_capslog.elastic.notices.interface import Listener
+from varuna_capslog.elastic.notices.metadata import LINK_LOCAL, HttpOpener, Opener
+from varuna_capslog.elastic.notices.polling import Unavailable
+
+__all__ = ["auto_sources", "detect_cloud", "signal_meanings"]
+
+_log = logging.getLogger(__name__)
+
+CLOUDS = ("aws", "gcp", "azure")
+
+
+def detect_cloud(
+    timeout: float = 1.0, endpoint: str = LINK_LOCAL, opener: Callable[[], Opener] = HttpOpener
+) -> str | None:
+    """Whose metadata server answers as only it does: aws, gcp or azure; None if none did in `timeout` seconds."""
+    answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    asks: Opener = opener()
+    probes: dict[str, Callable[[], bool]] = {
+        "aws": functools.partial(_is_aws, asks, endpoint, timeout),
+        "gcp": functools.partial(_is_gcp, asks, endpoint, timeout),
+        "azure": functools.partial(_is_azure, asks, endpoint, timeout),
+    }
+
+    def ask(name: str) -> None:
+        try:
+            answers.put(name if probes[name]() else None)
+        except Unavailable:
+            answers.put(None)
+
+    for name in CLOUDS:
+        threading.Thread(target=ask, args=(name,), name=f"notices-detect-{name}", daemon=True).start()
+    until = time.monotonic() + timeout
+    found = None
+    with contextlib.suppress(queue.Empty):
+        for _ in CLOUDS:
+            found = answers.get(timeout=max(0.0, until - time.monotonic()))
+            if found:
+                break
+    asks.cut()
+    return found
+
+
+def _is_aws(ask: Opener, endpoint: str, timeout: float) -> bool:
+    headers = {"X-aws-ec2-metadata-token-ttl-seconds": "60"}
+    answer = ask("PUT", endpoint + "/latest/api/token", headers, timeout=timeout)
+    return answer.status == 200 and bool(answer.body.strip())
+
+
+def _is_gcp(ask: Opener, endpoint: str, timeout: float) -> bool:
+    answer = ask("GET", endpoint + "/computeMetadata/v1/", {"Metadata-Flavor": "Google"}, timeout=timeout)
+    return answer.status == 200 and answer.headers.get("metadata-flavor") == "Google"
+
+
+def _is_azure(ask: Opener, endpoint: str, timeout: float) -> bool:
+    path = "/metadata/instance/compute?api-version=2021-02-01"
+    answer = ask("GET", endpoint + path, {"Metadata": "true"}, timeout=timeout)
+    if answer.status != 200:
+        return False
+    try:
+        return isinstance(json.loads(answer.body), dict)
+    except ValueError:
+        return False
+
+
+def signal_meanings(environ: Mapping[str, str]) -> dict[signal.Signals, signals.Meaning]:
+    """What signals say here: Slurm's or Kubernetes' budgets where their variables are set (in that order)."""
+    if "SLURM_JOB_ID" in environ:
+        return signals.slurm(environ)
+    if "KUBERNETES_SERVICE_HOST" in environ:
+        return signals.kubernetes()
+    return signals.plain()
+
+
+def auto_sources(
+    host: str | None = None,
+    file: str | os.PathLike[str] | None = None,
+    timeout: float = 1.0,
+    environ: Mapping[str, str] | None = None,
+    endpoint: str = LINK_LOCAL,
+) -> tuple[Listener, ...]:
+    """The sources for this host, not started: its cloud, signals (in the main thread only), the program, and `file`.
+
+    Args:
+        host: its name in the run.
+        timeout: seconds that the search for a cloud may take.
+        environ: of the process, unless given.
+    """
+    environ = os.environ if environ is None else environ
+    sources: list[Listener] = [CallbackListener(host)]
+    if threading.current_thread() is threading.main_thread():
+        sources.append(signals.SignalListener(signal_meanings(environ), host))
+    if file is not None:
+        sources.append(FileListener(file, host))
+    match detect_cloud(timeout, endpoint):
+        case "aws":
+            sources.append(AwsListener(host, endpoint=endpoint))
+        case "gcp":
+            sources.append(GcpListener(host, endpoint=endpoint))
+        case "azure":
+            sources.append(AzureListener(host, endpoint=endpoint))
+    _log.info("notices are listened for from: %s", ", ".join(source.source for source in sources))
+    return tuple(sources)

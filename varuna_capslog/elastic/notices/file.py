@@ -1,0 +1,98 @@
+"""Notices by file: one appears, or changes, and says who is to leave and when. For scripts, operators and tests.
+
+An empty file means "this host is to leave". Otherwise it is a JSON object with any of `kind` ("hint", "leave", "now"),
+`seconds` (from when the file was written), `hosts`, `id` and `detail`; anything else is refused in the log.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from varuna_capslog import fields
+from varuna_capslog.elastic.notices.interface import Clock, Deadline, Kind, Notice
+from varuna_capslog.elastic.notices.polling import PollingListener, Round, Unavailable
+from varuna_capslog.errors import CapslogError
+
+__all__ = ["FileListener"]
+
+_log = logging.getLogger(__name__)
+
+LARGEST_FILE = 1 << 16
+
+
+class FileListener(PollingListener):
+    """Looks at `path` several times a second; also what lies there at the start counts.
+
+    Args:
+        path: of the file. On a shared file system every host sees it: then it should name `hosts`.
+        seconds: the budget where the file names none.
+    """
+
+    source: ClassVar[str] = "file"
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        host: str | None = None,
+        seconds: float = 30.0,
+        interval: float = 0.2,
+        clock: Clock | None = None,
+    ) -> None:
+        super().__init__(host, interval, clock)
+        self.path = Path(path)
+        self.seconds = seconds
+        self._seen: tuple[int, int, int] | None = None
+        self._refused: tuple[int, int, int] | None = None
+
+    def rounds(self) -> Sequence[Callable[[], Round]]:
+        return (self.ask,)
+
+    def ask(self) -> Round:
+        """One look. A file that cannot be understood yet may be half written: it is looked at again."""
+        try:
+            found = os.stat(self.path)
+            version = (found.st_ino, found.st_mtime_ns, found.st_size)
+            if version == self._seen:
+                return Round((), self.interval)
+            with open(self.path, "rb") as file:
+                text = file.read(LARGEST_FILE + 1)
+        except FileNotFoundError:
+            self._seen = None
+            return Round((), self.interval)
+        except OSError as error:
+            raise Unavailable(str(error)) from error
+        try:
+            notice = self._notice(text, found.st_mtime, found.st_mtime_ns)
+        except CapslogError as error:
+            if version != self._refused:
+                _log.warning("notice file %s is refused: %s", self.path, error)
+            self._refused = version
+            return Round((), self.interval)
+        self._seen = version
+        return Round((notice,), self.interval)
+
+    def _notice(self, text: bytes, written: float, version: int) -> Notice:
+        try:
+            value = json.loads(text.decode("utf-8")) if text.strip() else {}
+        except (ValueError, RecursionError) as error:
+            raise CapslogError(f"it holds no JSON: {text[:60]!r}") from error
+        if not isinstance(value, dict) or len(text) > LARGEST_FILE:
+            raise CapslogError("it must be empty or one JSON object of at most 64 KiB")
+        fields.refuse_unknown(value, ["kind", "seconds", "hosts", "id", "detail"])
+        names = {kind.name.lower(): kind for kind in Kind}
+        kind = value.get("kind", "leave")
+        if not isinstance(kind, str) or kind not in names:
+            raise CapslogError(f"kind is {kind!r}; known: {', '.join(names)}")
+        seconds = fields.seconds(value.get("seconds", self.seconds), "seconds")
+        hosts = tuple(fields.text(host, "hosts") for host in fields.listed(value.get("hosts", [self.host]), "hosts"))
+        # A file from the future (clocks of a shared file system) counts as written now.
+        age = max(0.0, self.clock.wall() - written)
+        deadline = Deadline(self.clock.monotonic() + max(0.0, seconds - age), f"{seconds:g} s from when it was written")
+        name = fields.text(value.get("id", f"{self.path}@{version}"), "id")
+        detail = fields.text(value.get("detail", self.path.name), "detail")
+        return Notice(names[kind], self.source, name, hosts or (self.host,), deadline, detail=detail)
