@@ -1,0 +1,432 @@
+"""A world with mail: everything that was sent and can still arrive, and every action that could come next.
+
+`explore` walks it. Worlds are values here: an action makes another world and leaves the old one as it was, and `key` is
+equal for worlds with the same future.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from varuna_capslog.elastic import messages as m
+from varuna_capslog.elastic.rig.world import Transition, World, make_job
+from varuna_capslog.elastic.state import Job, Phase, newcomer
+
+__all__ = ["Action", "MailWorld", "Scenario"]
+
+Action = tuple[Any, ...]
+
+_ANSWERING = (Phase.GATHER, Phase.INSTALL, Phase.RUN)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What to explore.
+
+    Attributes:
+        members: processes in generation 1 from the beginning; the rest of `processes` come as newcomers.
+        faults: how many of `kinds` strike, at any moment each.
+        kinds: "crash", "hang", "cut", "store", "hiccup" (communication fails, nobody is lost).
+        leaves: how many members get a notice, at any moment.
+        steps: training ends there.
+        singly: rounds are heard value by value.
+        stale: a watch may deliver records that were replaced since; False: the newest only.
+        hasty: how many `Tick`s come too early; besides, one comes where nothing else is left to happen.
+    """
+
+    members: int = 3
+    processes: int = 3
+    faults: int = 1
+    kinds: tuple[str, ...] = ("crash", "hang", "cut", "store", "hiccup")
+    leaves: int = 0
+    steps: int = 2
+    singly: bool = False
+    stale: bool = False
+    hasty: int = 0
+    job: Job = field(default_factory=lambda: make_job(3))
+    redundancy: int = 1
+
+
+class MailWorld(World):
+    """A world with its mail: everything that was sent and not yet acted on."""
+
+    def __init__(self, scenario: Scenario, transition: Transition, compare: bool) -> None:
+        super().__init__(scenario.job, scenario.redundancy, transition, compare)
+        self.scenario = scenario
+        self.mail: frozenset[Action] = frozenset()
+        self.hung: frozenset[int] = frozenset()
+        self.cut: frozenset[int] = frozenset()  # those cut off from the rest
+        self.store_cut = False  # the store is with them
+        self.store_up = True
+        self.faults, self.leaves, self.hasty = scenario.faults, scenario.leaves, scenario.hasty
+        self.comers = scenario.processes - scenario.members
+        for number in range(scenario.processes):
+            self.add(newcomer(f"m{number}", f"h{number}"))
+
+    def begin(self) -> None:
+        """Founds generation 1 and trains nothing yet: all own layers are initialised."""
+        names = [f"m{number}" for number in range(self.scenario.members)]
+        self.record = self.record.successor(names)
+        self.records[1] = self.record
+        for i in range(self.scenario.members):
+            self.feed(i, m.Enter())
+            self.feed(i, m.StoreSays(self.record))
+        for i in range(self.scenario.members):
+            self.feed(i, m.Tally(1, 0, dict(self.casts[1, 0])))
+        for entry in sorted(self.mail, key=repr):
+            if entry[0] == "send":
+                self.feed(entry[4], m.Received(entry[1], entry[2]))
+        self.tidy()
+
+    def emit(self, i: int, effect: m.Effect) -> None:
+        match effect:
+            case m.CompareAndSet():
+                self.mail |= {("cas", i, effect)}
+            case m.Send():
+                self.mail |= {("send", effect.generation, effect.layer, i, self.index[effect.target])}
+            case m.Load():
+                self.mail |= {("send", effect.generation, effect.layer, -1, i)}
+            case m.Compute() if not self.job.sync:
+                self.mail |= {("offer", effect.generation, effect.step, i)}
+            case m.Ask():
+                self.mail |= {("ask", i, self.index[member]) for member in effect.members}
+            case m.Bid():
+                self.mail |= {("bye", effect.generation, i, self.index[member]) for member in effect.members}
+            case m.Release():  # the process ends
+                self.alive[i] = False
+            case m.ReadStore() if self.states[i].phase is Phase.OUTSIDE:
+                self.mail |= {("read", i)}
+            case _:
+                pass
+
+    # -- what can happen -----------------------------------------------------------------------------------------------
+
+    def reach(self, i: int, j: int) -> bool:
+        """Whether mail passes between two members (or the disk, -1)."""
+        return i < 0 or j < 0 or (i in self.cut) == (j in self.cut)
+
+    def reach_store(self, i: int) -> bool:
+        """Whether a member reaches the store."""
+        return self.store_up and (i in self.cut) == self.store_cut if self.cut else self.store_up
+
+    def lost_to(self, i: int) -> frozenset[int]:
+        """Whom a perfect failure detector at i takes for lost."""
+        ended = [not self.alive[j] or state.phase is Phase.STOPPED for j, state in enumerate(self.states)]
+        return frozenset(
+            j for j in range(len(ended)) if j != i and (ended[j] or j in self.hung or not self.reach(i, j))
+        )
+
+    def actions(self) -> Iterator[tuple[Action, bool]]:
+        """Everything that could happen next, and whether it is a fault (or haste), which progress must not need."""
+        quiet = True
+        for action in self._ordinary():
+            quiet = False
+            yield action, False
+        if quiet or self.hasty:
+            for i, state in enumerate(self.states):
+                if self.alive[i] and i not in self.hung and state.phase is not Phase.STOPPED and self._may_tick(i):
+                    yield ("tick" if quiet else "hasty tick", i), not quiet
+        yield from self._faults()
+
+    def _ordinary(self) -> Iterator[Action]:
+        for entry in self.mail:
+            if self._deliverable(entry):
+                yield ("mail", entry)
+        for i, state in enumerate(self.states):
+            if i in self.hung:
+                yield ("resume", i)
+            elif self.alive[i] and state.phase is not Phase.STOPPED:
+                yield from self._of_member(i)
+        if self.cut:
+            yield ("heal",)
+        voters = [self.index[member] for member in self.record.members]
+        if voters and not any(self.alive[i] for i in voters) and self.store_up:
+            yield ("park",)
+
+    def _of_member(self, i: int) -> Iterator[Action]:
+        state = self.states[i]
+        number = state.record.number
+        if state.phase is Phase.RUN and not state.computed and state.round <= self.scenario.steps:
+            yield ("compute", i)
+        if state.phase is Phase.RUN and state.copied != state.round and self._offered(i):
+            yield ("copied", i)
+        if state.cast and state.phase in (Phase.GATHER, Phase.RUN):
+            yield from self._rounds(i)
+        if self.reach_store(i):
+            known = max(number, state.unseen.number if state.unseen else 0)
+            for newer in range(
+                known + 1 if self.scenario.stale else max(known + 1, self.record.number), self.record.number + 1
+            ):
+                yield ("watch", i, newer)
+        elif not self.store_up and state.phase is Phase.CHANGE:
+            yield ("no store", i)
+        if state.phase is Phase.OUTSIDE:
+            if not state.wants_in and number == 0 and self.comers:
+                yield ("enter", i)
+            return
+        names = frozenset(self.states[j].me for j in self.lost_to(i)) & frozenset(state.record.participants)
+        if names != state.suspects:
+            yield ("suspect", i, names)
+        if state.phase in _ANSWERING and state.votes and self._broken(i):
+            yield ("broken", i)
+        notice = ("leave", state.me)
+        if self.leaves and state.phase in (Phase.RUN, Phase.WAIT) and state.votes and notice not in state.changes:
+            yield ("notice", i)
+
+    def _rounds(self, i: int) -> Iterator[Action]:
+        state = self.states[i]
+        key = (state.record.number, state.round)
+        voters = state.record.members if state.round else state.record.participants
+        if self.scenario.singly:
+            heard = {entry.sender for entry in state.heard if (entry.generation, entry.round) == key}
+            for member in self.casts.get(key, ()):
+                if member not in heard and self.reach(i, self.index[member]):
+                    yield ("hear", i, key, member)
+        elif self.is_complete(*key) and all(self.reach(i, self.index[member]) for member in voters):
+            yield ("tally", i, key)
+
+    def _offered(self, i: int) -> bool:
+        """Whether the owners of all that i follows have sent what the vote waits for."""
+        state = self.states[i]
+        if state.layout is None or not (state.copies or state.shadows):
+            return False
+        need = set(state.copies | state.shadows)
+        for kind, *rest in self.mail:
+            if kind == "offer" and rest[:2] == [state.record.number, state.round] and self.reach(i, rest[2]):
+                need.difference_update(state.layout.owned.get(self.states[rest[2]].me, ()))
+        return not need
+
+    def _broken(self, i: int) -> bool:
+        """Whether somebody that i waits for is gone, or has left the generation."""
+        number, gone = self.states[i].record.number, self.lost_to(i)
+        for member in self.states[i].record.participants:
+            j = self.index[member]
+            if j in gone or self.left[j] >= number or self.states[j].phase is Phase.STOPPED:
+                return True
+        return False
+
+    def _may_tick(self, i: int) -> bool:
+        state = self.states[i]
+        if state.phase is Phase.CHANGE:
+            pending = any(entry[0] == "cas" and entry[1] == i for entry in self.mail)
+            return state.votes and not pending and self.reach_store(i)
+        if state.phase is Phase.WAIT:
+            return state.regress
+        if state.phase is Phase.OUTSIDE and state.wants_in and self.reach_store(i):
+            asked = any(entry[0] in ("ask", "cas", "read") and entry[1] == i for entry in self.mail)
+            return not asked and self.record.number == state.record.number
+        return False
+
+    def _deliverable(self, entry: Action) -> bool:
+        match entry:
+            case ("cas", i, _):
+                return self.reach_store(i)
+            case ("read", i):
+                alike = self.states[i].record.number == self.record.number  # else the watch tells
+                return alike and self.alive[i] and i not in self.hung and self.reach_store(i)
+            case ("send", number, layer, source, target):  # what comes before its decision waits for it
+                state = self.states[target]
+                wanted = state.record.number == number and layer in state.missing
+                return wanted and self.alive[target] and target not in self.hung and self.reach(source, target)
+            case ("bye" | "ask", *_, source, target):
+                return self.alive[target] and target not in self.hung and self.reach(source, target)
+            case _:
+                return False
+
+    def _faults(self) -> Iterator[tuple[Action, bool]]:
+        if not self.faults:
+            return
+        kinds = self.scenario.kinds
+        running = [i for i in range(len(self.states)) if self.alive[i] and self.states[i].phase is not Phase.STOPPED]
+        inside = [i for i in running if self.states[i].phase is not Phase.OUTSIDE or self.states[i].wants_in]
+        for i in inside:
+            if "crash" in kinds:
+                yield ("crash", i), True
+            if "hang" in kinds and i not in self.hung:
+                yield ("hang", i), True
+            if "cut" in kinds and not self.cut and len(inside) > 1:
+                yield ("cut", i, False), True
+                if self.store_up:
+                    yield ("cut", i, True), True
+            if "hiccup" in kinds and i not in self.hung and self.states[i].phase in _ANSWERING:
+                yield ("hiccup", i), True
+        if "store" in kinds and self.store_up:
+            yield ("lose store",), True
+
+    # -- doing it ------------------------------------------------------------------------------------------------------
+
+    def after(self, action: Action) -> MailWorld:
+        """The world after an action; this one is left as it is."""
+        world = MailWorld.__new__(MailWorld)
+        world.__dict__.update(self.__dict__)
+        for name in ("states", "alive", "memory", "left"):
+            setattr(world, name, list(getattr(self, name)))
+        for name in ("records", "parents", "bases", "rounds", "late"):
+            setattr(world, name, dict(getattr(self, name)))
+        world.casts = {key: dict(values) for key, values in self.casts.items()}
+        world.do(action)
+        world.tidy()
+        return world
+
+    def do(self, action: Action) -> None:
+        """Carries out an action in this world."""
+        match action:
+            case ("mail", entry):
+                self._deliver(entry)
+            case ("compute", i):
+                number, step = self.states[i].record.number, self.states[i].round
+                if self.job.sync:
+                    self.mail |= {("offer", number, step, i)}
+                self.feed(i, m.Computed(number, step))
+            case ("copied", i):
+                self.feed(i, m.Copied(self.states[i].record.number, self.states[i].round))
+            case ("tally", i, (number, turn)):
+                self.feed(i, m.Tally(number, turn, dict(self.casts[number, turn])))
+            case ("hear", i, (number, turn), sender):
+                self.feed(i, m.Heard(number, turn, sender, self.casts[number, turn][sender]))
+            case ("watch", i, number):
+                self.feed(i, m.StoreSays(self.records[number]))
+            case ("no store", i):
+                self.feed(i, m.StoreLost())
+            case ("suspect", i, names):
+                self.feed(i, m.Suspects(names))
+            case ("broken" | "hiccup", i):
+                self.faults -= action[0] == "hiccup"
+                self.feed(i, m.Broken(self.states[i].record.number))
+            case ("tick" | "hasty tick", i):
+                self.hasty -= action[0] == "hasty tick"
+                self.feed(i, m.Tick())
+            case ("enter", i):
+                self.comers -= 1
+                self.feed(i, m.Enter())
+            case ("notice", i):
+                self.leaves -= 1
+                self.feed(i, m.Notice(("leave", self.states[i].me)))
+            case ("park",):
+                self.park()
+            case ("resume", i):
+                self.hung -= {i}
+            case ("heal",):
+                self.cut, self.store_cut = frozenset(), False
+            case ("crash", i):
+                self.faults -= 1
+                self.alive[i] = False
+                self.hung -= {i}
+            case ("hang", i):
+                self.faults -= 1
+                self.hung |= {i}
+            case ("cut", i, with_store):
+                self.faults -= 1
+                self.cut, self.store_cut = frozenset([i]), with_store
+            case ("lose store",):
+                self.faults -= 1
+                self.store_up = False
+            case _:
+                raise AssertionError(action)
+
+    def _deliver(self, entry: Action) -> None:
+        match entry:
+            case ("cas", _, effect):
+                self.mail -= {entry}
+                self.compare_and_set(effect)
+            case ("read", i):
+                self.mail -= {entry}
+                self.feed(i, m.StoreSays(self.record))
+            case ("send", number, layer, _, target):
+                self.mail -= {entry}
+                self.feed(target, m.Received(number, layer))
+            case ("ask", source, target):
+                self.mail -= {entry}
+                self.feed(target, m.Asked(self.states[source].me))
+            case ("bye", number, _, target):
+                self.mail -= {entry}
+                self.feed(target, m.Farewell(number))
+
+    def tidy(self) -> None:
+        """Forgets what can have no effect any more, so that worlds with one future are one."""
+        live = [i for i in range(len(self.states)) if self.alive[i] and self.states[i].phase is not Phase.STOPPED]
+        answered = {self.states[i].record.number for i in live if self.states[i].phase in _ANSWERING}
+        self.casts = {
+            key: values
+            for key, values in self.casts.items()
+            if key[0] in answered
+            and (
+                key[1] == 0
+                or key[1] >= min(self.states[i].round for i in live if self.states[i].record.number == key[0])
+            )
+        }
+        self.mail = frozenset(entry for entry in self.mail if self._matters(entry))
+        for i in range(len(self.states)):
+            if not self.alive[i]:
+                self.memory[i] = frozenset()
+        oldest = min([self.states[i].record.number for i in live] + [self.record.number])
+        self.records = {number: record for number, record in self.records.items() if number >= oldest}
+        self.late = {number: count for number, count in self.late.items() if number in answered}
+        self.rounds = {number: step for number, step in self.rounds.items() if number in answered}
+        newest = max(self.bases)
+        self.bases = {number: base for number, base in self.bases.items() if number in answered or number == newest}
+        stamps = {stamp for memory in self.memory for _, stamp in memory} | set(self.bases.values())  # or on its way
+        reached = {stamp for top in stamps for stamp in self._past(top) if stamp.step > self.settled.step}
+        self.parents = {stamp: parent for stamp, parent in self.parents.items() if stamp in reached}
+
+    def _matters(self, entry: Action) -> bool:
+        match entry:
+            case ("cas", _, effect):
+                return bool(effect.expected >= self.record.number) or not self.compare
+            case ("send", number, layer, _, target):
+                state = self.states[target]
+                known = state.record.number
+                wanted = state.phase is Phase.GATHER or layer in state.missing
+                return self.alive[target] and (number > known or (number == known and wanted))
+            case ("offer", number, step, _):
+                return any(
+                    self.alive[i] and state.record.number == number and state.phase is Phase.RUN and state.round <= step
+                    for i, state in enumerate(self.states)
+                )
+            case ("bye", number, _, target):
+                return self.alive[target] and self.states[target].record.number <= number
+            case ("ask", source, target):
+                member, state = self.states[source].me, self.states[target]
+                wanted = self.states[source].wants_in and member not in self.record.members
+                news = ("join", member) not in state.changes and state.phase not in (Phase.STOPPED, Phase.OUTSIDE)
+                return wanted and news and self.alive[source] and self.alive[target]
+            case ("read", i):
+                return self.alive[i] and self.states[i].phase is Phase.OUTSIDE
+        return True
+
+    def key(self) -> tuple[Any, ...]:
+        """Equal for worlds that cannot be told apart."""
+        states = tuple(state if self.alive[i] else None for i, state in enumerate(self.states))
+        casts = tuple(sorted((key, tuple(sorted(values.items()))) for key, values in self.casts.items()))
+        return (
+            *states,
+            *self.memory,
+            tuple(self.left[i] if self.alive[i] else -1 for i in range(len(states))),
+            tuple(sorted(self.records.items(), key=lambda item: item[0])),
+            casts,
+            self.mail,
+            (self.hung, self.cut, self.store_cut, self.store_up, self.faults, self.leaves, self.hasty, self.comers),
+            (
+                tuple(sorted(self.parents.items())),
+                tuple(sorted(self.bases.items())),
+                tuple(sorted(self.rounds.items())),
+            ),
+            (tuple(sorted(self.late.items())), self.settled, self.protected),
+        )
+
+    def done(self) -> bool:
+        """Whether a group has trained to the end, or the run has ended as it may."""
+        if not self.store_up:
+            return True  # at the next change all stop with their state on disk
+        if not any(self.alive[i] for i in range(len(self.states)) if self.states[i].phase is not Phase.OUTSIDE):
+            return not any(self.alive[i] and state.wants_in for i, state in enumerate(self.states))
+        voters = [self.states[self.index[member]] for member in self.record.members]
+        return bool(voters) and all(
+            self.alive[self.index[state.me]]
+            and state.phase is Phase.RUN
+            and state.record.number == self.record.number
+            and state.at.step >= self.scenario.steps
+            for state in voters
+        )
