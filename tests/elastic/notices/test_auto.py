@@ -6,6 +6,7 @@ import logging
 import socket
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -17,7 +18,7 @@ from varuna_capslog.elastic.notices.gather import listen
 from varuna_capslog.elastic.notices.gcp import GcpListener
 from varuna_capslog.elastic.notices.interface import Kind, Listener
 from varuna_capslog.elastic.notices.metadata import HttpOpener
-from varuna_capslog.elastic.notices.polling import PollingListener, Unavailable, backoff
+from varuna_capslog.elastic.notices.polling import PollingListener, Round, Unavailable, backoff
 from varuna_capslog.elastic.rig.metadata_servers import FakeAws, FakeAzure, FakeGcp, MetadataServer, Reply
 from varuna_capslog.errors import CapslogError
 
@@ -93,6 +94,29 @@ def test_the_server_is_not_there_then_comes_and_announces(
     assert sum("not heard for now" in line for line in lines) == threads
     assert sum("heard again" in line for line in lines) <= threads
     assert all("\n" not in line and record.exc_info is None for line, record in zip(lines, caplog.records, strict=True))
+
+
+def test_an_outage_is_one_line_however_long_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    asked = threading.Semaphore(0)
+
+    class Away(PollingListener):
+        source = "away"
+
+        def rounds(self) -> tuple[Callable[[], Round], ...]:
+            return (self.ask,)
+
+        def ask(self) -> Round:
+            asked.release()
+            raise Unavailable("nobody is there")
+
+    listener = Away("a", interval=0.0)
+    listener.start(Inbox())
+    for _ in range(3):
+        assert asked.acquire(timeout=20.0)
+    listener.stop()
+    assert [record.getMessage() for record in caplog.records] == [
+        "notices of away are not heard for now: nobody is there"
+    ]
 
 
 def test_pauses_grow_and_stay_below_the_shortest_notice() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 
 import pytest
 
@@ -46,6 +47,17 @@ def test_notices_close_together_are_one_announcement() -> None:
     assert [one.id for one in announcement.notices] == ["1", "2", "3"]
     assert announcement.hosts == ("a", "b")
     assert announcement.kind is Kind.LEAVE
+
+
+def test_the_first_notice_waits_for_the_others_of_its_window() -> None:
+    found: list[Announcement] = []
+    program = CallbackListener("a")
+    gathering = listen([program], found.append, window=3600.0)
+    program.announce(id="1")
+    time.sleep(0.1)  # the gathering thread has taken the first one
+    program.announce(id="2")
+    gathering.stop()
+    assert [[one.id for one in announcement.notices] for announcement in found] == [["1", "2"]]
 
 
 def test_what_comes_later_is_another_announcement() -> None:
