@@ -218,3 +218,16 @@ def test_mistakes_end_in_one_sentence_and_status_2(
     files = {"P": profile, "L": plan, "T": trace}
     assert run(*[files.get(argument, argument) for argument in arguments]) == 2
     assert expected in sentence(capsys)
+
+
+def test_a_config_with_replicas_says_that_one_of_them_is_played(profile, tmp_path, capsys):
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        "workload: tests.faulty:workload\ndevice: cpu\n"
+        "train: {max_steps: 1, minibatch_size: 4, microbatch_size: 2}\npipeline: {devices: 3, replicas: 2}\n"
+    )
+    assert run("simulate", config, "--profile", profile, "--json") == 0
+    notes = json.loads(capsys.readouterr().out)["notes"]
+    assert any("pipeline.replicas=2: one replica is played" in note for note in notes)
+    assert run("simulate", config, "pipeline.replicas=1", "--profile", profile, "--json") == 0
+    assert not any("replica" in note for note in json.loads(capsys.readouterr().out)["notes"])

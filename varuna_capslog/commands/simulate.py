@@ -153,6 +153,11 @@ def simulate(
         link=link,
         speeds=None if cores is None else [1.0] * cores,
     )
+    if settings is not None and plan is None and settings.pipeline.replicas > 1:
+        step.notes.append(
+            f"pipeline.replicas={settings.pipeline.replicas}: one replica is played, and the exchange of gradients "
+            "between replicas takes no time here"
+        )
     if output is not None:
         _write(output, step, played)
     if as_json:
