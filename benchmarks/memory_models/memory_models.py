@@ -7,14 +7,16 @@ them again.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
+import random
 import statistics
 import time
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from ranges import PAPER, exact_ranges, profile_of
+from ranges import PAPER, estimator_of, exact_ranges, profile_of, requested_bytes
 
 from varuna_capslog.memory import MEMORY_MODELS, RunShape
 from varuna_capslog.memory.composition import RangeCosts
@@ -51,6 +53,22 @@ def errors(name: str, profile: Profile, exact: NDArray[np.int64]) -> None:
             f"| {name} | {model} | {np.abs(off).mean():.3f} % | {np.percentile(np.abs(off), 95):.2f} % | "
             f"{off.max():+.2f} % | {off.min():+.2f} % | {bytes_off.mean():.1f} / {bytes_off.max():.1f} |"
         )
+
+
+def requested(name: str, memo: Memo, count: int = 30) -> None:
+    """The composition of what stages ask for, against what `count` ranges ask for: the model without the allocator."""
+    profile, estimator = profile_of(name, memo), estimator_of(name, memo)
+    rows = [
+        dataclasses.replace(row, peak_bytes=requested_bytes(estimator.stage(*row.layers)))
+        for row in profile.observations
+    ]
+    asked = MEMORY_MODELS["composition"].stage_costs(dataclasses.replace(profile, observations=tuple(rows)), RunShape())
+    rng = random.Random(0)
+    off = []
+    for _ in range(count):
+        first, end = sorted(rng.sample(range(profile.num_layers + 1), 2))
+        off.append(100 * (asked.stage_bytes(first, end) / requested_bytes(estimator.stage(first, end)) - 1))
+    print(f"| {name} | {np.abs(off).mean():.4f} % | {max(off):+.3f} % | {min(off):+.3f} % |", flush=True)
 
 
 def recommendations(name: str, profile: Profile, exact: NDArray[np.int64]) -> None:
@@ -109,6 +127,11 @@ def main() -> None:
     print("|---" * 7 + "|")
     for name, (profile, exact) in found.items():
         errors(name, profile, exact)
+    print("\nThe composition of requested bytes, 30 ranges each\n")
+    print("| configuration | mean error | most above | most below |")
+    print("|---" * 4 + "|")
+    for name in found:
+        requested(name, memo)
     print("\nGiB by exact ranges (above the optimum)\n")
     print("| configuration | G | capslog on additive | exact on additive | exact on composition | optimum |")
     print("|---" * 6 + "|")

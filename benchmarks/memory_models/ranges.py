@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from varuna_capslog.config import Config, load_config, load_workload
 from varuna_capslog.memory.costs import NEVER
-from varuna_capslog.profiles.estimate import Memo, StageEstimator, estimate_config
+from varuna_capslog.profiles.estimate import Memo, StageEstimate, StageEstimator, estimate_config
 from varuna_capslog.profiles.record import Profile
 
-__all__ = ["PAPER", "configuration", "exact_ranges", "profile_of"]
+__all__ = ["PAPER", "configuration", "estimator_of", "exact_ranges", "profile_of", "requested_bytes"]
 
 PAPER = ("rn50_e6", "rn50_d_e6", "rn101_e6", "rn101_d_e6", "rn101_e12", "rn101_d_e12")
 
@@ -34,10 +34,10 @@ def profile_of(name: str, memo: Memo) -> Profile:
     return estimate_config(configuration(name), memo=memo)
 
 
-def exact_ranges(name: str, memo: Memo) -> NDArray[np.int64]:
-    """Peak bytes of every range, [L, L + 1], NEVER where end <= first."""
+def estimator_of(name: str, memo: Memo) -> StageEstimator:
+    """Estimates any stage of a configuration."""
     config = configuration(name)
-    estimator = StageEstimator(
+    return StageEstimator(
         load_workload(config),
         device=config.profile.device or "cuda",
         microbatch_size=config.train.microbatch_size,
@@ -46,6 +46,25 @@ def exact_ranges(name: str, memo: Memo) -> NDArray[np.int64]:
         stage_inputs=config.pipeline.stage_inputs,
         memo=memo,
     )
+
+
+def requested_bytes(stage: StageEstimate) -> int:
+    """The peak of what a stage asks for, in blocks of 512 bytes, without what the allocator gives beyond it."""
+    live: dict[int, int] = {}
+    current = peak = 0
+    for key, size in stage.events:
+        if size:
+            live[key] = -(-size // 512) * 512
+            current += live[key]
+        else:
+            current -= live.pop(key)
+        peak = max(peak, current)
+    return peak
+
+
+def exact_ranges(name: str, memo: Memo) -> NDArray[np.int64]:
+    """Peak bytes of every range, [L, L + 1], NEVER where end <= first."""
+    estimator = estimator_of(name, memo)
     size = len(estimator.chain)
     found = np.full((size, size + 1), NEVER, dtype=np.int64)
     for first in range(size):
