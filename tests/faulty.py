@@ -91,7 +91,7 @@ class FaultyWorkload(TinyWorkload):
     def _trap_calls(self) -> None:
         from varuna_capslog.engine import checkpoint
 
-        step, write = torch.optim.AdamW.step, checkpoint._write
+        step, write = torch.optim.AdamW.step, checkpoint.write_synced
 
         def faulty_step(*arguments: Any) -> Any:
             self._fault.come_by("optimizer")
@@ -102,7 +102,7 @@ class FaultyWorkload(TinyWorkload):
             return write(*arguments)
 
         torch.optim.AdamW.step = faulty_step  # type: ignore[method-assign]
-        checkpoint._write = faulty_write
+        checkpoint.write_synced = faulty_write
 
     def build_chain(self) -> Chain:
         plain = super().build_chain()

@@ -154,14 +154,14 @@ def train_run(
         if communicator.rank == 0
         else None
     )
-    original = checkpoint._write
+    original = checkpoint.write_synced
 
     def write(path: Any, state: Any) -> Any:
         if full_disk_at is not None and run.step == full_disk_at and communicator.rank == 1:
             raise OSError(28, "No space left on device")
         return original(path, state)
 
-    checkpoint._write = write
+    checkpoint.write_synced = write
     try:
         end = run.train(journal)
         return {
@@ -173,7 +173,7 @@ def train_run(
     except CapslogError as error:
         return {"resumed": found.step if found else None, "error": f"{type(error).__name__}: {error}"}
     finally:
-        checkpoint._write = original
+        checkpoint.write_synced = original
         if journal is not None:
             journal.close()
         run.close()
