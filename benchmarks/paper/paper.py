@@ -182,7 +182,7 @@ def draw_8(path: Path, rows: numbers.Rows) -> None:
         axes.set_xticks(range(GPUS))
         axes.set_xlabel("GPU")
         axes.set_ylabel("peak [GB]")
-        axes.legend(loc="upper right", ncols=3)
+        figure.legend(loc="outside upper right", ncols=3)
 
 
 def draw_9(path: Path, rows: numbers.Rows) -> None:
@@ -208,12 +208,15 @@ def draw_10(path: Path, rows: numbers.Rows) -> None:
             axes = figure.add_subplot(1, len(links), index + 1)
             mine = [row for row in rows if row["link"] == link]
             for shift, key, colour in ((-0.2, "CAPSlog over Varuna", BLUE), (0.2, "ours over Varuna", SKY)):
-                axes.bar([place + shift for place in range(len(mine))], [row[key] for row in mine], 0.38, color=colour)
-            axes.axhspan(*mine[0]["printed range"], color=GREY, alpha=0.2, linewidth=0)
+                places = [place + shift for place in range(len(mine))]
+                axes.bar(places, [row[key] for row in mine], 0.38, color=colour, label=key if index == 0 else None)
+            printed = "printed for CAPSlog" if index == 0 else None
+            axes.axhspan(*mine[0]["printed range"], color=GREY, alpha=0.2, linewidth=0, zorder=0, label=printed)
             axes.axhline(1.0, color=INK, linewidth=0.8)
             axes.set_xticks(range(len(mine)), [row["configuration"].replace("-", "\n", 1) for row in mine], fontsize=7)
-            axes.set_title(f"{link} (CAPSlog, ours; grey: printed range)")
+            axes.set_title(link)
             axes.set_ylabel("throughput over Varuna's cuts")
+        figure.legend(loc="outside upper right", ncols=3)
 
 
 def draw_11(path: Path, rows: numbers.Rows) -> None:
