@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from varuna_capslog.config import (
     Config,
     ConfigError,
+    Elastic,
     Section,
     dump_config,
     load_config,
@@ -98,7 +99,14 @@ def test_text_that_looks_like_something_else_survives_a_dump(tmp_path, text):
 
 
 def test_sections_whose_lines_are_commented_out_are_empty(tmp_path):
-    assert load_config(write(tmp_path, "train:\n#  epochs: 3\nmodel:\n")).train.epochs == 1
+    config = load_config(write(tmp_path, "train:\n#  epochs: 3\nmodel:\nelastic:\n"))
+    assert (config.train.epochs, config.elastic) == (1, Elastic())
+
+
+def test_what_only_a_run_with_changing_members_needs_is_asked_of_no_other(tmp_path):
+    text = "engine: varuna\npipeline: {transport: nccl}\nelastic: {redundancy: 2, protection: async}\n"
+    config = load_config(write(tmp_path, text))
+    assert (config.elastic.enabled, config.elastic.redundancy, config.elastic.protection) == (False, 2, "async")
 
 
 @pytest.mark.parametrize(
@@ -132,6 +140,14 @@ def test_sections_whose_lines_are_commented_out_are_empty(tmp_path):
         ("pipeline: {replicas: 3}", "pipeline.replicas=3 does not divide the 8 microbatches"),
         ("profile: {image_size: [800]}", "profile.image_size is [800] but must have 2 entries"),
         ("profile: {image_size: [800, 0]}", "profile.image_size[1] is 0 but must be greater than 0"),
+        ("elastic: {redundancy: -1}", "elastic.redundancy is -1 but must be greater than or equal to 0"),
+        ("elastic: {protection: none}", "elastic.protection is \"none\" but must be 'sync' or 'async'"),
+        ("elastic: {hang_seconds: 0}", "elastic.hang_seconds is 0 but must be greater than 0"),
+        ("elastic: {min_devices: 0}", "elastic.min_devices is 0 but must be greater than 0"),
+        ("elastic: {enabled: 1}", "elastic.enabled is 1 but must be a valid boolean"),
+        ("elastic: {lease_second: 1}", "elastic.lease_second is not a known key; did you mean elastic.lease_seconds?"),
+        ("engine: varuna\nelastic: {enabled: true}", "elastic.enabled=true but engine=varuna"),
+        ("pipeline: {transport: nccl}\nelastic: {enabled: true}", "but pipeline.transport=nccl"),
         ("device: gpu", "device is \"gpu\" but must be 'cpu', 'cuda' or 'auto'"),
         ("train: {minibatch_size: 9, microbatch_size: 2}", "train.minibatch_size=9 is not divisible by"),
         ("train: {accumulation_blocks: 3}", "train.accumulation_blocks=3 must divide the 8 microbatches"),

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from varuna_capslog.errors import ConfigError
-from varuna_capslog.settings import Config, Pipeline, Profiling, Section, Train
+from varuna_capslog.settings import Config, Elastic, Pipeline, Profiling, Section, Train
 
 if TYPE_CHECKING:
     from varuna_capslog.workload import Workload
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Config",
     "ConfigError",
+    "Elastic",
     "Pipeline",
     "Profiling",
     "Section",

@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr,
 
 from varuna_capslog import units
 
-__all__ = ["Config", "Pipeline", "Profiling", "Section", "Train"]
+__all__ = ["Config", "Elastic", "Pipeline", "Profiling", "Section", "Train"]
 
 
 def _capacity(value: Any) -> Any:
@@ -195,6 +195,43 @@ class Profiling(Section):
     pipelines of pipeline.devices processes one after the other, trimmed or whole, as those papers do."""
 
 
+class Elastic(Section):
+    """How a run goes on when devices leave or join while it trains."""
+
+    enabled: bool = False
+    """Whether the run may change its members while it trains; otherwise the loss of a worker ends it."""
+
+    redundancy: int = Field(1, ge=0)
+    """Simultaneous losses of hosts that are survived without going back to a checkpoint. Each layer's state is then
+    held on one host more than that; 0 keeps no copies."""
+
+    protection: Literal["sync", "async"] = "sync"
+    """sync: copies make each step together with their owners, and a loss costs at most the step under way. async:
+    copies follow in the background, and a loss costs at most two steps."""
+
+    hang_seconds: float = Field(2.0, gt=0)
+    """How long a worker may take to notice a fault that others have seen, before it is ended and counts as lost."""
+
+    stopped_seconds: float = Field(1.0, gt=0)
+    """How long a worker's process may stand still (stopped by a signal or a debugger) before it counts as lost."""
+
+    lease_seconds: float = Field(3.0, gt=0)
+    """How long a host may be silent before the others count all its workers as lost. It speaks four times as often."""
+
+    patience_seconds: float = Field(1.0, gt=0)
+    """How long a change waits for missing workers before it goes on without them, and how long lost layers are waited
+    for before the run goes back to a checkpoint. Losses should usually be noticed sooner than this."""
+
+    replace_lost: bool = False
+    """Whether a host starts a new worker on the device of a lost one."""
+
+    shadows: bool = True
+    """Whether a planned change is prepared by copying layers while training goes on; otherwise the step waits."""
+
+    min_devices: int = Field(1, gt=0)
+    """With fewer devices than this the run waits, all state kept, until more have joined."""
+
+
 class Config(Section):
     """Everything one run is made of; `run_dir/config.yaml` holds the resolved form."""
 
@@ -215,6 +252,9 @@ class Config(Section):
 
     profile: Profiling = Field(default_factory=Profiling)
     """Conditions of the profile."""
+
+    elastic: Elastic = Field(default_factory=Elastic)
+    """What happens when devices leave or join."""
 
     run_dir: Path = Path("runs/run")
     """Folder of everything the run writes; by default runs/ and the config file's name."""
@@ -240,7 +280,7 @@ class Config(Section):
     @classmethod
     def _empty_sections(cls, values: Any) -> Any:
         """`train:` with nothing under it (all lines commented out) is an empty section, not a null."""
-        sections = {"model", "data", "train", "pipeline", "profile"}
+        sections = {"model", "data", "train", "pipeline", "profile", "elastic"}
         if isinstance(values, dict):
             return {key: value for key, value in values.items() if not (key in sections and value is None)}
         return values
@@ -260,6 +300,22 @@ class Config(Section):
             raise ValueError(
                 f"train.accumulation_blocks={blocks} must divide the {microbatches} microbatches of a step and be a "
                 f"multiple of pipeline.replicas={replicas}; set it to null or to such a number"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _elastic_agrees(self) -> Config:
+        if not self.elastic.enabled:
+            return self
+        if self.engine != "capslog":
+            raise ValueError(
+                f"elastic.enabled=true but engine={self.engine}: only our own engine changes its members while it "
+                "trains; set engine to capslog, or elastic.enabled to false"
+            )
+        if self.pipeline.transport != "gloo":
+            raise ValueError(
+                f"elastic.enabled=true but pipeline.transport={self.pipeline.transport}: only gloo's connections can "
+                "be given up and opened anew; set pipeline.transport to gloo, or elastic.enabled to false"
             )
         return self
 
