@@ -14,8 +14,8 @@ from datetime import datetime, timezone
 from typing import ClassVar
 
 from varuna_capslog.elastic.notices.interface import Clock, Deadline, Kind, Notice
-from varuna_capslog.elastic.notices.metadata import LINK_LOCAL, Answer, HttpOpener, Opener, announced, json_object
-from varuna_capslog.elastic.notices.polling import PollingListener, Round, Unavailable
+from varuna_capslog.elastic.notices.metadata import LINK_LOCAL, Answer, MetadataListener, Opener, announced, json_object
+from varuna_capslog.elastic.notices.polling import Round, Unavailable
 
 __all__ = ["AwsListener"]
 
@@ -25,7 +25,7 @@ ACTION = "/latest/meta-data/spot/instance-action"
 REBALANCE = "/latest/meta-data/events/recommendations/rebalance"
 
 
-class AwsListener(PollingListener):
+class AwsListener(MetadataListener):
     """Asks the instance metadata service of EC2.
 
     Args:
@@ -44,19 +44,14 @@ class AwsListener(PollingListener):
         opener: Opener | None = None,
         clock: Clock | None = None,
     ) -> None:
-        super().__init__(host, interval, clock)
+        super().__init__(host, interval, endpoint, opener, clock)
         self.lead = lead
-        self.endpoint = endpoint
-        self.opener: Opener = opener or HttpOpener()
         self._lock = threading.Lock()  # of the token
         self._token = ""
         self._renew_at = 0.0
 
     def rounds(self) -> Sequence[Callable[[], Round]]:
         return (self.ask_action, self.ask_rebalance)  # apart: trouble with one must not slow the other
-
-    def interrupt(self) -> None:
-        self.opener.cut()
 
     def ask_action(self) -> Round:
         """Whether the instance is to be interrupted, asked once."""

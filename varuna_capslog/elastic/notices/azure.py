@@ -18,8 +18,8 @@ from datetime import datetime, timezone
 from typing import Any, ClassVar
 
 from varuna_capslog.elastic.notices.interface import Clock, Deadline, Kind, Notice
-from varuna_capslog.elastic.notices.metadata import LINK_LOCAL, Answer, HttpOpener, Opener, announced, json_object
-from varuna_capslog.elastic.notices.polling import PollingListener, Round, Unavailable
+from varuna_capslog.elastic.notices.metadata import LINK_LOCAL, Answer, MetadataListener, Opener, announced, json_object
+from varuna_capslog.elastic.notices.polling import Round, Unavailable
 
 __all__ = ["AzureListener"]
 
@@ -40,7 +40,7 @@ KINDS = {
 }
 
 
-class AzureListener(PollingListener):
+class AzureListener(MetadataListener):
     """Asks the instance metadata service of Azure.
 
     Args:
@@ -61,11 +61,9 @@ class AzureListener(PollingListener):
         opener: Opener | None = None,
         clock: Clock | None = None,
     ) -> None:
-        super().__init__(host, interval, clock)
+        super().__init__(host, interval, endpoint, opener, clock)
         self.machine = machine
         self.lead = lead
-        self.endpoint = endpoint
-        self.opener: Opener = opener or HttpOpener()
         self._lock = threading.Lock()  # of what host_left reads, from another thread
         self._pending: dict[str, tuple[str, ...]] = {}  # not yet begun: event id -> machines
         self._incarnation: object = None
@@ -73,9 +71,6 @@ class AzureListener(PollingListener):
 
     def rounds(self) -> Sequence[Callable[[], Round]]:
         return (self.ask,)
-
-    def interrupt(self) -> None:
-        self.opener.cut()
 
     def ask(self) -> Round:
         """One round: the document; if it is another one than before, its events."""

@@ -16,8 +16,8 @@ from typing import ClassVar
 from urllib.parse import quote
 
 from varuna_capslog.elastic.notices.interface import Clock, Deadline, Kind, Notice
-from varuna_capslog.elastic.notices.metadata import LINK_LOCAL, Answer, HttpOpener, Opener
-from varuna_capslog.elastic.notices.polling import PollingListener, Round, Unavailable
+from varuna_capslog.elastic.notices.metadata import LINK_LOCAL, Answer, MetadataListener, Opener
+from varuna_capslog.elastic.notices.polling import Round, Unavailable
 
 __all__ = ["GcpListener"]
 
@@ -41,7 +41,7 @@ class _Key:
     heard_at: float | None = None
 
 
-class GcpListener(PollingListener):
+class GcpListener(MetadataListener):
     """Asks the metadata server of Compute Engine; one thread each for preemption and maintenance.
 
     Args:
@@ -62,10 +62,8 @@ class GcpListener(PollingListener):
         opener: Opener | None = None,
         clock: Clock | None = None,
     ) -> None:
-        super().__init__(host, 0.5, clock)
+        super().__init__(host, 0.5, endpoint, opener, clock)
         self.hold = hold
-        self.endpoint = endpoint
-        self.opener: Opener = opener or HttpOpener()
         maintenance = {"TERMINATE_ON_HOST_MAINTENANCE": Kind.LEAVE, "MIGRATE_ON_HOST_MAINTENANCE": Kind.HINT}
         self._keys = (
             _Key("preempted", "FALSE", {"TRUE": Kind.LEAVE}, preemption_seconds),
@@ -74,9 +72,6 @@ class GcpListener(PollingListener):
 
     def rounds(self) -> Sequence[Callable[[], Round]]:
         return tuple(functools.partial(self.ask, key) for key in self._keys)
-
-    def interrupt(self) -> None:
-        self.opener.cut()
 
     def ask(self, key: _Key) -> Round:
         """One round for one value: at once for the first time and after a failure, else hanging until it changes."""

@@ -1,6 +1,7 @@
 """Questions to a cloud's metadata server: plain HTTP with bounded times, never through a proxy, never redirected.
 
-The listeners of the three clouds ask through an `Opener`, which tests replace; `HttpOpener` is the real one.
+The listeners of the three clouds are `MetadataListener`s and ask through an `Opener`, which tests replace; `HttpOpener`
+is the real one.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from varuna_capslog.elastic.notices.interface import Clock, Deadline
-from varuna_capslog.elastic.notices.polling import Unavailable
+from varuna_capslog.elastic.notices.polling import PollingListener, Unavailable
 
-__all__ = ["LINK_LOCAL", "Answer", "HttpOpener", "Opener", "announced", "json_object"]
+__all__ = ["LINK_LOCAL", "Answer", "HttpOpener", "MetadataListener", "Opener", "announced", "json_object"]
 
 LINK_LOCAL = "http://169.254.169.254"
 """Where all three clouds serve metadata; as a number, so that no name has to be resolved."""
@@ -100,6 +101,30 @@ class HttpOpener:
         finally:
             with self._lock:
                 self._open.discard(sock)
+
+
+class MetadataListener(PollingListener):
+    """What the listeners of the clouds have in common.
+
+    Args:
+        endpoint: where the metadata server is.
+        opener: asks it; a `HttpOpener` by default.
+    """
+
+    def __init__(
+        self,
+        host: str | None,
+        interval: float,
+        endpoint: str,
+        opener: Opener | None,
+        clock: Clock | None,
+    ) -> None:
+        super().__init__(host, interval, clock)
+        self.endpoint = endpoint
+        self.opener: Opener = opener or HttpOpener()
+
+    def interrupt(self) -> None:
+        self.opener.cut()
 
 
 def _read(response: http.client.HTTPResponse, sock: socket.socket, until: float) -> str:
