@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from varuna_capslog.memory.additive import AdditiveCosts
 from varuna_capslog.memory.costs import StageCosts, full_matrix, peaks_of
 
 
@@ -42,6 +43,17 @@ def statistics(rng: random.Random, kind: str, num_layers: int) -> tuple[list[int
         low = -high if kind == "negative" else 0
         added = [0, *(rng.randrange(low, high) for _ in range(num_layers - 1))]
     return isolated, added
+
+
+def instances(
+    rng: random.Random, kind: str, count: int, most: int, least: int = 1
+) -> Iterator[tuple[list[int], list[int], AdditiveCosts, int]]:
+    """M_i, M_a, their costs and a number of devices, for chains of `least` to `most` layers."""
+    for _ in range(count):
+        num_layers = rng.randrange(least, most + 1)
+        devices = rng.randrange(1, num_layers + 1)
+        isolated, added = statistics(rng, kind, num_layers)
+        yield isolated, added, AdditiveCosts.of_statistics(isolated, added), devices
 
 
 @dataclass

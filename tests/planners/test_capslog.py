@@ -9,7 +9,7 @@ import pytest
 from varuna_capslog.memory.additive import AdditiveCosts
 from varuna_capslog.planners.capslog import capslog_cuts
 
-from .instances import exhaustive, peaks, statistics
+from .instances import exhaustive, instances, peaks, statistics
 
 
 def fill_first(isolated: list[int], added: list[int], devices: int, threshold: int) -> list[int]:
@@ -40,11 +40,7 @@ def literal(isolated: list[int], added: list[int], devices: int) -> list[int] | 
 
 def test_smallest_peak_where_peaks_grow_at_both_ends() -> None:
     rng = random.Random("capslog monotone")
-    for _ in range(2000):
-        num_layers = rng.randrange(1, 10)
-        devices = rng.randrange(1, num_layers + 1)
-        isolated, added = statistics(rng, "monotone", num_layers)
-        costs = AdditiveCosts.of_statistics(isolated, added)
+    for isolated, added, costs, devices in instances(rng, "monotone", 2000, 9):
         smallest = min(max(peaks(isolated, added, cuts)) for cuts in exhaustive(costs, devices))
         cuts = capslog_cuts(costs, devices)
         assert max(peaks(isolated, added, cuts)) == smallest, (isolated, added, devices)
@@ -64,16 +60,12 @@ def test_always_a_fill_first_answer(kind: str) -> None:
     """Without monotone statistics it may miss the best; what it recommends is what fill-first gives for its peak."""
     rng = random.Random(f"capslog {kind}")
     worse = 0
-    for _ in range(1000):
-        num_layers = rng.randrange(1, 10)
-        devices = rng.randrange(1, num_layers + 1)
-        isolated, added = statistics(rng, kind, num_layers)
-        costs = AdditiveCosts.of_statistics(isolated, added)
+    for isolated, added, costs, devices in instances(rng, kind, 1000, 9):
         cuts = capslog_cuts(costs, devices)
         assert len(cuts) == devices
         peak = max(peaks(isolated, added, cuts))
         # With a negative M_a a stage may rise above its final peak on the way, so any reached threshold may be the one.
-        reached = {costs.stage_bytes(l, m) for l in range(num_layers) for m in range(l + 1, num_layers + 1)}
+        reached = {costs.stage_bytes(l, m) for l in range(len(added)) for m in range(l + 1, len(added) + 1)}
         thresholds = sorted(bytes for bytes in reached if bytes >= peak) if kind == "negative" else [peak]
         assert any(fill_first(isolated, added, devices, bytes) == cuts for bytes in thresholds), (isolated, added)
         worse += peak > min(max(peaks(isolated, added, other)) for other in exhaustive(costs, devices))

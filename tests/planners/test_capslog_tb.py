@@ -11,7 +11,7 @@ from varuna_capslog.planners.capslog import capslog_cuts
 from varuna_capslog.planners.capslog_tb import capslog_tb_cuts
 from varuna_capslog.planners.exact import exact_cuts
 
-from .instances import peaks, statistics
+from .instances import instances, peaks, statistics
 from .test_capslog import literal
 from .test_mcap import PlacedCosts
 
@@ -52,10 +52,7 @@ def test_equals_the_literal_recursion_where_peaks_grow_at_both_ends() -> None:
 def test_lies_between_capslog_and_exact(kind: str) -> None:
     rng = random.Random(f"between {kind}")
     better = worse = 0
-    for _ in range(600):
-        num_layers = rng.randrange(1, 12)
-        devices = rng.randrange(1, num_layers + 1)
-        costs = AdditiveCosts.of_statistics(*statistics(rng, kind, num_layers))
+    for _, _, costs, devices in instances(rng, kind, 600, 11):
         plain, broken = (descending(costs, planner(costs, devices)) for planner in (capslog_cuts, capslog_tb_cuts))
         best = descending(costs, exact_cuts(costs, devices))
         assert best <= broken
@@ -70,14 +67,10 @@ def test_a_part_keeps_its_place_in_the_pipeline() -> None:
     """Costs that depend on the place: the same cuts as with additive costs where the place makes no difference."""
     rng = random.Random("placed tie-breaker")
     differs = 0
-    for _ in range(100):
-        num_layers = rng.randrange(2, 9)
-        devices = rng.randrange(1, num_layers + 1)
-        isolated, added = statistics(rng, "monotone", num_layers)
-        costs = AdditiveCosts.of_statistics(isolated, added)
+    for _, _, costs, devices in instances(rng, "monotone", 100, 8, least=2):
         table = costs.matrix().tolist()
-        assert capslog_tb_cuts(PlacedCosts(num_layers, [table] * devices), devices) == capslog_tb_cuts(costs, devices)
-        placed = PlacedCosts(num_layers, [[[b * (g + 1) for b in row] for row in table] for g in range(devices)])
+        assert capslog_tb_cuts(PlacedCosts(len(table), [table] * devices), devices) == capslog_tb_cuts(costs, devices)
+        placed = PlacedCosts(len(table), [[[b * (g + 1) for b in row] for row in table] for g in range(devices)])
         cuts = capslog_tb_cuts(placed, devices)
         assert max(placed.peaks(cuts)) == max(placed.peaks(capslog_cuts(placed, devices)))
         differs += cuts != capslog_tb_cuts(costs, devices)

@@ -11,17 +11,13 @@ from varuna_capslog.memory.additive import AdditiveCosts
 from varuna_capslog.planners import evenness
 from varuna_capslog.planners.exact import exact_cuts, fewest_devices
 
-from .instances import exhaustive, peaks, statistics
+from .instances import exhaustive, instances, peaks, statistics
 
 
 @pytest.mark.parametrize("kind", ["any", "negative", "ties", "monotone"])
 def test_equals_exhaustive_search_with_its_tie_break(kind: str) -> None:
     rng = random.Random(f"exact {kind}")
-    for _ in range(1500):
-        num_layers = rng.randrange(1, 10)
-        devices = rng.randrange(1, num_layers + 1)
-        isolated, added = statistics(rng, kind, num_layers)
-        costs = AdditiveCosts.of_statistics(isolated, added)
+    for isolated, added, costs, devices in instances(rng, kind, 1500, 9):
         best = min(
             exhaustive(costs, devices),
             key=lambda cuts: (sorted(peaks(isolated, added, cuts), reverse=True), cuts),
@@ -38,11 +34,7 @@ def test_splitting_the_search_changes_nothing(
     monkeypatch.setattr(evenness, "_MANY", 0)
     monkeypatch.setattr(evenness, "_SECONDS_PER_CELL", seconds_per_cell)
     rng = random.Random(f"even {kind}")
-    for _ in range(600):
-        num_layers = rng.randrange(1, 10)
-        devices = rng.randrange(1, num_layers + 1)
-        isolated, added = statistics(rng, kind, num_layers)
-        costs = AdditiveCosts.of_statistics(isolated, added)
+    for isolated, added, costs, devices in instances(rng, kind, 600, 9):
         order = [(sorted(peaks(isolated, added, cuts), reverse=True), cuts) for cuts in exhaustive(costs, devices)]
         assert exact_cuts(costs, devices) == min(order)[1], (isolated, added, devices)
     for _ in range(4):
@@ -76,11 +68,7 @@ def test_peaks_that_are_not_told_apart_cost_evenness_but_never_the_peak(monkeypa
     monkeypatch.setattr(evenness, "_WIDEST", 0)
     rng = random.Random("lumped")
     uneven = 0
-    for _ in range(400):
-        num_layers = rng.randrange(1, 9)
-        devices = rng.randrange(1, num_layers + 1)
-        isolated, added = statistics(rng, "ties", num_layers)
-        costs = AdditiveCosts.of_statistics(isolated, added)
+    for isolated, added, costs, devices in instances(rng, "ties", 400, 8):
         found = sorted(peaks(isolated, added, exact_cuts(costs, devices)), reverse=True)
         best = min(sorted(peaks(isolated, added, cuts), reverse=True) for cuts in exhaustive(costs, devices))
         assert found[0] == best[0]
@@ -114,11 +102,7 @@ def test_devices_that_differ(kind: str) -> None:
     """Where some cut list fits, one that fits comes out, the best of those; where none does, the smallest peak."""
     rng = random.Random(f"capacities {kind}")
     fitting = 0
-    for _ in range(800):
-        num_layers = rng.randrange(1, 8)
-        devices = rng.randrange(1, num_layers + 1)
-        isolated, added = statistics(rng, kind, num_layers)
-        costs = AdditiveCosts.of_statistics(isolated, added)
+    for isolated, added, costs, devices in instances(rng, kind, 800, 7):
         top = max(isolated) * 2 + 1
         capacities = [rng.randrange(1, top + 1) for _ in range(devices)]
 

@@ -19,7 +19,7 @@ from varuna_capslog.planners.exact import exact_cuts
 from varuna_capslog.planners.mcap import count_cut_lists, mcap_bf_cuts, mcap_bo_cuts
 from varuna_capslog.profiles import LayerProfile, Profile
 
-from .instances import exhaustive, peaks, statistics
+from .instances import exhaustive, instances, peaks, statistics
 
 
 def by_rounds(isolated: list[int], added: list[int], devices: int) -> list[int]:
@@ -39,11 +39,7 @@ def by_rounds(isolated: list[int], added: list[int], devices: int) -> list[int]:
 def test_brute_force_follows_the_rule_and_equals_exact(kind: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mcap, "_BLOCK", block)
     rng = random.Random(f"mcap {kind}")
-    for _ in range(150):
-        num_layers = rng.randrange(1, 10)
-        devices = rng.randrange(1, num_layers + 1)
-        isolated, added = statistics(rng, kind, num_layers)
-        costs = AdditiveCosts.of_statistics(isolated, added)
+    for isolated, added, costs, devices in instances(rng, kind, 150, 9):
         found = mcap_bf_cuts(costs, devices)
         assert found == by_rounds(isolated, added, devices), (isolated, added, devices)
         assert found == exact_cuts(costs, devices)
