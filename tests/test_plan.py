@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.values import changed
 from varuna_capslog.errors import CapslogError
 from varuna_capslog.plan import Plan, Shortfall, Stage, read_plan, write_plan
 
@@ -94,18 +94,6 @@ def test_stages_and_placement_of_the_full_form() -> None:
         plan.stages(1)
     with pytest.raises(CapslogError, match="pipeline 2 is not in the plan, which has 2"):
         plan.stages(2)
-
-
-def changed(base: dict[str, Any], *path: str | int, to: Any) -> dict[str, Any]:
-    value = copy.deepcopy(base)
-    inner: Any = value
-    for key in path[:-1]:
-        inner = inner[key]
-    if to is ...:
-        del inner[path[-1]]
-    else:
-        inner[path[-1]] = to
-    return value
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import values
 from varuna_capslog.errors import CapslogError
 from varuna_capslog.profiles import LayerProfile, Observation, Profile, layers_of_runs, read_profile, write_profile
 
@@ -96,17 +98,7 @@ def test_planners_hear_which_field_is_missing() -> None:
         Profile.from_json(FULL).column("saved_bytes")
 
 
-def changed(*path: str | int, to: Any) -> dict[str, Any]:
-    """FULL with one value replaced, or removed where `to` is Ellipsis."""
-    value = copy.deepcopy(FULL)
-    inner: Any = value
-    for key in path[:-1]:
-        inner = inner[key]
-    if to is ...:
-        del inner[path[-1]]
-    else:
-        inner[path[-1]] = to
-    return value
+changed = functools.partial(values.changed, FULL)
 
 
 @pytest.mark.parametrize(
