@@ -35,11 +35,11 @@ def test_the_player_of_many_lists_is_the_simulator(schedule: str, recompute: boo
         profile, link = chain(rng, 7), rng.choice(LINKS)
         lists = list(cut_lists(7, stages))
         speeds = [rng.choice([0.5, 1.0, 2.0]) for _ in range(stages)]
-        played = step_player(schedule, stages, microbatches, recompute).step_seconds(
-            *seconds_of(profile, link).of_cuts(np.array(lists), speeds)
-        )
+        player, seconds = step_player(schedule, stages, microbatches, recompute), seconds_of(profile, link)
+        played = player.step_seconds(*seconds.of_cuts(np.array(lists), speeds))
         for cuts, step in zip(lists, played.tolist(), strict=True):
             assert step == pytest.approx(simulated(profile, cuts, schedule, microbatches, recompute, link, speeds))
+            assert player.seconds_of_one(seconds.of_cuts(np.array([cuts]), speeds)) == step
 
 
 def instance(rng: random.Random, most_layers: int = 9) -> tuple[Profile, Positional, Run, int, Link | None]:

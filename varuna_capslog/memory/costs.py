@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["NEVER", "RunShape", "StageCosts", "full_matrix", "peaks_of"]
+__all__ = ["NEVER", "RaisedCosts", "RunShape", "StageCosts", "full_matrix", "peaks_of"]
 
 NEVER = 1 << 62
 """Bytes of a stage that may not be. The bytes of real stages stay below a quarter of it."""
@@ -77,3 +77,37 @@ def full_matrix(costs: StageCosts, stage: int = 0, stages: int = 1) -> NDArray[n
         for end in range(first + 1, costs.num_layers + 1):
             matrix[first, end] = costs.stage_bytes(first, end, stage, stages)
     return matrix
+
+
+@dataclass(frozen=True)
+class RaisedCosts:
+    """Stage costs with more bytes for every range of layers, at every place.
+
+    more: [L, L + 1], 0 where end <= first.
+    """
+
+    costs: StageCosts
+    more: NDArray[np.int64]
+
+    @property
+    def num_layers(self) -> int:
+        """L, the number of layers."""
+        return self.costs.num_layers
+
+    @property
+    def position_free(self) -> bool:
+        """As the costs without more."""
+        return self.costs.position_free
+
+    def stage_bytes(self, first: int, end: int, stage: int = 0, stages: int = 1) -> int:
+        """Return the peak bytes of one stage."""
+        return self.costs.stage_bytes(first, end, stage, stages) + int(self.more[first, end])
+
+    def matrix(self, stage: int = 0, stages: int = 1) -> NDArray[np.int64]:
+        """Return the bytes of every stage, [L, L + 1]; see `StageCosts`."""
+        return np.asarray(self.costs.matrix(stage, stages) + self.more)
+
+    def peaks(self, cuts: Sequence[int]) -> list[int]:
+        """Return the peak bytes of each stage of a cut list."""
+        held = zip(self.costs.peaks(cuts), cuts, [*cuts[1:], self.num_layers], strict=True)
+        return [peak + int(self.more[first, end]) for peak, first, end in held]

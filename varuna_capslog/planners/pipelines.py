@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from varuna_capslog.memory import MEMORY_MODELS, NEVER, RunShape, StageCosts
+from varuna_capslog.memory.costs import RaisedCosts
 from varuna_capslog.planners.seconds import LayerSeconds, Link
 from varuna_capslog.planners.templates import Kind, Template, Templates, without
 from varuna_capslog.planners.throughput import Run, fastest_cuts
@@ -100,7 +101,7 @@ class Pipelines:
 
     def stage_bytes(self, cuts: Sequence[int], share: int) -> NDArray[np.int64]:
         """Bytes of each stage of a cut list with `share` blocks."""
-        costs = _WithCopies(self._costs(share * self.of_block), self._copy_bytes(share))
+        costs = RaisedCosts(self._costs(share * self.of_block), self._copy_bytes(share))
         return np.array(costs.peaks(cuts), dtype=np.int64)
 
     def column(self, number: int, share: int, wide: bool = False) -> Column | None:
@@ -131,7 +132,7 @@ class Pipelines:
     def _laid_out(self, order: Sequence[int], share: int, beam: int) -> Column | None:
         kinds = [self.kinds[kind] for kind in order]
         microbatches = share * self.of_block
-        costs = _WithCopies(self._costs(microbatches), self._copy_bytes(share))
+        costs = RaisedCosts(self._costs(microbatches), self._copy_bytes(share))
         capacities = [NEVER - 1 if kind.capacity is None else kind.capacity for kind in kinds]
         run = Run(self._shape.schedule, microbatches, self._shape.recompute)
         speeds = [kind.speed for kind in kinds]
@@ -141,25 +142,6 @@ class Pipelines:
         held = np.diff(self._parameter_bytes[[*best.cuts, costs.num_layers]])
         step = best.step_seconds + self._exchange_seconds(share, float(held.max()))
         return Column(tuple(order), best.cuts, step, tuple(costs.peaks(best.cuts)))
-
-
-class _WithCopies:
-    """Stage costs with the gradients that wait added to every stage."""
-
-    def __init__(self, costs: StageCosts, copies: NDArray[np.int64]) -> None:
-        self._costs, self._copies = costs, copies
-        self.num_layers, self.position_free = costs.num_layers, costs.position_free
-
-    def stage_bytes(self, first: int, end: int, stage: int = 0, stages: int = 1) -> int:
-        return self._costs.stage_bytes(first, end, stage, stages) + int(self._copies[first, end])
-
-    def matrix(self, stage: int = 0, stages: int = 1) -> NDArray[np.int64]:
-        return np.asarray(self._costs.matrix(stage, stages) + self._copies)
-
-    def peaks(self, cuts: Sequence[int]) -> list[int]:
-        ends = [*cuts[1:], self.num_layers]
-        held = zip(self._costs.peaks(cuts), cuts, ends, strict=True)
-        return [peak + int(self._copies[first, end]) for peak, first, end in held]
 
 
 def _all_orders(template: Template) -> Iterator[tuple[int, ...]]:

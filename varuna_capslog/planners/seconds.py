@@ -165,6 +165,28 @@ class StepPlayer:
                 clock[rank] += of_kind[what][rank]
         return np.asarray(clock.max(axis=0))
 
+    def seconds_of_one(self, stages: tuple[Floats, Floats, Floats, Floats]) -> float:
+        """Return the step seconds of the first of the cut lists that `stages` holds, as `LayerSeconds.of_cuts` gives
+        it: the same as `step_seconds`, several times faster where there is but one.
+        """
+        forward, backward, cuts, own = (part[0].tolist() for part in stages)
+        of_kind = {"F": forward, "R": forward, "B": backward}
+        clock = [0.0] * self.stages
+        links = [[0.0] * self.stages, [0.0] * self.stages]
+        arrival = [0.0] * self._num_messages
+        for what, rank, number, peer in self._order:
+            if what == "recv":
+                if arrival[number] > clock[rank]:
+                    clock[rank] = arrival[number]
+            elif what == "send":
+                direction, cut = (0, rank) if peer > rank else (1, peer)
+                free = max(links[direction][rank], clock[rank]) + cuts[cut]
+                clock[rank] += own[cut]
+                arrival[number] = links[direction][rank] = max(free, clock[rank])
+            else:
+                clock[rank] += of_kind[what][rank]
+        return max(clock)
+
 
 @lru_cache(maxsize=256)
 def step_player(schedule: str, stages: int, microbatches: int, recompute: bool) -> StepPlayer:
