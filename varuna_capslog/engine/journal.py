@@ -10,11 +10,29 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from varuna_capslog import files
 
-__all__ = ["Journal"]
+if TYPE_CHECKING:
+    from varuna_capslog.engine.pipeline import StepResult
+
+__all__ = ["Journal", "step_record"]
+
+
+def step_record(result: StepResult, seconds: float, epoch: int, minibatch_size: int) -> dict[str, Any]:
+    """What metrics.jsonl holds of a step, but for generation and world size, which the journal adds."""
+    parts = dict(result.parts)
+    return {
+        "step": result.step,
+        "epoch": epoch,
+        "loss": parts.pop("loss"),
+        "parts": parts,
+        "lr": result.learning_rate,
+        "grad_norm": result.grad_norm,
+        "step_seconds": seconds,
+        "samples_per_second": minibatch_size / seconds,
+    }
 
 
 class Journal:

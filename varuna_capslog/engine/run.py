@@ -6,7 +6,6 @@ never decides where to cut.
 
 from __future__ import annotations
 
-import functools
 import math
 import sys
 import time
@@ -30,8 +29,9 @@ from varuna_capslog.engine.checkpoint import (
 )
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.constants import check_continues, check_folder, run_constants
-from varuna_capslog.engine.feed import Feed, evaluation_groups
-from varuna_capslog.engine.journal import Journal
+from varuna_capslog.engine.feed import Feed
+from varuna_capslog.engine.journal import Journal, step_record
+from varuna_capslog.engine.judging import Judging
 from varuna_capslog.engine.optimizer import LearningRate
 from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine, StepResult
 from varuna_capslog.errors import CapslogError, StepRefused
@@ -40,7 +40,16 @@ from varuna_capslog.profiles.probe import PeakProbe, resident_tensors
 from varuna_capslog.settings import Config
 from varuna_capslog.workload import Minibatch, Workload
 
-__all__ = ["Run", "RunEnd", "engine_options", "layout_of", "seed_weights"]
+__all__ = [
+    "Run",
+    "RunEnd",
+    "build_chain",
+    "check_multipliers",
+    "engine_options",
+    "layout_of",
+    "seed_weights",
+    "total_steps",
+]
 
 _PEAK_STEP = 2
 """Steps of this process until the peak is measured: by then the optimizer's moments exist."""
@@ -99,7 +108,27 @@ def seed_weights(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _check_multipliers(chain: Chain, multipliers: Mapping[str, float]) -> None:
+def build_chain(config: Config, workload: Workload) -> tuple[Chain, list[str]]:
+    """The whole chain with the weights that the run begins from, alike on every rank; and what `init_from` left out."""
+    seed_weights(config.train.seed)
+    chain = workload.build_chain()
+    if config.init_from is None:
+        return chain, []
+    from varuna_capslog.engine.initial import initialise
+
+    return chain, initialise(chain, workload, config.init_from, config.init_skip)
+
+
+def total_steps(config: Config, steps_per_epoch: int) -> int | None:
+    """The step that ends the run; None where only time limits it."""
+    train = config.train
+    limits = [] if train.epochs is None else [train.epochs * steps_per_epoch]
+    if train.max_steps is not None:
+        limits.append(train.max_steps)
+    return min(limits) if limits else None
+
+
+def check_multipliers(chain: Chain, multipliers: Mapping[str, float]) -> None:
     """A misspelt key would silently leave the plain learning rate; on every rank alike, as all know the whole chain."""
     addresses = list(chain.named_parameters())
     for text in multipliers:
@@ -147,13 +176,13 @@ class Run:
             raise CapslogError(
                 f"the plan is for the model {plan.model!r}, the config builds {chain.name!r}: plan again"
             )
-        _check_multipliers(chain, config.train.lr_multipliers)
+        check_multipliers(chain, config.train.lr_multipliers)
         steps_per_epoch = len(source) // config.train.minibatch_size
         self.engine = self._make_engine(chain, source, engine_options(config, steps_per_epoch, plan))
         local = self.engine.local_microbatches if self.engine.owns_first_stage else ()
         self.feed = Feed(source, config.train.minibatch_size, config.train.microbatch_size, config.train.seed, local)
-        self.total_steps = self._total_steps()
-        self._val: Any = None
+        self.total_steps = total_steps(config, self.feed.steps_per_epoch)
+        self._judging = Judging(config, workload)
         self._scores: Mapping[str, Any] | None = None
         self._state: dict[str, Any] = {} if state is None else state
 
@@ -173,23 +202,11 @@ class Run:
         )
 
     def _open(self) -> tuple[Chain, Any]:
-        seed_weights(self.config.train.seed)
-        chain = self.workload.build_chain()
-        if self.config.init_from is not None:
-            from varuna_capslog.engine.initial import initialise
-
-            left_out = initialise(chain, self.workload, self.config.init_from, self.config.init_skip)
-            if left_out and self.communicator.rank == 0:
-                shown = "; ".join(left_out[:3]) + ("; ..." if len(left_out) > 3 else "")
-                sys.stdout.write(f"init_from: {len(left_out)} entries are not taken over: {shown}\n")
+        chain, left_out = build_chain(self.config, self.workload)
+        if left_out and self.communicator.rank == 0:
+            shown = "; ".join(left_out[:3]) + ("; ..." if len(left_out) > 3 else "")
+            sys.stdout.write(f"init_from: {len(left_out)} entries are not taken over: {shown}\n")
         return chain, self.workload.train_data()
-
-    def _total_steps(self) -> int | None:
-        train = self.config.train
-        limits = [] if train.epochs is None else [train.epochs * self.feed.steps_per_epoch]
-        if train.max_steps is not None:
-            limits.append(train.max_steps)
-        return min(limits) if limits else None
 
     # -- resume and save ---------------------------------------------------------------------------------------------
 
@@ -312,17 +329,7 @@ class Run:
         else:
             result = self.engine.train_step(step, minibatch, self.feed.loader(step), stop)
         seconds = time.perf_counter() - began
-        parts = dict(result.parts)
-        record: dict[str, Any] = {
-            "step": step,
-            "epoch": self.feed.epoch(step),
-            "loss": parts.pop("loss"),
-            "parts": parts,
-            "lr": result.learning_rate,
-            "grad_norm": result.grad_norm,
-            "step_seconds": seconds,
-            "samples_per_second": self.config.train.minibatch_size / seconds,
-        }
+        record = step_record(result, seconds, self.feed.epoch(step), self.config.train.minibatch_size)
         if peaks is not None:
             record |= {"peak_bytes": peaks, "peak_source": probe.peak_source}
         return result, record
@@ -359,33 +366,7 @@ class Run:
 
     def evaluate(self) -> Mapping[str, Any] | None:
         """Scores of the validation set on the pipeline, the same on every rank; None without one."""
-        evaluator = self.workload.evaluator()
-        if evaluator is None:
-            return None
-        if self._val is None:
-            self._val = self.communicator.together(self.workload.val_data)
-        if self._val is None:
-            return None
-        replicas, replica = self.engine.layout.replicas, self.engine.replica
-        results: list[Any] = []
-        groups = evaluation_groups(
-            len(self._val), self.config.train.microbatch_size, self.config.num_microbatches, replica, replicas
-        )
-        for group in groups:
-            minibatch = self._val.minibatch(group, 0)
-
-            def take(microbatch: int, outputs: dict[str, Tensor], minibatch: Minibatch = minibatch) -> None:
-                host = {name: tensor.cpu() for name, tensor in outputs.items()}
-                results.extend(evaluator.collect(host, minibatch, microbatch))
-
-            self.engine.evaluate(minibatch, functools.partial(self._val.load, minibatch), take)
-        # replicas finish at different times, and scoring takes as long as it takes
-        self.communicator.together(lambda: None)
-        everything = [result for theirs in self.communicator.gather(results) for result in theirs]
-        mine = self.communicator.together(
-            lambda: evaluator.summarize(everything) if self.communicator.rank == 0 else None
-        )
-        return self.communicator.gather(mine)[0]
+        return self._judging.scores(self.engine)
 
     def close(self) -> None:
         """Stops the loading threads."""
