@@ -1,13 +1,13 @@
 """A training step of one rank: run the schedule, add the gradients, vote, apply.
 
 `PipelineEngine` ties stages, executor, gradients and optimizer together under the commit rule: nothing of the model
-changes before every rank knows that the whole step is finite. It knows plans, not planners, and files not at all.
+changes before every rank knows that the whole step is finite, and nobody talks after that. It knows plans, not
+planners, and files not at all.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +22,7 @@ from varuna_capslog.engine.gradients import GradientBook, squared_norm
 from varuna_capslog.engine.layers import EngineLayer, take_layers
 from varuna_capslog.engine.optimizer import LearningRate, StageOptimizer
 from varuna_capslog.engine.stage import LossFunction, MicrobatchContext, Stage
+from varuna_capslog.engine.vote import Poll, Verdict
 from varuna_capslog.errors import CapslogError, StepRefused
 from varuna_capslog.schedules import Action, find_deadlock, lower, make_schedule, parse_action, validate
 from varuna_capslog.trace import ShapeTable
@@ -53,16 +54,20 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        """All ranks."""
+        """All ranks that have stages; more may be connected, which are idle."""
         return self.devices * self.replicas
 
     def stages_of(self, rank: int) -> list[int]:
-        """The stages that a rank runs."""
+        """The stages that a rank runs; none for an idle one."""
+        if rank >= self.world_size:
+            return []
         return [stage for stage, device in enumerate(self.placement) if device == rank % self.devices]
 
     def describe(self, rank: int) -> str:
         """A rank's name in errors: rank, stages and, if there are several, replica."""
         stages = self.stages_of(rank)
+        if not stages:
+            return f"rank {rank} (idle)"
         what = f"stage {stages[0]}" if len(stages) == 1 else f"stages {', '.join(map(str, stages))}"
         return f"rank {rank} ({what}{f', replica {rank // self.devices}' if self.replicas > 1 else ''})"
 
@@ -110,7 +115,8 @@ class PipelineEngine:
     Args:
         chain: whole, on the CPU, initialised alike on every rank; the engine takes the layers it needs.
         loss: the workload's.
-        communicator: connects `layout.world_size` ranks.
+        communicator: connects `layout.world_size` ranks or more. Those beyond it are idle: they have no stages,
+            compute nothing, and vote.
 
     Raises:
         CapslogError: cuts that do not fit the chain, a schedule that cannot run, a module with state of its own.
@@ -130,7 +136,7 @@ class PipelineEngine:
         table: ShapeTable | None = None,
     ) -> None:
         chain.check_cuts(layout.cuts)
-        if communicator.world_size != layout.world_size:
+        if communicator.world_size < layout.world_size:
             raise CapslogError(
                 f"the layout needs {layout.world_size} ranks ({layout.devices} devices x {layout.replicas} replicas), "
                 f"but {communicator.world_size} are connected"
@@ -139,7 +145,7 @@ class PipelineEngine:
         self.communicator, self.device = communicator, device
         self.rank = communicator.rank
         self.replica, self.pipeline_rank = divmod(self.rank, layout.devices)
-        communicator.describe_ranks({rank: layout.describe(rank) for rank in range(layout.world_size)})
+        communicator.describe_ranks({rank: layout.describe(rank) for rank in range(communicator.world_size)})
         self.table = table or ShapeTable(chain, device.type, options.precision)
         self._cuts = (*layout.cuts, len(chain))
         owned = layout.stages_of(self.rank)
@@ -167,7 +173,7 @@ class PipelineEngine:
             chain,
             self.layers,
             communicator,
-            [replica * layout.devices + self.pipeline_rank for replica in range(layout.replicas)],
+            self._replica_peers(),
             [base + layout.placement[stage] for stage in self._stage_of_layer],
         )
         if options.transport != "gloo":
@@ -175,7 +181,20 @@ class PipelineEngine:
         self.optimizer = StageOptimizer(self.layers, options.rate, options.weight_decay, options.multipliers)
         self._executor: Executor | None = None
         self._evaluators: dict[int, Executor] = {}
-        self._part_names: list[str] | None = None
+        self._poll = Poll(chain, communicator, options.clip_norm, self.refuses)
+        # running statistics of the step under way, by layer and microbatch, those of other replicas included
+        self._statistics: dict[int, dict[int, list[Tensor]]] = {}
+
+    @property
+    def idle(self) -> bool:
+        """True for a rank that has no stages."""
+        return self.rank >= self.layout.world_size
+
+    def _replica_peers(self) -> list[int]:
+        """The ranks that hold the same layers, by replica."""
+        if self.idle:
+            return [self.rank]
+        return [replica * self.layout.devices + self.pipeline_rank for replica in range(self.layout.replicas)]
 
     def pairs(self) -> set[tuple[int, int]]:
         """Every ordered pair of ranks between which tensors travel: over cuts, shared parameters and replicas."""
@@ -192,6 +211,8 @@ class PipelineEngine:
     @property
     def local_microbatches(self) -> range:
         """Global indices of the microbatches that this replica runs."""
+        if self.idle:
+            return range(0)
         count = self.options.num_microbatches // self.layout.replicas
         return range(self.replica * count, (self.replica + 1) * count)
 
@@ -246,22 +267,40 @@ class PipelineEngine:
         stop: bool = False,
         before_commit: Callable[[], None] | None = None,
     ) -> StepResult:
-        """One optimizer step on all ranks.
+        """One optimizer step on all ranks: `compute`, `vote`, `apply`.
 
         Args:
             step: counted from 1; with the run's seed it fixes all random numbers.
             load: global microbatch -> inputs; called on the rank of stage 0.
             stop: this rank wishes to stop after the step; every rank learns of it.
+            before_commit: called between the vote and the update, when all gradients are there.
 
         Raises:
             StepRefused: loss or gradients are not finite; the model is as before the step.
             PeerLost: another rank is gone.
+        """
+        self.compute(step, minibatch, load)
+        verdict = self.vote(step, minibatch, stop)
+        if verdict.refusal is not None:
+            self.forget()
+            raise StepRefused(verdict.refusal)
+        if before_commit is not None:
+            before_commit()
+        return self.apply(verdict)
+
+    def compute(self, step: int, minibatch: Minibatch, load: Callable[[int], dict[str, Tensor]]) -> None:
+        """Everything of a step up to its vote: forwards, backwards, sums over blocks, replicas and shared uses.
+
+        Afterwards the gradients of the whole minibatch lie in `.grad`, and nothing of the model has changed. What a
+        failure leaves is dropped. Arguments and errors as in `train_step`.
         """
         if len(minibatch.inputs) != self.options.num_microbatches:
             raise CapslogError(
                 f"the minibatch has {len(minibatch.inputs)} microbatches, the run is set to "
                 f"{self.options.num_microbatches}"
             )
+        if self.idle:
+            return
         local = self.local_microbatches
         contexts = self._contexts(minibatch, local, step)
         if self._executor is None:
@@ -275,10 +314,39 @@ class PipelineEngine:
         try:
             self._executor.run(contexts, lambda microbatch: load(local[microbatch]), after_backward)
             self._gradients.finish()
-            return self._commit(step, minibatch, stop, before_commit)
+            self._statistics = {layer.index: self._take_statistics(layer) for layer in self.layers if layer.statistics}
         except BaseException:
             self.forget()
             raise
+
+    def vote(self, step: int, minibatch: Minibatch, stop: bool = False, ballot: bytes = b"") -> Verdict:
+        """After `compute`: all ranks learn whether the step is good, and what each of them has to say.
+
+        A step with a `refusal` is not to be applied: `forget` drops it.
+
+        Args:
+            ballot: told to all ranks together with the verdict; for what is decided at step boundaries.
+
+        Raises:
+            PeerLost: another rank is gone; the step is forgotten here, though others may hold its verdict.
+        """
+        last = self.stages.get(len(self.layout.cuts) - 1)
+        norms = {}
+        if self.replica == 0 and self.layers:
+            norms = dict(zip([layer.index for layer in self.layers], self._squared_norms(), strict=True))
+        try:
+            return self._poll.hold(step, minibatch, last, norms, stop, ballot)
+        except BaseException:
+            self.forget()
+            raise
+
+    def apply(self, verdict: Verdict) -> StepResult:
+        """Clipping, optimizer, running statistics: makes the step that was voted for, without a word to anybody."""
+        rate = self.optimizer.step(verdict.step, verdict.scale)
+        for layer in self.layers:
+            if layer.index in self._statistics:
+                layer.statistics.commit(self._statistics.pop(layer.index))
+        return StepResult(verdict.step, verdict.parts, verdict.grad_norm, rate, verdict.stop)
 
     @property
     def doing(self) -> str:
@@ -290,54 +358,7 @@ class PipelineEngine:
         for stage in self.stages.values():
             stage.forget()
         self._gradients.forget()
-
-    def _commit(
-        self, step: int, minibatch: Minibatch, stop: bool, before_commit: Callable[[], None] | None
-    ) -> StepResult:
-        """The vote: loss parts by microbatch, squared norms by layer and wishes to stop, in one sum of owned slots."""
-        count, num_layers = self.options.num_microbatches, len(self.chain)
-        names = self._names()
-        slots = torch.zeros(count * len(names) + num_layers + 1, dtype=torch.float64)
-        parts, norms = slots[: count * len(names)].view(count, len(names)), slots[count * len(names) : -1]
-        refusals: dict[int, str] = {}
-        if self.owns_last_stage:
-            last = self.stages[len(self.layout.cuts) - 1]
-            for microbatch, values in last.parts.items():
-                parts[microbatch] = torch.tensor(
-                    [float(values.get(name, math.nan)) for name in names], dtype=torch.float64
-                )
-            refusals = dict(last.refusals)
-            last.parts.clear()
-            last.refusals.clear()
-        if self.replica == 0:
-            for layer, value in zip(self.layers, self._squared_norms(), strict=True):
-                norms[layer.index] = value
-        slots[-1] = float(stop)
-        self.communicator.sum_(slots)
-        total = _fold(parts)
-        squared = _fold(norms.unsqueeze(1))[0]
-        if self.refuses and not all(math.isfinite(value) for value in (squared, *total)):
-            raise StepRefused(_refusal(step, names, parts, norms, minibatch, refusals, self.chain))
-        norm = math.sqrt(squared)
-        if before_commit is not None:
-            before_commit()
-        scale = 1.0
-        if self.options.clip_norm > 0:
-            scale = min(1.0, self.options.clip_norm / (norm + 1e-6))
-        rate = self.optimizer.step(step, scale)
-        self._commit_statistics()
-        return StepResult(step, dict(zip(names, total, strict=True)), norm, rate, bool(slots[-1] > 0))
-
-    def _names(self) -> list[str]:
-        """Names of the loss parts, told once by the ranks that compute the loss."""
-        if self._part_names is None:
-            mine = None
-            if self.owns_last_stage:
-                last = self.stages[len(self.layout.cuts) - 1]
-                mine = next((list(values) for values in last.parts.values() if len(values) > 1), None)
-                mine = mine or next((list(values) for values in last.parts.values()), None)
-            self._part_names = next(names for names in self.communicator.gather(mine) if names is not None)
-        return self._part_names
+        self._statistics.clear()
 
     def _squared_norms(self) -> Tensor:
         """Per local layer; a shared parameter counts under its first layer only (engine rule 1)."""
@@ -348,20 +369,16 @@ class PipelineEngine:
             values.append(squared_norm(layer, counted))
         return torch.stack(values).cpu()
 
-    def _commit_statistics(self) -> None:
-        for layer in self.layers:
-            if not layer.statistics:
-                continue
-            mine = layer.statistics.take()
-            if self.layout.replicas > 1:
-                mine |= self._statistics_of_replicas(layer, mine)
-            layer.statistics.commit(mine)
+    def _take_statistics(self, layer: EngineLayer) -> dict[int, list[Tensor]]:
+        """A layer's running statistics of all microbatches of the step, whoever computed them."""
+        mine = layer.statistics.take()
+        return mine | self._statistics_of_replicas(layer, mine) if self.layout.replicas > 1 else mine
 
     def _statistics_of_replicas(self, layer: EngineLayer, mine: dict[int, list[Tensor]]) -> dict[int, list[Tensor]]:
         order = sorted(mine)
         shapes = [tensor.shape for tensor in mine[order[0]]]
         flat = torch.cat([tensor.reshape(-1) for microbatch in order for tensor in mine[microbatch]])
-        peers = [replica * self.layout.devices + self.pipeline_rank for replica in range(self.layout.replicas)]
+        peers = self._replica_peers()
         found: dict[int, list[Tensor]] = {}
         theirs = self.communicator.exchange(flat, peers, _STATISTICS_TAG + layer.index)
         for replica, peer in enumerate(peers):
@@ -438,40 +455,3 @@ class PipelineEngine:
 def _digest(tensor: Tensor) -> bytes:
     flat = tensor.detach().contiguous().cpu().reshape(-1)
     return hashlib.blake2b(flat.view(torch.uint8).numpy().data, digest_size=16).digest()
-
-
-def _fold(rows: Tensor) -> list[float]:
-    """Sum over the rows, one after the other, in float64."""
-    total = [0.0] * rows.shape[1]
-    for row in rows.tolist():
-        total = [known + value for known, value in zip(total, row, strict=True)]
-    return total
-
-
-def _refusal(
-    step: int,
-    names: Sequence[str],
-    parts: Tensor,
-    norms: Tensor,
-    minibatch: Minibatch,
-    refusals: Mapping[int, str],
-    chain: Chain,
-) -> str:
-    where = []
-    for microbatch, row in enumerate(parts.tolist()):
-        if not all(math.isfinite(value) for value in row):
-            samples = minibatch.sample_ids[microbatch] if minibatch.sample_ids else []
-            detail = refusals.get(microbatch) or ", ".join(
-                f"{name}={value:g}" for name, value in zip(names, row, strict=True)
-            )
-            where.append(f"microbatch {microbatch} (samples {samples}): {detail}")
-    if where:
-        found = "; ".join(where)
-        return f"step {step}: the loss is not finite in {found}; nothing was applied: lower train.lr or look at them"
-    layers = [chain.layers[index].name for index, value in enumerate(norms.tolist()) if not math.isfinite(value)]
-    samples = [sample for group in minibatch.sample_ids for sample in group]
-    total = ", ".join(f"{name}={value:g}" for name, value in zip(names, _fold(parts), strict=True))
-    return (
-        f"step {step}: the gradient is not finite in layers {layers} ({total}; samples {samples}); nothing was "
-        "applied: lower train.lr or set train.clip_norm"
-    )

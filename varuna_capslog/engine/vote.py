@@ -1,0 +1,160 @@
+"""The vote that ends a step: what every rank must know of it, in one exact sum, before anything is changed.
+
+Loss parts by microbatch, squared gradient norms by layer, wishes to stop and who gives a ballot are slots of one
+float64 vector; every slot has one owner, so that the sum has the same bits on all ranks and all judge alike. Nothing is
+applied here, and after the vote nobody needs to talk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from varuna_capslog.chain import Chain
+from varuna_capslog.engine.communicator import Communicator
+from varuna_capslog.engine.stage import Stage
+from varuna_capslog.workload import Minibatch
+
+__all__ = ["Poll", "Verdict"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What all ranks know of a step after its vote, the same on each of them.
+
+    Attributes:
+        parts: the loss and its parts, of the whole minibatch.
+        grad_norm: global norm of the gradients, before clipping.
+        scale: what clipping multiplies the gradients with.
+        finite: loss and gradients are.
+        refusal: why the step must not be applied; None for one that may. Where the loss itself refused outputs, its
+            words are known on the ranks of the last stage only.
+        stop: some rank wishes to stop after this step.
+        ballots: by rank, what each gave (empty: nothing); () where nobody gave any.
+    """
+
+    step: int
+    parts: dict[str, float]
+    grad_norm: float
+    scale: float
+    finite: bool
+    refusal: str | None
+    stop: bool
+    ballots: tuple[bytes, ...] = ()
+
+
+class Poll:
+    """Holds the votes of one engine.
+
+    Args:
+        clip_norm: largest global gradient norm, 0 = no clipping.
+        refuses: whether steps that are not finite are voted down.
+    """
+
+    def __init__(self, chain: Chain, communicator: Communicator, clip_norm: float, refuses: bool) -> None:
+        self._chain = chain
+        self._communicator = communicator
+        self._clip_norm = clip_norm
+        self._refuses = refuses
+        self._part_names: list[str] | None = None
+
+    def hold(
+        self,
+        step: int,
+        minibatch: Minibatch,
+        last: Stage | None,
+        squared_norms: Mapping[int, Tensor],
+        stop: bool,
+        ballot: bytes,
+    ) -> Verdict:
+        """One vote; every rank calls it, also one without stages.
+
+        Args:
+            last: the stage that evaluated the loss, where it lives here; its parts and refusals are taken out.
+            squared_norms: by layer, on the ranks of replica 0.
+            ballot: handed to all ranks as it is, by a gather that takes place only if anybody's is not empty.
+
+        Raises:
+            PeerLost: another rank is gone; whether others know the verdict cannot be said.
+        """
+        count, layers, world = len(minibatch.inputs), len(self._chain), self._communicator.world_size
+        names = self._names(last)
+        slots = torch.zeros(count * len(names) + layers + world + 1, dtype=torch.float64)
+        losses, norms, given, stops = slots.split([count * len(names), layers, world, 1])
+        losses = losses.view(count, len(names))
+        refusals: dict[int, str] = {}
+        if last is not None:
+            for microbatch, values in last.parts.items():
+                losses[microbatch] = torch.tensor(
+                    [float(values.get(name, math.nan)) for name in names], dtype=torch.float64
+                )
+            refusals = dict(last.refusals)
+            last.parts.clear()
+            last.refusals.clear()
+        for index, value in squared_norms.items():
+            norms[index] = value
+        given[self._communicator.rank] = float(bool(ballot))
+        stops[0] = float(stop)
+        self._communicator.sum_(slots)
+        total = _fold(losses)
+        squared = _fold(norms.unsqueeze(1))[0]
+        finite = all(math.isfinite(value) for value in (squared, *total))
+        refusal = None
+        if self._refuses and not finite:
+            refusal = _refusal(step, names, losses, norms, minibatch, refusals, self._chain)
+        norm = math.sqrt(squared)
+        scale = min(1.0, self._clip_norm / (norm + 1e-6)) if self._clip_norm > 0 else 1.0
+        ballots = tuple(self._communicator.gather(ballot)) if any(given.tolist()) else ()
+        parts = dict(zip(names, total, strict=True))
+        return Verdict(step, parts, norm, scale, finite, refusal, bool(stops[0] > 0), ballots)
+
+    def _names(self, last: Stage | None) -> list[str]:
+        """Names of the loss parts, told once by the ranks that compute the loss."""
+        if self._part_names is None:
+            mine = None
+            if last is not None:
+                mine = next((list(values) for values in last.parts.values() if len(values) > 1), None)
+                mine = mine or next((list(values) for values in last.parts.values()), None)
+            self._part_names = next(names for names in self._communicator.gather(mine) if names is not None)
+        return self._part_names
+
+
+def _fold(rows: Tensor) -> list[float]:
+    """Sum over the rows, one after the other, in float64."""
+    total = [0.0] * rows.shape[1]
+    for row in rows.tolist():
+        total = [known + value for known, value in zip(total, row, strict=True)]
+    return total
+
+
+def _refusal(
+    step: int,
+    names: Sequence[str],
+    parts: Tensor,
+    norms: Tensor,
+    minibatch: Minibatch,
+    refusals: Mapping[int, str],
+    chain: Chain,
+) -> str:
+    where = []
+    for microbatch, row in enumerate(parts.tolist()):
+        if not all(math.isfinite(value) for value in row):
+            samples = minibatch.sample_ids[microbatch] if minibatch.sample_ids else []
+            detail = refusals.get(microbatch) or ", ".join(
+                f"{name}={value:g}" for name, value in zip(names, row, strict=True)
+            )
+            where.append(f"microbatch {microbatch} (samples {samples}): {detail}")
+    if where:
+        found = "; ".join(where)
+        return f"step {step}: the loss is not finite in {found}; nothing was applied: lower train.lr or look at them"
+    layers = [chain.layers[index].name for index, value in enumerate(norms.tolist()) if not math.isfinite(value)]
+    samples = [sample for group in minibatch.sample_ids for sample in group]
+    total = ", ".join(f"{name}={value:g}" for name, value in zip(names, _fold(parts), strict=True))
+    return (
+        f"step {step}: the gradient is not finite in layers {layers} ({total}; samples {samples}); nothing was "
+        "applied: lower train.lr or set train.clip_norm"
+    )
