@@ -96,6 +96,14 @@ def test_stages_and_placement_of_the_full_form() -> None:
         plan.stages(2)
 
 
+def test_the_capacity_of_a_rank_is_that_of_its_device() -> None:
+    plan = Plan(num_layers=3, cuts=(0, 1), capacity_bytes=(5, 7))
+    assert plan.capacities_of([1, 0, 1]) == [7, 5, 7]
+    assert plan.capacities_of(iter([0, 2])) is None
+    assert Plan(num_layers=3, cuts=(0, 1), capacity_bytes=5).capacities_of(iter([0, 2])) == [5, 5]
+    assert Plan(num_layers=3, cuts=(0, 1)).capacities_of([0, 1]) is None
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [

@@ -97,8 +97,7 @@ def _row(profile: Profile, devices: int, name: str, options: Mapping[str, Any], 
 
 def _margin(found: Plan, headroom: Headroom) -> int | None:
     """The least that a stage, with what its device must have beyond the peak, leaves of it."""
-    if found.stage_bytes is None or found.capacity_bytes is None:
+    limits = found.capacities_of(found.placement())
+    if found.stage_bytes is None or limits is None:
         return None
-    given = found.capacity_bytes
-    limits = [given] * len(found.stage_bytes) if isinstance(given, int) else given
     return min(limit - headroom.reserved(size) for limit, size in zip(limits, found.stage_bytes, strict=True))

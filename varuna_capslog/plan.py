@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -157,6 +157,13 @@ class Plan:
                 raise CapslogError(f"stage {number} runs on {len(stage.ranks)} ranks; one is needed here")
             ranks.append(stage.ranks[0])
         return ranks
+
+    def capacities_of(self, ranks: Iterable[int]) -> list[int] | None:
+        """Return the bytes of these ranks' devices; None where there is no limit, or none is known for one of them."""
+        if not isinstance(self.capacity_bytes, tuple):
+            return None if self.capacity_bytes is None else [self.capacity_bytes for _ in ranks]
+        asked = list(ranks)
+        return [self.capacity_bytes[rank] for rank in asked] if max(asked) < len(self.capacity_bytes) else None
 
     @property
     def num_pipelines(self) -> int:

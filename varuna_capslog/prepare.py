@@ -119,8 +119,8 @@ def _confirmed(config: Config, profile: Profile, plan: Plan, find: Callable[...,
 
     peaks = rehearse_config(config, plan.cuts)
     headroom = Headroom.of(profile)
-    given = plan.capacity_bytes
-    capacities = given if isinstance(given, tuple) else (given or 0,) * len(peaks)
+    capacities = plan.capacities_of(plan.placement())
+    assert capacities is not None, "only a plan with a capacity is confirmed"
     excess = [headroom.reserved(peak) - size for peak, size in zip(peaks, capacities, strict=True)]
     plan = dataclasses.replace(plan, stage_bytes=tuple(peaks), peak_bytes=max(peaks))
     worst = max(excess)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from varuna_capslog.plan import Plan
 from varuna_capslog.reports import markup
 from varuna_capslog.reports.markup import Markup
 from varuna_capslog.reports.memory import draw_stage_peaks, shows_capacity
@@ -40,10 +39,11 @@ def peak_section(run: RunRecord, folder: Path) -> Markup:
         )
     if predicted is None and measured is None:
         return markup.section("memory", heading, list(map(markup.note, notes)))
-    capacity = _capacities(plan)
+    ranks = plan.placement()
+    capacity = plan.capacities_of(ranks)
     peaks = [*(predicted or ()), *(measured or ())]
     draw_stage_peaks(folder / _PICTURE, predicted, measured, capacity)
-    shared = len({_rank(plan, stage) for stage in range(len(plan.cuts))}) < len(plan.cuts)
+    shared = len(set(ranks)) < len(plan.cuts)
     if shared and measured is not None:
         notes.append(
             "Several stages share a rank here and show that rank's whole peak, so that no error per stage can be given."
@@ -86,22 +86,6 @@ def _error(predicted: int, measured: int) -> str:
 
 def _column(values: Sequence[int] | None, divisor: int, stages: int) -> list[str]:
     return [UNKNOWN] * stages if values is None else [in_units(value, divisor) for value in values]
-
-
-def _rank(plan: Plan, stage: int) -> int:
-    return plan.placement()[stage]
-
-
-def _capacities(plan: Plan) -> list[int] | None:
-    """The capacity of the device that runs each stage."""
-    capacity = plan.capacity_bytes
-    if capacity is None:
-        return None
-    stages = range(len(plan.cuts))
-    if isinstance(capacity, int):
-        return [capacity for _ in stages]
-    ranks = [_rank(plan, stage) for stage in stages]
-    return [capacity[rank] for rank in ranks] if max(ranks) < len(capacity) else None
 
 
 def _capacity_text(capacity: list[int]) -> str:
