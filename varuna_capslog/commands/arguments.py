@@ -14,15 +14,44 @@ if TYPE_CHECKING:
     from varuna_capslog.config import Config
     from varuna_capslog.plan import Plan
     from varuna_capslog.profiles.record import Profile
+    from varuna_capslog.simulation import Link
 
-__all__ = ["AsJson", "ConfigFile", "Overrides", "RunDirectory", "print_json", "print_plan", "run_config"]
+__all__ = [
+    "AsJson",
+    "Bandwidth",
+    "ConfigFile",
+    "Devices",
+    "Latency",
+    "OptionalConfigFile",
+    "Overrides",
+    "ProfileFile",
+    "RunDirectory",
+    "link_of",
+    "print_json",
+    "print_plan",
+    "profile_of",
+    "run_config",
+]
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML file.", show_default=False)]
+OptionalConfigFile = Annotated[
+    Path | None, typer.Argument(metavar="CONFIG", help="The run's YAML file.", show_default=False)
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Config keys to change, such as train.max_steps=10."),
 ]
 RunDirectory = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The folder of a run.", show_default=False)]
+ProfileFile = Annotated[
+    Path | None, typer.Option("--profile", help="Profile of the model.", show_default="that of CONFIG, taken now")
+]
+Devices = Annotated[
+    int | None, typer.Option(min=1, help="Devices to plan for.", show_default="pipeline.devices of CONFIG")
+]
+Bandwidth = Annotated[
+    str | None, typer.Option(help="Of every link, such as 1GiB/s.", show_default="bytes take no time")
+]
+Latency = Annotated[str, typer.Option(help="Of every message, such as 0.1ms.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of a table.")]
 
 
@@ -38,6 +67,30 @@ def run_config(run_dir: Path) -> Config:
     config = load_config(path)
     config.run_dir = run_dir
     return config
+
+
+def profile_of(path: Path | None, config: Config | None, show: bool) -> Profile:
+    """The profile in a file, or else that of the config, taken now; `show` draws a progress bar."""
+    if path is not None:
+        from varuna_capslog.profiles.record import read_profile
+
+        return read_profile(path)
+    assert config is not None
+    from varuna_capslog.prepare import profile_run
+
+    return profile_run(config, show)
+
+
+def link_of(bandwidth: str | None, latency: str, copy_bandwidth: str | None = None) -> Link:
+    """The link that --bandwidth, --latency and --copy-bandwidth describe."""
+    from varuna_capslog import units
+    from varuna_capslog.simulation import Link
+
+    return Link(
+        None if bandwidth is None else units.parse_rate(bandwidth, "--bandwidth"),
+        units.parse_seconds(latency, "--latency"),
+        None if copy_bandwidth is None else units.parse_rate(copy_bandwidth, "--copy-bandwidth"),
+    )
 
 
 def print_json(value: Any) -> None:
@@ -60,11 +113,13 @@ def print_plan(plan: Plan, profile: Profile | None = None) -> None:
     for heading in ("stage", "rank", "layers", "from", "to", "peak", "margin"):
         table.add_column(heading, justify="left" if heading in ("from", "to") else "right")
     ranks = plan.placement()
+    capacities = plan.capacities_of(ranks)
     for stage, (first, end) in enumerate(plan.stages()):
         names = [profile.layers[index].name for index in (first, end - 1)] if profile else [str(first), str(end - 1)]
         peak = None if plan.stage_bytes is None else plan.stage_bytes[stage]
-        capacity = plan.capacity_bytes[stage] if isinstance(plan.capacity_bytes, tuple) else plan.capacity_bytes
-        margin = "" if peak is None or capacity is None else format_bytes(capacity - headroom.reserved(peak))
+        margin = ""
+        if peak is not None and capacities is not None:
+            margin = format_bytes(capacities[stage] - headroom.reserved(peak))
         shown = "unknown" if peak is None else format_bytes(peak)
         table.add_row(str(stage), str(ranks[stage]), str(end - first), *names, shown, margin)
     console = Console()

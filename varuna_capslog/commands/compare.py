@@ -7,7 +7,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from varuna_capslog.commands.arguments import AsJson, Overrides, print_json
+from varuna_capslog.commands.arguments import (
+    AsJson,
+    Bandwidth,
+    Devices,
+    Latency,
+    OptionalConfigFile,
+    Overrides,
+    ProfileFile,
+    link_of,
+    print_json,
+    profile_of,
+)
 from varuna_capslog.errors import CapslogError
 
 if TYPE_CHECKING:
@@ -20,16 +31,10 @@ __all__ = ["compare"]
 
 
 def compare(
-    config: Annotated[
-        Path | None, typer.Argument(metavar="CONFIG", help="The run's YAML file.", show_default=False)
-    ] = None,
+    config: OptionalConfigFile = None,
     overrides: Overrides = None,
-    profile: Annotated[
-        Path | None, typer.Option(help="Profile of the model.", show_default="that of CONFIG, taken now")
-    ] = None,
-    devices: Annotated[
-        int | None, typer.Option(min=1, help="Devices to plan for.", show_default="pipeline.devices of CONFIG")
-    ] = None,
+    profile: ProfileFile = None,
+    devices: Devices = None,
     planners: Annotated[
         str | None, typer.Option(help="Only these, such as varuna,exact.", show_default="every planner")
     ] = None,
@@ -43,10 +48,8 @@ def compare(
     microbatches: Annotated[
         int | None, typer.Option(min=1, help="Of one pipeline and step.", show_default="CONFIG's, or 4 per device")
     ] = None,
-    bandwidth: Annotated[
-        str | None, typer.Option(help="Of every link, such as 1GiB/s.", show_default="bytes take no time")
-    ] = None,
-    latency: Annotated[str, typer.Option(help="Of every message, such as 0.1ms.")] = "0s",
+    bandwidth: Bandwidth = None,
+    latency: Latency = "0s",
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Folder for the picture and JSON.", show_default=False)
     ] = None,
@@ -55,7 +58,6 @@ def compare(
     """Ask every planner: peak, margin to the capacity, simulated step time and search time of each."""
     from varuna_capslog import units
     from varuna_capslog.comparison import compare as ask
-    from varuna_capslog.simulation import Link
 
     if config is None and profile is None:
         raise CapslogError("nothing to compare for: give a CONFIG file or --profile FILE")
@@ -66,7 +68,7 @@ def compare(
     count = options.pop("devices", devices)
     if count is None:
         raise CapslogError("--profile without a CONFIG needs --devices N, the number of devices to plan for")
-    link = Link(None if bandwidth is None else units.parse_rate(bandwidth), units.parse_seconds(latency, "latency"))
+    link = link_of(bandwidth, latency)
     names = None if planners is None else [name.strip() for name in planners.split(",")]
     rows = ask(costs, count, names=names, link=link, **options)
     if output is not None:
@@ -92,8 +94,6 @@ def _profile(
     as_json: bool,
 ) -> Profile:
     """The profile; what the flags leave open is filled in from the config."""
-    from varuna_capslog.profiles.record import read_profile
-
     settings = None
     if config is not None:
         from varuna_capslog.config import load_config
@@ -116,12 +116,7 @@ def _profile(
             "recompute": pipeline.recompute,
             "stage_inputs": pipeline.stage_inputs,
         }
-    if profile is not None:
-        return read_profile(profile)
-    assert settings is not None
-    from varuna_capslog.prepare import profile_run
-
-    return profile_run(settings, show=not as_json)
+    return profile_of(profile, settings, show=not as_json)
 
 
 def _print(rows: Sequence[Row], profile: Profile, devices: int) -> None:

@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from varuna_capslog.commands.arguments import AsJson, Overrides, print_json, print_plan
+from varuna_capslog.commands.arguments import (
+    AsJson,
+    Bandwidth,
+    Devices,
+    Latency,
+    OptionalConfigFile,
+    Overrides,
+    link_of,
+    print_json,
+    print_plan,
+)
 from varuna_capslog.errors import CapslogError, DoesNotFit
 
 if TYPE_CHECKING:
@@ -21,9 +31,7 @@ __all__ = ["plan"]
 
 
 def plan(
-    config: Annotated[
-        Path | None, typer.Argument(metavar="CONFIG", help="The run's YAML file.", show_default=False)
-    ] = None,
+    config: OptionalConfigFile = None,
     overrides: Overrides = None,
     profile: Annotated[
         list[Path] | None,
@@ -55,9 +63,7 @@ def plan(
             help="Submodules of --model to cut before, such as layer2,layer3.", show_default="every repeated block"
         ),
     ] = None,
-    devices: Annotated[
-        int | None, typer.Option(min=1, help="Devices to plan for.", show_default="pipeline.devices of CONFIG")
-    ] = None,
+    devices: Devices = None,
     planner: Annotated[
         str | None,
         typer.Option(
@@ -85,10 +91,8 @@ def plan(
             min=1, help="Samples of one step, where time counts.", show_default="CONFIG's, or 4 microbatches per device"
         ),
     ] = None,
-    bandwidth: Annotated[
-        str | None, typer.Option(help="Of every link, such as 1GiB/s.", show_default="bytes take no time")
-    ] = None,
-    latency: Annotated[str, typer.Option(help="Of every message, such as 0.1ms.")] = "0s",
+    bandwidth: Bandwidth = None,
+    latency: Latency = "0s",
     pareto: Annotated[
         bool, typer.Option("--pareto", help="Print the front of peak against step time; -o draws it (.png).")
     ] = False,
@@ -125,7 +129,7 @@ def plan(
         raise CapslogError("--speeds and --blocks belong to --joint")
     flags = {"devices": devices, "planner": planner, "memory": memory, "capacity": capacity}
     given = {key: value for key, value in flags.items() if value is not None}
-    link = _link(bandwidth, latency)
+    link = link_of(bandwidth, latency)
     settings = None
     if config is not None:
         from varuna_capslog.config import load_config
@@ -155,7 +159,12 @@ def _plan_one(
 ) -> None:
     """One pipeline by one planner."""
     profile = request.only_profile()
-    found = _of_config(config, profile, request.link) if config else _of_profile(request, profile, planner)
+    if config is None:
+        found = _of_profile(request, profile, planner)
+    else:
+        from varuna_capslog.prepare import plan_run
+
+        found = plan_run(config, profile, request.link)
     if output is not None:
         from varuna_capslog.plan import write_plan
 
@@ -189,7 +198,7 @@ def _request(
     profiles: list[Path] | None,
     given: dict[str, int | str],
     minibatch: int | None,
-    link: Link | None,
+    link: Link,
     show: bool,
 ) -> Request:
     """What is planned for: from the config, or from the flags and what a profile says of its run."""
@@ -229,12 +238,6 @@ def _request(
     )
 
 
-def _of_config(config: Config, profile: Profile, link: Link | None) -> Plan:
-    from varuna_capslog.prepare import plan_run
-
-    return plan_run(config, profile, link)
-
-
 def _of_profile(request: Request, profile: Profile, planner: int | str | None) -> Plan:
     from varuna_capslog.planners import plan as search
     from varuna_capslog.settings import Pipeline
@@ -258,12 +261,3 @@ def _own_blocks(config: Config | None) -> int | None:
     if config is None or config.num_blocks <= config.pipeline.replicas:
         return None
     return config.num_blocks
-
-
-def _link(bandwidth: str | None, latency: str) -> Link | None:
-    from varuna_capslog import units
-    from varuna_capslog.planners.seconds import Link
-
-    seconds = units.parse_seconds(latency, "--latency")
-    rate = None if bandwidth is None else units.parse_rate(bandwidth, "--bandwidth")
-    return None if rate is None and not seconds else Link(rate, seconds)

@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from varuna_capslog.commands.arguments import AsJson, Overrides, print_json
+from varuna_capslog.commands.arguments import (
+    AsJson,
+    Bandwidth,
+    Latency,
+    OptionalConfigFile,
+    Overrides,
+    ProfileFile,
+    link_of,
+    print_json,
+    profile_of,
+)
 from varuna_capslog.errors import CapslogError
 
 if TYPE_CHECKING:
@@ -20,18 +30,12 @@ __all__ = ["simulate"]
 
 
 def simulate(
-    config: Annotated[
-        Path | None, typer.Argument(metavar="CONFIG", help="The run's YAML file.", show_default=False)
-    ] = None,
+    config: OptionalConfigFile = None,
     overrides: Overrides = None,
-    profile: Annotated[
-        Path | None, typer.Option(help="Profile of the model.", show_default="that of CONFIG, taken now")
-    ] = None,
+    profile: ProfileFile = None,
     plan: Annotated[Path | None, typer.Option(help="Plan to play.", show_default="that of CONFIG's planner")] = None,
-    bandwidth: Annotated[
-        str | None, typer.Option(help="Of every link, such as 1GiB/s.", show_default="bytes take no time")
-    ] = None,
-    latency: Annotated[str, typer.Option(help="Of every message, such as 0.1ms.")] = "0s",
+    bandwidth: Bandwidth = None,
+    latency: Latency = "0s",
     copy_bandwidth: Annotated[
         str | None,
         typer.Option(
@@ -95,7 +99,7 @@ def simulate(
 ) -> None:
     """Play one step of a plan: step time, bubbles, memory over time; with --trace, goodput and cost on spot nodes."""
     from varuna_capslog import fields, units
-    from varuna_capslog.simulation import Link, simulate_plan
+    from varuna_capslog.simulation import simulate_plan
 
     if config is None and profile is None:
         raise CapslogError(
@@ -103,12 +107,13 @@ def simulate(
         )
     if config is None and plan is None and trace is None:
         raise CapslogError("--profile without a CONFIG needs --plan FILE, or --trace FILE to replay; give one of them")
-    link = Link(
-        None if bandwidth is None else units.parse_rate(bandwidth),
-        units.parse_seconds(latency, "latency"),
-        None if copy_bandwidth is None else units.parse_rate(copy_bandwidth, "copy-bandwidth"),
-    )
-    settings, costs = _of_config(config, overrides, profile, plan, as_json)
+    link = link_of(bandwidth, latency, copy_bandwidth)
+    settings = None
+    if config is not None:
+        from varuna_capslog.config import load_config
+
+        settings = load_config(config, overrides or ())
+    costs = profile_of(profile, settings, show=not as_json)
     if settings is not None and recompute is None:
         recompute = settings.pipeline.recompute
     if stage_inputs is None:
@@ -170,25 +175,6 @@ def simulate(
         )
 
 
-def _of_config(
-    config: Path | None, overrides: list[str] | None, profile: Path | None, plan: Path | None, as_json: bool
-) -> tuple[Config | None, Profile]:
-    """The config, if there is one, and the profile: the given one, or the config's, taken now."""
-    from varuna_capslog.profiles.record import read_profile
-
-    settings = None
-    if config is not None:
-        from varuna_capslog.config import load_config
-
-        settings = load_config(config, overrides or ())
-    if profile is not None:
-        return settings, read_profile(profile)
-    assert settings is not None
-    from varuna_capslog.prepare import profile_run
-
-    return settings, profile_run(settings, show=not as_json)
-
-
 def _plan(settings: Config | None, costs: Profile, plan: Path | None) -> Plan:
     """The given plan, or the one that the config's planner finds; one that does not fit is played all the same."""
     if plan is not None:
@@ -213,12 +199,7 @@ def _write(folder: Path, step: Simulation, plan: Plan) -> None:
 
 def _capacity_of_rows(step: Simulation, plan: Plan) -> list[int] | None:
     """The capacity of each rank, in the order of the simulation's rows."""
-    ranks = [rank for one in step.pipelines for rank in one.ranks]
-    if isinstance(plan.capacity_bytes, int):
-        return [plan.capacity_bytes] * len(ranks)
-    if plan.capacity_bytes is None or max(ranks) >= len(plan.capacity_bytes):
-        return None
-    return [plan.capacity_bytes[rank] for rank in ranks]
+    return plan.capacities_of(rank for one in step.pipelines for rank in one.ranks)
 
 
 def _print(step: Simulation, plan: Plan) -> None:
