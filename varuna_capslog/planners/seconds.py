@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from varuna_capslog import fields
 from varuna_capslog.errors import CapslogError
 from varuna_capslog.profiles.record import Profile
-from varuna_capslog.schedules import Recv, Send, graph_keeping_forwards, lower, make_schedule
+from varuna_capslog.schedules import Message, Recv, Send, graph_keeping_forwards, in_turn, lower, make_schedule
 
 __all__ = ["LayerSeconds", "Link", "StepPlayer", "step_player"]
 
@@ -114,27 +114,15 @@ class StepPlayer:
         self.forwards = [sum(action.kind in "FR" and action not in left_out for action in row) for row in actions]
         """Per stage, how often it runs the forward of a microbatch, recomputations included."""
         self._order: list[tuple[str, int, int, int]] = []
-        numbers: dict[object, int] = {}
-        programs = lower(actions).programs
-        at = [0] * len(programs)
-        moved = True
-        while moved:
-            moved = False
-            for rank, program in enumerate(programs):
-                while at[rank] < len(program):
-                    instruction = program[at[rank]]
-                    if isinstance(instruction, Recv):
-                        if instruction.message not in numbers:
-                            break
-                        self._order.append(("recv", rank, numbers[instruction.message], 0))
-                    elif isinstance(instruction, Send):
-                        number = numbers[instruction.message] = len(numbers)
-                        self._order.append(("send", rank, number, instruction.peer))
-                    elif instruction not in left_out:
-                        self._order.append((instruction.kind, rank, 0, 0))
-                    at[rank] += 1
-                    moved = True
-        assert all(done == len(program) for done, program in zip(at, programs, strict=True)), "a deadlock"
+        numbers: dict[Message, int] = {}
+        for rank, instruction in in_turn(lower(actions)):
+            if isinstance(instruction, Recv):
+                self._order.append(("recv", rank, numbers[instruction.message], 0))
+            elif isinstance(instruction, Send):
+                number = numbers[instruction.message] = len(numbers)
+                self._order.append(("send", rank, number, instruction.peer))
+            elif instruction not in left_out:
+                self._order.append((instruction.kind, rank, 0, 0))
         self._num_messages = len(numbers)
 
     def step_seconds(self, forward: Floats, backward: Floats, transfer: Floats, handover: Floats) -> Floats:

@@ -7,9 +7,9 @@ tensors: a message stands for all that crosses one cut for one microbatch in one
 
 from __future__ import annotations
 
-__all__ = ["Lowered", "Message", "Recv", "Send", "find_deadlock", "lower"]
+__all__ = ["Lowered", "Message", "Recv", "Send", "find_deadlock", "in_turn", "lower"]
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -152,6 +152,31 @@ def lower(schedule: Sequence[Sequence[Action]], has_gradient: Sequence[bool] | N
                 )
         programs.append(program)
     return Lowered(programs, channels, placement)
+
+
+def in_turn(lowered: Lowered) -> Iterator[tuple[int, Instruction]]:
+    """Every instruction with its rank, in one order in which each receive comes after its send.
+
+    The order does not depend on seconds: rank after rank goes on until it must wait for a message. The programs must
+    not deadlock (`find_deadlock`).
+    """
+    programs = lowered.programs
+    at = [0] * len(programs)
+    sent: set[Message] = set()
+    moved = True
+    while moved:
+        moved = False
+        for rank, program in enumerate(programs):
+            while at[rank] < len(program):
+                instruction = program[at[rank]]
+                if isinstance(instruction, Recv) and instruction.message not in sent:
+                    break
+                if isinstance(instruction, Send):
+                    sent.add(instruction.message)
+                at[rank] += 1
+                moved = True
+                yield rank, instruction
+    assert all(done == len(program) for done, program in zip(at, programs, strict=True)), "a deadlock"
 
 
 def find_deadlock(lowered: Lowered, buffered_sends: bool = True) -> str | None:

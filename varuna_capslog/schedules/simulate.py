@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from varuna_capslog.errors import CapslogError
 from varuna_capslog.schedules.actions import KINDS, Action, placement_of
 from varuna_capslog.schedules.contention import play_contended
-from varuna_capslog.schedules.lower import Lowered, Message, Recv, Send, find_deadlock, lower
+from varuna_capslog.schedules.lower import Lowered, Message, Recv, Send, find_deadlock, in_turn, lower
 from varuna_capslog.schedules.recompute import graph_keeping_forwards
 
 
@@ -164,37 +164,26 @@ def simulate(
 def _play(
     lowered: Lowered, cost: Mapping[Action, float], transfers: Sequence[float], handovers: Sequence[float]
 ) -> tuple[list[list[TimedAction]], list[TimedMessage]]:
-    """Every rank has a core of its own: one pass over the programs, as far as each can go."""
-    programs = lowered.programs
-    at = [0] * len(programs)
-    clock = [0.0] * len(programs)
+    """Every rank has a core of its own, so that one pass over the programs tells when everything happens."""
+    clock = [0.0] * len(lowered.programs)
     link_free: dict[tuple[int, int], float] = {}
     arrival: dict[Message, float] = {}
-    timed: list[list[TimedAction]] = [[] for _ in programs]
+    timed: list[list[TimedAction]] = [[] for _ in lowered.programs]
     messages: list[TimedMessage] = []
-    waiting = True
-    while waiting:  # each round moves at least one rank, `find_deadlock` has shown
-        waiting = False
-        for rank, program in enumerate(programs):
-            while at[rank] < len(program):
-                instruction = program[at[rank]]
-                if isinstance(instruction, Recv):
-                    if instruction.message not in arrival:
-                        waiting = True
-                        break
-                    clock[rank] = max(clock[rank], arrival[instruction.message])
-                elif isinstance(instruction, Send):
-                    link, cut = (rank, instruction.peer), instruction.message.boundary - 1
-                    begin = max(clock[rank], link_free.get(link, 0.0))
-                    clock[rank] += handovers[cut]
-                    end = max(begin + transfers[cut], clock[rank])
-                    link_free[link] = arrival[instruction.message] = end
-                    messages.append(TimedMessage(rank, instruction.peer, instruction.message, begin, end))
-                else:
-                    end = clock[rank] + cost[instruction]
-                    timed[rank].append(TimedAction(rank, instruction, clock[rank], end))
-                    clock[rank] = end
-                at[rank] += 1
+    for rank, instruction in in_turn(lowered):
+        if isinstance(instruction, Recv):
+            clock[rank] = max(clock[rank], arrival[instruction.message])
+        elif isinstance(instruction, Send):
+            link, cut = (rank, instruction.peer), instruction.message.boundary - 1
+            begin = max(clock[rank], link_free.get(link, 0.0))
+            clock[rank] += handovers[cut]
+            end = max(begin + transfers[cut], clock[rank])
+            link_free[link] = arrival[instruction.message] = end
+            messages.append(TimedMessage(rank, instruction.peer, instruction.message, begin, end))
+        else:
+            end = clock[rank] + cost[instruction]
+            timed[rank].append(TimedAction(rank, instruction, clock[rank], end))
+            clock[rank] = end
     return timed, messages
 
 
