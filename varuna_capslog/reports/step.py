@@ -16,6 +16,7 @@ from varuna_capslog.reports.markup import Markup
 from varuna_capslog.reports.run import RunRecord
 from varuna_capslog.reports.wording import duration, plural, significant
 from varuna_capslog.schedules import ALWAYS_RECOMPUTE, Schedule, from_strings, make_schedule, simulate
+from varuna_capslog.simulation import StageSeconds, stage_seconds
 
 __all__ = ["step_section"]
 
@@ -29,8 +30,8 @@ def step_section(run: RunRecord, folder: Path) -> Markup:
         return markup.section("schedule", heading, [markup.note(f"No schedule is known: {run.reason('plan')}.")])
     try:
         schedule, name = _schedule(run, run.plan)
-        times, why_uniform = _stage_seconds(run, run.plan)
-        timeline = simulate(schedule, *times)
+        seconds, why_uniform = _stage_seconds(run, run.plan)
+        timeline = simulate(schedule, seconds.forward, seconds.backward, bare_forward_seconds=seconds.bare_forward)
     except CapslogError as error:
         return markup.section("schedule", heading, [markup.note(f"No picture: {str(error).rstrip('.')}.")])
     numbered = draw_schedule(folder / _PICTURE, timeline, in_seconds=why_uniform is None)
@@ -89,20 +90,22 @@ def _schedule(run: RunRecord, plan: Plan) -> tuple[Schedule, str]:
     return make_schedule(name, len(plan.cuts), microbatches, plan.placement(), recompute), shown
 
 
-def _stage_seconds(run: RunRecord, plan: Plan) -> tuple[tuple[list[float], list[float]], str | None]:
-    """Forward and backward seconds of each stage, or units (1 and 2) and why there are no seconds."""
-    uniform = [1.0] * len(plan.cuts), [2.0] * len(plan.cuts)
+def _stage_seconds(run: RunRecord, plan: Plan) -> tuple[StageSeconds, str | None]:
+    """The seconds of each stage, or units (forward 1, backward 2) and why there are no seconds."""
+    ones, last = [1.0] * len(plan.cuts), len(plan.cuts) - 1
+    uniform = StageSeconds(ones, [2.0] * len(plan.cuts), [*ones[:last], 0.0], None)
     if run.profile is None:
         return uniform, run.reason("profile.json")
     if run.profile.num_layers != plan.num_layers:
         return uniform, "profile.json describes another number of layers than the plan"
+    stages = plan.stages()
     try:
-        forward, backward = (run.profile.column(f"{kind}_seconds") for kind in ("forward", "backward"))
+        found = stage_seconds(run.profile, stages)
     except CapslogError:
         return uniform, "profile.json has no forward_seconds or backward_seconds"
-    stages = plan.stages()
-    times = [sum(forward[a:b]) for a, b in stages], [sum(backward[a:b]) for a, b in stages]
-    return (times, None) if sum(times[0]) + sum(times[1]) > 0 else (uniform, "all seconds in profile.json are 0")
+    if not any(found.forward) and not any(found.backward):
+        return uniform, "all seconds in profile.json are 0"
+    return found, None
 
 
 def _other_conditions(run: RunRecord) -> list[str]:
