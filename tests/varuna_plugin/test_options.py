@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import varuna_capslog.varuna_plugin as plugin
-from varuna_capslog.errors import CapslogError
+from varuna_capslog import planners
+from varuna_capslog.errors import CapslogError, DoesNotFit
 from varuna_capslog.plan import Plan, Stage, write_plan
+from varuna_capslog.profiles.record import LayerProfile, Profile, write_profile
 from varuna_capslog.varuna_plugin import options
 
 
@@ -68,3 +72,76 @@ def test_the_environment_speaks_where_the_script_does_not(monkeypatch: pytest.Mo
     assert (options.current().cuts, options.current().num_pieces) == ((0, 2), 5)
     plugin.configure(cuts=[0, 1])
     assert options.current().cuts == (0, 1)
+
+
+# -- searched on the spot
+
+
+def sized(bytes_per_layer: list[int], microbatch_size: int | None = None) -> Profile:
+    """A profile whose stages weigh the sum of their layers."""
+    conditions = {} if microbatch_size is None else {"microbatch_size": microbatch_size}
+    rows = [LayerProfile(f"piece {i}", size, size if i else None) for i, size in enumerate(bytes_per_layer)]
+    return Profile(tuple(rows), conditions=conditions)
+
+
+LAYERS = [50, 10, 10, 10, 10, 30, 30]
+
+
+def test_cuts_are_searched_for_as_many_stages_as_varuna_has(tmp_path: Path) -> None:
+    profile = sized(LAYERS)
+    write_profile(tmp_path / "profile.json", profile)
+    for given in (profile, tmp_path / "profile.json", str(tmp_path / "profile.json")):
+        plugin.configure(profile=given)
+        for stages in (1, 2, 3, 4):
+            cuts = options.current().cuts_for(7, stages)
+            every = [(0, *rest) for rest in itertools.combinations(range(1, 7), stages - 1)]
+            best = min(max(sum(LAYERS[a:b]) for a, b in itertools.pairwise((*cut, 7))) for cut in every)
+            assert max(sum(LAYERS[a:b]) for a, b in itertools.pairwise((*cuts, 7))) == best
+    # another planner, other cuts: equally many layers
+    plugin.configure(profile=profile, planner="varuna")
+    assert options.current().cuts_for(7, 3) == planners.plan(profile, 3, planner="varuna").cuts != cuts
+
+
+def test_what_does_not_fit_is_said_before_anything_is_built() -> None:
+    with pytest.raises(DoesNotFit, match=r"stage \d needs 60 B of 55 B"):
+        plugin.configure(profile=sized(LAYERS), devices=3, capacity=55)
+    plugin.configure(profile=sized(LAYERS), capacity="60B")
+    assert options.current().cuts_for(7, 3)
+    plugin.configure(profile=sized(LAYERS), capacity=80)
+    with pytest.raises(DoesNotFit, match="2 device"):
+        options.current().cuts_for(7, 1)
+    # a small device takes the small end
+    plugin.configure(profile=sized([10, 10, 10, 10]), capacity="10B,30B")
+    assert options.current().cuts_for(4, 2) == (0, 1)
+
+
+def test_a_profile_for_another_model_size_or_world_is_refused() -> None:
+    plugin.configure(profile=sized(LAYERS), devices=3)
+    with pytest.raises(CapslogError, match="the profile is of 7 layers, but the model has 6 pieces"):
+        options.current().cuts_for(6, 3)
+    with pytest.raises(CapslogError, match="devices=3, but Varuna was started with 2 stages"):
+        options.current().cuts_for(7, 2)
+    plugin.configure(profile=sized(LAYERS, microbatch_size=2), capacity=1000)
+    search = options.current().search
+    assert search is not None
+    search.check_microbatch(2)
+    with pytest.raises(CapslogError, match="holds for microbatches of 2, not of 4"):
+        search.check_microbatch(4)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"profile": sized(LAYERS), "cuts": [0, 1]}, "leave one out"),
+        ({"devices": 2}, "belong to a profile"),
+        ({"profile": sized(LAYERS), "planner": "best"}, "best"),
+        ({"profile": sized(LAYERS), "memory": "none"}, "none"),
+        ({"profile": "nowhere.json"}, "nowhere.json"),
+        ({"profile": sized(LAYERS), "capacity": "much"}, "much"),
+        ({"stages_of_interest": []}, "stages_of_interest is empty"),
+        ({"stages_of_interest": [-1]}, "stages_of_interest"),
+    ],
+)
+def test_mistakes_in_what_is_searched_are_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(CapslogError, match=message):
+        plugin.configure(**wrong)

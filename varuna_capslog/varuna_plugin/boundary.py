@@ -15,7 +15,6 @@ from torch.utils import _pytree as pytree
 from varuna_capslog.errors import CapslogError
 from varuna_capslog.varuna_plugin.phantom import find_phantom
 from varuna_capslog.varuna_plugin.tracing import CutSpec, flatten_cut
-from varuna_capslog.varuna_plugin.wire import Bundle
 
 if TYPE_CHECKING:
     from varuna_capslog.varuna_plugin.stages import StageRun
@@ -102,7 +101,7 @@ class Entry:
     def send_gradients(self, gradients: tuple[Tensor | None, ...]) -> None:
         """Sends what the stage before must add up; one message per microbatch, also where nothing needs a gradient."""
         wanted = zip(gradients, self.spec.tensors, strict=True)
-        self.point.send_fn(Bundle(tuple(g for g, spec in wanted if spec.requires_grad)), grads=True)
+        self.point.send_fn(self.run.bundle_type(tuple(g for g, spec in wanted if spec.requires_grad)), grads=True)
         self.run.gradients_sent = True
 
     def send_nothing(self) -> None:
@@ -136,7 +135,7 @@ class Exit:
             if torch.is_grad_enabled()
             else torch.zeros((), device=device)
         )
-        self.point.send_fn(Bundle(tuple(tensors)))
+        self.point.send_fn(self.run.bundle_type(tuple(tensors)))
         self.run.left = True
         self.point.set_ret_val_func(token)
         raise StageDone

@@ -41,7 +41,8 @@ def build(
     """Around `Varuna.__init__`; the same arguments. Without a CUDA device the default device is the CPU.
 
     Raises:
-        CapslogError: fp16, a batch that the replicas cannot share, a map that is not one rank for each process.
+        CapslogError: fp16, a batch that the replicas cannot share, a map that is not one rank for each process, a
+            capacity for other microbatches.
     """
     if fp16:
         raise CapslogError(
@@ -61,6 +62,9 @@ def build(
             f"batch_size={batch_size} with chunk_size={chunk_size} cannot be shared by {len(rows[0])} replicas; choose "
             "a batch size that their number divides"
         )
+    search = current().search
+    if search is not None:
+        search.check_microbatch(chunk_size)
     if device == -1 and not torch.cuda.is_available():
         device = "cpu"
     original(

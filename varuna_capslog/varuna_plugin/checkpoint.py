@@ -61,6 +61,7 @@ def save(
     Raises:
         CapslogError: on every rank, when any could not write; an older checkpoint of that name is untouched.
     """
+    _refuse_trimmed(self)
     step = self.iteration if step is None else step
     folder = Path(global_store)
     partial = folder / f".partial-varuna_ckpt_{step}"
@@ -82,6 +83,14 @@ def save(
     done: Future[None] = Future()
     done.set_result(None)
     return done
+
+
+def _refuse_trimmed(self: Any) -> None:
+    if current().stages_of_interest is not None:
+        raise CapslogError(
+            "with stages_of_interest only some stages hold parameters, and their values have no meaning: there is "
+            "nothing to write or to go on from; leave it out to train"
+        )
 
 
 def _attempt(work: Any) -> str | None:
@@ -221,6 +230,7 @@ def load(self: Any, global_store: str | os.PathLike[str], iteration: int, check_
     Raises:
         CapslogError: on every rank, when any cannot load; parameters may then be partly taken over.
     """
+    _refuse_trimmed(self)
     if self.optimizer is None:
         raise CapslogError("load_checkpoint needs the optimizer: call set_optimizer first")
     folder = Path(global_store) / f"varuna_ckpt_{iteration}"

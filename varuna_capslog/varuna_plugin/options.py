@@ -10,9 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from varuna_capslog import fields
 from varuna_capslog.errors import CapslogError
+from varuna_capslog.memory import AUTO
 from varuna_capslog.plan import Plan, read_plan
+from varuna_capslog.profiles.record import Profile
 from varuna_capslog.varuna_plugin.partition import uniform_cuts
+from varuna_capslog.varuna_plugin.searching import Search
+from varuna_capslog.varuna_plugin.tracing import Trace
 
 __all__ = ["CUTS_VARIABLE", "Options", "configure", "current", "reset"]
 
@@ -26,15 +31,21 @@ class Options:
 
     cuts: first piece of each stage; None is Varuna's uniform split.
     num_pieces: what the plan was made for, where known.
+    search: what cuts are searched from instead, once the number of stages is known.
     loss: whether the model's loss is a "mean" over the samples it is given (Varuna's contract) or a share of the whole
         minibatch's loss, of which all are added ("sum").
     timeout_seconds: longest wait for a message, a gradient or the other ranks.
+    stages_of_interest: the others hand on dummy tensors; None: all compute.
+    trace: of the model, where it is known; else Varuna's first rank takes it when it is built.
     """
 
     cuts: tuple[int, ...] | None = None
     num_pieces: int | None = None
+    search: Search | None = None
     loss: Literal["mean", "sum"] = "mean"
     timeout_seconds: float = 600.0
+    stages_of_interest: tuple[int, ...] | None = None
+    trace: Trace | None = None
 
     @property
     def timeout(self) -> datetime.timedelta:
@@ -42,7 +53,14 @@ class Options:
         return datetime.timedelta(seconds=self.timeout_seconds)
 
     def cuts_for(self, num_pieces: int, num_stages: int) -> tuple[int, ...]:
-        """The cut list of a model. Raises CapslogError where it was made for another model or number of stages."""
+        """The cut list of a model.
+
+        Raises:
+            CapslogError: it was made for another model or number of stages, or what was searched from is.
+            DoesNotFit: nothing that was searched keeps within the capacity.
+        """
+        if self.search is not None:
+            return tuple(self.search.plan(num_stages, num_pieces).cuts)
         if self.cuts is None:
             return uniform_cuts(num_pieces, num_stages)
         if self.num_pieces is not None and self.num_pieces != num_pieces:
@@ -64,6 +82,12 @@ _current = Options()
 def configure(
     cuts: Plan | str | os.PathLike[str] | Sequence[int] | None = None,
     *,
+    profile: Profile | str | os.PathLike[str] | None = None,
+    devices: int | None = None,
+    planner: str = "exact",
+    memory: str = AUTO,
+    capacity: int | str | Sequence[int] | None = None,
+    stages_of_interest: Sequence[int] | None = None,
     loss: Literal["mean", "sum"] = "mean",
     timeout_seconds: float = 600.0,
 ) -> None:
@@ -72,12 +96,19 @@ def configure(
     Args:
         cuts: a plan, a plan file, or the first piece of each stage (`[0, 3, 7]`: piece i begins behind the i-th
             CutPoint); None is Varuna's uniform split.
+        profile: a profile or its file, from which cuts are searched when Varuna is built, in place of `cuts`.
+        devices: stages that the search is for; None is as many as Varuna has. With it the search is tried at once.
+        planner, memory: as for `capslog plan`.
+        capacity: bytes of a stage's device, one number or one for each, also as text ("16GiB", "16GiB,8GiB").
+        stages_of_interest: stages that compute; the others hand on dummy tensors of the right shapes and hold nothing,
+            so that memory and time of the former can be measured on small devices. The losses have no meaning.
         loss: "mean" weights each microbatch by its samples (its last may be shorter); "sum" adds the losses up, for a
             model that divides by the minibatch's own normalisers.
         timeout_seconds: after so long without an answer a rank ends with an error.
 
     Raises:
         CapslogError: an impossible value, or a plan that Varuna cannot run.
+        DoesNotFit: with `devices`: nothing keeps within the capacity.
     """
     global _current
     if loss not in ("mean", "sum"):
@@ -85,7 +116,27 @@ def configure(
     if not timeout_seconds > 0:
         raise CapslogError(f"timeout_seconds={timeout_seconds!r} must be above 0")
     first, num_pieces = _cuts(cuts)
-    _current = Options(first, num_pieces, loss, float(timeout_seconds))
+    search = None
+    if profile is not None:
+        if cuts is not None:
+            raise CapslogError("both cuts and a profile to search them from are given; leave one out")
+        search = Search.of(profile, devices, planner, memory, capacity)
+    elif (devices, planner, memory, capacity) != (None, "exact", AUTO, None):
+        raise CapslogError("devices, planner, memory and capacity belong to a profile, which is not given")
+    interest = None
+    if stages_of_interest is not None:
+        named = fields.listed(stages_of_interest, "stages_of_interest")
+        interest = tuple(sorted({fields.whole(stage, "stages_of_interest") for stage in named}))
+        if not interest:
+            raise CapslogError("stages_of_interest is empty; name at least one stage, or leave it out to run all")
+    _current = Options(
+        cuts=first,
+        num_pieces=num_pieces,
+        search=search,
+        loss=loss,
+        timeout_seconds=float(timeout_seconds),
+        stages_of_interest=interest,
+    )
 
 
 def reset() -> None:
@@ -97,7 +148,7 @@ def reset() -> None:
 def current() -> Options:
     """What was configured; without cuts, those of the environment variable `CAPSLOG_VARUNA_CUTS`."""
     wish = os.environ.get(CUTS_VARIABLE)
-    if _current.cuts is not None or not wish:
+    if _current.cuts is not None or _current.search is not None or not wish:
         return _current
     first, num_pieces = parse_cuts(wish)
     return dataclasses.replace(_current, cuts=first, num_pieces=num_pieces)

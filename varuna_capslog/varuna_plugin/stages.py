@@ -19,7 +19,9 @@ from varuna_capslog.varuna_plugin.boundary import Entry, Exit
 from varuna_capslog.varuna_plugin.options import current
 from varuna_capslog.varuna_plugin.partition import Partition, TieGroup, tie_groups
 from varuna_capslog.varuna_plugin.phantom import Phantom, make_phantoms
+from varuna_capslog.varuna_plugin.shapes import CutShapes
 from varuna_capslog.varuna_plugin.tracing import Trace, trace_model
+from varuna_capslog.varuna_plugin.wire import Bundle
 
 __all__ = ["ANCHOR", "StageRun", "initialize", "reduce_to_stage"]
 
@@ -39,6 +41,8 @@ class StageRun:
         partition, stage: which pieces these are.
         ties: all ties of the model; each rank acts on those of its stage.
         entry, exit: the stage's CutPoints, None at the pipeline's ends.
+        trimmed: whether dummy tensors stand for what the stage would compute.
+        bundle_type: of what leaves the stage.
         active: whether the forward has reached the stage's own code.
         left: whether it has reached the cut behind.
         gradients_sent: whether the backward under way has sent gradients to the stage before.
@@ -46,6 +50,8 @@ class StageRun:
 
     def __init__(self, partition: Partition, stage: int, ties: Sequence[TieGroup]) -> None:
         self.partition, self.stage, self.ties = partition, stage, tuple(ties)
+        self.trimmed = False
+        self.bundle_type = Bundle
         self.entry: Entry | None = None
         self.exit: Exit | None = None
         self.active = self.left = self.gradients_sent = False
@@ -71,7 +77,8 @@ def initialize(self: Any, get_batch_fn: Callable[..., Any], from_cache: bool = F
     """
     from varuna.partitioned_model import CutPoint
 
-    trace = _shared_trace(self.module, get_batch_fn, CutPoint)
+    options = current()
+    trace = options.trace or _shared_trace(self.module, get_batch_fn, CutPoint)
     partition = _agreed_partition(trace, self.module, self.num_stages)
     if trace.moving and self.num_stages > 1:
         raise CapslogError(
@@ -79,7 +86,7 @@ def initialize(self: Any, get_batch_fn: Callable[..., Any], from_cache: bool = F
             "runs most forwards twice and would change them twice: keep such state out of the model"
         )
     run = StageRun(partition, self.stage, tie_groups(partition, self.shared_weights or ()))
-    reduce_to_stage(self.module, run)
+    play = _reduce(self.module, run, CutPoint)
     self.capslog = run
     points = {name: module for name, module in self.module.named_modules() if isinstance(module, CutPoint)}
     self.pre_cp = _wake(self, points, run.partition.entry(self.stage), self.stage)
@@ -88,6 +95,7 @@ def initialize(self: Any, get_batch_fn: Callable[..., Any], from_cache: bool = F
         run.entry = self.pre_cp.cp_func = Entry(self.pre_cp, partition.entry(self.stage), run)  # type: ignore[arg-type]
     if self.post_cp is not None:
         run.exit = self.post_cp.cp_func = Exit(self.post_cp, partition.exit(self.stage), run)  # type: ignore[arg-type]
+    play(torch.device(self.device))
     # what the rest of Varuna reads
     self.num_cutpoints = len(trace.cuts)
     self.cuts_per_stage = len(partition.pieces(self.stage))
@@ -97,6 +105,34 @@ def initialize(self: Any, get_batch_fn: Callable[..., Any], from_cache: bool = F
     self.forward_input_shapes, self.backward_grad_shapes = [], []
     self.model_pruned = True
     _log.info("stage %d of %d holds pieces %s", self.stage, self.num_stages, list(partition.pieces(self.stage)))
+
+
+def _reduce(model: nn.Module, run: StageRun, cut_type: type[nn.Module]) -> Callable[[torch.device], None]:
+    """Leaves of the model what the stage needs; gives what is to be called when its CutPoints live."""
+    options = current()
+    interest = options.stages_of_interest
+    if interest is None:
+        reduce_to_stage(model, run)
+        return lambda device: None
+    if max(interest) >= run.partition.num_stages:
+        raise CapslogError(
+            f"stages_of_interest={list(interest)}, but the stages are 0 to {run.partition.num_stages - 1}"
+        )
+    from varuna_capslog.varuna_plugin import trimming
+
+    run.ties = trimming.interesting_ties(run.ties, interest)
+    if run.stage in interest:
+        reduce_to_stage(model, run)
+        return lambda device: None
+    run.trimmed = True
+    names = tuple(cut.name for cut in run.partition.trace.cuts)
+    if options.trace is not None:
+        known = [cut.tensors for cut in options.trace.cuts]
+        shapes: trimming.Shapes = lambda inputs: known  # noqa: E731
+    else:
+        shapes = CutShapes(model, cut_type, names)
+    reduce_to_stage(model, run, trimming.kept_names(run.partition, run.ties, run.stage))
+    return lambda device: trimming.play_stage(model, run, shapes, device)
 
 
 def _agreed_partition(trace: Trace, model: nn.Module, num_stages: int) -> Partition:
@@ -151,12 +187,19 @@ def _wake(partitioned: Any, points: dict[str, Any], spec: Any, index: int) -> An
     return point
 
 
-def reduce_to_stage(model: nn.Module, run: StageRun) -> None:
+def reduce_to_stage(model: nn.Module, run: StageRun, kept: set[str] | None = None) -> None:
     """Frees every parameter and buffer that the stage does not use, and skips modules before its first cut.
 
     The names of what is left do not change, so that checkpoints are the same for any cut list.
+
+    Args:
+        kept: what stays instead of what the stage uses.
     """
-    foreign = {name for name, stages in run.partition.stages_of.items() if run.stage not in stages}
+    foreign = {
+        name
+        for name, stages in run.partition.stages_of.items()
+        if (run.stage not in stages if kept is None else name not in kept)
+    }
     named = {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
     for path, module in model.named_modules():
         for store in (module._parameters, module._buffers):

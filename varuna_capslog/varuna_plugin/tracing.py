@@ -61,6 +61,7 @@ class Trace:
         parameters, buffers: name -> pieces that use it, ascending; one name per tensor, its first.
         calls: in order of their begin.
         moving: buffers that a forward changes, other than running statistics.
+        made_bytes: by piece, of all that its operations made: no forward can leave more behind.
     """
 
     cuts: tuple[CutSpec, ...]
@@ -68,6 +69,7 @@ class Trace:
     buffers: Mapping[str, tuple[int, ...]]
     calls: tuple[Call, ...]
     moving: tuple[str, ...] = ()
+    made_bytes: tuple[int, ...] = ()
 
     @property
     def num_pieces(self) -> int:
@@ -91,19 +93,26 @@ def flatten_cut(arguments: tuple[Any, ...], name: str) -> tuple[list[Tensor], tu
 
 
 class _Uses(TorchDispatchMode):
-    """Notes in which piece a known storage is an operation's argument."""
+    """Notes in which piece a known storage is an operation's argument, and how much each piece makes."""
 
     def __init__(self, names: Mapping[int, Sequence[str]]) -> None:
         super().__init__()
         self.names, self.piece = names, 0
         self.seen: dict[str, set[int]] = {}
+        self.made: dict[int, int] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = set()
         for leaf in pytree.tree_leaves((args, kwargs or {})):
             if isinstance(leaf, Tensor):
+                given.add(_storage(leaf))
                 for name in self.names.get(_storage(leaf), ()):
                     self.seen.setdefault(name, set()).add(self.piece)
-        return function(*args, **(kwargs or {}))
+        result = function(*args, **(kwargs or {}))
+        new = {_storage(leaf): leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)}
+        made = sum(leaf.untyped_storage().nbytes() for storage, leaf in new.items() if storage and storage not in given)
+        self.made[self.piece] = self.made.get(self.piece, 0) + made
+        return result
 
 
 def _storage(tensor: Tensor) -> int:
@@ -143,6 +152,7 @@ def trace_model(model: nn.Module, inputs: Mapping[str, Any], cut_type: type[nn.M
         buffers=_owned(buffers, uses.seen),
         calls=tuple(calls),
         moving=tuple(moving),
+        made_bytes=tuple(uses.made.get(piece, 0) for piece in range(len(cuts) + 1)),
     )
 
 
