@@ -8,10 +8,11 @@ import torch
 
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine
+from varuna_capslog.profiles.conditions import RunConditions
 from varuna_capslog.profiles.probe import PeakProbe, resident_tensors
 from varuna_capslog.profiles.record import Observation
 from varuna_capslog.profiles.skeleton import skeleton
-from varuna_capslog.profiles.trim import MEASURED_RANK, RunConditions, TrimmedRun, measure_run, play_neighbours
+from varuna_capslog.profiles.trim import MEASURED_RANK, TrimmedRun, measure_run, play_neighbours
 from varuna_capslog.trace import ShapeTable
 from varuna_capslog.workload import Minibatch, Workload
 

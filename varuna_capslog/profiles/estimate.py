@@ -8,7 +8,7 @@ Nothing is allocated, and the device that the profile is for need not be there.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from varuna_capslog.chain import TensorSpec
 from varuna_capslog.profiles import cache
+from varuna_capslog.profiles.conditions import RunConditions, conditions_of_run
 from varuna_capslog.profiles.headroom import StepTrace, state_headroom
 from varuna_capslog.profiles.hollow import run_hollow
 from varuna_capslog.profiles.memo import Memo, run_key
@@ -23,10 +24,9 @@ from varuna_capslog.profiles.quirks import QUIRKS, QUIRKS_VERSION, quirks_of
 from varuna_capslog.profiles.record import Observation, Profile, SharedParameter, layers_of_runs
 from varuna_capslog.profiles.roofline import SPEEDS, Speed, calibrated_cpu
 from varuna_capslog.profiles.runs import stage_runs
-from varuna_capslog.profiles.sizes import InputSizes, input_sizes
+from varuna_capslog.profiles.sizes import InputSizes, input_sizes, shapes_of
 from varuna_capslog.profiles.skeleton import skeleton
-from varuna_capslog.profiles.trim import RunConditions, TrimmedRun
-from varuna_capslog.schedules import ALWAYS_RECOMPUTE
+from varuna_capslog.profiles.trim import TrimmedRun
 from varuna_capslog.trace import ShapeTable
 from varuna_capslog.workload import Workload
 
@@ -97,8 +97,9 @@ class StageEstimator:
     ) -> None:
         self.workload = workload
         inputs = workload.profile_inputs(microbatch_size) if inputs is None else inputs
-        shapes = {name: list(spec.shape) for name, spec in inputs.items()}
-        self.conditions = RunConditions(device, microbatch_size, shapes, precision, recompute, stage_inputs, blocks)
+        self.conditions = RunConditions(
+            device, microbatch_size, shapes_of(inputs), precision, recompute, stage_inputs, blocks
+        )
         quirks = quirks_of(device)
         self.speed = speed or (calibrated_cpu() if device == "cpu" else SPEEDS["rtx a4000"])
         with torch.random.fork_rng(devices=[]):
@@ -110,21 +111,32 @@ class StageEstimator:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._memo = Memo() if memo is None else memo
 
+    @classmethod
+    def under(
+        cls,
+        workload: Workload,
+        conditions: RunConditions,
+        inputs: Mapping[str, TensorSpec],
+        speed: Speed | None = None,
+        memo: Memo | None = None,
+    ) -> StageEstimator:
+        """An estimator under known conditions, their `input` aside: chain inputs are of these sizes."""
+        given = {item.name: getattr(conditions, item.name) for item in fields(conditions) if item.name != "input"}
+        return cls(workload, **given, speed=speed, memo=memo, inputs=inputs)
+
+    @classmethod
+    def of_config(cls, config: Config, speed: Speed | None = None, memo: Memo | None = None) -> StageEstimator:
+        """The estimator for the training run that a config describes, at the largest inputs that it can meet."""
+        # here, for scripts on machines without the config library
+        from varuna_capslog.config import load_workload
+
+        workload = load_workload(config)
+        inputs = workload.profile_inputs(config.train.microbatch_size)
+        return cls.under(workload, conditions_of_run(config, inputs), inputs, speed, memo)
+
     def at(self, inputs: Mapping[str, TensorSpec]) -> StageEstimator:
         """The same workload and conditions with inputs of another size."""
-        conditions = self.conditions
-        return StageEstimator(
-            self.workload,
-            device=conditions.device,
-            microbatch_size=conditions.microbatch_size,
-            precision=conditions.precision,
-            recompute=conditions.recompute,
-            stage_inputs=conditions.stage_inputs,
-            blocks=conditions.blocks,
-            speed=self.speed,
-            memo=self._memo,
-            inputs=inputs,
-        )
+        return self.under(self.workload, self.conditions, inputs, self.speed, self._memo)
 
     def stage(self, first: int, end: int) -> StageEstimate:
         """The stage of layers first .. end-1; any range of the chain.
@@ -195,23 +207,7 @@ def estimate_config(
     Raises:
         CapslogError: a layer or the loss cannot run on fake tensors.
     """
-    # here, for scripts on machines without the config library
-    from varuna_capslog.config import load_workload
-
-    device = config.profile.device or config.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    estimator = StageEstimator(
-        load_workload(config),
-        device=device,
-        microbatch_size=config.train.microbatch_size,
-        precision=config.train.precision,
-        recompute=config.pipeline.recompute or config.pipeline.schedule in ALWAYS_RECOMPUTE,
-        stage_inputs=config.pipeline.stage_inputs,
-        blocks=config.num_blocks // config.pipeline.replicas,
-        memo=memo,
-        speed=speed,
-    )
+    estimator = StageEstimator.of_config(config, speed, memo)
     sizes, transport = input_sizes(estimator.workload, config.train.microbatch_size), config.pipeline.transport
     if use_cache:
         known = cache.load(_key(estimator, sizes, transport))

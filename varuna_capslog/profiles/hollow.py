@@ -23,12 +23,13 @@ from varuna_capslog.engine.pipeline import PipelineEngine
 from varuna_capslog.engine.stage import LossFunction, MicrobatchContext, Stage
 from varuna_capslog.errors import CapslogError
 from varuna_capslog.profiles.allocator import replay
+from varuna_capslog.profiles.conditions import RunConditions
 from varuna_capslog.profiles.lifetimes import Lifetimes
 from varuna_capslog.profiles.probe import resident_tensors
 from varuna_capslog.profiles.quirks import Quirks
 from varuna_capslog.profiles.recipes import Recipes
 from varuna_capslog.profiles.roofline import Speed, Stopwatch
-from varuna_capslog.profiles.trim import MEASURED_RANK, RunConditions, TrimmedRun, trimmed_engine
+from varuna_capslog.profiles.trim import MEASURED_RANK, TrimmedRun, trimmed_engine
 
 __all__ = ["HollowRun", "run_hollow"]
 

@@ -17,10 +17,11 @@ import torch
 
 from varuna_capslog.chain import TensorSpec
 from varuna_capslog.errors import DoesNotFit
+from varuna_capslog.profiles.conditions import RunConditions
 from varuna_capslog.profiles.pipelines import Pipeline, measure_pipeline
 from varuna_capslog.profiles.record import Observation
 from varuna_capslog.profiles.runs import StageRun, capslog_partitionings, mcap_partitionings
-from varuna_capslog.profiles.trim import RunConditions, TrimmedRun
+from varuna_capslog.profiles.trim import TrimmedRun
 from varuna_capslog.profiles.worker import WorkerGroup
 from varuna_capslog.units import format_bytes
 from varuna_capslog.workload import Workload

@@ -22,6 +22,7 @@ from varuna_capslog.config import Config, load_workload
 from varuna_capslog.errors import CapslogError
 from varuna_capslog.profiles import admission, cache
 from varuna_capslog.profiles.admission import BoundTable
+from varuna_capslog.profiles.conditions import RunConditions, conditions_of_run
 from varuna_capslog.profiles.launches import (
     Clock,
     FreeBytes,
@@ -34,10 +35,10 @@ from varuna_capslog.profiles.launches import (
 from varuna_capslog.profiles.probe import CPU_SOURCE, CUDA_SOURCE
 from varuna_capslog.profiles.record import Observation, Profile, SharedParameter, layers_of_runs
 from varuna_capslog.profiles.runs import StageRun, stage_runs
+from varuna_capslog.profiles.sizes import shapes_of
 from varuna_capslog.profiles.skeleton import skeleton
-from varuna_capslog.profiles.trim import RunConditions, TrimmedRun
+from varuna_capslog.profiles.trim import TrimmedRun
 from varuna_capslog.profiles.worker import WorkerFailure
-from varuna_capslog.schedules import ALWAYS_RECOMPUTE
 from varuna_capslog.trace import ShapeTable, layer_signature
 from varuna_capslog.workload import Workload
 
@@ -58,19 +59,8 @@ def profile_config(
         DoesNotFit: a run needs more memory than there is.
         CapslogError: there is no such device, or a run failed (which, and why).
     """
-    device = config.profile.device or config.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     workload = load_workload(config)
-    conditions = RunConditions(
-        device=device,
-        microbatch_size=config.train.microbatch_size,
-        input=_shapes(workload.profile_inputs(config.train.microbatch_size)),
-        precision=config.train.precision,
-        recompute=config.pipeline.recompute or config.pipeline.schedule in ALWAYS_RECOMPUTE,
-        stage_inputs=config.pipeline.stage_inputs,
-        blocks=config.num_blocks // config.pipeline.replicas,
-    )
+    conditions = conditions_of_run(config, workload.profile_inputs(config.train.microbatch_size))
     order, devices = config.profile.order, config.pipeline.devices
     launch = _Launch(
         functools.partial(load_workload, config),
@@ -115,7 +105,7 @@ def profile_workload(
     """
     fields.choice(order, "order", ORDERS)
     conditions = RunConditions(
-        device, microbatch_size, _shapes(workload.profile_inputs(microbatch_size)), precision, recompute, stage_inputs
+        device, microbatch_size, shapes_of(workload.profile_inputs(microbatch_size)), precision, recompute, stage_inputs
     )
     launch = _Launch(_Given(workload), workers, threads, progress, merge_equal, free_bytes, order)
     return _profile(workload, conditions, launch, use_cache)
@@ -145,10 +135,6 @@ class _Launch:
     merge_equal: bool = False
     free_bytes: FreeBytes = admission.free_bytes
     order: str = "packed"
-
-
-def _shapes(inputs: Mapping[str, TensorSpec]) -> dict[str, list[int]]:
-    return {name: list(spec.shape) for name, spec in inputs.items()}
 
 
 def _profile(workload: Workload, conditions: RunConditions, launch: _Launch, use_cache: bool) -> Profile:

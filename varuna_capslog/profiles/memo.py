@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from varuna_capslog.chain import Chain
+from varuna_capslog.profiles.conditions import RunConditions
 from varuna_capslog.profiles.recipes import Recipes
-from varuna_capslog.profiles.trim import RunConditions, TrimmedRun
+from varuna_capslog.profiles.trim import TrimmedRun
 from varuna_capslog.trace import layer_signature
 from varuna_capslog.workload import Workload
 

@@ -20,13 +20,14 @@ import torch.distributed as dist
 
 from varuna_capslog.chain import Chain, Layer, TensorSpec
 from varuna_capslog.engine.communicator import Communicator, PeerLost, connect
-from varuna_capslog.engine.pipeline import EngineOptions, Layout
+from varuna_capslog.engine.pipeline import Layout
+from varuna_capslog.profiles.conditions import RunConditions
 from varuna_capslog.profiles.record import Observation
 from varuna_capslog.profiles.runs import StageRun
 from varuna_capslog.profiles.skeleton import real_parameter, skeleton
-from varuna_capslog.profiles.trim import MICROBATCHES, DummyEngine, KnownShapes, RunConditions, observe
+from varuna_capslog.profiles.trim import MICROBATCHES, DummyEngine, KnownShapes, dummy_options, observe
 from varuna_capslog.profiles.worker import WorkerFailure, belong_to_parent, end_with_client, process_context, sentence
-from varuna_capslog.schedules import from_strings, insert_recompute, to_strings
+from varuna_capslog.schedules import from_strings, insert_recompute
 from varuna_capslog.workload import Minibatch, Workload
 
 __all__ = ["Pipeline", "measure_pipeline"]
@@ -182,17 +183,11 @@ def _observe(
     schedule = from_strings([[f"{s}{text}" for text in (ahead if s < last else in_turn)] for s in range(last + 1)])
     if conditions.recompute:
         schedule = insert_recompute(schedule)
-    options = EngineOptions(
-        num_microbatches=MICROBATCHES,
-        num_blocks=1 if conditions.blocks == 1 else MICROBATCHES,
-        stage_inputs=conditions.stage_inputs,
-        precision=conditions.precision,
-        clip_norm=1.0,
-        actions=tuple(tuple(row) for row in to_strings(schedule)),
-    )
     layout = Layout(tuple(first for first, _ in pipeline.stages), tuple(range(last + 1)))
     shapes = KnownShapes(pipeline.specs)
-    engine = DummyEngine(chain, workload.loss, layout, options, communicator, device, shapes)
+    engine = DummyEngine(
+        chain, workload.loss, layout, dummy_options(conditions, schedule), communicator, device, shapes
+    )
     inputs = dict(pipeline.specs[0])
     minibatch = Minibatch([inputs] * MICROBATCHES, [pipeline.targets] * MICROBATCHES, dict(pipeline.normalisers))
     first, end = pipeline.stages[rank]

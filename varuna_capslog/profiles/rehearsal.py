@@ -16,7 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from varuna_capslog.chain import Chain, Layer
-from varuna_capslog.config import Config, load_workload
+from varuna_capslog.config import Config
 from varuna_capslog.engine.pipeline import EngineOptions, Layout
 from varuna_capslog.errors import CapslogError
 from varuna_capslog.profiles.allocator import replay
@@ -27,7 +27,6 @@ from varuna_capslog.profiles.probe import resident_tensors
 from varuna_capslog.profiles.quirks import quirks_of
 from varuna_capslog.profiles.skeleton import real_parameter
 from varuna_capslog.profiles.trim import DummyEngine, KnownShapes, TrimmedRun
-from varuna_capslog.schedules import ALWAYS_RECOMPUTE
 from varuna_capslog.workload import Minibatch
 
 __all__ = ["rehearse", "rehearse_config"]
@@ -64,24 +63,13 @@ def rehearse(
 def rehearse_config(config: Config, cuts: Sequence[int]) -> list[int]:
     """`rehearse` for the run that a config describes, at the largest inputs that it can meet."""
     pipeline = config.pipeline
-    device = config.profile.device or config.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    recompute = pipeline.recompute or pipeline.schedule in ALWAYS_RECOMPUTE
-    estimator = StageEstimator(
-        load_workload(config),
-        device=device,
-        microbatch_size=config.train.microbatch_size,
-        precision=config.train.precision,
-        recompute=recompute,
-        stage_inputs=pipeline.stage_inputs,
-        blocks=config.num_blocks // pipeline.replicas,
-    )
+    estimator = StageEstimator.of_config(config)
     # more microbatches than any stage has in flight show nothing new; GPipe has all of them
     count = config.num_microbatches // pipeline.replicas
     if pipeline.schedule != "gpipe":
         count = min(count, 3 * len(cuts) + 2)
     blocks = estimator.conditions.blocks
+    recompute = estimator.conditions.recompute
     return rehearse(estimator, cuts, pipeline.schedule, -(-count // blocks) * blocks, recompute)
 
 

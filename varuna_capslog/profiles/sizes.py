@@ -13,7 +13,7 @@ from typing import Any
 from varuna_capslog.chain import TensorSpec
 from varuna_capslog.workload import Workload
 
-__all__ = ["SAMPLES", "InputSizes", "input_sizes"]
+__all__ = ["SAMPLES", "InputSizes", "input_sizes", "shapes_of"]
 
 SAMPLES = 256
 """Minibatches that are sampled."""
@@ -40,10 +40,10 @@ class InputSizes:
     def to_json(self) -> dict[str, Any]:
         """Shapes: the largest, the median, and the histogram as [shapes, number of minibatches] by rising bytes."""
         counts = Counter(_text(inputs) for inputs in self.sampled)
-        shapes = {_text(inputs): _shapes(inputs) for inputs in self.sampled}
+        shapes = {_text(inputs): shapes_of(inputs) for inputs in self.sampled}
         return {
-            "largest": _shapes(self.largest),
-            "median": _shapes(self.quantile(0.5)),
+            "largest": shapes_of(self.largest),
+            "median": shapes_of(self.quantile(0.5)),
             "sampled": len(self.sampled),
             "histogram": [[shapes[text], counts[text]] for text in shapes],
         }
@@ -59,7 +59,8 @@ def _num_bytes(inputs: Inputs) -> int:
     return sum(spec.num_bytes for spec in inputs.values())
 
 
-def _shapes(inputs: Inputs) -> dict[str, list[int]]:
+def shapes_of(inputs: Inputs) -> dict[str, list[int]]:
+    """The shape of every input, as a profile writes it."""
     return {name: list(spec.shape) for name, spec in inputs.items()}
 
 

@@ -25,6 +25,7 @@ from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine
 from varuna_capslog.engine.stage import LossFunction, MicrobatchContext, Stage
 from varuna_capslog.errors import CapslogError
+from varuna_capslog.profiles.conditions import RunConditions
 from varuna_capslog.profiles.probe import PeakProbe, resident_tensors, storage_bytes
 from varuna_capslog.profiles.record import Observation
 from varuna_capslog.profiles.skeleton import real_parameter
@@ -38,9 +39,9 @@ __all__ = [
     "NEIGHBOUR_RANK",
     "DummyEngine",
     "KnownShapes",
-    "RunConditions",
     "TrimmedRun",
     "dummy_inputs",
+    "dummy_options",
     "measure_run",
     "observe",
     "play_neighbours",
@@ -52,26 +53,6 @@ MEASURED_RANK, NEIGHBOUR_RANK = 1, 0
 MICROBATCHES = 4
 """From the second one on all gradients are there; the last two then find what a long step would have under way."""
 _TIMED_STEPS = 1
-
-
-@dataclass(frozen=True)
-class RunConditions:
-    """What holds for every run of a profile.
-
-    Attributes:
-        device: "cpu" or "cuda".
-        input: shape of every input of the chain.
-        recompute, stage_inputs: as in the config's `pipeline` section.
-        blocks: accumulation blocks of one pipeline; from two on, a second sum of gradients is alive.
-    """
-
-    device: str
-    microbatch_size: int
-    input: Mapping[str, Sequence[int]]
-    precision: str = "float32"
-    recompute: bool = True
-    stage_inputs: str = "host"
-    blocks: int = 1
 
 
 @dataclass(frozen=True)
@@ -183,6 +164,19 @@ def _parameter_of(chain: Chain, use: tuple[int, str]) -> nn.Parameter:
     return chain.layers[index].module.get_parameter(name)
 
 
+def dummy_options(conditions: RunConditions, schedule: Schedule, microbatches: int = MICROBATCHES) -> EngineOptions:
+    """How an engine runs so many dummy microbatches (at most 4) in a schedule's order."""
+    return EngineOptions(
+        num_microbatches=microbatches,
+        # more than two blocks are never alive at once
+        num_blocks=1 if conditions.blocks == 1 else microbatches,
+        stage_inputs=conditions.stage_inputs,
+        precision=conditions.precision,
+        clip_norm=1.0,
+        actions=tuple(tuple(row) for row in to_strings(schedule)),
+    )
+
+
 def trimmed_engine(
     chain: Chain,
     run: TrimmedRun,
@@ -196,15 +190,7 @@ def trimmed_engine(
     """One rank's engine, and the minibatch of dummy microbatches that it trains on (at most 4)."""
     trimmed = trimmed_chain(chain, run, real)
     layout, schedule = _program(run, conditions.recompute, microbatches)
-    options = EngineOptions(
-        num_microbatches=microbatches,
-        # more than two blocks are never alive at once
-        num_blocks=1 if conditions.blocks == 1 else microbatches,
-        stage_inputs=conditions.stage_inputs,
-        precision=conditions.precision,
-        clip_norm=1.0,
-        actions=tuple(tuple(row) for row in to_strings(schedule)),
-    )
+    options = dummy_options(conditions, schedule, microbatches)
     specs = [*run.specs[: 1 if run.has_upstream else 0], *run.specs, *run.specs[len(run.specs) - run.has_downstream :]]
     engine = DummyEngine(trimmed, loss, layout, options, communicator, device, KnownShapes(specs))
     minibatch = Minibatch(

@@ -27,12 +27,12 @@ import torch.distributed as dist
 from varuna_capslog.chain import Chain
 from varuna_capslog.engine.communicator import PeerLost, connect
 from varuna_capslog.errors import CapslogError
+from varuna_capslog.profiles.conditions import RunConditions
 from varuna_capslog.profiles.record import Observation
 from varuna_capslog.profiles.skeleton import skeleton
 from varuna_capslog.profiles.trim import (
     MEASURED_RANK,
     NEIGHBOUR_RANK,
-    RunConditions,
     TrimmedRun,
     measure_run,
     play_neighbours,
