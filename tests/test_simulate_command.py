@@ -231,3 +231,21 @@ def test_a_config_with_replicas_says_that_one_of_them_is_played(profile, tmp_pat
     assert any("pipeline.replicas=2: one replica is played" in note for note in notes)
     assert run("simulate", config, "pipeline.replicas=1", "--profile", profile, "--json") == 0
     assert not any("replica" in note for note in json.loads(capsys.readouterr().out)["notes"])
+
+
+def test_a_replay_takes_only_accumulation_blocks_that_the_config_sets(profile, tmp_path, capsys):
+    """Without the key a run has a block per replica; a replay once shared these out and left a device idle."""
+    trace = tmp_path / "trace.csv"
+    trace.write_text(TRACE)
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        "workload: tests.faulty:workload\ndevice: cpu\n"
+        "train: {max_steps: 1, minibatch_size: 12, microbatch_size: 2}\npipeline: {devices: 1}\n"
+    )
+
+    def rate(*changes: str) -> float:
+        assert run("simulate", config, *changes, "--trace", trace, "--profile", profile, "--json") == 0
+        return json.loads(capsys.readouterr().out)["on_demand_samples_per_second"]
+
+    assert rate("pipeline.replicas=2") == rate()
+    assert rate("train.accumulation_blocks=2") < rate()

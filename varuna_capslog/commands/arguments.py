@@ -26,6 +26,7 @@ __all__ = [
     "Overrides",
     "ProfileFile",
     "RunDirectory",
+    "blocks_of",
     "link_of",
     "print_json",
     "print_plan",
@@ -79,6 +80,13 @@ def profile_of(path: Path | None, config: Config | None, show: bool) -> Profile:
     from varuna_capslog.prepare import profile_run
 
     return profile_run(config, show)
+
+
+def blocks_of(config: Config | None) -> int | None:
+    """The accumulation blocks that a config sets; without the key it has one per replica, which says nothing."""
+    if config is None or config.num_blocks <= config.pipeline.replicas:
+        return None
+    return config.num_blocks
 
 
 def link_of(bandwidth: str | None, latency: str, copy_bandwidth: str | None = None) -> Link:

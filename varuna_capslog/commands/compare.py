@@ -40,7 +40,10 @@ def compare(
     ] = None,
     memory: Annotated[str | None, typer.Option(help="Memory model.", show_default="as capslog plan chooses it")] = None,
     capacity: Annotated[
-        str | None, typer.Option(help="Memory of each device: 16GiB, or one size per device.", show_default="no limit")
+        str | None,
+        typer.Option(
+            help="Memory of each device: 16GiB, or one size per device.", show_default="CONFIG's, or no limit"
+        ),
     ] = None,
     schedule: Annotated[
         str | None, typer.Option(help="gpipe, 1f1b or varuna.", show_default="CONFIG's, or varuna")

@@ -14,6 +14,7 @@ from varuna_capslog.commands.arguments import (
     Latency,
     OptionalConfigFile,
     Overrides,
+    blocks_of,
     link_of,
     print_json,
     print_plan,
@@ -149,7 +150,7 @@ def plan(
     if pareto:
         plan_front(request, output, as_json)
     elif joint:
-        plan_jointly(request, speeds, blocks or _own_blocks(settings), output, as_json)
+        plan_jointly(request, speeds, blocks or blocks_of(settings), output, as_json)
     else:
         _plan_one(request, settings, given.get("planner"), output, as_json)
 
@@ -254,10 +255,3 @@ def _of_profile(request: Request, profile: Profile, planner: int | str | None) -
         stage_inputs=request.stage_inputs,
         link=request.link,
     )
-
-
-def _own_blocks(config: Config | None) -> int | None:
-    """The accumulation blocks that a config sets; without the key it has one per replica, which says nothing."""
-    if config is None or config.num_blocks <= config.pipeline.replicas:
-        return None
-    return config.num_blocks

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from varuna_capslog.commands.arguments import print_json
+from varuna_capslog.commands.arguments import blocks_of, print_json
 
 if TYPE_CHECKING:
     from varuna_capslog.config import Config
@@ -43,12 +43,10 @@ def replay_trace(
     events = read_trace(trace)
     most = devices or most_nodes(events)
     size = profile.conditions.get("microbatch_size", 1)
-    blocks = None
     if settings is not None:
         pipeline = settings.pipeline
         schedule = schedule or pipeline.schedule
         minibatch = minibatch or settings.train.minibatch_size
-        blocks = settings.num_blocks if settings.num_blocks > 1 else None
         if capacity is None and isinstance(pipeline.capacity, int):
             capacity = pipeline.capacity
     if minibatch is None:
@@ -62,7 +60,7 @@ def replay_trace(
         schedule=schedule or "varuna",
         recompute=bool(profile.conditions.get("recompute", True)) if recompute is None else recompute,
         stage_inputs=stage_inputs,
-        blocks=blocks,
+        blocks=blocks_of(settings),
         link=link,
     )
     return replay(events, answer, devices=most, pauses=pauses, prices=prices, duration_seconds=duration_seconds)

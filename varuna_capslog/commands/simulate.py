@@ -52,11 +52,15 @@ def simulate(
     ] = None,
     recompute: Annotated[
         bool | None,
-        typer.Option("--recompute/--no-recompute", help="With recomputation or not.", show_default="as profiled"),
+        typer.Option(
+            "--recompute/--no-recompute", help="With recomputation or not.", show_default="CONFIG's, or as profiled"
+        ),
     ] = None,
     stage_inputs: Annotated[
         str | None,
-        typer.Option(help="Where inputs kept for recomputation wait: host or device.", show_default="as profiled"),
+        typer.Option(
+            help="Where inputs kept for recomputation wait: host or device.", show_default="CONFIG's, or as profiled"
+        ),
     ] = None,
     cores: Annotated[
         int | None, typer.Option(min=1, help="Cores that all ranks share.", show_default="one for each rank")
@@ -82,7 +86,8 @@ def simulate(
         typer.Option(min=1, help="--trace: samples of a step.", show_default="CONFIG's, or 4 microbatches a device"),
     ] = None,
     capacity: Annotated[
-        str | None, typer.Option(help="--trace: memory of every device, such as 16GiB.", show_default="no limit")
+        str | None,
+        typer.Option(help="--trace: memory of every device, such as 16GiB.", show_default="CONFIG's, or no limit"),
     ] = None,
     duration: Annotated[
         str | None, typer.Option(help="--trace: until when, such as 8h.", show_default="the trace's last event")
