@@ -58,8 +58,7 @@ class Request:
 def plan_front(request: Request, output: Path | None, as_json: bool) -> None:
     """Prints the front of one pipeline; writes it as a picture (.png) or as JSON. Exit status 3 if nothing fits."""
     from varuna_capslog.memory import MEMORY_MODELS, RunShape, resolve
-    from varuna_capslog.memory.headroom import Headroom
-    from varuna_capslog.planners import plan
+    from varuna_capslog.planners import plan, usable_bytes
     from varuna_capslog.planners.pareto import pareto_front
     from varuna_capslog.planners.seconds import LayerSeconds
     from varuna_capslog.planners.throughput import Run
@@ -75,14 +74,7 @@ def plan_front(request: Request, output: Path | None, as_json: bool) -> None:
             f"{request.devices} devices but only {profile.num_layers} layers; use --joint for more devices"
         )
     given = request.capacity
-    capacities = None
-    if given is not None:
-        rows = given if isinstance(given, list) else [given] * request.devices
-        if len(rows) != request.devices:
-            raise CapslogError(
-                f"{len(rows)} capacities for {request.devices} devices; give one for all, or one for each"
-            )
-        capacities = [Headroom.of(profile).usable(capacity) for capacity in rows]
+    capacities = usable_bytes(profile, given, request.devices)
     run = Run(request.schedule, count, request.recompute)
     front = pareto_front(costs, LayerSeconds.of_profile(profile, request.link), run, request.devices, capacities)
     if not front:

@@ -25,7 +25,7 @@ from varuna_capslog.planners.varuna import varuna_cuts
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.units import format_bytes
 
-__all__ = ["PLANNERS", "PLANNER_NAMES", "Planner", "plan"]
+__all__ = ["PLANNERS", "PLANNER_NAMES", "Planner", "plan", "usable_bytes"]
 
 Planner = Callable[[StageCosts, int, Sequence[int] | None], list[int]]
 """(stage costs, number of devices, capacity of each device in bytes or None) -> first layer of each stage.
@@ -94,7 +94,7 @@ def plan(
         )
     capacities = _capacities(capacity, devices)
     headroom = Headroom.of(profile)
-    usable = None if capacities is None else [headroom.usable(size) for size in capacities]
+    usable = usable_bytes(profile, capacity, devices)
     memory, costs = resolve(memory, profile, RunShape(num_microbatches, schedule, recompute, stage_inputs))
 
     search_seconds = None
@@ -135,6 +135,13 @@ def plan(
         search_seconds=search_seconds,
         notes=tuple(notes),
     )
+
+
+def usable_bytes(profile: Profile, capacity: int | Sequence[int] | None, devices: int) -> list[int] | None:
+    """What a stage's peak may be on each device: the capacity (as `plan` takes it) less the profile's headroom."""
+    capacities = _capacities(capacity, devices)
+    headroom = Headroom.of(profile)
+    return None if capacities is None else [headroom.usable(size) for size in capacities]
 
 
 def _checked(cuts: Sequence[int], devices: int, num_layers: int) -> list[int]:
