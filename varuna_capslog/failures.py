@@ -27,6 +27,7 @@ class Failure:
         time: seconds since the epoch.
         peer: the rank that it was waiting for, where it complains of another one.
         after_step: the last step that the run finished, where the step of the failure is unknown.
+        member: its name, where workers have names instead of ranks.
     """
 
     rank: int
@@ -38,9 +39,11 @@ class Failure:
     microbatch: int | None = None
     peer: int | None = None
     after_step: int | None = None
+    member: str | None = None
 
     def sentence(self) -> str:
         """Rank, stage, step, microbatch and cause, as far as they are known."""
+        who = f"rank {self.rank}" if self.member is None else f"worker {self.member}"
         where = "" if self.stage is None else f" (stage {self.stage})"
         when = ""
         if self.step is not None:
@@ -48,15 +51,15 @@ class Failure:
         elif self.after_step is not None:
             when = f" after step {self.after_step}"
         if self.kind == "signal":
-            return f"rank {self.rank}{where} {self.cause}{when}"
+            return f"{who}{where} {self.cause}{when}"
         if self.kind == "hang":
-            return f"rank {self.rank}{where} does not answer{when}: {self.cause}"
+            return f"{who}{where} does not answer{when}: {self.cause}"
         if self.kind == "step_refused":
             return self.cause  # all ranks agreed on it: it is no rank's failure
-        return f"rank {self.rank}{where} failed{when}: {self.cause}"
+        return f"{who}{where} failed{when}: {self.cause}"
 
 
-def read_failure(path: Path, rank: int, stage: Any) -> Failure | None:
+def read_failure(path: Path, rank: int, stage: Any, member: str | None = None) -> Failure | None:
     """What a worker wrote before it ended; None where it wrote nothing, or only half of it.
 
     Args:
@@ -73,6 +76,7 @@ def read_failure(path: Path, rank: int, stage: Any) -> Failure | None:
             step=report.get("step"),
             microbatch=report.get("microbatch"),
             peer=report.get("peer"),
+            member=member,
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None  # none there, or torn by the very failure it was to tell of

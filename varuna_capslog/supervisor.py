@@ -7,14 +7,12 @@ process group, and no worker outlives it, however it ends.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import json
 import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,6 +22,7 @@ from typing import IO, Any
 from varuna_capslog import files
 from varuna_capslog.errors import CapslogError
 from varuna_capslog.failures import Failure, is_consequence, read_failure, root_cause
+from varuna_capslog.processes import die_with_parent, is_stopped, last_line, signal_group, signal_name
 
 __all__ = ["Interrupted", "Supervisor", "WorkerFailed", "reserve"]
 
@@ -32,7 +31,6 @@ SETTLE_SECONDS = 1.0  # a worker's neighbours often die before it does: wait for
 HANG_SECONDS = 5.0  # where all complain of a silent rank: wait for those who only wait for it, too
 STOPPED_SECONDS = 10.0  # a worker may be stopped (SIGSTOP) for so long; those who wait for it give up later than that
 EXIT_STATUS = {"user": 2, "does_not_fit": 3, "step_refused": 4, "interrupted": 130}
-_PR_SET_PDEATHSIG = 1
 
 
 class WorkerFailed(CapslogError):
@@ -115,7 +113,7 @@ class Supervisor:
 
     def _start(self) -> None:
         environment = {"OMP_NUM_THREADS": "1", **os.environ, **self.environment, **_rendezvous(self.num_workers)}
-        die_with = _die_with_parent()
+        die_with = die_with_parent()
         for rank in range(self.num_workers):
             environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             with open(self.log(rank), "wb") as log:
@@ -201,7 +199,7 @@ class Supervisor:
         if not silent:
             return []
         named = [failure.peer for failure in complaints if failure.peer in silent]
-        stopped = [rank for rank in silent if _is_stopped(self._workers[rank].pid)]
+        stopped = [rank for rank in silent if is_stopped(self._workers[rank].pid)]
         rank = next(iter([*stopped, *named, *silent]))
         steps = [failure.step for failure in complaints if failure.step is not None]
         if rank in stopped:
@@ -219,11 +217,9 @@ class Supervisor:
         """What the end of a worker that wrote nothing shows."""
         status = self._workers[rank].returncode
         steps = [failure.step for failure in others if failure.step is not None]
-        kind, cause = "signal", f"was killed by {_signal_name(-status)}"
+        kind, cause = "signal", f"was killed by {signal_name(-status)}"
         if status >= 0:
-            lines = self.log(rank).read_text(encoding="utf-8", errors="replace").split("\n")
-            last = next((line.strip() for line in reversed(lines) if line.strip()), "it left no message")
-            kind, cause = "exit", f"exit status {status}: {last}"
+            kind, cause = "exit", f"exit status {status}: {last_line(self.log(rank))}"
         return Failure(
             rank,
             cause,
@@ -253,7 +249,7 @@ class Supervisor:
     def _stopped_for_long(self) -> bool:
         """Whether a worker has been stopped for STOPPED_SECONDS: the others would wait for it in vain."""
         now = time.monotonic()
-        stopped = [rank for rank, worker in enumerate(self._workers) if _is_stopped(worker.pid)]
+        stopped = [rank for rank, worker in enumerate(self._workers) if is_stopped(worker.pid)]
         self._stopped = {rank: self._stopped.get(rank, now) for rank in stopped if rank not in self._ended}
         return any(now - since > STOPPED_SECONDS for since in self._stopped.values())
 
@@ -261,12 +257,12 @@ class Supervisor:
         for rank, worker in enumerate(self._workers):
             if rank not in self._ended and worker.poll() is not None:
                 self._ended[rank] = time.time()
-                _signal_group(worker.pid, signal.SIGKILL)  # children of its own must not stay behind
+                signal_group(worker.pid, signal.SIGKILL)  # children of its own must not stay behind
 
     def _signal(self, number: int) -> None:
         for rank, worker in enumerate(self._workers):
             if rank not in self._ended:
-                _signal_group(worker.pid, number)
+                signal_group(worker.pid, number)
 
     def _stop(self) -> None:
         """SIGTERM, then SIGKILL after the grace; a second Ctrl-C cuts the grace short."""
@@ -369,42 +365,3 @@ def _rendezvous(num_workers: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-
-
-def _die_with_parent() -> Callable[[], None]:
-    """What a child does before it becomes a worker: its own process group, and on Linux death with the supervisor.
-
-    SIGKILL, since a worker that is stuck in a collective must not survive either.
-    """
-    parent = os.getpid()
-    # Loaded here: between fork and exec a child should do as little as it can.
-    prctl = ctypes.CDLL(None, use_errno=True).prctl if sys.platform == "linux" else None
-
-    def prepare() -> None:
-        os.setpgid(0, 0)
-        if prctl is not None:
-            prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-            if os.getppid() != parent:  # it died before prctl could take effect
-                os._exit(1)
-
-    return prepare
-
-
-def _is_stopped(pid: int) -> bool:
-    """Whether a process is stopped by a signal, as far as the system tells (Linux)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
-    except (OSError, IndexError):
-        return False
-
-
-def _signal_group(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, number)
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

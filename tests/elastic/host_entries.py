@@ -1,0 +1,126 @@
+"""What the workers of these tests do instead of training: `act` reads it from its arguments. Imported by processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+
+def act(arguments: dict[str, Any]) -> int:
+    """Write what this worker is, then do what its own or everybody's `do` says, word by word."""
+    member = os.environ["CAPSLOG_MEMBER"]
+    folder = Path(arguments["folder"])
+    seen = {
+        "pid": os.getpid(),
+        "group": os.getpgid(0),
+        "parent": os.getppid(),
+        "threads": len(os.listdir("/proc/self/task")),
+        "torch": "torch" in sys.modules,
+        "environment": {name: value for name, value in os.environ.items() if name.startswith("CAPSLOG_")},
+    }
+    (folder / f"{member}.new").write_text(json.dumps(seen))
+    os.replace(folder / f"{member}.new", folder / f"{member}.seen")
+    sys.stdout.write(f"standard output of {member}\n")
+    sys.stderr.write(f"error output of {member}\n")
+    index = str(member.rpartition("-")[2])
+    words = arguments.get("do", {}).get(index, arguments.get("all", "hang")).split()
+    for word in words:
+        done = globals()[word.partition("=")[0]](arguments, member, word.partition("=")[2])
+        if done is not None:
+            return int(done)
+    return 0
+
+
+def hang(arguments: dict[str, Any], member: str, value: str) -> None:
+    until = time.monotonic() + 100
+    wish: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: wish.append(number))
+    while time.monotonic() < until and not wish:
+        time.sleep(0.02)
+
+
+def deaf(arguments: dict[str, Any], member: str, value: str) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    time.sleep(100)
+
+
+def wait(arguments: dict[str, Any], member: str, value: str) -> None:
+    """Until a file of this name is in the folder."""
+    until = time.monotonic() + 100
+    while time.monotonic() < until and not (Path(arguments["folder"]) / value).exists():
+        time.sleep(0.01)
+
+
+def kill(arguments: dict[str, Any], member: str, value: str) -> None:
+    os.kill(os.getpid(), int(value or 9))
+
+
+def leave(arguments: dict[str, Any], member: str, value: str) -> int:
+    return int(value)
+
+
+def fail(arguments: dict[str, Any], member: str, value: str) -> int:
+    """As the worker does: the cause in a file, and its status."""
+    report = {
+        "member": member,
+        "kind": value,
+        "cause": f"a {value} as the test wants it",
+        "time": time.time(),
+        "step": 3,
+    }
+    path = Path(os.environ["CAPSLOG_RUN_DIR"]) / "workers" / f"{member}.error.json"
+    path.write_text(json.dumps(report))
+    return {"step_refused": 4, "user": 2}.get(value, 1)
+
+
+def crash(arguments: dict[str, Any], member: str, value: str) -> None:
+    raise RuntimeError(value or "crashed")
+
+
+def spawn(arguments: dict[str, Any], member: str, value: str) -> None:
+    """A child of its own, as a data loader has; its pid goes into a file."""
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(100)
+        os._exit(0)
+    (Path(arguments["folder"]) / f"{member}.child").write_text(str(pid))
+
+
+def broken(arguments: dict[str, Any], member: str, value: str) -> None:
+    """Say that a generation is broken, as a healthy worker does."""
+    from varuna_capslog.elastic.store import open_store
+
+    store = open_store(os.environ["CAPSLOG_STORE"])
+    store.append({"kind": "broken", "generation": int(value), "member": member})
+    store.close()
+
+
+def answers(arguments: dict[str, Any], member: str, value: str) -> None:
+    """As a healthy worker: says that a generation is broken when it hears that it is."""
+    from varuna_capslog.elastic.store import open_store
+
+    store = open_store(os.environ["CAPSLOG_STORE"])
+    told = threading.Event()
+
+    def take(entry: dict[str, Any]) -> None:
+        if entry["kind"] == "broken" and not told.is_set():
+            told.set()
+            store.append({"kind": "broken", "generation": entry["generation"], "member": member})
+
+    store.follow(take, lambda why: None)
+
+
+def backward(arguments: dict[str, Any], member: str, value: str) -> None:
+    """Autograd's threads start only now."""
+    import torch
+
+    weight = torch.ones(3, requires_grad=True)
+    (weight * weight).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [2.0, 2.0, 2.0]

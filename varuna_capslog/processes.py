@@ -1,0 +1,69 @@
+"""What starting and ending processes of one machine needs from the system: death with the parent, groups, states.
+
+Supervisors and the nursery use it. It knows nothing of runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+__all__ = ["die_with_parent", "is_stopped", "last_line", "signal_group", "signal_name"]
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> Callable[[], None]:
+    """What a child does before it becomes a worker: its own process group, and on Linux death with this process.
+
+    SIGKILL, since a worker that is stuck in a collective must not survive either. Linux counts the death of the thread
+    that starts the child, too.
+    """
+    parent = os.getpid()
+    # Loaded here: between fork and exec a child should do as little as it can.
+    prctl = ctypes.CDLL(None, use_errno=True).prctl if sys.platform == "linux" else None
+
+    def prepare() -> None:
+        os.setpgid(0, 0)
+        if prctl is not None:
+            prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+            if os.getppid() != parent:  # it died before prctl could take effect
+                os._exit(1)
+
+    return prepare
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped by a signal, as far as the system tells (Linux)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    except (OSError, IndexError):
+        return False
+
+
+def signal_group(pid: int, number: int) -> None:
+    """Sends a signal to the group that `pid` leads, if there is still one."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, number)
+
+
+def signal_name(number: int) -> str:
+    """SIGKILL for 9."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def last_line(log: Path) -> str:
+    """The last words in a worker's log, for one that ended without another sign."""
+    try:
+        lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
+    except OSError:
+        lines = []
+    return next((line.strip() for line in reversed(lines) if line.strip()), "it left no message")
