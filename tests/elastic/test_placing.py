@@ -38,7 +38,7 @@ def seats_of(capacities: Sequence[int], hosts: Sequence[str] | None = None) -> l
 
 def placer_of(profile: Profile | None, steps: Steps, **options: object) -> Placer:
     sizes = options.pop("layer_bytes", None) or [30] * (profile.num_layers if profile else 1)
-    return Placer(profile, sizes, steps, **{"link": FAST, **options})  # type: ignore[arg-type]
+    return Placer(profile, sizes, steps, **{"link": FAST, "reserves_on": "host", **options})  # type: ignore[arg-type]
 
 
 def plain(layers: int, seconds: bool = True, **fields: object) -> Profile:
@@ -433,6 +433,21 @@ def test_snapshots_are_part_of_the_stage_that_is_cut() -> None:
 
 
 # -- from a config, and for people
+
+
+def test_the_runs_own_plan_is_taken_where_as_many_devices_are_there_and_it_fits() -> None:
+    values = {"workload": "a:b", "train": {"minibatch_size": 8}, "pipeline": {"devices": 2, "memory": "additive"}}
+    config = section(Config, values, "")
+    placer = Placer.of_config(config, plain(6), [30] * 6, plan=Plan(6, (0, 4)), reserves_on="host")
+    for capacity, cuts in ((0, (0, 4)), (400, (0, 4)), (399, (0, 3))):
+        seats = seats_of([capacity] * 2)
+        assert shape_of(placer, placer(seats), seats)[0] == cuts
+    seats = seats_of([0] * 3)
+    assert shape_of(placer, placer(seats), seats)[0] == (0, 2, 4)
+    spans = tuple(Stage(0, ((n, n + 1),), (n % 2,)) for n in range(6))
+    interleaved = Plan(6, tuple(range(6)), placed=spans)
+    other = Placer.of_config(config, plain(6), [30] * 6, plan=interleaved)
+    assert shape_of(other, other(seats_of([0] * 2)), seats_of([0] * 2))[0] == (0, 3)
 
 
 def test_a_config_gives_the_placer_its_run() -> None:

@@ -245,11 +245,18 @@ class Candidates:
     def _weighed(self, replicas: int, stages: int, usable: tuple[int, ...] | None) -> Candidate:
         key = (replicas, stages, usable)
         if key not in self._known:
-            costs = self._costs[replicas]
-            cuts = tuple(self._cuts(costs, replicas, stages, usable))
-            held = tuple(costs.peaks(cuts)) if self.described else None
-            self._known[key] = Candidate(replicas, cuts, held, self._step_ticks(replicas, cuts))
+            self._known[key] = self.of_cuts(
+                replicas, tuple(self._cuts(self._costs[replicas], replicas, stages, usable))
+            )
         return self._known[key]
+
+    def of_cuts(self, replicas: int, cuts: tuple[int, ...]) -> Candidate:
+        """Given cuts, weighed; the replicas share the blocks evenly."""
+        held = None
+        if self.described:
+            costs = self._costs[replicas] if replicas in self._costs else self._costs_of(replicas)
+            held = tuple(costs.peaks(cuts))
+        return Candidate(replicas, cuts, held, self._step_ticks(replicas, cuts))
 
     def _cuts(self, costs: StageCosts, replicas: int, stages: int, usable: Sequence[int] | None) -> Sequence[int]:
         if self.planner != "throughput":

@@ -17,6 +17,7 @@ from varuna_capslog.elastic.recovery import Seat
 from varuna_capslog.elastic.redundancy import Copies, Reserve, place_copies, reserves
 from varuna_capslog.errors import CapslogError
 from varuna_capslog.memory import AUTO, NEVER
+from varuna_capslog.plan import Plan
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.units import format_bytes
@@ -40,8 +41,10 @@ class Placer:
             default as AdamW's state has them, a third.
         steps, planner, memory, link: see `Candidates`.
         redundancy, sync: simultaneous losses of hosts to survive; whether copies make each step with their owners.
-        reserves_on: where snapshots and copies lie. On the "device" they count against its capacity: snapshots in every
-            stage, and of two placements the one whose copies find room is taken.
+        reserves_on: where snapshots and copies lie. On the "device", as the pipeline engine's do, they count against
+            its capacity: snapshots in every stage, and of two placements the one whose copies find room is taken.
+        given: (cuts, replicas) of the run's own plan, taken where exactly as many devices are there as it is for, and
+            it fits them. They need not be what a planner would choose.
         min_devices: with fewer the run waits.
         max_replicas: of the pipeline; None: as many as there are blocks.
 
@@ -59,11 +62,12 @@ class Placer:
         memory: str = AUTO,
         redundancy: int = 1,
         sync: bool = True,
-        reserves_on: Where = "host",
+        reserves_on: Where = "device",
         min_devices: int = 1,
         max_replicas: int | None = None,
         gradient_bytes: Sequence[int] | None = None,
         link: Link | None = None,
+        given: tuple[Sequence[int], int] | None = None,
     ) -> None:
         self.layer_bytes = tuple(layer_bytes)
         self.gradient_bytes = tuple(gradient_bytes or (-(-size // 3) for size in layer_bytes))
@@ -73,6 +77,7 @@ class Placer:
         self._candidates = Candidates(
             profile, self.layer_bytes, steps, planner, memory, max_replicas, beside, link
         )  # fmt: skip
+        self._given = None if given is None else self._candidates.of_cuts(given[1], tuple(given[0]))
         # A copy's two boundaries, and the gradients that wait for the vote.
         self._copy_bytes = [
             2 * state + (gradient if sync else 0)
@@ -86,12 +91,14 @@ class Placer:
         profile: Profile | None,
         layer_bytes: Sequence[int],
         gradient_bytes: Sequence[int] | None = None,
-        reserves_on: Where = "host",
+        reserves_on: Where = "device",
         link: Link | None = None,
         max_replicas: int | None = None,
+        plan: Plan | None = None,
     ) -> Placer:
-        """The placer of a run."""
+        """The placer of a run; `plan` is the run's own, with one stage per device (others are not taken)."""
         pipeline, elastic = config.pipeline, config.elastic
+        one_each = plan is not None and plan.placed is None and len(plan.cuts) == pipeline.devices
         return cls(
             profile,
             layer_bytes,
@@ -112,6 +119,7 @@ class Placer:
             max_replicas=max_replicas,
             gradient_bytes=gradient_bytes,
             link=link,
+            given=(plan.cuts, pipeline.replicas) if plan is not None and one_each else None,
         )
 
     def prepare(self, devices: int) -> None:
@@ -133,13 +141,16 @@ class Placer:
             )
         limits = _Limits(seats, self._candidates)
         on_device = self.reserves_on == "device" and limits.any
-        least = max(0, self.redundancy - (len({seat.host for seat in seats}) - 1))
-        found = self._candidates.quickest(
-            len(seats),
-            limits.usable,
-            (lambda candidate: self._lost_protection(candidate, seats, limits)) if on_device else (lambda _: least),
-            least,
-        )
+        found = self._given_if_it_fits(seats, limits)
+        if found is None:
+            # What hosts are too few for, no placement protects from.
+            least = max(0, self.redundancy - (len({seat.host for seat in seats}) - 1))
+            found = self._candidates.quickest(
+                len(seats),
+                limits.usable,
+                (lambda candidate: self._lost_protection(candidate, seats, limits)) if on_device else (lambda _: least),
+                least,
+            )
         if found is None:
             return self._waiting(seats, limits)
         copies = self._place_copies(found, seats, limits if on_device else None)
@@ -173,6 +184,13 @@ class Placer:
     def reserves(self, layout: Layout) -> dict[Member, Reserve]:
         """What protection takes on each member beside training."""
         return reserves(layout.owned, layout.copied, self.layer_bytes, self.gradient_bytes, self.sync, self.reserves_on)
+
+    def _given_if_it_fits(self, seats: Sequence[Seat], limits: _Limits) -> Candidate | None:
+        given = self._given
+        if given is None or given.devices != len(seats):
+            return None
+        excess = given.excess(limits.usable(given.replicas, len(given.cuts)))
+        return given if max(excess, default=0) <= 0 else None
 
     # -- copies
 
