@@ -1,7 +1,8 @@
 """All talk between the ranks of one generation; the only code that touches `torch.distributed`.
 
-One `Communicator` owns every process group of its generation: it is created with them, aborts and closes them together.
-Votes and small sums run over gloo even when tensors travel over NCCL. Timeouts are explicit; a lost peer is named.
+One `Communicator` owns every process group of its generation: it is created with them, aborts and closes them together,
+and several may live in one process. Votes and small sums run over gloo even when tensors travel over NCCL. Timeouts are
+explicit; a lost peer is named.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 import datetime
 import pickle
 import re
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -20,9 +22,12 @@ from torch import Tensor
 from varuna_capslog.chain import TensorSpec
 from varuna_capslog.errors import CapslogError
 
-__all__ = ["Communicator", "PeerLost", "Receive", "Send", "connect"]
+__all__ = ["Communicator", "PeerLost", "Receive", "Send", "connect", "connect_group"]
 
 Value = TypeVar("Value")
+
+_ENDING_TAG = (1 << 30) + 1
+"""No message has this tag; a receive that waits for one ends a group (see `Communicator.abort`)."""
 
 
 class PeerLost(CapslogError):
@@ -62,9 +67,35 @@ def connect(
         dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=world_size, timeout=timeout)
     except (RuntimeError, ValueError) as error:
         raise PeerLost(f"rank {rank} could not join {world_size} ranks at {address}:{port}: {error}", None) from error
-    communicator = Communicator(rank, world_size, generation, timeout)
+    communicator = Communicator(rank, world_size, generation, timeout, dist.group.WORLD)
     communicator._store = store  # where this rank serves it, it must live as long as the group
+    communicator._is_default = True
     return communicator
+
+
+def connect_group(
+    store: dist.Store, prefix: str, rank: int, world_size: int, timeout_seconds: float = 30.0
+) -> Communicator:
+    """Joins ranks that share a store, without any state of the process: the next group may open while one is closing.
+
+    Args:
+        store: not used by others during the call, which waits in it; a client of its own is best.
+        prefix: names the group, and is the communicator's generation; never used twice in a store.
+        timeout_seconds: longest wait for the other ranks, and then for any message of theirs.
+
+    Raises:
+        PeerLost: not all ranks arrived within the timeout.
+    """
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    group = None
+    if world_size > 1:
+        try:
+            group = dist.ProcessGroupGloo(dist.PrefixStore(prefix, store), rank, world_size, timeout)
+        except (RuntimeError, ValueError) as error:
+            text = str(error).splitlines()[0]
+            raise PeerLost(f"rank {rank} could not join {world_size} ranks as {prefix!r}: {text}", None) from error
+    # a backend has the methods of a group, whatever torch's stubs say
+    return Communicator(rank, world_size, prefix, timeout, cast("dist.ProcessGroup | None", group))
 
 
 class Send:
@@ -106,17 +137,32 @@ class Communicator:
     """Point-to-point messages, small exact sums and gathers over the ranks of one generation.
 
     CUDA tensors are staged through pinned host memory, so ranks may share one GPU, unless `open_pair_groups` gave
-    them NCCL. Built by `connect`.
+    them NCCL. Built by `connect` or `connect_group`.
+
+    Args:
+        group: gloo, of all ranks; None where there is only one.
     """
 
-    def __init__(self, rank: int, world_size: int, generation: int | str, timeout: datetime.timedelta) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        generation: int | str,
+        timeout: datetime.timedelta,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.generation = generation
         self._timeout = timeout
         self._names: dict[int, str] = {}
         self._store: dist.Store | None = None
-        self._pair_groups: dict[tuple[int, int], dist.ProcessGroup] = {}
+        self._group = group
+        self._is_default = False
+        # by (source, destination): the group, and the other rank's number in it
+        self._pair_groups: dict[tuple[int, int], tuple[dist.ProcessGroup, int]] = {}
+        self._aborted = False
+        self._aborting = threading.Lock()
 
     def open_pair_groups(self, pairs: Iterable[tuple[int, int]], backend: str) -> None:
         """From now on tensors travel over a group of `backend` ("nccl") per ordered pair (source, destination).
@@ -124,11 +170,17 @@ class Communicator:
         NCCL has no tags and matches by order, so each direction of each pair has a communicator and a stream of its
         own; senders and receivers keep one order per pair anyway. Votes and gathers stay on gloo. Every rank calls this
         with the same pairs; NCCL wants one GPU per rank.
+
+        Raises:
+            CapslogError: the communicator is not one of `connect`.
         """
+        if not self._is_default:
+            raise CapslogError(f"groups per pair ({backend}) need the default group; set pipeline.transport=gloo")
         for pair in sorted(set(pairs)):
             group = dist.new_group(list(pair), timeout=self._timeout, backend=backend)
             if isinstance(group, dist.ProcessGroup):  # ranks outside the pair get a number
-                self._pair_groups[pair] = group
+                other = pair[0] if pair[1] == self.rank else pair[1]
+                self._pair_groups[pair] = group, dist.get_group_rank(group, other)
 
     def describe_ranks(self, names: dict[int, str]) -> None:
         """Names used in errors, e.g. {2: "rank 2 (stage 2)"}."""
@@ -143,7 +195,22 @@ class Communicator:
         except RuntimeError as error:
             raise self._lost(error, f"{doing} {self._name(peer)}", peer) from error
 
+    def _check_open(self, doing: str, peer: int | None) -> None:
+        if self._aborted:
+            raise PeerLost(f"{self._name(self.rank)} cannot be {doing}: its generation was ended here", peer)
+
+    def _route(self, source: int, destination: int) -> tuple[dist.ProcessGroup, int]:
+        """The group that carries messages from one rank to the other, and the other's number in it."""
+        found = self._pair_groups.get((source, destination))
+        if found is not None:
+            return found
+        assert self._group is not None, "a communicator of one rank has no peers"
+        return self._group, destination if source == self.rank else source
+
     def _lost(self, error: RuntimeError, doing: str, peer: int | None) -> PeerLost:
+        """The error to raise; ends the group, so that the next rank of a row of waiting ones hears of it, too."""
+        if self._aborted:
+            return PeerLost(f"{self._name(self.rank)} was {doing} when its generation was ended here", peer)
         # gloo's text begins with its source file and ends with advice; what lies between is the cause
         text = re.sub(r"^\[\S*\]\s*", "", str(error).splitlines()[0]).split(". ")[0]
         reason = (
@@ -151,6 +218,7 @@ class Communicator:
             if "imed out" in text
             else f"connection lost ({text})"
         )
+        self.abort()
         return PeerLost(f"{self._name(self.rank)} was {doing}: {reason}", peer)
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Send:
@@ -160,32 +228,37 @@ class Communicator:
             tensor: dense, any dtype, CPU or CUDA.
             tag: matched by the receiver; unique among messages under way to `peer`.
         """
-        host, group = tensor.detach(), self._pair_groups.get((self.rank, peer))
-        if host.device.type == "cuda" and group is None:
+        doing = f"sending to {self._name(peer)}"
+        self._check_open(doing, peer)
+        host = tensor.detach()
+        if host.device.type == "cuda" and (self.rank, peer) not in self._pair_groups:
             pinned = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, pin_memory=True)
             pinned.copy_(host, non_blocking=True)
             torch.cuda.current_stream(host.device).synchronize()
             host = pinned
         if host.numel() == 0:
             return Send(self, None, peer, host)
+        group, number = self._route(self.rank, peer)
         try:
-            work = dist.isend(_wire(host), peer, group=group, tag=tag)
+            work = group.send([_wire(host)], number, tag)
         except RuntimeError as error:
-            raise self._lost(error, f"sending to {self._name(peer)}", peer) from error
+            raise self._lost(error, doing, peer) from error
         return Send(self, work, peer, host)
 
     def receive(self, spec: TensorSpec, peer: int, tag: int, device: torch.device) -> Receive:
         """Posts a receive of a tensor of `spec`; it lands on `device`."""
-        group = self._pair_groups.get((peer, self.rank))
-        staged = device.type == "cuda" and group is None
+        doing = f"waiting for {self._name(peer)}"
+        self._check_open(doing, peer)
+        staged = device.type == "cuda" and (peer, self.rank) not in self._pair_groups
         where = torch.device("cpu") if staged else device
         buffer = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=where, pin_memory=staged)
         if buffer.numel() == 0:
             return Receive(self, None, peer, buffer, device)
+        group, number = self._route(peer, self.rank)
         try:
-            work = dist.irecv(_wire(buffer), peer, group=group, tag=tag)
+            work = group.recv([_wire(buffer)], number, tag)
         except RuntimeError as error:
-            raise self._lost(error, f"waiting for {self._name(peer)}", peer) from error
+            raise self._lost(error, doing, peer) from error
         return Receive(self, work, peer, buffer, device)
 
     def sum_(self, slots: Tensor) -> Tensor:
@@ -194,17 +267,21 @@ class Communicator:
         """
         assert slots.dtype == torch.float64
         assert slots.device.type == "cpu"
+        self._check_open("in the vote of all ranks", None)
         if self.world_size > 1:
+            assert self._group is not None
             try:
-                dist.all_reduce(slots)
+                self._group.allreduce([slots]).wait()
             except RuntimeError as error:
                 raise self._lost(error, "in the vote of all ranks", None) from error
         return slots
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's picklable `value`, by rank. For results and reports, not for tensors of a step."""
+        self._check_open("gathering from all ranks", None)
         if self.world_size == 1:
             return [value]
+        assert self._group is not None
         raw = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         sizes = torch.zeros(self.world_size, dtype=torch.float64)
         sizes[self.rank] = raw.numel()
@@ -214,7 +291,7 @@ class Communicator:
         padded[: raw.numel()] = raw
         everyone = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world_size)]
         try:
-            dist.all_gather(everyone, padded)
+            self._group.allgather([everyone], [padded]).wait()
         except RuntimeError as error:
             raise self._lost(error, "gathering from all ranks", None) from error
         return [pickle.loads(part[: int(size)].numpy().tobytes()) for part, size in zip(everyone, sizes, strict=True)]
@@ -261,10 +338,41 @@ class Communicator:
         """Waits until every rank is here."""
         self.sum_(torch.zeros(1, dtype=torch.float64))
 
+    def abort(self) -> None:
+        """Ends every pending and every later operation, here and at the peers, within some milliseconds.
+
+        From any thread, also while another one is blocked; what was pending raises PeerLost there, as does everything
+        asked for later. Nothing in torch interrupts a blocked wait of gloo, but gloo closes all connections of a group
+        in which a wait times out: so one for a message that nobody sends is given a millisecond. A peer that waits
+        for another peer hears of it from that one, which aborts as soon as it loses a message.
+        """
+        self._aborted = True
+        with self._aborting:
+            if self._group is not None:
+                _end(self._group, [rank for rank in range(self.world_size) if rank != self.rank])
+            for group, peer in self._pair_groups.values():
+                if group.name() == "nccl":
+                    group.abort()
+                else:
+                    _end(group, [peer])
+
     def close(self) -> None:
-        """Leaves the generation; no message may be under way."""
-        if dist.is_initialized():
+        """Leaves the generation; no message may be under way, unless it was aborted."""
+        self._pair_groups.clear()
+        self._group = None
+        if self._is_default and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _end(group: dist.ProcessGroup, peers: Sequence[int]) -> None:
+    """Makes gloo close all connections of a group."""
+    for peer in peers:
+        try:
+            group.recv([torch.empty(1, dtype=torch.uint8)], peer, _ENDING_TAG).wait(datetime.timedelta(milliseconds=1))
+        except RuntimeError as error:
+            if "imed out" in str(error):
+                return
+            # the connection to this peer is closed already, which says nothing about those to the others
 
 
 def _wire(tensor: Tensor) -> Tensor:

@@ -1,0 +1,168 @@
+"""Groups without global state, and `abort`, which rests on how gloo behaves and not on what it promises."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.engine.pool import WorkerPool
+from varuna_capslog.chain import TensorSpec
+from varuna_capslog.engine.communicator import Communicator, PeerLost, connect_group
+from varuna_capslog.errors import CapslogError
+
+CPU = torch.device("cpu")
+SPEC = TensorSpec((4,))
+
+
+def open_group(outer: Communicator, prefix: str, timeout_seconds: float = 30.0) -> Communicator:
+    """A further group of the same ranks, on a client of the store of its own."""
+    assert isinstance(outer._store, dist.TCPStore)
+    store = dist.TCPStore("127.0.0.1", outer._store.port, is_master=False, wait_for_workers=False)
+    prefix = f"{outer.generation}/{prefix}"
+    return connect_group(store, prefix, outer.rank, outer.world_size, timeout_seconds)
+
+
+def talk(communicator: Communicator) -> list[Any]:
+    """A bit of everything: what rank r gets from its neighbours, from a sum and from a gather."""
+    rank, world = communicator.rank, communicator.world_size
+    slots = torch.zeros(world, dtype=torch.float64)
+    slots[rank] = rank + 0.5
+    theirs = communicator.exchange(torch.full((4,), float(rank)), [(rank + 1) % world, (rank - 1) % world], 7)
+    return [
+        communicator.sum_(slots).tolist(),
+        communicator.gather(("rank", rank)),
+        {peer: tensor.tolist() for peer, tensor in theirs.items()},
+    ]
+
+
+def two_at_once(outer: Communicator) -> list[Any]:
+    one, other = open_group(outer, "one"), open_group(outer, "other")
+    results = [talk(other), talk(one)]
+    one.abort()
+    results += [talk(other), talk(outer)]
+    third = open_group(outer, "third")
+    one.close()
+    results.append(talk(third))
+    for communicator in (other, third):
+        communicator.close()
+    return results
+
+
+def test_several_groups_live_in_one_process(pool: WorkerPool) -> None:
+    for rank, results in enumerate(pool.run(two_at_once, 3)):
+        for result in results:
+            sums, gathered, theirs = result
+            assert sums == [0.5, 1.5, 2.5]
+            assert gathered == [("rank", 0), ("rank", 1), ("rank", 2)]
+            assert theirs == {peer: [float(peer)] * 4 for peer in range(3) if peer != rank}
+
+
+def blocked(outer: Communicator, what: str, aborts: int) -> dict[str, Any]:
+    """Every rank waits for a message, or a vote, that never comes; rank `aborts` ends it all from another thread."""
+    group = open_group(outer, f"{what}-{aborts}")
+    group.describe_ranks({1: "rank 1 (stage 7)"})
+    talk(group)
+    began: list[float] = []
+
+    def end() -> None:
+        time.sleep(0.3)  # until all are blocked
+        began.append(time.time())
+        group.abort()
+        group.abort()
+
+    thread = threading.Thread(target=end)
+    if group.rank == aborts:
+        thread.start()
+    said = []
+    for attempt in range(2):
+        try:
+            if what == "receive":
+                group.receive(SPEC, (group.rank + 1) % group.world_size, 99, CPU).wait()
+            elif group.rank == 0:
+                group.receive(SPEC, 1, 99, CPU).wait()
+            else:
+                group.barrier()  # which rank 0 does not reach
+        except PeerLost as error:
+            said.append(str(error))
+        if attempt == 0:
+            ended = time.time()
+    if group.rank == aborts:
+        thread.join()
+        # ended for good: nothing is even tried
+        for call in (
+            lambda: group.send(torch.zeros(4), (group.rank + 1) % group.world_size, 3),
+            lambda: group.sum_(torch.zeros(1, dtype=torch.float64)),
+            lambda: group.gather(1),
+        ):
+            with pytest.raises(PeerLost, match="its generation was ended here"):
+                call()
+    group.close()
+    talk(outer)
+    return {"said": said, "ended": ended, "began": began}
+
+
+@pytest.mark.parametrize(("what", "aborts"), [("receive", 0), ("receive", 2), ("vote", 1)])
+def test_abort_ends_a_blocked_rank_and_its_healthy_neighbours(pool: WorkerPool, what: str, aborts: int) -> None:
+    results = pool.run(blocked, 4, what, aborts)
+    (began,) = results[aborts]["began"]
+    for rank, result in enumerate(results):
+        late = result["ended"] - began
+        # the timeout is 30 s; nothing but the abort can end the wait in a tenth of it
+        assert 0 <= late < 3, f"torch {torch.__version__}: rank {rank} was blocked {late:.1f} s after an abort"
+        assert len(result["said"]) == 2, f"torch {torch.__version__}: rank {rank} heard of no abort: {result['said']}"
+    if what == "receive" and aborts == 0:
+        assert results[0]["said"][0].endswith("was waiting for rank 1 (stage 7) when its generation was ended here")
+
+
+def neighbour_is_dead(outer: Communicator) -> str:
+    """Rank 1 has closed its connections; the others end theirs to each other all the same."""
+    group = open_group(outer, "dead")
+    talk(group)
+    if group.rank == 1:
+        group.abort()
+        outer.barrier()
+        return ""
+    outer.barrier()  # rank 1 is gone
+    if group.rank == 0:
+        time.sleep(0.2)
+        group.abort()
+        return ""
+    try:
+        group.receive(SPEC, 0, 99, CPU).wait()
+    except PeerLost as error:
+        return str(error)
+    return "nothing"
+
+
+def test_abort_reaches_the_healthy_where_the_first_peer_is_gone_already(pool: WorkerPool) -> None:
+    results = pool.run(neighbour_is_dead, 3)
+    assert "rank 2 was waiting for rank 0" in results[2]
+
+
+def one_is_missing(outer: Communicator) -> str:
+    if outer.rank == 1:
+        return ""
+    try:
+        open_group(outer, "missing", timeout_seconds=0.5)
+    except PeerLost as error:
+        return str(error)
+    return "joined"
+
+
+def test_a_rank_that_does_not_come_is_one_sentence(pool: WorkerPool) -> None:
+    assert "rank 0 could not join 2 ranks as" in pool.run(one_is_missing, 2)[0]
+
+
+def test_one_rank_needs_no_group() -> None:
+    alone = connect_group(dist.HashStore(), "alone", 0, 1)
+    assert alone.gather("x") == ["x"]
+    with pytest.raises(CapslogError, match=r"need the default group; set pipeline\.transport=gloo"):
+        alone.open_pair_groups([], "nccl")
+    alone.abort()
+    with pytest.raises(PeerLost):
+        alone.barrier()
