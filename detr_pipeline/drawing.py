@@ -1,6 +1,7 @@
-"""Pictures for people: boxes with names and scores, truth beside prediction, and contact sheets.
+"""Pictures for people: boxes with names and scores.
 
-`predict` and `report` call this room. It only draws; the threshold here decides what is shown, never what is scored.
+`capslog predict` and the report end here, by way of `task`. It only draws; the threshold decides what is shown, never
+what is scored.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torchvision.utils import draw_bounding_boxes
 
 from varuna_capslog.errors import CapslogError
 
-__all__ = ["contact_sheet", "draw_detections", "draw_truth", "save_picture"]
+__all__ = ["draw_detections", "save_picture"]
 
 _COLOURS = (
     "#e6194b",
@@ -29,7 +30,6 @@ _COLOURS = (
     "#ff6f91",
     "#8080ff",
 )
-_TRUTH_COLOUR = "#3cb44b"
 _SHORTEST_DRAWN = 480
 
 
@@ -40,7 +40,6 @@ def draw_detections(
     boxes: Tensor,
     names: Sequence[str],
     threshold: float = 0.5,
-    truth: Tensor | None = None,
 ) -> Image.Image:
     """A copy of the picture with every box whose score reaches the threshold, best on top.
 
@@ -52,44 +51,13 @@ def draw_detections(
         boxes: [Q, 4] corners in pixels of `image`.
         names: of the classes.
         threshold: smallest score that is drawn.
-        truth: [n, 4] corners of boxes to draw below in green, without names.
     """
     chosen = (scores >= threshold).nonzero().flatten()
     chosen = chosen[scores[chosen].argsort()]
     canvas, factor = _enlarged(image)
-    if truth is not None and len(truth):
-        canvas = _draw(canvas, truth * factor, [""] * len(truth), [_TRUTH_COLOUR] * len(truth))
     labels = [f"{names[c]} {s:.2f}" for c, s in zip(classes[chosen].tolist(), scores[chosen].tolist(), strict=True)]
     colours = [_COLOURS[c % len(_COLOURS)] for c in classes[chosen].tolist()]
     return _draw(canvas, boxes[chosen] * factor, labels, colours)
-
-
-def draw_truth(image: Image.Image, classes: Tensor, boxes: Tensor, names: Sequence[str]) -> Image.Image:
-    """A copy of the picture with its annotated boxes, a colour for each class; arguments as in `draw_detections`."""
-    canvas, factor = _enlarged(image)
-    labels = [names[c] for c in classes.tolist()]
-    return _draw(canvas, boxes * factor, labels, [_COLOURS[c % len(_COLOURS)] for c in classes.tolist()])
-
-
-def contact_sheet(pictures: Sequence[Image.Image], columns: int = 4, cell: int = 320) -> Image.Image:
-    """All pictures on one sheet, each fitted into a square cell of so many pixels.
-
-    Raises:
-        CapslogError: there is no picture.
-    """
-    if not pictures:
-        raise CapslogError("a contact sheet needs at least one picture, got none")
-    columns = min(columns, len(pictures))
-    gap = 4
-    rows = -(-len(pictures) // columns)
-    sheet = Image.new("RGB", (columns * (cell + gap) + gap, rows * (cell + gap) + gap), "white")
-    for number, picture in enumerate(pictures):
-        ratio = cell / max(picture.size)
-        fitted = picture.resize((max(1, round(picture.width * ratio)), max(1, round(picture.height * ratio))))
-        row, column = divmod(number, columns)
-        left, top = gap + column * (cell + gap), gap + row * (cell + gap)
-        sheet.paste(fitted, (left + (cell - fitted.width) // 2, top + (cell - fitted.height) // 2))
-    return sheet
 
 
 def save_picture(picture: Image.Image, path: Path) -> Path:
@@ -135,8 +103,6 @@ def _write_labels(image: Image.Image, corners: Tensor, labels: list[str], colour
     font = ImageFont.load_default(max(11, round(min(image.size) / 34)))
     pen = ImageDraw.Draw(image)
     for (left, top, _, _), label, colour in zip(corners.tolist(), labels, colours, strict=True):
-        if not label:
-            continue
         x0, y0, x1, y1 = pen.textbbox((0, 0), label, font=font)
         wide, high = x1 - x0 + 4, y1 - y0 + 4
         x = min(max(left, 0), max(image.width - wide, 0))

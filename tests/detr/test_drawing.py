@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image, ImageColor
 
-from detr_pipeline.drawing import _COLOURS, _TRUTH_COLOUR, contact_sheet, draw_detections, draw_truth, save_picture
+from detr_pipeline.drawing import _COLOURS, draw_detections, save_picture
 from varuna_capslog.errors import CapslogError
 
 NAMES = ("ant", "bee")
@@ -19,6 +19,10 @@ def grey(width=640, height=500):
     return Image.new("RGB", (width, height), (128, 128, 128))
 
 
+def draw_one(picture, box):
+    return draw_detections(picture, torch.ones(1), torch.tensor([0]), torch.tensor([box]), NAMES)
+
+
 def test_only_boxes_above_the_threshold_are_drawn():
     boxes = torch.tensor([[10.0, 40, 100, 200], [300, 100, 500, 400]])
     picture = draw_detections(grey(), torch.tensor([0.9, 0.2]), torch.tensor([0, 1]), boxes, NAMES)
@@ -28,7 +32,7 @@ def test_only_boxes_above_the_threshold_are_drawn():
 
 
 def test_the_line_is_where_the_box_is():
-    picture = np.asarray(draw_truth(grey(), torch.tensor([0]), torch.tensor([[100.0, 200, 300, 400]]), NAMES))
+    picture = np.asarray(draw_one(grey(), [100.0, 200, 300, 400]))
     painted = (picture == np.array(ImageColor.getrgb(_COLOURS[0]))).all(-1)
     columns = np.flatnonzero(painted[250:350].any(0))
     assert columns.min() == pytest.approx(100, abs=2)
@@ -37,20 +41,12 @@ def test_the_line_is_where_the_box_is():
 
 
 def test_small_pictures_are_enlarged_with_their_boxes():
-    picture = draw_truth(grey(96, 64), torch.tensor([0]), torch.tensor([[32.0, 16, 64, 48]]), NAMES)
+    picture = draw_one(grey(96, 64), [32.0, 16, 64, 48])
     assert picture.size == (720, 480)
     painted = (np.asarray(picture) == np.array(ImageColor.getrgb(_COLOURS[0]))).all(-1)
     columns = np.flatnonzero(painted[200:300].any(0))
     assert columns.min() == pytest.approx(240, abs=3)
     assert columns.max() == pytest.approx(480, abs=3)
-
-
-def test_truth_has_a_colour_of_its_own():
-    truth = torch.tensor([[10.0, 10, 60, 60]])
-    nothing = (torch.zeros(0), torch.zeros(0, dtype=torch.long), torch.zeros(0, 4))
-    assert has(draw_detections(grey(), *nothing, NAMES, truth=truth), _TRUTH_COLOUR)
-    assert not has(draw_detections(grey(), *nothing, NAMES), _TRUTH_COLOUR)
-    assert _TRUTH_COLOUR not in _COLOURS
 
 
 def test_wild_boxes_do_not_stop_the_picture():
@@ -60,18 +56,9 @@ def test_wild_boxes_do_not_stop_the_picture():
 
 def test_drawing_leaves_its_inputs_alone():
     image, boxes = grey(), torch.tensor([[10.0, 10, 900, 60]])
-    draw_truth(image, torch.tensor([0]), boxes, NAMES)
+    draw_detections(image, torch.ones(1), torch.tensor([0]), boxes, NAMES)
     assert not has(image, _COLOURS[0])
     assert boxes.tolist() == [[10, 10, 900, 60]]
-
-
-def test_contact_sheet_shows_every_picture():
-    colours = ["red", "lime", "blue", "yellow", "cyan"]
-    sheet = contact_sheet([Image.new("RGB", (30 + 10 * i, 40), c) for i, c in enumerate(colours)], columns=3, cell=50)
-    assert all(has(sheet, colour) for colour in colours)
-    assert sheet.size == (3 * 54 + 4, 2 * 54 + 4)
-    with pytest.raises(CapslogError, match="at least one picture"):
-        contact_sheet([])
 
 
 def test_saving_makes_the_folder_and_names_a_bad_suffix(tmp_path):
