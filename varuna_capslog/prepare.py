@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -104,14 +104,22 @@ def plan_run(config: Config, profile: Profile | None, link: Link | None = None) 
         link=link,
         cuts=pipeline.cuts,
     )
-    plan = find(capacity=pipeline.capacity)
+    plan, snapshots = find(capacity=pipeline.capacity), [0] * pipeline.devices
+    if config.elastic.enabled:
+        from varuna_capslog.elastic.forecast import with_reserves
+
+        plan, snapshots = with_reserves(config, profile, plan, find)
     if plan.fits and pipeline.capacity is not None and profile.source == "estimated":
-        return _confirmed(config, profile, plan, find)
+        return _confirmed(config, profile, plan, find, snapshots)
     return plan
 
 
-def _confirmed(config: Config, profile: Profile, plan: Plan, find: Callable[..., Plan]) -> Plan:
+def _confirmed(
+    config: Config, profile: Profile, plan: Plan, find: Callable[..., Plan], snapshots: Sequence[int]
+) -> Plan:
     """A plan that fits by its memory model, after a rehearsal of every rank's own program.
+
+    snapshots: bytes that each stage keeps of itself beside it.
 
     What a schedule keeps in flight shares the memory of a CPU's stages, and no sum over layers knows all of it.
     """
@@ -121,7 +129,8 @@ def _confirmed(config: Config, profile: Profile, plan: Plan, find: Callable[...,
     headroom = Headroom.of(profile)
     capacities = plan.capacities_of(plan.placement())
     assert capacities is not None, "only a plan with a capacity is confirmed"
-    excess = [headroom.reserved(peak) - size for peak, size in zip(peaks, capacities, strict=True)]
+    needed = [headroom.reserved(peak + more) for peak, more in zip(peaks, snapshots, strict=True)]
+    excess = [one - size for one, size in zip(needed, capacities, strict=True)]
     plan = dataclasses.replace(plan, stage_bytes=tuple(peaks), peak_bytes=max(peaks))
     worst = max(excess)
     if worst <= 0:

@@ -153,7 +153,24 @@ class Placer:
             )
         if found is None:
             return self._waiting(seats, limits)
-        copies = self._place_copies(found, seats, limits if on_device else None)
+        return self._layout(found, seats, limits)
+
+    def of_cuts(
+        self, cuts: Sequence[int], replicas: int, seats: Sequence[Seat]
+    ) -> tuple[Layout, tuple[int, ...] | None]:
+        """The layout of given cuts, and the bytes of each stage with the reserves that every stage has; None where no
+        memory model describes the run.
+        """
+        found = self._candidates.of_cuts(replicas, tuple(cuts))
+        return self._layout(found, seats, _Limits(seats, self._candidates)), found.stage_bytes
+
+    def cuts_of(self, stages: int, replicas: int, seats: Sequence[Seat]) -> tuple[int, ...]:
+        """The planner's cuts for so many stages, with the reserves that every stage has."""
+        usable = _Limits(seats, self._candidates).usable(replicas, stages)
+        return self._candidates.candidate(replicas, stages, usable).cuts
+
+    def _layout(self, found: Candidate, seats: Sequence[Seat], limits: _Limits) -> Layout:
+        copies = self._place_copies(found, seats, limits if self.reserves_on == "device" and limits.any else None)
         owned = {member: layers for row in _pipelines(found, seats, len(self.layer_bytes)) for member, layers in row}
         return Layout(len(self.layer_bytes), owned, dict(copies.kept), copies.problem)
 
