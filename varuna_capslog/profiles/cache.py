@@ -114,6 +114,6 @@ def _source_file(kind: type) -> Path | None:
         return None
     try:
         found = inspect.getsourcefile(kind)
-    except TypeError:
+    except (TypeError, OSError):  # a builtin; a class typed into an interpreter
         return None
     return Path(found) if found and Path(found).is_file() else None
