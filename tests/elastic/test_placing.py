@@ -444,10 +444,11 @@ def test_the_runs_own_plan_is_taken_where_as_many_devices_are_there_and_it_fits(
         assert shape_of(placer, placer(seats), seats)[0] == cuts
     seats = seats_of([0] * 3)
     assert shape_of(placer, placer(seats), seats)[0] == (0, 2, 4)
-    spans = tuple(Stage(0, ((n, n + 1),), (n % 2,)) for n in range(6))
-    interleaved = Plan(6, tuple(range(6)), placed=spans)
-    other = Placer.of_config(config, plain(6), [30] * 6, plan=interleaved)
-    assert shape_of(other, other(seats_of([0] * 2)), seats_of([0] * 2))[0] == (0, 3)
+    cuts = (0, 2, 3, 4, 5, 6)  # three stages on each of two devices: not one that six devices would run
+    spans = tuple(Stage(0, (span,), (n % 2,)) for n, span in enumerate(pairwise([*cuts, 7])))
+    other = Placer.of_config(config, plain(7), [30] * 7, plan=Plan(7, cuts, placed=spans))
+    seats = seats_of([0] * 6)
+    assert shape_of(other, other(seats), seats)[0] == (0, 1, 2, 3, 4, 5)
 
 
 def test_a_config_gives_the_placer_its_run() -> None:

@@ -31,9 +31,6 @@ __all__ = ["Candidate", "Candidates", "Steps"]
 _SLOW = ("mcap-bf", "mcap-bo")
 """Planners that take seconds or more; `exact` finds what the first of them finds."""
 
-_LIMITED = ("exact", "throughput")
-"""Planners that look at capacities."""
-
 _NARROW = 32
 """Width of the beam of `throughput`: haste."""
 
@@ -156,6 +153,7 @@ class Candidates:
         self._costs = {replicas: self._costs_of(replicas) for replicas in self._replicas(self.steps.num_blocks)}
         self._bounds: dict[int, NDArray[np.float64]] = {}
         self._known: dict[tuple[int, int, tuple[int, ...] | None], Candidate] = {}
+        self._fewest: dict[int, int | None] = {}
 
     def _replicas(self, most: int) -> list[int]:
         """Numbers of replicas up to `most` that share the blocks evenly."""
@@ -238,9 +236,12 @@ class Candidates:
         they do not fit.
         """
         found = self._weighed(replicas, stages, None)
-        if usable is None or self.planner not in _LIMITED or max(found.excess(usable), default=0) <= 0:
+        if usable is None or max(found.excess(usable), default=0) <= 0:
             return found
-        return self._weighed(replicas, stages, tuple(usable))
+        # `exact` looks at capacities only where they differ, the other table planners never.
+        if self.planner == "throughput" or (self.planner == "exact" and len(set(usable)) > 1):
+            return self._weighed(replicas, stages, tuple(usable))
+        return found
 
     def _weighed(self, replicas: int, stages: int, usable: tuple[int, ...] | None) -> Candidate:
         key = (replicas, stages, usable)
@@ -334,7 +335,9 @@ class Candidates:
 
     def fewest_devices(self, capacity: int) -> int | None:
         """Devices of `capacity` bytes that one pipeline needs at least, with the best cuts; None: none would do."""
-        return fewest_devices(self._costs[1], self.headroom.usable(capacity))
+        if capacity not in self._fewest:
+            self._fewest[capacity] = fewest_devices(self._costs[1], self.headroom.usable(capacity))
+        return self._fewest[capacity]
 
 
 def _running(sizes: Sequence[int]) -> NDArray[np.int64]:
