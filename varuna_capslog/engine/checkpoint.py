@@ -23,6 +23,7 @@ from torch import Tensor
 from varuna_capslog import files
 from varuna_capslog.chain import Chain
 from varuna_capslog.engine.communicator import Communicator
+from varuna_capslog.engine.layer_state import capture, split_address, to_checkpoint
 from varuna_capslog.engine.layers import EngineLayer
 from varuna_capslog.engine.optimizer import StageOptimizer
 from varuna_capslog.errors import CapslogError
@@ -108,10 +109,10 @@ def save_checkpoint(
         try:
             partial.mkdir(parents=True, exist_ok=True)
             if writes:
-                state = optimizer.state()
                 for layer in layers:
                     file = f"layer-{layer.index:04d}.pt"
-                    entries[layer.name] = {"file": file, **write_synced(partial / file, _layer_state(layer, state))}
+                    state = to_checkpoint(capture(layer, optimizer, copy=False), chain, layer.index)
+                    entries[layer.name] = {"file": file, **write_synced(partial / file, state)}
         except OSError as error:
             return f"{error.strerror or error}", entries
         return None, entries
@@ -155,19 +156,6 @@ def save_checkpoint(
             "one is untouched: make room and resume"
         )
     return final
-
-
-def _layer_state(layer: EngineLayer, optimizer: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Any]:
-    """Parameters that belong to this layer (a shared one to its first layer), its buffers and moments, on the CPU."""
-    parameters, moments = {}, {}
-    for name, parameter in layer.parameters.items():
-        address = layer.shared.get(name, f"{layer.name}.{name}")
-        if address == f"{layer.name}.{name}":
-            parameters[name] = parameter.detach().cpu()
-            if address in optimizer:
-                moments[name] = {key: value.cpu() for key, value in optimizer[address].items()}
-    buffers = {name: tensor.detach().cpu() for name, tensor in layer.buffers.items()}
-    return {"parameters": parameters, "buffers": buffers, "optimizer": moments}
 
 
 def write_synced(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -269,8 +257,8 @@ def load_layers(checkpoint: Checkpoint, layers: Sequence[EngineLayer], optimizer
     moments: dict[str, Mapping[str, Tensor]] = {}
     for layer in layers:
         for name, parameter in layer.parameters.items():
-            address = layer.shared.get(name, f"{layer.name}.{name}")
-            owner, inner = _split_address(address, layer.name, name, checkpoint)
+            address = layer.address(name)
+            owner, inner = split_address(address, layer.name, name, checkpoint)
             _copy(parameter, state_of(owner)["parameters"].get(inner), address, checkpoint.path)
             if inner in state_of(owner)["optimizer"]:
                 moments[address] = state_of(owner)["optimizer"][inner]
@@ -278,20 +266,6 @@ def load_layers(checkpoint: Checkpoint, layers: Sequence[EngineLayer], optimizer
             _copy(buffer, state_of(layer.name)["buffers"].get(name), f"{layer.name}.{name}", checkpoint.path)
     if optimizer is not None:
         optimizer.load(moments)
-
-
-def _split_address(address: str, layer: str, name: str, checkpoint: Checkpoint) -> tuple[str, str]:
-    if address == f"{layer}.{name}":
-        return layer, name
-    for owner in checkpoint.manifest["layers"]:
-        if address.startswith(f"{owner}.") and address in checkpoint.manifest["shared"]:
-            inner = address[len(owner) + 1 :]
-            first = checkpoint.manifest["shared"][address][0]
-            if inner == first[1]:
-                return owner, inner
-    raise CapslogError(
-        f"{checkpoint.path}: parameter {address!r} is not shared there; it was written for another model"
-    )
 
 
 def _copy(target: Tensor, value: Tensor | None, address: str, where: Path) -> None:

@@ -102,6 +102,17 @@ class EngineLayer:
         self._precision = precision
         self._stateless = False
 
+    def reset(self) -> None:
+        """Forgets the step it was in: gradients and statistics."""
+        self.layer.module.train()
+        self.statistics.take()
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def address(self, name: str) -> str:
+        """The address of one of its parameters: its own, or that of the shared parameter which it is."""
+        return self.shared.get(name, f"{self.name}.{name}")
+
     @property
     def buffers(self) -> dict[str, Tensor]:
         """Persistent buffers by name inside the layer."""
@@ -147,11 +158,20 @@ class EngineLayer:
 
 
 def take_layers(
-    chain: Chain, indices: Sequence[int], device: torch.device, precision: str = "float32"
+    chain: Chain,
+    indices: Sequence[int],
+    device: torch.device,
+    precision: str = "float32",
+    ready: Mapping[int, EngineLayer] | None = None,
 ) -> list[EngineLayer]:
-    """The engine's own copies of some layers of a chain, on `device`, in training mode.
+    """The engine's own layers, of a chain's, on `device`, in training mode.
 
     A parameter used by several layers gets one storage on this device and one leaf per using layer.
+
+    Args:
+        ready: layers of an earlier engine of this process, by index: they are taken as they are, except those with
+            shared parameters, whose storage depends on which layers live together. Whatever is not among them is
+            copied, and the chain stays as it is. None: the first engine of a process takes the chain's own modules.
 
     Raises:
         CapslogError: layers share a module that keeps running statistics.
@@ -166,6 +186,11 @@ def take_layers(
         layer = chain.layers[index]
         module = layer.module
         shared = shared_by_layer.get(index, {})
+        found = None if shared or ready is None else ready.get(index)
+        if found is not None:
+            found.reset()
+            taken.append(found)
+            continue
         if shared:
             _refuse_shared_statistics(chain, index)
             parameters = dict(module.named_parameters())
@@ -176,6 +201,8 @@ def take_layers(
                     storage[id(original)] = original.detach().to(device, copy=True)
                 memo[id(original)] = nn.Parameter(storage[id(original)], requires_grad=original.requires_grad)
             module = copy.deepcopy(module, memo)
+        elif ready is not None:
+            module = copy.deepcopy(module)
         module.to(device).train()
         taken.append(
             EngineLayer(index, Layer(layer.name, module, layer.reads, layer.writes), device, precision, shared)

@@ -109,6 +109,29 @@ class StageOptimizer:
             if parameter in self._adamw.state
         }
 
+    def moments(self, address: str) -> dict[str, Tensor]:
+        """As `state` gives them, of one address; {} before its first step, and for what is not trained here."""
+        parameter = self.parameters.get(address)
+        if self._adamw is None or parameter is None or parameter not in self._adamw.state:
+            return {}
+        return dict(self._adamw.state[parameter])
+
+    def take_moments(self, address: str, moments: Mapping[str, Tensor], copy: bool) -> None:
+        """Takes over the moments of one address ({}: it starts afresh); an address that is not trained here is ignored.
+
+        Args:
+            copy: False takes the tensors themselves.
+        """
+        parameter = self.parameters.get(address)
+        if self._adamw is None or parameter is None:
+            return
+        if not moments:
+            self._adamw.state.pop(parameter, None)
+        elif copy:
+            self.load({address: moments})
+        else:
+            self._adamw.state[parameter] = dict(moments)
+
     def load(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Takes over the moments of the addresses it owns; those not in `state` start afresh."""
         if self._adamw is None:

@@ -117,6 +117,9 @@ class PipelineEngine:
         loss: the workload's.
         communicator: connects `layout.world_size` ranks or more. Those beyond it are idle: they have no stages,
             compute nothing, and vote.
+        table: shapes of this chain, where they are known from an earlier engine.
+        layers: of an earlier engine of this process, by index; see `take_layers`. Their optimizer's moments are not
+            theirs: `layer_state.install` brings them.
 
     Raises:
         CapslogError: cuts that do not fit the chain, a schedule that cannot run, a module with state of its own.
@@ -134,6 +137,7 @@ class PipelineEngine:
         communicator: Communicator,
         device: torch.device,
         table: ShapeTable | None = None,
+        layers: Mapping[int, EngineLayer] | None = None,
     ) -> None:
         chain.check_cuts(layout.cuts)
         if communicator.world_size < layout.world_size:
@@ -150,7 +154,7 @@ class PipelineEngine:
         self._cuts = (*layout.cuts, len(chain))
         owned = layout.stages_of(self.rank)
         indices = [index for stage in owned for index in range(self._cuts[stage], self._cuts[stage + 1])]
-        self.layers = take_layers(chain, sorted(indices), device, options.precision)
+        self.layers = take_layers(chain, sorted(indices), device, options.precision, layers)
         by_index = {layer.index: layer for layer in self.layers}
         last = len(layout.cuts) - 1
         self.stages = {
@@ -339,6 +343,25 @@ class PipelineEngine:
         except BaseException:
             self.forget()
             raise
+
+    def update_of(self, index: int) -> dict[str, Tensor]:
+        """After `compute`: what `apply` will make of one of this rank's layers, for those who hold a copy of it.
+
+        Returns:
+            "gradients/<name>": of the whole minibatch; a shared parameter's is the sum over all its uses.
+            "statistics/<microbatch>/<k>": of the k-th module call, [2, features].
+            References: they change with `apply`.
+        """
+        layer = next(layer for layer in self.layers if layer.index == index)
+        update: dict[str, Tensor] = {}
+        for name, parameter in layer.parameters.items():
+            # the gradient of a shared parameter lies in the first of its leaves here, which the optimizer steps
+            gradient = self.optimizer.parameters.get(layer.address(name), parameter).grad
+            if gradient is not None:
+                update[f"gradients/{name}"] = gradient
+        for microbatch, calls in self._statistics.get(index, {}).items():
+            update |= {f"statistics/{microbatch}/{k}": tensor for k, tensor in enumerate(calls)}
+        return update
 
     def apply(self, verdict: Verdict) -> StepResult:
         """Clipping, optimizer, running statistics: makes the step that was voted for, without a word to anybody."""

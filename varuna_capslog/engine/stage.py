@@ -220,9 +220,7 @@ class Stage:
         self.parts.clear()
         self.refusals.clear()
         for layer in self.layers:
-            layer.statistics.take()
-            for parameter in layer.parameters.values():
-                parameter.grad = None
+            layer.reset()
 
 
 def _handed_on(chain: Chain, index: int) -> frozenset[str]:
