@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from varuna_capslog.memory.additive import AdditiveCosts
 from varuna_capslog.memory.composition import RangeCosts
-from varuna_capslog.memory.costs import NEVER, StageCosts, peaks_of
+from varuna_capslog.memory.costs import NEVER, RunShape, StageCosts, peaks_of
+from varuna_capslog.memory.inflight import InflightCosts
 from varuna_capslog.planners.capslog import capslog_cuts
 from varuna_capslog.planners.exact import exact_cuts
 
@@ -78,9 +79,10 @@ def composed(rng: random.Random, size: int, stages: int) -> StageCosts:
 
 
 def in_flight(rng: random.Random, size: int, stages: int) -> StageCosts:
-    """The same, with S - s graphs alive on stage s: 1F1B without recomputation."""
+    """The same, with up to S - s graphs alive on stage s: 1F1B without recomputation."""
     alone, saved = _composed(rng, size)
-    return Placed(np.stack([alone + (stages - 1 - stage) * saved for stage in range(stages)]))
+    nothing = np.zeros_like(saved)
+    return InflightCosts(alone, saved, nothing, nothing, RunShape(rng.randrange(1, 12), "1f1b", False), False)
 
 
 def arbitrary(rng: random.Random, size: int, stages: int) -> StageCosts:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
+from varuna_capslog.memory import NEVER, RunShape
+from varuna_capslog.memory.inflight import InflightCosts
 from varuna_capslog.planners import exact_general
 from varuna_capslog.planners.exact import exact_cuts, fewest_devices
 
@@ -20,7 +23,9 @@ def best(costs: TableCosts, lists: list[list[int]]) -> list[int]:
 
 @pytest.mark.parametrize("position_free", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("settings", [{}, {"_FEW": 0}, {"_FEW": 10, "_KEPT_CELLS": 0}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"_FEW": 0}, {"_FEW": 10, "_KEPT": 0}, {"_FEW": 0, "_SMALL": 0, "_NARROWED": 1, "_FEW_RANGES": 0}]
+)
 def test_equals_exhaustive_search_with_its_tie_break(
     settings: dict[str, int], kind: str, position_free: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -33,6 +38,42 @@ def test_equals_exhaustive_search_with_its_tie_break(
         devices = rng.randrange(1, num_layers + 1)
         costs = table(rng, kind, num_layers, position_free)
         assert exact_cuts(costs, devices) == best(costs, list(exhaustive(costs, devices))), (costs.entries, devices)
+
+
+@pytest.mark.parametrize("settings", [{}, {"_FEW": 0, "_SMALL": 0, "_NARROWED": 1, "_FEW_RANGES": 0}])
+@pytest.mark.parametrize(("schedule", "recompute"), [("1f1b", False), ("gpipe", False), ("varuna", True)])
+def test_what_waits_in_flight_is_searched_part_by_part(
+    schedule: str, recompute: bool, settings: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory models of schedules; parts below 0, which no profile should have, must not hide a range."""
+    for name, value in settings.items():
+        monkeypatch.setattr(exact_general, name, value)
+    rng = random.Random(f"in flight {schedule}")
+    for number in range(150):
+        num_layers = rng.randrange(2, 10)
+        devices = rng.randrange(2, num_layers + 1)
+        high = rng.choice([3, 100, 10**10])
+        alone, *parts = (
+            np.array([[rng.randrange(high) for _ in range(num_layers + 1)] for _ in range(num_layers)])
+            for _ in range(4)
+        )
+        parts = [part - number % 2 * high // 4 for part in parts]
+        none = np.tri(num_layers, num_layers + 1, dtype=bool)
+        for part in parts:
+            part[none] = 0
+        alone[none] = NEVER
+        run = RunShape(rng.randrange(1, 7), schedule, recompute, "device")
+        costs = InflightCosts(alone, *parts, run=run, one_memory=bool(number % 3))
+        expected = best(costs, list(exhaustive(costs, devices)))
+        assert exact_cuts(costs, devices) == expected
+        capacities = [peak + rng.randrange(high) for peak in costs.peaks(rng.choice(list(exhaustive(costs, devices))))]
+        if len(set(capacities)) > 1:
+            within = [
+                cuts
+                for cuts in exhaustive(costs, devices)
+                if all(used <= size for used, size in zip(costs.peaks(cuts), capacities, strict=True))
+            ]
+            assert exact_cuts(costs, devices, capacities) == best(costs, within)
 
 
 @pytest.mark.parametrize("position_free", [True, False])

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from varuna_capslog.memory.costs import NEVER, StageCosts
+from varuna_capslog.memory.ranges import Ranges, ranges_within
 from varuna_capslog.planners import evenness
 
 __all__ = ["general_cuts", "general_fewest_devices"]
@@ -22,33 +23,39 @@ Bytes = NDArray[np.int64]
 _FEW = 3000
 """Transitions up to which adding long whole numbers one by one is faster than ruling out in numpy steps."""
 
-_KEPT_CELLS = 1 << 21
-"""Cost matrices of up to so many cells are kept between two passes; larger ones are asked for again."""
+_KEPT = 1 << 22
+"""Transitions kept while the smallest peak is looked for; where they are more, those within it are looked for again."""
 
-Window = Callable[[int], Bytes]
-"""Stage s -> bytes [i, j] of layers s + i .. s + j as that stage, 0 <= i, j <= L - G; NEVER where it may not be."""
+_NARROWED = 8
+"""After so many stages ranges are sorted out that no stage before them can hold: where less waits on late stages, those
+may be longer.
+"""
+
+_FEW_RANGES = 10_000
+"""So few are not worth sorting out."""
+
+_SMALL = 100_000
+"""Ranges times stages up to which weighing them all is faster than looking for a tight bound first."""
 
 
 def general_cuts(costs: StageCosts, devices: int, capacities: Sequence[int] | None = None) -> list[int]:
     """Return the first layer of each of `devices` stages, 1 <= devices <= L; see `exact.exact_cuts`."""
-    unequal = capacities is not None and len(set(capacities)) > 1
-    if unequal:
-        window = _windows(costs, devices, capacities)
-        peak = _smallest_peak(window, devices)
-        if peak < NEVER:
-            return _most_even(_transitions_within(window, devices, peak))
+    if capacities is not None and len(set(capacities)) > 1:
+        stages = _with_smallest_peak(ranges_within(costs, devices, max(capacities)), devices, capacities)
+        if stages:
+            return _most_even(stages)
         # No cut list fits devices that differ: the smallest peak is still an answer.
     if costs.position_free:
         return evenness.most_even(_band(costs, devices), devices)
-    window = _windows(costs, devices)
-    return _most_even(_transitions_within(window, devices, _smallest_peak(window, devices)))
+    most = _attained(costs, devices)
+    return _most_even(_with_smallest_peak(ranges_within(costs, devices, most), devices, [most] * devices))
 
 
 def general_fewest_devices(costs: StageCosts, capacity: int) -> int | None:
     """Return the smallest number of devices of `capacity` bytes that some cut list fits, None if L do not suffice.
 
-    Costs that depend on the place are asked anew for every number of devices: whether stages fit is then one pass over
-    bits, O(G W) numpy steps of up to W bits each. Else one pass over layers does, as in `exact.fewest_devices`.
+    Costs that depend on the place are searched anew for every number of devices. Else one pass over layers does, as in
+    `exact.fewest_devices`.
     """
     if costs.position_free:
         fits = costs.matrix() <= capacity
@@ -59,29 +66,12 @@ def general_fewest_devices(costs: StageCosts, capacity: int) -> int | None:
             fewest[ends & (fewest > fewest[first] + 1)] = fewest[first] + 1
         return int(fewest[-1]) if fewest[-1] < unreached else None
     for devices in range(1, costs.num_layers + 1):
-        window = _windows(costs, devices)
-        reached: NDArray[np.bool_] = np.arange(costs.num_layers - devices + 1) == 0
-        for stage in range(devices):
-            reached = np.logical_or.reduce(window(stage)[reached] <= capacity)
-        if reached[-1]:
+        if _with_smallest_peak(ranges_within(costs, devices, capacity), devices, [capacity] * devices):
             return devices
     return None
 
 
 # -- costs as arrays
-
-
-def _windows(costs: StageCosts, devices: int, capacities: Sequence[int] | None = None) -> Window:
-    """Every stage holds a layer at least, so stage s begins at one of layers s .. s + L - G and ends behind one."""
-    slack = costs.num_layers - devices + 1
-
-    def window(stage: int) -> Bytes:
-        found = costs.matrix(stage, devices)[stage : stage + slack, stage + 1 : stage + 1 + slack]
-        return found if capacities is None else np.where(found <= capacities[stage], found, NEVER)
-
-    if devices * slack * slack > _KEPT_CELLS:
-        return window
-    return [window(stage) for stage in range(devices)].__getitem__
 
 
 def _band(costs: StageCosts, devices: int) -> evenness.Band:
@@ -106,18 +96,96 @@ def _band(costs: StageCosts, devices: int) -> evenness.Band:
     return band
 
 
-def _smallest_peak(window: Window, devices: int) -> int:
-    """Return the smallest peak of all cut lists, NEVER if there is none.
-
-    State       (g, m): layers 0 .. m-1 in stages 0 .. g-1, g <= m <= g + L - G.
-    Transition  (g, l) -> (g + 1, m) with l < m: stage g holds layers l .. m-1.
-    Cost        the larger of the state's peak and the stage's bytes; NEVER where there is none.
-    Complexity  O(G W^2) in G numpy steps, W = L - G + 1.
+def _attained(costs: StageCosts, devices: int) -> int:
+    """Return the peak of some cut list: the smaller, the fewer ranges are weighed. Within a thirtieth of the smallest
+    peak in large instances where bytes never fall when a layer joins a stage.
     """
-    peaks = window(0)[0]
-    for stage in range(1, devices):
-        peaks = np.maximum(peaks[:, None], window(stage)).min(axis=0)
-    return int(peaks[-1])
+    num_layers = costs.num_layers
+    high = max(costs.peaks([stage * num_layers // devices for stage in range(devices)]))
+    low = high if num_layers**2 * devices <= _SMALL else 0
+    while high - low > high // 32 + 1:
+        threshold = (low + high) // 2
+        peak = max(costs.peaks(_filled(costs, devices, threshold)))
+        low, high = (low, peak) if peak <= threshold else (threshold, min(high, peak))
+    return high
+
+
+def _filled(costs: StageCosts, devices: int, threshold: int) -> list[int]:
+    """FILL_FIRST of the paper's Algorithm 2, where the last layer that still fits is found by bisection."""
+    cuts = [0]
+    for stage in range(devices - 1):
+        first, low, high = cuts[-1], cuts[-1] + 1, costs.num_layers - (devices - 1 - stage)
+        while low < high:
+            end = (low + high + 1) // 2
+            if costs.stage_bytes(first, end, stage, devices) <= threshold:
+                low = end
+            else:
+                high = end - 1
+        cuts.append(low)
+    return cuts
+
+
+def _with_smallest_peak(ranges: Ranges, devices: int, limits: Sequence[int]) -> list[_Stage]:
+    """Return the stages, by their number, of all cut lists with the smallest peak of those that keep to limits[s] in
+    stage s; empty where there is none.
+    """
+    peak, weighed = _weighed(ranges, devices, limits, _KEPT)
+    if peak == NEVER:
+        return []
+    if not weighed:
+        _, weighed = _weighed(ranges, devices, [min(limit, peak) for limit in limits], None)
+    stages = []
+    reached: NDArray[np.bool_] = np.arange(ranges.num_layers + 1) == 0
+    for stage, peaks in reversed(weighed):
+        stage.keep(reached[stage.starts] & (peaks <= peak))
+        reached = np.zeros_like(reached)
+        reached[stage.ends] = True
+        stages.append(stage)
+    return stages
+
+
+def _weighed(
+    ranges: Ranges, devices: int, limits: Sequence[int], most: int | None
+) -> tuple[int, list[tuple[_Stage, Bytes]]]:
+    """Return the smallest peak of the cut lists that keep to the limits, NEVER if there is none; and transitions, from
+    the last stage to the first, with the smallest peak from there on: all that such cut lists have, or none if they are
+    more than `most`.
+
+    State       (s, l): layers from l on in the stages s .. G-1, s <= l <= s + L - G.
+    Transition  (s + 1, m) -> (s, l) with l < m: stage s holds layers l .. m-1.
+    Cost        the larger of the state's peak and the stage's bytes; NEVER above the limit and where there is none.
+    Complexity  O(G N) in G numpy steps for N ranges.
+    """
+    size = ranges.num_layers + 1
+    later = np.full(size, NEVER, dtype=np.int64)
+    later[-1] = 0
+    weighed: list[tuple[_Stage, Bytes]] = []
+    count = 0
+    begins = _begins(ranges)
+    for number in reversed(range(devices)):
+        if number % _NARROWED == 0 and len(ranges.firsts) > _FEW_RANGES:
+            ranges = ranges.within(max(limits[: number + 1]), number + 1)
+            begins = _begins(ranges)
+        begin, behind = begins[number], begins[size - devices + number]
+        bytes_ = ranges.bytes(number, slice(begin, behind))
+        within = (bytes_ <= limits[number]).nonzero()[0]
+        ends = ranges.ends[begin:behind][within]
+        leads_on = later[ends] < NEVER
+        within, ends = within[leads_on], ends[leads_on]
+        stage = _Stage(ranges.firsts[begin:behind][within], ends, bytes_[within])
+        peaks = np.maximum(stage.bytes, later[ends])
+        later = stage.least(peaks, NEVER, size)
+        count += len(peaks)
+        if most is None or count <= most:
+            weighed.append((stage, peaks))
+    if most is not None and count > most:
+        weighed.clear()
+    return int(later[0]), weighed
+
+
+def _begins(ranges: Ranges) -> list[int]:
+    """Where the ranges that begin at each layer begin."""
+    return np.searchsorted(ranges.firsts, np.arange(ranges.num_layers + 1)).tolist()
 
 
 # -- the most even of the cut lists with the smallest peak
@@ -127,7 +195,7 @@ def _smallest_peak(window: Window, devices: int) -> int:
 class _Stage:
     """The transitions of one stage that are still in question, in rising order of (start, end).
 
-    bytes: of the stage; 0 once settled. Starts and ends count from the stage's first possible layer.
+    starts, ends: layers starts .. ends-1. bytes: of the stage; 0 once settled.
     """
 
     starts: NDArray[np.int64]
@@ -150,26 +218,6 @@ class _Stage:
         begins = np.ones(len(self.starts), dtype=np.bool_)
         np.not_equal(self.starts[1:], self.starts[:-1], out=begins[1:])
         return begins.nonzero()[0]
-
-
-def _transitions_within(window: Window, devices: int, peak: int) -> list[_Stage]:
-    """Every stage of at most `peak` bytes that is part of some cut list of such stages; there is one."""
-    width = len(window(0))
-    stages = []
-    reached: NDArray[np.bool_] = np.arange(width) == 0
-    for number in range(devices):
-        bytes_ = window(number)
-        within = (bytes_ <= peak) & reached[:, None]
-        reached = np.logical_or.reduce(within)
-        starts, ends = within.nonzero()
-        stages.append(_Stage(starts, ends, bytes_[starts, ends]))
-    leads_on = np.zeros(width, dtype=np.bool_)
-    leads_on[-1] = True
-    for stage in reversed(stages):
-        stage.keep(leads_on[stage.ends])
-        leads_on = np.zeros(width, dtype=np.bool_)
-        leads_on[stage.starts] = True
-    return stages
 
 
 def _most_even(stages: list[_Stage]) -> list[int]:
@@ -254,8 +302,7 @@ def _by_long_numbers(stages: Sequence[_Stage]) -> list[int]:
                 choice[start] = end
         later = now
         choices.append(choice)
-    cuts, place = [0], 0
-    for number, choice in enumerate(reversed(choices[1:]), start=1):
-        place = choice[place]
-        cuts.append(number + place)
+    cuts = [0]
+    for choice in reversed(choices[1:]):
+        cuts.append(choice[cuts[-1]])
     return cuts
