@@ -28,6 +28,8 @@ from varuna_capslog.simulation import UPDATE_RATE
 
 __all__ = ["Candidate", "Candidates", "Steps"]
 
+Floats = NDArray[np.float64]
+
 _SLOW = ("mcap-bf", "mcap-bo")
 """Planners that take seconds or more; `exact` finds what the first of them finds."""
 
@@ -151,7 +153,9 @@ class Candidates:
         same_size = None in (profiled, self.steps.microbatch_size) or profiled == self.steps.microbatch_size
         self.described = profile is not None and same_size
         self._costs = {replicas: self._costs_of(replicas) for replicas in self._replicas(self.steps.num_blocks)}
-        self._bounds: dict[int, NDArray[np.float64]] = {}
+        self._of_stages: dict[int, tuple[Floats, Floats]] = {}
+        self._bounds: dict[int, Floats] = {}
+        self._smallest: dict[tuple[int, int], list[int]] = {}
         self._known: dict[tuple[int, int, tuple[int, ...] | None], Candidate] = {}
         self._fewest: dict[int, int | None] = {}
 
@@ -196,28 +200,47 @@ class Candidates:
     ) -> Candidate | None:
         """The best candidate that fits: the smallest `rank`, none of which is below `best_rank`, then the quickest.
 
-        Candidates are weighed from the smallest bound on. Once the bound is above the best step, no other can win.
-        Without seconds it is one pipeline, of as many stages as can be, then of fewer.
+        First the cuts that are the best without a limit, where they fit; then, where a bound says that they may still
+        win, those that the planner finds within the limits. Without seconds it is one pipeline, of as many stages as
+        can be, then of fewer.
 
         Args:
             usable: (replicas, stages) -> bytes that each stage's devices can use, None without a limit.
         """
         best: tuple[int, tuple[int, int, int]] | None = None
         found = None
+
+        def may_win(replicas: int, stages: int, bound: int) -> bool:
+            return best is None or best[0] > best_rank or (bound, -replicas * stages, replicas) < best[1]
+
+        limited = []
         for replicas, stages in self._in_order(devices):
-            if best is not None and best[0] == best_rank and self.bound_ticks(replicas, stages) > best[1][0]:
-                break
-            limits = usable(replicas, stages)
-            candidate = self.candidate(replicas, stages, limits)
-            if max(candidate.excess(limits), default=0) > 0:
+            if not may_win(replicas, stages, self.bound_ticks(replicas, stages)):
                 continue
-            if best is not None and best[0] == best_rank and candidate.order >= best[1]:
+            limits = usable(replicas, stages)
+            candidate = self._weighed(replicas, stages, None)
+            if max(candidate.excess(limits), default=0) > 0:
+                if limits is not None and self._limits_matter(limits):
+                    limited.append((replicas, stages, limits))
+            elif best is None or best[0] > best_rank or candidate.order < best[1]:
+                key = (rank(candidate), candidate.order)
+                if best is None or key < best:
+                    best, found = key, candidate
+        bounds = [
+            (bound, -replicas * stages, replicas, stages, limits)
+            for replicas, stages, limits in limited
+            if may_win(replicas, stages, self.bound_ticks(replicas, stages))
+            and (bound := self._limited_bound(replicas, stages, limits)) is not None
+        ]
+        for bound, _, replicas, stages, limits in sorted(bounds, key=lambda entry: entry[:4]):
+            if not may_win(replicas, stages, bound):
+                continue
+            candidate = self._weighed(replicas, stages, tuple(limits))
+            if max(candidate.excess(limits)) > 0 or not may_win(replicas, stages, candidate.step_ticks or 0):
                 continue
             key = (rank(candidate), candidate.order)
             if best is None or key < best:
                 best, found = key, candidate
-            if not self.timed and key[0] == best_rank:
-                break
         return found
 
     def _in_order(self, devices: int) -> list[tuple[int, int]]:
@@ -238,10 +261,11 @@ class Candidates:
         found = self._weighed(replicas, stages, None)
         if usable is None or max(found.excess(usable), default=0) <= 0:
             return found
-        # `exact` looks at capacities only where they differ, the other table planners never.
-        if self.planner == "throughput" or (self.planner == "exact" and len(set(usable)) > 1):
-            return self._weighed(replicas, stages, tuple(usable))
-        return found
+        return self._weighed(replicas, stages, tuple(usable)) if self._limits_matter(usable) else found
+
+    def _limits_matter(self, usable: Sequence[int]) -> bool:
+        """Whether the planner looks at capacities: `exact` only where they differ, the other table planners never."""
+        return self.planner == "throughput" or (self.planner == "exact" and len(set(usable)) > 1)
 
     def _weighed(self, replicas: int, stages: int, usable: tuple[int, ...] | None) -> Candidate:
         key = (replicas, stages, usable)
@@ -289,42 +313,88 @@ class Candidates:
         return exchange + self._update_rate * parameter_bytes
 
     def bound_ticks(self, replicas: int, stages: int) -> int:
-        """No cut list of so many pipelines of so many stages takes less; without seconds fewer stages count as more."""
+        """No cut list of so many pipelines of so many stages takes less; 0 without seconds."""
         if self._seconds is None:
-            return -stages
+            return 0
         if replicas not in self._bounds:
-            self._bounds[replicas] = self._least_seconds(self.steps.num_microbatches // replicas)
+            self._bounds[replicas] = self._least_seconds(*self._stage_seconds(replicas))
+        return self._in_ticks(replicas, stages, float(self._bounds[replicas][stages]))
+
+    def _in_ticks(self, replicas: int, stages: int, seconds: float) -> int:
+        """A bound of the seconds of one pipeline, with what follows its last backward."""
         # The stage with most parameters has at least an even part of them. A tick less, for what rounding adds.
         after = self._after(replicas, float(self._parameters[-1]) / stages)
-        return int((float(self._bounds[replicas][stages]) + after) * (1 - 1e-12) / _TICK) - 1
+        return int((seconds + after) * (1 - 1e-12) / _TICK) - 1
 
-    def _least_seconds(self, microbatches: int) -> NDArray[np.float64]:
+    def _stage_seconds(self, replicas: int) -> tuple[Floats, Floats]:
+        """[L, L + 1] and [L]: seconds that no schedule can avoid where layers first .. end-1 are a stage, and where the
+        layers from `first` on are the last one.
+
+        The first forward and the last backward of one microbatch on the layers before, and the stage's work on all
+        microbatches. With recomputation every stage but the last repeats all forwards, except one that its backward
+        follows at once. 0 without seconds.
+        """
+        if replicas not in self._of_stages:
+            size = self.num_layers
+            inner, last = np.zeros((size, size + 1)), np.zeros(size)
+            if self._seconds is not None:
+                microbatches = self.steps.num_microbatches // replicas
+                forward, backward = self._seconds.forward, self._seconds.backward
+                passed = (forward + backward)[:-1, None]
+                both = (forward + backward)[None, :] - passed
+                last = np.maximum(microbatches * both[:, -1] + passed[:, 0], forward[-1] + backward[-1])
+                inner = microbatches * both + passed
+                if self._recompute:
+                    inner = inner + (microbatches - 1) * (forward[None, :] - forward[:-1, None])
+            inner[np.tri(size, size + 1, dtype=np.bool_)] = np.inf
+            self._of_stages[replicas] = inner, last
+        return self._of_stages[replicas]
+
+    def _least_seconds(self, inner: Floats, last: Floats) -> Floats:
         """[L + 1]: by number of stages, a bound below the step of one pipeline.
 
         State       (s, m): layers 0 .. m-1 in s stages.
         Transition  (s, l) -> (s + 1, m) with l < m: stage s holds layers l .. m-1.
-        Cost        the largest, over stages, of what no schedule can avoid: the first forward and the last backward of
-                    one microbatch on the layers before, and the stage's work on all microbatches. With recomputation
-                    every stage but the last repeats all forwards, except one that its backward follows at once.
+        Cost        the largest of the stages' seconds, as `_stage_seconds` gives them.
         Complexity  O(L^3) in L numpy steps, once per number of replicas.
         """
-        assert self._seconds is not None
-        forward, backward = self._seconds.forward, self._seconds.backward
         size = self.num_layers
-        passed = (forward + backward)[:-1, None]
-        both = (forward + backward)[None, :] - passed
-        again = forward[None, :] - forward[:-1, None]
-        last = microbatches * both[:, -1] + passed[:, 0]
-        inner = microbatches * both + passed
-        if self._recompute:
-            inner = inner + (microbatches - 1) * again
-        inner[np.tri(size, size + 1, dtype=np.bool_)] = np.inf
         bounds = np.full(size + 1, np.inf)
         reached = np.where(np.arange(size) == 0, 0.0, np.inf)
         for stages in range(1, size + 1):
             bounds[stages] = np.maximum(reached, last).min()
             reached = np.maximum(reached[:, None], inner).min(axis=0)[:-1]
-        return np.maximum(bounds, forward[-1] + backward[-1])
+        return bounds
+
+    def _limited_bound(self, replicas: int, stages: int, usable: Sequence[int]) -> int | None:
+        """As `bound_ticks`, over the cut lists that fit; None if there are none. The search is that of
+        `_least_seconds` for one number of stages: stage s begins at one of layers s .. s + L - S.
+        """
+        if any(least > size for least, size in zip(self._least_bytes(replicas, stages), usable, strict=True)):
+            return None
+        costs, (inner, last) = self._costs[replicas], self._stage_seconds(replicas)
+        slack = self.num_layers - stages + 1
+        reached = np.where(np.arange(slack) == 0, 0.0, np.inf)
+        for stage in range(stages - 1):
+            here = np.s_[stage : stage + slack, stage + 1 : stage + 1 + slack]
+            fits = costs.matrix(stage, stages)[here] <= usable[stage]
+            reached = np.where(fits, np.maximum(reached[:, None], inner[here]), np.inf).min(axis=0)
+            if np.isinf(reached).all():
+                return None
+        fits = costs.matrix(stages - 1, stages)[stages - 1 :, -1] <= usable[-1]
+        bound = float(np.where(fits, np.maximum(reached, last[stages - 1 :]), np.inf).min())
+        return None if np.isinf(bound) else self._in_ticks(replicas, stages, bound)
+
+    def _least_bytes(self, replicas: int, stages: int) -> list[int]:
+        """The bytes of the smallest stage that could be at each place."""
+        key = (replicas, stages)
+        if key not in self._smallest:
+            costs, slack = self._costs[replicas], self.num_layers - stages + 1
+            self._smallest[key] = [
+                int(costs.matrix(stage, stages)[stage : stage + slack, stage + 1 : stage + 1 + slack].min())
+                for stage in range(stages)
+            ]
+        return self._smallest[key]
 
     # -- ahead of time, and when nothing fits
 
@@ -332,6 +402,7 @@ class Candidates:
         """Weighs all candidates of up to `devices` devices without a limit, so that later questions find them."""
         for replicas, stages in self._in_order(devices):
             self.candidate(replicas, stages, None)
+            self._least_bytes(replicas, stages)
 
     def fewest_devices(self, capacity: int) -> int | None:
         """Devices of `capacity` bytes that one pipeline needs at least, with the best cuts; None: none would do."""

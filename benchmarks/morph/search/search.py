@@ -1,0 +1,143 @@
+"""Time of the search inside a change of membership: seats in, layout with copies out (`elastic.placing.Placer`).
+
+Plays random histories of memberships over profiles estimated from the paper's configurations and writes results.json.
+Every question is asked once, in a process that has prepared for 32 devices while nobody waited; what that preparation
+takes, and what a question takes without it, stands beside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import random
+import subprocess
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from varuna_capslog.config import load_config
+from varuna_capslog.elastic.candidates import Steps
+from varuna_capslog.elastic.generation import Layout
+from varuna_capslog.elastic.placing import Placer, state_bytes
+from varuna_capslog.elastic.recovery import Seat
+from varuna_capslog.planners.seconds import Link, step_player
+from varuna_capslog.prepare import profile_run
+from varuna_capslog.profiles.record import Profile
+
+ROOT = Path(__file__).parents[3]
+RESULTS = Path(__file__).with_name("results.json")
+GIB = 1 << 30
+MOST = 32
+
+CONFIGURATIONS = ("rn50_e6", "rn101_e12", "rn101_d_e12")
+RUNS = ((8, 1), (8, 8), (32, 8), (32, 32))
+"""(microbatches of a step, accumulation blocks)"""
+LINKS = {"free": None, "10 Gbit/s": Link(1.25e9, 1e-4)}
+FLEETS: dict[str, Callable[[random.Random, int], list[int]]] = {
+    "no limit": lambda dice, count: [0] * count,
+    "1 GiB each": lambda dice, count: [GIB] * count,
+    "16 GiB each": lambda dice, count: [16 * GIB] * count,
+    "2 to 24 GiB": lambda dice, count: [dice.choice((2, 4, 8, 16, 24)) * GIB for _ in range(count)],
+}
+
+
+def milliseconds(work: Callable[[], Any]) -> tuple[float, Any]:
+    """CPU time of one call, and what it gave."""
+    begun = time.process_time()
+    found = work()
+    return (time.process_time() - begun) * 1e3, found
+
+
+def seats_of(capacities: list[int]) -> list[Seat]:
+    """Members on hosts of their own."""
+    return [Seat(f"h{number}-0", f"h{number}", size) for number, size in enumerate(capacities)]
+
+
+def placer_of(profile: Profile, run: tuple[int, int], link: Link | None, planner: str) -> Placer:
+    """A placer as a run has it: redundancy 1, sync, copies on the device."""
+    sizes = state_bytes(profile)
+    assert sizes is not None
+    microbatches, blocks = run
+    return Placer(
+        profile, sizes[0], Steps(microbatches, blocks, 1), planner=planner, gradient_bytes=sizes[1], link=link
+    )
+
+
+def measure(profile: Profile, run: tuple[int, int], link: Link | None, planner: str, questions: int) -> dict[str, Any]:
+    """One run: the preparation, then a history of memberships for every kind of fleet; and the same unprepared."""
+    row: dict[str, Any] = {"prepare_ms": {}, "fleets": {}}
+    for most in (8, MOST):
+        step_player.cache_clear()
+        placer = placer_of(profile, run, link, planner)
+        row["prepare_ms"][most] = round(milliseconds(partial(placer.prepare, most))[0], 1)
+    for name, fleet in FLEETS.items():
+        dice = random.Random(name)
+        taken, waits, shapes = [], 0, set()
+        for _ in range(questions):
+            seats = seats_of(fleet(dice, dice.randint(1, MOST)))
+            spent, layout = milliseconds(partial(placer, seats))
+            taken.append(spent)
+            if isinstance(layout, Layout):
+                shapes.add(placer.pipeline(layout, [seat.member for seat in seats]))
+            else:
+                waits += 1
+        row["fleets"][name] = {
+            "questions": questions,
+            "median_ms": round(float(np.median(taken)), 2),
+            "p99_ms": round(float(np.quantile(taken, 0.99)), 2),
+            "most_ms": round(max(taken), 2),
+            "waits": waits,
+            "layouts": len(shapes),
+        }
+    unprepared = {}
+    for count in (8, 16, MOST - 1):
+        step_player.cache_clear()
+        fresh = placer_of(profile, run, link, planner)
+        unprepared[count] = round(milliseconds(partial(fresh, seats_of([0] * count)))[0], 1)
+    row["unprepared_ms"] = unprepared
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--questions", type=int, default=300, help="memberships per run and kind of fleet")
+    parser.add_argument("--planner", default="exact")
+    parser.add_argument("--only", default=None, help="one of the configurations")
+    parser.add_argument("-o", "--output", type=Path, default=RESULTS)
+    given = parser.parse_args()
+    rows = []
+    for name in [given.only] if given.only else CONFIGURATIONS:
+        config = load_config(ROOT / "configs" / "paper" / f"{name}.yaml", ["profile.source=estimated"])
+        profile = profile_run(config, show=False)
+        for run in RUNS:
+            for link_name, link in LINKS.items():
+                row = {
+                    "configuration": name,
+                    "layers": profile.num_layers,
+                    "microbatches": run[0],
+                    "blocks": run[1],
+                    "link": link_name,
+                    **measure(profile, run, link, given.planner, given.questions),
+                }
+                rows.append(row)
+                print(json.dumps(row), flush=True)
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    about = {
+        "planner": given.planner,
+        "most_devices": MOST,
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "commit": commit.stdout.strip(),
+        "most_ms": max(fleet["most_ms"] for row in rows for fleet in row["fleets"].values()),
+    }
+    given.output.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(about))
+
+
+if __name__ == "__main__":
+    main()
