@@ -81,7 +81,7 @@ class Peers:
             return
         with self._lock:
             outgoing = self._outgoing.get(target)
-            if outgoing is None:
+            if outgoing is None or outgoing.stopped:
                 outgoing = self._outgoing[target] = _Outgoing(self, target)
         outgoing.queue.put((kind, dict(tensors or {}), header))
 
@@ -166,14 +166,14 @@ class _Outgoing:
         )
         self._peers, self._target = peers, target
         self._connection: socket.socket | None = None
-        self._stopped = False
+        self.stopped = False
         threading.Thread(target=self._run, name=f"peers-send-{target}", daemon=True).start()
 
     def _run(self) -> None:
         peers, target = self._peers, self._target
         try:
             self._connection = peers._dial(target)
-            while not self._stopped:
+            while not self.stopped:
                 item = self.queue.get()
                 if item is None:
                     return
@@ -183,13 +183,13 @@ class _Outgoing:
                 kind, tensors, header = item
                 _write(self._connection, {"kind": kind, **header}, tensors)
         except OSError:
-            if not self._stopped and not peers._closed:
+            if not self.stopped and not peers._closed:
                 peers._lost(target)
         except CapslogError:  # the store that knows the addresses is gone
-            if not self._stopped and not peers._closed:
+            if not self.stopped and not peers._closed:
                 peers._lost(target)
         finally:
-            self._stopped = True
+            self.stopped = True
             if self._connection is not None:
                 self._connection.close()
             self._release()
@@ -205,12 +205,12 @@ class _Outgoing:
     def flush(self, seconds: float) -> None:
         done = threading.Event()
         self.queue.put(done)
-        if self._stopped:
+        if self.stopped:
             self._release()
         done.wait(seconds)
 
     def stop(self) -> None:
-        self._stopped = True
+        self.stopped = True
         self.queue.put(None)
         connection = self._connection
         if connection is not None:

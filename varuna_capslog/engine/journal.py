@@ -81,6 +81,10 @@ class Journal:
             self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step)
         self._printed = 0.0
 
+    def change(self, generation: int, world_size: int) -> None:
+        """From now on another generation writes."""
+        self._generation, self._world_size = generation, world_size
+
     def step(self, record: Mapping[str, Any]) -> None:
         """Adds one step's line; `record` holds step, loss, parts, lr, grad_norm, step_seconds, samples_per_second,
         ...

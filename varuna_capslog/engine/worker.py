@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from varuna_capslog.engine.communicator import Communicator
     from varuna_capslog.engine.run import Run
 
-__all__ = ["leave", "main", "run_worker"]
+__all__ = ["choose_device", "failure_kind", "leave", "main", "run_worker"]
 
 
 class _Wish:
@@ -86,7 +86,7 @@ def run_worker(run_dir: Path, evaluate: bool = False, prepare: Callable[[], obje
             "stage": place["stage"],
             "step": state["step"],
             "microbatch": _microbatch(state["doing"]),
-            "kind": _kind(error),
+            "kind": failure_kind(error),
             "peer": getattr(error, "peer", None),
             "cause": cause,
             "time": time.time(),
@@ -108,7 +108,8 @@ def leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-def _kind(error: Exception) -> str:
+def failure_kind(error: Exception) -> str:
+    """What sort of failure a worker reports; see `failures`."""
     from varuna_capslog.engine.communicator import PeerLost
     from varuna_capslog.errors import DoesNotFit, StepRefused
 
@@ -161,7 +162,7 @@ def _work(
     files.write_json(
         run_dir / "workers" / f"{rank}.json", {key: place[key] for key in ("rank", "pid", "host", "stage")}
     )
-    device = _device(config.device, int(os.environ.get("LOCAL_RANK", rank)))
+    device = choose_device(config.device, int(os.environ.get("LOCAL_RANK", rank)))
     if config.pipeline.transport == "nccl":
         _check_nccl(device)
     with _connected(rank, f"run-{generation}", config.pipeline.timeout_seconds) as communicator:
@@ -243,7 +244,8 @@ def _check_nccl(device: torch.device) -> None:
         )
 
 
-def _device(wish: str, local_rank: int) -> Any:
+def choose_device(wish: str, local_rank: int) -> Any:
+    """The torch.device for `device: wish`. Raises CapslogError for CUDA where there is none."""
     import torch
 
     if wish == "cuda" and not torch.cuda.is_available():

@@ -1,0 +1,131 @@
+"""What a person sees of an elastic run: one progress bar, one line per change, read from the run's own files.
+
+The workers come and go, and with them whoever keeps the journal; so the host's process draws, and the files are all
+that it knows.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from varuna_capslog.units import format_bytes
+
+__all__ = ["Terminal", "describe"]
+
+_LOOK_SECONDS = 0.2
+_LINE_SECONDS = 10.0
+
+
+class Terminal:
+    """Draws a run while the `with` block lasts; what the folder held before is not shown again.
+
+    Args:
+        total_steps: where the bar ends; None if only time limits the run.
+    """
+
+    def __init__(self, run_dir: Path, total_steps: int | None) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self._console = Console(file=sys.stdout)
+        self._live = self._console.is_terminal
+        self._metrics, self._events = _Tail(run_dir / "metrics.jsonl"), _Tail(run_dir / "events.jsonl")
+        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"))
+        self._progress = Progress(*columns, TimeElapsedColumn(), console=self._console, disable=not self._live)
+        self._task = self._progress.add_task("starting", total=total_steps)
+        self._total = total_steps
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="terminal", daemon=True)
+        self._quiet_until = 0.0
+
+    def __enter__(self) -> Terminal:
+        self._progress.start()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+        self._look()
+        self._progress.stop()
+
+    def say(self, line: str) -> None:
+        """One line above the bar."""
+        self._console.print(line, highlight=False, markup=False)
+
+    def _run(self) -> None:
+        while not self._end.wait(_LOOK_SECONDS):
+            self._look()
+
+    def _look(self) -> None:
+        for event in self._events.new():
+            line = describe(event)
+            if line:
+                self.say(line)
+        records = list(self._metrics.new())
+        if not records:
+            return
+        record = records[-1]
+        text = (
+            f"loss {record['loss']:.4f}  |grad| {record['grad_norm']:.3g}  lr {record['lr']:.2g}  "
+            f"{record['samples_per_second']:.1f} samples/s  {record['world_size']} member(s)"
+        )
+        self._progress.update(self._task, completed=record["step"], description=text)
+        now = time.monotonic()
+        if not self._live and (now >= self._quiet_until or record["step"] == self._total):
+            self._quiet_until = now + _LINE_SECONDS
+            self.say(f"step {record['step']}{f' of {self._total}' if self._total else ''}  {text}")
+
+
+def describe(event: Mapping[str, Any]) -> str | None:
+    """An event in a sentence: who, why, new cuts, pause, moved bytes; None for those that nobody waits for."""
+    kind = event.get("kind")
+    head = f"generation {event.get('generation')}"
+    if kind in ("start", "morph") and "cuts" in event:
+        text = f"{head}: {'; '.join(event.get('why', ()))}; cuts {event['cuts']}"
+        if kind == "morph":
+            pause = event.get("pause_seconds")
+            text += "" if pause is None else f", paused {1000 * pause:.0f} ms"
+            text += f", moved {format_bytes(int(event.get('moved_bytes', 0)))}"
+        return text
+    if kind == "notice":
+        left = event.get("deadline")
+        return f"notice ({event.get('source')}): {event.get('member')} leaves" + (
+            f" within {left:.0f} s" if left else ""
+        )
+    if kind == "lost":
+        return f"lost: {event.get('member')} ({event.get('why')})"
+    if kind in ("waiting", "persisted"):
+        return f"{kind}: {event.get('why')}"
+    return None
+
+
+class _Tail:
+    """The lines that a file has got since the last look."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._at = path.stat().st_size if path.exists() else 0
+
+    def new(self) -> Iterator[dict[str, Any]]:
+        try:
+            with open(self._path, "rb") as file:
+                file.seek(self._at)
+                data = file.read()
+        except OSError:
+            return
+        whole = data.rfind(b"\n") + 1
+        self._at += whole
+        for line in data[:whole].splitlines():
+            try:
+                found = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(found, dict):
+                yield found

@@ -1,0 +1,135 @@
+"""The process of one member of an elastic run, started by the host's supervisor.
+
+It joins the store, takes part until the run ends or it is released, and leaves: done (0), asked to stop (130), or
+failed, with one sentence in `workers/<member>.error.json`. What it needs stands in the run's folder and the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from varuna_capslog.errors import CapslogError
+
+__all__ = ["main"]
+
+
+class _Wish:
+    """Whether somebody asked for a stop at the next boundary."""
+
+    def __init__(self) -> None:
+        self.stop = False
+        signal.signal(signal.SIGINT, self._hear)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self.stop = True
+
+
+def main(arguments: Sequence[str] = ()) -> int:
+    """Runs one member; returns the exit status.
+
+    Args:
+        arguments: the run's folder.
+    """
+    from varuna_capslog import files
+
+    run_dir, me = Path(arguments[0]), os.environ["CAPSLOG_MEMBER"]
+    wish = _Wish()
+    try:
+        return _take_part(run_dir, me, wish)
+    except Exception as error:
+        known = isinstance(error, CapslogError)
+        cause = str(error) if known else f"{type(error).__name__}: {error}"
+        if not known or os.environ.get("CAPSLOG_DEBUG"):
+            traceback.print_exc()
+        sys.stderr.write(f"{me}: {cause}\n")
+        from varuna_capslog.engine.worker import failure_kind
+
+        report = {
+            "rank": -1,
+            "member": me,
+            "stage": None,
+            "step": None,
+            "microbatch": None,
+            "kind": failure_kind(error),
+            "peer": None,
+            "cause": cause,
+            "time": time.time(),
+        }
+        with contextlib.suppress(CapslogError):
+            files.write_json(run_dir / "workers" / f"{me}.error.json", report)
+        return error.exit_status if isinstance(error, CapslogError) else 1
+
+
+def _take_part(run_dir: Path, me: str, wish: _Wish) -> int:
+    import torch
+
+    from varuna_capslog.config import load_config, load_workload
+    from varuna_capslog.elastic.generation import Stamp
+    from varuna_capslog.elastic.peers import local_address
+    from varuna_capslog.elastic.pipeline_work import PipelineWork
+    from varuna_capslog.elastic.runtime import Patience, Runtime
+    from varuna_capslog.elastic.store import open_store
+    from varuna_capslog.engine.checkpoint import latest_checkpoint
+    from varuna_capslog.engine.worker import choose_device
+    from varuna_capslog.plan import read_plan
+    from varuna_capslog.profiles.record import read_profile
+
+    logging.basicConfig(stream=sys.stderr, format="%(message)s")
+    address = os.environ["CAPSLOG_STORE"]
+    store = open_store(address, os.environ.get("CAPSLOG_STORE_IDENTITY"))
+    config = load_config(run_dir / "config.yaml")
+    torch.set_num_threads(config.train.threads)
+    first = int(_told(store.get("first-plan", 10.0), "which plan the run begins with"))
+    resumed = int(_told(store.get("resumed-step", 10.0), "which checkpoint the run begins with"))
+    profile_file = run_dir / "profile.json"
+    profile = read_profile(profile_file) if profile_file.exists() else None
+    device = choose_device(config.device, int(os.environ.get("CAPSLOG_LOCAL_RANK", "0")))
+    capacity = config.pipeline.capacity
+    work = PipelineWork(
+        me,
+        config,
+        load_workload(config),
+        read_plan(run_dir / f"plan-{first}.json"),
+        profile,
+        device,
+        first - 1,
+        lambda: wish.stop,
+    )
+    elastic = config.elastic
+    latest, _ = latest_checkpoint(run_dir / "checkpoints")
+    newest = Stamp(latest.step, 0) if latest is not None and latest.step == resumed else Stamp(resumed, 0)
+    runtime = Runtime(
+        me,
+        os.environ.get("CAPSLOG_HOST", "host"),
+        work,
+        store,
+        store.identity,
+        local_address(address),
+        capacity if isinstance(capacity, int) else 0,
+        newest,
+        elastic.protection == "sync",
+        elastic.shadows,
+        Patience(config.pipeline.timeout_seconds, elastic.patience_seconds),
+    )
+    try:
+        end = runtime.run()
+    finally:
+        work.close()
+    return 130 if end.stopped and work.asked else 0
+
+
+def _told(value: str | None, what: str) -> str:
+    if value is None:
+        raise CapslogError(
+            f"the store does not say {what}: the host that began the run has not come so far; start anew"
+        )
+    return value
