@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -17,8 +18,9 @@ from torch import nn
 from varuna_capslog.chain import Chain, Layer
 from varuna_capslog.workload import Workload
 
-__all__ = ["real_parameter", "skeleton"]
+__all__ = ["hollow_module", "real_parameter", "skeleton"]
 
+_Built = TypeVar("_Built")
 _Stripped = dict[int, tuple["weakref.ref[nn.Parameter]", nn.Parameter]]
 
 
@@ -28,21 +30,38 @@ def skeleton(workload: Workload) -> Chain:
     While it is built every parameter is moved there as soon as a module registers it, so that a model larger than the
     host can be profiled; a model that needs its weights while it is built is built whole and then stripped.
     """
+    chain, stripped = _built(workload.build_chain)
+    modules = [layer.module for layer in chain.layers]
+    return _with_modules(chain, copy.deepcopy(modules, _hollow_memo(modules, stripped)))
+
+
+def hollow_module(build: Callable[[], nn.Module]) -> nn.Module:
+    """The same for one module: what `build` gives, with real buffers and all parameters on the meta device."""
+    module, stripped = _built(build)
+    hollow: nn.Module = copy.deepcopy(module, _hollow_memo([module], stripped))
+    return hollow
+
+
+def _built(build: Callable[[], _Built]) -> tuple[_Built, _Stripped]:
     torch.manual_seed(0)
     stripped: _Stripped = {}
     try:
         with _parameters_on_meta(stripped):
-            chain = workload.build_chain()
+            return build(), stripped
     except Exception:
         # whatever went wrong: if it was not for the missing weights, this raises it again
-        chain = workload.build_chain()
+        return build(), stripped
+
+
+def _hollow_memo(modules: Sequence[nn.Module], stripped: _Stripped) -> dict[int, object]:
+    """What a deep copy puts in place of parameters and buffers."""
     memo: dict[int, object] = {}
-    for layer in chain.layers:
-        for parameter in layer.module.parameters():
+    for module in modules:
+        for parameter in module.parameters():
             memo[id(parameter)] = _on_meta(parameter, stripped)
-        for buffer in layer.module.buffers():
+        for buffer in module.buffers():
             memo[id(buffer)] = buffer
-    return _with_modules(chain, copy.deepcopy([layer.module for layer in chain.layers], memo))
+    return memo
 
 
 @contextmanager

@@ -80,6 +80,11 @@ class WorkerGroup:
         self._doing: dict[int, Task] = {}
         self._idle: list[int] = []
 
+    @staticmethod
+    def target() -> Callable[..., None]:
+        """What a process runs: as `_work`, which measures on our own engine."""
+        return _work
+
     def __enter__(self) -> WorkerGroup:
         source, devices, threads = self._arguments
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -88,7 +93,9 @@ class WorkerGroup:
             for number, device in enumerate(devices):
                 ours, theirs = self._context.Pipe()
                 process = self._context.Process(
-                    target=_work, args=(theirs, source, number, store.port, device, threads), name=f"profile-{number}"
+                    target=self.target(),
+                    args=(theirs, source, number, store.port, device, threads),
+                    name=f"profile-{number}",
                 )
                 process.start()
                 theirs.close()

@@ -11,6 +11,7 @@ docs/varuna.md for where to get it and for what is patched and why.
 from varuna_capslog.varuna_plugin.inputs import Microbatches
 from varuna_capslog.varuna_plugin.install import install, installed_patches, uninstall
 from varuna_capslog.varuna_plugin.options import configure
+from varuna_capslog.varuna_plugin.profiling import profile
 from varuna_capslog.varuna_plugin.recognise import COMMIT, FoundVaruna, find_varuna
 
 __all__ = [
@@ -21,5 +22,6 @@ __all__ = [
     "find_varuna",
     "install",
     "installed_patches",
+    "profile",
     "uninstall",
 ]
