@@ -150,6 +150,29 @@ def test_no_cut_list_is_faster_than_the_bound() -> None:
     assert tight > 30
 
 
+def test_no_cut_list_that_fits_unequal_devices_is_faster_than_their_bound() -> None:
+    rng = random.Random(4)
+    tight = impossible = 0
+    for _ in range(80):
+        profile = chain(rng, rng.randint(2, 6))
+        candidates = Candidates(
+            profile, [1] * profile.num_layers, Steps(rng.choice([1, 4, 9]), 1, 1), memory="additive"
+        )
+        for stages in range(2, profile.num_layers + 1):
+            usable = [rng.randint(10, 50) for _ in range(stages)]
+            lists = [candidates.of_cuts(1, tuple(cuts)) for cuts in exhaustive(candidates._costs[1], stages)]
+            steps = [one.step_ticks or 0 for one in lists if max(one.excess(usable)) <= 0]
+            bound = candidates._limited_bound(1, stages, usable)
+            assert (bound is None) == (not steps)
+            if bound is None:
+                impossible += 1
+            else:
+                assert bound <= min(steps)
+                tight += bound > 0.9 * min(steps)
+    assert tight > 30
+    assert impossible > 30
+
+
 def test_every_stage_but_the_last_repeats_at_least_all_forwards_but_one() -> None:
     """What the bound counts on."""
     for schedule, stages, microbatches in itertools.product(("gpipe", "1f1b", "varuna"), range(1, 9), (1, 2, 3, 7, 12)):
