@@ -7,9 +7,9 @@ planners, and files not at all.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,93 +20,18 @@ from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.executor import Executor
 from varuna_capslog.engine.gradients import GradientBook, squared_norm
 from varuna_capslog.engine.layers import EngineLayer, take_layers
-from varuna_capslog.engine.optimizer import LearningRate, StageOptimizer
+from varuna_capslog.engine.optimizer import StageOptimizer
+from varuna_capslog.engine.options import EngineOptions, Layout, StepResult
 from varuna_capslog.engine.stage import LossFunction, MicrobatchContext, Stage
 from varuna_capslog.engine.vote import Poll, Verdict
 from varuna_capslog.errors import CapslogError, StepRefused
-from varuna_capslog.schedules import Action, find_deadlock, lower, make_schedule, parse_action, validate
+from varuna_capslog.schedules import Action, Lowered, find_deadlock, lower, make_schedule, parse_action, validate
 from varuna_capslog.trace import ShapeTable
 from varuna_capslog.workload import Minibatch
 
 __all__ = ["EngineOptions", "Layout", "PipelineEngine", "StepResult"]
 
 _STATISTICS_TAG = 3 << 28
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Which layers make a stage, which device of the pipeline runs it, and how often the pipeline exists.
-
-    Attributes:
-        cuts: first layer of each stage, beginning with 0.
-        placement: stage -> device of the pipeline.
-        replicas: copies of the pipeline; replica r's device d is rank `r * devices + d`.
-    """
-
-    cuts: tuple[int, ...]
-    placement: tuple[int, ...]
-    replicas: int = 1
-
-    @property
-    def devices(self) -> int:
-        """Devices of one pipeline."""
-        return max(self.placement) + 1
-
-    @property
-    def world_size(self) -> int:
-        """All ranks that have stages; more may be connected, which are idle."""
-        return self.devices * self.replicas
-
-    def stages_of(self, rank: int) -> list[int]:
-        """The stages that a rank runs; none for an idle one."""
-        if rank >= self.world_size:
-            return []
-        return [stage for stage, device in enumerate(self.placement) if device == rank % self.devices]
-
-    def describe(self, rank: int) -> str:
-        """A rank's name in errors: rank, stages and, if there are several, replica."""
-        stages = self.stages_of(rank)
-        if not stages:
-            return f"rank {rank} (idle)"
-        what = f"stage {stages[0]}" if len(stages) == 1 else f"stages {', '.join(map(str, stages))}"
-        return f"rank {rank} ({what}{f', replica {rank // self.devices}' if self.replicas > 1 else ''})"
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """Everything a step depends on besides model, layout and data; the same on every rank, constant for a run.
-
-    Attributes:
-        num_microbatches: per step, over all replicas.
-        num_blocks: accumulation blocks, a multiple of the replicas.
-        schedule, recompute, stage_inputs, transport: see the config's `pipeline` section.
-        clip_norm: largest global gradient norm, 0 = no clipping.
-    """
-
-    num_microbatches: int
-    num_blocks: int = 1
-    schedule: str = "varuna"
-    recompute: bool = True
-    stage_inputs: str = "host"
-    transport: str = "gloo"
-    precision: str = "float32"
-    seed: int = 0
-    clip_norm: float = 0.0
-    weight_decay: float = 1e-4
-    rate: LearningRate = field(default_factory=lambda: LearningRate(1e-4))
-    multipliers: Mapping[str, float] = field(default_factory=dict)
-    actions: tuple[tuple[str, ...], ...] | None = None
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What every rank knows of a committed step. `parts` holds the loss and its parts, of the whole minibatch."""
-
-    step: int
-    parts: dict[str, float]
-    grad_norm: float
-    learning_rate: float
-    stop: bool
 
 
 class PipelineEngine:
@@ -245,18 +170,13 @@ class PipelineEngine:
     def _make_executor(self, context: MicrobatchContext) -> Executor:
         """Lowers the schedule once the first minibatch shows which cuts carry gradients."""
         options, layout = self.options, self.layout
-        count = len(self.local_microbatches)
-        if options.actions is not None:
-            schedule = [[parse_action(text) for text in row] for row in options.actions]
-        else:
-            schedule = make_schedule(options.schedule, len(layout.cuts), count, layout.placement, options.recompute)
-        recomputes = any(action.kind == "R" for row in schedule for action in row)
-        validate(schedule, len(layout.cuts), count, recompute=recomputes)
-        carries = [any(spec.requires_grad for spec in context.specs[cut].values()) for cut in layout.cuts[1:]]
-        lowered = lower(schedule, has_gradient=carries)
-        stuck = find_deadlock(lowered)
-        if stuck is not None:
-            raise CapslogError(f"the schedule would wait for ever: {stuck}")
+        lowered = _lowered(
+            options.schedule if options.actions is None else options.actions,
+            layout.placement,
+            len(self.local_microbatches),
+            options.recompute,
+            tuple(any(spec.requires_grad for spec in context.specs[cut].values()) for cut in layout.cuts[1:]),
+        )
         return Executor(
             self.communicator, lowered, self.pipeline_rank, self._global_rank, self.stages, self._cuts, self._crossing
         )
@@ -473,6 +393,33 @@ class PipelineEngine:
                         f"parameter {address!r} differs between {self.layout.describe(first)} and "
                         f"{self.layout.describe(rank)}; the run is damaged: resume from the last checkpoint"
                     )
+
+
+@functools.lru_cache(maxsize=16)  # a membership that changes often meets the same layouts again
+def _lowered(
+    schedule: str | tuple[tuple[str, ...], ...],
+    placement: tuple[int, ...],
+    count: int,
+    recompute: bool,
+    carries: tuple[bool, ...],
+) -> Lowered:
+    """The checked program of every rank of a pipeline.
+
+    Args:
+        schedule: its name, or the actions of every device.
+        count: microbatches.
+        carries: per cut, whether gradients cross it.
+    """
+    if isinstance(schedule, str):
+        rows = make_schedule(schedule, len(placement), count, placement, recompute)
+    else:
+        rows = [[parse_action(text) for text in row] for row in schedule]
+    validate(rows, len(placement), count, recompute=any(action.kind == "R" for row in rows for action in row))
+    lowered = lower(rows, has_gradient=list(carries))
+    stuck = find_deadlock(lowered)
+    if stuck is not None:
+        raise CapslogError(f"the schedule would wait for ever: {stuck}")
+    return lowered
 
 
 def _digest(tensor: Tensor) -> bytes:
