@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-__all__ = ["die_with_parent", "is_stopped", "last_line", "signal_group", "signal_name"]
+__all__ = ["die_with_parent", "is_stopped", "last_line", "signal_group", "signal_name", "write_unless_there"]
 
 _PR_SET_PDEATHSIG = 1
 
@@ -67,3 +69,12 @@ def last_line(log: Path) -> str:
     except OSError:
         lines = []
     return next((line.strip() for line in reversed(lines) if line.strip()), "it left no message")
+
+
+def write_unless_there(path: Path, value: dict[str, Any]) -> None:
+    """Write what is known of a worker, unless it was quicker to write its own file, which knows more."""
+    temporary = path.with_suffix(".new")
+    temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    with contextlib.suppress(FileExistsError):  # link() never replaces
+        os.link(temporary, path)
+    temporary.unlink()

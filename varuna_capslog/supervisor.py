@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import signal
 import socket
@@ -22,7 +21,14 @@ from typing import IO, Any
 from varuna_capslog import files
 from varuna_capslog.errors import CapslogError
 from varuna_capslog.failures import Failure, is_consequence, read_failure, root_cause
-from varuna_capslog.processes import die_with_parent, is_stopped, last_line, signal_group, signal_name
+from varuna_capslog.processes import (
+    die_with_parent,
+    is_stopped,
+    last_line,
+    signal_group,
+    signal_name,
+    write_unless_there,
+)
 
 __all__ = ["Interrupted", "Supervisor", "WorkerFailed", "reserve"]
 
@@ -285,14 +291,8 @@ class Supervisor:
         return self.folder / f"{rank}.log"
 
     def _write_pid(self, rank: int, pid: int) -> None:
-        path = self.folder / f"{rank}.json"
-        text = json.dumps({"rank": rank, "pid": pid, "host": socket.gethostname()}, indent=1) + "\n"
-        temporary = path.with_suffix(".new")
-        temporary.write_text(text, encoding="utf-8")
-        # A quick worker may have written the file with its stage already: link() never replaces it.
-        with contextlib.suppress(FileExistsError):
-            os.link(temporary, path)
-        temporary.unlink()
+        worker = {"rank": rank, "pid": pid, "host": socket.gethostname()}
+        write_unless_there(self.folder / f"{rank}.json", worker)
 
     @contextlib.contextmanager
     def _empty_folder(self) -> Iterator[None]:

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -90,30 +89,6 @@ def spawn(arguments: dict[str, Any], member: str, value: str) -> None:
         time.sleep(100)
         os._exit(0)
     (Path(arguments["folder"]) / f"{member}.child").write_text(str(pid))
-
-
-def broken(arguments: dict[str, Any], member: str, value: str) -> None:
-    """Say that a generation is broken, as a healthy worker does."""
-    from varuna_capslog.elastic.store import open_store
-
-    store = open_store(os.environ["CAPSLOG_STORE"])
-    store.append({"kind": "broken", "generation": int(value), "member": member})
-    store.close()
-
-
-def answers(arguments: dict[str, Any], member: str, value: str) -> None:
-    """As a healthy worker: says that a generation is broken when it hears that it is."""
-    from varuna_capslog.elastic.store import open_store
-
-    store = open_store(os.environ["CAPSLOG_STORE"])
-    told = threading.Event()
-
-    def take(entry: dict[str, Any]) -> None:
-        if entry["kind"] == "broken" and not told.is_set():
-            told.set()
-            store.append({"kind": "broken", "generation": entry["generation"], "member": member})
-
-    store.follow(take, lambda why: None)
 
 
 def backward(arguments: dict[str, Any], member: str, value: str) -> None:

@@ -125,7 +125,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     children: dict[int, str] = {}
     try:
         for order in _orders(wakes, children):
-            pid = _fork(order, entry, (wakes, wake))
+            try:
+                pid = _fork(order, entry, (wakes, wake))
+            except OSError:  # no memory, too many processes
+                traceback.print_exc()
+                _write({"member": order["member"], "pid": None, "status": 1})
+                continue
             children[pid] = order["member"]
             _write({"member": order["member"], "pid": pid})
     except BrokenPipeError:

@@ -14,7 +14,9 @@ import json
 import queue
 import socket
 import threading
+import time
 import uuid
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -37,6 +39,7 @@ OPEN_SECONDS = 12.0
 LOOK_SECONDS = 1.0
 """How often a follower asks whether the store is still there: a connection that was cut off says nothing."""
 
+CLOSE_SECONDS = 0.5
 _FOR_EVER = datetime.timedelta(days=7)  # it waits in poll(), which counts milliseconds in an int
 _LARGEST_BATCH = 256
 
@@ -192,6 +195,7 @@ class TcpMembershipStore:
         self.identity = identity or ""
         self._lock = threading.Lock()
         self._idle: list[_Line] = []
+        self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         self._followers: list[_Follower] = []
         self._closed = False
         self._position = 0  # entries of the log that were read, by any call
@@ -272,10 +276,15 @@ class TcpMembershipStore:
             self._closed = True
             followers, self._followers = self._followers, []
             lines, self._idle = self._idle, []
+            threads = [one for one in self._threads if one is not threading.current_thread()]
         for follower in followers:
             follower.stop()
         for line in lines:
             line.close()
+        # A thread that is in C++ while Python ends aborts the process. One that waits in the store cannot be woken.
+        until = time.monotonic() + CLOSE_SECONDS
+        for thread in threads:
+            thread.join(max(0.0, until - time.monotonic()))
 
     def look(self) -> None:
         """Return if the store answers."""
@@ -332,6 +341,8 @@ class TcpMembershipStore:
         except OSError as error:
             raise StoreGone(f"the store at {self.address} is gone: {error.strerror or error}") from error
         line = _Line(self.host, self.port, OPEN_SECONDS)
+        with self._lock:
+            self._threads.add(line.thread)
         try:
             identity = line.call(_identity, max(self.open_seconds, self.answer_seconds))
         except (RuntimeError, concurrent.futures.TimeoutError) as error:
@@ -396,7 +407,8 @@ class _Line:
             queue.SimpleQueue()
         )
         arguments = (host, port, seconds)
-        threading.Thread(target=self._run, args=arguments, name="store-line", daemon=True).start()
+        self.thread = threading.Thread(target=_serve, args=(self._jobs, *arguments), name="store-line", daemon=True)
+        self.thread.start()
 
     def call(self, job: Callable[[dist.TCPStore], Value], seconds: float) -> Value:
         """Raises RuntimeError (torch's) or TimeoutError; after either the line is of no use any more."""
@@ -411,18 +423,17 @@ class _Line:
         """The connection ends with the call that is under way."""
         self._jobs.put(None)
 
-    def _run(self, host: str, port: int, seconds: float) -> None:
-        client: dist.TCPStore | None = None
-        while (task := self._jobs.get()) is not None:
-            job, answer = task
-            try:
-                if client is None:
-                    client = dist.TCPStore(
-                        host, port, is_master=False, wait_for_workers=False, timeout=_seconds(seconds)
-                    )
-                answer.set_result(job(client))
-            except Exception as error:
-                answer.set_exception(error)
+
+def _serve(jobs: queue.SimpleQueue[Any], host: str, port: int, seconds: float) -> None:
+    client: dist.TCPStore | None = None
+    while (task := jobs.get()) is not None:
+        job, answer = task
+        try:
+            if client is None:
+                client = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_seconds(seconds))
+            answer.set_result(job(client))
+        except Exception as error:
+            answer.set_exception(error)
 
 
 class _Follower:
