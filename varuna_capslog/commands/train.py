@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from varuna_capslog.commands.arguments import ConfigFile, Overrides, print_plan
+
+if TYPE_CHECKING:
+    from varuna_capslog.settings import Config
 
 __all__ = ["train"]
 
@@ -46,6 +49,9 @@ def train(
         print_plan(plan, read_profile(profile_path) if plan.profile_digest else None)
         for note in plan.notes:
             typer.echo(f"note: {note}", err=True)
+        if settings.elastic.enabled:
+            _train_elastic(settings)
+            return
         Supervisor(
             settings.run_dir,
             [sys.executable, "-m", "varuna_capslog.engine.worker", str(settings.run_dir)],
@@ -53,3 +59,11 @@ def train(
             environment={"OMP_NUM_THREADS": str(settings.train.threads)},
             say=lambda line: typer.echo(f"capslog: {line}", err=True),
         ).run()
+
+
+def _train_elastic(settings: Config) -> None:
+    from varuna_capslog.elastic.begin import run_here
+    from varuna_capslog.elastic.terminal import Terminal
+
+    with Terminal(settings.run_dir, settings.train.max_steps) as terminal:
+        run_here(settings, lambda line: terminal.say(f"capslog: {line}"))

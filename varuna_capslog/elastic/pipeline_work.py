@@ -55,6 +55,7 @@ class PipelineWork:
         plan: the run's first plan; its cuts are taken whenever as many devices take part as it was made for.
         profile: what the planner goes by afterwards; None: parameters' bytes.
         offset: generation n of the store is `plan-<n + offset>.json`, and so are the generations of metrics and events.
+        resumed: where a boundary's checkpoint lies, if not in this run's own folder.
         stop_wished: asked once per step; True on any member stops all after it.
     """
 
@@ -67,11 +68,13 @@ class PipelineWork:
         profile: Profile | None,
         device: torch.device,
         offset: int = 0,
+        resumed: Mapping[Stamp, Path] | None = None,
         stop_wished: Callable[[], bool] = lambda: False,
     ) -> None:
         self.me, self.config, self.device = me, config, device
         self._plan, self._offset, self._stop_wished = plan, offset, stop_wished
         self._workload = workload
+        self._resumed = dict(resumed or {})
         self.run_dir = Path(config.run_dir)
         self.checkpoints = self.run_dir / "checkpoints"
         self.chain, _ = build_chain(config, workload)
@@ -256,7 +259,7 @@ class PipelineWork:
         return layer_state.initial(self.chain, layer)
 
     def load(self, layer: int, stamp: Stamp) -> LayerState:
-        checkpoint = open_checkpoint(self.checkpoints / f"step-{stamp.step:08d}")
+        checkpoint = open_checkpoint(self._resumed.get(stamp, self.checkpoints / f"step-{stamp.step:08d}"))
         return layer_state.from_checkpoint(checkpoint, self.chain, layer)
 
     def persist(self, held: Mapping[tuple[int, Stamp], LayerState], record: Generation, why: str) -> None:

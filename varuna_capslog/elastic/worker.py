@@ -78,7 +78,6 @@ def _take_part(run_dir: Path, me: str, wish: _Wish) -> int:
     from varuna_capslog.elastic.pipeline_work import PipelineWork
     from varuna_capslog.elastic.runtime import Patience, Runtime
     from varuna_capslog.elastic.store import open_store
-    from varuna_capslog.engine.checkpoint import latest_checkpoint
     from varuna_capslog.engine.worker import choose_device
     from varuna_capslog.plan import read_plan
     from varuna_capslog.profiles.record import read_profile
@@ -89,7 +88,8 @@ def _take_part(run_dir: Path, me: str, wish: _Wish) -> int:
     config = load_config(run_dir / "config.yaml")
     torch.set_num_threads(config.train.threads)
     first = int(_told(store.get("first-plan", 10.0), "which plan the run begins with"))
-    resumed = int(_told(store.get("resumed-step", 10.0), "which checkpoint the run begins with"))
+    resumed = Stamp(int(_told(store.get("resumed-step", 10.0), "which boundary the run begins with")), 0)
+    path = _told(store.get("resumed-path", 10.0), "which checkpoint the run begins with")
     profile_file = run_dir / "profile.json"
     profile = read_profile(profile_file) if profile_file.exists() else None
     device = choose_device(config.device, int(os.environ.get("CAPSLOG_LOCAL_RANK", "0")))
@@ -102,11 +102,10 @@ def _take_part(run_dir: Path, me: str, wish: _Wish) -> int:
         profile,
         device,
         first - 1,
+        {resumed: Path(path)} if path else {},
         lambda: wish.stop,
     )
     elastic = config.elastic
-    latest, _ = latest_checkpoint(run_dir / "checkpoints")
-    newest = Stamp(latest.step, 0) if latest is not None and latest.step == resumed else Stamp(resumed, 0)
     runtime = Runtime(
         me,
         os.environ.get("CAPSLOG_HOST", "host"),
@@ -115,7 +114,7 @@ def _take_part(run_dir: Path, me: str, wish: _Wish) -> int:
         store.identity,
         local_address(address),
         capacity if isinstance(capacity, int) else 0,
-        newest,
+        resumed,
         elastic.protection == "sync",
         elastic.shadows,
         Patience(config.pipeline.timeout_seconds, elastic.patience_seconds),
