@@ -64,6 +64,10 @@ def train(
 def _train_elastic(settings: Config) -> None:
     from varuna_capslog.elastic.begin import run_here
     from varuna_capslog.elastic.terminal import Terminal
+    from varuna_capslog.supervisor import Interrupted
 
     with Terminal(settings.run_dir, settings.train.max_steps) as terminal:
-        run_here(settings, lambda line: terminal.say(f"capslog: {line}"))
+        end = run_here(settings, lambda line: terminal.say(f"capslog: {line}"))
+    if end.how == "left":
+        where = f"the same command continues the run in {settings.run_dir}"
+        raise Interrupted(f"all devices have left, and the run is parked; {where}", 143)

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
-from varuna_capslog.elastic.generation import Member
+from varuna_capslog.elastic.generation import INITIAL, Generation, Member, Stamp
 from varuna_capslog.elastic.leases import Leases
 from varuna_capslog.elastic.notices import Announcement, Gathering, Kind, Listener, auto_sources, listen
 from varuna_capslog.elastic.nursery import PRELOADED, Nursery
@@ -92,6 +92,9 @@ class Host:
         store: host:port of the run's store; None: this host serves it, and locks the run's folder.
         serve_at: name or address under which other hosts reach this one's store, and its port (0: any free one).
         keys: put into the store before the first worker starts, where this host serves it.
+        first: the boundary that the run begins with.
+        hosts: that begin the run together. The one that serves the store founds the first generation once all of them
+            have named their workers; whoever comes later joins.
         environment: variables for workers on top of this process's own.
         settings: the config's section.
         say: prints one line for the user.
@@ -110,6 +113,8 @@ class Host:
         store: str | None = None,
         serve_at: str = "127.0.0.1:0",
         keys: Mapping[str, str] | None = None,
+        first: Stamp = INITIAL,
+        hosts: int = 1,
         environment: Mapping[str, str] | None = None,
         settings: Elastic | None = None,
         say: Callable[[str], None] = lambda line: None,
@@ -127,6 +132,7 @@ class Host:
         self.address = store or serve_at
         self.serves = store is None
         self.keys = dict(keys or {})
+        self.first, self.hosts = first, hosts
         self.environment = {**_QUIET, **os.environ, **(environment or {})}
         self.settings = settings or Elastic()
         self.say = say
@@ -237,8 +243,10 @@ class Host:
     def _listen(self) -> Gathering:
         sources = self.sources
         if sources is None:
-            (self.run_dir / "notices").mkdir(parents=True, exist_ok=True)
-            sources = auto_sources(self.name, file=self.run_dir / "notices" / self.name)
+            file = self.run_dir / "notices" / self.name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.unlink(missing_ok=True)  # what was said to an earlier run is not for this one
+            sources = auto_sources(self.name, file=file)
         return listen(sources, lambda announcement: self._inbox.put(("announced", announcement)))
 
     def _is_over(self) -> bool:
@@ -343,6 +351,8 @@ class Host:
 
     def _logged(self, entry: dict[str, Any]) -> None:
         self.roster.take(entry)
+        if self.serves and self.roster.is_complete(self.hosts):
+            self._found()
         worker = self._workers.get(str(entry.get("member")))
         match entry.get("kind"):
             case "generation":
@@ -361,6 +371,12 @@ class Host:
                     self._start()
                 for member in leave:
                     self._notify(member, urgent=False, deadline=None, source="request")
+
+    def _found(self) -> None:
+        """The first generation: all who begin together, so that nobody trains alone while the others load."""
+        first = Generation(1, tuple(self.roster.members), checkpoint=self.first)
+        with contextlib.suppress(StoreGone):
+            self.store.compare_and_set(0, first)
 
     def _announced(self, announcement: Announcement) -> None:
         notice = announcement.of(self.name)

@@ -43,6 +43,7 @@ class Terminal:
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="terminal", daemon=True)
         self._quiet_until = 0.0
+        self._last = ""
 
     def __enter__(self) -> Terminal:
         self._progress.start()
@@ -66,8 +67,9 @@ class Terminal:
     def _look(self) -> None:
         for event in self._events.new():
             line = describe(event)
-            if line:
+            if line and line != self._last:  # members say alike what they all wait for
                 self.say(line)
+                self._last = line
         records = list(self._metrics.new())
         if not records:
             return
@@ -94,15 +96,10 @@ def describe(event: Mapping[str, Any]) -> str | None:
             text += "" if pause is None else f", paused {1000 * pause:.0f} ms"
             text += f", moved {format_bytes(int(event.get('moved_bytes', 0)))}"
         return text
-    if kind == "notice":
-        left = event.get("deadline")
-        return f"notice ({event.get('source')}): {event.get('member')} leaves" + (
-            f" within {left:.0f} s" if left else ""
-        )
-    if kind == "lost":
-        return f"lost: {event.get('member')} ({event.get('why')})"
-    if kind in ("waiting", "persisted"):
-        return f"{kind}: {event.get('why')}"
+    if kind == "waiting":
+        return f"{head} waits: {event.get('why')}"
+    if kind == "persisted":
+        return f"all that is held was written to disk: {event.get('why')}"
     return None
 
 
