@@ -71,6 +71,13 @@ class Roster:
             case "finished":
                 self.finished = dict(entry)
 
+    def is_complete(self, hosts: int) -> bool:
+        """Whether so many hosts have named all their first workers, and no generation was founded yet."""
+        if self.generation.number or len(self.hosts) < hosts:
+            return False
+        named = [*self.members.values()]
+        return all(named.count(host) >= workers for host, workers in self.hosts.items())
+
     def was_named(self, member: Member) -> bool:
         """Whether it ever took part in a generation."""
         return member in self._named
