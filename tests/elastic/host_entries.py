@@ -21,6 +21,7 @@ def act(arguments: dict[str, Any]) -> int:
         "parent": os.getppid(),
         "threads": len(os.listdir("/proc/self/task")),
         "torch": "torch" in sys.modules,
+        "forked": "--alone" not in sys.argv,
         "environment": {name: value for name, value in os.environ.items() if name.startswith("CAPSLOG_")},
     }
     (folder / f"{member}.new").write_text(json.dumps(seen))

@@ -98,7 +98,7 @@ def test_what_was_imported_ahead_is_there_and_torch_computes_in_the_fork(tmp_pat
     assert told.next("member", "status", seconds=60)["status"] == 0
     what = seen(tmp_path, "m-1")
     assert what["torch"]
-    assert what["threads"] == 1
+    assert (what["forked"], what["threads"]) == (True, 1)
     assert "no_such_module" in (tmp_path / "nursery.log").read_text()
     nursery.close()
 
@@ -116,7 +116,7 @@ def test_where_a_fork_is_not_safe_the_worker_is_started_anew(tmp_path, told):
     started = told.next("member")
     what = seen(tmp_path, "m-1")
     assert (what["pid"], what["group"], what["parent"]) == (started["pid"], started["pid"], ready["pid"])
-    assert what["threads"] == 1
+    assert (what["forked"], what["threads"]) == (False, 1)
     (tmp_path / "go").touch()
     assert told.next("member") == {"member": "m-1", "pid": started["pid"], "status": 5}
     nursery.fork(order(tmp_path, "m-2", "deaf"))
