@@ -48,7 +48,12 @@ def _options(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line and ends the process with its exit status: 0 only when it did what was asked."""
-    sys.exit(_run(list(sys.argv[1:] if arguments is None else arguments)))
+    status = _run(list(sys.argv[1:] if arguments is None else arguments))
+    if "varuna_capslog.elastic.store" in sys.modules:
+        from varuna_capslog.engine.worker import leave
+
+        leave(status)  # a thread of the store's that waits in C++ would abort an interpreter that ends
+    sys.exit(status)
 
 
 def _run(arguments: list[str]) -> int:

@@ -209,8 +209,9 @@ class Elastic(Section):
     """sync: copies make each step together with their owners, and a loss costs at most the step under way. async:
     copies follow in the background, and a loss costs at most two steps."""
 
-    hang_seconds: float = Field(2.0, gt=0)
-    """How long a worker may take to notice a fault that others have seen, before it is ended and counts as lost."""
+    hang_seconds: float = Field(10.0, gt=0)
+    """How long a worker may take to notice a fault that others have seen, before it is ended and counts as lost. It
+    notices between two messages, so this must exceed the longest forward or backward of a microbatch."""
 
     stopped_seconds: float = Field(1.0, gt=0)
     """How long a worker's process may stand still (stopped by a signal or a debugger) before it counts as lost."""
