@@ -23,6 +23,7 @@ from varuna_capslog.memory.composition import RangeCosts
 from varuna_capslog.planners.capslog import capslog_cuts
 from varuna_capslog.planners.exact import exact_cuts
 from varuna_capslog.planners.varuna import varuna_cuts
+from varuna_capslog.profiles.allocator import replay
 from varuna_capslog.profiles.estimate import Memo
 from varuna_capslog.profiles.record import Profile, read_profile, write_profile
 
@@ -58,10 +59,11 @@ def errors(name: str, profile: Profile, exact: NDArray[np.int64]) -> None:
 def requested(name: str, memo: Memo, count: int = 30) -> None:
     """The composition of what stages ask for, against what `count` ranges ask for: the model without the allocator."""
     profile, estimator = profile_of(name, memo), estimator_of(name, memo)
-    rows = [
-        dataclasses.replace(row, peak_bytes=requested_bytes(estimator.stage(*row.layers)))
-        for row in profile.observations
-    ]
+    rows = []
+    for row in profile.observations:
+        stage = estimator.stage(*row.layers)
+        saved = stage.saved_bytes - replay(stage.events).remainder_bytes
+        rows.append(dataclasses.replace(row, peak_bytes=requested_bytes(stage), saved_bytes=saved))
     asked = MEMORY_MODELS["composition"].stage_costs(dataclasses.replace(profile, observations=tuple(rows)), RunShape())
     rng = random.Random(0)
     off = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,9 +15,11 @@ from varuna_capslog.chain import Chain, Layer, TensorSpec
 from varuna_capslog.config import load_config
 from varuna_capslog.errors import CapslogError
 from varuna_capslog.prepare import profile_run
+from varuna_capslog.profiles import estimate
 from varuna_capslog.profiles.allocator import replay
 from varuna_capslog.profiles.estimate import Memo, StageEstimator, estimate_config, estimate_stage, estimate_workload
 from varuna_capslog.profiles.measure import profile_workload
+from varuna_capslog.profiles.quirks import Quirks
 from varuna_capslog.profiles.recipes import Recipes
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.workload import Workload
@@ -116,6 +119,25 @@ def test_any_range_of_layers_is_a_stage_and_its_events_replay_to_its_peak() -> N
             parameter.nbytes for layer in estimator.chain.layers[first:end] for parameter in layer.module.parameters()
         )
     assert estimate_stage(Megabytes(), 2, 3, microbatch_size=16, device="cuda") == estimator.stage(2, 3)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_what_the_caching_allocator_gives_beyond_requests_counts_as_saved(
+    recompute: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stage saves more tensors than a pair: counted with the pair's peak alone, their remainders were missed."""
+    conditions = {"microbatch_size": 16, "device": "cuda", "recompute": recompute}
+    stages = [estimate_stage(Megabytes(), *run, **conditions) for run in ((0, 4), (2, 5), (4, 7))]
+    plain = Quirks("cuda", caching=False, staged=True, foreach=True)
+    monkeypatch.setattr(estimate, "quirks_of", lambda device: dataclasses.replace(plain))
+    seen = []
+    for stage in stages:
+        asked = estimate_stage(Megabytes(), *stage.layers, **conditions)
+        remainder = replay(stage.events).remainder_bytes
+        graphs = 2 if stage.layers[1] < 7 and not recompute else 1
+        assert stage.saved_bytes == asked.saved_bytes + remainder // graphs
+        seen.append(remainder)
+    assert max(seen) > 0
 
 
 def test_results_from_recipes_change_no_event(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,11 +43,13 @@ class AllocatorPeaks:
     """The most that was allocated and the most that was reserved at once, in bytes; how many segments there were.
 
     `allocated_bytes` is what `torch.cuda.max_memory_allocated` shows: blocks as they were given, not as asked for.
+    `remainder_bytes` of them, nobody asked for: blocks larger than their request rounded up to 512 bytes.
     """
 
     allocated_bytes: int
     reserved_bytes: int
     segments: int
+    remainder_bytes: int
 
 
 @dataclass(eq=False)
@@ -57,6 +59,7 @@ class _Block:
     address: int
     size: int
     small: bool
+    remainder: int = 0
     free: bool = True
     before: _Block | None = None
     after: _Block | None = None
@@ -74,7 +77,8 @@ class CachingAllocator:
         self.allocated_bytes = 0
         self.reserved_bytes = 0
         self.segments = 0
-        self._peak_allocated = 0
+        self._remainder = 0
+        self._peak_allocated = self._peak_remainder = 0
         self._given: dict[int, _Block] = {}
         # pool (small or not) -> its free blocks, by size and then address; and each by its address
         self._order: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
@@ -83,7 +87,7 @@ class CachingAllocator:
     @property
     def peaks(self) -> AllocatorPeaks:
         """The peaks so far. Since nothing is given back, the most that was reserved is what is reserved now."""
-        return AllocatorPeaks(self._peak_allocated, self.reserved_bytes, self.segments)
+        return AllocatorPeaks(self._peak_allocated, self.reserved_bytes, self.segments, self._peak_remainder)
 
     def allocate(self, key: int, num_bytes: int) -> None:
         """Takes `num_bytes` (above 0) under a key that holds nothing at present.
@@ -109,8 +113,11 @@ class CachingAllocator:
             self._offer(rest)
         block.free = False
         self._given[key] = block
+        block.remainder = block.size - size
+        self._remainder += block.remainder
         self.allocated_bytes += block.size
-        self._peak_allocated = max(self._peak_allocated, self.allocated_bytes)
+        if self.allocated_bytes > self._peak_allocated:
+            self._peak_allocated, self._peak_remainder = self.allocated_bytes, self._remainder
 
     def release(self, key: int) -> None:
         """Gives a block back.
@@ -122,6 +129,7 @@ class CachingAllocator:
         if block is None:
             raise CapslogError(f"key {key} is released, but nothing is allocated under it")
         self.allocated_bytes -= block.size
+        self._remainder -= block.remainder
         block.free = True
         before, after = block.before, block.after
         if before is not None and before.free:

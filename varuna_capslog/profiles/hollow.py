@@ -43,7 +43,8 @@ class HollowRun:
     Attributes:
         peak_bytes: the most that was live at once, as the device's allocator counts.
         static_bytes: parameters, gradients, moments and buffers when all gradients are there.
-        saved_bytes: what a forward leaves for its backward, the stage's inputs included.
+        saved_bytes: what a forward leaves for its backward, the stage's inputs included; and what a caching allocator
+            gave beyond what was asked for when the peak was there, for one graph.
         forward_seconds, backward_seconds: of one microbatch, by `roofline`.
         attention: "eager" where the layers make matrices of softmax, "fused" where a fused kernel attends.
         events: see `allocator.replay`; what is there before the step comes first.
@@ -117,11 +118,17 @@ def run_hollow(
             # taken in an earlier step
             events = [(0, lasting), *events]
         seconds = meter.seconds
+        peak_bytes, saved_bytes = followed.peak_bytes, meter.saved_bytes
+        if quirks.caching:
+            # such an allocator gives somewhat more than it is asked for, and most of it with what is saved
+            peaks = replay(events)
+            graphs = 1 if conditions.recompute or not run.has_downstream else 2
+            peak_bytes = peaks.allocated_bytes
+            saved_bytes += peaks.remainder_bytes // graphs
         return HollowRun(
-            # a caching allocator gives somewhat more than it is asked for
-            replay(events).allocated_bytes if quirks.caching else followed.peak_bytes,
+            peak_bytes,
             meter.static_bytes,
-            meter.saved_bytes,
+            saved_bytes,
             # the last stage forwards in its recomputation only
             max(seconds["forward"], seconds["recompute"]),
             seconds["backward"],

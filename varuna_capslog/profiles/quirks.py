@@ -20,7 +20,7 @@ from varuna_capslog.errors import CapslogError
 
 __all__ = ["QUIRKS", "QUIRKS_VERSION", "Quirk", "Quirks", "quirks_of"]
 
-QUIRKS_VERSION = 3
+QUIRKS_VERSION = 4
 """Raised whenever an entry changes a number; a condition of every estimated profile."""
 
 _aten = torch.ops.aten
@@ -49,7 +49,8 @@ QUIRKS = {
             "caching allocator",
             ("cuda",),
             "Sizes are rounded up to 512 bytes, and a block is given whole if no more than 1 MiB of it would be left "
-            "(CUDACachingAllocator, see `allocator`); the CPU's gives what is asked for.",
+            "(CUDACachingAllocator, see `allocator`); the CPU's gives what is asked for. What it gave beyond "
+            "all requests at the peak counts as saved.",
         ),
         Quirk(
             "fused dropout",
