@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -118,12 +118,22 @@ def _take_part(run_dir: Path, me: str, wish: _Wish) -> int:
         elastic.protection == "sync",
         elastic.shadows,
         Patience(config.pipeline.timeout_seconds, elastic.patience_seconds),
+        _probe(me, run_dir),
     )
     try:
         end = runtime.run()
     finally:
         work.close()
     return 130 if end.stopped and work.asked else 0
+
+
+def _probe(me: str, run_dir: Path) -> Callable[[str], None]:
+    """What tests use to lose this member at a chosen point."""
+    if "CAPSLOG_FAULTS" not in os.environ:
+        return lambda point: None
+    from varuna_capslog.elastic.rig.faults import install
+
+    return install(me, run_dir)
 
 
 def _told(value: str | None, what: str) -> str:

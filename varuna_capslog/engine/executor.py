@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -65,6 +66,9 @@ class Executor:
         load: microbatch index -> the chain's inputs, called on the rank that owns stage 0.
     """
 
+    watch: ClassVar[Callable[[int, str], None] | None] = None
+    """Told the position and text of every instruction before it is run; for faults injected by tests."""
+
     def __init__(
         self,
         communicator: Communicator,
@@ -117,7 +121,10 @@ class Executor:
         """
         transfers = _Transfers(self, contexts)
         arrived: dict[Message, dict[str, Tensor]] = {}
+        watch = Executor.watch
         for position, instruction in enumerate(self._program):
+            if watch is not None:
+                watch(position, str(instruction))
             if position in self._first_use:
                 _call(self._stages[self._first_use[position]].before_step)
             if isinstance(instruction, SendInstruction):

@@ -1,0 +1,21 @@
+"""One nursery and one uninterrupted run for all tests of live members."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.elastic.live import Cradle, Truth, truth_of
+
+
+@pytest.fixture(scope="session")
+def cradle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cradle]:
+    found = Cradle(tmp_path_factory.mktemp("cradle"))
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="session")
+def truth(tmp_path_factory: pytest.TempPathFactory) -> Truth:
+    return truth_of(tmp_path_factory.mktemp("truth"))

@@ -1,0 +1,343 @@
+"""A real elastic run for tests: members in processes of their own, faults at chosen points, and what an uninterrupted
+run gives.
+
+The test's process plays the supervisor: it serves the store, has members forked by a nursery that has imported
+everything, and tells the log who died as soon as the system knows it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.engine import cases
+from varuna_capslog import files
+from varuna_capslog.elastic.begin import starting_point
+from varuna_capslog.elastic.generation import Generation
+from varuna_capslog.elastic.nursery import PRELOADED, Nursery
+from varuna_capslog.elastic.rig.faults import VARIABLE, Fault
+from varuna_capslog.elastic.store import StoreGone, open_store, serve_store
+from varuna_capslog.engine.checkpoint import latest_checkpoint
+from varuna_capslog.engine.communicator import connect_group
+from varuna_capslog.prepare import prepare_run
+from varuna_capslog.settings import Config
+
+STEPS = 12
+CUTS = {1: (0,), 2: (0, 5), 3: (0, 3, 8), 4: (0, 3, 6, 9)}
+_ENTRY = "varuna_capslog.elastic.worker:main"
+_MODULES = (
+    *PRELOADED,
+    "varuna_capslog.elastic.runtime",
+    "varuna_capslog.elastic.pipeline_work",
+    "varuna_capslog.elastic.rig.faults",
+    "torch._subclasses.fake_tensor",
+    "rich.progress",
+    "torch.utils.tensorboard",
+    "tests.engine.workload",
+)
+
+
+def config_of(run_dir: Path, devices: int, replicas: int = 1, steps: int = STEPS, **sections: Any) -> Config:
+    """The tiny workload (BatchNorm, dropout, a head shared by three layers, three tensors in a cut) on `devices`
+    devices per pipeline.
+    """
+    pipeline = {"devices": devices, "replicas": replicas, "cuts": list(CUTS[devices]), "timeout_seconds": 20.0}
+    elastic = {"enabled": True, "patience_seconds": 0.3}
+    return cases.run_config(
+        str(run_dir),
+        train={"max_steps": steps, "checkpoint_keep": 1} | sections.pop("train", {}),
+        pipeline=pipeline | sections.pop("pipeline", {}),
+        elastic=elastic | sections.pop("elastic", {}),
+        **sections,
+    )
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What a run must come to, whoever leaves and joins: by step, and at its end."""
+
+    loss: dict[int, float]
+    grad_norm: dict[int, float]
+    final: dict[str, Any]
+
+
+def truth_of(run_dir: Path, steps: int = STEPS) -> Truth:
+    """The uninterrupted run in one process."""
+    config = cases.run_config(str(run_dir), train={"max_steps": steps})
+    communicator = connect_group(torch.distributed.HashStore(), "alone", 0, 1)
+    assert cases.train_run(communicator, config, (0,))["step"] == steps
+    rows = files.read_jsonl(run_dir / "metrics.jsonl")
+    return Truth(
+        {row["step"]: row["loss"] for row in rows}, {row["step"]: row["grad_norm"] for row in rows}, final_of(run_dir)
+    )
+
+
+def final_of(run_dir: Path) -> dict[str, Any]:
+    """The last checkpoint: "step", and each layer's state."""
+    checkpoint, _ = latest_checkpoint(run_dir / "checkpoints")
+    assert checkpoint is not None, f"no checkpoint in {run_dir}"
+    return {"step": checkpoint.step} | {name: checkpoint.layer(name) for name in checkpoint.manifest["layers"]}
+
+
+class Cradle:
+    """One nursery for many runs; each run hears of its own members."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._listeners: dict[str, Callable[[dict[str, Any]], None]] = {}
+        self._count = 0
+        self._nursery = Nursery(_ENTRY, self._hear, folder / "nursery.log", _MODULES)
+
+    def _hear(self, what: dict[str, Any]) -> None:
+        listener = self._listeners.get(str(what.get("member")))
+        if listener is not None:
+            listener(what)
+
+    def fork(self, order: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
+        self._listeners[order["member"]] = tell
+        self._nursery.fork(order)
+
+    def close(self) -> None:
+        self._nursery.close()
+
+
+@dataclass
+class Outcome:
+    """What a run left: statuses by member (minus a signal's number), its events and metrics, seconds that it took."""
+
+    run_dir: Path
+    status: dict[str, int]
+    seconds: float
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        path = self.run_dir / "metrics.jsonl"
+        return files.read_jsonl(path) if path.exists() else []
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        path = self.run_dir / "events.jsonl"
+        return files.read_jsonl(path) if path.exists() else []
+
+    def kinds(self) -> list[str]:
+        return [event["kind"] for event in self.events]
+
+    def error_of(self, member: str) -> str:
+        return str(files.read_json(self.run_dir / "workers" / f"{member}.error.json")["cause"])
+
+    def accepted(self) -> dict[int, dict[str, Any]]:
+        """The history without what was taken back: per step, the line of its newest generation."""
+        found: dict[int, dict[str, Any]] = {}
+        seen: set[tuple[int, int]] = set()
+        for row in self.rows:
+            key = (row["step"], row["generation"])
+            assert key not in seen, f"step {key[0]} twice in generation {key[1]}"
+            seen.add(key)
+            if row["step"] not in found or row["generation"] > found[row["step"]]["generation"]:
+                found[row["step"]] = row
+        return found
+
+
+def check(outcome: Outcome, truth: Truth, steps: int = STEPS) -> None:
+    """Every step once in the accepted history, and all of it bitwise as without interruption."""
+    accepted = outcome.accepted()
+    assert sorted(accepted) == list(range(1, steps + 1)), describe(outcome)
+    for row in outcome.rows:  # what was taken back gave the same numbers, too
+        step = row["step"]
+        assert (row["loss"], row["grad_norm"]) == (truth.loss[step], truth.grad_norm[step]), (row, describe(outcome))
+    assert_same(final_of(outcome.run_dir), truth.final)
+
+
+def assert_same(one: Any, other: Any) -> None:
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_same(one[key], other[key])
+    elif isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+    else:
+        assert one == other
+
+
+def describe(outcome: Outcome) -> str:
+    """For a failed assertion: what happened."""
+    lines = [f"statuses {outcome.status} after {outcome.seconds:.1f} s"]
+    lines += [json.dumps(event) for event in outcome.events]
+    lines += [f"{row['step']}@{row['generation']}" for row in outcome.rows]
+    for path in sorted((outcome.run_dir / "workers").glob("*.log")):
+        text = path.read_text()
+        if text:
+            lines.append(f"{path.name}: {text[-2000:]}")
+    return "\n".join(lines)
+
+
+class Live:
+    """One run. Members are called m0, m1, ... in the order of their ranks; each is on a host of its own.
+
+    Args:
+        members: that begin together; by default those of the config.
+        faults: see `rig.faults`.
+        hosts: by member, where they are not alone on theirs.
+    """
+
+    def __init__(
+        self,
+        cradle: Cradle,
+        config: Config,
+        members: int | None = None,
+        faults: Sequence[Fault] = (),
+        hosts: dict[str, str] | None = None,
+        resumes: bool = False,
+        first: int = 0,
+    ) -> None:
+        self.run_dir = Path(config.run_dir)
+        self._cradle, self._config = cradle, config
+        self._faults = json.dumps([fault.to_json() for fault in faults])
+        self._hosts = hosts or {}
+        self._inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._first = self._count = first
+        self._prefix = f"{cradle._count}"
+        cradle._count += 1
+        self.pids: dict[str, int] = {}
+        self.status: dict[str, int] = {}
+        self.log: list[dict[str, Any]] = []
+        self.quiet: set[str] = set()
+        self._began = time.monotonic()
+        (self.run_dir / "workers").mkdir(parents=True, exist_ok=True)
+        if not resumes:
+            prepare_run(config, show=False)
+        keys, stamp = starting_point(config)
+        self.server, port = serve_store()
+        self.store = open_store(f"127.0.0.1:{port}", self.server.identity)
+        self._port = port
+        for key, value in keys.items():
+            self.store.put(key, value)
+        self._unfollow = self.store.follow(self.log.append, lambda why: None)
+        names = [self._fork() for _ in range(members or config.world_size)]
+        self.store.compare_and_set(0, Generation(1, tuple(names), checkpoint=stamp))
+
+    # -- members -------------------------------------------------------------------------------------------------------
+
+    def _fork(self) -> str:
+        member = f"m{self._count}"
+        self._count += 1
+        environment = {
+            "CAPSLOG_MEMBER": member,
+            "CAPSLOG_HOST": self._hosts.get(member, f"host-{member}"),
+            "CAPSLOG_STORE": f"127.0.0.1:{self._port}",
+            "CAPSLOG_STORE_IDENTITY": self.server.identity,
+            "CAPSLOG_RUN_DIR": str(self.run_dir),
+            "CAPSLOG_LOCAL_RANK": "0",
+            VARIABLE: self._faults,
+            "RES_OPTIONS": "timeout:1 attempts:5",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+        }
+        log = str(self.run_dir / "workers" / f"{member}.log")
+        order = {"environment": environment, "log": log, "arguments": [str(self.run_dir)]}
+        self._cradle.fork({"member": f"{self._prefix}-{member}", **order}, self._inbox.put)
+        return member
+
+    def _look(self, seconds: float) -> None:
+        """Takes what the nursery tells, and tells the log of losses."""
+        try:
+            what = self._inbox.get(timeout=seconds)
+        except queue.Empty:
+            return
+        member = what["member"].partition("-")[2]
+        if "signal" in what or "status" in what:
+            self.status[member] = -what["signal"] if "signal" in what else what["status"]
+            if self.status[member] not in (0, 130) and member not in self.quiet:
+                self.tell("dead", member, why=f"ended with {self.status[member]}")
+        else:
+            self.pids[member] = what["pid"]
+
+    def _until(self, done: Callable[[], bool], seconds: float, what: str) -> None:
+        until = time.monotonic() + seconds
+        while not done():
+            if time.monotonic() > until:
+                text = describe(self._outcome())
+                self.close()
+                raise AssertionError(f"{what} did not come within {seconds:g} s\n{text}")
+            self._look(0.005)
+
+    # -- what a test does ----------------------------------------------------------------------------------------------
+
+    def tell(self, kind: str, member: str, **more: Any) -> None:
+        """An entry of the log; nothing where the store is gone."""
+        with contextlib.suppress(StoreGone):
+            self.store.append({"kind": kind, "member": member, **more})
+
+    def leave(self, *members: str, urgent: bool = False) -> None:
+        for member in members:
+            self.tell("notice", member, urgent=urgent, deadline=None, source="test")
+
+    def join(self) -> str:
+        return self._fork()
+
+    def signal(self, member: str, number: int) -> None:
+        self._until(lambda: member in self.pids, 20.0, f"the process of {member}")
+        os.kill(self.pids[member], number)
+
+    def lose_store(self) -> None:
+        self.server.close()
+
+    def when(self, name: str, seconds: float = 30.0) -> None:
+        """Waits until a member has come to the "wait" fault of this name, and stands there."""
+        self._until((self.run_dir / "faults" / f"{name}.here").exists, seconds, f"the point {name!r}")
+
+    def go(self, name: str) -> None:
+        (self.run_dir / "faults" / f"{name}.go").touch()
+
+    def reaches(self, step: int, seconds: float = 30.0) -> None:
+        """Waits until a step is in the metrics."""
+        path = self.run_dir / "metrics.jsonl"
+        self._until(
+            lambda: path.exists() and any(row["step"] >= step for row in files.read_jsonl(path)),
+            seconds,
+            f"step {step}",
+        )
+
+    def heard(self, kind: str, member: str | None = None) -> bool:
+        """Whether the log has such an entry."""
+        return any(entry["kind"] == kind and member in (None, entry.get("member")) for entry in list(self.log))
+
+    def until_asked(self, member: str) -> None:
+        """Waits until a member has asked to be let in."""
+        self._until(lambda: self.heard("ask", member), 30.0, f"the wish of {member}")
+
+    def generation(self) -> Generation:
+        return self.store.read()
+
+    def finish(self, seconds: float = 40.0) -> Outcome:
+        """Waits until all members have ended."""
+        self._until(lambda: len(self.status) == self._count - self._first, seconds, "the end of all members")
+        outcome = self._outcome()
+        self.close()
+        return outcome
+
+    def _outcome(self) -> Outcome:
+        return Outcome(self.run_dir, dict(self.status), time.monotonic() - self._began)
+
+    def close(self) -> None:
+        """Kills whoever is left."""
+        for member, pid in self.pids.items():
+            if member not in self.status:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        until = time.monotonic() + 5.0
+        self.quiet.update(self.pids)
+        while len(self.status) < len(self.pids) and time.monotonic() < until:
+            self._look(0.05)
+        self._unfollow()
+        self.store.close()
+        self.server.close()
