@@ -15,10 +15,10 @@ def crossing(communicator: Communicator, case: cases.Case, interest: list[int] |
     from varuna_capslog.varuna_plugin import Microbatches, wire
 
     seen: dict[str, dict[int, Any]] = {"activations": {}, "gradients": {}}
-    original = wire.receive
+    original = wire.Expected.take
 
-    def receive(count: int, microbatch: int, peer: int, gradients: bool, timeout: Any) -> Any:
-        bundle = original(count, microbatch, peer, gradients, timeout)
+    def take(expected: Any, microbatch: int, timeout: Any) -> Any:
+        bundle, gradients = original(expected, microbatch, timeout), expected._gradients
         seen["gradients" if gradients else "activations"][microbatch] = [
             # a real gradient's strides are its kernel's; a dummy's are the activation's
             None if t is None else (tuple(t.shape), t.dtype, None if gradients else t.stride())
@@ -33,7 +33,7 @@ def crossing(communicator: Communicator, case: cases.Case, interest: list[int] |
         trainer = varuna.Varuna(model, mapping, models.get_batch, case.batch_size, case.chunk, device="cpu")
         optimizer = case.make_optimizer(trainer.parameters())
         trainer.set_optimizer(optimizer)
-        wire.receive = receive
+        wire.Expected.take = take
         try:
             for step in range(case.steps):
                 microbatches = case.feed(step)[trainer.rank_within_stage]
@@ -42,7 +42,7 @@ def crossing(communicator: Communicator, case: cases.Case, interest: list[int] |
                 optimizer.step()
                 trainer.zero_grad()
         finally:
-            wire.receive = original
+            wire.Expected.take = original
         held = {name: p.numel() for name, p in model.named_parameters()}
         try:
             trainer.checkpoint("/nowhere")

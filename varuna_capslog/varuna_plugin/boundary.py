@@ -80,19 +80,31 @@ def _anchor(device: torch.device) -> Tensor:
     return torch.empty(0, device=device, requires_grad=True)
 
 
+_ONE_TENSOR = pytree.tree_flatten((torch.empty(0),))[1]
+
+
+def _is_one_tensor(spec: CutSpec) -> bool:
+    """Whether the cut is crossed by a single tensor, as in models that Varuna runs without the plugin."""
+    return spec.present == (True,) and spec.structure == _ONE_TENSOR
+
+
 class Entry:
     """The cut before a stage."""
 
     def __init__(self, point: Any, spec: CutSpec, run: StageRun) -> None:
         self.point, self.spec, self.run = point, spec, run
+        self._one = _is_one_tensor(spec)
+        self._differentiable = any(tensor.requires_grad for tensor in spec.tensors)
 
     def __call__(self, *_: Any) -> Any:
         """The received tensors in the structure that the CutPoint has when nothing is cut."""
         bundle = self.point.recv_fn()
         tensors = tuple(bundle.tensors)
         self.run.active = True
-        if torch.is_grad_enabled() and any(spec.requires_grad for spec in self.spec.tensors):
+        if self._differentiable and torch.is_grad_enabled():
             tensors = _Receive.apply(_anchor(self.point.device), self, tensors)
+        if self._one:
+            return tensors[0]
         found = iter(tensors)
         leaves = [next(found) if present else None for present in self.spec.present]
         arguments = pytree.tree_unflatten(leaves, self.spec.structure)
@@ -114,9 +126,25 @@ class Exit:
 
     def __init__(self, point: Any, spec: CutSpec, run: StageRun) -> None:
         self.point, self.spec, self.run = point, spec, run
+        self._one = _is_one_tensor(spec)
 
     def __call__(self, *inputs: Any) -> Any:
         """Sends, and ends the forward: what follows belongs to other stages."""
+        plain = self._one and len(inputs) == 1 and isinstance(inputs[0], Tensor)
+        tensors = list(inputs) if plain else self._checked(inputs)
+        device = self.point.device
+        token = (
+            _Send.apply(_anchor(device), self, *tensors)
+            if torch.is_grad_enabled()
+            else torch.zeros((), device=device)
+        )
+        self.point.send_fn(self.run.bundle_type(tuple(tensors)))
+        self.run.left = True
+        self.point.set_ret_val_func(token)
+        raise StageDone
+
+    def _checked(self, inputs: tuple[Any, ...]) -> list[Tensor]:
+        """The tensors among the arguments, which must be such as were traced."""
         phantom = find_phantom(inputs)
         if phantom is not None:
             raise CapslogError(
@@ -129,16 +157,7 @@ class Exit:
                 f"CutPoint {self.spec.name!r} is given {structure} here, but {self.spec.structure} when the model was "
                 "traced; give it the same number of tensors in the same structure every time"
             )
-        device = self.point.device
-        token = (
-            _Send.apply(_anchor(device), self, *tensors)
-            if torch.is_grad_enabled()
-            else torch.zeros((), device=device)
-        )
-        self.point.send_fn(self.run.bundle_type(tuple(tensors)))
-        self.run.left = True
-        self.point.set_ret_val_func(token)
-        raise StageDone
+        return tensors
 
     def receive_gradients(self) -> tuple[Tensor | None, ...]:
         """One gradient or None per tensor of the cut."""

@@ -37,6 +37,9 @@ __all__ = [
     "worker",
 ]
 
+_AHEAD = 5
+"""Messages that are awaited at a time, as in Varuna."""
+
 _UNDER_WAY = 4
 """Messages that may be under way before a sender waits for the oldest, as in Varuna."""
 
@@ -101,10 +104,17 @@ def grads_receiver(self: Any) -> None:
 def _receive_all(pipeline: Any, kind: int, peer: int, cut: Any, into: WatchedQueue) -> None:
     tensors = cut.spec.tensors
     count = sum(spec.requires_grad for spec in tensors) if kind == BACKWARD else len(tensors)
+    room = pipeline.partitioned_model.capslog.rooms[kind, "in"]
+    microbatches = [microbatch for task, microbatch in pipeline.schedule if task == kind]
     try:
-        for task, microbatch in pipeline.schedule:
-            if task == kind:
-                into.put(wire.receive(count, microbatch, peer, kind == BACKWARD, current().timeout))
+        # posted ahead: posting in the middle of a computation wakes gloo's thread each time
+        posted = deque(wire.Expected(count, peer, kind == BACKWARD, room) for _ in microbatches[:_AHEAD])
+        for index, microbatch in enumerate(microbatches):
+            bundle = posted.popleft().take(microbatch, current().timeout)
+            if index + _AHEAD < len(microbatches):
+                posted.append(wire.Expected(count, peer, kind == BACKWARD, room))
+            into.put(bundle)
+        room.end_step()
     except BaseException as error:
         into.put(_Failure(error))
 
@@ -121,6 +131,7 @@ def grads_sender(self: Any) -> None:
 
 def _send_all(pipeline: Any, kind: int, peer: int, outgoing: WatchedQueue) -> None:
     under_way: deque[wire.Sending] = deque()
+    room = pipeline.partitioned_model.capslog.rooms[kind, "out"]
     try:
         for task, microbatch in pipeline.schedule:
             if task != kind:
@@ -128,11 +139,12 @@ def _send_all(pipeline: Any, kind: int, peer: int, outgoing: WatchedQueue) -> No
             bundle = outgoing.next_to_send()
             if bundle is None:  # the stage has failed
                 return
-            under_way.append(wire.send(bundle, microbatch, peer, kind == BACKWARD))
+            under_way.append(wire.send(bundle, microbatch, peer, kind == BACKWARD, room))
             if len(under_way) > _UNDER_WAY:
                 under_way.popleft().wait(current().timeout)
         for sending in under_way:
             sending.wait(current().timeout)
+        room.end_step()
     except BaseException as error:
         pipeline.capslog_failure = error
 

@@ -7,6 +7,7 @@ nothing is written into the current folder and every rank has the same partition
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from varuna_capslog.varuna_plugin.partition import Partition, TieGroup, tie_grou
 from varuna_capslog.varuna_plugin.phantom import Phantom, make_phantoms
 from varuna_capslog.varuna_plugin.shapes import CutShapes
 from varuna_capslog.varuna_plugin.tracing import Trace, trace_model
-from varuna_capslog.varuna_plugin.wire import Bundle
+from varuna_capslog.varuna_plugin.wire import Bundle, Room
 
 __all__ = ["ANCHOR", "StageRun", "initialize", "reduce_to_stage"]
 
@@ -43,6 +44,7 @@ class StageRun:
         entry, exit: the stage's CutPoints, None at the pipeline's ends.
         trimmed: whether dummy tensors stand for what the stage would compute.
         bundle_type: of what leaves the stage.
+        rooms: of the messages in each direction, by (task, "in" or "out").
         active: whether the forward has reached the stage's own code.
         left: whether it has reached the cut behind.
         gradients_sent: whether the backward under way has sent gradients to the stage before.
@@ -52,6 +54,7 @@ class StageRun:
         self.partition, self.stage, self.ties = partition, stage, tuple(ties)
         self.trimmed = False
         self.bundle_type = Bundle
+        self.rooms = defaultdict[tuple[int, str], Room](Room)
         self.entry: Entry | None = None
         self.exit: Exit | None = None
         self.active = self.left = self.gradients_sent = False

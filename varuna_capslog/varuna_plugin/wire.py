@@ -1,14 +1,15 @@
 """Several tensors of any dtype, shape and memory format as one message between neighbouring stages.
 
 A header of fixed size goes first and says what follows, so that no two microbatches need to look alike and nothing is
-agreed on beforehand but how many tensors a cut has. Pure: packing knows nothing of Varuna or of processes; only `send`
-and `receive` touch torch.distributed.
+agreed on beforehand but how many tensors a cut has. Small tensors travel in one frame with it. Pure: packing knows
+nothing of Varuna or of processes; only `send` and `Expected` touch torch.distributed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from varuna_capslog.chain import TensorSpec
 from varuna_capslog.engine.communicator import PeerLost
 from varuna_capslog.errors import CapslogError
 
-__all__ = ["MAX_DIMS", "Bundle", "Sending", "named_loss", "pack", "receive", "send", "unpack"]
+__all__ = ["MAX_DIMS", "Bundle", "Expected", "Room", "Sending", "named_loss", "pack", "receive", "send", "unpack"]
 
 MAX_DIMS = 8
 """Most dimensions of a tensor on the wire."""
@@ -44,7 +45,11 @@ _DTYPES = (
     torch.int64,
 )
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
-_ACTIVATIONS, _GRADIENTS = 11, 12
+_ACTIVATIONS, _GRADIENTS, _LOOSE = 11, 12, 2
+_INSIDE = 3
+"""Column of a header's first row: whether the payload lies behind it in the same frame."""
+_ALIGNED = 16
+_LARGEST_FRAME = 1 << 19
 
 
 @dataclass(frozen=True)
@@ -107,8 +112,11 @@ def pack(tensors: Sequence[Tensor | None], microbatch: int) -> tuple[Tensor, lis
     return header, payload
 
 
-def unpack(header: Tensor, microbatch: int) -> tuple[list[Tensor | None], list[Tensor]]:
+def unpack(header: Tensor, microbatch: int, frame: Tensor | None = None) -> tuple[list[Tensor | None], list[Tensor]]:
     """Tensors to be filled, as `header` describes them, and their bytes in the order of `pack`'s payload.
+
+    Args:
+        frame: bytes behind whose header the payload lies already; the tensors are views of it.
 
     Raises CapslogError where the header is none, or is of another microbatch than the one that is due.
     """
@@ -122,17 +130,37 @@ def unpack(header: Tensor, microbatch: int) -> tuple[list[Tensor | None], list[T
         )
     tensors: list[Tensor | None] = []
     payload = []
+    place = _aligned(header.nbytes)
     for row in rows:
         if not row[0]:
             tensors.append(None)
             continue
         dims = row[2]
         shape, stride = row[3 : 3 + dims], row[3 + MAX_DIMS : 3 + MAX_DIMS + dims]
-        tensor = torch.empty_strided(shape, stride, dtype=_DTYPES[row[1]])
+        dtype, size = _DTYPES[row[1]], math.prod(shape)
+        if frame is None or not size:
+            tensor = torch.empty_strided(shape, stride, dtype=dtype)
+        else:
+            part = frame[place : place + size * dtype.itemsize]
+            tensor = part.view(dtype).as_strided(shape, stride)
+            place = _aligned(place + part.numel())
         tensors.append(tensor)
-        if tensor.numel():
+        if size:
             payload.append(_bytes(tensor))
     return tensors, payload
+
+
+def _places(header: Tensor, sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Where the parts of a payload lie in a frame, and where they end."""
+    places, end = [], _aligned(header.nbytes)
+    for size in sizes:
+        places.append(end)
+        end = _aligned(end + size)
+    return places, end
+
+
+def _aligned(place: int) -> int:
+    return -(-place // _ALIGNED) * _ALIGNED
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -159,13 +187,75 @@ class Sending:
         self._works, self._buffers = [], []
 
 
-def send(bundle: Bundle, microbatch: int, peer: int, gradients: bool) -> Sending:
+class Room:
+    """How large the frames of one direction across one cut are: as large as the last step's largest message, so that
+    a message needs one frame. Both ends see the same messages and so know the same size without a word.
+    """
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._largest = 0
+
+    def note(self, message_bytes: int) -> None:
+        """A message of the step under way."""
+        self._largest = max(self._largest, message_bytes)
+
+    def end_step(self) -> None:
+        """Called when both ends have noted every message of a step."""
+        # large tensors are better sent from where they lie than copied into a frame
+        self.num_bytes = self._largest if self._largest <= _LARGEST_FRAME else 0
+        self._largest = 0
+
+
+def send(bundle: Bundle, microbatch: int, peer: int, gradients: bool, room: Room | None = None) -> Sending:
     """Starts sending host tensors to `peer`; they must not change before `Sending.wait`. Raises PeerLost."""
     header, payload = pack(bundle.tensors, microbatch)
     tag = _GRADIENTS if gradients else _ACTIVATIONS
-    buffers = [header, *payload]
+    places, end = _places(header, [part.numel() for part in payload])
+    frame = header.view(-1).view(torch.uint8)
+    if room is not None:
+        room.note(end)
+        if room.num_bytes > frame.numel():
+            frame = torch.empty(room.num_bytes, dtype=torch.uint8)
+            if end <= room.num_bytes:
+                header[0, _INSIDE] = 1
+                for place, part in zip(places, payload, strict=True):
+                    frame[place : place + part.numel()] = part
+                payload = []
+            frame[: header.nbytes] = header.view(-1).view(torch.uint8)
+    buffers = [frame, *payload]
     with named_loss(f"sending to rank {peer}", peer):
-        return Sending([dist.isend(buffer, peer, tag=tag) for buffer in buffers], buffers, peer)
+        # what does not fit into the frame has a tag of its own: the next frames may be awaited already
+        works = [dist.isend(buffer, peer, tag=tag + _LOOSE * (buffer is not frame)) for buffer in buffers]
+        return Sending(works, buffers, peer)
+
+
+class Expected:
+    """A frame that is awaited; `take` gives the message."""
+
+    def __init__(self, count: int, peer: int, gradients: bool, room: Room | None = None) -> None:
+        self._count, self._peer, self._gradients, self._room = count, peer, gradients, room
+        self._tag = _GRADIENTS if gradients else _ACTIVATIONS
+        size = (1 + count) * _ROW * 8
+        self._frame = torch.empty(max(size, 0 if room is None else room.num_bytes), dtype=torch.uint8)
+        with named_loss(f"waiting for rank {peer}", peer):
+            self._work = _post(self._frame, peer, self._tag)
+
+    def take(self, microbatch: int, timeout: datetime.timedelta) -> Bundle:
+        """Waits for it, and for what did not fit into it. Raises as `receive`."""
+        what = "gradients" if self._gradients else "activations"
+        doing = f"waiting for {what} of microbatch {microbatch} from rank {self._peer}"
+        with named_loss(doing, self._peer, timeout):
+            self._work.wait(timeout)
+            header = self._frame[: (1 + self._count) * _ROW * 8].view(torch.int64).view(1 + self._count, _ROW)
+            inside = self._frame if int(header[0, _INSIDE]) else None
+            tensors, payload = unpack(header, microbatch, inside)
+            if self._room is not None:
+                self._room.note(_places(header, [part.numel() for part in payload])[1])
+            if inside is None:
+                for work in [_post(buffer, self._peer, self._tag + _LOOSE) for buffer in payload]:
+                    work.wait(timeout)
+        return Bundle(tuple(tensors))
 
 
 def receive(count: int, microbatch: int, peer: int, gradients: bool, timeout: datetime.timedelta) -> Bundle:
@@ -173,15 +263,7 @@ def receive(count: int, microbatch: int, peer: int, gradients: bool, timeout: da
 
     Raises PeerLost when the peer is gone or sends nothing for `timeout`, CapslogError when it sends something else.
     """
-    tag = _GRADIENTS if gradients else _ACTIVATIONS
-    what = "gradients" if gradients else "activations"
-    with named_loss(f"waiting for {what} of microbatch {microbatch} from rank {peer}", peer, timeout):
-        header = torch.empty(1 + count, _ROW, dtype=torch.int64)
-        _post(header, peer, tag).wait(timeout)
-        tensors, payload = unpack(header, microbatch)
-        for work in [_post(buffer, peer, tag) for buffer in payload]:
-            work.wait(timeout)
-    return Bundle(tuple(tensors))
+    return Expected(count, peer, gradients).take(microbatch, timeout)
 
 
 def _post(buffer: Tensor, peer: int, tag: int) -> Any:
