@@ -109,6 +109,16 @@ def test_products_of_bfloat16_pack_one_matrix(func, shapes, dtype):
     check(func, tuple(torch.randn(shape).to(dtype) for shape in shapes))
 
 
+def test_convolutions_of_bfloat16_are_still_beyond_the_table():
+    """Why `LIMITS` names them. Where this fails they are modelled, and may be promised."""
+    pixels, kernel = torch.randn(1, 256, 64, 64).bfloat16(), torch.randn(64, 256, 1, 1).bfloat16()
+    arguments = (pixels, kernel, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+    peak, result = real_peak(lambda: aten.convolution.default(*arguments))
+    quirks = quirks_of("cpu")
+    assert peak > 2 * (result.nbytes + quirks.temporary(aten.convolution.default, arguments, {}, result))
+    assert quirks.limits == {"16-bit convolutions on the CPU"}
+
+
 def test_other_operators_take_nothing():
     x = torch.randn(4, 4)
     assert kernel_bytes(aten.relu.default, (x,), x) == 0

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from varuna_capslog.chain import Chain, Layer, TensorSpec
 from varuna_capslog.config import load_config
 from varuna_capslog.errors import CapslogError
+from varuna_capslog.planners import plan
 from varuna_capslog.prepare import profile_run
 from varuna_capslog.profiles import estimate
 from varuna_capslog.profiles.allocator import replay
 from varuna_capslog.profiles.estimate import Memo, StageEstimator, estimate_config, estimate_stage, estimate_workload
 from varuna_capslog.profiles.measure import profile_workload
-from varuna_capslog.profiles.quirks import Quirks
+from varuna_capslog.profiles.quirks import LIMITS, Quirks
 from varuna_capslog.profiles.recipes import Recipes
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.workload import Workload
@@ -138,6 +139,22 @@ def test_what_the_caching_allocator_gives_beyond_requests_counts_as_saved(
         assert stage.saved_bytes == asked.saved_bytes + remainder // graphs
         seen.append(remainder)
     assert max(seen) > 0
+
+
+def test_a_profile_that_is_known_to_be_too_low_says_so_and_no_plan_promises_bytes() -> None:
+    low = estimate_workload(Blocks(), precision="bfloat16", device="cpu")
+    assert low.conditions["limits"] == list(LIMITS) == ["16-bit convolutions on the CPU"]
+    found = plan(low, 2, capacity=1 << 40)
+    assert (found.fits, found.peak_bytes) == (None, None)
+    assert "the estimate is too low for 16-bit convolutions on the CPU; measure the profile" in found.notes[0]
+    others = [
+        estimate_workload(Blocks(), device="cpu"),
+        estimate_workload(Blocks(), precision="bfloat16", device="cuda"),
+        estimate_workload(Megabytes(), precision="bfloat16", device="cpu"),
+    ]
+    for profile in others:
+        assert "limits" not in profile.conditions
+        assert plan(profile, 2, capacity=1 << 40).fits
 
 
 def test_results_from_recipes_change_no_event(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,6 +71,8 @@ def profile(
             f"a device needs {told['fragmentation']:.3g} times a stage's peak, and {format_bytes(told['fixed_bytes'])}"
         )
         console.print(text, highlight=False)
+    for limit in result.conditions.get("limits", []):
+        console.print(f"bytes are too low for {limit}: measure them (without --estimate)", highlight=False)
     if "profiling" in result.conditions:
         console.print(_launches(result.conditions["profiling"]), highlight=False)
     console.print(f"written to {path}", highlight=False)

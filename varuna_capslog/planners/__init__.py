@@ -180,6 +180,11 @@ def _gaps(
     gaps = []
     if (gap := MEMORY_MODELS[memory].gap(schedule, recompute, stage_inputs)) is not None:
         gaps.append(f"fits and peak_bytes are unknown: {gap}")
+    gaps += [
+        f"fits and peak_bytes are unknown: the estimate is too low for {limit}; measure the profile instead "
+        "(profile.source=measured)"
+        for limit in profile.conditions.get("limits", [])
+    ]
     profiled = profile.conditions.get("microbatch_size")
     if None not in (microbatch_size, profiled) and microbatch_size != profiled:
         gaps.append(

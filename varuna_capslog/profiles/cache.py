@@ -27,7 +27,7 @@ from varuna_capslog.workload import Workload
 __all__ = ["folder", "load", "model_digest", "store"]
 
 _log = logging.getLogger(__name__)
-_TOLD = ("profiling", "attention", "seconds", "headroom")
+_TOLD = ("profiling", "attention", "seconds", "headroom", "limits")
 """Conditions that a profile tells beyond those it was asked for under: how it was measured, what the estimate found."""
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 

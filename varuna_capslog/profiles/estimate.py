@@ -50,6 +50,7 @@ class StageEstimate:
 
     Attributes:
         attention: how its layers attend: "eager" (matrices of softmax are there), "fused"; empty: they do not.
+        limits: what it met of `quirks.LIMITS`, because of which its bytes are too low.
         events: the step's allocations and releases in order, for `allocator.replay`.
     """
 
@@ -63,6 +64,7 @@ class StageEstimate:
     forward_seconds: float
     backward_seconds: float
     attention: frozenset[str]
+    limits: frozenset[str]
     events: tuple[tuple[int, int], ...]
 
 
@@ -172,6 +174,7 @@ class StageEstimator:
             forward_seconds=found.forward_seconds,
             backward_seconds=found.backward_seconds,
             attention=found.attention,
+            limits=found.limits,
             events=found.events,
         )
 
@@ -238,6 +241,8 @@ def _profile(estimator: StageEstimator, sizes: InputSizes, transport: str, progr
         "seconds": f"roofline({estimator.speed.name})",
         "headroom": _headroom(estimator, stages, sizes, transport),
     }
+    if limits := frozenset().union(*(stage.limits for stage in stages)):
+        found["limits"] = sorted(limits)
     return Profile(
         layers=layers_of_runs(names, rows, parameters),
         model=chain.name,

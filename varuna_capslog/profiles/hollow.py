@@ -47,6 +47,7 @@ class HollowRun:
             gave beyond what was asked for when the peak was there, for one graph.
         forward_seconds, backward_seconds: of one microbatch, by `roofline`.
         attention: "eager" where the layers make matrices of softmax, "fused" where a fused kernel attends.
+        limits: what it met of `quirks.LIMITS`, because of which its bytes are too low.
         events: see `allocator.replay`; what is there before the step comes first.
     """
 
@@ -56,6 +57,7 @@ class HollowRun:
     forward_seconds: float
     backward_seconds: float
     attention: frozenset[str]
+    limits: frozenset[str]
     events: tuple[tuple[int, int], ...]
 
 
@@ -133,6 +135,7 @@ def run_hollow(
             max(seconds["forward"], seconds["recompute"]),
             seconds["backward"],
             frozenset(meter.attention),
+            frozenset(quirks.limits),
             tuple(events),
         )
 
