@@ -96,7 +96,13 @@ def _steps(variant: str, width: int, count: int, profiler: cProfile.Profile | No
         size = ROWS * MICROBATCHES
         batch = {"x": torch.randn(size, width)}
         trainer = varuna.Varuna(
-            model, "0;1;", lambda n, device=None: {"x": torch.randn(n, width)}, size, ROWS, device="cpu", from_cache=False
+            model,
+            "0;1;",
+            lambda n, device=None: {"x": torch.randn(n, width)},
+            size,
+            ROWS,
+            device="cpu",
+            from_cache=False,
         )
         held = sum(parameter.numel() for parameter in model.parameters())
         assert held == LAYERS // 2 * width * (width + 1), held

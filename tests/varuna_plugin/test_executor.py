@@ -91,7 +91,7 @@ def test_waiting_for_a_dead_thread_ends() -> None:
             queue.get()
     options.configure(timeout_seconds=0.05)
     try:
-        with pytest.raises(CapslogError, match=r"waited 0.05 s for a microbatch"):
+        with pytest.raises(CapslogError, match=r"waited 1.05 s for a microbatch"):
             executor.WatchedQueue().get()
     finally:
         options.reset()

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from varuna_capslog.plan import Plan, write_plan
+from varuna_capslog.profiles.record import LayerProfile, Profile, write_profile
 from varuna_capslog.varuna_plugin import FoundVaruna, launch
 
 SCRIPT = Path(__file__).parent / "training_script.py"
@@ -47,6 +48,32 @@ def test_a_script_trains_with_a_plan_from_outside(varuna: FoundVaruna, tmp_path:
     assert text.split("losses end with ")[1][:8] == again.split("losses end with ")[1][:8]
 
 
+def test_cuts_are_searched_before_the_start(varuna: FoundVaruna, tmp_path: Path) -> None:
+    rows = [LayerProfile(f"piece {i}", size, size if i else None) for i, size in enumerate([9, 1, 1, 1, 1, 1])]
+    write_profile(tmp_path / "profile.json", Profile(tuple(rows)))
+    status, text, _ = start(varuna, "--profile", str(tmp_path / "profile.json"))
+    assert status == 0, text
+    assert "cuts (0, 1);" in text
+    status, text, _ = start(varuna, "--profile", str(tmp_path / "profile.json"), "--capacity", "8B")
+    assert status == 3
+    assert "stage 0 needs 9 B of 8 B" in text
+
+
+def test_the_cause_is_not_the_one_that_lost_it() -> None:
+    """Which process is seen to fail first is chance; rank 0, which lost its neighbour, once spoke for the job."""
+    assert launch._cause([5, 9]) == 1
+    assert launch._cause([None, 5, -9]) == 2
+    assert launch._cause([0, 5, 5]) == 1
+
+
+def test_a_rank_that_hangs_is_given_up(varuna: FoundVaruna) -> None:
+    status, text, seconds = start(varuna, script=("--fail=hang", "--timeout=4"))
+    assert status == 5, text
+    assert "waiting for gradients of microbatch" in text or "waiting for activations of microbatch" in text
+    assert "nothing came for 4 s" in text
+    assert seconds < 60
+
+
 @pytest.mark.parametrize("where", ["forward", "backward", "optimizer", "checkpoint"])
 def test_a_killed_worker_ends_the_job(varuna: FoundVaruna, tmp_path: Path, where: str) -> None:
     status, text, _ = start(varuna, script=(f"--fail={where}", f"--store={tmp_path}"))
@@ -69,6 +96,8 @@ def test_a_workers_own_status_is_the_commands(varuna: FoundVaruna) -> None:
     [
         (("--cuts", "0,2,4"), "makes 3 stages, but --nstages is 2"),
         (("--cuts", "nowhere.json"), "nowhere.json cannot be read"),
+        (("--profile", "nowhere.json"), "nowhere.json cannot be read"),
+        (("--profile", "p.json", "--cuts", "0,2"), "leave one out"),
         (("--gpus_per_stage", "4"), "Too many gpus_per_stage"),
     ],
 )

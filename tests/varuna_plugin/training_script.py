@@ -1,6 +1,6 @@
 """A Varuna user's script as their documentation has it; `--fail` breaks rank 1 at a place of one's choice.
 
-Run by the launch tests; it does not import the plugin.
+Run by the launch tests; it imports the plugin for a timeout only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,12 @@ parser.add_argument("--stage_to_rank_map")
 parser.add_argument("--fail", default="")
 parser.add_argument("--store", default="")
 parser.add_argument("--cuts", default="", help="the script's own, which the launcher must leave alone")
+parser.add_argument("--timeout", type=float, default=0.0)
 args = parser.parse_args()
+if args.timeout:
+    import varuna_capslog.varuna_plugin as plugin
+
+    plugin.configure(timeout_seconds=args.timeout)
 
 
 def fail(where: str) -> None:

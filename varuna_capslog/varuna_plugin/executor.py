@@ -37,6 +37,9 @@ __all__ = [
     "worker",
 ]
 
+_SPEAKS_FIRST = 1.0
+"""Seconds."""
+
 _AHEAD = 5
 """Messages that are awaited at a time, as in Varuna."""
 
@@ -56,7 +59,8 @@ class WatchedQueue(queue.Queue[Any]):
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         """As `Queue.get`; raises CapslogError with the writer's failure, or after the timeout."""
-        patience = current().timeout_seconds if timeout is None else timeout
+        # the thread that receives for it knows more, and is to speak first
+        patience = current().timeout_seconds + _SPEAKS_FIRST if timeout is None else timeout
         try:
             item = super().get(block, patience if block else None)
         except queue.Empty:

@@ -15,14 +15,16 @@ import socket
 import subprocess
 import sys
 import time
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any
 
+from varuna_capslog.engine.communicator import PeerLost
 from varuna_capslog.errors import CapslogError
 from varuna_capslog.varuna_plugin.options import CUTS_VARIABLE, parse_cuts
 from varuna_capslog.varuna_plugin.recognise import find_varuna
+from varuna_capslog.varuna_plugin.searching import Search
 
 __all__ = ["main"]
 
@@ -33,19 +35,24 @@ _POLL_SECONDS = 0.05
 def main(arguments: Sequence[str] | None = None) -> int:
     """Starts a job as Varuna's launcher would; see `--help` there for its options.
 
-    Own options: `--cuts`, a plan file or a list such as 0,3,7. Without `--master_port` a single host gets a free port.
+    Own options: `--cuts`, a plan file or a list such as 0,3,7; or `--profile`, a profile from which cuts for
+    `--nstages` are searched, with `--planner` and `--capacity` as for `capslog plan`. Without `--master_port` a single
+    host gets a free port.
 
     Returns:
-        0 when every process ended with 0; else the status of the first that failed, 128 + n when signal n ended it, 2
-        for a mistake on the command line.
+        0 when every process ended with 0; else the status of the one that failed (not of those that only lost it), 128
+        + n when signal n ended it; 2 for a mistake on the command line, 3 when nothing keeps within the capacity.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     own = ArgumentParser(add_help=False, allow_abbrev=False)
     own.add_argument("--cuts")
+    own.add_argument("--profile")
+    own.add_argument("--planner", default="exact")
+    own.add_argument("--capacity")
     ours, rest = own.parse_known_args(_options(given))
     rest += given[len(_options(given)) :]
     try:
-        return _launch(rest, ours.cuts)
+        return _launch(rest, ours)
     except CapslogError as error:
         sys.stderr.write(f"launch: {error}\n")
         return error.exit_status
@@ -59,15 +66,29 @@ def _options(arguments: list[str]) -> list[str]:
     return arguments
 
 
-def _launch(arguments: list[str], cuts: str | None) -> int:
+def _cuts(ours: Namespace, num_stages: int) -> str | None:
+    """The cut list or plan file that the workers are told."""
+    if ours.profile is not None:
+        if ours.cuts is not None:
+            raise CapslogError("both --cuts and --profile are given; leave one out")
+        search = Search.of(ours.profile, num_stages, ours.planner, capacity=ours.capacity)
+        cuts = ",".join(map(str, search.plan(num_stages).cuts))
+        sys.stderr.write(f"launch: cuts {cuts} from {ours.profile}\n")
+        return cuts
+    if ours.cuts is not None:
+        first, _ = parse_cuts(ours.cuts)
+        if first is not None and len(first) != num_stages:
+            raise CapslogError(f"--cuts {ours.cuts} makes {len(first)} stages, but --nstages is {num_stages}")
+    found: str | None = ours.cuts
+    return found
+
+
+def _launch(arguments: list[str], ours: Namespace) -> int:
     find_varuna()
     with contextlib.redirect_stdout(io.StringIO()):
         from varuna import launcher
     args = _parsed(launcher, arguments)
-    if cuts is not None:
-        first, _ = parse_cuts(cuts)
-        if first is not None and len(first) != args.nstages:
-            raise CapslogError(f"--cuts {cuts} makes {len(first)} stages, but --nstages is {args.nstages}")
+    cuts = _cuts(ours, args.nstages)
     try:
         world_size, stages, ranks, batch_size, depth = launcher.calculate_config(args)
     except AssertionError as error:
@@ -88,7 +109,7 @@ def _launch(arguments: list[str], cuts: str | None) -> int:
         "WORLD_SIZE": str(world_size),
     }
     if cuts is not None:
-        environment[CUTS_VARIABLE] = cuts if "," in cuts else os.path.abspath(cuts)
+        environment[CUTS_VARIABLE] = cuts if cuts.replace(",", "").isdigit() else os.path.abspath(cuts)
     mapping = "".join(",".join(map(str, members)) + ";" for _, members in sorted(stages.items()))
     jobs = [
         (
@@ -137,15 +158,22 @@ def _watch(jobs: list[tuple[list[str], dict[str, str]]], ranks: list[int], folde
                 if failed is not None and not heard:
                     # a process that only lost its neighbour may be seen first: the others' words come before the end
                     time.sleep(0.5)
-                    status = workers[failed].returncode
+                    failed = _cause([worker.poll() for worker in workers])
+                    status = int(workers[failed].returncode)
                     how = f"signal {-status}" if status < 0 else f"status {status}"
                     sys.stderr.write(f"launch: rank {ranks[failed]} ended with {how}; the others are stopped\n")
-                    return 128 - status if status < 0 else int(status)
+                    return 128 - status if status < 0 else status
                 if all(state is not None for state in states):
                     return 128 + heard[0] if heard else 0
                 time.sleep(_POLL_SECONDS)
     finally:
         _end(workers)
+
+
+def _cause(states: Sequence[int | None]) -> int:
+    """Which process failed: the first that did not merely lose another one."""
+    failed = [index for index, state in enumerate(states) if state]
+    return min(failed, key=lambda index: states[index] == PeerLost.exit_status)
 
 
 @contextlib.contextmanager
