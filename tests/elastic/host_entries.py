@@ -100,3 +100,10 @@ def backward(arguments: dict[str, Any], member: str, value: str) -> None:
     (weight * weight).sum().backward()
     assert weight.grad is not None
     assert weight.grad.tolist() == [2.0, 2.0, 2.0]
+
+
+def ask(arguments: dict[str, Any], member: str, value: str) -> None:
+    """As a workload's own code does."""
+    from varuna_capslog.elastic import request_morph
+
+    request_morph(int(value))

@@ -44,7 +44,15 @@ def host_of(folder: Path, workers: int = 2, **options: Any) -> Host:
     elastic = Elastic(
         **{"stopped_seconds": 0.3, "hang_seconds": 0.5, "lease_seconds": 1.0, **options.pop("elastic", {})}
     )
-    options = {"name": "h", "sources": (), "environment": {"PYTHONPATH": str(HERE)}, "modules": (), **options}
+    # the tests found the generations themselves
+    options = {
+        "name": "h",
+        "hosts": 99,
+        "sources": (),
+        "environment": {"PYTHONPATH": str(HERE)},
+        "modules": (),
+        **options,
+    }
     return Host(folder, "host_entries:act", arguments, workers, settings=elastic, **options)
 
 

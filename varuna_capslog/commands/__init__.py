@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from varuna_capslog.commands.compare import compare
 from varuna_capslog.commands.evaluate import evaluate
+from varuna_capslog.commands.morph import morph, notice
 from varuna_capslog.commands.plan import plan
 from varuna_capslog.commands.predict import predict
 from varuna_capslog.commands.profile import profile
@@ -25,6 +26,8 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     compare,
     simulate,
     train,
+    morph,
+    notice,
     evaluate,
     predict,
     report,

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
+from varuna_capslog.elastic import hooks
 from varuna_capslog.elastic.generation import INITIAL, Generation, Member, Stamp
 from varuna_capslog.elastic.leases import Leases
 from varuna_capslog.elastic.notices import Announcement, Gathering, Kind, Listener, auto_sources, listen
@@ -212,6 +213,9 @@ class Host:
             self.address, identity = f"{host}:{number}", server.identity
         self.store: TcpMembershipStore = open_store(self.address, identity)
         stack.callback(self.store.close)
+        known = (self.address, self.store.identity)
+        hooks.tell_where(self.run_dir, *known, self.serves)
+        stack.callback(hooks.forget, *known)
         if self.serves:
             for key, value in self.keys.items():
                 self.store.put(key, value)
@@ -371,6 +375,8 @@ class Host:
                     self._start()
                 for member in leave:
                     self._notify(member, urgent=False, deadline=None, source="request")
+            case "announce" if entry.get("host") == self.name:
+                self._gathering.hear(hooks.notice_of(entry, self.name))
 
     def _found(self) -> None:
         """The first generation: all who begin together, so that nobody trains alone while the others load."""
@@ -380,11 +386,15 @@ class Host:
 
     def _announced(self, announcement: Announcement) -> None:
         notice = announcement.of(self.name)
-        if notice is None or notice.kind is Kind.HINT:  # a hint changes no membership
+        if notice is None:
+            return
+        left = None if notice.deadline is None else notice.deadline.remaining(time.monotonic())
+        if notice.kind is Kind.HINT:  # it changes no membership
+            for worker in self._living():
+                self._tell({"kind": "hint", "member": worker.member, "deadline": left, "source": notice.source})
             return
         self._noticed = True
         self.say(f"this host is to leave: {notice}")
-        left = None if notice.deadline is None else notice.deadline.remaining(time.monotonic())
         for worker in self._living():
             self._notify(worker.member, notice.kind is Kind.NOW, left, notice.source)
 

@@ -23,6 +23,8 @@ from torch import Tensor
 from varuna_capslog.elastic import messages as m
 from varuna_capslog.elastic import protocol
 from varuna_capslog.elastic.generation import INITIAL, Generation, Member, Stamp
+from varuna_capslog.elastic.hooks import notice_of
+from varuna_capslog.elastic.notices import callback
 from varuna_capslog.elastic.peers import Message, Peers
 from varuna_capslog.elastic.recovery import Seat, list_moves, newest_boundary
 from varuna_capslog.elastic.state import Job, Phase
@@ -167,6 +169,8 @@ class Runtime:
 
     def _hear(self, entry: dict[str, Any]) -> None:
         self._inbox.put(("log", entry))
+        if entry.get("member") == self.me and entry.get("kind") in ("notice", "hint"):
+            callback.tell(notice_of(entry, self._host))
         if entry.get("kind") == "dead" and entry.get("member") in self._engaged:
             self._break_off()
 

@@ -6,6 +6,7 @@ For schedulers with an API of their own, for notebooks and tests. `announce` may
 from __future__ import annotations
 
 import itertools
+import logging
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -14,8 +15,9 @@ from typing import ClassVar
 from varuna_capslog.elastic.notices.interface import Clock, Deadline, Deliver, Kind, Listener, Notice
 from varuna_capslog.errors import CapslogError
 
-__all__ = ["CallbackListener", "on_notice", "registered"]
+__all__ = ["CallbackListener", "on_notice", "tell"]
 
+_log = logging.getLogger(__name__)
 _lock = threading.Lock()
 _callbacks: list[Callable[[Notice], None]] = []
 
@@ -23,7 +25,8 @@ _callbacks: list[Callable[[Notice], None]] = []
 def on_notice(callback: Callable[[Notice], None]) -> Callable[[], None]:
     """Have `callback` told of every notice that is heard in this process from now on, whatever its source.
 
-    It is called in the thread that gathers notices, not in the one that trains; it should return soon. What it raises
+    In a host's process these are all that its sources deliver, in a worker's those that concern itself. It is called in
+    the thread that hears of them, not in the one that trains; it should return soon. What it raises
     is logged and changes nothing.
 
     Returns:
@@ -41,10 +44,15 @@ def on_notice(callback: Callable[[Notice], None]) -> Callable[[], None]:
     return take_back
 
 
-def registered() -> tuple[Callable[[Notice], None], ...]:
-    """Who wants to be told now."""
+def tell(notice: Notice) -> None:
+    """Tell everybody who wants to be told; what they raise is logged."""
     with _lock:
-        return tuple(_callbacks)
+        told = tuple(_callbacks)
+    for callback in told:
+        try:
+            callback(notice)
+        except Exception as error:  # of somebody else's code; the next notice must still be heard
+            _log.error("a callback for notices failed: %s: %s", type(error).__name__, error)
 
 
 class CallbackListener(Listener):

@@ -91,6 +91,10 @@ class Gathering:
             source.stop()
         self._end()
 
+    def hear(self, notice: Notice) -> None:
+        """Take a notice as if a source had delivered it. From any thread."""
+        self._heard.put(notice)
+
     def host_left(self, resources_left: Collection[str] = ()) -> tuple[str, ...]:
         """The last rank of this host has left: every source that knows acknowledgements sends its own."""
         return tuple(name for source in self.sources for name in source.host_left(resources_left))
@@ -140,14 +144,12 @@ class Gathering:
     def _tell(self, announcement: Announcement) -> None:
         for notice in announcement.notices:
             _log.warning("notice from %s", notice)
-        told: list[Callable[[], None]] = [lambda: self._callback(announcement)]
-        for watcher in program.registered():
-            told += [lambda watcher=watcher, notice=notice: watcher(notice) for notice in announcement.notices]  # type: ignore[misc]
-        for tell in told:
-            try:
-                tell()
-            except Exception as error:  # of somebody else's code; the next notice must still be heard
-                _log.error("a callback for notices failed: %s: %s", type(error).__name__, error)
+        try:
+            self._callback(announcement)
+        except Exception as error:  # the next notice must still be heard
+            _log.error("a callback for notices failed: %s: %s", type(error).__name__, error)
+        for notice in announcement.notices:
+            program.tell(notice)
 
 
 def listen(sources: Sequence[Listener], callback: Callable[[Announcement], None], window: float = 0.05) -> Gathering:
