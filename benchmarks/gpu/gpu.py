@@ -149,7 +149,7 @@ def main() -> int:
             key = (name, tuple(entry["cuts"]))
             if key not in known:
                 left = given.seconds - (time.monotonic() - began)
-                known[key] = measured_ranks(name, entry, given, left)
+                known[key] = measured_ranks(name, entry, given, left, result["environment"].get("free_bytes"))
                 progress(f"{name} {planner}: {summary(known[key])}")
             entry |= known[key]
             complete &= "peak_bytes" in entry
@@ -199,15 +199,20 @@ def _describe_gpu(rank: int, port: int) -> dict[str, Any]:
 # -- one training run of eight ranks
 
 
-def measured_ranks(name: str, entry: dict[str, Any], given: argparse.Namespace, left: float) -> dict[str, Any]:
-    """Peaks of all ranks of one run, or why there are none."""
+def measured_ranks(
+    name: str, entry: dict[str, Any], given: argparse.Namespace, left: float, free: int | None
+) -> dict[str, Any]:
+    """Peaks of all ranks of one run, or why there are none.
+
+    Args:
+        left: seconds until the script should end.
+        free: bytes of the one GPU, asked once: a process that asks takes seconds to begin. None: no GPU.
+    """
     if left <= 0:
         return {"skipped": "the time was spent"}
     needed = sum(entry["predicted_bytes"]) + RANKS * CONTEXT_BYTES
-    if given.device == "cuda":
-        free = run_ranks(1, functools.partial(_describe_gpu), 60.0)[0]["free_bytes"]
-        if needed > free:
-            return {"skipped": f"all ranks together need about {needed} bytes, {free} are free on the one GPU"}
+    if free is not None and needed > free:
+        return {"skipped": f"all ranks together need about {needed} bytes, {free} are free on the one GPU"}
     work = functools.partial(train_rank, name, tuple(given.image_size), given.device, entry["cuts"])
     try:
         rows = run_ranks(RANKS, work, min(given.patience, left))
