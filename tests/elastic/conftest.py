@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from tests.elastic.live import Cradle, Truth, truth_of
 
@@ -18,4 +19,5 @@ def cradle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cradle]:
 
 @pytest.fixture(scope="session")
 def truth(tmp_path_factory: pytest.TempPathFactory) -> Truth:
+    torch.set_num_threads(1)  # as in the members: sums have other bits otherwise
     return truth_of(tmp_path_factory.mktemp("truth"))

@@ -21,6 +21,7 @@ from torch import Tensor
 from varuna_capslog import files
 from varuna_capslog.elastic.generation import Generation, Layout, Member, Stamp
 from varuna_capslog.elastic.parked import write_held
+from varuna_capslog.elastic.peak_meter import PeakMeter, held_inputs
 from varuna_capslog.elastic.placing import Placer
 from varuna_capslog.elastic.recovery import Seat
 from varuna_capslog.elastic.work import Followed, LayerState, Opening, Outcome
@@ -95,6 +96,8 @@ class PipelineWork:
         self.placer = Placer.of_config(config, profile, self.layer_bytes, plan=plan)
         self._profile = profile
         self._judging = Judging(config, workload)
+        self._meter = PeakMeter(device)
+        self._peaks: list[int] | None = None
         self.engine: PipelineEngine | None = None
         self._by_index: dict[int, EngineLayer] = {}
         self._shelved: dict[int, tuple[EngineLayer, LayerState]] = {}
@@ -151,6 +154,7 @@ class PipelineWork:
         self._judged = max(judged for _, judged in known if judged <= step) if step else 0
         self._first = opening.members[0] == self.me
         self._number = opening.number + self._offset
+        self._meter.begin(opening.number)
         if self._first:
             arguments = (self._number, tuple(cuts), devices, replicas)
             threading.Thread(target=self._write_plan, args=arguments, name="write-plan", daemon=True).start()
@@ -219,25 +223,35 @@ class PipelineWork:
     def compute(self, step: int) -> bool:
         self._step_began = time.perf_counter()
         self._minibatch = self.feed.minibatch(step)
-        load = self.feed.loader(step) if self._running.owns_first_stage else (lambda microbatch: {})
-        self._running.compute(step, self._minibatch, load)
+        engine = self._running
+        load = self.feed.loader(step) if engine.owns_first_stage else (lambda microbatch: {})
+        with self._meter.computing(engine) as measured:
+            if measured and engine.owns_first_stage:
+                load = held_inputs(load, engine.local_microbatches)
+            engine.compute(step, self._minibatch, load)
         return True  # the vote adds everything up, and finds what is not finite
 
     def vote(self, step: int, ballot: bytes) -> Outcome:
         assert self._minibatch is not None
         train, engine = self.config.train, self._running
         late = train.max_seconds is not None and time.monotonic() - self._began > train.max_seconds
-        verdict = self._verdict = engine.vote(step, self._minibatch, late or self._stop_wished(), ballot)
-        ballots = verdict.ballots or (b"",) * engine.communicator.world_size
+        stop, ballot = late or self._stop_wished(), self._meter.sealed(ballot)
+        verdict = self._verdict = engine.vote(step, self._minibatch, stop, ballot)
+        ballots, peaks = self._meter.opened(verdict.ballots or (b"",) * engine.communicator.world_size)
+        self._peaks = None if peaks is None else [peaks[device] for device in engine.layout.placement]
         return Outcome(verdict.refusal is None, ballots, verdict.stop, verdict.scale)
 
     def apply(self, step: int) -> None:
         assert self._verdict is not None
-        result = self._running.apply(self._verdict)
+        with self._meter.applying(self._running):
+            result = self._running.apply(self._verdict)
         self._verdict = self._minibatch = None
         if self._journal is not None:
             seconds = time.perf_counter() - self._step_began
-            self._journal.step(step_record(result, seconds, self.feed.epoch(step), self.config.train.minibatch_size))
+            record = step_record(result, seconds, self.feed.epoch(step), self.config.train.minibatch_size)
+            if self._peaks is not None:
+                record |= {"peak_bytes": self._peaks, "peak_source": self._meter.source}
+            self._journal.step(record)
 
     def discard(self, step: int) -> str:
         assert self._verdict is not None
