@@ -45,6 +45,8 @@ class PipelineEngine:
         table: shapes of this chain, where they are known from an earlier engine.
         layers: of an earlier engine of this process, by index; see `take_layers`. Their optimizer's moments are not
             theirs: `layer_state.install` brings them.
+        part_names: of the loss, where all ranks know them from an earlier engine (its `part_names`); spares the first
+            vote a gather.
 
     Raises:
         CapslogError: cuts that do not fit the chain, a schedule that cannot run, a module with state of its own.
@@ -63,6 +65,7 @@ class PipelineEngine:
         device: torch.device,
         table: ShapeTable | None = None,
         layers: Mapping[int, EngineLayer] | None = None,
+        part_names: Sequence[str] | None = None,
     ) -> None:
         chain.check_cuts(layout.cuts)
         if communicator.world_size < layout.world_size:
@@ -110,7 +113,7 @@ class PipelineEngine:
         self.optimizer = StageOptimizer(self.layers, options.rate, options.weight_decay, options.multipliers)
         self._executor: Executor | None = None
         self._evaluators: dict[int, Executor] = {}
-        self._poll = Poll(chain, communicator, options.clip_norm, self.refuses)
+        self._poll = Poll(chain, communicator, options.clip_norm, self.refuses, part_names)
         # running statistics of the step under way, by layer and microbatch, those of other replicas included
         self._statistics: dict[int, dict[int, list[Tensor]]] = {}
 
@@ -290,6 +293,11 @@ class PipelineEngine:
             if layer.index in self._statistics:
                 layer.statistics.commit(self._statistics.pop(layer.index))
         return StepResult(verdict.step, verdict.parts, verdict.grad_norm, rate, verdict.stop)
+
+    @property
+    def part_names(self) -> list[str] | None:
+        """The loss and its parts by name; None before the first vote."""
+        return self._poll.part_names
 
     @property
     def doing(self) -> str:

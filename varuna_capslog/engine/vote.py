@@ -53,14 +53,22 @@ class Poll:
     Args:
         clip_norm: largest global gradient norm, 0 = no clipping.
         refuses: whether steps that are not finite are voted down.
+        part_names: of the loss, where all ranks know them; otherwise the first vote tells.
     """
 
-    def __init__(self, chain: Chain, communicator: Communicator, clip_norm: float, refuses: bool) -> None:
+    def __init__(
+        self,
+        chain: Chain,
+        communicator: Communicator,
+        clip_norm: float,
+        refuses: bool,
+        part_names: Sequence[str] | None = None,
+    ) -> None:
         self._chain = chain
         self._communicator = communicator
         self._clip_norm = clip_norm
         self._refuses = refuses
-        self._part_names: list[str] | None = None
+        self.part_names = None if part_names is None else list(part_names)
 
     def hold(
         self,
@@ -114,13 +122,13 @@ class Poll:
 
     def _names(self, last: Stage | None) -> list[str]:
         """Names of the loss parts, told once by the ranks that compute the loss."""
-        if self._part_names is None:
+        if self.part_names is None:
             mine = None
             if last is not None:
                 mine = next((list(values) for values in last.parts.values() if len(values) > 1), None)
                 mine = mine or next((list(values) for values in last.parts.values()), None)
-            self._part_names = next(names for names in self._communicator.gather(mine) if names is not None)
-        return self._part_names
+            self.part_names = next(names for names in self._communicator.gather(mine) if names is not None)
+        return self.part_names
 
 
 def _fold(rows: Tensor) -> list[float]:
