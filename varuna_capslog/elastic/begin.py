@@ -24,6 +24,7 @@ _MODULES = (
     "varuna_capslog.elastic.runtime",
     "varuna_capslog.elastic.pipeline_work",
     "torch.utils.tensorboard",
+    "torch._dynamo",  # the first optimizer imports it, in one to two seconds
     "torch._subclasses.fake_tensor",
     "rich.progress",
 )

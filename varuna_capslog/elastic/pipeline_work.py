@@ -7,6 +7,7 @@ that the protocol gave to this member. A layer that stays keeps its tensors.
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import functools
 import math
 import threading
@@ -47,6 +48,8 @@ from varuna_capslog.trace import ShapeTable
 from varuna_capslog.workload import Minibatch, Workload
 
 __all__ = ["PipelineWork"]
+
+_WARM_UP_BYTES = 1 << 30
 
 
 class PipelineWork:
@@ -106,7 +109,8 @@ class PipelineWork:
         self._journal: Journal | None = None
         self._first = False
         self._number = 0
-        self._saved = self._judged = 0
+        self._saved = self._judged = self._base = 0
+        self._part_names: list[str] | None = None
         self._best: tuple[float, int] | None = self._read_best()
         self._began = time.monotonic()
         self._step_began = 0.0
@@ -118,6 +122,34 @@ class PipelineWork:
             return None
         record = files.read_json(best)
         return record["value"], record["step"]
+
+    def warm_up(self) -> None:
+        """One microbatch through a whole chain of this process's own, so that a newcomer meets nothing for the first
+        time while others wait for it. Left out for chains of which a device might not hold a second one.
+        """
+        if sum(self.layer_bytes) > _WARM_UP_BYTES:
+            return
+        whole = self.feed.minibatch(1)
+        one = dataclasses.replace(
+            whole,
+            inputs=whole.inputs[:1],
+            targets=whole.targets[:1],
+            sample_ids=whole.sample_ids[:1],
+            recipes=whole.recipes[:1],
+        )
+        options = dataclasses.replace(self.options, num_microbatches=1, num_blocks=1)
+        alone = Communicator(0, 1, "warm-up", datetime.timedelta(seconds=1))
+        layout = EngineLayout((0,), (0,), 1)
+        loss = self._workload.loss
+        engine = PipelineEngine(self.chain, loss, layout, options, alone, self.device, self._table, layers={})
+        inputs = {name: tensor.to(self.device) for name, tensor in self._source.load(whole, 0).items()}
+        engine.compute(1, one, lambda microbatch: inputs)
+        verdict = engine.vote(1, one)
+        if verdict.refusal is None:
+            engine.apply(verdict)
+
+    def knows(self) -> list[str] | None:
+        return self._part_names
 
     def place(self, seats: Sequence[Seat]) -> Layout | str:
         return self.placer(seats)
@@ -141,6 +173,7 @@ class PipelineWork:
             self.device,
             self._table,
             layers=kept,
+            part_names=next((names for names in opening.told if names is not None), None),
         )
         self._by_index = {layer.index: layer for layer in engine.layers}
         for index, state in states.items():
@@ -149,9 +182,9 @@ class PipelineWork:
         self.engine = engine
         self.feed = self._feed_of(engine.local_microbatches if engine.owns_first_stage else ())
         step = opening.base.step
-        known = communicator.gather((self._saved, self._judged))
-        self._saved = max(saved for saved, _ in known if saved <= step) if step else 0
-        self._judged = max(judged for _, judged in known if judged <= step) if step else 0
+        self._base = step
+        self._saved = self._saved if self._saved <= step else 0
+        self._judged = self._judged if self._judged <= step else 0
         self._first = opening.members[0] == self.me
         self._number = opening.number + self._offset
         self._meter.begin(opening.number)
@@ -237,6 +270,7 @@ class PipelineWork:
         late = train.max_seconds is not None and time.monotonic() - self._began > train.max_seconds
         stop, ballot = late or self._stop_wished(), self._meter.sealed(ballot)
         verdict = self._verdict = engine.vote(step, self._minibatch, stop, ballot)
+        self._part_names = engine.part_names
         ballots, peaks = self._meter.opened(verdict.ballots or (b"",) * engine.communicator.world_size)
         self._peaks = None if peaks is None else [peaks[device] for device in engine.layout.placement]
         return Outcome(verdict.refusal is None, ballots, verdict.stop, verdict.scale)
@@ -288,6 +322,8 @@ class PipelineWork:
         judges = bool(train.evaluate_every) and step > 0 and step % (train.evaluate_every or 1) == 0
         saves = train.checkpoint_every is not None and step > 0 and step % train.checkpoint_every == 0
         written = None
+        if judges or saves:
+            self._learn_done(step)
         if (judges or saves) and self._saved < step:
             self._save(step)
             written = stamp
@@ -297,6 +333,13 @@ class PipelineWork:
         if every and step and step % every == 0:
             self._running.verify_copies()
         return written
+
+    def _learn_done(self, step: int) -> None:
+        """A newcomer does not know what was written and judged at the boundary with which its generation begins."""
+        if step == self._base:
+            known = self._running.communicator.gather((self._saved, self._judged))
+            self._saved = max(saved for saved, _ in known)
+            self._judged = max(judged for _, judged in known)
 
     def _save(self, step: int) -> None:
         began, engine = time.monotonic(), self._running
@@ -334,6 +377,7 @@ class PipelineWork:
     def finish(self, stamp: Stamp, stopped: bool) -> None:
         engine = self._running
         self.asked = stopped and any(engine.communicator.gather(self._stop_wished()))
+        self._learn_done(stamp.step)
         if self._saved < stamp.step:
             self._save(stamp.step)
         if self.config.train.evaluate_every is not None and self._judged != stamp.step and not self.asked:

@@ -49,6 +49,7 @@ class Opening:
         members: by rank.
         why: sentences for people: who left, who came.
         moved_bytes: state that changed owner.
+        told: by rank, what each member's `knows` gave.
     """
 
     number: int
@@ -57,6 +58,7 @@ class Opening:
     members: tuple[Member, ...]
     why: tuple[str, ...] = ()
     moved_bytes: int = 0
+    told: tuple[Any, ...] = ()
 
 
 class Followed(Protocol):
@@ -76,6 +78,9 @@ class Work(Protocol):
 
     def place(self, seats: Sequence[Seat]) -> Layout | str:
         """See `recovery.Place`."""
+
+    def knows(self) -> Any:
+        """What this member can tell those who come; picklable. Asked in another thread, ahead of `open`."""
 
     def open(self, opening: Opening, communicator: Communicator, states: Mapping[int, LayerState]) -> None:
         """Begins a generation: builds this rank's part from the states of its layers, which it may keep."""

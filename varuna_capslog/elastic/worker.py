@@ -7,6 +7,7 @@ failed, with one sentence in `workers/<member>.error.json`. What it needs stands
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -105,6 +106,10 @@ def _take_part(run_dir: Path, me: str, wish: _Wish) -> int:
         {resumed: Path(path)} if path else {},
         lambda: wish.stop,
     )
+    if store.read().number:  # the others are at work; what takes long the first time is done before they wait for it
+        work.warm_up()
+    gc.collect()
+    gc.freeze()  # what is there by now stays; later collections need not look at it
     elastic = config.elastic
     runtime = Runtime(
         me,
