@@ -26,9 +26,9 @@ from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planners import plan
 from varuna_capslog.profiles.estimate import StageEstimator, estimate_config
 from varuna_capslog.profiles.headroom import state_headroom
-from varuna_capslog.profiles.measure import _shapes
 from varuna_capslog.profiles.record import Observation
 from varuna_capslog.profiles.rehearsal import rehearse
+from varuna_capslog.profiles.sizes import shapes_of
 from varuna_capslog.profiles.trim import RunConditions, TrimmedRun
 from varuna_capslog.profiles.worker import WorkerGroup
 
@@ -159,7 +159,7 @@ def measured(
     """The same stages by real runs, one after the other."""
     workload, size = estimator.workload, config.train.microbatch_size
     conditions = RunConditions(
-        "cpu", size, _shapes(workload.profile_inputs(size)), config.train.precision, True, "host", 1
+        "cpu", size, shapes_of(workload.profile_inputs(size)), config.train.precision, True, "host", 1
     )
     targets, normalisers = workload.profile_targets(size)
     waiting = []

@@ -131,27 +131,31 @@ class StepPlayer:
         O(stages x microbatches) numpy operations on K numbers each.
         """
         count = len(forward)
-        of_kind = {"F": np.ascontiguousarray(forward.T), "B": np.ascontiguousarray(backward.T)}
+        # lists of rows: taking a row out of an array takes longer than most of the operations here
+        of_kind = {"F": list(np.ascontiguousarray(forward.T)), "B": list(np.ascontiguousarray(backward.T))}
         of_kind["R"] = of_kind["F"]
-        cuts, own = np.ascontiguousarray(transfer.T), np.ascontiguousarray(handover.T)
-        costs_sender = bool(own.any())
-        clock = np.zeros((self.stages, count))
-        links = np.zeros((2, self.stages, count))  # when the link to the next (0) and the one before (1) is free
+        cuts, own = list(np.ascontiguousarray(transfer.T)), list(np.ascontiguousarray(handover.T))
+        costs_sender = bool(handover.any())
+        clock = list(np.zeros((self.stages, count)))
+        # when the link to the next (0) and the one before (1) is free: what arrived last on it
+        links = [list(np.zeros((self.stages, count))) for _ in range(2)]
         arrival: list[Floats] = [clock[0]] * self._num_messages
+        maximum = np.maximum
         for what, rank, number, peer in self._order:
+            now = clock[rank]
             if what == "recv":
-                np.maximum(clock[rank], arrival[number], out=clock[rank])
+                maximum(now, arrival[number], out=now)
             elif what == "send":
-                link = links[0 if peer > rank else 1, rank]
-                np.maximum(link, clock[rank], out=link)
-                link += cuts[min(peer, rank)]
+                direction, cut = (0, rank) if peer > rank else (1, peer)
+                link = maximum(links[direction][rank], now)
+                link += cuts[cut]
                 if costs_sender:
-                    clock[rank] += own[min(peer, rank)]
-                    np.maximum(link, clock[rank], out=link)
-                arrival[number] = link.copy()
+                    now += own[cut]
+                    maximum(link, now, out=link)
+                arrival[number] = links[direction][rank] = link
             else:
-                clock[rank] += of_kind[what][rank]
-        return np.asarray(clock.max(axis=0))
+                now += of_kind[what][rank]
+        return np.asarray(np.max(clock, axis=0))
 
     def seconds_of_one(self, stages: tuple[Floats, Floats, Floats, Floats]) -> float:
         """Return the step seconds of the first of the cut lists that `stages` holds, as `LayerSeconds.of_cuts` gives
