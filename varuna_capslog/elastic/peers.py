@@ -14,7 +14,7 @@ import queue
 import socket
 import struct
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,12 +85,13 @@ class Peers:
                 outgoing = self._outgoing[target] = _Outgoing(self, target)
         outgoing.queue.put((kind, dict(tensors or {}), header))
 
-    def forget(self, member: Member) -> None:
-        """Closes the connection to a member that is gone; its name is never used again."""
+    def keep(self, members: Collection[Member]) -> None:
+        """Closes the connections to all others, each after what is queued for it was sent."""
         with self._lock:
-            outgoing = self._outgoing.pop(member, None)
-        if outgoing is not None:
-            outgoing.stop()
+            others = [member for member in self._outgoing if member not in members]
+            ended = [self._outgoing.pop(member) for member in others]
+        for outgoing in ended:
+            outgoing.queue.put(None)
 
     def close(self) -> None:
         """Ends all connections; what is queued is dropped. Use `flush` before, where it matters."""
