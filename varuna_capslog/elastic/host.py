@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Any, Literal
 
 from varuna_capslog.elastic import hooks
+from varuna_capslog.elastic.chronicle import Chronicle
 from varuna_capslog.elastic.generation import INITIAL, Generation, Member, Stamp
 from varuna_capslog.elastic.leases import Leases
 from varuna_capslog.elastic.notices import Announcement, Gathering, Kind, Listener, auto_sources, listen
@@ -222,6 +223,8 @@ class Host:
         number = self.store.count(f"host/{self.name}")
         if number > 1:
             self.name = f"{self.name}.{number}"
+        first = self.store.get("first-plan", 0.0 if self.serves else 0.3)
+        self._chronicle = Chronicle(self.run_dir, self.name, 0 if first is None else int(first) - 1)
         others = lambda: [host for host in tuple(self.roster.hosts) if host != self.name]  # noqa: E731
         self._leases = Leases(
             self.store,
@@ -324,7 +327,7 @@ class Host:
             self._settling[worker.member] = time.monotonic() + SETTLE_SECONDS
             return
         failure = self._failure(worker, status)
-        self._tell({"kind": "dead", "member": worker.member, "why": failure.sentence()})
+        self._tell({"kind": "dead", "member": worker.member, "why": failure.sentence(), "by": self.name})
         self._failures.append(failure)
         if self._asked < 2:
             self.say(failure.sentence())
@@ -354,6 +357,7 @@ class Host:
         self._start(worker.slot)
 
     def _logged(self, entry: dict[str, Any]) -> None:
+        self._chronicle.take(entry, self.roster)
         self.roster.take(entry)
         if self.serves and self.roster.is_complete(self.hosts):
             self._found()
@@ -408,7 +412,7 @@ class Host:
         self.say(why)
         for member, where in tuple(self.roster.members.items()):
             if where == host:
-                self._tell({"kind": "dead", "member": member, "why": why})
+                self._tell({"kind": "dead", "member": member, "why": why, "by": self.name})
         self._tell({"kind": "hosts", "host": host, "state": "lost"})
 
     def _signalled(self) -> None:
@@ -465,7 +469,7 @@ class Host:
             return
         if worker.member in self.roster.generation.members and worker.member not in self.roster.dead:
             why = f"worker {worker.member} ended before the run did"
-            self._tell({"kind": "dead", "member": worker.member, "why": why})
+            self._tell({"kind": "dead", "member": worker.member, "why": why, "by": self.name})
         else:
             self._tell({"kind": "left", "member": worker.member})
 

@@ -12,6 +12,7 @@ import functools
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,7 @@ class PipelineWork:
         self._minibatch: Minibatch | None = None
         self._verdict: Verdict | None = None
         self._journal: Journal | None = None
+        self._records: deque[tuple[int, int, dict[str, Any]]] = deque(maxlen=2)  # generation, members, a step's line
         self._first = False
         self._number = 0
         self._saved = self._judged = self._base = 0
@@ -223,8 +225,20 @@ class PipelineWork:
         elif self._journal is None:
             step, every = opening.base.step, self.config.train.log_every
             self._journal = Journal(self.run_dir, self.total_steps, step + 1, number, world_size, every)
+            self._write_missing(step)
+            self._journal.change(number, world_size)
         else:
             self._journal.change(number, world_size)
+
+    def _write_missing(self, step: int) -> None:
+        """Whoever wrote before may have been lost between applying a step and writing its line."""
+        assert self._journal is not None
+        path = self.run_dir / "metrics.jsonl"
+        written = {line.get("step") for line in files.last_lines(path)} if self._records and path.exists() else set()
+        for number, world_size, record in self._records:
+            if record["step"] <= step and record["step"] not in written:
+                self._journal.change(number, world_size)
+                self._journal.step(record)
 
     def _close_journal(self) -> None:
         if self._journal is not None:
@@ -280,11 +294,12 @@ class PipelineWork:
         with self._meter.applying(self._running):
             result = self._running.apply(self._verdict)
         self._verdict = self._minibatch = None
+        seconds = time.perf_counter() - self._step_began
+        record = step_record(result, seconds, self.feed.epoch(step), self.config.train.minibatch_size)
+        if self._peaks is not None:
+            record |= {"peak_bytes": self._peaks, "peak_source": self._meter.source}
+        self._records.append((self._number, self._running.communicator.world_size, record))
         if self._journal is not None:
-            seconds = time.perf_counter() - self._step_began
-            record = step_record(result, seconds, self.feed.epoch(step), self.config.train.minibatch_size)
-            if self._peaks is not None:
-                record |= {"peak_bytes": self._peaks, "peak_source": self._meter.source}
             self._journal.step(record)
 
     def discard(self, step: int) -> str:
@@ -392,7 +407,10 @@ class PipelineWork:
         if self.engine is not None and kind in ("begin", "morph"):
             details["cuts"] = list(self.engine.layout.cuts)
         generation = int(details.pop("generation", 0)) + self._offset
-        self._say_event("start" if kind == "begin" else kind, **details, generation=generation)
+        if kind == "begin":
+            details["step"] -= 1  # told after the first step, of the boundary before it
+            kind = "resume" if details["step"] else "start"
+        self._say_event(kind, **details, generation=generation)
 
     def _say_event(self, kind: str, **details: Any) -> None:
         files.append_jsonl(self.run_dir / "events.jsonl", {"kind": kind, "time": time.time(), **details})

@@ -43,7 +43,7 @@ class Terminal:
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="terminal", daemon=True)
         self._quiet_until = 0.0
-        self._last = ""
+        self._said = {""}
 
     def __enter__(self) -> Terminal:
         self._progress.start()
@@ -58,7 +58,8 @@ class Terminal:
 
     def say(self, line: str) -> None:
         """One line above the bar."""
-        self._console.print(line, highlight=False, markup=False)
+        self._said.add(line.removeprefix("capslog: "))
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def _run(self) -> None:
         while not self._end.wait(_LOOK_SECONDS):
@@ -67,9 +68,8 @@ class Terminal:
     def _look(self) -> None:
         for event in self._events.new():
             line = describe(event)
-            if line and line != self._last:  # members say alike what they all wait for
+            if line and line not in self._said:  # what all wait for, each of them says, and the host knows its losses
                 self.say(line)
-                self._last = line
         records = list(self._metrics.new())
         if not records:
             return
@@ -89,18 +89,29 @@ def describe(event: Mapping[str, Any]) -> str | None:
     """An event in a sentence: who, why, new cuts, pause, moved bytes; None for those that nobody waits for."""
     kind = event.get("kind")
     head = f"generation {event.get('generation')}"
-    if kind in ("start", "morph") and "cuts" in event:
-        text = f"{head}: {'; '.join(event.get('why', ()))}; cuts {event['cuts']}"
+    if kind in ("start", "resume", "morph") and "cuts" in event:
+        after = f" after step {event.get('step')}" if kind == "resume" else ""
+        text = f"{head}: {'; '.join(event.get('why', ()))}{after}; cuts {event['cuts']}"
         if kind == "morph":
             pause = event.get("pause_seconds")
             text += "" if pause is None else f", paused {1000 * pause:.0f} ms"
             text += f", moved {format_bytes(int(event.get('moved_bytes', 0)))}"
         return text
+    if kind == "notice":
+        return _notice(event)
+    if kind == "lost":
+        return str(event.get("why"))
     if kind == "waiting":
         return f"{head} waits: {event.get('why')}"
     if kind == "persisted":
         return f"all that is held was written to disk: {event.get('why')}"
     return None
+
+
+def _notice(event: Mapping[str, Any]) -> str:
+    deadline = event.get("deadline")
+    when = "at once" if event.get("urgent") else "soon" if deadline is None else f"within {deadline:.0f} s"
+    return f"notice ({event.get('source')}): {event.get('member')} is to leave {when}"
 
 
 class _Tail:
