@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from varuna_capslog.commands.chaos import chaos
 from varuna_capslog.commands.compare import compare
 from varuna_capslog.commands.evaluate import evaluate
 from varuna_capslog.commands.morph import morph, notice
@@ -31,5 +32,6 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     evaluate,
     predict,
     report,
+    chaos,
 )
 """In the order in which a newcomer needs them, which is the order of `capslog --help`."""

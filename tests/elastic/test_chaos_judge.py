@@ -1,0 +1,178 @@
+"""The judge of chaos runs finds every kind of wrong: a run written by hand is right, each change of it is not."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from varuna_capslog.elastic.generation import Generation, Stamp
+from varuna_capslog.elastic.rig.judge import Opened, Partition, Segment, Stepped, Truth, judge, read_segment
+
+LOSS = {step: (1.0 / step, 0.5 / step) for step in range(1, 9)}
+TRUTH = Truth(LOSS, {"stem": "w0", "head": "w1"})
+WEIGHTS = {"stem": "w0", "head": "w1"}
+
+
+def opened(member, generation, base, members, time):
+    return Opened(member, generation, Stamp(*base), members, time)
+
+
+def stepped(member, generation, step, time, layer):
+    return Stepped(member, generation, step, *LOSS[step], {layer: f"state of {layer} after {step}"}, time)
+
+
+def good_run():
+    """a and b make 1..3 and a alone 4, of which b never hears; b dies; a goes on from 3, c joins for 6..8."""
+    first = Generation(1, ("a", "b"))
+    second = first.successor(("a",), base=Stamp(0, 0), reached=4)
+    third = second.successor(("a", "c"), base=Stamp(3, 1), reached=5)
+    run = Segment(0)
+    run.founded = [(first, 0.0), (second, 5.0), (third, 8.0)]
+    run.opened = [
+        opened("a", 1, (0, 0), ("a", "b"), 0.5),
+        opened("b", 1, (0, 0), ("a", "b"), 0.5),
+        opened("a", 2, (3, 1), ("a",), 5.5),
+        opened("a", 3, (5, 2), ("a", "c"), 8.5),
+        opened("c", 3, (5, 2), ("a", "c"), 8.5),
+    ]
+    run.stepped = [
+        stepped(member, 1, step, step, layer) for step in (1, 2, 3) for member, layer in (("a", "0"), ("b", "1"))
+    ]
+    run.stepped += [stepped("a", 1, 4, 4.5, "0")]
+    run.stepped += [stepped("a", 2, step, step + 2.0, layer) for step in (4, 5) for layer in ("0",)]
+    run.stepped += [
+        stepped(member, 3, step, step + 3.0, layer) for step in (6, 7, 8) for member, layer in (("a", "0"), ("c", "1"))
+    ]
+    return run
+
+
+def change(run, index, **values):
+    run.stepped[index] = dataclasses.replace(run.stepped[index], **values)
+
+
+def test_a_right_run_passes_with_the_step_that_was_taken_back():
+    assert judge([good_run()], TRUTH, WEIGHTS, 8) == []
+
+
+def wrong_loss(run):
+    change(run, 6, loss=LOSS[4][0] + 1e-12)  # of a step that was taken back, even
+
+
+def wrong_norm(run):
+    change(run, -1, grad_norm=0.0)
+
+
+def wrong_state(run):
+    change(run, 7, digests={"0": "another state of 0 after 4"})  # the same step as it was made before
+
+
+def doubled_step(run):
+    run.stepped.append(stepped("c", 3, 8, 11.5, "1"))
+
+
+def left_out_step(run):
+    run.stepped = [one for one in run.stepped if one.step != 7]
+
+
+def never_applied(run):
+    run.stepped = [one for one in run.stepped if (one.step, one.generation) != (3, 1)]
+
+
+def other_base(run):
+    run.opened[4] = dataclasses.replace(run.opened[4], base=Stamp(4, 2))
+
+
+def stranger(run):
+    run.stepped.append(stepped("b", 2, 4, 6.0, "1"))
+
+
+def unknown_generation(run):
+    run.founded.pop()
+
+
+def side_by_side(run):
+    run.stepped += [stepped("b", 1, 4, 6.0, "1"), stepped("b", 1, 5, 7.0, "1")]
+
+
+def lost_settled_step(run):
+    change(run, 6, step=4)
+    run.stepped.append(stepped("a", 1, 5, 4.6, "0"))
+
+
+def both_sides(run):
+    run.partitions = [Partition(0.9, 3.5, frozenset({"b"}))]
+
+
+@pytest.mark.parametrize(
+    ("breach", "words"),
+    [
+        (wrong_loss, "loss"),
+        (wrong_norm, "gradient norm"),
+        (wrong_state, "another state of layer 0"),
+        (doubled_step, "but step 9 was due"),
+        (left_out_step, "but step 7 was due"),
+        (never_applied, "nobody has applied step 3"),
+        (other_base, "begins at"),
+        (stranger, "without being a member"),
+        (unknown_generation, "never held"),
+        (side_by_side, "2 steps of generation 1 after the next one was founded"),
+        (lost_settled_step, "had reached step 5, but generation 2 went on from step 3"),
+        (both_sides, "cut off"),
+    ],
+)
+def test_every_breach_is_found(breach, words):
+    run = good_run()
+    breach(run)
+    found = judge([run], TRUTH, WEIGHTS, 8)
+    assert any(words in sentence for sentence in found), found
+
+
+def test_one_vote_under_way_may_end_behind_a_cut_and_a_regress_may_go_back_farther():
+    run = good_run()
+    run.partitions = [Partition(2.5, 4.0, frozenset({"b"}))]
+    assert judge([run], TRUTH, WEIGHTS, 8) == []
+    run = good_run()
+    run.stepped.append(stepped("a", 1, 5, 4.6, "0"))
+    run.founded[1] = (dataclasses.replace(run.founded[1][0], regress=True), 5.0)
+    assert judge([run], TRUTH, WEIGHTS, 8) == []
+
+
+def test_last_weights_are_compared_by_layer():
+    found = judge([good_run()], TRUTH, {"stem": "w0", "head": "other"}, 8)
+    assert found == ["the last weights of layer head differ from the uninterrupted run's"]
+    assert judge([good_run()], TRUTH, {"stem": "w0"}, 8)
+
+
+def test_segments_must_meet():
+    """The store was lost after step 3 had been made: the second segment goes on from a checkpoint of at most that."""
+    first, second = Segment(0), Segment(3)
+    first.founded = second.founded = [(Generation(1, ("a",)), 0.0)]
+    first.opened = [opened("a", 1, (0, 0), ("a",), 0.5)]
+    first.stepped = [stepped("a", 1, step, step, "0") for step in (1, 2, 3)]
+    second.opened = [opened("a", 1, (3, 0), ("a",), 4.5)]
+    second.stepped = [stepped("a", 1, step, step + 2, "0") for step in (4, 5)]
+    assert judge([first, second], TRUTH, WEIGHTS, 5) == []
+    first.stepped.pop()
+    assert judge([first, second], TRUTH, WEIGHTS, 5) == ["segment 0: nobody has applied step 3 of generation 0"]
+
+
+def test_lines_of_members_are_read():
+    run = Segment()
+    lines = [
+        {"kind": "open", "member": "a", "generation": 1, "base": [0, 0], "members": ["a"], "cuts": [0], "time": 1.0},
+        {
+            "kind": "step",
+            "member": "a",
+            "generation": 1,
+            "step": 1,
+            "loss": 1.0,
+            "grad_norm": 0.5,
+            "digests": {},
+            "time": 2.0,
+        },
+        {"kind": "other", "member": "a", "time": 3.0},
+    ]
+    read_segment(lines, run)
+    assert run.opened == [opened("a", 1, (0, 0), ("a",), 1.0)]
+    assert run.stepped == [Stepped("a", 1, 1, 1.0, 0.5, {}, 2.0)]

@@ -1,0 +1,120 @@
+"""`capslog chaos`: a training whose workers, hosts, network and store are disturbed at random, and the verdict."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from varuna_capslog.commands.arguments import AsJson, Overrides, print_json
+from varuna_capslog.errors import CapslogError
+
+if TYPE_CHECKING:
+    from varuna_capslog.elastic.rig.chaos import Outcome
+    from varuna_capslog.settings import Config
+
+__all__ = ["chaos"]
+
+
+def chaos(
+    config: Annotated[
+        str | None,
+        typer.Argument(metavar="CONFIG", help="The run's YAML file.", show_default="a built-in training"),
+    ] = None,
+    overrides: Overrides = None,
+    seed: Annotated[int, typer.Option(help="Of the schedule of faults.")] = 0,
+    faults: Annotated[int, typer.Option(min=1, help="How many.")] = 20,
+    duration: Annotated[
+        str | None, typer.Option(help="No fault is begun after so long, such as 10m.", show_default="no limit")
+    ] = None,
+    mean: Annotated[str, typer.Option(help="Mean time between a recovery and the next fault.")] = "500ms",
+    kinds: Annotated[
+        str | None,
+        typer.Option(help="Fault classes and shares, such as kill=3,notice.", show_default="all but store"),
+    ] = None,
+    hosts: Annotated[int, typer.Option(min=1, max=26, help="Supervisors, each as a machine of its own.")] = 2,
+    workers: Annotated[int, typer.Option(min=1, help="Of each host.")] = 2,
+    network: Annotated[str, typer.Option(help="loopback, or relay: cuts, half-open links and delays too.")] = "relay",
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Folder of the run.", show_default="a temporary one")
+    ] = None,
+    results: Annotated[
+        Path | None, typer.Option(help="File that gets one line of JSON more.", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Disturb a training and judge it: all losses, gradient norms and weights must be as if nothing had been."""
+    import shutil
+    import tempfile
+
+    from varuna_capslog import fields, files, units
+    from varuna_capslog.elastic.rig.chaos import Chaos, Options
+    from varuna_capslog.elastic.rig.schedule import weights_of
+
+    fields.choice(network, "network", ("loopback", "relay"))
+    weights = weights_of(kinds, network == "relay")
+    folder = output or Path(tempfile.mkdtemp(prefix="capslog-chaos-"))
+    changes = list(overrides or ())
+    if config is not None and "=" in config:
+        changes.insert(0, config)
+        config = None
+    settings = _settings(config, changes, folder, hosts * workers)
+    options = Options(
+        seed,
+        faults,
+        None if duration is None else units.parse_seconds(duration, "duration"),
+        units.parse_seconds(mean, "mean"),
+        weights,
+        hosts,
+        workers,
+        network == "relay",
+    )
+    outcome = Chaos(settings, options, lambda line: typer.echo(line, err=True)).run()
+    found = outcome.to_json()
+    if results is not None:
+        files.append_jsonl(results, found)
+    if output is None and outcome.passed:
+        shutil.rmtree(folder, ignore_errors=True)
+    if as_json:
+        print_json(found)
+    else:
+        _print(outcome, found)
+    if not outcome.passed:
+        raise CapslogError(f"the run failed: {outcome.breaches[0]}; everything it wrote is in {folder}")
+
+
+def _settings(config: str | None, overrides: list[str], folder: Path, devices: int) -> Config:
+    from varuna_capslog.config import load_config
+    from varuna_capslog.elastic.rig.chaos import toy_config
+
+    forced = [f"run_dir={folder}", f"pipeline.devices={devices}", "elastic.enabled=true"]
+    if config is None:
+        return toy_config(folder, [*forced, *overrides])
+    return load_config(Path(config), [*forced, *overrides])
+
+
+def _print(outcome: Outcome, found: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for name in ("fault", "count", "next step p50", "p90", "max", "longest gap p50", "p90", "max "):
+        table.add_column(name, justify="left" if name == "fault" else "right")
+    for row in found["classes"]:
+        cells = [row["kind"], str(row["count"])]
+        for name in ("recovered_seconds", "gap_seconds"):
+            times = row.get(name)
+            cells += ["-"] * 3 if times is None else [f"{times[key]:.3f} s" for key in ("p50", "p90", "max")]
+        table.add_row(*cells)
+    console = Console()
+    console.print(table)
+    console.print(
+        f"seed {found['seed']}: {found['outcome']}; {found['faults']} faults, {found['joins']} joins, "
+        f"{found['generations']} generations of {'/'.join(map(str, found['layouts']))} members, {found['steps']} steps "
+        f"({found['steps_made_again']} made again) in {found['seconds']:.0f} s",
+        highlight=False,
+        soft_wrap=True,
+    )
+    for breach in outcome.breaches:
+        console.print(f"  {breach}", highlight=False, soft_wrap=True, markup=False)

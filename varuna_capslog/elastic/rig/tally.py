@@ -1,0 +1,60 @@
+"""The numbers of a chaos run by fault class, as a table for people and as a line of a results file."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["Hit", "by_class", "quantile"]
+
+
+@dataclass
+class Hit:
+    """A fault that happened.
+
+    Attributes:
+        time: seconds since the epoch, of the first signal, entry or cut.
+        victims: members that it hit; what else it did stands in `note`.
+        recovered: seconds until the next finished step of a generation without the victims; where the membership did
+            not change, until the next step after the end of the fault.
+        gap: the longest time without a finished step from the last one before it until then.
+    """
+
+    number: int
+    kind: str
+    time: float
+    victims: tuple[str, ...] = ()
+    note: str = ""
+    generation: int = 0
+    recovered: float | None = None
+    gap: float | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The value that so great a share does not exceed (nearest rank)."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, max(0, round(share * len(ordered) + 0.5) - 1))]
+
+
+def by_class(hits: Iterable[Hit]) -> list[dict[str, Any]]:
+    """One row per class: how many, and the distribution of both times in seconds."""
+    rows = []
+    kinds: dict[str, list[Hit]] = {}
+    for hit in hits:
+        kinds.setdefault(hit.kind, []).append(hit)
+    for kind in sorted(kinds):
+        done = [hit for hit in kinds[kind] if hit.recovered is not None]
+        row: dict[str, Any] = {"kind": kind, "count": len(kinds[kind]), "recovered": len(done)}
+        for name in ("recovered", "gap"):
+            values = [getattr(hit, name) for hit in done if getattr(hit, name) is not None]
+            if values:
+                row[f"{name}_seconds"] = {
+                    "p50": round(statistics.median(values), 4),
+                    "p90": round(quantile(values, 0.9), 4),
+                    "max": round(max(values), 4),
+                }
+        rows.append(row)
+    return rows
