@@ -20,7 +20,7 @@ class Ahead:
     """A change under way at one member.
 
     Attributes:
-        targets: layer -> members that will own it and do not hold it, for those layers that this member sends.
+        targets: layer -> members that will own or copy it and do not hold it, for those layers that this member sends.
         mine: what comes here.
         sent: layer -> members that were sent a copy in this generation, for whatever change; they get every update.
         began: the copies of this change have been sent.
@@ -80,10 +80,15 @@ def find_ahead(
         for member in record.members
     }
     boundary = newest_boundary(len(layer_bytes), held, lambda stamp: True, INITIAL)
-    owned = {member: wanted.owned.get(member, ()) for member in stay if member in record.members}
+    # copies, too: the first vote of the next generation waits for them
+    roles = {
+        member: (*wanted.owned.get(member, ()), *wanted.copied.get(member, ()))
+        for member in stay
+        if member in record.members
+    }
     targets: dict[int, list[Member]] = {}
     mine: set[int] = set()
-    for move in list_moves(boundary, owned, layer_bytes):
+    for move in list_moves(boundary, roles, layer_bytes):
         if move.target == me:
             mine.add(move.layer)
         elif first_owner(move.layer, layout, record.members) == me:

@@ -57,6 +57,11 @@ class Groups:
 
         threading.Thread(target=open_it, name=f"connect-{generation}", daemon=True).start()
 
+    def is_settled(self, generation: int, members: Sequence[Member]) -> bool:
+        """Whether nothing is gained by waiting: the group is open, could not be opened, or was not begun here."""
+        future = self._opening.get((generation, _name(generation, members)))
+        return future is None or future.done()
+
     def take(self, generation: int, members: Sequence[Member], hopeless: Callable[[], bool]) -> Group | None:
         """The open group, which is the caller's from now on, and what each rank knows; None if it could not be opened,
         or has become hopeless.

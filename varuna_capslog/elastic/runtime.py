@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import queue
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -119,6 +120,7 @@ class Runtime:
         self._first = FirstRound()
         self._round: dict[Member, m.Contribution] = {}
         self._looked = 0
+        self._meet_until = 0.0
         self._before: tuple[Member, ...] = ()
         self._end: End | None = None
         self._finished: Mapping[str, Any] | None = None
@@ -452,8 +454,20 @@ class Runtime:
         self.probe("prepare")
         record = self.state.record
         stay = stay_with(record, effect.changes)
-        if set(stay) <= set(record.members):  # newcomers do not meet the others before they are let in
-            self._groups.begin(record.number + 1, stay)
+        self._meet_until = time.monotonic() + self._patience.gather
+        if self.me in stay:
+            for newcomer in set(stay) - set(record.members):
+                self.senses.peers.send(newcomer, "meet", generation=record.number, members=stay)
+        self._groups.begin(record.number + 1, stay)
+
+    def has_met(self, changes: Iterable[m.Change]) -> bool:
+        """Whether the data path of the generation that these changes lead to is open, so that nobody will wait for it;
+        a newcomer that does not come holds up a change for a while only.
+        """
+        record = self.state.record
+        stay = stay_with(record, frozenset(changes))
+        hopeless = time.monotonic() > self._meet_until or not self._dead.isdisjoint(stay)
+        return hopeless or self._groups.is_settled(record.number + 1, stay)
 
     # -- mail ---------------------------------------------------------------------------------------------------------
 
@@ -479,6 +493,13 @@ class Runtime:
                 self._events.extend(self._ask_store(lambda: self._store.read(number)))
             return False
         if generation < number:
+            return True
+        if message.kind == "meet":  # we are about to be let in
+            if phase is Phase.OUTSIDE and self.state.wants_in:
+                self._groups.begin(generation + 1, message.header["members"])
+                self.senses.peers.send(message.sender, "met", generation=generation)  # opens the connection ahead
+            return True
+        if message.kind == "met":
             return True
         if message.kind == "value":
             value = decode(str(message.header["value"]).encode())
@@ -545,8 +566,8 @@ class Runtime:
         self.senses.guard(communicator)
         if self.senses.disturbed():
             return broken
-        if self._old is not None:
-            self._old.abort()
+        if self._old is not None:  # ten milliseconds for which nobody needs to wait
+            threading.Thread(target=self._old.abort, name="end-group", daemon=True).start()
             self._old = None
         own = self.holdings.own_at(state.own, effect.base)
         why = reasons(record.members, self._before, self._dead)

@@ -229,6 +229,8 @@ class Training:
         copies = [runtime.holdings.copies.get(layer) for layer in ahead.mine]
         if not all(copy is not None and copy.stamp == state.at for copy in copies):
             return False
+        if not runtime.has_met(ahead.changes):
+            return False
         runtime.probe("prepared")
         runtime.feed(m.Prepared(state.record.number, ahead.changes, ahead.mine))
         return True

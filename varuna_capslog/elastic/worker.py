@@ -22,6 +22,9 @@ from varuna_capslog.errors import CapslogError
 
 __all__ = ["main"]
 
+_MORE_DEVICES = 2
+"""So many more than there are now may come without a search that takes longer than milliseconds."""
+
 
 class _Wish:
     """Whether somebody asked for a stop at the next boundary."""
@@ -106,8 +109,10 @@ def _take_part(run_dir: Path, me: str, wish: _Wish) -> int:
         {resumed: Path(path)} if path else {},
         lambda: wish.stop,
     )
-    if store.read().number:  # the others are at work; what takes long the first time is done before they wait for it
+    newest = store.read()
+    if newest.number:  # the others are at work; what takes long the first time is done before they wait for it
         work.warm_up()
+    work.placer.prepare(max(config.world_size, len(newest.members)) + _MORE_DEVICES)
     gc.collect()
     gc.freeze()  # what is there by now stays; later collections need not look at it
     elastic = config.elastic
