@@ -1,0 +1,294 @@
+"""An elastic run on this machine that a script watches and disturbs: supervisor, store, nursery and members as ever.
+
+`Live` runs a `Host` in a thread and takes orders (leave, join, kill). The members are ordinary ones but for one thing:
+the entry below writes a line whenever a step has been applied, with the machine's monotonic clock, into a file that
+survives the member. All times of the live benchmarks come from these lines.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+
+__all__ = ["Live", "Mark", "Pause", "append_result", "main", "pauses", "quantiles", "step_ends"]
+
+
+class Mark(NamedTuple):
+    """A step that a member has applied: the generation's number and the end, in seconds of the monotonic clock."""
+
+    member: str
+    generation: int
+    step: int
+    end: float
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The entry of a member: `elastic.worker.main`, with its steps marked in `<run_dir>/marks/<member>`."""
+    from varuna_capslog.elastic import worker
+    from varuna_capslog.elastic.pipeline_work import PipelineWork
+
+    folder = Path(arguments[0]) / "marks"
+    folder.mkdir(exist_ok=True)
+    file = os.open(folder / os.environ["CAPSLOG_MEMBER"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    apply = PipelineWork.apply
+
+    def marked(self: PipelineWork, step: int) -> None:
+        apply(self, step)
+        os.write(file, f"{self._number - self._offset} {step} {time.monotonic():.6f}\n".encode())
+
+    PipelineWork.apply = marked  # type: ignore[method-assign]
+    return worker.main(arguments[:1])
+
+
+class Live:
+    """A run under way; a context manager that ends with it.
+
+    Args:
+        config: a file.
+        overrides: of its keys.
+        devices: workers that begin.
+        entry: of the members.
+    """
+
+    def __init__(
+        self, config: Path, overrides: Sequence[str], devices: int, entry: str = "live:main", folder: Path | None = None
+    ) -> None:
+        from varuna_capslog.config import load_config
+
+        self._holder = None if folder else tempfile.TemporaryDirectory(prefix="capslog-live-")
+        self.folder = folder or Path(self._holder.name)  # type: ignore[union-attr]
+        self.config = load_config(
+            config, [f"run_dir={self.folder}", f"pipeline.devices={devices}", "elastic.enabled=true", *overrides]
+        )
+        self._entry = entry
+        self._offsets: dict[Path, int] = {}
+        self._found: list[Mark] = []
+        self.said: list[str] = []
+        self.ended: BaseException | object | None = None
+
+    def __enter__(self) -> Live:
+        from varuna_capslog.elastic.begin import _MODULES, starting_point
+        from varuna_capslog.elastic.host import Host
+        from varuna_capslog.prepare import prepare_run
+
+        prepare_run(self.config, show=False)
+        keys, stamp = starting_point(self.config)
+        path = os.pathsep.join([str(HERE), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        self.host = Host(
+            self.folder,
+            self._entry,
+            num_workers=self.config.world_size,
+            name="h",
+            keys=keys,
+            first=stamp,
+            environment={"OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+            settings=self.config.elastic,
+            say=self.said.append,
+            sources=(),
+            modules=(*_MODULES, self.config.workload.partition(":")[0]),
+        )
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        return self
+
+    def _run(self) -> None:
+        try:
+            self.ended = self.host.run()
+        except BaseException as error:
+            self.ended = error
+
+    def __exit__(self, *raised: object) -> None:
+        if self._thread.is_alive():
+            self.host.stop()
+            self._thread.join(20)
+        if self._thread.is_alive():
+            self.host.stop()
+            self._thread.join(20)
+        if self._holder is not None:
+            self._holder.cleanup()
+
+    def finish(self, seconds: float) -> object:
+        """Waits for the run's own end; raises what ended it otherwise."""
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            raise TimeoutError(f"the run has not ended within {seconds:g} s; {self.describe()}")
+        if isinstance(self.ended, BaseException):
+            raise self.ended
+        return self.ended
+
+    # -- orders --------------------------------------------------------------------------------------------------------
+
+    def leave(self, member: str, urgent: bool = False) -> float:
+        """A notice; returns when it was given."""
+        now = time.monotonic()
+        entry = {"kind": "notice", "member": member, "urgent": urgent, "deadline": None, "source": "program"}
+        self.host.store.append(entry)
+        return now
+
+    def join(self) -> float:
+        """One worker more; returns when it was ordered."""
+        now = time.monotonic()
+        self.host.add_worker()
+        return now
+
+    def kill(self, member: str, number: int = signal.SIGKILL) -> float:
+        """Ends a worker's process; returns when."""
+        pid = json.loads((self.folder / "workers" / f"{member}.json").read_text())["pid"]
+        now = time.monotonic()
+        os.kill(pid, number)
+        return now
+
+    # -- what happens --------------------------------------------------------------------------------------------------
+
+    @property
+    def generation(self) -> int:
+        """The newest that was founded."""
+        return self.host.roster.generation.number
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Of the newest generation, by rank."""
+        return self.host.roster.generation.members
+
+    def marks(self) -> list[Mark]:
+        """All steps that all members have applied so far."""
+        for path in sorted((self.folder / "marks").glob("*")):
+            at = self._offsets.get(path, 0)
+            with path.open("rb") as file:
+                file.seek(at)
+                text = file.read()
+            text = text[: text.rfind(b"\n") + 1]
+            self._offsets[path] = at + len(text)
+            for line in text.splitlines():
+                generation, step, end = line.split()
+                self._found.append(Mark(path.name, int(generation), int(step), float(end)))
+        return self._found
+
+    def wait(self, condition: Callable[[list[Mark]], bool], seconds: float = 60.0, what: str = "") -> None:
+        """Until the marks say so."""
+        until = time.monotonic() + seconds
+        while not condition(self.marks()):
+            if not self._thread.is_alive():
+                if isinstance(self.ended, BaseException):
+                    raise self.ended
+                raise RuntimeError(f"the run has ended: {self.ended}")
+            if time.monotonic() > until:
+                raise TimeoutError(f"not within {seconds:g} s: {what or condition}; {self.describe()}")
+            time.sleep(0.003)
+
+    def wait_steps(self, members: int, steps: int, seconds: float = 60.0, after: int = 0) -> int:
+        """Until a generation newer than `after`, of so many members, has applied so many steps; returns it."""
+
+        def there(marks: list[Mark]) -> bool:
+            newest = self.host.roster.generation
+            if len(newest.members) != members or newest.number <= after:
+                return False
+            last = newest.members[-1]
+            return sum(mark.generation == newest.number and mark.member == last for mark in marks[-4000:]) >= steps
+
+        self.wait(there, seconds, f"{steps} steps of {members} members after generation {after}")
+        return self.generation
+
+    def describe(self) -> str:
+        """Where the run stands, for errors."""
+        logs = [
+            f"{path.name}: {path.read_text()[-600:]}"
+            for path in sorted((self.folder / "workers").glob("*.log"))
+            if path.stat().st_size
+        ]
+        return f"generation {self.host.roster.generation}; {self.said[-5:]}; " + "; ".join(logs[-4:])
+
+    def events(self) -> list[dict[str, Any]]:
+        """Of events.jsonl."""
+        path = self.folder / "events.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+# -- from marks to numbers ---------------------------------------------------------------------------------------------
+
+
+class Pause(NamedTuple):
+    """A change, from the end of the last step before it to the end of the first after it.
+
+    Attributes:
+        whole: seconds between these ends.
+        net: less the median step of the new layout.
+    """
+
+    generation: int
+    step: int
+    whole: float
+    net: float
+
+
+def step_ends(marks: Sequence[Mark]) -> dict[int, dict[int, tuple[float, float]]]:
+    """By generation and step: when the first member had applied it, and when the last one had."""
+    found: dict[int, dict[int, tuple[float, float]]] = {}
+    for mark in marks:
+        first, last = found.setdefault(mark.generation, {}).get(mark.step, (mark.end, mark.end))
+        found[mark.generation][mark.step] = min(first, mark.end), max(last, mark.end)
+    return found
+
+
+def pauses(marks: Sequence[Mark]) -> list[Pause]:
+    """Of every change between two generations that both trained long enough to know their steps."""
+    ends = step_ends(marks)
+    found = []
+    order = sorted(ends)
+    for old, new in itertools.pairwise(order):
+        steps = ends[new]
+        numbers = sorted(steps)
+        if len(numbers) < 4:
+            continue
+        usual = statistics.median(steps[b][1] - steps[a][1] for a, b in itertools.pairwise(numbers))
+        whole = steps[numbers[0]][1] - ends[old][max(ends[old])][1]
+        found.append(Pause(new, numbers[0], whole, whole - usual))
+    return found
+
+
+def quantiles(values: Sequence[float], scale: float = 1e3, digits: int = 1) -> dict[str, float | int]:
+    """count, p50, p90, p99 and the largest, in thousandths by default. With few values p99 is the largest."""
+    ordered = sorted(values)
+    at = lambda share: ordered[min(len(ordered) - 1, int(share * len(ordered)))]  # noqa: E731
+    found: dict[str, float | int] = {"count": len(ordered)}
+    if ordered:
+        named = {"p50": at(0.5), "p90": at(0.9), "p99": at(0.99), "max": ordered[-1]}
+        found |= {name: round(scale * value, digits) for name, value in named.items()}
+    return found
+
+
+def append_result(claim: str, result: Mapping[str, Any]) -> None:
+    """One line more in the claim's results.jsonl, with date, versions and commit."""
+    import torch
+
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    line = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit.stdout.strip(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cores": os.cpu_count(),
+        "load": [round(load, 1) for load in os.getloadavg()],
+        **result,
+    }
+    with (HERE / claim / "results.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+    sys.stdout.write(json.dumps(line, indent=1) + "\n")
