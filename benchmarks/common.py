@@ -26,6 +26,7 @@ from varuna_capslog.engine.communicator import connect
 from varuna_capslog.workload import Minibatch
 
 __all__ = [
+    "Sleeping",
     "TransformerSize",
     "interleave",
     "machine",
@@ -120,6 +121,33 @@ def token_loss(outputs: Mapping[str, Tensor], targets: Tensor, normalisers: Mapp
     """One microbatch's share of the minibatch's mean cross entropy."""
     entropy = F.cross_entropy(outputs["x"].flatten(0, 1), targets.flatten(), reduction="sum")
     return {"loss": entropy / normalisers["tokens"]}
+
+
+class _Wait(torch.autograd.Function):
+    """Hands its input on after a while, and the gradient after another."""
+
+    @staticmethod
+    def forward(context: Any, tensor: Tensor, forward_seconds: float, backward_seconds: float) -> Tensor:
+        context.seconds = backward_seconds
+        time.sleep(forward_seconds)
+        return tensor.clone()
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        time.sleep(context.seconds)
+        return gradients[0], None, None
+
+
+class Sleeping(nn.Module):
+    """A layer that waits instead of computing, so that its rank needs no core of its own."""
+
+    def __init__(self, forward_seconds: float, backward_seconds: float) -> None:
+        super().__init__()
+        self.seconds, self.shift = (forward_seconds, backward_seconds), nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        waited: Tensor = _Wait.apply(x + self.shift, *self.seconds)
+        return waited
 
 
 def _serve(

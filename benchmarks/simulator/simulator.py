@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from common import (
+    Sleeping,
     TransformerSize,
     interleave,
     machine,
@@ -75,33 +76,6 @@ class Tokens(Workload):
         return torch.zeros(shape, dtype=torch.int64), {"tokens": float(shape[0] * shape[1])}
 
 
-class _Wait(torch.autograd.Function):
-    """Hands its input on after a while, and the gradient after twice as long."""
-
-    @staticmethod
-    def forward(context: Any, tensor: Tensor, seconds: float) -> Tensor:
-        context.seconds = seconds
-        time.sleep(seconds)
-        return tensor.clone()
-
-    @staticmethod
-    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        time.sleep(2 * context.seconds)
-        return gradients[0], None
-
-
-class Sleeping(nn.Module):
-    """A layer that waits."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self.seconds, self.shift = seconds, nn.Parameter(torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        waited: Tensor = _Wait.apply(x + self.shift, self.seconds)
-        return waited
-
-
 class Sleeper(Workload):
     """Sixteen layers that wait 4 to 16 ms; the slow ones come first, as in a convolutional backbone."""
 
@@ -109,7 +83,9 @@ class Sleeper(Workload):
     seconds = (0.016, 0.012, 0.012, 0.008, 0.008, 0.008, *[0.004] * 9, 0.008)
 
     def build_chain(self) -> Chain:
-        return Chain([Layer(f"layer.{n}", Sleeping(wait)) for n, wait in enumerate(self.seconds)], name=self.name)
+        return Chain(
+            [Layer(f"layer.{n}", Sleeping(wait, 2 * wait)) for n, wait in enumerate(self.seconds)], name=self.name
+        )
 
     def loss(self, outputs: Mapping[str, Tensor], targets: Any, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
         return {"loss": outputs["x"].mean()}

@@ -2,6 +2,7 @@
 
 `--simulate`: the six configurations of the paper, from estimated profiles (no GPU): 8 devices of 16 GiB, 8
 microbatches.
+`--sleep`: the same plans as real steps of the engine over gloo, on layers that sleep instead of computing.
 `--measure`: real engine runs of one small config on this machine's CPU, the plans in turn, round after round.
 See README.md for what the numbers mean.
 """
@@ -18,6 +19,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from sleepers import measured_steps
 
 from varuna_capslog.memory import RunShape, resolve
 from varuna_capslog.memory.headroom import Headroom
@@ -118,6 +121,42 @@ def certificate(profile: Profile, link: Link) -> tuple[float, bool, float]:
     return best.bound_seconds, best.proven, time.process_time() - begun
 
 
+def slept(folder: Path, configs: list[str], ranks: int, rounds: int, seconds: float) -> list[dict[str, Any]]:
+    """One row per configuration and planner: simulated and measured steps of layers that sleep, with free links.
+
+    Fewer ranks get as much memory in all. Times are scaled so that the fastest plan's step takes `seconds`.
+    """
+    rows = []
+    for config in configs:
+        profile = estimated(config, (1333, 1333), folder)
+        plans = plans_of(profile, ranks, CAPACITY * DEVICES // ranks, MICROBATCHES, Link())
+        steps = {name: simulate_plan(profile, one, link=Link()).step_seconds for name, one in plans.items()}
+        found = measured_steps(profile, plans, MICROBATCHES, seconds, rounds, min(steps.values()))
+        for name, one in plans.items():
+            ratio = steps["varuna"] / steps[name]
+            rows.append(
+                {"config": config, "ranks": ranks, "planner": name, "cuts": list(one.cuts), "fits": one.fits}
+                | {"step_seconds": steps[name], "against_varuna": ratio, **found[name]}
+            )
+    return rows
+
+
+def show_slept(rows: list[dict[str, Any]], statistic: str) -> None:
+    """A table of README.md, and how far the two are from each other; `statistic` is "median" or "least"."""
+    print(f"\n{rows[0]['ranks']} ranks: times Varuna's, simulated / measured (step longer than simulated)\n")
+    print("| configuration | varuna | capslog | exact | throughput |")
+    print("|---|---|---|---|---|")
+    for config in dict.fromkeys(row["config"] for row in rows):
+        cells = []
+        for row in (row for row in rows if row["config"] == config):
+            long = row[f"{statistic}_seconds"] / row["step_seconds"] - 1
+            ratios = f"{row['against_varuna']:.2f} / {row[f'{statistic}_against_varuna']:.2f}"
+            cells.append(f"{ratios} ({long:+.1%})" + ("" if row["fits"] else " **does not fit**"))
+        print(f"| {config} | {' | '.join(cells)} |")
+    off = [abs(row[f"{statistic}_against_varuna"] / row["against_varuna"] - 1) for row in rows]
+    print(f"ratios apart by {statistics.median(off):.1%} in the median, {max(off):.1%} at most")
+
+
 def measured(config: Path, ranks: int, rounds: int, steps: int, overrides: list[str]) -> dict[str, Any]:
     """Step seconds of real runs: the plans in turn, `rounds` times; a run's median over its steps but the first two."""
     with tempfile.TemporaryDirectory() as scratch:
@@ -184,6 +223,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--simulate", action="store_true")
     parser.add_argument("--measure", type=Path, metavar="CONFIG")
+    parser.add_argument("--sleep", type=int, nargs="?", const=DEVICES, metavar="RANKS", help="default 8")
+    parser.add_argument("--configs", nargs="+", choices=CONFIGS, default=list(CONFIGS), help="for --sleep")
+    parser.add_argument(
+        "--statistic",
+        choices=("median", "least"),
+        default="median",
+        help="least where others use the cores, for --sleep",
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=1.0, help="of the fastest step of a configuration, for --sleep"
+    )
     parser.add_argument("--profiles", type=Path, default=Path("profiles"), help="folder that keeps estimated profiles")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
@@ -196,6 +246,10 @@ def main() -> None:
         given.profiles.mkdir(parents=True, exist_ok=True)
         result["simulated"] = simulated(given.profiles)
         show(result["simulated"])
+    if given.sleep is not None:
+        given.profiles.mkdir(parents=True, exist_ok=True)
+        result["slept"] = slept(given.profiles, given.configs, given.sleep, given.rounds, given.seconds)
+        show_slept(result["slept"], given.statistic)
     if given.measure is not None:
         result["measured"] = measured(given.measure, given.ranks, given.rounds, given.steps, given.overrides)
         for row in result["measured"]["rows"]:

@@ -1,0 +1,97 @@
+"""Measured steps of the paper's six configurations on chains of layers that sleep as long as a GPU would compute.
+
+`time_under_cap.py --sleep` calls it. The engine, its schedule and gloo are real; only the layers' work is not there, so
+that ranks do not compete for cores. Layer times are an estimated profile's, scaled; bytes are planned with, not taken.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from common import Sleeping, interleave, run_ranks
+
+from varuna_capslog.chain import Chain, Layer, TensorSpec
+from varuna_capslog.engine.communicator import Communicator
+from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine
+from varuna_capslog.plan import Plan
+from varuna_capslog.profiles.record import Profile
+from varuna_capslog.workload import Minibatch
+
+__all__ = ["measured_steps"]
+
+_WIDTH = 1024
+
+Times = Sequence[tuple[float, float]]
+"""Forward and backward seconds of each layer."""
+
+
+def measured_steps(
+    profile: Profile, plans: Mapping[str, Plan], microbatches: int, seconds: float, rounds: int, simulated: float
+) -> dict[str, dict[str, float]]:
+    """Steps of each plan in turn, in the profile's seconds, under Varuna's schedule.
+
+    Args:
+        seconds: what the layers' times are scaled to: the step of which `simulated` is the unscaled length.
+
+    Returns:
+        Per plan its median and least step; Varuna's step through its own, the median over the rounds and of the least.
+    """
+    scale = seconds / simulated
+    times = [
+        (scale * forward, scale * backward)
+        for forward, backward in zip(profile.column("forward_seconds"), profile.column("backward_seconds"), strict=True)
+    ]
+    # planners may agree: the same cuts are measured once
+    names: dict[tuple[int, ...], list[str]] = {}
+    for name, plan in plans.items():
+        names.setdefault(tuple(plan.cuts), []).append(name)
+    (ranks,) = {len(cuts) for cuts in names}
+    rows = run_ranks(_steps, ranks, times, list(names), microbatches, rounds)
+    # a step ends when its last rank ends
+    steps = {cuts: [max(one) for one in zip(*(row[n] for row in rows), strict=True)] for n, cuts in enumerate(names)}
+    base = steps[tuple(plans["varuna"].cuts)]
+    return {
+        name: {
+            "median_seconds": statistics.median(steps[cuts]) / scale,
+            "least_seconds": min(steps[cuts]) / scale,
+            "median_against_varuna": statistics.median(a / b for a, b in zip(base, steps[cuts], strict=True)),
+            "least_against_varuna": min(base) / min(steps[cuts]),
+        }
+        for cuts, several in names.items()
+        for name in several
+    }
+
+
+def _steps(
+    communicator: Communicator, times: Times, cut_lists: Sequence[tuple[int, ...]], microbatches: int, rounds: int
+) -> list[list[float]]:
+    """On a rank: the seconds of every round of each cut list; all engines are there at once and take turns."""
+    runs = {str(number): _engine(communicator, times, cuts, microbatches) for number, cuts in enumerate(cut_lists)}
+    found = interleave(runs, rounds, communicator.barrier, warmup=1)
+    return [[wall for wall, _ in found[name]] for name in runs]
+
+
+def _engine(communicator: Communicator, times: Times, cuts: tuple[int, ...], microbatches: int) -> Callable[[], object]:
+    """A function that trains one step of sleeping layers."""
+    chain = Chain([Layer(f"layer.{n}", Sleeping(*waits)) for n, waits in enumerate(times)], name="sleeper")
+    layout = Layout(cuts, tuple(range(len(cuts))))
+    options = EngineOptions(microbatches)
+    engine = PipelineEngine(chain, _loss, layout, options, communicator, torch.device("cpu"))
+    values = {"x": torch.zeros(1, _WIDTH)}
+    minibatch = Minibatch([{"x": TensorSpec.of(values["x"])}] * microbatches, [None] * microbatches, {})
+    numbers = itertools.count(1)
+    return lambda: engine.train_step(next(numbers), minibatch, lambda _: values)
+
+
+def _loss(outputs: Mapping[str, Tensor], targets: Any, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
+    return {"loss": outputs["x"].mean()}
