@@ -11,6 +11,7 @@ from collections.abc import Callable
 from varuna_capslog.commands.chaos import chaos
 from varuna_capslog.commands.compare import compare
 from varuna_capslog.commands.evaluate import evaluate
+from varuna_capslog.commands.host import host
 from varuna_capslog.commands.morph import morph, notice
 from varuna_capslog.commands.plan import plan
 from varuna_capslog.commands.predict import predict
@@ -27,6 +28,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     compare,
     simulate,
     train,
+    host,
     morph,
     notice,
     evaluate,

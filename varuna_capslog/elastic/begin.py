@@ -1,23 +1,32 @@
-"""An elastic run on this machine, from a prepared folder to its end: what `capslog train` does with `elastic.enabled`.
+"""One machine's part of an elastic run, from a prepared folder to its end: `capslog train` with `elastic.enabled`, and
+`capslog host`.
 
-Finds out where the run goes on (a checkpoint, or what members left behind when they stopped), tells the store, and lets
-a `Host` start and watch the workers.
+The machine that serves the store finds out where the run goes on (a checkpoint, or what members left behind when they
+stopped) and tells the store; the others wait for that. Then a `Host` starts and watches the workers.
 """
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from varuna_capslog.config import load_config
 from varuna_capslog.elastic.generation import Stamp
+from varuna_capslog.elastic.hooks import check_same_folder
 from varuna_capslog.elastic.host import Host, HostEnd
+from varuna_capslog.elastic.network import network_variables
 from varuna_capslog.elastic.nursery import PRELOADED
 from varuna_capslog.elastic.parked import recover
+from varuna_capslog.elastic.store import StoreGone, open_store
 from varuna_capslog.errors import CapslogError
 from varuna_capslog.prepare import latest_plan
 from varuna_capslog.settings import Config
 
-__all__ = ["run_here", "starting_point"]
+__all__ = ["check_elastic", "join_run", "run_here", "starting_point"]
+
+_LOOK_SECONDS = 0.5
 
 _MODULES = (
     *PRELOADED,
@@ -56,16 +65,11 @@ def starting_point(config: Config) -> tuple[dict[str, str], Stamp]:
     return keys, Stamp(step, 0)
 
 
-def run_here(config: Config, say: Callable[[str], None] = lambda line: None, modules: Sequence[str] = ()) -> HostEnd:
-    """Trains on this machine's workers until the run ends.
-
-    Args:
-        say: prints one line for the user.
-        modules: imported ahead for all workers, besides those of the engine and of the workload.
+def check_elastic(config: Config) -> None:
+    """Refuses what live changes do not go with, before anything is profiled.
 
     Raises:
-        WorkerFailed, Interrupted: see `Host.run`.
-        CapslogError: `engine: varuna`, which has no part in this; or nothing to begin with.
+        CapslogError: another engine or transport, or an agent above that ends all workers when one is lost.
     """
     if config.engine != "capslog":
         raise CapslogError(f"elastic.enabled needs engine=capslog; engine={config.engine} restarts from checkpoints")
@@ -73,15 +77,119 @@ def run_here(config: Config, say: Callable[[str], None] = lambda line: None, mod
         raise CapslogError(
             f"elastic.enabled needs pipeline.transport=gloo; {config.pipeline.transport} groups cannot be left alone"
         )
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise CapslogError(
+            "elastic.enabled cannot work under torchrun, whose agent ends all workers when one is lost; start `capslog "
+            "host` on each machine instead (launch/elastic.sh), or switch elastic.enabled off"
+        )
+
+
+def run_here(
+    config: Config,
+    say: Callable[[str], None] = lambda line: None,
+    modules: Sequence[str] = (),
+    *,
+    num_workers: int | None = None,
+    name: str | None = None,
+    serve_at: str = "127.0.0.1:0",
+    hosts: int = 1,
+) -> HostEnd:
+    """Serves the store and trains with this machine's workers until the run ends, everywhere.
+
+    Args:
+        say: prints one line for the user.
+        modules: imported ahead for all workers, besides those of the engine and of the workload.
+        num_workers: of this machine; None: all that the config wants.
+        name, serve_at, hosts: see `Host`.
+
+    Raises:
+        WorkerFailed, Interrupted: see `Host.run`.
+        CapslogError: `engine: varuna`, which has no part in this; or nothing to begin with.
+    """
+    check_elastic(config)
     keys, stamp = starting_point(config)
-    workload = config.workload.partition(":")[0]
     return Host(
         config.run_dir,
-        num_workers=config.world_size,
+        num_workers=num_workers or config.world_size,
+        name=name,
+        serve_at=serve_at,
+        hosts=hosts,
         keys=keys,
         first=stamp,
-        environment={"OMP_NUM_THREADS": str(config.train.threads)},
+        environment=_environment(config, serve_at),
         settings=config.elastic,
         say=say,
-        modules=(*_MODULES, workload, *modules),
+        modules=_modules(config, modules),
     ).run()
+
+
+def join_run(
+    config: Config,
+    store: str,
+    num_workers: int,
+    say: Callable[[str], None] = lambda line: None,
+    modules: Sequence[str] = (),
+    *,
+    name: str | None = None,
+    wait_seconds: float = 600.0,
+) -> HostEnd:
+    """Waits for the machine that serves the store, then takes part with this machine's workers until the run ends or
+    all of them have left.
+
+    Args:
+        config: only its `run_dir` counts, which all machines share; the rest is what the serving machine wrote there.
+        store: host:port.
+        wait_seconds: for the store, which is served once the run is profiled and planned.
+
+    Raises:
+        WorkerFailed, Interrupted: see `Host.run`.
+        CapslogError: nobody serves the store in time, or `run_dir` is not the folder that the serving machine uses.
+    """
+    check_elastic(config)
+    identity = _wait_for(store, wait_seconds, say)
+    check_same_folder(config.run_dir, store, identity)
+    here = load_config(config.run_dir / "config.yaml")
+    here.run_dir = config.run_dir
+    return Host(
+        config.run_dir,
+        num_workers=num_workers,
+        name=name,
+        store=store,
+        environment=_environment(here, store),
+        settings=here.elastic,
+        say=say,
+        modules=_modules(here, modules),
+    ).run()
+
+
+def _modules(config: Config, more: Sequence[str]) -> tuple[str, ...]:
+    return (*_MODULES, config.workload.partition(":")[0], *more)
+
+
+def _environment(config: Config, store: str) -> dict[str, str]:
+    return {"OMP_NUM_THREADS": str(config.train.threads), **network_variables(store)}
+
+
+def _wait_for(store: str, seconds: float, say: Callable[[str], None]) -> str:
+    """The identity of the store, once it says with which plan the run begins."""
+    until, told = time.monotonic() + seconds, False
+    while True:
+        try:
+            client = open_store(store)
+            try:
+                if client.get("first-plan", wait_seconds=_LOOK_SECONDS) is not None:
+                    return client.identity
+            finally:
+                client.close()
+            why = "it does not say with which plan the run begins"
+        except StoreGone as error:
+            why = str(error)
+        if time.monotonic() >= until:
+            raise CapslogError(
+                f"nobody serves the run's store at {store} ({why}); start a machine with "
+                f"--serve {store}, or check the address"
+            )
+        if not told:
+            told = True
+            say(f"waiting for the run's store at {store}, up to {seconds:g} s")
+        time.sleep(_LOOK_SECONDS)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,7 +23,16 @@ from varuna_capslog.errors import CapslogError
 if TYPE_CHECKING:
     from varuna_capslog.elastic.store import MembershipStore
 
-__all__ = ["forget", "give_notice", "notice_of", "request_morph", "roster_of", "store_of", "tell_where"]
+__all__ = [
+    "check_same_folder",
+    "forget",
+    "give_notice",
+    "notice_of",
+    "request_morph",
+    "roster_of",
+    "store_of",
+    "tell_where",
+]
 
 READ_SECONDS = 10.0
 """For reading a run's log to its end."""
@@ -100,6 +110,20 @@ def tell_where(run_dir: Path, address: str, identity: str, serves: bool) -> None
     _here.append((address, identity))
     if serves:
         files.write_json(_place(run_dir), {"address": address, "identity": identity})
+
+
+def check_same_folder(run_dir: Path, address: str, identity: str, seconds: float = 10.0) -> None:
+    """Raises CapslogError unless the host that serves this store has its folder here, too; a shared one may be slow."""
+    until = time.monotonic() + seconds
+    while True:
+        if _place(run_dir).is_file() and files.read_json(_place(run_dir)).get("identity") == identity:
+            return
+        if time.monotonic() > until:
+            raise CapslogError(
+                f"run_dir={run_dir} is not the folder that the host with the store at {address} uses; it must be one "
+                "that all hosts share"
+            )
+        time.sleep(0.1)
 
 
 def notice_of(entry: Mapping[str, Any], host: str) -> Notice:

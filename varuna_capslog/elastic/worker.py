@@ -122,7 +122,7 @@ def _take_part(run_dir: Path, me: str, wish: _Wish) -> int:
         work,
         store,
         store.identity,
-        local_address(address),
+        os.environ.get("CAPSLOG_ADDRESS") or local_address(address),
         capacity if isinstance(capacity, int) else 0,
         resumed,
         elastic.protection == "sync",

@@ -1,0 +1,131 @@
+"""Several "machines" on this one for tests of commands and launchers: process groups that share a run's folder."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.elastic.live import Truth, truth_of
+from tests.engine import cases
+from varuna_capslog import files
+from varuna_capslog.config import dump_config
+
+ROOT = Path(__file__).resolve().parents[2]
+CAPSLOG = (sys.executable, "-c", "from varuna_capslog.cli import main; main()")
+LONG = 100000
+"""Steps of a run that somebody is to stop."""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def write_config(folder: Path, devices: int = 2, steps: int = LONG, **elastic: Any) -> Path:
+    """The tiny workload's config file, with given cuts so that nothing is profiled; the run is in `folder`/run."""
+    cuts = {1: [0], 2: [0, 5], 3: [0, 3, 8], 4: [0, 3, 6, 9]}[devices]
+    config = cases.run_config(
+        str(folder / "run"),
+        train={"max_steps": steps},
+        pipeline={"devices": devices, "cuts": cuts, "timeout_seconds": 60.0},
+        elastic={"enabled": True, "lease_seconds": 2.0, "patience_seconds": 0.3} | elastic,
+    )
+    path = folder / "config.yaml"
+    path.write_text(dump_config(config))
+    return path
+
+
+class Machines:
+    """Commands with a process group each, and the run's folder that they share."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.run_dir = folder / "run"
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+        number = len(self.processes)
+        with open(self.folder / f"machine-{number}.log", "wb") as log:
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env={**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", **(environment or {})},
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        self.processes.append(process)
+        return process
+
+    def text(self, number: int) -> str:
+        return (self.folder / f"machine-{number}.log").read_text()
+
+    def said(self) -> str:
+        """For a failed assertion."""
+        events = [str(event)[:300] for event in self.events()]
+        return "\n".join([self.text(number)[-3000:] for number in range(len(self.processes))] + events)
+
+    def rows(self) -> list[dict[str, Any]]:
+        path = self.run_dir / "metrics.jsonl"
+        return files.read_jsonl(path) if path.exists() else []
+
+    def events(self, kind: str | None = None) -> list[dict[str, Any]]:
+        path = self.run_dir / "events.jsonl"
+        found = files.read_jsonl(path) if path.exists() else []
+        return [event for event in found if kind in (None, event["kind"])]
+
+    def wait_for_steps(self, more: int) -> None:
+        """So many steps from now on."""
+        begin = len(self.rows())
+        self.wait_for(lambda: len(self.rows()) >= begin + more, f"{more} steps after {begin}")
+
+    def wait_for_members(self, *members: str) -> None:
+        """A generation of exactly these that has trained."""
+        wanted = set(members)
+        what = f"a generation of {sorted(wanted)}"
+        self.wait_for(lambda: any(set(e["members"]) == wanted for e in self.events() if "members" in e), what)
+
+    def wait_for(self, condition: Callable[[], Any], what: str, seconds: float = 90.0) -> None:
+        until = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < until, f"waited in vain for {what}:\n{self.said()}"
+            time.sleep(0.02)
+
+    def kill(self, process: subprocess.Popen[bytes]) -> None:
+        """All of the machine at once."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(20)
+
+    def end(self, process: subprocess.Popen[bytes], seconds: float = 60.0) -> int:
+        try:
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"it does not end:\n{self.said()}") from None
+
+    def check_losses(self, folder: Path) -> int:
+        """Holds every line of the history to an uninterrupted run; returns the last step."""
+        rows = self.rows()
+        last = max(row["step"] for row in rows)
+        torch.set_num_threads(1)
+        truth: Truth = truth_of(folder, last)
+        assert {row["step"] for row in rows} == set(range(1, last + 1))
+        for row in rows:
+            assert (row["loss"], row["grad_norm"]) == (truth.loss[row["step"]], truth.grad_norm[row["step"]]), row
+        return last
+
+    def close(self) -> None:
+        for process in self.processes:
+            self.kill(process)

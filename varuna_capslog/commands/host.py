@@ -1,0 +1,119 @@
+"""`capslog host`: this machine's part of an elastic run over several machines, one such command on each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from varuna_capslog.commands.arguments import ConfigFile, Overrides, print_plan
+
+if TYPE_CHECKING:
+    from varuna_capslog.settings import Config
+
+__all__ = ["host"]
+
+
+def host(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    serve: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Serve the run's store, profile and plan here; the others reach it at this address.",
+            show_default=False,
+        ),
+    ] = None,
+    store: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Join the run whose store is served there.", show_default=False),
+    ] = None,
+    nnodes: Annotated[int, typer.Option(min=1, help="Machines that begin together; more may join.")] = 1,
+    nproc: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Workers of this machine.", show_default="the config's workers, spread evenly over --nnodes"
+        ),
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Of this machine.", show_default="the system's")] = None,
+    wait: Annotated[float, typer.Option(min=0, help="Longest wait for the store, in seconds.")] = 600.0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done and stop.")] = False,
+) -> None:
+    """Train on several machines that may come and go: the same command on each, one with --serve."""
+    from varuna_capslog.elastic.begin import check_elastic, join_run
+    from varuna_capslog.errors import CapslogError
+
+    if (serve is None) == (store is None):
+        raise CapslogError("give either --serve HOST:PORT (on one machine) or --store HOST:PORT (on all others)")
+    _check_address(serve or store or "")
+    settings, workers = _spread(config, [*(overrides or ()), "elastic.enabled=true"], nnodes, nproc)
+    check_elastic(settings)
+    if dry_run:
+        part = f"join the store at {store}" if store else f"profile, plan and serve the store at {serve}"
+        typer.echo(f"would {part}; {workers} worker(s) here, run_dir {settings.run_dir}, {nnodes} machine(s) to begin")
+        return
+    if store is not None:
+        end = join_run(
+            settings, store, workers, lambda line: typer.echo(f"capslog: {line}"), name=name, wait_seconds=wait
+        )
+        typer.echo(
+            f"capslog: {'the run has ended' if end.how == 'finished' else 'all workers of this machine have left'}"
+        )
+        return
+    assert serve is not None
+    _serve(settings, workers, nnodes, serve, name)
+
+
+def _serve(settings: Config, workers: int, nnodes: int, serve: str, name: str | None) -> None:
+    from varuna_capslog.elastic.begin import run_here
+    from varuna_capslog.elastic.terminal import Terminal
+    from varuna_capslog.prepare import prepare_run
+    from varuna_capslog.profiles.record import read_profile
+    from varuna_capslog.supervisor import Interrupted, reserve
+
+    with reserve(settings.run_dir):
+        plan = prepare_run(settings)
+        print_plan(plan, read_profile(settings.run_dir / "profile.json") if plan.profile_digest else None)
+        for note in plan.notes:
+            typer.echo(f"note: {note}", err=True)
+        with Terminal(settings.run_dir, settings.train.max_steps) as terminal:
+            end = run_here(
+                settings,
+                lambda line: terminal.say(f"capslog: {line}"),
+                num_workers=workers,
+                name=name,
+                serve_at=serve,
+                hosts=nnodes,
+            )
+    if end.how == "left":
+        where = f"the same commands continue the run in {settings.run_dir}"
+        raise Interrupted(f"all devices have left, and the run is parked; {where}", 143)
+
+
+def _spread(config: Path, overrides: list[str], nnodes: int, nproc: int | None) -> tuple[Config, int]:
+    """The config for all machines that begin, and the workers of this one."""
+    from varuna_capslog.config import load_config
+    from varuna_capslog.errors import CapslogError
+
+    settings = load_config(config, overrides)
+    replicas, wanted = settings.pipeline.replicas, settings.world_size
+    if nproc is None:
+        if wanted % nnodes:
+            raise CapslogError(f"{wanted} workers cannot be spread evenly over --nnodes {nnodes}; give --nproc")
+        return settings, wanted // nnodes
+    if nproc * nnodes % replicas:
+        raise CapslogError(
+            f"--nnodes {nnodes} x --nproc {nproc} is not divisible by pipeline.replicas={replicas}; replicas have "
+            "equally many workers"
+        )
+    return load_config(config, [*overrides, f"pipeline.devices={nproc * nnodes // replicas}"]), nproc
+
+
+def _check_address(address: str) -> None:
+    from varuna_capslog.errors import CapslogError
+
+    host, _, port = address.rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise CapslogError(f"{address!r} is not HOST:PORT")

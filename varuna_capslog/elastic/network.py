@@ -1,0 +1,59 @@
+"""Under which address the others reach this machine: found out once by its host, told to its workers as variables.
+
+The address that a name server or /etc/hosts gives for the own name is often the loopback's, which no other machine can
+use. What counts here is the interface that leads to the store.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+
+__all__ = ["address_towards", "interface_of", "network_variables"]
+
+_SIOCGIFADDR = 0x8915
+
+
+def network_variables(store: str) -> dict[str, str]:
+    """CAPSLOG_ADDRESS (where members listen for each other) and GLOO_SOCKET_IFNAME (where training data goes).
+
+    Only what is not set already, and nothing where the store is reached over the loopback: then all is on one machine.
+
+    Args:
+        store: host:port; on the machine that serves it, its own name or address as the others use it.
+    """
+    address = os.environ.get("CAPSLOG_ADDRESS") or address_towards(store)
+    if address is None or ipaddress.ip_address(address).is_loopback:
+        return {}
+    found = {"CAPSLOG_ADDRESS": address}
+    interface = interface_of(address)
+    if interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
+        found["GLOO_SOCKET_IFNAME"] = interface
+    return found
+
+
+def address_towards(store: str) -> str | None:
+    """This machine's IPv4 address on the way to host:port; None where there is no way."""
+    host = store.rpartition(":")[0]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))  # sends nothing
+            return str(probe.getsockname()[0])
+        except OSError:
+            return None
+
+
+def interface_of(address: str) -> str | None:
+    """The name of the interface that has an IPv4 address; None where the system does not tell."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:  # it has none
+                continue
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return None
