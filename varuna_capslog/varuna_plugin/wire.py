@@ -164,9 +164,7 @@ def _aligned(place: int) -> int:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """A view of a dense tensor's bytes in memory order."""
-    if tensor.is_contiguous():
-        return tensor.view(-1).view(torch.uint8)
+    """A view of a dense tensor's bytes in memory order; a single number may have any strides."""
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset()).view(torch.uint8)
 
 
