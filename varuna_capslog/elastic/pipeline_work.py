@@ -125,6 +125,10 @@ class PipelineWork:
         record = files.read_json(best)
         return record["value"], record["step"]
 
+    def began(self, seconds_ago: float) -> None:
+        """The run has been at work for so long when this member comes: `max_seconds` counts for all of it."""
+        self._began = time.monotonic() - seconds_ago
+
     def warm_up(self) -> None:
         """One microbatch through a whole chain of this process's own, so that a newcomer meets nothing for the first
         time while others wait for it. Left out for chains of which a device might not hold a second one.
@@ -382,6 +386,8 @@ class PipelineWork:
             return
         if self._journal is not None:
             self._journal.scores(step, scores)
+        if self._journal is not None:  # who came later has not seen every evaluation
+            self._best = self._read_best()
         value = next((value for value in scores.values() if isinstance(value, (int, float))), None)
         if value is not None and not math.isnan(value) and (self._best is None or value > self._best[0]):
             self._best = (float(value), step)

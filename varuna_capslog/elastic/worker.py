@@ -109,6 +109,11 @@ def _take_part(run_dir: Path, me: str, wish: _Wish) -> int:
         {resumed: Path(path)} if path else {},
         lambda: wish.stop,
     )
+    began = store.get("began")
+    if began is None:
+        store.put("began", repr(time.time()))
+    else:
+        work.began(max(0.0, time.time() - float(began)))
     newest = store.read()
     if newest.number:  # the others are at work; what takes long the first time is done before they wait for it
         work.warm_up()
