@@ -149,3 +149,13 @@ def test_lines_of_several_processes_do_not_mix(tmp_path: Path) -> None:
     assert sorted((record["worker"], record["n"]) for record in records) == [
         (w, n) for w in range(4) for n in range(500)
     ]
+
+
+def test_the_last_lines_are_those_at_the_end_without_what_is_cut_or_torn(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    for number in range(100):
+        files.append_jsonl(path, {"n": number})
+    with open(path, "ab") as file:
+        file.write(b'{"n": 10')
+    assert files.last_lines(path, 25) == [{"n": 99}]  # 8 bytes torn, 10 of line 99, and a part of line 98
+    assert [line["n"] for line in files.last_lines(path)] == list(range(100))

@@ -6,6 +6,7 @@ line file and never leaves a half-written file under its final name.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import itertools
 import json
@@ -16,7 +17,7 @@ from typing import Any
 
 from varuna_capslog.errors import CapslogError
 
-__all__ = ["append_jsonl", "read_json", "read_jsonl", "write_json", "write_text"]
+__all__ = ["append_jsonl", "last_lines", "read_json", "read_jsonl", "write_json", "write_text"]
 
 _log = logging.getLogger(__name__)
 _serial = itertools.count()
@@ -99,6 +100,26 @@ def append_jsonl(path: str | os.PathLike[str], record: dict[str, Any]) -> None:
         raise CapslogError(
             f"{path} cannot be appended to: {error.strerror or error}; free space or choose another path"
         ) from error
+
+
+def last_lines(path: str | os.PathLike[str], size: int = 1 << 16) -> list[dict[str, Any]]:
+    """Return the objects in the last `size` bytes of a line file, oldest first; what is cut or torn is left out.
+
+    Raises CapslogError where the file cannot be read.
+    """
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - size))
+            lines = file.read().splitlines()
+    except OSError as error:
+        raise CapslogError(f"{path} cannot be read: {error.strerror or error}; check the path") from error
+    found = []
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            value = json.loads(line)
+            if isinstance(value, dict):
+                found.append(value)
+    return found
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:

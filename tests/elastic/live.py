@@ -14,7 +14,7 @@ import queue
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +30,18 @@ from varuna_capslog.elastic.store import StoreGone, open_store, serve_store
 from varuna_capslog.engine.checkpoint import latest_checkpoint
 from varuna_capslog.engine.communicator import connect_group
 from varuna_capslog.prepare import prepare_run
+from varuna_capslog.processes import is_stopped
 from varuna_capslog.settings import Config
 
 STEPS = 12
 CUTS = {1: (0,), 2: (0, 5), 3: (0, 3, 8), 4: (0, 3, 6, 9)}
-_ENTRY = "varuna_capslog.elastic.worker:main"
+_ENTRY = "tests.elastic.checked:main"
 _MODULES = (
     *PRELOADED,
     "varuna_capslog.elastic.runtime",
     "varuna_capslog.elastic.pipeline_work",
     "varuna_capslog.elastic.rig.faults",
+    "torch._dynamo",
     "torch._subclasses.fake_tensor",
     "rich.progress",
     "torch.utils.tensorboard",
@@ -118,6 +120,7 @@ class Outcome:
     run_dir: Path
     status: dict[str, int]
     seconds: float
+    notes: dict[str, Any] = field(default_factory=dict)
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -188,6 +191,9 @@ class Live:
         members: that begin together; by default those of the config.
         faults: see `rig.faults`.
         hosts: by member, where they are not alone on theirs.
+        resumes: the folder holds a run that is to go on.
+        late: so many of those that begin are started by `start_late` only.
+        first: the number of the first member's name.
     """
 
     def __init__(
@@ -198,6 +204,7 @@ class Live:
         faults: Sequence[Fault] = (),
         hosts: dict[str, str] | None = None,
         resumes: bool = False,
+        late: int = 0,
         first: int = 0,
     ) -> None:
         self.run_dir = Path(config.run_dir)
@@ -223,14 +230,22 @@ class Live:
         for key, value in keys.items():
             self.store.put(key, value)
         self._unfollow = self.store.follow(self.log.append, lambda why: None)
-        names = [self._fork() for _ in range(members or config.world_size)]
+        size = members or config.world_size
+        self._late = [f"m{first + number}" for number in range(size - late, size)]
+        names = [self._fork() for _ in range(size - late)] + self._late
+        self._count += late
         self.store.compare_and_set(0, Generation(1, tuple(names), checkpoint=stamp))
 
     # -- members -------------------------------------------------------------------------------------------------------
 
-    def _fork(self) -> str:
-        member = f"m{self._count}"
-        self._count += 1
+    def start_late(self) -> None:
+        """Starts those that are named in the first generation and were not there."""
+        for member in self._late:
+            self._fork(member)
+
+    def _fork(self, name: str | None = None) -> str:
+        member = name or f"m{self._count}"
+        self._count += name is None
         environment = {
             "CAPSLOG_MEMBER": member,
             "CAPSLOG_HOST": self._hosts.get(member, f"host-{member}"),
@@ -288,17 +303,34 @@ class Live:
         self._until(lambda: member in self.pids, 20.0, f"the process of {member}")
         os.kill(self.pids[member], number)
 
+    def shake(self, generation: int) -> None:
+        """Has all believe that a generation is broken: they meet again in the next one."""
+        self.tell("broken", "nobody", generation=generation)
+
+    def until(self, done: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
+        """Waits for something, and goes on telling the log of losses meanwhile."""
+        self._until(done, seconds, what)
+
+    def is_stopped(self, member: str) -> bool:
+        """Whether a signal has stopped its process."""
+        return member in self.pids and is_stopped(self.pids[member])
+
+    def tasks(self, member: str) -> tuple[int, int]:
+        """Threads and descriptors of its process."""
+        process = f"/proc/{self.pids[member]}"
+        return len(os.listdir(f"{process}/task")), len(os.listdir(f"{process}/fd"))
+
     def lose_store(self) -> None:
         self.server.close()
 
-    def when(self, name: str, seconds: float = 30.0) -> None:
+    def when(self, name: str, seconds: float = 60.0) -> None:
         """Waits until a member has come to the "wait" fault of this name, and stands there."""
         self._until((self.run_dir / "faults" / f"{name}.here").exists, seconds, f"the point {name!r}")
 
     def go(self, name: str) -> None:
         (self.run_dir / "faults" / f"{name}.go").touch()
 
-    def reaches(self, step: int, seconds: float = 30.0) -> None:
+    def reaches(self, step: int, seconds: float = 60.0) -> None:
         """Waits until a step is in the metrics."""
         path = self.run_dir / "metrics.jsonl"
         self._until(
@@ -313,12 +345,12 @@ class Live:
 
     def until_asked(self, member: str) -> None:
         """Waits until a member has asked to be let in."""
-        self._until(lambda: self.heard("ask", member), 30.0, f"the wish of {member}")
+        self._until(lambda: self.heard("ask", member), 60.0, f"the wish of {member}")
 
     def generation(self) -> Generation:
         return self.store.read()
 
-    def finish(self, seconds: float = 40.0) -> Outcome:
+    def finish(self, seconds: float = 90.0) -> Outcome:
         """Waits until all members have ended."""
         self._until(lambda: len(self.status) == self._count - self._first, seconds, "the end of all members")
         outcome = self._outcome()

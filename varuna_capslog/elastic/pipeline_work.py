@@ -108,7 +108,7 @@ class PipelineWork:
         self._minibatch: Minibatch | None = None
         self._verdict: Verdict | None = None
         self._journal: Journal | None = None
-        self._records: deque[tuple[int, int, dict[str, Any]]] = deque(maxlen=2)  # generation, members, a step's line
+        self._last_records: deque[tuple[int, int, dict[str, Any]]] = deque(maxlen=2)  # generation, members, a step's line
         self._first = False
         self._number = 0
         self._saved = self._judged = self._base = 0
@@ -238,8 +238,8 @@ class PipelineWork:
         """Whoever wrote before may have been lost between applying a step and writing its line."""
         assert self._journal is not None
         path = self.run_dir / "metrics.jsonl"
-        written = {line.get("step") for line in files.last_lines(path)} if self._records and path.exists() else set()
-        for number, world_size, record in self._records:
+        written = {line.get("step") for line in files.last_lines(path)} if self._last_records and path.exists() else set()
+        for number, world_size, record in self._last_records:
             if record["step"] <= step and record["step"] not in written:
                 self._journal.change(number, world_size)
                 self._journal.step(record)
@@ -302,7 +302,7 @@ class PipelineWork:
         record = step_record(result, seconds, self.feed.epoch(step), self.config.train.minibatch_size)
         if self._peaks is not None:
             record |= {"peak_bytes": self._peaks, "peak_source": self._meter.source}
-        self._records.append((self._number, self._running.communicator.world_size, record))
+        self._last_records.append((self._number, self._running.communicator.world_size, record))
         if self._journal is not None:
             self._journal.step(record)
 

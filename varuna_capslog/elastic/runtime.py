@@ -526,6 +526,7 @@ class Runtime:
             self.work.note("damaged", layers=[layer], sender=message.sender, generation=generation)
             self._events.append(m.Broken(generation))
         elif message.kind == "layer":
+            self.probe("received")
             self._events.extend(self._received(generation, layer, stamp, state))
         else:
             self.holdings.follow(layer, stamp, state)
@@ -533,7 +534,6 @@ class Runtime:
 
     def _received(self, generation: int, layer: int, stamp: Stamp, state: LayerState) -> tuple[m.Event, ...]:
         self.holdings.take(layer, stamp, state)
-        self.probe("received")
         return (m.Received(generation, layer),)
 
     # -- from one generation to the next ------------------------------------------------------------------------------

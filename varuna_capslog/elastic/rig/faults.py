@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import time
 from collections import Counter
@@ -24,7 +25,7 @@ __all__ = ["VARIABLE", "Fault", "faults_of", "install", "prober"]
 
 VARIABLE = "CAPSLOG_FAULTS"
 
-_KINDS = ("kill", "stop", "raise", "hang", "wait")
+_KINDS = ("kill", "stop", "raise", "hang", "full", "wait")
 _LONGEST_WAIT = 60.0
 
 
@@ -33,8 +34,9 @@ class Fault:
     """What happens to `member` when it comes to `point` for the `count`-th time.
 
     Attributes:
-        do: "kill" and "stop" by signal; "raise" an error that nothing expects; "hang" for ever; "wait" until somebody
-            creates `<name>.go` in the run's `faults/` (it creates `<name>.here` before), at most a minute.
+        do: "kill" and "stop" by signal; "raise" an error that nothing expects; "hang" for ever; "full": from now on
+            nothing that this process writes finds room on the disk; "wait" until somebody creates `<name>.go` in the
+            run's `faults/` (it creates `<name>.here` before), at most a minute.
     """
 
     member: str
@@ -63,6 +65,8 @@ class Fault:
             case "hang":
                 while True:
                     time.sleep(3600.0)
+            case "full":
+                resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
             case _:
                 _wait(folder, self.name)
 
