@@ -184,3 +184,17 @@ def test_many_ends_at_once_are_all_told(tmp_path, nursery, told):
     (tmp_path / "go").touch()
     ends = [told.next("member", "status") for _ in members]
     assert {entry["member"]: entry["pid"] for entry in ends} == pids
+
+
+def test_what_a_scheduler_sends_to_all_processes_ends_no_worker(tmp_path, told, nursery):
+    # Slurm and systemd signal the whole container; the host alone answers, or a planned leave would be a loss
+    told.next("ready")
+    nursery.fork(order(tmp_path, "m", "hang"))
+    pid = told.next("member", "pid")["pid"]
+    wait_until((tmp_path / "m.seen").exists)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        os.kill(pid, number)
+        os.kill(nursery.pid, number)
+    time.sleep(0.3)
+    assert alive(pid)
+    assert alive(nursery.pid)

@@ -118,6 +118,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGUSR1):  # Slurm and systemd send them to all processes; the host answers
+        signal.signal(number, signal.SIG_IGN)  # the workers inherit that
     _preload(entry, modules)
     gc.collect()
     gc.freeze()  # so that a worker's collector does not touch, hence copy, what it shares with us
