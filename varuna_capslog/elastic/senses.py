@@ -44,7 +44,7 @@ class Senses:
         self._me, self._host, self._store = me, host, store
         self.inbox: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._generation = self._newest = 0
+        self._generation = self._newest = self._answered = 0
         self._engaged: frozenset[Member] = frozenset()
         self._unreachable: frozenset[Member] = frozenset()
         self._dead: frozenset[Member] = frozenset()
@@ -127,7 +127,9 @@ class Senses:
             self._break_off(member)
         elif kind == "broken" and self._is_ours(entry):
             self._break_off(member)
-            if time.monotonic() < self._busy_until:
+            # once: its own word, and each one that answers it, comes back by the log
+            if time.monotonic() < self._busy_until and self._answered < self._generation:
+                self._answered = self._generation
                 with contextlib.suppress(StoreGone):
                     self._store.append({**entry, "member": self._me})
 
