@@ -37,7 +37,14 @@ setup(
     ],
     extras_require={
         "bo": ["scikit-optimize>=0.10"],
-        "test": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "transformers>=5.0", "scikit-optimize>=0.10"],
+        "test": [
+            "pytest>=8",
+            "pytest-timeout>=2.3",
+            "hypothesis>=6.100",
+            "transformers>=5.0",
+            "scikit-optimize>=0.10",
+            "kubernetes-validate>=1.31",
+        ],
         "dev": ["ruff>=0.6", "mypy>=1.11", "types-PyYAML"],
     },
     entry_points={"console_scripts": ["capslog=varuna_capslog.cli:main"]},

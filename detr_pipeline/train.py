@@ -30,6 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rank = int(os.environ.get("RANK", "0"))
     try:
         config = load_config(given[0], given[1:])
+        if config.elastic.enabled:
+            config = load_config(given[0], [*given[1:], "elastic.enabled=false"])
+            if rank == 0:
+                sys.stdout.write("elastic.enabled is ignored here; launch/elastic.sh starts a run that goes on live\n")
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         if world_size != config.world_size:
             raise CapslogError(

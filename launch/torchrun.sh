@@ -8,6 +8,8 @@ usage: launch/torchrun.sh [OPTIONS] CONFIG [KEY=VALUE ...]
 
 Runs `python -m detr_pipeline.train CONFIG` in every worker that torchrun starts. Without options all workers run here.
 With several nodes, run the same command on each with its own --node-rank; run_dir must be a folder that all nodes share.
+torchrun restarts everybody from the last checkpoint when a worker is lost: with it elastic.enabled is ignored. For a run that
+goes on live see launch/elastic.sh.
 
   --nnodes N         number of nodes (default 1)
   --node-rank R      this node's number, 0 to N-1 (default 0)

@@ -41,6 +41,7 @@ def test_two_nodes_train_as_one_command_does(tmp_path: Path) -> None:
             break
     assert [status for status, _ in ended] == [0, 0], ended
     assert "live morphing is off" in ended[0][1]
+    assert "elastic.enabled is ignored here" in ended[0][1]
     assert len(lines(tmp_path / "one")) == 3
     assert lines(run_dir) == lines(tmp_path / "one")
 
@@ -51,6 +52,7 @@ def run_two_nodes(config: Path, run_dir: Path) -> list[tuple[int, str]]:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     common = ["--nnodes", "2", "--master", "127.0.0.1", "--port", port]
-    nodes = [start([*common, "--node-rank", str(node), str(config), f"run_dir={run_dir}"]) for node in range(2)]
+    changed = [f"run_dir={run_dir}", "elastic.enabled=true"]  # which is ignored, and said so
+    nodes = [start([*common, "--node-rank", str(node), str(config), *changed]) for node in range(2)]
     outputs = [node.communicate(timeout=80)[0] for node in nodes]
     return [(node.returncode, output) for node, output in zip(nodes, outputs, strict=True)]

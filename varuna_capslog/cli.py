@@ -86,3 +86,7 @@ def _run(arguments: list[str]) -> int:
 
 def _say(sentence: str) -> None:
     typer.echo(f"capslog: {' '.join(sentence.split())}", err=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -44,6 +44,7 @@ def host(
     """Train on several machines that may come and go: the same command on each, one with --serve."""
     from varuna_capslog.elastic.begin import check_elastic, join_run
     from varuna_capslog.errors import CapslogError
+    from varuna_capslog.supervisor import Interrupted
 
     if (serve is None) == (store is None):
         raise CapslogError("give either --serve HOST:PORT (on one machine) or --store HOST:PORT (on all others)")
@@ -55,12 +56,11 @@ def host(
         typer.echo(f"would {part}; {workers} worker(s) here, run_dir {settings.run_dir}, {nnodes} machine(s) to begin")
         return
     if store is not None:
-        end = join_run(
-            settings, store, workers, lambda line: typer.echo(f"capslog: {line}"), name=name, wait_seconds=wait
-        )
-        typer.echo(
-            f"capslog: {'the run has ended' if end.how == 'finished' else 'all workers of this machine have left'}"
-        )
+        say = lambda line: typer.echo(f"capslog: {line}")  # noqa: E731
+        end = join_run(settings, store, workers, say, name=name, wait_seconds=wait)
+        if end.how == "left":
+            raise Interrupted("all workers of this machine have left; the same command joins the run again", 143)
+        say("the run has ended")
         return
     assert serve is not None
     _serve(settings, workers, nnodes, serve, name)
