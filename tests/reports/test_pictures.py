@@ -20,6 +20,7 @@ from matplotlib.transforms import Bbox
 from varuna_capslog.reports import style
 from varuna_capslog.reports.curves import draw_scores, draw_training, main_parts
 from varuna_capslog.reports.gantt import draw_schedule
+from varuna_capslog.reports.generations import MOST_GENERATIONS, Era, draw_generations
 from varuna_capslog.reports.memory import draw_layers, draw_stage_peaks, shows_capacity
 from varuna_capslog.reports.run import Evaluation, Event, StepLine
 from varuna_capslog.schedules import make_schedule, simulate
@@ -110,6 +111,33 @@ def test_stage_peaks(stages: int, size: int, tmp_path: Path, figures: list[Figur
     assert heights == pytest.approx([peak / divisor for peak in [*predicted, *measured]])
 
 
+@pytest.mark.parametrize(("count", "stages"), [(1, 1), (2, 8), (4, 3), (8, 2), (MOST_GENERATIONS, 8)])
+def test_generations(count: int, stages: int, tmp_path: Path, figures: list[Figure]) -> None:
+    eras = []
+    for number in range(count):
+        here = 1 + (number + stages - 1) % stages
+        predicted = None if number == 1 else [GIB + 977 * stage for stage in range(here)]
+        measured = None if number == 3 else [GIB - 10_000_000 * stage for stage in range(here)]
+        steps = (1000 * number, 1000 * number + 999)
+        words, change = (
+            ("3 members begin", ""),
+            ("machine-17-2, machine-18-1 lost", "lost"),
+            ("a-1 joined", "joined"),
+        )[number % 3]
+        eras.append(Era(number + 7, steps, words, change, predicted, measured, [int(1.2 * GIB)] * here))
+    draw_generations(tmp_path / "x.png", eras)
+    assert_legible(figures[0])
+    texts = [text for text, _ in visible_texts(figures[0])]
+    assert len([text for text in texts if text.startswith(("generation ", *"0123456789")) and "\n" in text]) == (
+        count if count <= 8 else 0
+    )
+    assert ("a device lost" in texts) == (count > 1)
+    bars = [patch for patch in figures[0].axes[0].patches if isinstance(patch, Rectangle) and patch.get_height() > 0.5]
+    heights = sorted(bar.get_height() for bar in bars if bar.get_height() != 1)  # not the shading of every second one
+    wanted = [peak / GIB for era in eras for peak in (*(era.predicted or ()), *(era.measured or ())) if peak != GIB]
+    assert heights == pytest.approx(sorted(wanted))
+
+
 def test_a_capacity_far_above_is_not_drawn() -> None:
     assert shows_capacity([16 * GIB], [7 * GIB])
     assert not shows_capacity([80 * GIB], [7 * GIB])
@@ -171,6 +199,23 @@ def test_training(count: int, tmp_path: Path, figures: list[Figure]) -> None:
     draw_training(tmp_path / "x.png", make_steps(count), [*events, Event("join", None, None, 0, {})], 0.1)
     assert_legible(figures[0])
     assert "join" not in [text for text, _ in visible_texts(figures[0])], "nobody knows where it belongs"
+
+
+def test_changes_of_the_devices_are_lines_through_the_plots(tmp_path: Path, figures: list[Figure]) -> None:
+    told = [
+        ("notice", 3, {}),
+        ("morph", 6, {"why": ["a-2 left"]}),
+        ("lost", 9, {}),
+        ("morph", 10, {"why": ["b-1 lost"]}),
+    ]
+    events = [Event(kind, None, step, 0, details) for kind, step, details in told]
+    draw_training(tmp_path / "x.png", make_steps(20), events, None)
+    assert_legible(figures[0])
+    loss = figures[0].axes[1]
+    lines = {float(line.get_xdata()[0]): line.get_color() for line in loss.lines if len(set(line.get_xdata())) == 1}  # type: ignore[arg-type,index]
+    assert lines == {5.5: style.AMBER, 9.5: style.ALARM}, (
+        "before the first step of the new devices, in the change's colour"
+    )
 
 
 def test_training_with_holes(tmp_path: Path, figures: list[Figure]) -> None:

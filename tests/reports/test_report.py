@@ -18,6 +18,7 @@ from varuna_capslog.errors import CapslogError
 from varuna_capslog.plan import Plan, Stage, write_plan
 from varuna_capslog.profiles.record import Profile, SharedParameter, write_profile
 from varuna_capslog.reports import write_report
+from varuna_capslog.reports.wording import UNKNOWN
 
 from .page_reader import Page
 from .runs import CLASSES, make_profile, write_run
@@ -382,3 +383,85 @@ def test_a_report_needs_no_torch(small: Path) -> None:
 def test_read_lines_agree_with_the_library(small: Path) -> None:
     """The oracle above (`lines`) and the library leave out the same torn line."""
     assert lines(small / "metrics.jsonl") == files.read_jsonl(small / "metrics.jsonl")
+
+
+# -- a run whose members changed ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def changed(small: Path) -> Path:
+    """The short run as an elastic one: two devices, one after a notice, two again after a loss and a join."""
+    spans = {0: (1, 20), 1: (21, 30), 2: (31, 32), 3: (33, 60)}
+    plan = files.read_json(small / "plan-0.json")
+    for generation in (1, 2, 3):
+        one = plan if generation == 3 else plan | {"cuts": [0], "stage_bytes": [sum(plan["stage_bytes"])]}
+        one = one if generation == 3 else one | {"peak_bytes": sum(plan["stage_bytes"]), "capacity_bytes": None}
+        files.write_json(small / f"plan-{generation}.json", one)
+    rows = []
+    for generation, (first, last) in spans.items():
+        for step in range(first, last + 1):
+            stages = 1 if generation in (1, 2) else 2
+            row = {"step": step, "loss": 9.0 / step, "generation": generation, "world_size": stages}
+            if step == first + 4:
+                row |= {"peak_bytes": [1000 * step + stage for stage in range(stages)], "peak_source": "test"}
+            rows.append(json.dumps(row))
+    (small / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+    lost = "worker a-1 was killed by SIGKILL"
+    told: list[dict[str, Any]] = [
+        {"kind": "start", "step": 0, "why": ["2 members begin"], "cuts": [0, 3], "members": ["a-1", "a-2"]},
+        {"kind": "notice", "step": 19, "member": "a-2", "deadline": 30.0, "source": "aws", "urgent": False},
+        {"kind": "morph", "step": 21, "why": ["a-2 left"], "cuts": [0], "members": ["a-1"], "generation": 1}
+        | {"pause_seconds": 0.04, "search_seconds": 0.001, "moved_bytes": 3 * 2**20},
+        {"kind": "lost", "step": 30, "member": "a-1", "why": lost, "host": "a", "generation": 1},
+        {"kind": "waiting", "why": "no device is left", "generation": 2},
+        {"kind": "waiting", "why": "no device is left", "generation": 2},
+        {"kind": "morph", "step": 31, "why": ["a-1 lost", "a-3 joined"], "cuts": [0], "members": ["a-3"]}
+        | {"generation": 2, "pause_seconds": 0.21, "search_seconds": 0.001, "moved_bytes": 0},
+        {"kind": "morph", "step": 33, "why": ["a-4 joined"], "cuts": [0, 3], "members": ["a-3", "a-4"]}
+        | {"generation": 3, "pause_seconds": 0.05, "search_seconds": 0.002, "moved_bytes": 2**20},
+        {"kind": "stop", "step": 60, "generation": 3},
+    ]
+    rows = [json.dumps({"time": 1.8e9 + 60 * place, "generation": 0} | event) for place, event in enumerate(told)]
+    (small / "events.jsonl").write_text("\n".join(rows) + "\n")
+    return small
+
+
+def test_changes_of_the_devices_are_told_with_their_causes(changed: Path) -> None:
+    page = Page(write_report(changed))
+    assert "generations.png" in page.sources
+    heading, *rows = page.tables["change-table"]
+    column = {name: [row[place] for row in rows] for place, name in enumerate(heading)}
+    assert column["what happened"] == [
+        "2 members begin",
+        "a-2 left (notice from aws, 30 s left)",
+        "a-1 lost (was killed by SIGKILL); a-3 joined",
+        "a-4 joined",
+    ]
+    assert column["step"] == ["1", "21", "31", "33"]
+    assert column["devices"] == ["2", "1", "1", "2"]
+    assert column["cuts"] == ["[0, 3]", "[0]", "[0]", "[0, 3]"]
+    assert column["pause"] == [UNKNOWN, "40.0 ms", "210 ms", "50.0 ms"]
+    assert column["moved"] == [UNKNOWN, "3 MiB", "0 B", "1 MiB"]
+    short = "3 changes of the devices (1 with a device lost, 1 with a device left, 1 with a device joined), 300 ms"
+    assert short in page.texts["changes"]
+    assert short in page.texts["summary"]
+    assert page.texts["changes"].count("no device is left") == 1
+    assert "A generation of a few steps is not measured" in page.texts["changes"]
+
+
+def test_each_generation_shows_its_own_plan_and_peaks(changed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr("varuna_capslog.reports.changes.draw_generations", lambda path, eras: drawn.extend(eras))
+    write_report(changed)
+    stages = files.read_json(changed / "plan-0.json")["stage_bytes"]
+    assert [(era.number, era.steps, era.change, era.predicted, era.measured) for era in drawn] == [
+        (0, (1, 20), "", tuple(stages), (5000, 5001)),
+        (1, (21, 30), "left", (sum(stages),), (25000,)),
+        (2, (31, 32), "lost", (sum(stages),), None),
+        (3, (33, 60), "joined", tuple(stages), (37000, 37001)),
+    ]
+
+
+def test_a_run_without_changes_has_no_such_section(whole: tuple[Path, Plan, Page]) -> None:
+    assert "changes" not in whole[2].texts
+    assert "Changes" not in whole[2].texts["summary"]

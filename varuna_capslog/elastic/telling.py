@@ -52,7 +52,7 @@ class Story:
 def reasons(members: Collection[Member], before: Collection[Member], dead: Collection[Member]) -> tuple[str, ...]:
     """Who was lost, left and joined between two generations that trained, in words."""
     if not before:
-        return (f"{len(members)} member(s) begin",)
+        return ("1 member begins" if len(members) == 1 else f"{len(members)} members begin",)
     lost = [member for member in before if member not in members and member in dead]
     left = [member for member in before if member not in members and member not in dead]
     new = [member for member in members if member not in before]

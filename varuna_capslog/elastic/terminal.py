@@ -76,7 +76,7 @@ class Terminal:
         record = records[-1]
         text = (
             f"loss {record['loss']:.4f}  |grad| {record['grad_norm']:.3g}  lr {record['lr']:.2g}  "
-            f"{record['samples_per_second']:.1f} samples/s  {record['world_size']} member(s)"
+            f"{record['samples_per_second']:.1f} samples/s  {_members(record['world_size'])}"
         )
         self._progress.update(self._task, completed=record["step"], description=text)
         now = time.monotonic()
@@ -106,6 +106,10 @@ def describe(event: Mapping[str, Any]) -> str | None:
     if kind == "persisted":
         return f"all that is held was written to disk: {event.get('why')}"
     return None
+
+
+def _members(count: int) -> str:
+    return f"{count} member{'' if count == 1 else 's'}"
 
 
 def _notice(event: Mapping[str, Any]) -> str:

@@ -15,13 +15,19 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
+from varuna_capslog.reports.changes import nature
+from varuna_capslog.reports.generations import COLOURS
 from varuna_capslog.reports.run import Evaluation, Event, StepLine
-from varuna_capslog.reports.style import ALARM, BLUE, GREY, INK, LINES, SKY, picture, shorten
+from varuna_capslog.reports.style import ALARM, AMBER, BLUE, GREEN, GREY, INK, LINES, SKY, picture, shorten
 
 __all__ = ["draw_scores", "draw_training", "main_parts"]
 
 _ROUTINE = frozenset({"checkpoint"})
 """Kinds of events that happen often and change nothing; they get a mark but no line through the plots."""
+_TOLD = frozenset({"notice", "lost", "join"})
+"""Kinds that lead to a change of the devices, which has the line."""
+_ORDER = ("start", "resume", "error", "", "notice", "lost", "join", "morph", "checkpoint", "stop")
+"""Of the rows of the strip; other kinds stand in the empty place."""
 _ABOVE: dict[str, Any] = {
     "loc": "lower left",
     "bbox_to_anchor": (0, 1),
@@ -55,6 +61,7 @@ def draw_training(path: Path, steps: Sequence[StepLine], events: Sequence[Event]
     x = [line.step for line in steps]
     marks = [event for event in events if event.step is not None and event.step <= x[-1]]
     kinds = list(dict.fromkeys(event.kind for event in marks))
+    kinds.sort(key=lambda kind: _ORDER.index(kind) if kind in _ORDER else _ORDER.index(""))
     main, others = main_parts(steps)
     panels = _panels(main)
     heights = [0.2 * len(kinds) + 0.1] * bool(kinds) + [2.5] + [2.2, 1.4][: len(panels)] + [1.3, 1.0]
@@ -64,10 +71,11 @@ def draw_training(path: Path, steps: Sequence[StepLine], events: Sequence[Event]
         if kinds:
             _event_strip(rows[0], marks, kinds)
         for mark in marks:
-            if mark.kind not in _ROUTINE:
-                colour = ALARM if mark.kind == "error" else GREY
+            if mark.kind not in _ROUTINE | _TOLD:
+                strong = mark.kind == "morph"
+                look = {"linewidth": 1.2 if strong else 0.7, "alpha": 0.9 if strong else 0.6}
                 for axes in plots:
-                    axes.axvline(_step(mark), color=colour, linewidth=0.7, alpha=0.6, zorder=1)
+                    axes.axvline(_place(mark), color=_colour(mark, GREY), zorder=1, **look)
         loss = _column([line.loss for line in steps])
         axes = plots[0]
         _loss_curve(axes, x, loss)
@@ -89,7 +97,7 @@ def draw_training(path: Path, steps: Sequence[StepLine], events: Sequence[Event]
         axes.set_ylim(bottom=0)
         axes.set_xlabel("optimizer step")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=12))
-        axes.set_xlim(min([x[0] - 1, *(_step(mark) for mark in marks)]), x[-1] + 0.01 * (x[-1] - x[0]) + 0.2)
+        axes.set_xlim(min([x[0] - 1, *map(_place, marks)]), x[-1] + 0.01 * (x[-1] - x[0]) + 0.2)
         for axes in plots:
             axes.grid(True)
         figure.align_ylabels(plots)
@@ -128,16 +136,17 @@ def draw_scores(path: Path, evaluations: Sequence[Evaluation], names: Sequence[s
 
 def _event_strip(axes: Axes, marks: Sequence[Event], kinds: Sequence[str]) -> None:
     for row, kind in enumerate(kinds):
-        where = [_step(mark) for mark in marks if mark.kind == kind]
-        colour = ALARM if kind == "error" else GREY if kind in _ROUTINE else INK
-        look: dict[str, Any] = {
-            "marker": "|",
-            "markersize": 8,
-            "markeredgewidth": 1.4,
-            "color": colour,
-            "clip_on": False,
-        }
-        axes.plot(where, [row] * len(where), linestyle="", **look)
+        mine = [mark for mark in marks if mark.kind == kind]
+        for colour in dict.fromkeys(_colour(mark, INK) for mark in mine):
+            where = [_place(mark) for mark in mine if _colour(mark, INK) == colour]
+            look: dict[str, Any] = {
+                "marker": "|",
+                "markersize": 8,
+                "markeredgewidth": 1.4,
+                "color": colour,
+                "clip_on": False,
+            }
+            axes.plot(where, [row] * len(where), linestyle="", **look)
     axes.set_yticks(range(len(kinds)), kinds)
     axes.set_ylim(len(kinds) - 0.5, -0.5)
     axes.tick_params(axis="both", length=0, labelsize=8, labelbottom=False, pad=10)
@@ -145,9 +154,17 @@ def _event_strip(axes: Axes, marks: Sequence[Event], kinds: Sequence[str]) -> No
         spine.set_visible(False)
 
 
-def _step(mark: Event) -> int:
+def _place(mark: Event) -> float:
+    """Where an event stands: a change of the devices before its first step, what led to it after the last one."""
     assert mark.step is not None, "only events of a known step are drawn"
-    return mark.step
+    return mark.step + {"morph": -0.5, "lost": 0.5}.get(mark.kind, 0)
+
+
+def _colour(mark: Event, usual: str) -> str:
+    if mark.kind == "morph":
+        return COLOURS.get(nature(mark), usual)
+    kinds = {"error": ALARM, "lost": ALARM, "notice": AMBER, "join": GREEN, **dict.fromkeys(_ROUTINE, GREY)}
+    return kinds.get(mark.kind, usual)
 
 
 def _loss_curve(axes: Axes, x: Sequence[int], loss: np.ndarray[Any, Any]) -> None:

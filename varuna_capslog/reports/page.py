@@ -12,6 +12,7 @@ from pathlib import Path
 from varuna_capslog import files
 from varuna_capslog.errors import CapslogError
 from varuna_capslog.reports import markup
+from varuna_capslog.reports.changes import change_section
 from varuna_capslog.reports.curves import draw_scores, draw_training, main_parts
 from varuna_capslog.reports.markup import Markup
 from varuna_capslog.reports.memory import draw_layers
@@ -23,7 +24,9 @@ from varuna_capslog.reports.wording import UNKNOWN, moment, plain, plural
 
 __all__ = ["write_page"]
 
-_PICTURES = frozenset({"stage-memory.png", "schedule.png", "layer-memory.png", "training.png", "scores.png"})
+_PICTURES = frozenset(
+    {"stage-memory.png", "generations.png", "schedule.png", "layer-memory.png", "training.png", "scores.png"}
+)
 _MOST_PREDICTIONS = 24
 _MOST_EVENTS = 60
 _PREDICTION = "prediction-"
@@ -40,9 +43,10 @@ def write_page(run: RunRecord) -> Path:
                 old.unlink()
     except OSError as error:
         raise CapslogError(f"{folder} cannot be written: {error.strerror or error}; check its permissions") from error
-    sections: tuple[Callable[[RunRecord, Path], Markup], ...] = (
+    sections: tuple[Callable[[RunRecord, Path], Markup | None], ...] = (
         lambda run, folder: summary_section(run),
         lambda run, folder: stage_section(run),
+        change_section,
         peak_section,
         step_section,
         _layers,
@@ -53,7 +57,7 @@ def write_page(run: RunRecord) -> Path:
     )
     model = (run.plan and run.plan.model) or (run.profile and run.profile.model) or "model"
     name = run.run_dir.resolve().name
-    parts = [make(run, folder) for make in sections]
+    parts = [part for make in sections if (part := make(run, folder)) is not None]
     document = markup.page(f"{model} · {name}", "Report of a pipeline training run", parts)
     path = folder / "index.html"
     files.write_text(path, document)
@@ -100,6 +104,10 @@ def _training(run: RunRecord, folder: Path) -> Markup:
         caption += f" {plural(len(rest), 'further part')} in grey (such as the same loss of earlier decoder layers)."
     if any(event.step is not None for event in run.events):
         caption += " The strip on top marks the run's events."
+    if any(event.kind == "morph" and event.step is not None for event in run.events):
+        caption += (
+            " Lines through the plots are changes of the devices: a loss in red, a leave in amber, a join in green."
+        )
     parts = [markup.figure("training.png", "Curves of loss, loss parts, gradient norm and learning rate", caption)]
     return markup.section("training", heading, parts)
 

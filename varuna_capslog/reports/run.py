@@ -76,7 +76,7 @@ class Event:
 class RunRecord:
     """What a run directory holds.
 
-    generation: of the newest plan file.
+    plans: by generation; plan: the newest one, and its generation.
     steps, evaluations: rising in step, the last line of a step counts; last_step is the step of the last line.
     problems: by file name, why it tells nothing (not written, not readable), or what of it was left out.
     """
@@ -86,6 +86,7 @@ class RunRecord:
     profile: Profile | None
     plan: Plan | None
     generation: int | None
+    plans: Mapping[int, Plan]
     steps: tuple[StepLine, ...]
     last_step: int | None
     evaluations: tuple[Evaluation, ...]
@@ -156,6 +157,11 @@ def read_run(run_dir: Path) -> RunRecord:
     problems: dict[str, str] = {}
     generation = max(plans, default=None)
     plan_path = run_dir / "plan-<generation>.json" if generation is None else plans[generation]
+    newest = _whole(plan_path, read_plan, problems)
+    every = {} if generation is None or newest is None else {generation: newest}
+    for number, path in plans.items():
+        if number != generation and (plan := _whole(path, read_plan, problems)) is not None:
+            every[number] = plan
     lines = {name: _lines(run_dir / name, problems) for name in single if name.endswith(".jsonl")}
     steps = _records(lines["metrics.jsonl"], _step_line, "metrics.jsonl", problems)
     evaluations = _records(lines["evaluations.jsonl"], _evaluation, "evaluations.jsonl", problems)
@@ -164,8 +170,9 @@ def read_run(run_dir: Path) -> RunRecord:
         run_dir=run_dir,
         config=_whole(run_dir / "config.yaml", load_config, problems),
         profile=_whole(run_dir / "profile.json", read_profile, problems),
-        plan=_whole(plan_path, read_plan, problems),
+        plan=newest,
         generation=generation,
+        plans=every,
         steps=_last_of_each_step(steps),
         last_step=steps[-1].step if steps else None,
         evaluations=_last_of_each_step(evaluations),

@@ -21,6 +21,7 @@ __all__ = [
     "ALARM",
     "AMBER",
     "BLUE",
+    "GREEN",
     "GREY",
     "INK",
     "LINES",
@@ -35,7 +36,7 @@ __all__ = [
 
 INK, GREY, PALE = "#22303c", "#8a949e", "#eceff2"
 # Blue, light blue and amber differ in lightness too: they survive grey print and every kind of colour blindness.
-BLUE, SKY, AMBER, ALARM = "#2a5f8f", "#a5cbe8", "#e8b44f", "#b5432a"
+BLUE, SKY, AMBER, ALARM, GREEN = "#2a5f8f", "#a5cbe8", "#e8b44f", "#b5432a", "#3a9b84"
 LINES = ("#2a5f8f", "#d98c1f", "#3a9b84", "#a8588f", "#7fb2dd", "#6b5b3e")
 """Colours of up to six curves in one plot; neighbours differ in lightness."""
 

@@ -11,6 +11,7 @@ from importlib import metadata
 import varuna_capslog
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.reports import markup
+from varuna_capslog.reports.changes import changes_in_short
 from varuna_capslog.reports.markup import Markup
 from varuna_capslog.reports.run import RunRecord
 from varuna_capslog.reports.wording import UNKNOWN, duration, moment, plain, plural, significant
@@ -125,6 +126,8 @@ def _course(run: RunRecord) -> dict[str, str]:
         rows["Time in steps"] = f"{duration(sum(seconds))}, median step {duration(run.median_step_seconds())}"
     if rates:
         rows["Speed at the end"] = f"{significant(sorted(rates)[len(rates) // 2])} samples/s"
+    if (changes := changes_in_short(run)) is not None:
+        rows["Changes"] = changes
     rows["Final loss"] = UNKNOWN if run.steps[-1].loss is None else f"{run.steps[-1].loss:.4f}"
     return rows
 

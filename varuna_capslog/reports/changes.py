@@ -1,0 +1,173 @@
+"""The section on a run whose members changed: who left, was lost or came, why, and what each change cost.
+
+`page` calls it for runs with such events only; it reads what the members and the hosts wrote into events.jsonl.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from varuna_capslog.plan import Plan
+from varuna_capslog.reports import markup
+from varuna_capslog.reports.generations import MOST_GENERATIONS, Era, draw_generations
+from varuna_capslog.reports.markup import Markup
+from varuna_capslog.reports.run import Event, RunRecord
+from varuna_capslog.reports.wording import UNKNOWN, duration, moment, plural
+from varuna_capslog.units import format_bytes
+
+__all__ = ["change_section", "changes_in_short", "nature"]
+
+_PICTURE = "generations.png"
+_MOST_ROWS = 60
+_BEGINNINGS = ("start", "resume", "morph")
+_NATURES = ("lost", "left", "joined")
+
+
+@dataclass(frozen=True)
+class _Change:
+    """A generation that began, and what the hosts had told before it."""
+
+    event: Event
+    words: str
+
+
+def nature(event: Event) -> str:
+    """Of a change: "lost", "left" or "joined", the gravest first; "" for what is none of them."""
+    said = [str(text) for text in _listed(event.details.get("why"))]
+    return next((name for name in _NATURES if any(text.endswith(f" {name}") for text in said)), "")
+
+
+def changes_in_short(run: RunRecord) -> str | None:
+    """One line for the summary; None for a run whose members never changed."""
+    morphs = [event for event in run.events if event.kind == "morph"]
+    if not morphs:
+        return None
+    natures = [nature(event) for event in morphs]
+    parts = [f"{natures.count(name)} with a device {name}" for name in _NATURES if name in natures]
+    pauses = [pause for event in morphs if (pause := _number(event, "pause_seconds")) is not None]
+    moved = sum(int(_number(event, "moved_bytes") or 0) for event in morphs)
+    return (
+        f"{plural(len(morphs), 'change')} of the devices" + (f" ({', '.join(parts)})" if parts else "") + ", "
+        f"{duration(sum(pauses))} of pauses, {format_bytes(moved)} moved"
+    )
+
+
+def change_section(run: RunRecord, folder: Path) -> Markup | None:
+    """Picture and table; None for a run that no member joined or left."""
+    short = changes_in_short(run)
+    waits = [event for event in run.events if event.kind == "waiting"]
+    if short is None and not waits:
+        return None
+    parts = [] if short is None else [markup.paragraph(f"{short}. Training went on in the same processes.")]
+    changes = _changes(run.events)
+    eras = _eras(run, changes)
+    shown = eras[-MOST_GENERATIONS:]
+    if any(era.stages for era in shown):
+        draw_generations(folder / _PICTURE, shown)
+        caption = "Peak memory of each stage by generation, which is what a time between two changes is called."
+        if len(shown) < len(eras):
+            caption += f" The last {len(shown)} of {len(eras)}."
+        if any(era.measured is None for era in shown):
+            caption += " A generation of a few steps is not measured."
+        parts.append(markup.figure(_PICTURE, "Bars of the memory of each stage, by generation", caption))
+    rows = [_row(run, change) for change in changes[-_MOST_ROWS:]]
+    headings = ("time (UTC)", "step", "generation", "what happened", "devices", "cuts", "pause", "search", "moved")
+    parts.append(markup.table("change-table", headings, rows, left=(0, 3, 5)))
+    if len(rows) < len(changes):
+        parts.append(markup.paragraph(f"The last {len(rows)} of {len(changes)} are shown."))
+    parts.append(
+        markup.paragraph(
+            "Step: the first one under the new cuts. Pause: from the end of the last step before to the beginning of "
+            "the next one. Moved: state of layers that got another owner from a device, not from a copy it already had."
+        )
+    )
+    parts += [
+        markup.note(f"At {moment(event.time)} UTC it waited: {event.details.get('why')}.")
+        for event in {str(event.details.get("why")): event for event in waits}.values()
+    ]
+    return markup.section("changes", "Changes of the devices", parts)
+
+
+def _changes(events: Sequence[Event]) -> list[_Change]:
+    """Every generation that began, with the notices and losses that were told since the one before."""
+    found: list[_Change] = []
+    told: dict[str, str] = {}
+    for event in events:
+        member = str(event.details.get("member"))
+        if event.kind == "lost":
+            told[member] = str(event.details.get("why", "")).removeprefix(f"worker {member} ")
+        elif event.kind == "notice":
+            told.setdefault(member, _notice(event.details))
+        elif event.kind in _BEGINNINGS and "cuts" in event.details:
+            said = []
+            for sentence in map(str, _listed(event.details.get("why"))):
+                named = [name for name in told if name in sentence.replace(",", " ").split()]
+                why = [(f"{name} " if len(named) > 1 else "") + told.pop(name) for name in named]
+                said.append(sentence + (f" ({'; '.join(why)})" if why else ""))
+            found.append(_Change(event, "; ".join(said)))
+    return found
+
+
+def _notice(details: Mapping[str, Any]) -> str:
+    deadline = details.get("deadline")
+    left = f", {deadline:.0f} s left" if isinstance(deadline, (int, float)) else ""
+    return f"notice from {details.get('source')}{left}"
+
+
+def _row(run: RunRecord, change: _Change) -> list[str]:
+    event = change.event
+    members, cuts = _listed(event.details.get("members")), event.details.get("cuts")
+    moved, step = _number(event, "moved_bytes"), event.step
+    begins = event.kind != "morph"
+    return [
+        moment(event.time),
+        UNKNOWN if step is None else str(step + 1 if begins else step),
+        UNKNOWN if event.generation is None else str(event.generation),
+        change.words,
+        str(len(members)) if members else UNKNOWN,
+        markup.code(str(cuts)),
+        UNKNOWN if begins else duration(_number(event, "pause_seconds")),
+        duration(_number(event, "search_seconds")),
+        UNKNOWN if begins or moved is None else format_bytes(int(moved)),
+    ]
+
+
+def _eras(run: RunRecord, changes: Sequence[_Change]) -> list[Era]:
+    """Every generation that began or made a step, oldest first."""
+    began = {change.event.generation: change for change in changes if change.event.generation is not None}
+    steps: dict[int, list[int]] = {}
+    measured: dict[int, Sequence[int]] = {}
+    for line in run.steps:
+        if line.generation is None:
+            continue
+        steps.setdefault(line.generation, []).append(line.step)
+        if line.peak_bytes:
+            measured[line.generation] = line.peak_bytes
+    eras = []
+    for number in sorted(set(began) | set(steps)):
+        change, made, plan = began.get(number), steps.get(number), run.plans.get(number)
+        predicted = None if plan is None else plan.stage_bytes
+        known = measured.get(number)
+        if predicted is not None and known is not None and len(known) != len(predicted):
+            known = None
+        what = "" if change is None else nature(change.event)
+        why = "" if change is None else "; ".join(str(text) for text in _listed(change.event.details.get("why")))
+        span = None if made is None else (made[0], made[-1])
+        eras.append(Era(number, span, why, what, predicted, known, _capacity(plan)))
+    return eras
+
+
+def _capacity(plan: Plan | None) -> list[int] | None:
+    return None if plan is None else plan.capacities_of(plan.placement())
+
+
+def _number(event: Event, name: str) -> float | None:
+    value = event.details.get(name)
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else []
