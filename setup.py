@@ -47,5 +47,5 @@ setup(
         ],
         "dev": ["ruff>=0.6", "mypy>=1.11", "types-PyYAML"],
     },
-    entry_points={"console_scripts": ["capslog=varuna_capslog.cli:main"]},
+    entry_points={"console_scripts": ["capslog=varuna_capslog.cli:program"]},
 )

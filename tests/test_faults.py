@@ -49,7 +49,7 @@ class Command:
         name, _, value = self.mark.partition("=")
         self.began = time.monotonic()
         self.process = subprocess.Popen(
-            [sys.executable, "-c", "from varuna_capslog.cli import main; main()", *arguments],
+            [sys.executable, "-c", "from varuna_capslog.cli import program; program()", *arguments],
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1", name: value, **environment},
             stdout=subprocess.PIPE,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -17,7 +17,7 @@ import varuna_capslog
 from varuna_capslog.commands import COMMANDS
 from varuna_capslog.errors import CapslogError
 
-__all__ = ["app", "main"]
+__all__ = ["app", "main", "program"]
 
 app = typer.Typer(
     name="capslog",
@@ -46,9 +46,14 @@ def _options(
     pass
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command line and ends the process with its exit status: 0 only when it did what was asked."""
-    status = _run(list(sys.argv[1:] if arguments is None else arguments))
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Runs the command line; raises SystemExit with its exit status: 0 only when it did what was asked."""
+    sys.exit(_run(list(sys.argv[1:] if arguments is None else arguments)))
+
+
+def program() -> NoReturn:
+    """The process `capslog`: runs the command line of its arguments and ends."""
+    status = _run(sys.argv[1:])
     if "varuna_capslog.elastic.store" in sys.modules:
         from varuna_capslog.engine.worker import leave
 
@@ -89,4 +94,4 @@ def _say(sentence: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    program()

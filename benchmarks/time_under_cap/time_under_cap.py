@@ -36,7 +36,7 @@ CONFIGS = ("rn50_e6", "rn50_d_e6", "rn101_e6", "rn101_d_e6", "rn101_e12", "rn101
 GIB = 1024**3
 CAPACITY, DEVICES, MICROBATCHES = 16 * GIB, 8, 8
 
-COMMAND = "from varuna_capslog.cli import main; main()"
+COMMAND = "from varuna_capslog.cli import program; program()"
 
 LINKS = {
     "free": Link(),

@@ -21,7 +21,7 @@ from varuna_capslog import files
 from varuna_capslog.config import dump_config
 
 ROOT = Path(__file__).resolve().parents[2]
-CAPSLOG = (sys.executable, "-c", "from varuna_capslog.cli import main; main()")
+CAPSLOG = (sys.executable, "-c", "from varuna_capslog.cli import program; program()")
 LONG = 100000
 """Steps of a run that somebody is to stop."""
 
