@@ -108,7 +108,8 @@ class PipelineWork:
         self._minibatch: Minibatch | None = None
         self._verdict: Verdict | None = None
         self._journal: Journal | None = None
-        self._last_records: deque[tuple[int, int, dict[str, Any]]] = deque(maxlen=2)  # generation, members, a step's line
+        # generation, members, and the line of a step
+        self._last_records: deque[tuple[int, int, dict[str, Any]]] = deque(maxlen=2)
         self._first = False
         self._number = 0
         self._saved = self._judged = self._base = 0
@@ -238,7 +239,7 @@ class PipelineWork:
         """Whoever wrote before may have been lost between applying a step and writing its line."""
         assert self._journal is not None
         path = self.run_dir / "metrics.jsonl"
-        written = {line.get("step") for line in files.last_lines(path)} if self._last_records and path.exists() else set()
+        written = {line.get("step") for line in files.last_lines(path)} if path.exists() else set()
         for number, world_size, record in self._last_records:
             if record["step"] <= step and record["step"] not in written:
                 self._journal.change(number, world_size)
