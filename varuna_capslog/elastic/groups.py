@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from varuna_capslog.elastic.generation import Member
 from varuna_capslog.engine.communicator import Communicator, connect_group
+from varuna_capslog.errors import CapslogError
 
 __all__ = ["Groups"]
 
@@ -53,7 +54,8 @@ class Groups:
                 communicator = connect_group(self._rendezvous(), name, rank, size, self._seconds)
                 future.set_result((communicator, tuple(communicator.gather(self._knows()))))
             except Exception as error:
-                future.set_exception(error)
+                # without its traceback, which would keep the store's connection until the next long garbage collection
+                future.set_exception(CapslogError(f"the group of generation {generation} cannot be opened: {error}"))
 
         threading.Thread(target=open_it, name=f"connect-{generation}", daemon=True).start()
 

@@ -379,6 +379,9 @@ class Host:
                     self._start()
                 for member in leave:
                     self._notify(member, urgent=False, deadline=None, source="request")
+            case "hosts" if entry.get("host") == self.name and entry.get("state") == "lost":
+                # It was too slow, or cut off for a while: its devices are to be had again.
+                self._tell({"kind": "hosts", "host": self.name, "state": "here", "workers": self.num_workers})
             case "announce" if entry.get("host") == self.name:
                 self._gathering.hear(hooks.notice_of(entry, self.name))
 

@@ -89,7 +89,7 @@ class Journal:
         """Adds one step's line; `record` holds step, loss, parts, lr, grad_norm, step_seconds, samples_per_second,
         ...
         """
-        line = {**record, "generation": self._generation, "world_size": self._world_size}
+        line = {**record, "time": time.time(), "generation": self._generation, "world_size": self._world_size}
         files.append_jsonl(self._run_dir / "metrics.jsonl", line)
         step = int(record["step"])
         text = (
