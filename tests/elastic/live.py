@@ -120,17 +120,9 @@ class Outcome:
     run_dir: Path
     status: dict[str, int]
     seconds: float
+    rows: list[dict[str, Any]]
+    events: list[dict[str, Any]]
     notes: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def rows(self) -> list[dict[str, Any]]:
-        path = self.run_dir / "metrics.jsonl"
-        return files.read_jsonl(path) if path.exists() else []
-
-    @property
-    def events(self) -> list[dict[str, Any]]:
-        path = self.run_dir / "events.jsonl"
-        return files.read_jsonl(path) if path.exists() else []
 
     def kinds(self) -> list[str]:
         return [event["kind"] for event in self.events]
@@ -345,7 +337,8 @@ class Live:
 
     def until_asked(self, member: str) -> None:
         """Waits until a member has asked to be let in."""
-        self._until(lambda: self.heard("ask", member), 60.0, f"the wish of {member}")
+        self._until(lambda: self.heard("ask", member) or member in self.status, 60.0, f"the wish of {member}")
+        assert self.heard("ask", member), describe(self._outcome())
 
     def generation(self) -> Generation:
         return self.store.read()
@@ -358,7 +351,11 @@ class Live:
         return outcome
 
     def _outcome(self) -> Outcome:
-        return Outcome(self.run_dir, dict(self.status), time.monotonic() - self._began)
+        found = [
+            files.read_jsonl(path) if path.exists() else []
+            for path in (self.run_dir / "metrics.jsonl", self.run_dir / "events.jsonl")
+        ]
+        return Outcome(self.run_dir, dict(self.status), time.monotonic() - self._began, *found)
 
     def close(self) -> None:
         """Kills whoever is left."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.elastic.live import Cradle, Live, Outcome, Truth, check, config_of, describe
+from varuna_capslog import files
 from varuna_capslog.elastic.rig.faults import Fault
 
 Scenario = Callable[[Cradle, Truth, Path], Outcome | None]
@@ -24,6 +25,8 @@ IN_A_CHANGE = {
     "installed": 2, "prepare": 1, "shadow sent": 1, "prepared": 1, "serve": 1, "farewell": 1,
 }  # fmt: skip
 """Point of a change -> how often a member of the first generation has come to it when the first change does."""
+ADOPTED_BY_A_NEWCOMER = 2
+"""A newcomer adopts the generation that it finds, as one outside, and then the one that lets it in."""
 
 
 def ended(outcome: Outcome, *lost: str) -> bool:
@@ -49,21 +52,23 @@ def kill_in_a_step(devices: int, replicas: int, member: str, point: str, **elast
     return scenario
 
 
-def kill_in_a_change(cause: str, member: str, point: str, **elastic: Any) -> Scenario:
+def kill_in_a_change(cause: str, member: str, point: str, devices: int = 3, **elastic: Any) -> Scenario:
     """A member is killed at this point of a change.
 
     Args:
-        cause: "leave" (m1), "crash" (of m2) or "join" (of m3).
+        cause: "leave" (m1), "crash" (of m2) or "join" (of the next one).
+        devices: of four, some send and receive layers when one leaves; of three, each layer's copy lies well already.
     """
 
     def scenario(cradle: Cradle, truth: Truth, folder: Path) -> Outcome | None:
-        count = IN_A_CHANGE[point] if member != "m3" else 1
+        comes = member == f"m{devices}"
+        count = (ADOPTED_BY_A_NEWCOMER if point == "adopted" else 1) if comes else IN_A_CHANGE[point]
         faults = [Fault("m0", "compute", "wait", 4, "four"), Fault(member, point, count=count)]
         lost = {member}
         if cause == "crash":
             faults = [Fault("m2", "action 4", count=4), *faults[1:]]
             lost.add("m2")
-        live = Live(cradle, config_of(folder, 3, elastic=elastic), faults=faults)
+        live = Live(cradle, config_of(folder, devices, elastic=elastic), faults=faults)
         if cause != "crash":
             live.when("four")
             if cause == "leave":
@@ -82,21 +87,21 @@ def kill_in_a_change(cause: str, member: str, point: str, **elastic: Any) -> Sce
     return scenario
 
 
-def kill_two_at_once(redundancy: int) -> Scenario:
-    """Two neighbours of four die in the same step: with two copies of each layer, no settled step is lost."""
+def kill_several_at_once(redundancy: int, *members: str) -> Scenario:
+    """Several of four die in the same step: no settled step is lost where the copies cover it, else all begin anew."""
 
     def scenario(cradle: Cradle, truth: Truth, folder: Path) -> Outcome:
-        faults = [Fault("m1", "compute", "wait", 6, "six"), Fault("m2", "compute", "wait", 6, "six too")]
+        faults = [Fault(member, "compute", "wait", 6, member) for member in members]
         config = config_of(folder, 4, elastic={"redundancy": redundancy})
         live = Live(cradle, config, faults=faults)
-        live.when("six")
-        live.when("six too")
-        live.signal("m1", signal.SIGKILL)
-        live.signal("m2", signal.SIGKILL)
+        for member in members:
+            live.when(member)
+        for member in members:
+            live.signal(member, signal.SIGKILL)
         outcome = live.finish()
         check(outcome, truth)
-        assert ended(outcome, "m1", "m2"), describe(outcome)
-        if redundancy > 1:
+        assert ended(outcome, *members), describe(outcome)
+        if redundancy >= len(members):
             assert len(outcome.rows) - len(outcome.accepted()) <= 1, describe(outcome)
         else:
             assert outcome.rows[5]["step"] == 1, describe(outcome)  # from the seed: there was no checkpoint
@@ -278,26 +283,31 @@ def one_comes_late(cradle: Cradle, truth: Truth, folder: Path) -> Outcome:
 
 
 def many_changes(cradle: Cradle, truth: Truth, folder: Path, count: int = 10, **elastic: Any) -> Outcome:
-    """So many generations of the same members: no thread, descriptor or state is left behind by any of them."""
-    steps = 4 * count + 12
+    """So many generations of the same members: no thread, descriptor or state is left behind by any of them.
+
+    Notes "tasks": threads and descriptors of m1 and m2 after a quarter, two, three quarters and all of the changes.
+    """
+    steps = 6 * count + 12
     config = config_of(folder, 3, steps=steps, elastic={"patience_seconds": 0.02} | elastic)
     live = Live(cradle, config, faults=[Fault("m0", "compute", "wait", steps - 2, "last")])
-    path = folder / "metrics.jsonl"
+    path, seen = folder / "metrics.jsonl", []
+
+    def trains(generation: int) -> bool:
+        return path.exists() and files.last_lines(path)[-1]["generation"] >= generation
+
     for number in range(1, count + 1):
-        live.until(lambda number=number: live.generation().number >= number and path.exists(), "a generation", 60.0)
-        live.reaches(1)
-        live.shake(live.generation().number)
-        at = live.generation().number
-        live.until(lambda at=at: live.generation().number > at, "the next generation")
+        live.until(lambda: trains(live.generation().number - 1), "a step of the generation")
+        live.shake(at := live.generation().number)
+        live.until(lambda at=at: live.generation().number > at, "the next generation")  # type: ignore[misc]
+        if number % max(1, count // 4) == 0:
+            seen.append([live.tasks("m1"), live.tasks("m2")])
     live.when("last", 120.0)
-    threads = {member: live.tasks(member) for member in ("m1", "m2")}
     live.go("last")
     outcome = live.finish()
-    accepted = outcome.accepted()
-    assert sorted(accepted) == list(range(1, steps + 1)), describe(outcome)
+    assert sorted(outcome.accepted()) == list(range(1, steps + 1)), describe(outcome)
     assert ended(outcome), describe(outcome)
-    assert max(row["generation"] for row in outcome.rows) >= count
-    outcome.notes["tasks and descriptors"] = threads
+    assert len({row["generation"] for row in outcome.rows}) >= count
+    outcome.notes["tasks"] = seen
     return outcome
 
 
@@ -317,8 +327,13 @@ def all_scenarios() -> Iterator[tuple[str, Scenario]]:
             for point in IN_A_CHANGE:
                 how = "without shadows" if elastic else ""
                 yield f"{cause} {how}: kill {member} at {point}", kill_in_a_change(cause, member, point, **elastic)
-    yield "two of four at once, redundancy 1", kill_two_at_once(1)
-    yield "two of four at once, redundancy 2", kill_two_at_once(2)
+    for shadows in (True, False):
+        for rank in range(4):
+            for point in ("send", "received", "shadow sent", "prepared", "gathered", "serve", "farewell"):
+                name = f"leave of four {'ahead' if shadows else 'at the boundary'}: kill m{rank} at {point}"
+                yield name, kill_in_a_change("leave", f"m{rank}", point, 4, shadows=shadows)
+    yield "three of four at once, redundancy 1", kill_several_at_once(1, "m1", "m2", "m3")
+    yield "two of four at once, redundancy 2", kill_several_at_once(2, "m1", "m2")
     for scenario in (
         stopped_then_continued, hangs_in_a_change, several_leave_at_once, one_leaves_after_the_other, everybody_leaves,
         store_lost_while_training, store_lost_at_a_change, voted_down, full_disk_while_persisting, one_comes_late,

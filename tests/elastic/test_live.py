@@ -1,4 +1,7 @@
-"""Real members, lost, leaving and joining at chosen points: the run is the uninterrupted one to the last bit."""
+"""Real members, lost, leaving and joining at chosen points: the run is the uninterrupted one to the last bit.
+
+A sample of what `benchmarks/morph/faults/` runs in full.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.elastic import scenarios
 from tests.elastic.live import Cradle, Live, Truth, check, config_of, describe
+from tests.elastic.scenarios import Scenario
 from varuna_capslog.elastic.rig.faults import Fault
-
-
-@pytest.mark.parametrize("member", ["m0", "m1", "m2"])
-def test_a_member_killed_in_the_middle_of_a_step_costs_that_step_only(
-    cradle: Cradle, truth: Truth, tmp_path: Path, member: str
-) -> None:
-    live = Live(cradle, config_of(tmp_path, 3), faults=[Fault(member, "action 7", count=5)])
-    outcome = live.finish()
-    assert outcome.status[member] == -9
-    assert sorted(outcome.status.values()) == [-9, 0, 0], describe(outcome)
-    assert outcome.kinds().count("morph") == 1
-    check(outcome, truth)
 
 
 @pytest.mark.parametrize("shadows", [True, False], ids=["ahead", "at the boundary"])
@@ -28,6 +21,7 @@ def test_a_member_that_leaves_costs_no_step(cradle: Cradle, truth: Truth, tmp_pa
     live = Live(cradle, config, faults=[Fault("m0", "compute", "wait", 4, "four")])
     live.when("four")
     live.leave("m0")
+    live.until(lambda: live.heard("notice"), "the notice")
     live.go("four")
     outcome = live.finish()
     assert outcome.status == {"m0": 0, "m1": 0, "m2": 0}, describe(outcome)
@@ -39,11 +33,43 @@ def test_a_member_that_leaves_costs_no_step(cradle: Cradle, truth: Truth, tmp_pa
 def test_a_member_that_joins_takes_layers_over(cradle: Cradle, truth: Truth, tmp_path: Path) -> None:
     live = Live(cradle, config_of(tmp_path, 2), faults=[Fault("m0", "compute", "wait", 4, "four")])
     live.when("four")
-    live.join()
-    live.until_asked("m2")
+    live.until_asked(live.join())
     live.go("four")
     outcome = live.finish()
     assert outcome.status == {"m0": 0, "m1": 0, "m2": 0}, describe(outcome)
     assert outcome.rows[-1]["world_size"] == 3
     assert len(outcome.rows) == 12
     check(outcome, truth)
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        pytest.param(scenarios.kill_in_a_step(3, 1, "m1", "action 7"), id="in the middle of a step"),
+        pytest.param(scenarios.kill_in_a_step(3, 1, "m0", "applying"), id="the writer before it writes"),
+        pytest.param(scenarios.kill_in_a_step(2, 2, "m3", "vote"), id="one of two replicas before the vote"),
+        pytest.param(scenarios.kill_in_a_step(3, 1, "m2", "voted", protection="async"), id="copies a step behind"),
+        pytest.param(scenarios.kill_in_a_change("leave", "m1", "prepared"), id="the leaving one on its way"),
+        pytest.param(scenarios.kill_in_a_change("crash", "m0", "gathered"), id="another one during a recovery"),
+        pytest.param(scenarios.kill_in_a_change("join", "m3", "adopted"), id="a newcomer that was just let in"),
+        pytest.param(scenarios.kill_several_at_once(2, "m1", "m2"), id="two neighbours at once"),
+        pytest.param(scenarios.stopped_then_continued, id="one that stands still and wakes up"),
+        pytest.param(scenarios.one_leaves_after_the_other, id="a second notice on the way"),
+        pytest.param(scenarios.everybody_leaves, id="everybody leaves"),
+        pytest.param(scenarios.store_lost_at_a_change, id="the store is lost"),
+        pytest.param(scenarios.voted_down, id="a step is voted down"),
+        pytest.param(scenarios.full_disk_while_persisting, id="the disk is full"),
+    ],
+)
+def test_whatever_happens_the_run_is_the_uninterrupted_one(
+    cradle: Cradle, truth: Truth, tmp_path: Path, scenario: Scenario
+) -> None:
+    assert scenario(cradle, truth, tmp_path) is not None, "the fault was not met"
+
+
+def test_generations_leave_nothing_behind(cradle: Cradle, truth: Truth, tmp_path: Path) -> None:
+    outcome = scenarios.many_changes(cradle, truth, tmp_path, count=6)
+    (first, *_, last) = outcome.notes["tasks"]
+    for (threads, descriptors), (threads_then, descriptors_then) in zip(last, first, strict=True):
+        assert threads <= threads_then + 15, outcome.notes  # some of the last one or two are still ending
+        assert descriptors <= descriptors_then + 30, outcome.notes
