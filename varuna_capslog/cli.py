@@ -14,7 +14,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import varuna_capslog
-from varuna_capslog.commands import COMMANDS
+from varuna_capslog.commands import COMMANDS, SETTINGS
 from varuna_capslog.errors import CapslogError
 
 __all__ = ["app", "main", "program"]
@@ -28,7 +28,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for _command in COMMANDS:
-    app.command()(_command)
+    app.command(context_settings=SETTINGS.get(_command.__name__))(_command)
 
 
 def _print_version(wanted: bool) -> None:

@@ -7,6 +7,7 @@ its body.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from varuna_capslog.commands.chaos import chaos
 from varuna_capslog.commands.compare import compare
@@ -17,10 +18,11 @@ from varuna_capslog.commands.plan import plan
 from varuna_capslog.commands.predict import predict
 from varuna_capslog.commands.profile import profile
 from varuna_capslog.commands.report import report
+from varuna_capslog.commands.script import script
 from varuna_capslog.commands.simulate import simulate
 from varuna_capslog.commands.train import train
 
-__all__ = ["COMMANDS"]
+__all__ = ["COMMANDS", "SETTINGS"]
 
 COMMANDS: tuple[Callable[..., None], ...] = (
     profile,
@@ -29,6 +31,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     simulate,
     train,
     host,
+    script,
     morph,
     notice,
     evaluate,
@@ -37,3 +40,8 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     chaos,
 )
 """In the order in which a newcomer needs them, which is the order of `capslog --help`."""
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "script": {"allow_interspersed_args": False, "ignore_unknown_options": True},  # what follows FILE is its own
+}
+"""How a command's arguments are read, where that is not as usual."""

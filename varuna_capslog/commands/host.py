@@ -12,7 +12,7 @@ from varuna_capslog.commands.arguments import ConfigFile, Overrides, print_plan
 if TYPE_CHECKING:
     from varuna_capslog.settings import Config
 
-__all__ = ["host"]
+__all__ = ["check_address", "host"]
 
 
 def host(
@@ -48,7 +48,7 @@ def host(
 
     if (serve is None) == (store is None):
         raise CapslogError("give either --serve HOST:PORT (on one machine) or --store HOST:PORT (on all others)")
-    _check_address(serve or store or "")
+    check_address(serve or store or "")
     settings, workers = _spread(config, [*(overrides or ()), "elastic.enabled=true"], nnodes, nproc)
     check_elastic(settings)
     if dry_run:
@@ -111,7 +111,8 @@ def _spread(config: Path, overrides: list[str], nnodes: int, nproc: int | None) 
     return load_config(config, [*overrides, f"pipeline.devices={nproc * nnodes // replicas}"]), nproc
 
 
-def _check_address(address: str) -> None:
+def check_address(address: str) -> None:
+    """Raises CapslogError unless it is HOST:PORT."""
     from varuna_capslog.errors import CapslogError
 
     host, _, port = address.rpartition(":")

@@ -24,7 +24,7 @@ from varuna_capslog.errors import CapslogError
 from varuna_capslog.prepare import latest_plan
 from varuna_capslog.settings import Config
 
-__all__ = ["check_elastic", "join_run", "run_here", "starting_point"]
+__all__ = ["check_elastic", "join_run", "run_here", "starting_point", "wait_for_store"]
 
 _LOOK_SECONDS = 0.5
 
@@ -146,7 +146,7 @@ def join_run(
         CapslogError: nobody serves the store in time, or `run_dir` is not the folder that the serving machine uses.
     """
     check_elastic(config)
-    identity = _wait_for(store, wait_seconds, say)
+    identity = wait_for_store(store, wait_seconds, say)
     check_same_folder(config.run_dir, store, identity)
     here = load_config(config.run_dir / "config.yaml")
     here.run_dir = config.run_dir
@@ -170,7 +170,7 @@ def _environment(config: Config, store: str) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(config.train.threads), **network_variables(store)}
 
 
-def _wait_for(store: str, seconds: float, say: Callable[[str], None]) -> str:
+def wait_for_store(store: str, seconds: float, say: Callable[[str], None]) -> str:
     """The identity of the store, once it says with which plan the run begins."""
     until, told = time.monotonic() + seconds, False
     while True:

@@ -74,10 +74,7 @@ class Terminal:
         if not records:
             return
         record = records[-1]
-        text = (
-            f"loss {record['loss']:.4f}  |grad| {record['grad_norm']:.3g}  lr {record['lr']:.2g}  "
-            f"{record['samples_per_second']:.1f} samples/s  {_members(record['world_size'])}"
-        )
+        text = "  ".join([*_numbers(record), _members(record["world_size"])])
         self._progress.update(self._task, completed=record["step"], description=text)
         now = time.monotonic()
         if not self._live and (now >= self._quiet_until or record["step"] == self._total):
@@ -89,9 +86,10 @@ def describe(event: Mapping[str, Any]) -> str | None:
     """An event in a sentence: who, why, new cuts, pause, moved bytes; None for those that nobody waits for."""
     kind = event.get("kind")
     head = f"generation {event.get('generation')}"
-    if kind in ("start", "resume", "morph") and "cuts" in event:
+    if kind in ("start", "resume", "morph") and "why" in event:
         after = f" after step {event.get('step')}" if kind == "resume" else ""
-        text = f"{head}: {'; '.join(event.get('why', ()))}{after}; cuts {event['cuts']}"
+        text = f"{head}: {'; '.join(event['why'])}{after}"
+        text += f"; cuts {event['cuts']}" if "cuts" in event else ""
         if kind == "morph":
             pause = event.get("pause_seconds")
             text += "" if pause is None else f", paused {1000 * pause:.0f} ms"
@@ -106,6 +104,15 @@ def describe(event: Mapping[str, Any]) -> str | None:
     if kind == "persisted":
         return f"all that is held was written to disk: {event.get('why')}"
     return None
+
+
+def _numbers(record: Mapping[str, Any]) -> Iterator[str]:
+    """Those that the step has."""
+    for name, form in (("loss", "loss {:.4f}"), ("grad_norm", "|grad| {:.3g}"), ("lr", "lr {:.2g}")):
+        if record.get(name) is not None:
+            yield form.format(record[name])
+    if "samples_per_second" in record:
+        yield f"{record['samples_per_second']:.1f} samples/s"
 
 
 def _members(count: int) -> str:

@@ -20,13 +20,13 @@ from types import FrameType
 
 from varuna_capslog.errors import CapslogError
 
-__all__ = ["main"]
+__all__ = ["Wish", "main", "probe_of", "report_failures"]
 
 _MORE_DEVICES = 2
 """So many more than there are now may come without a search that takes longer than milliseconds."""
 
 
-class _Wish:
+class Wish:
     """Whether somebody asked for a stop at the next boundary."""
 
     def __init__(self) -> None:
@@ -43,12 +43,17 @@ def main(arguments: Sequence[str] = ()) -> int:
     Args:
         arguments: the run's folder.
     """
+    run_dir, me = Path(arguments[0]), os.environ["CAPSLOG_MEMBER"]
+    return report_failures(run_dir, me, lambda wish: _take_part(run_dir, me, wish))
+
+
+def report_failures(run_dir: Path, me: str, part: Callable[[Wish], int]) -> int:
+    """A member's whole part; how it fails stands in `workers/<me>.error.json`. Returns the exit status."""
     from varuna_capslog import files
 
-    run_dir, me = Path(arguments[0]), os.environ["CAPSLOG_MEMBER"]
-    wish = _Wish()
+    wish = Wish()
     try:
-        return _take_part(run_dir, me, wish)
+        return part(wish)
     except Exception as error:
         known = isinstance(error, CapslogError)
         cause = str(error) if known else f"{type(error).__name__}: {error}"
@@ -73,7 +78,7 @@ def main(arguments: Sequence[str] = ()) -> int:
         return error.exit_status if isinstance(error, CapslogError) else 1
 
 
-def _take_part(run_dir: Path, me: str, wish: _Wish) -> int:
+def _take_part(run_dir: Path, me: str, wish: Wish) -> int:
     import torch
 
     from varuna_capslog.config import load_config, load_workload
@@ -133,7 +138,7 @@ def _take_part(run_dir: Path, me: str, wish: _Wish) -> int:
         elastic.protection == "sync",
         elastic.shadows,
         Patience(config.pipeline.timeout_seconds, elastic.patience_seconds),
-        _probe(me, run_dir),
+        probe_of(me, run_dir),
     )
     try:
         end = runtime.run()
@@ -142,7 +147,7 @@ def _take_part(run_dir: Path, me: str, wish: _Wish) -> int:
     return 130 if end.stopped and work.asked else 0
 
 
-def _probe(me: str, run_dir: Path) -> Callable[[str], None]:
+def probe_of(me: str, run_dir: Path) -> Callable[[str], None]:
     """What tests use to lose this member at a chosen point."""
     if "CAPSLOG_FAULTS" not in os.environ:
         return lambda point: None

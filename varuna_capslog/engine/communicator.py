@@ -163,6 +163,7 @@ class Communicator:
         self._pair_groups: dict[tuple[int, int], tuple[dist.ProcessGroup, int]] = {}
         self._aborted = False
         self._aborting = threading.Lock()
+        self._beside: list[Callable[[], None]] = []
 
     def open_pair_groups(self, pairs: Iterable[tuple[int, int]], backend: str) -> None:
         """From now on tensors travel over a group of `backend` ("nccl") per ordered pair (source, destination).
@@ -276,6 +277,17 @@ class Communicator:
                 raise self._lost(error, "in the vote of all ranks", None) from error
         return slots
 
+    def add(self, tensor: Tensor) -> Tensor:
+        """Adds the tensors of all ranks, in place, in their own type: the same bits on every rank."""
+        self._check_open("adding over all ranks", None)
+        if self.world_size > 1:
+            assert self._group is not None
+            try:
+                self._group.allreduce([tensor]).wait()
+            except RuntimeError as error:
+                raise self._lost(error, "adding over all ranks", None) from error
+        return tensor
+
     def gather(self, value: Any) -> list[Any]:
         """Every rank's picklable `value`, by rank. For results and reports, not for tensors of a step."""
         self._check_open("gathering from all ranks", None)
@@ -347,6 +359,8 @@ class Communicator:
         for another peer hears of it from that one, which aborts as soon as it loses a message.
         """
         self._aborted = True
+        for end in self._beside:
+            end()
         with self._aborting:
             if self._group is not None:
                 _end(self._group, [rank for rank in range(self.world_size) if rank != self.rank])
@@ -355,6 +369,17 @@ class Communicator:
                     group.abort()
                 else:
                     _end(group, [peer])
+
+    @property
+    def aborted(self) -> bool:
+        """Whether it was ended here."""
+        return self._aborted
+
+    def abort_with(self, end: Callable[[], None]) -> None:
+        """Calls `end` whenever this communicator is aborted, from the thread that does it; at once, if it was."""
+        self._beside.append(end)
+        if self._aborted:
+            end()
 
     def close(self) -> None:
         """Leaves the generation; no message may be under way, unless it was aborted."""

@@ -1,0 +1,66 @@
+"""Data-parallel training of a small network on CPUs with plain torch.distributed:
+
+    torchrun --nproc-per-node 3 examples/ddp_plain.py --steps 40
+
+ddp_elastic.py is the same training on members that come and go.
+"""
+
+import argparse
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+BLOCKS, BLOCK_SIZE = 12, 4  # sums are made in the order of blocks: the loss has the same bits for any number of ranks
+
+
+class Training:
+    def __init__(self):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 4))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+
+    def state(self):
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def load(self, state):
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+    def step(self, number, group):
+        parameters = list(self.model.parameters())
+        sums = torch.zeros(BLOCKS, 1 + sum(parameter.numel() for parameter in parameters))
+        for block in range(dist.get_rank(group), BLOCKS, dist.get_world_size(group)):
+            loss = self.loss(number, block)
+            gradients = torch.autograd.grad(loss, parameters)
+            sums[block] = torch.cat([loss.detach().view(1), *(gradient.flatten() for gradient in gradients)])
+        dist.all_reduce(sums, group=group)
+        total = sums.sum(0) / BLOCKS
+        pieces = total[1:].split([parameter.numel() for parameter in parameters])
+        for parameter, piece in zip(parameters, pieces, strict=True):
+            parameter.grad = piece.view_as(parameter)
+        self.optimizer.step()
+        return total[0]
+
+    def loss(self, number, block):
+        random = torch.Generator().manual_seed(number * BLOCKS + block)
+        inputs = torch.randn(BLOCK_SIZE, 16, generator=random)
+        labels = inputs[:, :4].argmax(1)
+        return F.cross_entropy(self.model(inputs), labels)
+
+
+def show(number, loss):
+    print(f"step {number}: loss {float(loss):.9f}", flush=True)  # noqa: T201
+
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--steps", type=int, default=40)
+options = parser.parse_args()
+training = Training()
+dist.init_process_group("gloo")
+for number in range(1, options.steps + 1):
+    loss = training.step(number, dist.group.WORLD)
+    if dist.get_rank() == 0:
+        show(number, loss)
+dist.destroy_process_group()

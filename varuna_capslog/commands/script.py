@@ -1,0 +1,116 @@
+"""`capslog script`: a supervisor around any program that supplies `state()`, `load()` and `step()`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from varuna_capslog.commands.host import check_address
+
+if TYPE_CHECKING:
+    from varuna_capslog.settings import Elastic
+
+__all__ = ["script"]
+
+
+def script(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A program that calls elastic.script.train.", show_default=False)
+    ],
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="All that follows is its own.")] = None,
+    nproc: Annotated[int, typer.Option("--nproc", "--devices", min=1, help="Workers of this machine.")] = 2,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Of checkpoints, metrics and logs.", show_default="runs/<name of FILE>")
+    ] = None,
+    elastic: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="A key of a config's section elastic; may be repeated."),
+    ] = None,
+    serve: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Serve the run's store for other machines.", show_default=False),
+    ] = None,
+    store: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Join the run whose store is served there.", show_default=False),
+    ] = None,
+    nnodes: Annotated[int, typer.Option(min=1, help="Machines that begin together; more may join.")] = 1,
+    name: Annotated[str | None, typer.Option(help="Of this machine.", show_default="the system's")] = None,
+    wait: Annotated[float, typer.Option(min=0, help="Longest wait for the store, in seconds.")] = 600.0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done and stop.")] = False,
+) -> None:
+    """Run a data-parallel program on workers that may come and go. Ctrl-C stops after the step; the same continues."""
+    from varuna_capslog.errors import CapslogError
+
+    if serve is not None and store is not None:
+        raise CapslogError("--serve and --store exclude each other; one machine serves, all others join")
+    if store is None and serve is None and nnodes > 1:
+        raise CapslogError(f"--nnodes {nnodes} needs --serve HOST:PORT here, --store HOST:PORT on the others")
+    for address in (serve, store):
+        if address is not None:
+            check_address(address)
+    if not file.is_file():
+        raise CapslogError(f"there is no script {file}; check the path")
+    folder, settings = run_dir or Path("runs") / file.stem, _settings(elastic or [])
+    if dry_run:
+        part = f"join the store at {store}" if store else f"serve the store at {serve or '127.0.0.1'}"
+        typer.echo(f"would {part}; {nproc} worker(s) here run {file}, run_dir {folder}, {nnodes} machine(s) to begin")
+        return
+    _run(file, arguments or [], folder, nproc, settings, serve, store, nnodes, name, wait)
+
+
+def _settings(pairs: list[str]) -> Elastic:
+    import yaml
+
+    from varuna_capslog.config import section
+    from varuna_capslog.errors import CapslogError
+    from varuna_capslog.settings import Elastic
+
+    found: dict[str, Any] = {"enabled": True}
+    for pair in pairs:
+        key, sign, value = pair.partition("=")
+        if not sign:
+            raise CapslogError(f"--elastic {pair}: not KEY=VALUE")
+        found[key.removeprefix("elastic.")] = yaml.safe_load(value)
+    return section(Elastic, found, "elastic")
+
+
+def _run(
+    file: Path,
+    arguments: list[str],
+    folder: Path,
+    nproc: int,
+    settings: Elastic,
+    serve: str | None,
+    store: str | None,
+    nnodes: int,
+    name: str | None,
+    wait: float,
+) -> None:
+    from varuna_capslog.elastic.script_begin import join_script, run_script
+    from varuna_capslog.elastic.terminal import Terminal
+    from varuna_capslog.supervisor import Interrupted
+
+    if store is not None:
+        say = lambda line: typer.echo(f"capslog: {line}")  # noqa: E731
+        end = join_script(file, arguments, folder, nproc, store, say, name=name, wait_seconds=wait)
+        if end.how == "left":
+            raise Interrupted("all workers of this machine have left; the same command joins the run again", 143)
+        say("the run has ended")
+        return
+    with Terminal(folder, None) as terminal:
+        end = run_script(
+            file,
+            arguments,
+            folder,
+            nproc,
+            settings,
+            lambda line: terminal.say(f"capslog: {line}"),
+            name=name,
+            serve_at=serve or "127.0.0.1:0",
+            hosts=nnodes,
+        )
+    if end.how == "left":
+        raise Interrupted(f"all devices have left, the run is parked; the same command continues it in {folder}", 143)
