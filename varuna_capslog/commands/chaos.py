@@ -26,7 +26,8 @@ def chaos(
     seed: Annotated[int, typer.Option(help="Of the schedule of faults.")] = 0,
     faults: Annotated[int, typer.Option(min=1, help="How many.")] = 20,
     duration: Annotated[
-        str | None, typer.Option(help="No fault is begun after so long, such as 10m.", show_default="no limit")
+        str | None,
+        typer.Option(help="No fault is begun after so long, such as 10m; of --trace's own time.", show_default="all"),
     ] = None,
     mean: Annotated[str, typer.Option(help="Mean time between a recovery and the next fault.")] = "500ms",
     kinds: Annotated[
@@ -42,6 +43,16 @@ def chaos(
     results: Annotated[
         Path | None, typer.Option(help="File that gets one line of JSON more.", show_default=False)
     ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Replay these preemptions instead; lines of milliseconds,add|remove,node.", show_default=False
+        ),
+    ] = None,
+    scale: Annotated[float, typer.Option(help="--trace: by how much faster.")] = 60.0,
+    notice: Annotated[
+        str, typer.Option(help="--trace: how long before a leave it is announced; AWS's 2 min.")
+    ] = "120s",
     as_json: AsJson = False,
 ) -> None:
     """Disturb a training and judge it: all losses, gradient norms and weights must be as if nothing had been."""
@@ -59,6 +70,8 @@ def chaos(
     if config is not None and "=" in config:
         changes.insert(0, config)
         config = None
+    if trace is not None:
+        hosts, network = 1, "loopback"
     settings = _settings(config, changes, folder, hosts * workers)
     options = Options(
         seed,
@@ -70,8 +83,20 @@ def chaos(
         workers,
         network == "relay",
     )
-    outcome = Chaos(settings, options, lambda line: typer.echo(line, err=True)).run()
-    found = outcome.to_json()
+    say = lambda line: typer.echo(line, err=True)  # noqa: E731
+    if trace is None:
+        run = Chaos(settings, options, say)
+    else:
+        from varuna_capslog.elastic.rig.preemptions import Preemptions, rents
+        from varuna_capslog.trace_replay import read_trace
+
+        span = None if duration is None else units.parse_seconds(duration, "duration")
+        rented = rents(read_trace(trace), workers, scale, span)
+        run = Preemptions(settings, options, rented, scale, units.parse_seconds(notice, "notice"), say)
+    outcome = run.run()
+    found = outcome.to_json() | run.summary()
+    if trace is not None:
+        found |= {"trace": trace.name}
     if results is not None:
         files.append_jsonl(results, found)
     if output is None and outcome.passed:
@@ -99,13 +124,13 @@ def _print(outcome: Outcome, found: dict[str, Any]) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    for name in ("fault", "count", "next step p50", "p90", "max", "longest gap p50", "p90", "max "):
-        table.add_column(name, justify="left" if name == "fault" else "right")
+    for name in ("fault", "count", "next step: p50", "p90", "max", "gap: p50", "p90", "max"):
+        table.add_column(name, justify="left" if name == "fault" else "right", no_wrap=True)
     for row in found["classes"]:
         cells = [row["kind"], str(row["count"])]
         for name in ("recovered_seconds", "gap_seconds"):
             times = row.get(name)
-            cells += ["-"] * 3 if times is None else [f"{times[key]:.3f} s" for key in ("p50", "p90", "max")]
+            cells += ["-"] * 3 if times is None else [f"{times[key]:.2f} s" for key in ("p50", "p90", "max")]
         table.add_row(*cells)
     console = Console()
     console.print(table)
@@ -116,5 +141,13 @@ def _print(outcome: Outcome, found: dict[str, Any]) -> None:
         highlight=False,
         soft_wrap=True,
     )
+    if "share_of_ideal" in found:
+        console.print(
+            f"{found['trace']} at {found['scale']:g} times its pace: {found['changes']} changes, {found['lost_nodes']} "
+            f"nodes lost, {100 * found['share_of_ideal']:.1f} % of the steps of a run that changes in no time "
+            f"({found['lost_seconds']:.1f} s of {found['seconds']:.0f} s lost)",
+            highlight=False,
+            soft_wrap=True,
+        )
     for breach in outcome.breaches:
         console.print(f"  {breach}", highlight=False, soft_wrap=True, markup=False)

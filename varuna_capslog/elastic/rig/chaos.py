@@ -177,6 +177,10 @@ class Chaos:
             self._store_losses, time.monotonic() - began, sorted(self._sizes),
         )  # fmt: skip
 
+    def summary(self) -> dict[str, Any]:
+        """What a kind of run adds to a line of results."""
+        return {}
+
     def _go(self, began: float) -> None:
         options = self.options
         self.field.begin()
@@ -268,7 +272,7 @@ class Chaos:
                 return self._recover(hit, names)
             case "join-kill":
                 return self._join_kill(hit, fault, names)
-            case "before-apply" | "in-apply" | "in-step" | "in-change":
+            case "before-apply" | "in-apply" | "in-step" | "in-change" | "in-leave":
                 return self._at_point(hit, fault, names)
             case "host":
                 return self._host(hit, machine_of(names[0]))
@@ -317,24 +321,36 @@ class Chaos:
         segment = str(self.field.number)
         do = "stop" if fault.stops else "kill"
         arm(self.run_dir, segment, faults.Fault(names[0], fault.point, do))
-        victims = names[:1]
-        if fault.kind == "in-change":
-            for name in names[1:]:
+        changes = fault.kind in ("in-change", "in-leave")
+        for name in names[1:] if changes else ():
+            if fault.kind == "in-change":
                 self.field.signal(name, signal.SIGKILL)
-            victims = names
+            else:
+                self._notice(name, False)
         path = self.run_dir / "chaos" / "armed" / f"{segment}-{names[0]}.json"
         until = time.monotonic() + _FIRE_SECONDS
-        while path.exists() and time.monotonic() < until:
+
+        def passed() -> bool:
+            """Whether the change is over without it: not every member comes to every point of it."""
+            return changes and self.field.roster.generation.number > hit.generation and self._is_past(hit, names[1:])
+
+        while path.exists() and not passed() and time.monotonic() < until:
             self._turn()
         hit.note = f"{do} at {fault.point!r}"
         if path.exists():
             path.unlink(missing_ok=True)
-            if fault.kind != "in-change":
+            if not changes:
                 return None
-            victims, hit.note = names[1:], "nobody came to the point"
-        elif fault.kind != "in-change":
+            names, hit.note = names[1:], f"{names[0]} did not come to {fault.point!r}"
+        elif not changes:
             hit.time = path.with_suffix(".fired").stat().st_ctime
-        return self._recover(hit, victims)
+            names = names[:1]
+        return self._recover(hit, names)
+
+    def _is_past(self, hit: Hit, gone: list[Member]) -> bool:
+        """Whether a step has been made without those that are gone."""
+        last = self.field.segment.stepped[-1]
+        return last.time > hit.time and not set(gone) & set(self.field.members_of(last.generation))
 
     def _members_on(self, machine: str) -> list[Member]:
         return [member for member in self.field.roster.members if machine_of(member) == machine]
@@ -464,10 +480,12 @@ def truth_of(config: Config, steps: int) -> Truth:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     data = {key: value for key, value in config.data.items() if key != "pause_seconds"}
+    model = {key: value for key, value in config.model.items() if key != "block_seconds"}
     plain = config.model_copy(
         update={
             "run_dir": folder,
             "data": data,
+            "model": model,
             "elastic": config.elastic.model_copy(update={"enabled": False}),
             "pipeline": config.pipeline.model_copy(
                 update={"devices": 1, "replicas": 1, "cuts": None, "capacity": None, "verify_every": 0}

@@ -11,12 +11,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import random
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from varuna_capslog.errors import CapslogError
@@ -66,9 +67,14 @@ class Line:
         """Says on which host somebody listens at `address`."""
         self.ask(do="register", host=host, address=address)
 
-    def through(self, source: str, address: str) -> str:
-        """Where a process of host `source` connects to reach `address`; that itself on its own host."""
-        return str(self.ask(do="open", source=source, address=address)["address"])
+    def through(self, source: str, address: str, than: int = 0) -> str:
+        """Where a process of host `source` connects to reach `address`; that itself on its own host.
+
+        Args:
+            than: a port; the one that is given is higher or lower than it as the true one is, in a socket's order of
+                bytes. Two ends that compare their addresses to agree who calls whom still agree.
+        """
+        return str(self.ask(do="open", source=source, address=address, than=than)["address"])
 
     def disturb(self, ways: Iterable[Way], delay: float | None = None) -> None:
         """Cuts these ways (None), or makes all that takes them later by `delay` seconds."""
@@ -121,8 +127,8 @@ class _Network:
         self._hosts: dict[str, str] = {}
         self._open: dict[Way, asyncio.Event] = {}
         self._delays: dict[Way, float] = {}
-        self._given: dict[tuple[str, str], tuple[int, asyncio.Server]] = {}
-        self._used: dict[tuple[str, str], float] = {}
+        self._given: dict[tuple[str, str, int], tuple[int, asyncio.Server]] = {}
+        self._used: dict[tuple[str, str, int], float] = {}
 
     def gate(self, way: Way) -> asyncio.Event:
         """Set while the way is open."""
@@ -140,7 +146,7 @@ class _Network:
                 self._hosts[str(order["address"])] = str(order["host"])
                 return {}
             case "open":
-                return {"address": await self._through(str(order["source"]), str(order["address"]))}
+                return {"address": await self._through(str(order["source"]), str(order["address"]), int(order["than"]))}
             case "disturb":
                 for way in map(tuple, order["ways"]):
                     if order["delay"] is None:
@@ -155,18 +161,18 @@ class _Network:
                 return {}
         return {"error": "unknown order"}
 
-    async def _through(self, source: str, address: str) -> str:
+    async def _through(self, source: str, address: str, than: int) -> str:
         target = self._hosts.get(address)
         if target is None or target == source:
             return address
-        key = (source, address)
+        key = (source, address, than)
         self._used[key] = time.monotonic()
         if key not in self._given:
 
             async def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
                 await self._carry(source, target, address, reader, writer)
 
-            server = await asyncio.start_server(accepted, "127.0.0.1", 0)
+            server = await _listen(accepted, than, int(address.rpartition(":")[2]))
             self._given[key] = (server.sockets[0].getsockname()[1], server)
         return f"127.0.0.1:{self._given[key][0]}"
 
@@ -229,6 +235,25 @@ class _Network:
             reading.cancel()
             # Who is gone is gone for both directions: processes that end close their connections as a whole.
             writer.close()
+
+
+async def _listen(
+    accepted: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]], than: int, true: int
+) -> asyncio.Server:
+    """On a port that is on the same side of `than` as the true one, as sockets write them: the lower byte first."""
+    if not than:
+        return await asyncio.start_server(accepted, "127.0.0.1", 0)
+    higher = _swapped(true) > _swapped(than)
+    for _ in range(10_000):
+        port = random.randint(1024, (1 << 16) - 1)
+        if port != than and (_swapped(port) > _swapped(than)) == higher:
+            with contextlib.suppress(OSError):  # taken
+                return await asyncio.start_server(accepted, "127.0.0.1", port)
+    raise OSError(f"no port on the same side of {than} as {true} is free")
+
+
+def _swapped(port: int) -> int:
+    return socket.htons(port)
 
 
 async def _serve() -> None:

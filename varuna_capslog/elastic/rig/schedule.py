@@ -29,7 +29,8 @@ KINDS: Mapping[str, float] = {
     "before-apply": 3.0,
     "in-apply": 3.0,
     "in-step": 2.0,
-    "in-change": 4.0,
+    "in-change": 5.0,
+    "in-leave": 4.0,
     "host": 1.0,
     "freeze": 1.0,
 }
@@ -39,8 +40,9 @@ kill: SIGKILL of a worker. stop: SIGSTOP, for good. pause: SIGSTOP, SIGCONT afte
 to leave. bulk: 2 or 3 killed at once. double: another one is killed up to 0.2 s after the first. notice-kill: a worker
 is killed up to 0.2 s after another one's notice. join-kill: a worker is killed up to 0.2 s after a newcomer has asked.
 before-apply: killed or stopped between the vote and the step's becoming state. in-apply: inside that. in-step: while it
-computes or votes. in-change: killed or stopped while it gives up a generation, because another one was killed. host: a
-host's supervisor and with it all its workers are killed. freeze: all processes of a host stand still for up to 6 s.
+computes or votes. in-change: killed or stopped at a point of the change that the loss of another one brought about.
+in-leave: the same for another one's notice. host: a host's supervisor and with it all its workers are killed. freeze:
+all processes of a host stand still for up to 6 s.
 """
 
 NETWORK: Mapping[str, float] = {"cut": 2.0, "half-open": 2.0, "delay": 2.0, "store-cut": 1.0}
@@ -58,7 +60,8 @@ POINTS: Mapping[str, tuple[str, ...]] = {
     "before-apply": ("voted", "apply"),
     "in-apply": ("applying",),
     "in-step": ("compute", "computed", "vote"),
-    "in-change": ("abort",),
+    "in-change": ("abort", "founding", "founded", "adopted", "gathered", "send", "received", "install", "installed"),
+    "in-leave": ("prepare", "shadow sent", "prepared", "abort", "adopted", "gathered", "install", "installed"),
 }
 """Points of a member's life (`Runtime`'s) at which the classes of this name strike."""
 

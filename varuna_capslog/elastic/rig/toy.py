@@ -1,7 +1,8 @@
 """The training that chaos is let loose on by default: a few small layers with all that makes equality hard.
 
 Running statistics, dropout and a parameter that the first and the last layer share; a step takes milliseconds. The data
-are made from the samples' numbers. `data: {pause_seconds}` makes a step as long as wished without costing a processor.
+are made from the samples' numbers. `data.pause_seconds` and `model.block_seconds` make a step as long as wished without
+costing a processor; they change no number.
 """
 
 from __future__ import annotations
@@ -54,6 +55,9 @@ class _Model(Section):
     dropout: float = 0.1
     """Of each block."""
 
+    block_seconds: float = 0.0
+    """That a block's forward pass sleeps: work that more devices share, and that needs no processor."""
+
 
 class _Data(Section):
     samples: int = 256
@@ -73,11 +77,14 @@ class _Stem(nn.Module):
 
 
 class _Block(nn.Module):
-    def __init__(self, dim: int, dropout: float) -> None:
+    def __init__(self, dim: int, dropout: float, seconds: float) -> None:
         super().__init__()
         self.linear, self.norm, self.dropout = nn.Linear(dim, dim), nn.BatchNorm1d(dim), nn.Dropout(dropout)
+        self.seconds = seconds
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.seconds:
+            time.sleep(self.seconds)
         return x + self.dropout(F.gelu(self.norm(self.linear(x))))
 
 
@@ -130,8 +137,11 @@ class Toy(Workload):
 
     def build_chain(self) -> Chain:
         stem = _Stem(self.model.dim)
-        blocks = [Layer(f"block.{k}", _Block(self.model.dim, self.model.dropout)) for k in range(self.model.blocks)]
-        return Chain([Layer("stem", stem), *blocks, Layer("head", _Head(self.model.dim, stem))], name=self.name)
+        model = self.model
+        blocks = [
+            Layer(f"block.{k}", _Block(model.dim, model.dropout, model.block_seconds)) for k in range(model.blocks)
+        ]
+        return Chain([Layer("stem", stem), *blocks, Layer("head", _Head(model.dim, stem))], name=self.name)
 
     def loss(self, outputs: Mapping[str, Tensor], targets: Any, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
         (found,) = outputs.values()
