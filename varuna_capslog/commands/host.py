@@ -81,7 +81,7 @@ def _serve(settings: Config, workers: int, nnodes: int, serve: str, name: str | 
         with Terminal(settings.run_dir, settings.train.max_steps) as terminal:
             end = run_here(
                 settings,
-                lambda line: terminal.say(f"capslog: {line}"),
+                terminal.say,
                 num_workers=workers,
                 name=name,
                 serve_at=serve,

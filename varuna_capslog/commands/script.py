@@ -107,7 +107,7 @@ def _run(
             folder,
             nproc,
             settings,
-            lambda line: terminal.say(f"capslog: {line}"),
+            terminal.say,
             name=name,
             serve_at=serve or "127.0.0.1:0",
             hosts=nnodes,

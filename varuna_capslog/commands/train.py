@@ -67,7 +67,7 @@ def _train_elastic(settings: Config) -> None:
     from varuna_capslog.supervisor import Interrupted
 
     with Terminal(settings.run_dir, settings.train.max_steps) as terminal:
-        end = run_here(settings, lambda line: terminal.say(f"capslog: {line}"))
+        end = run_here(settings, terminal.say)
     if end.how == "left":
         where = f"the same command continues the run in {settings.run_dir}"
         raise Interrupted(f"all devices have left, and the run is parked; {where}", 143)

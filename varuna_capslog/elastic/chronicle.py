@@ -55,12 +55,12 @@ class Chronicle:
                         self._write("join", int(entry["record"]["number"]), member=name, host=self._host)
 
     def _write(self, kind: str, generation: int, **details: Any) -> None:
-        about = {"time": time.time(), "generation": generation + self._offset, "step": self._last_step()}
+        about = {"time": time.time(), "generation": generation + self._offset, "step": self.last_step()}
         with contextlib.suppress(CapslogError):
             files.append_jsonl(self._run_dir / "events.jsonl", {"kind": kind, **about, **details})
 
-    def _last_step(self) -> int | None:
-        """The last step in the metrics, which is where the run stood."""
+    def last_step(self) -> int | None:
+        """The last step in the metrics: where the run stands, or stood."""
         try:
             with open(self._run_dir / "metrics.jsonl", "rb") as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))

@@ -267,8 +267,11 @@ class Host:
     def _end(self) -> HostEnd:
         finished = self.roster.finished
         if self._asked:
-            how = "killed in the middle of a step" if self._asked > 1 else "stopped"
-            raise Interrupted(f"interrupted: {how}; the same command continues the run in {self.run_dir}")
+            how = "stopped cleanly" if finished is not None else "stopped"
+            how = "killed in the middle of a step" if finished is None and self._asked > 1 else how
+            step = self._chronicle.last_step() if finished is None else finished.get("step")
+            reached = f" after step {step}" if step else ""
+            raise Interrupted(f"interrupted: {how}{reached}; the same command continues the run in {self.run_dir}")
         well = len(self._workers) > len(self._failures)
         if finished is None and self._failures and not well:
             # what happened before the newest generation began was survived
@@ -337,7 +340,7 @@ class Host:
         if worker.verdict is not None:
             return Failure(worker.slot, worker.verdict, "signal", time.time(), member=worker.member)
         if status < 0:
-            cause = f"was killed by {signal_name(-status)}"
+            cause = "was killed as asked" if self._asked > 1 else f"was killed by {signal_name(-status)}"
             return Failure(worker.slot, cause, "signal", time.time(), member=worker.member)
         reported = read_failure(self.folder / f"{worker.member}.error.json", worker.slot, None, worker.member)
         cause = f"exit status {status}: {last_line(self._log(worker.member))}"

@@ -412,7 +412,9 @@ class PipelineWork:
 
     def note(self, kind: str, **details: Any) -> None:
         if self.engine is not None and kind in ("begin", "morph"):
-            details["cuts"] = list(self.engine.layout.cuts)
+            layout = self.engine.layout
+            idle = self.engine.communicator.world_size - layout.world_size
+            details |= {"cuts": list(layout.cuts), "replicas": layout.replicas, "idle": idle}
         generation = int(details.pop("generation", 0)) + self._offset
         if kind == "begin":
             details["step"] -= 1  # told after the first step, of the boundary before it

@@ -58,7 +58,7 @@ class Terminal:
 
     def say(self, line: str) -> None:
         """One line above the bar."""
-        self._said.add(line.removeprefix("capslog: "))
+        self._said.add(line)
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def _run(self) -> None:
@@ -89,7 +89,7 @@ def describe(event: Mapping[str, Any]) -> str | None:
     if kind in ("start", "resume", "morph") and "why" in event:
         after = f" after step {event.get('step')}" if kind == "resume" else ""
         text = f"{head}: {'; '.join(event['why'])}{after}"
-        text += f"; cuts {event['cuts']}" if "cuts" in event else ""
+        text += f"; {_shape(event)}" if "cuts" in event else ""
         if kind == "morph":
             pause = event.get("pause_seconds")
             text += "" if pause is None else f", paused {1000 * pause:.0f} ms"
@@ -113,6 +113,12 @@ def _numbers(record: Mapping[str, Any]) -> Iterator[str]:
             yield form.format(record[name])
     if "samples_per_second" in record:
         yield f"{record['samples_per_second']:.1f} samples/s"
+
+
+def _shape(event: Mapping[str, Any]) -> str:
+    replicas, idle = event.get("replicas", 1), event.get("idle", 0)
+    text = f"cuts {event['cuts']}" + (f" in {replicas} replicas" if replicas > 1 else "")
+    return text + (f", {_members(idle)} for copies only" if idle else "")
 
 
 def _members(count: int) -> str:

@@ -1,0 +1,45 @@
+"""What a person sees of a run whose members change: each change in one line, each line once."""
+
+import json
+import re
+import time
+
+import pytest
+
+from varuna_capslog.elastic.terminal import Terminal, describe
+
+MORPH = {
+    "kind": "morph",
+    "generation": 4,
+    "step": 31,
+    "why": ["vm-2 lost", "vm-4 joined"],
+    "pause_seconds": 0.0612,
+    "moved_bytes": 3 << 20,
+}
+
+
+@pytest.mark.parametrize(
+    ("shape", "said"),
+    [
+        ({"cuts": [0, 3], "replicas": 1, "idle": 0}, "cuts [0, 3]"),
+        ({"cuts": [0], "replicas": 1, "idle": 1}, "cuts [0], 1 member for copies only"),
+        ({"cuts": [0, 3], "replicas": 2, "idle": 2}, "cuts [0, 3] in 2 replicas, 2 members for copies only"),
+        ({"cuts": [0, 3]}, "cuts [0, 3]"),  # as earlier versions wrote it
+    ],
+)
+def test_a_change_says_who_the_cuts_who_computes_nothing_the_pause_and_the_bytes(shape, said):
+    text = describe(MORPH | shape)
+    assert text == f"generation 4: vm-2 lost; vm-4 joined; {said}, paused 61 ms, moved 3 MiB"
+
+
+def test_a_script_without_cuts_has_none():
+    assert describe(MORPH) == "generation 4: vm-2 lost; vm-4 joined, paused 61 ms, moved 3 MiB"
+
+
+def test_a_loss_that_the_host_has_said_is_not_said_again_by_the_file(tmp_path, capsys):
+    loss = {"kind": "lost", "generation": 1, "member": "vm-2", "why": "worker vm-2 was killed by SIGKILL"}
+    with Terminal(tmp_path, 5) as terminal:
+        terminal.say(loss["why"])
+        (tmp_path / "events.jsonl").write_text(json.dumps(loss) + "\n")
+        time.sleep(0.3)
+    assert len(re.findall("killed by SIGKILL", capsys.readouterr().out)) == 1
