@@ -1,0 +1,200 @@
+"""Losses and weights after many random morphs beside those of an uninterrupted run: equal to the last bit, or not.
+
+Members leave with notice, are killed and join at random; every set of members gets a layout of its own (cuts and
+replicas drawn from the members' names), so that layouts differ far more than a placer's would. The model has dropout,
+running statistics and a shared parameter; `accumulation_blocks` is 4. Every step's microbatches are counted over all
+members, too: each exactly once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from live import HERE, Live, Mark, append_result
+from live import main as marked
+
+BLOCKS = 4
+
+
+def cuts_for(members: Sequence[str], num_layers: int) -> tuple[tuple[int, ...], int]:
+    """Cuts and replicas for these members: always the same for the same ones."""
+    dice = random.Random(hashlib.blake2b(" ".join(members).encode()).digest())
+    replicas = dice.choice([count for count in (1, 2, 4) if count <= len(members)])
+    stages = min(num_layers, len(members) // replicas)
+    return (0, *sorted(dice.sample(range(1, num_layers), stages - 1))), replicas
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The entry of a member: random layouts, and its share of every computed step in `<run_dir>/shares/<member>`."""
+    from varuna_capslog.elastic.pipeline_work import PipelineWork
+
+    folder = Path(arguments[0]) / "shares"
+    folder.mkdir(exist_ok=True)
+    file = os.open(folder / os.environ["CAPSLOG_MEMBER"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def place(self, seats):  # type: ignore[no-untyped-def]
+        if not seats:
+            return self.placer(seats)
+        cuts, replicas = cuts_for([seat.member for seat in seats], len(self.chain))
+        return self.placer.of_cuts(cuts, replicas, seats)[0]
+
+    compute = PipelineWork.compute
+
+    def counted(self, step):  # type: ignore[no-untyped-def]
+        done = compute(self, step)
+        engine, ids = self.engine, self._minibatch.sample_ids
+        if engine.owns_first_stage:
+            samples = [sample for index in engine.local_microbatches for sample in ids[index]]
+            os.write(file, (json.dumps([self._number - self._offset, step, samples]) + "\n").encode())
+        return done
+
+    PipelineWork.place, PipelineWork.compute = place, counted  # type: ignore[method-assign]
+    return marked(arguments)
+
+
+def losses(folder: Path) -> dict[int, tuple[float, ...]]:
+    """By step: loss, its parts and the norm of the gradients, as the last generation that made the step wrote them."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: (row["loss"], *row["parts"].values(), row["grad_norm"]) for row in rows}
+
+
+def weights(folder: Path) -> dict[str, object]:
+    """All tensors of the last checkpoint, optimizer included, by address."""
+    from varuna_capslog.engine.checkpoint import latest_checkpoint
+
+    checkpoint, _ = latest_checkpoint(folder / "checkpoints")
+    assert checkpoint is not None
+    found: dict[str, object] = {"step": checkpoint.step}
+    for layer in checkpoint.manifest["layers"]:
+        for kind, content in checkpoint.layer(layer).items():
+            for name, value in content.items():
+                entries = value.items() if isinstance(value, dict) else [("", value)]
+                found |= {f"{layer}/{kind}/{name}/{moment}": tensor for moment, tensor in entries}
+    return found
+
+
+def compare(folder: Path, truth: Path) -> dict[str, object]:
+    """What differs between two finished runs."""
+    import torch
+
+    mine, theirs = losses(folder), losses(truth)
+    ours, others = weights(folder), weights(truth)
+    same = ours.keys() == others.keys()
+    differing = [
+        name
+        for name, value in others.items()
+        if not (torch.equal(ours[name], value) if isinstance(value, torch.Tensor) else ours.get(name) == value)
+    ] if same else ["(other tensors)"]  # fmt: skip
+    return {
+        "steps": len(theirs),
+        "losses_that_differ": sum(mine.get(step) != theirs.get(step) for step in mine.keys() | theirs.keys()),
+        "tensors": len(others),
+        "tensors_that_differ": len(differing),
+    }
+
+
+def count_shares(folder: Path, applied: Sequence[Mark]) -> dict[str, int]:
+    """How often the samples of each step were used by the last generation in which somebody applied it."""
+    from varuna_capslog.config import load_config, load_workload
+    from varuna_capslog.engine.feed import Feed
+
+    files = sorted((folder / "shares").glob("*"))
+    rows = [(path, json.loads(line)) for path in files for line in path.read_text().splitlines()]
+    newest: dict[int, int] = {}
+    for mark in applied:
+        newest[mark.step] = max(mark.generation, newest.get(mark.step, 0))
+    used: dict[int, list[int]] = {step: [] for step in newest}
+    for _, (generation, step, samples) in rows:
+        if generation == newest.get(step):
+            used[step] += samples
+    config = load_config(folder / "config.yaml")
+    train = config.train
+    feed = Feed(
+        load_workload(config).train_data(), train.minibatch_size, train.microbatch_size, train.seed, ()
+    )  # fmt: skip
+    wrong = []
+    for step in range(1, max(newest) + 1):
+        wanted = Counter(sample for group in feed.minibatch(step).sample_ids for sample in group)
+        if Counter(used.get(step, [])) != wanted:
+            wrong.append(step)
+            told = [(path.name, row) for path, row in rows if row[1] == step]
+            sys.stderr.write(f"step {step}: wanted {wanted}, used {told}; {[m for m in applied if m.step == step]}\n")
+    return {"steps_counted": max(newest), "steps_with_a_sample_not_used_once": len(wrong)}
+
+
+def run() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--quick", action="store_true", help="12 morphs")
+    size.add_argument("--full", action="store_true", help="400 morphs")
+    parser.add_argument("--morphs", type=int, default=0, help="how many instead of 110")
+    parser.add_argument("--most", type=int, default=6, help="devices")
+    parser.add_argument("--kills", type=float, default=0.2, help="share of the losses that come without notice")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--config", type=Path, default=HERE / "small.yaml")
+    parser.add_argument("overrides", nargs="*", help="of the config's keys")
+    given = parser.parse_args()
+    wanted = given.morphs or (12 if given.quick else 400 if given.full else 110)
+    dice, began = random.Random(given.seed), time.monotonic()
+    overrides = [f"train.accumulation_blocks={BLOCKS}", *given.overrides]
+    what: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory(prefix="capslog-equality-") as holder:
+        folder, truth = Path(holder) / "morphed", Path(holder) / "truth"
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+        layouts: set[tuple[tuple[int, ...], int]] = set()
+        with Live(given.config, overrides, 3, "equality:main", folder) as live:
+            newest = live.wait_steps(3, 5, 120)
+            for number in range(wanted):
+                count = len(live.members)
+                if count == 1 or (count < given.most and dice.random() < 0.5):
+                    kind, count = "join", count + 1
+                    live.join()
+                else:
+                    kind, count = ("kill" if count > 2 and dice.random() < given.kills else "leave"), count - 1
+                    victim = dice.choice(live.members)
+                    (live.kill if kind == "kill" else live.leave)(victim)
+                what[kind] += 1
+                newest = live.wait_steps(count, dice.randint(1, 4), 90, after=newest)
+                layouts.add(cuts_for(live.members, 10))
+                if number % 10 == 9:
+                    sys.stderr.write(f"{number + 1} morphs, generation {newest}, {time.monotonic() - began:.0f} s\n")
+            live.host.stop()
+            live._thread.join(60)
+            applied, said = live.marks(), list(live.said)
+        shares = count_shares(folder, applied)
+        with Live(given.config, [*overrides, f"train.max_steps={shares['steps_counted']}"], 2, folder=truth) as live:
+            live.finish(600)
+        result = {
+            "config": given.config.name,
+            "overrides": overrides,
+            "seed": given.seed,
+            "seconds": round(time.monotonic() - began, 1),
+            "morphs": wanted,
+            "kinds": dict(what),
+            "generations": newest,
+            "layouts": len(layouts),
+            "layouts_with_replicas": sum(replicas > 1 for _, replicas in layouts),
+            "most_devices": given.most,
+            "said": [line for line in said if "SIGKILL" not in line][:5],
+            **shares,
+            **compare(folder, truth),
+        }
+    append_result("equality", result)
+    if result["losses_that_differ"] or result["tensors_that_differ"] or result["steps_with_a_sample_not_used_once"]:
+        raise SystemExit("not equal")
+
+
+if __name__ == "__main__":
+    run()
