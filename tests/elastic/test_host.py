@@ -25,6 +25,8 @@ from varuna_capslog.settings import Elastic
 from varuna_capslog.supervisor import Interrupted, WorkerFailed
 
 HERE = Path(__file__).parent
+BORN_WITH = {name: value for name, value in os.environ.items() if name.startswith("CAPSLOG_")}
+"""The suite's own, such as the path of the data: every process that it starts has them."""
 
 RUN = """
 import sys
@@ -139,6 +141,7 @@ def test_workers_know_who_they_are_and_a_finished_run_ends_well(tmp_path, start)
     for slot, member in enumerate(("h-1", "h-2")):
         what = run.seen(member)
         assert what["environment"] == {
+            **BORN_WITH,
             "CAPSLOG_MEMBER": member,
             "CAPSLOG_HOST": "h",
             "CAPSLOG_STORE": run.host.address,

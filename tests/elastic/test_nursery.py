@@ -18,6 +18,8 @@ import pytest
 from varuna_capslog.elastic.nursery import Nursery
 
 HERE = Path(__file__).parent
+BORN_WITH = {name: value for name, value in os.environ.items() if name.startswith("CAPSLOG_")}
+"""The suite's own, such as the path of the data: every process that it starts has them."""
 
 
 class Told(queue.Queue):
@@ -83,7 +85,7 @@ def test_a_worker_is_a_process_of_its_own_and_its_end_is_told_as_it_was(tmp_path
         assert started == {"member": member, "pid": started["pid"]}
         what = seen(tmp_path, member)
         assert (what["pid"], what["group"], what["parent"]) == (started["pid"], started["pid"], ready["pid"])
-        assert what["environment"] == {"CAPSLOG_MEMBER": member}, "variables of an earlier worker were left"
+        assert what["environment"] == {**BORN_WITH, "CAPSLOG_MEMBER": member}, "variables of an earlier one were left"
         expected = {"m-1": {"status": 0}, "m-2": {"status": 7}, "m-3": {"signal": 9}, "m-4": {"status": 1}}
         assert ended == {"member": member, "pid": started["pid"], **expected.get(member, {"signal": 11})}
     assert (tmp_path / "m-1.log").read_text() == "standard output of m-1\nerror output of m-1\n"
