@@ -81,10 +81,10 @@ def test_goodput_of_a_run_that_lost_one_of_two():
 
 
 def test_an_unusual_step_within_a_generation_is_lost_time_too():
-    times = [1.0, 2.0, 3.0, 7.0, 8.0, 9.0]
+    times = [1.0, 2.0, 3.0, 7.0, 8.0, 8.5, 9.5]
     run = segment((1, ("a",), [(step, at) for step, at in enumerate(times, 1)]))
-    found = goodput(run, [(0.0, 1)], 9.0)
-    assert (found.steps, found.ideal_steps, found.lost_seconds) == (6, pytest.approx(9.0), pytest.approx(3.0))
+    found = goodput(run, [(0.0, 1)], 9.5)
+    assert (found.steps, found.ideal_steps, found.lost_seconds) == (7, pytest.approx(9.5), pytest.approx(2.5))
 
 
 def test_steps_outside_the_span_do_not_count():

@@ -27,7 +27,7 @@ def chaos(
     faults: Annotated[int, typer.Option(min=1, help="How many.")] = 20,
     duration: Annotated[
         str | None,
-        typer.Option(help="No fault is begun after so long, such as 10m; of --trace's own time.", show_default="all"),
+        typer.Option(help="No fault is begun after so long, such as 10min; of --trace's own time.", show_default="all"),
     ] = None,
     mean: Annotated[str, typer.Option(help="Mean time between a recovery and the next fault.")] = "500ms",
     kinds: Annotated[

@@ -23,6 +23,7 @@ MODULES = (
     "varuna_capslog.elastic.runtime",
     "varuna_capslog.elastic.rig.relayed",
     "torch.utils.tensorboard",
+    "torch._dynamo",
     "torch._subclasses.fake_tensor",
     "rich.progress",
 )

@@ -37,6 +37,7 @@ __all__ = ["Field", "Site", "children_of", "machine_of"]
 STORE_HOST = "store"
 _LOOK_SECONDS = 0.005
 _ASK_AGAIN_SECONDS = 0.7
+_SILENT_SECONDS = 3.0
 
 
 @dataclass
@@ -79,7 +80,7 @@ class Field:
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._count = itertools.count()
         self._tails: dict[str, int] = {}
-        self._rest: dict[str, bytes] = {}
+        self._wrote: dict[str, float] = {}
         self._listed = 0.0
         self._requested = 0.0
         self._stack = contextlib.ExitStack()
@@ -240,7 +241,8 @@ class Field:
     def _read(self) -> list[Stepped]:
         folder = records_folder(self.run_dir)
         now = time.monotonic()
-        if now - self._listed > 0.05:
+        listed = now - self._listed > 0.05
+        if listed:
             self._listed = now
             with contextlib.suppress(FileNotFoundError):
                 for name in os.listdir(folder):
@@ -248,11 +250,15 @@ class Field:
                         self._tails.setdefault(name, 0)
         lines: list[dict[str, Any]] = []
         for name, at in self._tails.items():
+            if not listed and now - self._wrote.get(name, now) > _SILENT_SECONDS:
+                continue  # most have ended long ago
             with open(folder / name, "rb") as file:
                 file.seek(at)
                 data = file.read()
             whole = data.rfind(b"\n") + 1
             self._tails[name] = at + whole
+            if whole or name not in self._wrote:
+                self._wrote[name] = now
             lines += [json.loads(line) for line in data[:whole].splitlines()]
         if not lines:
             return []
