@@ -1,8 +1,8 @@
 """What one member has in memory of the training state: its own layers, earlier boundaries, copies that follow.
 
-The protocol says by layer and stamp what must be held; here it lies. Own layers are live in the work, copies in
-followers that make each step; of both an earlier boundary is kept aside as long as the protocol holds it. Nothing here
-talks, and nothing decides.
+The protocol says by layer and stamp what must be held; here it lies. Own layers are live in the work, and the boundary
+before is kept aside. A copy lies in a follower that makes each step late: together with the step's update it is two
+boundaries at once, and nothing is copied for that. Nothing here talks, and nothing decides.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from varuna_capslog.elastic.generation import Held, Stamp
@@ -19,12 +21,22 @@ from varuna_capslog.elastic.work import Followed, LayerState, Work
 __all__ = ["Copy", "Holdings"]
 
 
+class Due(NamedTuple):
+    """A step that a follower has all for and has not made: until then it stands at the boundary before."""
+
+    before: Stamp
+    update: Mapping[str, Tensor]
+    step: int
+    scale: float
+
+
 @dataclass
 class Copy:
-    """A layer of another member that this one follows, and the boundary at which it stands."""
+    """A layer of another member that this one follows, and the newest boundary that it can give."""
 
     followed: Followed
     stamp: Stamp
+    due: Due | None = None
 
 
 class Holdings:
@@ -40,7 +52,9 @@ class Holdings:
         self.live: Stamp | None = None
         self.copies: dict[int, Copy] = {}
         self._own: frozenset[int] = frozenset()
+        self._held: Held = frozenset()
         self._kept: dict[tuple[int, Stamp], LayerState] = {}
+        self._spare: dict[int, LayerState] = {}
         self._arriving: set[tuple[int, Stamp]] = set()
         self._shelf: dict[int, Copy] = {}
         self._updates: dict[tuple[int, int], Mapping[str, Tensor]] = {}
@@ -56,7 +70,10 @@ class Holdings:
         if self.live == stamp and layer in self._own:
             return self._work.state(layer, copy=False)
         copy = self.copies.get(layer)
+        if copy is not None and copy.due is not None and copy.due.before == stamp:
+            return copy.followed.state(copy=False)
         if copy is not None and copy.stamp == stamp:
+            self._make_due(layer, copy)
             return copy.followed.state(copy=False)
         raise KeyError((layer, stamp))
 
@@ -81,9 +98,12 @@ class Holdings:
 
     def forget(self, held: Held) -> None:
         """Frees what the protocol holds no more; what is on its way into its hands stays."""
+        self._held = held
         self._arriving -= held
         for entry in [entry for entry in self._kept if entry not in held and entry not in self._arriving]:
-            del self._kept[entry]
+            state = self._kept.pop(entry)
+            if entry[0] in self._own:  # its memory is what the next boundary is kept in
+                self._spare[entry[0]] = state
 
     def adopt(self) -> None:
         """A newer generation: what was under way in the older one will not come."""
@@ -99,11 +119,14 @@ class Holdings:
             return
         for layer, state in self._work.shelve().items():
             self._kept[(layer, self.live)] = state
+        self._held = held
         for layer, copy in self.copies.items():
+            self._make_due(layer, copy)
             if (layer, copy.stamp) in held:
                 self._kept[(layer, copy.stamp)] = copy.followed.state(copy=False)
         self._shelf, self.copies = self.copies, {}
         self._own, self.live = frozenset(), None
+        self._spare = {}
 
     def own_at(self, own: Iterable[int], base: Stamp) -> dict[int, LayerState]:
         """The states with which the own layers begin. Raises KeyError."""
@@ -134,8 +157,18 @@ class Holdings:
     def keep_before(self) -> None:
         """Keeps the own layers as they are before a step changes them."""
         assert self.live is not None
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
         for layer in self._own:
-            self._kept[(layer, self.live)] = self._work.state(layer, copy=True)
+            live, spare = self._work.state(layer, copy=False), self._spare.pop(layer, {})
+            # a script's state may change its shape from step to step
+            if live.keys() != spare.keys() or any(spare[name].shape != tensor.shape for name, tensor in live.items()):
+                spare = {name: torch.empty_like(tensor) for name, tensor in live.items()}
+            targets += [spare[name] for name in live]
+            sources += live.values()
+            self._kept[(layer, self.live)] = spare
+        if sources:
+            torch._foreach_copy_(targets, sources)
 
     def take_update(self, layer: int, step: int, update: Mapping[str, Tensor]) -> None:
         """What a copy of the layer needs to make this step."""
@@ -150,18 +183,27 @@ class Holdings:
         self._scales[step] = scale
 
     def advance(self, held: Held, generation: int) -> None:
-        """Every copy makes the applied steps whose updates are here."""
+        """Every copy can give the boundaries of the applied steps whose updates are here."""
+        self._held = held
         for layer, copy in self.copies.items():
             while self.live is not None and copy.stamp.step < self.live.step:
                 step = copy.stamp.step + 1
                 update = self._updates.get((layer, step))
                 if update is None or step not in self._scales:
                     break
-                if (layer, copy.stamp) in held:
-                    self._kept[(layer, copy.stamp)] = copy.followed.state(copy=True)
-                copy.followed.apply(update, step, self._scales[step])
+                self._make_due(layer, copy)
+                copy.due = Due(copy.stamp, update, step, self._scales[step])
                 copy.stamp = Stamp(step, generation)
                 del self._updates[(layer, step)]
+
+    def _make_due(self, layer: int, copy: Copy) -> None:
+        """Makes the step that is due, if one is."""
+        due, copy.due = copy.due, None
+        if due is None:
+            return
+        if (layer, due.before) in self._held:
+            self._kept[(layer, due.before)] = copy.followed.state(copy=True)
+        copy.followed.apply(due.update, due.step, due.scale)
 
     def prune(self, step: int, behind: bool) -> None:
         """After a step was applied: drops updates and scales that no copy will ask for.
@@ -176,4 +218,5 @@ class Holdings:
             if number > reached.get(layer, step - 1)
         }
         if not behind:
-            self._scales = {number: scale for number, scale in self._scales.items() if number >= step - 1}
+            oldest = min([step - 1, *(number + 1 for number in reached.values())])
+            self._scales = {number: scale for number, scale in self._scales.items() if number >= oldest}

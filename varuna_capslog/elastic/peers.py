@@ -8,13 +8,14 @@ Every message names its generation; whoever reads it fences out the older ones.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import queue
 import socket
 import struct
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,8 @@ __all__ = ["Message", "Peers", "local_address"]
 _LENGTH = struct.Struct("!Q")
 _MAX_HEADER = 64 << 20
 _CONNECT_SECONDS = 5.0
+_SMALL_BYTES = 256 << 10
+_MAX_PARTS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,13 +226,31 @@ class _Outgoing:
 
 
 def _write(connection: socket.socket, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    payload = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    listed = [[name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in payload.items()]
+    payload = [tensor.detach().cpu() for tensor in tensors.values()]
+    listed = [
+        [name, str(tensor.dtype).removeprefix("torch."), tensor.shape]
+        for name, tensor in zip(tensors, payload, strict=True)
+    ]
     text = json.dumps({**header, "tensors": listed}).encode()
-    connection.sendall(_LENGTH.pack(len(text)) + text)
-    for tensor in payload.values():
-        if tensor.numel():
-            connection.sendall(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    _send_all(connection, [memoryview(_LENGTH.pack(len(text)) + text), *_pack(payload)])
+
+
+def _pack(payload: Sequence[Tensor]) -> Iterator[memoryview]:
+    """The tensors' bytes, one after the other: of large ones as they lie there, of small ones in a row together."""
+    for (_, small), row in itertools.groupby(payload, lambda tensor: (tensor.dtype, tensor.nbytes < _SMALL_BYTES)):
+        tensors = [tensor.reshape(-1) for tensor in row]
+        for tensor in [torch.cat(tensors)] if small and len(tensors) > 1 else tensors:
+            if tensor.numel():
+                yield memoryview(tensor.view(torch.uint8).numpy().data)
+
+
+def _send_all(connection: socket.socket, parts: list[memoryview]) -> None:
+    while parts:
+        sent = connection.sendmsg(parts[:_MAX_PARTS])
+        while parts and sent >= len(parts[0]):
+            sent -= len(parts.pop(0))
+        if sent:
+            parts[0] = parts[0][sent:]
 
 
 def _read_header(connection: socket.socket) -> dict[str, Any]:
@@ -243,15 +264,19 @@ def _read_header(connection: socket.socket) -> dict[str, Any]:
 
 
 def _read_tensors(connection: socket.socket, listed: list[Any]) -> dict[str, Tensor]:
+    """Tensors of one type that follow each other lie in one piece of memory."""
     found = {}
-    for name, dtype, shape in listed:
+    for dtype, row in itertools.groupby(listed, lambda entry: entry[1]):
         kind = getattr(torch, dtype)
         if not isinstance(kind, torch.dtype):
             raise ValueError(f"dtype {dtype!r}")
-        tensor = torch.empty(shape, dtype=kind)
-        if math.prod(shape):
-            _read_into(connection, memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data))
-        found[name] = tensor
+        rows = list(row)
+        sizes = [math.prod(shape) for _, _, shape in rows]
+        memory = torch.empty(sum(sizes), dtype=kind)
+        if memory.numel():
+            _read_into(connection, memoryview(memory.view(torch.uint8).numpy().data))
+        for (name, _, shape), tensor in zip(rows, memory.split(sizes), strict=True):
+            found[name] = tensor if len(shape) == 1 else tensor.view(shape)
     return found
 
 

@@ -20,6 +20,7 @@ from typing import Any
 from varuna_capslog.elastic import messages as m
 from varuna_capslog.elastic import protocol
 from varuna_capslog.elastic.ahead import first_owner, stay_with
+from varuna_capslog.elastic.departures import Departures
 from varuna_capslog.elastic.first_round import FirstRound, Proof
 from varuna_capslog.elastic.generation import INITIAL, Generation, Layout, Member, Stamp
 from varuna_capslog.elastic.groups import Groups
@@ -107,13 +108,14 @@ class Runtime:
         self.state = protocol.newcomer(me, host, capacity, checkpoint=checkpoint)
         self.holdings = Holdings(work)
         self.training = Training(self)
+        self._departures = Departures(self)
         self.senses = Senses(me, host, store, token, address)
         self._groups = Groups(me, store.rendezvous, self._patience.peer, work.knows)
         self.communicator: Communicator | None = None
         self._old: Communicator | None = None
         self._dead: set[Member] = set()
         self._here: set[Member] = set()
-        self._seats: dict[Member, Seat] = {}
+        self.seats: dict[Member, Seat] = {}
         self._events: deque[m.Event] = deque()
         self._feeding = False
         self._mail: list[Message] = []
@@ -156,6 +158,12 @@ class Runtime:
             for communicator in (self.communicator, self._old):
                 if communicator is not None:
                     communicator.abort()
+
+    def look_at_deadline(self) -> None:
+        """Before a step: a deadline of this member's may have come too close for what was planned."""
+        event = self._departures.watch()
+        if event is not None:
+            self.feed(event)
 
     @property
     def ended(self) -> bool:
@@ -228,7 +236,7 @@ class Runtime:
         elif kind == "hello":
             self._here.add(member)
         elif kind == "ask":
-            self._seats[member] = Seat(member, str(entry.get("host", member)), int(entry.get("capacity", 0)))
+            self.seats[member] = Seat(member, str(entry.get("host", member)), int(entry.get("capacity", 0)))
 
     def _logged(self, entry: Mapping[str, Any]) -> None:
         self._note(entry)
@@ -243,8 +251,8 @@ class Runtime:
             self.feed(m.Broken(int(entry["generation"])))
         elif kind == "ask" and member not in self._dead and member != self.me:
             self.feed(m.Asked(member))
-        elif kind == "notice":
-            self.feed(m.Notice(("leave", member), bool(entry.get("urgent"))))
+        elif kind in ("notice", "hint"):
+            self.feed(self._departures.heard(entry))
         elif kind == "finished":
             self._finished = entry
             self._end_with_others()
@@ -368,6 +376,10 @@ class Runtime:
                 return self._install(effect)
             case m.Prepare():
                 self._prepare(effect)
+            case m.CopyAhead():
+                self.training.prepare(effect.changes, self.seats, hinted=True)
+            case m.SaveAll():
+                self.training.save_all = True
             case m.Bid():
                 for member in effect.members:
                     self.senses.peers.send(member, "farewell", generation=effect.generation)
@@ -442,14 +454,14 @@ class Runtime:
             self.state = dataclasses.replace(self.state, held=self.state.held - mine)
             self.work.note("damaged", layers=sorted({layer for _, layer in damaged}), generation=record.number)
         for member, value in values.items():
-            self._seats[member] = Seat(member, value.host, value.capacity)
+            self.seats[member] = Seat(member, value.host, value.capacity)
         self.story.transfer_began = time.monotonic()
         return (m.Tally(record.number, 0, values),)
 
     # -- planned changes ----------------------------------------------------------------------------------------------
 
     def _prepare(self, effect: m.Prepare) -> None:
-        if not self.training.prepare(effect.changes, self._seats):
+        if not self.training.prepare(effect.changes, self.seats):
             return
         self.probe("prepare")
         record = self.state.record
@@ -511,14 +523,19 @@ class Runtime:
             self.probe("farewell")
             self._events.append(m.Farewell(generation))
             return True
-        layer = int(message.header["layer"])
         if phase is Phase.GATHER or (phase is Phase.INSTALL and message.kind != "layer"):
             return False
         if phase is not (Phase.INSTALL if message.kind == "layer" else Phase.RUN):
             return True
         if message.kind == "update":
-            self.holdings.take_update(layer, int(message.header["step"]), message.tensors)
+            updates: dict[int, LayerState] = {layer: {} for layer in message.header["layers"]}
+            for address, tensor in message.tensors.items():
+                index, _, name = address.partition("/")
+                updates[int(index)][name] = tensor
+            for followed, update in updates.items():
+                self.holdings.take_update(followed, int(message.header["step"]), update)
             return True
+        layer = int(message.header["layer"])
         state, stamp = dict(message.tensors), Stamp(*message.header["stamp"])
         if message.kind == "layer" and (layer not in self.state.missing or stamp != self.state.at):
             return True

@@ -11,6 +11,8 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from varuna_capslog.elastic import messages as m
 from varuna_capslog.elastic.ahead import Ahead, find_ahead, first_owner
 from varuna_capslog.elastic.generation import Member, Stamp
@@ -34,6 +36,7 @@ class Training:
         waits_since: when the last computation ended; `time.monotonic`.
         usual_seconds: of the longest of the last steps; 0 before the first one.
         sent_ahead: layers that this member sent ahead of a planned change in the generation before.
+        save_all: a checkpoint is due at the next boundary, together with all members.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -42,6 +45,7 @@ class Training:
         self.waits_since = 0.0
         self.usual_seconds = 0.0
         self.sent_ahead: frozenset[int] = frozenset()
+        self.save_all = False
         self._ahead: Ahead | None = None
         self._computing: int | None = None
         self._stop = False
@@ -59,9 +63,9 @@ class Training:
     def adopt(self) -> None:
         """A newer generation: whoever wants to stop says so again in its first vote, also to those that are new."""
         self.abort()
-        self._stop = False
-        self.sent_ahead = frozenset(self._ahead.sent) if self._ahead is not None else frozenset()
-        self._ahead = None
+        self._stop = self.save_all = False
+        ahead, self._ahead = self._ahead, None
+        self.sent_ahead = frozenset() if ahead is None or ahead.hinted else frozenset(ahead.sent)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -77,9 +81,8 @@ class Training:
             if self._stop or runtime.work.is_done(runtime.state.at.step):
                 self._finish()
                 return
-            written = runtime.work.between(runtime.state.at)
-            if written is not None:
-                runtime.feed(m.Checkpointed(written))
+            self._between()
+            runtime.look_at_deadline()
             self._began = time.monotonic()
             self._computing = step
             self._send_ahead()
@@ -97,6 +100,12 @@ class Training:
         self._check_ahead()
         self.waits_since = time.monotonic()
         runtime.feed(m.Computed(generation, step, finite))
+
+    def _between(self) -> None:
+        save, self.save_all = self.save_all, False
+        written = self._of.work.between(self._of.state.at, save)
+        if written is not None:
+            self._of.feed(m.Checkpointed(written))
 
     def _goes_on(self, generation: int) -> bool:
         state = self._of.state
@@ -136,13 +145,15 @@ class Training:
         runtime, holdings = self._of, self._of.holdings
         runtime.probe("apply")
         assert holdings.live == effect.before, (holdings.live, effect.before)
+        holdings.forget(runtime.state.held)
         holdings.keep_before()
         runtime.probe("applying")
         runtime.work.apply(effect.step)
         holdings.live = Stamp(effect.step, effect.generation)
         self._computing = None
         holdings.advance(runtime.state.held, effect.generation)
-        holdings.prune(effect.step, behind=self._ahead is not None)
+        coming = self._ahead is not None and not self._ahead.mine <= holdings.copies.keys()
+        holdings.prune(effect.step, behind=coming)
         runtime.probe("applied")
         self._tell(effect.step)
 
@@ -164,6 +175,8 @@ class Training:
         runtime = self._of
         layout, members = runtime.state.layout, runtime.state.record.members
         assert layout is not None
+        messages: dict[Member, dict[str, Tensor]] = {}
+        layers: dict[Member, list[int]] = {}
         for layer in sorted(runtime.state.own):
             if first_owner(layer, layout, members) != runtime.me:
                 continue
@@ -175,7 +188,12 @@ class Training:
             if shadows or not runtime.job.sync:  # no vote waits for their arrival, and the step changes them
                 update = {name: tensor.clone() for name, tensor in update.items()}
             for member in dict.fromkeys([*copies, *shadows]):
-                runtime.senses.peers.send(member, "update", update, generation=generation, layer=layer, step=step)
+                message = messages.setdefault(member, {})
+                message |= {f"{layer}/{name}": tensor for name, tensor in update.items()}
+                layers.setdefault(member, []).append(layer)
+        for member, message in messages.items():
+            about = layers[member]  # a layer that is not trained has no gradients, and makes its step all the same
+            runtime.senses.peers.send(member, "update", message, generation=generation, layers=about, step=step)
 
     def check_copies(self) -> None:
         """Tells the protocol when what the vote waits for is here."""
@@ -196,16 +214,25 @@ class Training:
 
     # -- planned changes: copy ahead ----------------------------------------------------------------------------------
 
-    def prepare(self, changes: frozenset[m.Change], seats: Mapping[Member, Seat]) -> bool:
-        """Finds out what would move for these changes; False where that is known."""
+    def is_sent(self, layer: int) -> bool:
+        """Whether it was sent ahead in this generation, to all that need it."""
+        return self._ahead is not None and layer in self._ahead.sent
+
+    def prepare(self, changes: frozenset[m.Change], seats: Mapping[Member, Seat], hinted: bool = False) -> bool:
+        """Finds out what would move for these changes; False where that is known.
+
+        Args:
+            hinted: they may never be made: what comes here is kept current, and that is all.
+        """
         runtime, before = self._of, self._ahead
-        if before is not None and before.changes == changes:
+        if before is not None and (before.changes, before.hinted) == (changes, hinted):
             return False
         state = runtime.state
         assert state.layout is not None
         self._ahead = find_ahead(
             runtime.me, state.record, state.layout, changes, seats, runtime.place, runtime.job.layer_bytes
         )
+        self._ahead.hinted = hinted
         if before is not None:  # who follows a layer goes on to follow it: votes may wait for that
             self._ahead.sent = before.sent
         return True
@@ -224,7 +251,7 @@ class Training:
     def _check_ahead(self) -> bool:
         """Prepared, once all that comes here has come and stands at this step's boundary. Whether that was said now."""
         runtime, state, ahead = self._of, self._of.state, self._ahead
-        if ahead is None or not ahead.began or state.prepared == ahead.changes or state.cast:
+        if ahead is None or ahead.hinted or not ahead.began or state.prepared == ahead.changes or state.cast:
             return False
         copies = [runtime.holdings.copies.get(layer) for layer in ahead.mine]
         if not all(copy is not None and copy.stamp == state.at for copy in copies):
