@@ -134,9 +134,7 @@ class Exit:
         tensors = list(inputs) if plain else self._checked(inputs)
         device = self.point.device
         token = (
-            _Send.apply(_anchor(device), self, *tensors)
-            if torch.is_grad_enabled()
-            else torch.zeros((), device=device)
+            _Send.apply(_anchor(device), self, *tensors) if torch.is_grad_enabled() else torch.zeros((), device=device)
         )
         self.point.send_fn(self.run.bundle_type(tuple(tensors)))
         self.run.left = True

@@ -154,7 +154,11 @@ def forward_only(self: Any, batches: Sequence[dict[str, Any]], take: Callable[[i
     partitioned.clear_recv_fn()
 
 
-def temporary_folder() -> str:
-    """A folder of this user and this job, in place of the one that all jobs of a host share."""
-    job = os.environ.get("MASTER_PORT", str(os.getpid()))
+def temporary_folder(port: str | None = None) -> str:
+    """A folder of this user and this job, in place of the one that all jobs of a host share.
+
+    Args:
+        port: of the job; default: this process's `MASTER_PORT`.
+    """
+    job = port or os.environ.get("MASTER_PORT", str(os.getpid()))
     return os.path.join(tempfile.gettempdir(), f"varuna-{os.getuid()}-{job}")

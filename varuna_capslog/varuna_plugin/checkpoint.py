@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
 import shutil
-import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -22,21 +20,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from varuna_capslog import files
-from varuna_capslog.engine.checkpoint import digest_of, sync_folder, write_synced
+from varuna_capslog.engine.checkpoint import sync_folder, write_synced
 from varuna_capslog.errors import CapslogError
+from varuna_capslog.varuna_plugin.checkpoint_files import COMMON, EXTRA, FORMAT, MANIFEST, PARAMETERS, STATE, Reader
 from varuna_capslog.varuna_plugin.executor import restore_random_state, save_random_state
 from varuna_capslog.varuna_plugin.options import current
 from varuna_capslog.varuna_plugin.stages import ANCHOR
 from varuna_capslog.varuna_plugin.wire import named_loss
 
-__all__ = ["MANIFEST", "load", "save"]
+__all__ = ["load", "save"]
 
 _log = logging.getLogger(__name__)
 
-MANIFEST = "capslog-manifest.json"
-_FORMAT = "varuna-capslog/varuna-checkpoint/1"
-_PARAMETERS, _STATE, _COMMON = "opt-fp32-params-{}", "opt-state-{}", "opt-common-state"
-_EXTRA, _RANDOM = "capslog-extra-{}", "capslog-random-{}"
+_RANDOM = "capslog-random-{}"
 
 
 # -- writing
@@ -66,8 +62,8 @@ def save(
     folder = Path(global_store)
     partial = folder / f".partial-varuna_ckpt_{step}"
     entries: dict[str, Any] = {}
-    shutil.rmtree(partial, ignore_errors=True)
-    _agree(self, _attempt(lambda: (partial / "markers").mkdir(parents=True, exist_ok=True)), folder, step)
+    # one rank alone: a folder that a broken attempt left must not go while another rank makes its own
+    _agree(self, _attempt(lambda: _empty(partial)) if self.rank == 0 else None, folder, step)
     problem = _attempt(lambda: entries.update(_write_own(self, partial)))
     gathered = _gather(self, (problem, entries))
     problem = next((f"rank {rank}: {text}" for rank, (text, _) in enumerate(gathered) if text), None)
@@ -83,6 +79,11 @@ def save(
     done: Future[None] = Future()
     done.set_result(None)
     return done
+
+
+def _empty(partial: Path) -> None:
+    shutil.rmtree(partial, ignore_errors=True)
+    (partial / "markers").mkdir(parents=True, exist_ok=True)
 
 
 def _refuse_trimmed(self: Any) -> None:
@@ -135,13 +136,13 @@ def _write_own(self: Any, folder: Path) -> dict[str, Any]:
     for piece in partition.pieces(stage):
         own = {name: parameter for name, parameter in parameters.items() if partition.home[name] == piece}
         content: dict[str, dict[str, Any]] = {
-            _PARAMETERS: {name: parameter.detach().cpu().clone() for name, parameter in own.items()},
-            _STATE: {
+            PARAMETERS: {name: parameter.detach().cpu().clone() for name, parameter in own.items()},
+            STATE: {
                 name: {key: _on_host(value) for key, value in self.optimizer.state[parameter].items()}
                 for name, parameter in own.items()
                 if parameter in self.optimizer.state
             },
-            _EXTRA: {
+            EXTRA: {
                 "buffers": {
                     name: buffer.cpu().clone() for name, buffer in buffers.items() if partition.home[name] == piece
                 },
@@ -157,13 +158,11 @@ def _on_host(value: Any) -> Any:
     return value.detach().cpu().clone() if isinstance(value, Tensor) else value
 
 
-def _finish(
-    self: Any, partial: Path, final: Path, step: int, entries: Mapping[str, Any], gathered: list[Any]
-) -> None:
+def _finish(self: Any, partial: Path, final: Path, step: int, entries: Mapping[str, Any], gathered: list[Any]) -> None:
     """Common state, markers, manifest, then the name that makes it a checkpoint."""
     common = self.optimizer.state_dict()
     common["state"] = {}
-    entries = {**entries, _COMMON: write_synced(partial / _COMMON, common)}
+    entries = {**entries, COMMON: write_synced(partial / COMMON, common)}
     partition = self.partitioned_model.capslog.partition
     per_stage = [
         sum(partition.stage_of(partition.home[name]) == stage for name in partition.trace.parameters)
@@ -178,7 +177,7 @@ def _finish(
     files.write_json(
         partial / MANIFEST,
         {
-            "format": _FORMAT,
+            "format": FORMAT,
             "iteration": step,
             "cuts": list(partition.cuts),
             "num_pieces": partition.trace.num_pieces,
@@ -236,7 +235,7 @@ def load(self: Any, global_store: str | os.PathLike[str], iteration: int, check_
     folder = Path(global_store) / f"varuna_ckpt_{iteration}"
     problem = None
     try:
-        _take(self, _Reader(folder, check_complete), check_complete)
+        _take(self, Reader(folder, check_complete), check_complete)
     except CapslogError as error:
         problem = str(error)
     for rank, text in enumerate(_gather(self, problem)):
@@ -246,87 +245,20 @@ def load(self: Any, global_store: str | os.PathLike[str], iteration: int, check_
     _track(self, iteration)
 
 
-class _Reader:
-    """One checkpoint folder; files are read once."""
-
-    def __init__(self, folder: Path, check: bool) -> None:
-        self.folder, self.check = folder, check
-        self.manifest: dict[str, Any] | None = None
-        self._cache: dict[str, Any] = {}
-        if not folder.is_dir():
-            raise CapslogError(f"{folder} is not there; give the folder that holds varuna_ckpt_* and a step of it")
-        if (folder / MANIFEST).exists():
-            self.manifest = files.read_json(folder / MANIFEST)
-            if self.manifest is None or self.manifest.get("format") != _FORMAT:
-                raise CapslogError(f"{folder / MANIFEST}: format is not {_FORMAT!r}")
-        self.pieces = sorted(
-            {
-                int(name.removeprefix("opt-fp32-params-").split("_")[0])
-                for name in os.listdir(folder)
-                if name.startswith("opt-fp32-params-")
-            }
-        )
-        wanted = range(self.manifest["num_pieces"]) if self.manifest else range(max(self.pieces, default=-1) + 1)
-        if check and (not self.pieces or self.pieces != list(wanted)):
-            raise CapslogError(
-                f"{folder} holds the pieces {self.pieces}, not all of 0 to {max(wanted, default=0)}: it was broken "
-                "off; load an older one"
-            )
-
-    def piece(self, pattern: str, piece: int) -> dict[str, Any]:
-        """Content of a piece's file, its shards together; empty where there is none."""
-        name = pattern.format(piece)
-        if name not in self._cache:
-            content: dict[str, Any] = {}
-            for path in self._paths(name):
-                content.update(self.file(path))
-            self._cache[name] = content
-        return dict(self._cache[name])
-
-    def _paths(self, name: str) -> Iterator[Path]:
-        whole = self.folder / name
-        if whole.exists():
-            yield whole
-        else:
-            yield from sorted(self.folder.glob(f"{name}_*"))
-
-    def file(self, path: Path) -> Any:
-        """A file's content, checked against the manifest where there is one."""
-        if self.check and self.manifest is not None:
-            entry = self.manifest["files"].get(path.name)
-            if entry is None or not path.is_file() or digest_of(path) != entry["digest"]:
-                raise CapslogError(f"{path}: damaged (not what the manifest says); load an older checkpoint")
-        try:
-            return torch.load(path, map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
-            raise CapslogError(f"{path}: cannot be read ({error}); load an older checkpoint") from error
-
-    def search(self, pattern: str, names: Mapping[str, int], part: str | None = None) -> dict[str, Any]:
-        """The entries of `names` (with the piece where each should be); looks everywhere before it gives up."""
-        found: dict[str, Any] = {}
-        for piece in [*sorted(set(names.values())), *self.pieces]:
-            if len(found) == len(names):
-                break
-            content = self.piece(pattern, piece)
-            content = content.get(part, {}) if part is not None else content
-            found |= {name: content[name] for name in names if name in content and name not in found}
-        return found
-
-
-def _take(self: Any, reader: _Reader, check: bool) -> None:
+def _take(self: Any, reader: Reader, check: bool) -> None:
     parameters, buffers = _held(self)
     home = self.partitioned_model.capslog.partition.home
-    where: Mapping[str, int] = {**home, **(reader.manifest["parameters"] | reader.manifest["buffers"])} if (
-        reader.manifest
-    ) else home
+    where: Mapping[str, int] = (
+        {**home, **(reader.manifest["parameters"] | reader.manifest["buffers"])} if (reader.manifest) else home
+    )
     wanted = {name: where[name] for name in parameters}
-    values = reader.search(_PARAMETERS, wanted)
+    values = reader.search(PARAMETERS, wanted)
     _copy_all(parameters, values, reader, check)
     if reader.manifest is not None:
-        _copy_all(buffers, reader.search(_EXTRA, {name: where[name] for name in buffers}, "buffers"), reader, check)
+        _copy_all(buffers, reader.search(EXTRA, {name: where[name] for name in buffers}, "buffers"), reader, check)
     elif buffers:
         _log.warning("%s has no buffers (Varuna writes none); %d keep their values", reader.folder, len(buffers))
-    state = reader.search(_STATE, wanted)
+    state = reader.search(STATE, wanted)
     for name, parameter in parameters.items():
         self.optimizer.state.pop(parameter, None)
         if name in state:
@@ -338,7 +270,7 @@ def _take(self: Any, reader: _Reader, check: bool) -> None:
     _take_random_state(self, reader)
 
 
-def _copy_all(targets: Mapping[str, Tensor], values: Mapping[str, Tensor], reader: _Reader, check: bool) -> None:
+def _copy_all(targets: Mapping[str, Tensor], values: Mapping[str, Tensor], reader: Reader, check: bool) -> None:
     missing = [name for name in targets if name not in values]
     if missing:
         text = f"{reader.folder} lacks {', '.join(missing[:4])}{' ...' if len(missing) > 4 else ''}"
@@ -358,18 +290,16 @@ def _copy_all(targets: Mapping[str, Tensor], values: Mapping[str, Tensor], reade
             targets[name].copy_(value)
 
 
-def _take_groups(
-    self: Any, reader: _Reader, parameters: Mapping[str, nn.Parameter], wanted: Mapping[str, int]
-) -> None:
+def _take_groups(self: Any, reader: Reader, parameters: Mapping[str, nn.Parameter], wanted: Mapping[str, int]) -> None:
     """Learning rates and the like: by parameter where the file says so, else by position."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     if reader.manifest is not None:
-        known = reader.search(_EXTRA, wanted, "groups")
+        known = reader.search(EXTRA, wanted, "groups")
         for group in self.optimizer.param_groups:
             mine = [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]
             group.update(next((known[name] for name in mine if name in known), {}))
         return
-    common = reader.folder / _COMMON
+    common = reader.folder / COMMON
     if not common.exists():
         return
     groups = reader.file(common)["param_groups"]
@@ -380,7 +310,7 @@ def _take_groups(
         group.update({key: value for key, value in saved.items() if key != "params"})
 
 
-def _take_random_state(self: Any, reader: _Reader) -> None:
+def _take_random_state(self: Any, reader: Reader) -> None:
     """Only under the very layout in which it was written: the streams belong to ranks."""
     manifest = reader.manifest
     if manifest is None:

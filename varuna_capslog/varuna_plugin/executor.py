@@ -201,6 +201,8 @@ def forward(original: Callable[..., Any], self: Any, inputs_as_dict: Any, recomp
     """
     stage = self.capslog
     stage.begin()
+    if stage.draws is not None:
+        stage.draws.begin_forward(inputs_as_dict)
     if recompute:
         state = save_random_state(self.device)
         with _statistics_kept(stage.norms(self.module)):

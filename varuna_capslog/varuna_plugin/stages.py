@@ -17,6 +17,7 @@ from torch import nn
 
 from varuna_capslog.errors import CapslogError
 from varuna_capslog.varuna_plugin.boundary import Entry, Exit
+from varuna_capslog.varuna_plugin.drawing import Draws
 from varuna_capslog.varuna_plugin.options import current
 from varuna_capslog.varuna_plugin.partition import Partition, TieGroup, tie_groups
 from varuna_capslog.varuna_plugin.phantom import Phantom, make_phantoms
@@ -48,6 +49,7 @@ class StageRun:
         active: whether the forward has reached the stage's own code.
         left: whether it has reached the cut behind.
         gradients_sent: whether the backward under way has sent gradients to the stage before.
+        draws: where random numbers must not depend on the cuts.
     """
 
     def __init__(self, partition: Partition, stage: int, ties: Sequence[TieGroup]) -> None:
@@ -58,6 +60,7 @@ class StageRun:
         self.entry: Entry | None = None
         self.exit: Exit | None = None
         self.active = self.left = self.gradients_sent = False
+        self.draws: Draws | None = None
         self._norms: list[nn.Module] | None = None
 
     def begin(self) -> None:

@@ -1,0 +1,252 @@
+"""Elastic runs on the real Varuna for tests: workers forked from one nursery, this process in the host's place, so that
+a test says exactly when who is lost, and what an uninterrupted run gives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.varuna_plugin import models
+from varuna_capslog import files
+from varuna_capslog.elastic.generation import Generation, Stamp
+from varuna_capslog.elastic.nursery import PRELOADED, Nursery
+from varuna_capslog.elastic.store import StoreGone, open_store, serve_store
+from varuna_capslog.engine.seeds import seed_layer
+from varuna_capslog.varuna_plugin.checkpoint_files import newest
+from varuna_capslog.varuna_plugin.elastic_disk import begin_with
+from varuna_capslog.varuna_plugin.inputs import scatter
+
+SCRIPT = str(Path(__file__).with_name("elastic_script.py"))
+BATCH, CHUNK = 7, 2
+
+
+class Cradle:
+    """One nursery for many runs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.told: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        modules = (*PRELOADED, "varuna", "varuna_capslog.varuna_plugin.elastic_work", "torch._dynamo")
+        entry = "varuna_capslog.varuna_plugin.elastic_run:main"
+        self.nursery = Nursery(entry, self.told.put, folder / "nursery.log", modules)
+        self.runs = 0
+
+
+@dataclass
+class Ended:
+    """What a run left: statuses by member (minus a signal's number), the last line of each step, events."""
+
+    run_dir: Path
+    status: dict[str, int]
+    pids: dict[str, int]
+    rows: dict[int, dict[str, Any]]
+    events: list[dict[str, Any]]
+
+    def members(self) -> list[list[str]]:
+        """Of each generation that trained."""
+        return [event["members"] for event in self.events if event["kind"] in ("begin", "morph")]
+
+    def cuts(self) -> list[list[int]]:
+        return [event["cuts"] for event in self.events if event["kind"] in ("begin", "morph")]
+
+    def describe(self) -> str:
+        """For a failed assertion."""
+        logs = [path.read_text()[-3000:] for path in sorted((self.run_dir / "workers").glob("*.log"))]
+        return "\n".join([str(self.status), *map(str, self.events), *logs])
+
+
+class Live:
+    """One run of the script. Members are m0, m1, ... in the order of their ranks."""
+
+    def __init__(self, cradle: Cradle, run_dir: Path, members: int, *arguments: str, first: int = 0) -> None:
+        self.run_dir, self._cradle = run_dir, cradle
+        self._arguments = [str(run_dir), SCRIPT, str(run_dir), *arguments]
+        cradle.runs += 1
+        self._prefix = f"{cradle.runs}"
+        self.pids: dict[str, int] = {}
+        self.status: dict[str, int] = {}
+        self._next = first
+        self._waited: list[str] = []
+        (run_dir / "workers").mkdir(parents=True, exist_ok=True)
+        step, path = begin_with(run_dir)
+        self.server, port = serve_store()
+        self._address = f"127.0.0.1:{port}"
+        self.store = open_store(self._address, self.server.identity)
+        for key, value in {"resumed-step": str(step), "resumed-path": path}.items():
+            self.store.put(key, value)
+        names = [self.join() for _ in range(members)]
+        self.store.compare_and_set(0, Generation(1, tuple(names), checkpoint=Stamp(step, 0)))
+
+    def join(self) -> str:
+        """Starts one member more."""
+        member = f"m{self._next}"
+        self._next += 1
+        self._waited.append(member)
+        environment = {
+            "CAPSLOG_MEMBER": member,
+            "CAPSLOG_HOST": f"host-{member}",
+            "CAPSLOG_STORE": self._address,
+            "CAPSLOG_STORE_IDENTITY": self.server.identity,
+            "CAPSLOG_RUN_DIR": str(self.run_dir),
+            "RES_OPTIONS": "timeout:1 attempts:5",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+        }
+        log = str(self.run_dir / "workers" / f"{member}.log")
+        order = {"environment": environment, "log": log, "arguments": self._arguments}
+        self._cradle.nursery.fork({"member": f"{self._prefix}-{member}", **order})
+        return member
+
+    def _look(self) -> None:
+        """Takes what the nursery tells, and tells the log of losses, as a host does."""
+        with contextlib.suppress(queue.Empty):
+            what = self._cradle.told.get(timeout=0.01)
+            prefix, _, member = str(what.get("member", "")).partition("-")
+            if prefix != self._prefix:
+                return
+            if "signal" not in what and "status" not in what:
+                self.pids[member] = what["pid"]
+                return
+            self.status[member] = -what["signal"] if "signal" in what else what["status"]
+            if self.status[member] not in (0, 130):
+                with contextlib.suppress(StoreGone):
+                    self.store.append({"kind": "dead", "member": member, "why": f"ended with {self.status[member]}"})
+
+    def until(self, done: Callable[[], bool], what: str, seconds: float = 90.0) -> None:
+        until = time.monotonic() + seconds
+        while not done():
+            if time.monotonic() > until:
+                text = self._ended().describe()
+                self.close()
+                raise AssertionError(f"{what} did not come within {seconds:g} s\n{text}")
+            self._look()
+
+    def reaches(self, step: int) -> None:
+        """Waits until a step is in the metrics."""
+        path = self.run_dir / "metrics.jsonl"
+        self.until(lambda: path.exists() and any(r["step"] >= step for r in files.read_jsonl(path)), f"step {step}")
+
+    def size_is(self, members: int) -> None:
+        """Waits until so many train, and have told so."""
+        self.until(lambda: bool(self._ended().members()) and len(self._ended().members()[-1]) == members, "that many")
+
+    def signal(self, member: str, number: int) -> None:
+        self.until(lambda: member in self.pids, f"the process of {member}")
+        os.kill(self.pids[member], number)
+
+    def finish(self) -> Ended:
+        """Waits until all members have ended."""
+        self.until(lambda: len(self.status) == len(self._waited), "the end of all")
+        ended = self._ended()
+        self.close()
+        return ended
+
+    def _ended(self) -> Ended:
+        found = [
+            files.read_jsonl(path) if path.exists() else []
+            for path in (self.run_dir / "metrics.jsonl", self.run_dir / "events.jsonl")
+        ]
+        rows = {row["step"]: row for row in found[0]}
+        return Ended(self.run_dir, dict(self.status), dict(self.pids), rows, found[1])
+
+    def close(self) -> None:
+        """Kills whoever is left."""
+        for member in self.pids.keys() - self.status.keys():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pids[member], signal.SIGKILL)
+        self.store.close()
+        self.server.close()
+
+
+# -- what must come out
+
+
+@dataclass(frozen=True)
+class Truth:
+    """Loss and norm of each step, and all that a checkpoint holds at the end."""
+
+    loss: dict[int, float]
+    norm: dict[int, float]
+    final: dict[str, Tensor]
+
+
+def final_of(run_dir: Path) -> dict[str, Tensor]:
+    """Parameters, moments and buffers of the last checkpoint."""
+    found = newest(run_dir / "checkpoints")
+    assert found is not None
+    state: dict[str, Tensor] = {"step of the run": torch.tensor(found[0])}
+    for path in sorted(found[1].iterdir()):
+        kind = path.name.rpartition("-")[0]
+        if kind not in ("opt-fp32-params", "opt-state", "capslog-extra"):
+            continue
+        content = torch.load(path, weights_only=True)
+        for name, value in (content["buffers"] if kind == "capslog-extra" else content).items():
+            for key, tensor in value.items() if isinstance(value, dict) else [("", value)]:
+                state[f"{kind}/{name}/{key}"] = torch.as_tensor(tensor)
+    return state
+
+
+def truth_of(run_dir: Path, ended: Ended) -> Truth:
+    """Of a run that nobody disturbed."""
+    return Truth(
+        {step: row["loss"] for step, row in ended.rows.items()},
+        {step: row["grad_norm"] for step, row in ended.rows.items()},
+        final_of(run_dir),
+    )
+
+
+def check(ended: Ended, truth: Truth, tolerance: float = 0.0) -> None:
+    """Every step once, and all equal to the truth; bitwise by default (norms are sums of other parts: to rounding)."""
+    assert sorted(ended.rows) == sorted(truth.loss), ended.describe()
+    for step, row in ended.rows.items():
+        assert abs(row["loss"] - truth.loss[step]) <= tolerance, (row, truth.loss[step], ended.describe())
+        assert abs(row["grad_norm"] - truth.norm[step]) <= max(tolerance, 1e-12), (row, truth.norm[step])
+    final = final_of(ended.run_dir)
+    assert final.keys() == truth.final.keys()
+    for name, tensor in final.items():
+        difference = (tensor.double() - truth.final[name].double()).abs().max()
+        assert difference <= tolerance, (name, float(difference))
+
+
+def oracle(blocks: int, steps: int) -> Truth:
+    """The script's training in plain torch: one process, one whole model, no Varuna, none of the plugin's training."""
+    torch.manual_seed(0)
+    model: nn.Module = models.Model(models.PlainCut, dropout=0.1, blocks=blocks)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    losses, norms = {}, {}
+    position = [0, 0, 0]  # step, microbatch, piece
+
+    def cross() -> None:
+        position[2] += 1
+        seed_layer(torch.device("cpu"), 0, *position)
+
+    models.PlainCut.on_cross = staticmethod(cross)
+    try:
+        for step in range(1, steps + 1):
+            total = 0.0
+            batches = scatter(models.batch(BATCH, 8 + 2 * (step % 3), 10, step), BATCH, CHUNK)
+            for index, batch in enumerate(batches):
+                position[:] = [step, index, -1]
+                cross()
+                loss = model(**batch) * batches.sizes[index] / BATCH
+                loss.backward()
+                total += float(loss.detach())
+            losses[step] = total
+            norms[step] = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9))
+            for group in optimizer.param_groups:
+                group["lr"] = 0.01 / (1 + step // 5)
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        models.PlainCut.on_cross = None
+    final = {f"opt-fp32-params/{name}/": p.detach() for name, p in model.named_parameters()}
+    return Truth(losses, norms, final | {f"capslog-extra/{name}/": b for name, b in model.named_buffers()})

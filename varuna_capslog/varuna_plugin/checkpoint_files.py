@@ -1,0 +1,139 @@
+"""A checkpoint's folder read: which files it has, what they hold, and where a name is found.
+
+The layout is Varuna's, one file per piece and kind, with a manifest where the plugin wrote it. Nothing here knows
+ranks, stages or a model.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from varuna_capslog import files
+from varuna_capslog.engine.checkpoint import digest_of
+from varuna_capslog.errors import CapslogError
+
+__all__ = [
+    "COMMON",
+    "EXTRA",
+    "FORMAT",
+    "MANIFEST",
+    "PARAMETERS",
+    "STATE",
+    "Reader",
+    "newest",
+    "read_tensors",
+]
+
+MANIFEST = "capslog-manifest.json"
+FORMAT = "varuna-capslog/varuna-checkpoint/1"
+PARAMETERS, STATE, COMMON = "opt-fp32-params-{}", "opt-state-{}", "opt-common-state"
+EXTRA = "capslog-extra-{}"
+
+
+def newest(folder: Path) -> tuple[int, Path] | None:
+    """Step and place of the newest complete checkpoint that the plugin wrote."""
+    found = [path.parent for path in folder.glob(f"varuna_ckpt_*/{MANIFEST}")]
+    steps = {int(path.name.removeprefix("varuna_ckpt_")): path for path in found}
+    return max(steps.items()) if steps else None
+
+
+def read_tensors(place: Path, parameters: Iterable[str], buffers: Iterable[str]) -> dict[str, Tensor]:
+    """Parts of a checkpoint that the plugin wrote: "parameters/<name>", "buffers/<name>", and what the optimizer keeps,
+    "optimizer/<name>/<key>" for tensors and "number/<name>/<key>" for plain numbers.
+
+    Raises:
+        CapslogError: it is damaged, incomplete, of unpatched Varuna, or lacks a name.
+    """
+    reader = Reader(place, check=True)
+    if reader.manifest is None:
+        raise CapslogError(f"{place} was written by Varuna itself, which leaves parts out; load it in a script")
+    where = reader.manifest["parameters"] | reader.manifest["buffers"]
+    wanted, extra = {name: where[name] for name in parameters}, {name: where[name] for name in buffers if name in where}
+    values, kept = reader.search(PARAMETERS, wanted), reader.search(EXTRA, extra, "buffers")
+    missing = sorted((wanted.keys() - values.keys()) | (extra.keys() - kept.keys()))
+    if missing:
+        raise CapslogError(f"{place} lacks {', '.join(missing[:4])}: it was written for another model")
+    found = {f"parameters/{name}": value for name, value in values.items()}
+    found |= {f"buffers/{name}": value for name, value in kept.items()}
+    for name, state in reader.search(STATE, wanted).items():
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                found[f"optimizer/{name}/{key}"] = value
+            elif value is not None:
+                found[f"number/{name}/{key}"] = torch.tensor(value, dtype=torch.float64)
+    return found
+
+
+class Reader:
+    """One checkpoint folder; files are read once."""
+
+    def __init__(self, folder: Path, check: bool) -> None:
+        self.folder, self.check = folder, check
+        self.manifest: dict[str, Any] | None = None
+        self._cache: dict[str, Any] = {}
+        if not folder.is_dir():
+            raise CapslogError(f"{folder} is not there; give the folder that holds varuna_ckpt_* and a step of it")
+        if (folder / MANIFEST).exists():
+            self.manifest = files.read_json(folder / MANIFEST)
+            if self.manifest is None or self.manifest.get("format") != FORMAT:
+                raise CapslogError(f"{folder / MANIFEST}: format is not {FORMAT!r}")
+        self.pieces = sorted(
+            {
+                int(name.removeprefix("opt-fp32-params-").split("_")[0])
+                for name in os.listdir(folder)
+                if name.startswith("opt-fp32-params-")
+            }
+        )
+        wanted = range(self.manifest["num_pieces"]) if self.manifest else range(max(self.pieces, default=-1) + 1)
+        if check and (not self.pieces or self.pieces != list(wanted)):
+            raise CapslogError(
+                f"{folder} holds the pieces {self.pieces}, not all of 0 to {max(wanted, default=0)}: it was broken "
+                "off; load an older one"
+            )
+
+    def piece(self, pattern: str, piece: int) -> dict[str, Any]:
+        """Content of a piece's file, its shards together; empty where there is none."""
+        name = pattern.format(piece)
+        if name not in self._cache:
+            content: dict[str, Any] = {}
+            for path in self._paths(name):
+                content.update(self.file(path))
+            self._cache[name] = content
+        return dict(self._cache[name])
+
+    def _paths(self, name: str) -> Iterator[Path]:
+        whole = self.folder / name
+        if whole.exists():
+            yield whole
+        else:
+            yield from sorted(self.folder.glob(f"{name}_*"))
+
+    def file(self, path: Path) -> Any:
+        """A file's content, checked against the manifest where there is one."""
+        if self.check and self.manifest is not None:
+            entry = self.manifest["files"].get(path.name)
+            if entry is None or not path.is_file() or digest_of(path) != entry["digest"]:
+                raise CapslogError(f"{path}: damaged (not what the manifest says); load an older checkpoint")
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True)
+        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+            raise CapslogError(f"{path}: cannot be read ({error}); load an older checkpoint") from error
+
+    def search(self, pattern: str, names: Mapping[str, int], part: str | None = None) -> dict[str, Any]:
+        """The entries of `names` (with the piece where each should be); looks everywhere before it gives up."""
+        found: dict[str, Any] = {}
+        for piece in [*sorted(set(names.values())), *self.pieces]:
+            if len(found) == len(names):
+                break
+            content = self.piece(pattern, piece)
+            content = content.get(part, {}) if part is not None else content
+            found |= {name: content[name] for name in names if name in content and name not in found}
+        return found
