@@ -154,6 +154,43 @@ def test_with_shadows_a_change_waits_until_all_are_prepared_or_one_is_in_a_hurry
         assert 2 not in group.states[0].missing  # it came ahead, and was kept current
 
 
+def test_a_hint_copies_ahead_in_every_generation_and_changes_no_membership() -> None:
+    hint = frozenset({("leave", "m2")})
+    for shadows in (True, False):
+        group = running(1, shadows=shadows)
+        group.feed(2, m.Hint(("leave", "m2")))
+        group.train(3)
+        assert all(state.record.number == 1 and state.at.step == 4 for state in group.states)
+        wanted = [m.CopyAhead(1, hint)] * 3 if shadows else []  # said again: it may be forgotten
+        assert [group.said(i, m.CopyAhead) for i in range(3)] == [wanted] * 3
+        assert not group.said(0, m.Prepare)
+    group = running(1, shadows=True)
+    group.feed(2, m.Hint(("leave", "m2")))
+    group.train(1)
+    group.feed(1, m.Notice(("leave", "m1"), True))  # another one leaves: what is sure goes before what may be
+    group.train(1)
+    group.found(group.proposal(0))
+    assert group.proposal(0).leaving == ("m1",)
+    group.tally(0, 1, 2)
+    group.install()
+    group.train(1)
+    assert group.said(0, m.CopyAhead)[-1] == m.CopyAhead(2, hint)
+
+
+def test_a_change_that_may_be_cut_off_waits_for_a_checkpoint_and_no_longer() -> None:
+    group = running(1)
+    group.feed(2, m.Notice(("leave", "m2"), urgent=True, save=True))
+    group.train(1)
+    assert [group.said(i, m.SaveAll) for i in range(3)] == [[m.SaveAll(1)]] * 3
+    assert all(state.phase is Phase.RUN for state in group.states)
+    for i in range(3):
+        group.feed(i, m.Checkpointed(Stamp(2, 1)))
+    group.train(1)
+    assert group.proposal(0).leaving == ("m2",)
+    assert group.proposal(0).checkpoint == Stamp(2, 1)
+    assert len(group.said(0, m.SaveAll)) == 1
+
+
 def test_a_step_that_is_voted_down_changes_nothing() -> None:
     group = running(2)
     before = [(state.held, memory) for state, memory in zip(group.states, group.memory, strict=True)]

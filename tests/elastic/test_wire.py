@@ -11,7 +11,7 @@ from varuna_capslog.elastic.wire import decode, encode
 names = st.text(min_size=1, max_size=8)
 changes = st.frozensets(st.tuples(st.sampled_from(["leave", "join"]), names), max_size=4)
 stamps = st.builds(Stamp, st.integers(0, 10**9), st.integers(0, 10**6))
-votes = st.builds(Vote, st.booleans(), changes, changes, st.booleans())
+votes = st.builds(Vote, st.booleans(), changes, changes, st.booleans(), changes, st.booleans())
 contributions = st.builds(
     Contribution,
     st.frozensets(st.tuples(st.integers(0, 100), stamps), max_size=6),

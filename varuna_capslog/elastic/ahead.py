@@ -24,6 +24,7 @@ class Ahead:
         mine: what comes here.
         sent: layer -> members that were sent a copy in this generation, for whatever change; they get every update.
         began: the copies of this change have been sent.
+        hinted: it may never be made; nobody waits for it.
     """
 
     changes: frozenset[Change]
@@ -31,6 +32,7 @@ class Ahead:
     mine: frozenset[int]
     sent: dict[int, tuple[Member, ...]] = field(default_factory=dict)
     began: bool = False
+    hinted: bool = False
 
     def due(self) -> list[tuple[int, tuple[Member, ...]]]:
         """What is to be sent now, each copy once: layers and those that have not got them."""

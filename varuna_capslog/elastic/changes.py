@@ -16,6 +16,7 @@ __all__ = [
     "adopt",
     "broken",
     "heard_of",
+    "hint",
     "outside",
     "stop_answering",
     "store_lost",
@@ -26,7 +27,14 @@ __all__ = [
 ]
 
 
-def wish(state: State, change: m.Change, urgent: bool) -> Step:
+def hint(state: State, change: m.Change) -> Step:
+    """A change that may be wished later becomes part of this member's votes; nothing else comes of it here."""
+    if state.phase is Phase.OUTSIDE or change[1] not in state.record.members:
+        return state, ()
+    return replace(state, hints=state.hints | {change}), ()
+
+
+def wish(state: State, change: m.Change, urgent: bool, save: bool = False) -> Step:
     """A change becomes part of the next vote; where nobody votes, it is made at once."""
     kind, member = change
     if state.phase is Phase.OUTSIDE:
@@ -34,7 +42,7 @@ def wish(state: State, change: m.Change, urgent: bool) -> Step:
         return outside(state, state.record, wants_in=False) if gives_up else (state, ())
     if (member in state.record.members) == (kind == "join"):
         return state, ()
-    state = replace(state, changes=state.changes | {change}, urgent=state.urgent or urgent)
+    state = replace(state, changes=state.changes | {change}, urgent=state.urgent or urgent, save=state.save or save)
     if state.phase is Phase.WAIT:  # whoever comes may hold what was waited for: no reason to go back
         return stop_answering(replace(state, planned=True, regress=False))
     return state, ()
@@ -172,6 +180,8 @@ def adopt(state: State, record: Generation) -> Step:
         suspects=state.suspects.intersection(record.participants),
         changes=changes,
         urgent=state.urgent and bool(changes),
+        hints=frozenset(change for change in state.hints if change[1] in members),
+        save=False,
         prepared=frozenset(),
         planned=False,
         unseen=None,
@@ -197,6 +207,8 @@ def outside(state: State, record: Generation, wants_in: bool) -> Step:
         suspects=frozenset(),
         changes=frozenset(),
         urgent=False,
+        hints=frozenset(),
+        save=False,
         prepared=frozenset(),
         planned=False,
         unseen=None,

@@ -26,6 +26,7 @@ __all__ = [
     "Computed",
     "Contribution",
     "Copied",
+    "CopyAhead",
     "Discard",
     "Drop",
     "Effect",
@@ -33,6 +34,7 @@ __all__ = [
     "Event",
     "Farewell",
     "Heard",
+    "Hint",
     "Install",
     "Load",
     "Notice",
@@ -42,6 +44,7 @@ __all__ = [
     "ReadStore",
     "Received",
     "Release",
+    "SaveAll",
     "Send",
     "StoreLost",
     "StoreSays",
@@ -89,12 +92,16 @@ class Vote:
         changes: changes of the membership that this member knows to be wished.
         prepared: the set of changes for which everything that must move here has been copied ahead.
         urgent: its deadline leaves no time for preparation.
+        hints: changes that may be wished later.
+        save: one of `changes` may be cut off on its way: a checkpoint is to be written before it begins.
     """
 
     finite: bool = True
     changes: frozenset[Change] = frozenset()
     prepared: frozenset[Change] = frozenset()
     urgent: bool = False
+    hints: frozenset[Change] = frozenset()
+    save: bool = False
 
 
 Value = Contribution | Vote
@@ -208,10 +215,23 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """A change that somebody wishes: this member, or a straggler, is to leave. Urgent: no time for preparation."""
+    """A change that somebody wishes: this member, or a straggler, is to leave.
+
+    Attributes:
+        urgent: no time for preparation.
+        save: nor, perhaps, for the change itself, and it holds what nobody else does: a checkpoint first.
+    """
 
     change: Change
     urgent: bool = False
+    save: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """A change that may be wished later: its copies may be made ahead, but the membership stays as it is."""
+
+    change: Change
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +277,7 @@ Event = (
     | Suspects
     | Tick
     | Notice
+    | Hint
     | Asked
     | Prepared
     | Checkpointed
@@ -372,6 +393,21 @@ class Prepare:
 
 
 @dataclass(frozen=True, slots=True)
+class CopyAhead:
+    """As Prepare, for changes that may never be made: it costs no vote a wait, and nobody says when it is done."""
+
+    generation: int
+    changes: frozenset[Change]
+
+
+@dataclass(frozen=True, slots=True)
+class SaveAll:
+    """Write a checkpoint together with all members, at the boundary where the step just applied ends."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
 class Bid:
     """Tell these that they may go (they get Farewell)."""
 
@@ -412,6 +448,8 @@ Effect = (
     | Abort
     | Ask
     | Prepare
+    | CopyAhead
+    | SaveAll
     | Bid
     | Persist
     | Wait

@@ -337,10 +337,11 @@ class PipelineWork:
 
     # -- boundaries ---------------------------------------------------------------------------------------------------
 
-    def between(self, stamp: Stamp) -> Stamp | None:
+    def between(self, stamp: Stamp, save: bool = False) -> Stamp | None:
         train, step = self.config.train, stamp.step
         judges = bool(train.evaluate_every) and step > 0 and step % (train.evaluate_every or 1) == 0
         saves = train.checkpoint_every is not None and step > 0 and step % train.checkpoint_every == 0
+        saves = saves or (save and step > 0)
         written = None
         if judges or saves:
             self._learn_done(step)

@@ -58,7 +58,9 @@ def step(job: Job, state: State, event: m.Event) -> Step:
         case m.Enter():
             return replace(state, wants_in=True), (m.ReadStore(),)
         case m.Notice():
-            return changes.wish(state, event.change, event.urgent)
+            return changes.wish(state, event.change, event.urgent, event.save)
+        case m.Hint():
+            return changes.hint(state, event.change)
         case m.Asked():
             return changes.wish(state, ("join", event.member), False)
         case m.Prepared():
@@ -205,7 +207,7 @@ def _cast_if_ready(state: State) -> Step:
 
 
 def _cast(state: State, finite: bool) -> Step:
-    vote = m.Vote(finite, state.changes, state.prepared, state.urgent)
+    vote = m.Vote(finite, state.changes, state.prepared, state.urgent, state.hints, state.save)
     number = state.record.number
     return replace(state, cast=True, voted=(number, state.at)), (m.Cast(number, state.round, vote),)
 
@@ -230,12 +232,18 @@ def _voted(job: Job, state: State, votes: Sequence[m.Vote]) -> Step:
         return state, (*effects, *more)
     wished = frozenset[m.Change]().union(*[vote.changes for vote in votes])
     urgent = any(vote.urgent for vote in votes)
-    state = replace(state, changes=state.changes | wished)
-    if wished and (urgent or not job.shadows or all(vote.prepared == wished for vote in votes)):
+    save = any(vote.save for vote in votes)  # a change that may be cut off waits for the checkpoint, one step long
+    hinted = frozenset[m.Change]().union(*[vote.hints for vote in votes])
+    state = replace(state, changes=state.changes | wished, hints=state.hints | hinted, save=False)
+    if wished and not save and (urgent or not job.shadows or all(vote.prepared == wished for vote in votes)):
         state, more = changes.stop_answering(replace(state, planned=True))
         return state, (*effects, *more)
     if wished and state.prepared != wished:
         effects.append(m.Prepare(generation, wished))
+    elif hinted and not wished and job.shadows:
+        effects.append(m.CopyAhead(generation, hinted))
+    if save:
+        effects.append(m.SaveAll(generation))
     state, more = _next_step(state)
     return state, (*effects, *more)
 

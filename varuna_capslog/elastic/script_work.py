@@ -238,8 +238,9 @@ class ScriptWork:
 
     # -- boundaries ----------------------------------------------------------------------------------------------------
 
-    def between(self, stamp: Stamp) -> Stamp | None:
-        if not self._every or not stamp.step or stamp.step % self._every:
+    def between(self, stamp: Stamp, save: bool = False) -> Stamp | None:
+        due = bool(self._every) and stamp.step % (self._every or 1) == 0
+        if not stamp.step or not (due or save):
             return None
         self._save(stamp)
         return stamp

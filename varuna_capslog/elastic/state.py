@@ -76,6 +76,8 @@ class State:
         layout: of the last decided generation, to judge whether the survivors hold everything.
         suspects: participants that the failure detector takes for lost.
         changes, urgent: wishes it knows of, until they are part of a generation.
+        hints: members of the generation that may be told to leave.
+        save: its next vote asks for a checkpoint before a change begins.
         prepared: the wishes for which its shadows are complete.
         planned: it stopped because a vote said so; the new generation may be proposed at once.
         unseen: a newer generation seen while its own vote was out.
@@ -106,6 +108,8 @@ class State:
     suspects: frozenset[Member] = frozenset()
     changes: frozenset[m.Change] = frozenset()
     urgent: bool = False
+    hints: frozenset[m.Change] = frozenset()
+    save: bool = False
     prepared: frozenset[m.Change] = frozenset()
     planned: bool = False
     unseen: Generation | None = None

@@ -21,6 +21,8 @@ def encode(value: Value) -> bytes:
             "changes": sorted(value.changes),
             "prepared": sorted(value.prepared),
             "urgent": value.urgent,
+            "hints": sorted(value.hints),
+            "save": value.save,
         }
     else:
         data = {
@@ -39,7 +41,8 @@ def decode(text: bytes) -> Value:
         return Vote()
     data = json.loads(text)
     if "finite" in data:
-        return Vote(data["finite"], _changes(data["changes"]), _changes(data["prepared"]), data["urgent"])
+        changes, prepared, hints = (_changes(data[key]) for key in ("changes", "prepared", "hints"))
+        return Vote(data["finite"], changes, prepared, data["urgent"], hints, data["save"])
     return Contribution(
         frozenset((layer, Stamp(step, generation)) for layer, step, generation in data["held"]),
         data["host"],

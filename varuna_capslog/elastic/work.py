@@ -91,8 +91,11 @@ class Work(Protocol):
     def is_done(self, step: int) -> bool:
         """Whether the run ends with this step."""
 
-    def between(self, stamp: Stamp) -> Stamp | None:
+    def between(self, stamp: Stamp, save: bool = False) -> Stamp | None:
         """What is due at a boundary before the next step (checkpoints, evaluation), together with all members.
+
+        Args:
+            save: a checkpoint is due, whatever the settings say.
 
         Returns:
             `stamp`, if a checkpoint of it has been completed. Raises PeerLost.

@@ -29,11 +29,12 @@ def test_the_rung(kind: Kind, left: float | None, move_seconds: float, expected:
     assert rung(Notice(kind, "x", "1", ("a",), deadline), now, move_seconds) is expected
 
 
-def test_the_protocol_hears_of_all_but_hints() -> None:
-    assert protocol_event(Rung.SHADOW, "m1") is None
+def test_what_the_protocol_hears() -> None:
+    assert protocol_event(Rung.SHADOW, "m1") == messages.Hint(("leave", "m1"))
     assert protocol_event(Rung.COMMIT, "m1") == messages.Notice(("leave", "m1"), urgent=False)
     assert protocol_event(Rung.LEAVE, "m1") == messages.Notice(("leave", "m1"), urgent=True)
-    assert protocol_event(Rung.CRASH_PATH, "m1") == messages.Notice(("leave", "m1"), urgent=True)
+    assert protocol_event(Rung.CRASH_PATH, "m1") == messages.Notice(("leave", "m1"), urgent=True, save=True)
+    assert protocol_event(Rung.CRASH_PATH, "m1", alone=False) == messages.Notice(("leave", "m1"), urgent=True)
 
 
 def test_the_protocol_takes_it() -> None:
@@ -46,7 +47,6 @@ def test_the_protocol_takes_it() -> None:
     job = make_job(2, even_places(2, 0))
     state = State("m1", "a", phase=Phase.RUN, record=Generation(1, ("m0", "m1")), round=1)
     event = protocol_event(Rung.LEAVE, "m1")
-    assert event is not None
     after, _ = protocol.step(job, state, event)
     assert after.changes == {("leave", "m1")}
     assert after.urgent
