@@ -451,6 +451,8 @@ class Chaos:
                 members = set(field.members_of(one.generation))
                 if one.time <= hit.time or not members or members & (lost | field.roster.dead):
                     continue
+                if lost and one.generation < hit.generation:  # the last of an older one, without those lost later
+                    continue
                 without = bool(excused) and not members & excused
                 if one.time > until or without:
                     hit.recovered = one.time - hit.time
