@@ -18,6 +18,7 @@ __all__ = ["main"]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one rank; returns the exit status (a failure ends the process with its own)."""
     from varuna_capslog.config import load_config
+    from varuna_capslog.elastic.parked import recover
     from varuna_capslog.engine.worker import run_worker
     from varuna_capslog.errors import CapslogError
     from varuna_capslog.prepare import prepare_run
@@ -50,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         def prepare() -> None:
             stack.enter_context(reserve(config.run_dir))
             prepare_run(config, show=False)
+            if config.resume == "auto":
+                recover(config.run_dir)  # what an elastic run left here that stopped between two checkpoints
 
         return run_worker(config.run_dir, prepare=prepare)
 

@@ -43,3 +43,20 @@ def test_a_loss_that_the_host_has_said_is_not_said_again_by_the_file(tmp_path, c
         (tmp_path / "events.jsonl").write_text(json.dumps(loss) + "\n")
         time.sleep(0.3)
     assert len(re.findall("killed by SIGKILL", capsys.readouterr().out)) == 1
+
+
+def test_the_last_step_and_all_scores_are_said_whenever_the_run_ends(tmp_path, capsys):
+    with Terminal(tmp_path, None):
+        with open(tmp_path / "metrics.jsonl", "w") as file:
+            for step in (1, 2, 3):
+                file.write(json.dumps({"step": step, "loss": 0.5, "world_size": 2}) + "\n")
+                file.flush()
+                time.sleep(0.3)
+        scores = {"AP": 0.25, "AP_large": None, "AP50": 0.5, "per_class": {"one": 0.1}}
+        (tmp_path / "evaluations.jsonl").write_text(json.dumps({"step": 3, "scores": scores}) + "\n")
+    said = capsys.readouterr().out.splitlines()
+    assert [line for line in said if line] == [
+        "step 1  loss 0.5000  2 members",
+        "step 3  loss 0.5000  2 members",  # the second one within the ten seconds of the first
+        "step 3: AP 0.250  AP50 0.500",
+    ]

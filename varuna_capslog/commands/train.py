@@ -30,6 +30,7 @@ def train(
 ) -> None:
     """Train over the planned pipeline. Ctrl-C stops after the step; the same command continues."""
     from varuna_capslog.config import load_config
+    from varuna_capslog.elastic.parked import recover
     from varuna_capslog.errors import CapslogError
     from varuna_capslog.prepare import prepare_run
     from varuna_capslog.profiles.record import read_profile
@@ -52,6 +53,8 @@ def train(
         if settings.elastic.enabled:
             _train_elastic(settings)
             return
+        if settings.resume == "auto":
+            recover(settings.run_dir)  # an elastic run may have stopped here between two checkpoints
         Supervisor(
             settings.run_dir,
             [sys.executable, "-m", "varuna_capslog.engine.worker", str(settings.run_dir)],

@@ -404,7 +404,7 @@ class Host:
                 self._tell({"kind": "hint", "member": worker.member, "deadline": left, "source": notice.source})
             return
         self._noticed = True
-        self.say(f"this host is to leave: {notice}")
+        self.say(f"notice from {notice}")
         for worker in self._living():
             self._notify(worker.member, notice.kind is Kind.NOW, left, notice.source)
 

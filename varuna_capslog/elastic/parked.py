@@ -69,17 +69,17 @@ def write_held(
 def recover(run_dir: Path) -> Path | None:
     """Makes a checkpoint of what an earlier run left in `held/`, if that is newer than its last one; removes the rest.
 
-    Called by one process before a run starts.
+    Called by one process before a run starts, be it one whose members may change or not.
 
     Returns:
         The checkpoint's folder; None where nothing is to be had.
     """
-    from varuna_capslog.engine.checkpoint import FORMAT, latest_checkpoint, sync_folder
-
     folder, checkpoints = run_dir / "held", run_dir / "checkpoints"
     records = sorted(folder.glob("record-*.json"))
     if not records:
         return None
+    from varuna_capslog.engine.checkpoint import FORMAT, latest_checkpoint, sync_folder
+
     newest = files.read_json(records[-1])
     record, manifest = Generation.from_json(newest["record"], str(records[-1])), newest["manifest"]
     latest, _ = latest_checkpoint(checkpoints)

@@ -36,6 +36,7 @@ class Terminal:
         self._console = Console(file=sys.stdout)
         self._live = self._console.is_terminal
         self._metrics, self._events = _Tail(run_dir / "metrics.jsonl"), _Tail(run_dir / "events.jsonl")
+        self._evaluations = _Tail(run_dir / "evaluations.jsonl")
         columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"))
         self._progress = Progress(*columns, TimeElapsedColumn(), console=self._console, disable=not self._live)
         self._task = self._progress.add_task("starting", total=total_steps)
@@ -43,6 +44,7 @@ class Terminal:
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="terminal", daemon=True)
         self._quiet_until = 0.0
+        self._unsaid: dict[str, Any] | None = None
         self._said = {""}
 
     def __enter__(self) -> Terminal:
@@ -53,7 +55,7 @@ class Terminal:
     def __exit__(self, *_: object) -> None:
         self._end.set()
         self._thread.join()
-        self._look()
+        self._look(last=True)
         self._progress.stop()
 
     def say(self, line: str) -> None:
@@ -65,20 +67,26 @@ class Terminal:
         while not self._end.wait(_LOOK_SECONDS):
             self._look()
 
-    def _look(self) -> None:
+    def _look(self, last: bool = False) -> None:
         for event in self._events.new():
             line = describe(event)
             if line and line not in self._said:  # what all wait for, each of them says, and the host knows its losses
                 self.say(line)
-        records = list(self._metrics.new())
-        if not records:
+        self._step(last)
+        for evaluation in self._evaluations.new():
+            self.say(_scores(evaluation))
+
+    def _step(self, last: bool) -> None:
+        """The bar, or a line every ten seconds and at the end."""
+        record = next(reversed(list(self._metrics.new())), self._unsaid)
+        if record is None:
             return
-        record = records[-1]
         text = "  ".join([*_numbers(record), _members(record["world_size"])])
         self._progress.update(self._task, completed=record["step"], description=text)
         now = time.monotonic()
-        if not self._live and (now >= self._quiet_until or record["step"] == self._total):
-            self._quiet_until = now + _LINE_SECONDS
+        self._unsaid = record
+        if not self._live and (now >= self._quiet_until or last or record["step"] == self._total):
+            self._unsaid, self._quiet_until = None, now + _LINE_SECONDS
             self.say(f"step {record['step']}{f' of {self._total}' if self._total else ''}  {text}")
 
 
@@ -113,6 +121,11 @@ def _numbers(record: Mapping[str, Any]) -> Iterator[str]:
             yield form.format(record[name])
     if "samples_per_second" in record:
         yield f"{record['samples_per_second']:.1f} samples/s"
+
+
+def _scores(evaluation: Mapping[str, Any]) -> str:
+    numbers = [(name, value) for name, value in evaluation["scores"].items() if isinstance(value, (int, float))]
+    return f"step {evaluation['step']}: " + "  ".join(f"{name} {value:.3f}" for name, value in numbers[:6])
 
 
 def _shape(event: Mapping[str, Any]) -> str:

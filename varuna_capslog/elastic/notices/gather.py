@@ -143,7 +143,7 @@ class Gathering:
 
     def _tell(self, announcement: Announcement) -> None:
         for notice in announcement.notices:
-            _log.warning("notice from %s", notice)
+            _log.info("notice from %s", notice)
         try:
             self._callback(announcement)
         except Exception as error:  # the next notice must still be heard

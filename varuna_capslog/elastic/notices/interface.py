@@ -24,6 +24,9 @@ class Kind(enum.IntEnum):
     NOW = 3  # the host is going already
 
 
+_WORDS = {Kind.HINT: "may have to leave", Kind.LEAVE: "is to leave", Kind.NOW: "is to leave now"}
+
+
 @dataclass(frozen=True, slots=True)
 class Clock:
     """The two clocks of a listener, to be replaced in tests.
@@ -78,7 +81,7 @@ class Notice:
 
     def __str__(self) -> str:
         until = f", {self.deadline.based_on}" if self.deadline else ""
-        return f"{self.source}: {self.kind.name.lower()} {', '.join(self.hosts)} ({self.detail or self.id}{until})"
+        return f"{self.source}: {', '.join(self.hosts)} {_WORDS[self.kind]} ({self.detail or self.id}{until})"
 
 
 Deliver = Callable[[Notice], None]
