@@ -44,7 +44,7 @@ def test_the_newest_boundary_that_is_there_whole_becomes_a_checkpoint(tmp_path):
 
 
 def test_several_members_make_a_boundary_whole_together(tmp_path):
-    leave(tmp_path, 5, range(0, 4))
+    leave(tmp_path, 5, range(4))
     leave(tmp_path, 5, range(2, len(CHAIN.layers)))
     recover(tmp_path)
     assert step_of(tmp_path) == 5
