@@ -26,7 +26,23 @@ from typing import Any, NamedTuple
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
-__all__ = ["Live", "Mark", "Pause", "append_result", "main", "pauses", "quantiles", "step_ends"]
+__all__ = ["Clock", "Live", "Mark", "Pause", "append_result", "main", "pauses", "quantiles", "step_ends"]
+
+
+class Clock:
+    """How long a script has been at work, and whether its minutes are over (0: they never are)."""
+
+    def __init__(self, minutes: float = 0.0) -> None:
+        self.began = time.monotonic()
+        self._until = self.began + 60 * minutes if minutes else float("inf")
+
+    @property
+    def seconds(self) -> float:
+        return round(time.monotonic() - self.began, 1)
+
+    @property
+    def over(self) -> bool:
+        return time.monotonic() > self._until
 
 
 class Mark(NamedTuple):

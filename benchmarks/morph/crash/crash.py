@@ -18,7 +18,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import itertools
 
-from live import HERE, Live, append_result, quantiles, step_ends
+from live import HERE, Clock, Live, append_result, quantiles, step_ends
+
+from varuna_capslog.errors import CapslogError
 
 
 def main() -> None:
@@ -27,6 +29,7 @@ def main() -> None:
     size.add_argument("--quick", action="store_true", help="8 kills")
     size.add_argument("--full", action="store_true", help="300 kills")
     parser.add_argument("--kills", type=int, default=0, help="how many instead of 100")
+    parser.add_argument("--minutes", type=float, default=0.0, help="and no more than fit into so many")
     parser.add_argument("--devices", type=int, default=4)
     parser.add_argument("--steps", type=int, default=10, help="of every generation, before the next change")
     parser.add_argument("--seed", type=int, default=0)
@@ -35,32 +38,37 @@ def main() -> None:
     given = parser.parse_args()
     wanted = given.kills or (8 if given.quick else 300 if given.full else 100)
     dice, devices = random.Random(given.seed), given.devices
-    began = time.monotonic()
+    clock, ended_early = Clock(given.minutes), None
     rows = []
     with Live(given.config, given.overrides, devices) as live:
         newest = live.wait_steps(devices, 2 * given.steps, 120)
-        for number in range(wanted):
-            members, rank = live.members, number % devices
-            marks = [mark for mark in live.marks() if mark.generation == newest]
-            ends = [last for _, last in step_ends(marks)[newest].values()]
-            step = statistics.median(b - a for a, b in itertools.pairwise(ends))
-            time.sleep(dice.random() * step)
-            killed = live.kill(members[rank])
-            found = live.wait_steps(devices - 1, given.steps, after=newest)
-            after = step_ends([mark for mark in live.marks() if mark.generation >= newest])
-            steps = after[found]
-            reached = max(after[newest])
-            rows.append(
-                {
-                    "rank": rank,
-                    "generations": found - newest,
-                    "again": reached + 1 - min(steps),
-                    "seconds": steps[min(steps)][1] - killed,
-                    "step": step,
-                }
-            )
-            live.join()
-            newest = live.wait_steps(devices, given.steps, after=found)
+        try:
+            for number in range(wanted):
+                if clock.over:
+                    break
+                members, rank = live.members, number % devices
+                marks = [mark for mark in live.marks() if mark.generation == newest]
+                ends = [last for _, last in step_ends(marks)[newest].values()]
+                step = statistics.median(b - a for a, b in itertools.pairwise(ends))
+                time.sleep(dice.random() * step)
+                killed = live.kill(members[rank])
+                found = live.wait_steps(devices - 1, given.steps, after=newest)
+                after = step_ends([mark for mark in live.marks() if mark.generation >= newest])
+                steps = after[found]
+                reached = max(after[newest])
+                rows.append(
+                    {
+                        "rank": rank,
+                        "generations": found - newest,
+                        "again": reached + 1 - min(steps),
+                        "seconds": steps[min(steps)][1] - killed,
+                        "step": step,
+                    }
+                )
+                live.join()
+                newest = live.wait_steps(devices, given.steps, after=found)
+        except (TimeoutError, RuntimeError, CapslogError) as error:  # what was measured up to here is told
+            ended_early = str(error)[:500]
     append_result(
         "crash",
         {
@@ -68,7 +76,8 @@ def main() -> None:
             "overrides": given.overrides,
             "seed": given.seed,
             "devices": devices,
-            "seconds": round(time.monotonic() - began, 1),
+            "seconds": clock.seconds,
+            "ended_early": ended_early,
             "kill_to_step_ms": quantiles([row["seconds"] for row in rows]),
             "by_rank_p50_ms": [
                 quantiles([row["seconds"] for row in rows if row["rank"] == rank])["p50"]

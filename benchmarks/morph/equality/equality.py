@@ -15,14 +15,13 @@ import os
 import random
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from live import HERE, Live, Mark, append_result
+from live import HERE, Clock, Live, Mark, append_result
 from live import main as marked
 
 BLOCKS = 4
@@ -140,6 +139,7 @@ def run() -> None:
     size.add_argument("--quick", action="store_true", help="12 morphs")
     size.add_argument("--full", action="store_true", help="400 morphs")
     parser.add_argument("--morphs", type=int, default=0, help="how many instead of 110")
+    parser.add_argument("--minutes", type=float, default=0.0, help="and no more than fit into so many")
     parser.add_argument("--most", type=int, default=6, help="devices")
     parser.add_argument("--kills", type=float, default=0.2, help="share of the losses that come without notice")
     parser.add_argument("--seed", type=int, default=0)
@@ -147,7 +147,7 @@ def run() -> None:
     parser.add_argument("overrides", nargs="*", help="of the config's keys")
     given = parser.parse_args()
     wanted = given.morphs or (12 if given.quick else 400 if given.full else 110)
-    dice, began = random.Random(given.seed), time.monotonic()
+    dice, clock, done = random.Random(given.seed), Clock(given.minutes), 0
     overrides = [f"train.accumulation_blocks={BLOCKS}", *given.overrides]
     what: Counter[str] = Counter()
     with tempfile.TemporaryDirectory(prefix="capslog-equality-") as holder:
@@ -157,6 +157,8 @@ def run() -> None:
         with Live(given.config, overrides, 3, "equality:main", folder) as live:
             newest = live.wait_steps(3, 5, 120)
             for number in range(wanted):
+                if clock.over:
+                    break
                 count = len(live.members)
                 if count == 1 or (count < given.most and dice.random() < 0.5):
                     kind, count = "join", count + 1
@@ -166,10 +168,11 @@ def run() -> None:
                     victim = dice.choice(live.members)
                     (live.kill if kind == "kill" else live.leave)(victim)
                 what[kind] += 1
+                done += 1
                 newest = live.wait_steps(count, dice.randint(1, 4), 90, after=newest)
                 layouts.add(cuts_for(live.members, 10))
                 if number % 10 == 9:
-                    sys.stderr.write(f"{number + 1} morphs, generation {newest}, {time.monotonic() - began:.0f} s\n")
+                    sys.stderr.write(f"{number + 1} morphs, generation {newest}, {clock.seconds:.0f} s\n")
             live.host.stop()
             live._thread.join(60)
             applied, said = live.marks(), list(live.said)
@@ -180,8 +183,8 @@ def run() -> None:
             "config": given.config.name,
             "overrides": overrides,
             "seed": given.seed,
-            "seconds": round(time.monotonic() - began, 1),
-            "morphs": wanted,
+            "seconds": clock.seconds,
+            "morphs": done,
             "kinds": dict(what),
             "generations": newest,
             "layouts": len(layouts),

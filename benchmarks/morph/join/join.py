@@ -11,14 +11,15 @@ import argparse
 import random
 import statistics
 import sys
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import itertools
 
-from live import HERE, Live, append_result, pauses, quantiles, step_ends
+from live import HERE, Clock, Live, append_result, pauses, quantiles, step_ends
+
+from varuna_capslog.errors import CapslogError
 
 
 def main() -> None:
@@ -27,6 +28,7 @@ def main() -> None:
     size.add_argument("--quick", action="store_true", help="10 joins")
     size.add_argument("--full", action="store_true", help="1,000 joins")
     parser.add_argument("--joins", type=int, default=0, help="how many instead of 150")
+    parser.add_argument("--minutes", type=float, default=0.0, help="and no more than fit into so many")
     parser.add_argument("--devices", type=int, default=3, help="that train when nobody has joined")
     parser.add_argument("--steps", type=int, default=10, help="of every generation, before the next change")
     parser.add_argument("--seed", type=int, default=0)
@@ -35,16 +37,18 @@ def main() -> None:
     given = parser.parse_args()
     wanted = given.joins or (10 if given.quick else 1000 if given.full else 150)
     dice, devices = random.Random(given.seed), given.devices
-    began = time.monotonic()
+    clock = Clock(given.minutes)
     stalls, waits, longer, failures = [], [], [], []
     with Live(given.config, given.overrides, devices) as live:
         newest = live.wait_steps(devices, 2 * given.steps, 120)
         for number in range(wanted):
+            if clock.over:
+                break
             before = live.members
             ordered = live.join()
             try:
                 joined = live.wait_steps(devices + 1, given.steps, after=newest)
-            except (TimeoutError, RuntimeError) as error:
+            except (TimeoutError, RuntimeError, CapslogError) as error:
                 failures.append(f"join {number}: {error}")
                 break
             (newcomer,) = set(live.members) - set(before)
@@ -66,7 +70,7 @@ def main() -> None:
             "overrides": given.overrides,
             "seed": given.seed,
             "devices": devices,
-            "seconds": round(time.monotonic() - began, 1),
+            "seconds": clock.seconds,
             "joins": len(waits) + len(failures),
             "failed": len(failures),
             "failures": failures,

@@ -10,12 +10,13 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from live import HERE, Live, append_result, pauses, quantiles, step_ends
+from live import HERE, Clock, Live, append_result, pauses, quantiles, step_ends
+
+from varuna_capslog.errors import CapslogError
 
 
 def main() -> None:
@@ -24,6 +25,7 @@ def main() -> None:
     size.add_argument("--quick", action="store_true", help="10 morphs")
     size.add_argument("--full", action="store_true", help="300 morphs")
     parser.add_argument("--morphs", type=int, default=0, help="how many instead of 100")
+    parser.add_argument("--minutes", type=float, default=0.0, help="and no more than fit into so many")
     parser.add_argument("--devices", type=int, default=4)
     parser.add_argument("--steps", type=int, default=12, help="of every generation, before the next change")
     parser.add_argument("--seed", type=int, default=0)
@@ -32,19 +34,22 @@ def main() -> None:
     given = parser.parse_args()
     wanted = given.morphs or (10 if given.quick else 300 if given.full else 100)
     dice, devices = random.Random(given.seed), given.devices
-    began = time.monotonic()
+    clock, ended_early = Clock(given.minutes), None
     left: set[int] = set()
     with Live(given.config, given.overrides, devices) as live:
         newest = live.wait_steps(devices, 2 * given.steps, 120)
-        while len(left) < wanted:
-            count = dice.choice((1, 1, 2))
-            for member in dice.sample(live.members, count):
-                live.leave(member)
-            newest = live.wait_steps(devices - count, given.steps, after=newest)
-            left.add(newest)
-            for _ in range(count):
-                live.join()
-            newest = live.wait_steps(devices, given.steps, after=newest)
+        try:
+            while len(left) < wanted and not clock.over:
+                count = dice.choice((1, 1, 2))
+                for member in dice.sample(live.members, count):
+                    live.leave(member)
+                newest = live.wait_steps(devices - count, given.steps, after=newest)
+                left.add(newest)
+                for _ in range(count):
+                    live.join()
+                newest = live.wait_steps(devices, given.steps, after=newest)
+        except (TimeoutError, RuntimeError, CapslogError) as error:  # what was measured up to here is told
+            ended_early = str(error)[:500]
         found = pauses(live.marks())
         ends = step_ends(live.marks())
         morphs = [event for event in live.events() if event["kind"] == "morph"]
@@ -61,7 +66,8 @@ def main() -> None:
             "overrides": given.overrides,
             "seed": given.seed,
             "devices": devices,
-            "seconds": round(time.monotonic() - began, 1),
+            "seconds": clock.seconds,
+            "ended_early": ended_early,
             "leave_net_ms": quantiles([pause.net for pause in found if pause.generation in left]),
             "leave_whole_ms": quantiles([pause.whole for pause in found if pause.generation in left]),
             "join_net_ms": quantiles([pause.net for pause in found if pause.generation not in left]),

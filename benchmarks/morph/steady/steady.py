@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from live import HERE, ROOT, Live, append_result
+from live import HERE, ROOT, Clock, Live, append_result
 
 TICKS = os.sysconf("SC_CLK_TCK")
 PROTECTION = {
@@ -102,6 +102,7 @@ def main() -> None:
     size.add_argument("--quick", action="store_true", help="3 rounds")
     size.add_argument("--full", action="store_true", help="60 rounds")
     parser.add_argument("--rounds", type=int, default=0, help="instead of 20")
+    parser.add_argument("--minutes", type=float, default=0.0, help="and no more than fit into so many")
     parser.add_argument("--steps", type=int, default=40, help="of a turn")
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--runs", nargs="+", default=["off", *PROTECTION])
@@ -110,7 +111,7 @@ def main() -> None:
     given = parser.parse_args()
     rounds = given.rounds or (3 if given.quick else 60 if given.full else 20)
     common = [*PATIENT, *given.overrides]
-    began = time.monotonic()
+    clock = Clock(given.minutes)
     with contextlib.ExitStack() as stack:
         holder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="capslog-steady-")))
         runs = {name: Turns(holder / name) for name in given.runs}
@@ -131,21 +132,23 @@ def main() -> None:
             run.wait_for(8)  # past the step in which peaks are measured
             run.signal(signal.SIGSTOP)
         stack.callback(lambda: [run.signal(signal.SIGKILL) for run in runs.values()])
+        base = given.runs[0]
         turns: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
         for number in range(rounds):
+            if clock.over and number > 1:
+                break
             for name in list(runs) if number % 2 == 0 else list(runs)[::-1]:
                 turns[name].append(runs[name].turn(given.steps))
         sizes = protected_bytes(given.config, [*PROTECTION["sync"], *common], given.devices)
-    base = given.runs[0]
     append_result(
         "steady",
         {
             "config": given.config.name,
             "overrides": given.overrides,
             "devices": given.devices,
-            "rounds": rounds,
+            "rounds": len(turns[base]),
             "steps_per_turn": given.steps,
-            "seconds": round(time.monotonic() - began, 1),
+            "seconds": clock.seconds,
             "step_ms": {name: middle(rows, 0) for name, rows in turns.items()},
             "step_cpu_ms": {name: middle(rows, 1) for name, rows in turns.items()},
             "time_ratio": {name: ratio(rows, turns[base], 0) for name, rows in turns.items() if name != base},

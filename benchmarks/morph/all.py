@@ -1,0 +1,60 @@
+"""One live benchmark after the other, in so many minutes; then the tables of their READMEs.
+
+    python benchmarks/morph/all.py --minutes 20
+
+Every script appends a line to its results.jsonl, also one that ended early; `tables.py` reads the newest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+SHARES = {"planned": 0.19, "crash": 0.19, "join": 0.22, "equality": 0.19, "steady": 0.21}
+"""Of the minutes; what each needs besides (to begin, to compare) is allowed for."""
+
+_BESIDE_SECONDS = 15.0
+_LATE_SECONDS = 150.0
+ARGUMENTS = {"planned": ["--full"], "crash": ["--full"], "join": ["--full"], "equality": ["--full"], "steady": []}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("claims", nargs="*", choices=[*SHARES, []], help="only these, with the whole time")
+    given = parser.parse_args()
+    claims = given.claims or list(SHARES)
+    whole = sum(SHARES[claim] for claim in claims)
+    failed = []
+    for claim in claims:
+        seconds = max(30.0, 60 * given.minutes * SHARES[claim] / whole - _BESIDE_SECONDS)
+        if claim == "equality":
+            seconds *= 0.75  # the plain run that it is compared with comes after
+        command = [
+            sys.executable,
+            str(HERE / claim / f"{claim}.py"),
+            *ARGUMENTS[claim],
+            f"--minutes={seconds / 60:.2f}",
+        ]
+        if claim != "steady":
+            command.append(f"--seed={given.seed}")
+        sys.stderr.write(f"{time.strftime('%H:%M:%S')} {' '.join(command[1:])}\n")
+        try:
+            status = subprocess.run(command, check=False, timeout=seconds + _LATE_SECONDS).returncode
+        except subprocess.TimeoutExpired:
+            status = -1
+        if status:
+            failed.append(f"{claim} ended with {status}")
+    subprocess.run([sys.executable, str(HERE / "tables.py")], check=True)
+    if failed:
+        raise SystemExit("; ".join(failed))
+
+
+if __name__ == "__main__":
+    main()
