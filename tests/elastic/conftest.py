@@ -11,10 +11,16 @@ from tests.elastic.live import Cradle, Truth, truth_of
 
 
 @pytest.fixture(scope="session")
-def cradle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cradle]:
+def nursery_of_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cradle]:
     found = Cradle(tmp_path_factory.mktemp("cradle"))
     yield found
     found.close()
+
+
+@pytest.fixture
+def cradle(nursery_of_all: Cradle) -> Iterator[Cradle]:
+    yield nursery_of_all
+    nursery_of_all.sweep()
 
 
 @pytest.fixture(scope="session")

@@ -98,6 +98,7 @@ class Cradle:
         self.folder = folder
         self._listeners: dict[str, Callable[[dict[str, Any]], None]] = {}
         self._count = 0
+        self.open: list[Live] = []
         self._nursery = Nursery(_ENTRY, self._hear, folder / "nursery.log", _MODULES)
 
     def _hear(self, what: dict[str, Any]) -> None:
@@ -109,7 +110,13 @@ class Cradle:
         self._listeners[order["member"]] = tell
         self._nursery.fork(order)
 
+    def sweep(self) -> None:
+        """Ends the runs that a failed test has left."""
+        for live in list(self.open):
+            live.close()
+
     def close(self) -> None:
+        self.sweep()
         self._nursery.close()
 
 
@@ -219,6 +226,7 @@ class Live:
         self.server, port = serve_store()
         self.store = open_store(f"127.0.0.1:{port}", self.server.identity)
         self._port = port
+        cradle.open.append(self)
         for key, value in keys.items():
             self.store.put(key, value)
         self._unfollow = self.store.follow(self.log.append, lambda why: None)
@@ -359,6 +367,9 @@ class Live:
 
     def close(self) -> None:
         """Kills whoever is left."""
+        if self not in self._cradle.open:
+            return
+        self._cradle.open.remove(self)
         for member, pid in self.pids.items():
             if member not in self.status:
                 with contextlib.suppress(ProcessLookupError):

@@ -285,7 +285,8 @@ def one_comes_late(cradle: Cradle, truth: Truth, folder: Path) -> Outcome:
 def many_changes(cradle: Cradle, truth: Truth, folder: Path, count: int = 10, **elastic: Any) -> Outcome:
     """So many generations of the same members: no thread, descriptor or state is left behind by any of them.
 
-    Notes "tasks": threads and descriptors of m1 and m2 after a quarter, two, three quarters and all of the changes.
+    Notes "tasks": threads and descriptors of m1 and m2 after a quarter, two, three quarters and all of the changes, and
+    at last: few more than at first, once the last groups have ended.
     """
     steps = 6 * count + 12
     config = config_of(folder, 3, steps=steps, elastic={"patience_seconds": 0.02} | elastic)
@@ -293,7 +294,8 @@ def many_changes(cradle: Cradle, truth: Truth, folder: Path, count: int = 10, **
     path, seen = folder / "metrics.jsonl", []
 
     def trains(generation: int) -> bool:
-        return path.exists() and files.last_lines(path)[-1]["generation"] >= generation
+        lines = files.last_lines(path) if path.exists() else []
+        return bool(lines) and lines[-1]["generation"] >= generation
 
     for number in range(1, count + 1):
         live.until(lambda: trains(live.generation().number - 1), "a step of the generation")
@@ -302,6 +304,16 @@ def many_changes(cradle: Cradle, truth: Truth, folder: Path, count: int = 10, **
         if number % max(1, count // 4) == 0:
             seen.append([live.tasks("m1"), live.tasks("m2")])
     live.when("last", 120.0)
+    limits = [number + more for member in seen[0] for number, more in zip(member, (5, 10), strict=True)]
+
+    def is_tidy() -> bool:
+        tasks = [live.tasks("m1"), live.tasks("m2")]
+        if any(number > limit for number, limit in zip(sum(tasks, ()), limits, strict=True)):
+            return False
+        seen.append(tasks)
+        return True
+
+    live.until(is_tidy, f"threads and descriptors as few as {limits} after {seen}", 20.0)
     live.go("last")
     outcome = live.finish()
     assert sorted(outcome.accepted()) == list(range(1, steps + 1)), describe(outcome)
