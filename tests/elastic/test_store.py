@@ -10,12 +10,16 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from tests.elastic.etcd import Etcd
 from varuna_capslog.elastic.generation import EMPTY
 from varuna_capslog.elastic.store import StoreGone, TcpMembershipStore, open_store, serve_store
+from varuna_capslog.elastic.store_etcd import EtcdMembershipStore, begin_run
 from varuna_capslog.errors import CapslogError
 
 SERVER = """
@@ -41,9 +45,31 @@ def port() -> Iterator[int]:
     server.close()
 
 
+@pytest.fixture(scope="module")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
+    server = Etcd(tmp_path_factory.mktemp("etcd"))
+    yield server
+    server.close()
+
+
+@pytest.fixture(params=["tcp", "etcd"])
+def place(request: pytest.FixtureRequest) -> int | str:
+    """Where an empty store of either kind is."""
+    if request.param == "tcp":
+        port: int = request.getfixturevalue("port")
+        return port
+    address: str = request.getfixturevalue("etcd").address(f"tests/{uuid.uuid4().hex}")
+    begin_run(address, 1.0)
+    return address
+
+
 @contextlib.contextmanager
-def client(port: int, **options) -> Iterator[TcpMembershipStore]:
-    store = TcpMembershipStore("127.0.0.1", port, **options)
+def client(place: int | str, **options) -> Iterator[Any]:
+    store = (
+        EtcdMembershipStore(place, **options)
+        if isinstance(place, str)
+        else TcpMembershipStore("127.0.0.1", place, **options)
+    )
     try:
         yield store
     finally:
@@ -111,8 +137,8 @@ def relay(port: int) -> Iterator[Relay]:
         one.close()
 
 
-def test_a_generation_follows_only_the_newest_and_everybody_hears_of_it(port):
-    with client(port) as one, client(port) as other:
+def test_a_generation_follows_only_the_newest_and_everybody_hears_of_it(place):
+    with client(place) as one, client(place) as other:
         heard: list[dict] = []
         other.follow(heard.append, heard.append)
         assert one.read() == EMPTY
@@ -133,12 +159,12 @@ def test_a_generation_follows_only_the_newest_and_everybody_hears_of_it(port):
             one.read(known=9)
 
 
-def test_of_many_founders_one_wins_each_generation_and_the_log_has_one_order(port):
+def test_of_many_founders_one_wins_each_generation_and_the_log_has_one_order(place):
     won: list[tuple[int, str]] = []
     logs: list[list[dict]] = [[], []]
 
     def found(name: str) -> None:
-        with client(port) as store:
+        with client(place) as store:
             for turn in range(12):
                 newest = store.read()
                 record = newest.successor([name])
@@ -146,7 +172,7 @@ def test_of_many_founders_one_wins_each_generation_and_the_log_has_one_order(por
                     won.append((record.number, name))
                 store.append({"kind": "said", "by": name, "turn": turn})
 
-    with client(port) as one, client(port) as other:
+    with client(place) as one, client(place) as other:
         one.follow(logs[0].append, logs[0].append)
         other.follow(logs[1].append, logs[1].append)
         threads = [threading.Thread(target=found, args=(f"m{number}",)) for number in range(8)]
@@ -167,12 +193,12 @@ def test_of_many_founders_one_wins_each_generation_and_the_log_has_one_order(por
         assert turns == list(range(12)), "an entry was lost, told twice or out of its sender's order"
 
 
-def test_a_newcomer_reads_a_long_log_to_its_end_and_follows_from_where_it_likes(port):
-    with client(port) as one:
+def test_a_newcomer_reads_a_long_log_to_its_end_and_follows_from_where_it_likes(place):
+    with client(place) as one:
         one.compare_and_set(0, EMPTY.successor(["a"]))
         for number in range(700):
             one.append({"kind": "said", "number": number})
-        with client(port) as late:
+        with client(place) as late:
             assert late.length() == 701
             assert late.read().members == ("a",)
             heard: list[dict] = []
@@ -182,8 +208,8 @@ def test_a_newcomer_reads_a_long_log_to_its_end_and_follows_from_where_it_likes(
             assert [entry["number"] for entry in heard] == [698, 699, 700]
 
 
-def test_keys_wait_for_their_first_value_and_counters_never_repeat(port):
-    with client(port) as one, client(port) as other:
+def test_keys_wait_for_their_first_value_and_counters_never_repeat(place):
+    with client(place) as one, client(place) as other:
         assert one.get("key") is None
         assert one.get("key", wait_seconds=0.05) is None
         found: list[str | None] = []
@@ -197,23 +223,23 @@ def test_keys_wait_for_their_first_value_and_counters_never_repeat(port):
         assert [one.count("n"), other.count("n"), one.count("n"), one.count("m")] == [1, 2, 3, 1]
 
 
-def test_rendezvous_is_a_client_of_its_own(port):
-    with client(port) as one:
+def test_rendezvous_is_a_client_of_its_own(place):
+    with client(place) as one:
         torchs = one.rendezvous()
         torchs.set("mine", "1")
         assert torchs.get("mine") == b"1"
     assert torchs.get("mine") == b"1", "it must outlive the client that made it"
 
 
-def test_nothing_is_told_after_stop(port):
-    with client(port) as one:
+def test_nothing_is_told_after_stop(place):
+    with client(place) as one:
         heard: list[dict] = []
         stop = one.follow(heard.append, heard.append)
         one.append({"kind": "first"})
         wait_until(lambda: len(heard) == 1)
         stop()
         one.append({"kind": "second"})
-        with client(port) as other:
+        with client(place) as other:
             seen: list[dict] = []
             other.follow(seen.append, seen.append)
             wait_until(lambda: len(seen) == 2)
@@ -303,8 +329,8 @@ def test_addresses_are_checked(port):
         open_store(f"127.0.0.1:{free}")
 
 
-def test_log_entries_are_json(port):
-    with client(port) as one:
+def test_log_entries_are_json(place):
+    with client(place) as one:
         with pytest.raises(CapslogError, match="cannot hold"):
             one.append({"kind": "x", "value": os})
         assert one.length() == 0

@@ -112,9 +112,13 @@ def _spread(config: Path, overrides: list[str], nnodes: int, nproc: int | None) 
 
 
 def check_address(address: str) -> None:
-    """Raises CapslogError unless it is HOST:PORT."""
+    """Raises CapslogError unless it is HOST:PORT, or that of a store in etcd."""
+    from varuna_capslog.elastic.network import SCHEME, parse_address
     from varuna_capslog.errors import CapslogError
 
+    if address.startswith(SCHEME):
+        parse_address(address)
+        return
     host, _, port = address.rpartition(":")
     if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise CapslogError(f"{address!r} is not HOST:PORT")
+        raise CapslogError(f"{address!r} is not HOST:PORT, nor {SCHEME}HOST:PORT[,HOST:PORT...]/PREFIX")

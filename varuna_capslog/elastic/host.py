@@ -26,7 +26,7 @@ from varuna_capslog.elastic.leases import Leases
 from varuna_capslog.elastic.notices import Announcement, Gathering, Kind, Listener, auto_sources, listen
 from varuna_capslog.elastic.nursery import PRELOADED, Nursery
 from varuna_capslog.elastic.roster import Roster
-from varuna_capslog.elastic.store import StoreGone, StoreServer, TcpMembershipStore, open_store, serve_store
+from varuna_capslog.elastic.store import MembershipStore, StoreGone, StoreServer, open_store, serve_store
 from varuna_capslog.errors import CapslogError
 from varuna_capslog.failures import Failure, read_failure, root_cause
 from varuna_capslog.processes import is_stopped, last_line, signal_group, signal_name, write_unless_there
@@ -91,8 +91,9 @@ class Host:
         arguments: what it is called with (any JSON value); default: [run_dir].
         num_workers: devices of this host.
         name: of this host in the run; default: the system's. A second host of that name is told apart by a number.
-        store: host:port of the run's store; None: this host serves it, and locks the run's folder.
-        serve_at: name or address under which other hosts reach this one's store, and its port (0: any free one).
+        store: address of the run's store; None: this host begins the run, and locks its folder.
+        serve_at: name or address under which other hosts reach this one's store, and its port (0: any free one); or
+            the address of a store in etcd (see `store_etcd`), which needs no host to serve it.
         keys: put into the store before the first worker starts, where this host serves it.
         first: the boundary that the run begins with.
         hosts: that begin the run together. The one that serves the store founds the first generation once all of them
@@ -155,6 +156,7 @@ class Host:
         self._resting = False  # a request told workers of this host to leave; a later one may want them back
         self._acknowledged = False
         self._store_answers = True
+        self._holds_store = False
         self._follows = False
         self._nursery_gone = False
         self._watched = 0.0
@@ -206,13 +208,18 @@ class Host:
 
     def _open_store(self, stack: contextlib.ExitStack) -> None:
         identity = None
-        if self.serves:
+        if self.serves and "://" in self.address:
+            from varuna_capslog.elastic.store_etcd import begin_run
+
+            identity = begin_run(self.address, self.settings.lease_seconds)
+        elif self.serves:
+            self._holds_store = True
             host, _, port = self.address.rpartition(":")
             server: StoreServer
             server, number = serve_store(int(port))
             stack.callback(server.close)
             self.address, identity = f"{host}:{number}", server.identity
-        self.store: TcpMembershipStore = open_store(self.address, identity)
+        self.store: MembershipStore = open_store(self.address, identity)
         stack.callback(self.store.close)
         known = (self.address, self.store.identity)
         hooks.tell_where(self.run_dir, *known, self.serves)
@@ -262,7 +269,7 @@ class Host:
         unneeded = self.roster.finished is not None or self._asked or self._noticed or not self._store_answers
         if self._resting and self.roster.members and not unneeded:
             return False
-        return not self.serves or self._asked > 1 or set(self.roster.hosts) <= {self.name}
+        return not self._holds_store or self._asked > 1 or set(self.roster.hosts) <= {self.name}
 
     def _end(self) -> HostEnd:
         finished = self.roster.finished

@@ -1,4 +1,5 @@
-"""Under which address the others reach this machine: found out once by its host, told to its workers as variables.
+"""Addresses: how stores are named, and under which one the others reach this machine (found out once by its host, told
+to its workers as variables).
 
 The address that a name server or /etc/hosts gives for the own name is often the loopback's, which no other machine can
 use. What counts here is the interface that leads to the store.
@@ -12,7 +13,11 @@ import os
 import socket
 import struct
 
-__all__ = ["address_towards", "interface_of", "network_variables"]
+from varuna_capslog.errors import CapslogError
+
+__all__ = ["SCHEME", "address_towards", "first_endpoint", "interface_of", "network_variables", "parse_address"]
+
+SCHEME = "etcd://"
 
 _SIOCGIFADDR = 0x8915
 
@@ -23,7 +28,7 @@ def network_variables(store: str) -> dict[str, str]:
     Only what is not set already, and nothing where the store is reached over the loopback: then all is on one machine.
 
     Args:
-        store: host:port; on the machine that serves it, its own name or address as the others use it.
+        store: its address; on the machine that serves it, its own name or address as the others use it.
     """
     address = os.environ.get("CAPSLOG_ADDRESS") or address_towards(store)
     if address is None or ipaddress.ip_address(address).is_loopback:
@@ -36,14 +41,36 @@ def network_variables(store: str) -> dict[str, str]:
 
 
 def address_towards(store: str) -> str | None:
-    """This machine's IPv4 address on the way to host:port; None where there is no way."""
-    host = store.rpartition(":")[0]
+    """This machine's IPv4 address on the way to a store; None where there is no way."""
+    host = first_endpoint(store).rpartition(":")[0]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, 9))  # sends nothing
             return str(probe.getsockname()[0])
         except OSError:
             return None
+
+
+def parse_address(address: str) -> tuple[tuple[tuple[str, int], ...], str]:
+    """Endpoints and prefix of `etcd://HOST:PORT[,HOST:PORT...]/PREFIX`. Raises CapslogError."""
+    places, _, prefix = address.removeprefix(SCHEME).partition("/")
+    endpoints = []
+    for place in places.split(","):
+        host, _, port = place.rpartition(":")
+        if not host or not port.isascii() or not port.isdigit():
+            raise CapslogError(f"store address {address!r} is not {SCHEME}HOST:PORT[,HOST:PORT...]/PREFIX")
+        endpoints.append((host, int(port)))
+    if not prefix.strip("/"):
+        raise CapslogError(f"store address {address!r} names no prefix, under which the run's keys are kept")
+    return tuple(endpoints), prefix.strip("/")
+
+
+def first_endpoint(address: str) -> str:
+    """host:port of any store's address, to find the way to it."""
+    if not address.startswith(SCHEME):
+        return address
+    host, port = parse_address(address)[0][0]
+    return f"{host}:{port}"
 
 
 def interface_of(address: str) -> str | None:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from varuna_capslog.elastic.generation import Member
+from varuna_capslog.elastic.network import first_endpoint
 from varuna_capslog.errors import CapslogError
 
 __all__ = ["Message", "Peers", "local_address"]
@@ -295,8 +296,8 @@ def _read_into(connection: socket.socket, view: memoryview) -> None:
 
 
 def local_address(towards: str) -> str:
-    """The address of this host that another one sees which `towards` ("host" or "host:port") names."""
-    host = towards.rpartition(":")[0] or towards
+    """The address of this host that another one sees which `towards` ("host", or the address of a store) names."""
+    host = first_endpoint(towards).rpartition(":")[0] or towards
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, 9))

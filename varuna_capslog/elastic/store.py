@@ -25,7 +25,16 @@ import torch.distributed as dist
 from varuna_capslog.elastic.generation import EMPTY, Generation
 from varuna_capslog.errors import CapslogError
 
-__all__ = ["MembershipStore", "StoreGone", "StoreServer", "TcpMembershipStore", "open_store", "serve_store"]
+__all__ = [
+    "MembershipStore",
+    "StoreGone",
+    "StoreServer",
+    "TcpMembershipStore",
+    "open_store",
+    "pack_entry",
+    "serve_store",
+    "unpack_entry",
+]
 
 Value = TypeVar("Value")
 Entry = dict[str, Any]
@@ -53,6 +62,10 @@ class MembershipStore(Protocol):
 
     identity: str
     """Made by the server when it started."""
+
+    @property
+    def address(self) -> str:
+        """As `open_store` reads it."""
 
     def read(self, known: int = 0) -> Generation:
         """The newest record; EMPTY before the first.
@@ -100,6 +113,9 @@ class MembershipStore(Protocol):
 
         Its calls are bounded by its own timeout where the store answers, not where it hangs.
         """
+
+    def look(self) -> None:
+        """Return if the store answers."""
 
     def close(self) -> None:
         """End all connections and followers of this client."""
@@ -153,12 +169,16 @@ def serve_store(port: int = 0) -> tuple[StoreServer, int]:
     return server, server.port
 
 
-def open_store(address: str, identity: str | None = None, answer_seconds: float = ANSWER_SECONDS) -> TcpMembershipStore:
-    """The store at "host:port".
+def open_store(address: str, identity: str | None = None, answer_seconds: float = ANSWER_SECONDS) -> MembershipStore:
+    """The store at "host:port", or at "etcd://host:port,.../prefix".
 
     Args:
         identity: of the store that is meant, where the caller knows it; see `TcpMembershipStore`.
     """
+    if "://" in address:
+        from varuna_capslog.elastic.store_etcd import EtcdMembershipStore
+
+        return EtcdMembershipStore(address, identity, answer_seconds)
     host, _, port = address.rpartition(":")
     if not host or not port.isascii() or not port.isdigit():
         raise CapslogError(f"store address {address!r} is not host:port")
@@ -220,7 +240,7 @@ class TcpMembershipStore:
     def compare_and_set(self, expected: int, record: Generation) -> Generation:
         if record.number != expected + 1:
             raise CapslogError(f"generation {record.number} cannot follow {expected}; number them one by one")
-        text = _pack({"kind": "generation", "number": record.number, "record": record.to_json()})
+        text = pack_entry({"kind": "generation", "number": record.number, "record": record.to_json()})
         while True:
             position, newest = self._catch_up()
             if newest.number != expected:
@@ -232,7 +252,7 @@ class TcpMembershipStore:
     def append(self, entry: Entry) -> None:
         if entry.get("kind") == "generation":
             raise CapslogError("a generation enters the log by compare_and_set only")
-        text = _pack(entry)
+        text = pack_entry(entry)
         while not self._write(self._catch_up()[0], text):
             pass
 
@@ -298,7 +318,7 @@ class TcpMembershipStore:
             with self._lock:
                 start = self._position
             texts = self._call(lambda client, start=start: _entries(client, start))  # type: ignore[misc]
-            found = [entry for entry in map(_unpack, texts) if entry.get("kind") == "generation"]
+            found = [entry for entry in map(unpack_entry, texts) if entry.get("kind") == "generation"]
             newest = Generation.from_json(found[-1]["record"], "the store") if found else None
             with self._lock:
                 # Another thread may have read farther meanwhile; its end is as good as ours.
@@ -481,7 +501,7 @@ class _Follower:
                 with self._telling:
                     if not self._stopped:
                         self._next += 1
-                        self._take(_unpack(heard[1]))
+                        self._take(unpack_entry(heard[1]))
         except StoreGone as error:
             with self._telling:
                 if not self._stopped:
@@ -528,14 +548,16 @@ def _key(position: int) -> str:
     return f"log/{position}"
 
 
-def _pack(entry: Entry) -> str:
+def pack_entry(entry: Entry) -> str:
+    """The text of an entry, unlike that of any other. Raises CapslogError where it is not JSON."""
     try:
         return json.dumps([uuid.uuid4().hex, entry], allow_nan=False)
     except (TypeError, ValueError) as error:
         raise CapslogError(f"the log cannot hold {entry!r}: {error}; use JSON's values only") from error
 
 
-def _unpack(text: str) -> Entry:
+def unpack_entry(text: str) -> Entry:
+    """The entry that `pack_entry` made this of."""
     entry: Entry = json.loads(text)[1]
     return entry
 

@@ -28,7 +28,7 @@ from varuna_capslog.elastic.rig.relayed import VARIABLE
 from varuna_capslog.elastic.rig.site import MODULES
 from varuna_capslog.elastic.rig.watch import SEGMENT, records_folder
 from varuna_capslog.elastic.roster import Roster
-from varuna_capslog.elastic.store import StoreGone, StoreServer, TcpMembershipStore, open_store, serve_store
+from varuna_capslog.elastic.store import MembershipStore, StoreGone, StoreServer, open_store, serve_store
 from varuna_capslog.errors import CapslogError
 from varuna_capslog.settings import Config
 
@@ -101,7 +101,7 @@ class Field:
         )
         self._stack.callback(self._nursery.close)
         self.server: StoreServer | None = None
-        self.store: TcpMembershipStore | None = None
+        self.store: MembershipStore | None = None
 
     # -- segments ------------------------------------------------------------------------------------------------------
 
