@@ -1,7 +1,6 @@
-"""A user's script whose training on Varuna survives changes of its workers; run by the tests of morphing and by
-benchmarks/varuna_morph, and by hand:
+"""A user's script whose training on Varuna survives changes of its workers; run by the tests of morphing, and by hand:
 
-    python -m tests.varuna_plugin.elastic_script RUN_DIR --workers 4 --steps 40
+python -m tests.varuna_plugin.elastic_script RUN_DIR --workers 4 --steps 40
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # workers run this
 
 from tests.varuna_plugin import models
 from varuna_capslog.settings import Elastic
-from varuna_capslog.varuna_plugin.elastic_run import run_elastic
+from varuna_capslog.varuna_plugin import run_elastic
 
 BATCH, CHUNK = 7, 2
 
@@ -30,7 +29,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("run_dir")
 parser.add_argument("--workers", type=int, default=4)
 parser.add_argument("--steps", type=int, default=40)
-parser.add_argument("--model", default="single", choices=["single", "shared", "wide"])
+parser.add_argument("--model", default="single", choices=["single", "shared"])
 parser.add_argument("--clip", type=float)
 parser.add_argument("--checkpoint-every", type=int)
 parser.add_argument("--pause", type=float, default=0.0, help="seconds in each get_batch")
@@ -50,8 +49,6 @@ def here(where: str) -> None:
 
 
 def build_model() -> nn.Module:
-    if options.model == "wide":
-        return models.Wide(varuna.CutPoint)
     # one block: nothing is shared; three: a layer of three pieces
     model = models.Model(varuna.CutPoint, dropout=0.1, blocks=1 if options.model == "single" else 3)
     if place in ("forward", "backward"):
@@ -74,8 +71,6 @@ def schedule(optimizer: torch.optim.Optimizer, step: int) -> None:
 def get_batch(step: int) -> dict[str, Any]:
     state["step"] = step
     time.sleep(options.pause)
-    if options.model == "wide":
-        return models.Wide.batch(step)
     batch = models.batch(BATCH, 8 + 2 * (step % 3), 10, step)
     if step == options.nan_at:
         batch["images"].fill_(float("nan"))
@@ -110,14 +105,13 @@ def main() -> None:
         build_optimizer,
         get_batch,
         steps=options.steps,
-        batch_size=models.Wide.batch_size if options.model == "wide" else BATCH,
-        chunk_size=1 if options.model == "wide" else CHUNK,
+        batch_size=BATCH,
+        chunk_size=CHUNK,
         run_dir=options.run_dir,
         workers=options.workers,
         clip_grad_max_norm=options.clip,
         schedule=schedule,
         checkpoint_every=options.checkpoint_every,
-        on_step=lambda step, loss, norm: sys.stderr.write(f"applied {step} at {time.time():.6f}\n"),
         timeout_seconds=20.0,
         elastic=Elastic(enabled=True, patience_seconds=0.3),
     )

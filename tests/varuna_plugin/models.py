@@ -123,32 +123,5 @@ class OneTensor(nn.Module):
         return self.layers[3](x).square().mean()
 
 
-class Wide(nn.Module):
-    """Eight pieces of some size, 1.6 million parameters, for measurements."""
-
-    batch_size = 8
-
-    def __init__(self, cut: type[nn.Module], dim: int = 320) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, dim), nn.GELU(), nn.Dropout(0.1), nn.Linear(dim, dim))
-            for _ in range(8)
-        )
-        self.cuts = nn.ModuleList(cut() for _ in range(7))
-
-    def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        for index, block in enumerate(self.blocks):
-            x = x + block(x)
-            if index < len(self.cuts):
-                x = self.cuts[index](x)
-        return F.mse_loss(x, target)
-
-    @classmethod
-    def batch(cls, step: int, dim: int = 320) -> dict[str, Tensor]:
-        """Inputs of a step."""
-        generator = torch.Generator().manual_seed(step)
-        return {name: torch.randn(cls.batch_size, 16, dim, generator=generator) for name in ("x", "target")}
-
-
 def one_tensor_batch(size: int, device: Any = None) -> dict[str, Tensor]:
     return {"x": torch.randn(size, DIM, generator=torch.Generator().manual_seed(0))}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -143,3 +146,23 @@ def test_a_stop_writes_a_checkpoint_from_which_other_workers_go_on(
     again = Live(cradle, tmp_path, 3, "--steps", str(STEPS), first=5).finish()
     assert [len(names) for names in again.members()] == [4, 3]
     check(again, truth)
+
+
+def test_the_script_is_its_own_host(varuna: FoundVaruna, truth: Truth, tmp_path: Path) -> None:
+    """As a user starts it: once for some steps, once more for the rest, with another number of workers."""
+    script, run_dir = str(Path(__file__).with_name("elastic_script.py")), tmp_path / "run"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    for steps, workers in (("5", "2"), (str(STEPS), "3")):
+        command = [sys.executable, script, str(run_dir), "--steps", steps, "--workers", workers]
+        done = subprocess.run(
+            command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert "ended, stopped=False" in done.stderr
+    rows = {row["step"]: row["loss"] for row in files.read_jsonl(run_dir / "metrics.jsonl")}
+    assert rows == truth.loss
+    begins = [event for event in files.read_jsonl(run_dir / "events.jsonl") if event["kind"] == "begin"]
+    assert [(event["step"], len(event["members"])) for event in begins] == [(1, 2), (6, 3)]
+    final = final_of(run_dir)
+    assert all(torch.equal(final[name], tensor) for name, tensor in truth.final.items())
+    assert not list(tmp_path.glob("_tmp_*")), "Varuna's files in the current folder"

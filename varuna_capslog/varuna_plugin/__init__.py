@@ -8,6 +8,7 @@ Nothing here needs Varuna to be imported; `install` looks for it. Varuna is neve
 docs/varuna.md for where to get it and for what is patched and why.
 """
 
+from varuna_capslog.varuna_plugin.elastic_run import ElasticEnd, run_elastic
 from varuna_capslog.varuna_plugin.inputs import Microbatches
 from varuna_capslog.varuna_plugin.install import install, installed_patches, uninstall
 from varuna_capslog.varuna_plugin.options import configure
@@ -16,6 +17,7 @@ from varuna_capslog.varuna_plugin.recognise import COMMIT, FoundVaruna, find_var
 
 __all__ = [
     "COMMIT",
+    "ElasticEnd",
     "FoundVaruna",
     "Microbatches",
     "configure",
@@ -23,5 +25,6 @@ __all__ = [
     "install",
     "installed_patches",
     "profile",
+    "run_elastic",
     "uninstall",
 ]
