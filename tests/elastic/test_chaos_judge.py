@@ -138,6 +138,14 @@ def test_one_vote_under_way_may_end_behind_a_cut_and_a_regress_may_go_back_farth
     assert judge([run], TRUTH, WEIGHTS, 8) == []
 
 
+def test_a_generation_that_is_wholly_behind_a_cut_goes_on_until_another_is_founded():
+    run = good_run()
+    run.partitions = [Partition(5.9, 7.9, frozenset({"a"}))]  # generation 2 is a alone
+    assert judge([run], TRUTH, WEIGHTS, 8) == []
+    run.partitions = [Partition(8.9, 11.5, frozenset({"a"}))]  # generation 3 is a and c
+    assert any("a applied 3 steps while it was cut off" in text for text in judge([run], TRUTH, WEIGHTS, 8))
+
+
 def test_last_weights_are_compared_by_layer():
     found = judge([good_run()], TRUTH, {"stem": "w0", "head": "other"}, 8)
     assert found == ["the last weights of layer head differ from the uninterrupted run's"]

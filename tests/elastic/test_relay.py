@@ -9,8 +9,9 @@ import time
 import pytest
 import torch
 
+from varuna_capslog.elastic import store as stores
 from varuna_capslog.elastic.rig.relay import Line, Relay
-from varuna_capslog.elastic.rig.relayed import RelayedStore, rewrite
+from varuna_capslog.elastic.rig.relayed import VARIABLE, RelayedStore, install, rewrite
 from varuna_capslog.elastic.store import serve_store
 from varuna_capslog.engine.communicator import connect_group
 from varuna_capslog.errors import CapslogError
@@ -143,6 +144,21 @@ def test_a_blob_keeps_all_but_its_port():
     blob = b"\x7f\x00\x00\x01head" + sockaddr + b"tail"  # the address alone, without family and port, is none
     changed = rewrite(blob, "127.0.0.1:4711", "127.0.0.1:4712")
     assert changed == blob.replace((4711).to_bytes(2, "big"), (4712).to_bytes(2, "big"))
+
+
+def test_a_host_whose_supervisor_was_started_again_is_cut_by_its_machine(line, relay, monkeypatch):
+    """The second supervisor of machine `again` is called again.2; cuts of `again` once did not reach its workers."""
+    monkeypatch.setattr(stores, "open_store", stores.open_store)
+    monkeypatch.setenv("CAPSLOG_HOST", "again.2")
+    monkeypatch.setenv(VARIABLE, f"again@{relay.address}")
+    server, port = serve_store()
+    install()
+    store = stores.open_store(f"127.0.0.1:{port}", server.identity)
+    store.put("address/again.2-1", "127.0.0.1:4713")
+    assert line.through("again", "127.0.0.1:4713") == "127.0.0.1:4713"
+    assert line.through("other", "127.0.0.1:4713") != "127.0.0.1:4713"
+    store.close()
+    server.close()
 
 
 def test_gloo_groups_of_two_hosts_are_cut_with_their_network(line, relay):

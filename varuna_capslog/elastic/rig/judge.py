@@ -203,10 +203,13 @@ def _fences(segment: Segment, settled_within: int) -> Iterable[str]:
 
 def _sides(segment: Segment) -> Iterable[str]:
     """The side of a partition that cannot reach the store ends the vote under way, and trains no more."""
+    members = {one.generation: set(one.members) for one in segment.opened}
     for partition in segment.partitions:
         steps: dict[Member, int] = defaultdict(int)
         for one in segment.stepped:
-            if one.member in partition.away and partition.begin < one.time < partition.end:
+            if not partition.begin < one.time < partition.end or one.member not in partition.away:
+                continue
+            if members.get(one.generation, set()) - partition.away:  # else all of them are on this side: see `_fences`
                 steps[one.member] += 1
         for member, count in steps.items():
             if count > 1:

@@ -21,17 +21,18 @@ from varuna_capslog.elastic.rig.relay import Line
 __all__ = ["VARIABLE", "RelayedStore", "install", "rewrite"]
 
 VARIABLE = "CAPSLOG_RELAY"
-"""Where the relay takes orders; without it nothing is exchanged."""
+"""`<host>@<address>`: as whom the relay knows this machine, whatever its supervisor is called by now, and where it takes
+orders. Without this variable nothing is exchanged."""
 
 _KEPT = 16
 
 
 def install() -> None:
     """Has this process reach the other hosts through the relay that the environment names, if any."""
-    address = os.environ.get(VARIABLE)
+    host, _, address = os.environ.get(VARIABLE, "").partition("@")
     if not address:
         return
-    line, host = Line(address), os.environ["CAPSLOG_HOST"]
+    line = Line(address)
 
     def opened(
         address: str, identity: str | None = None, answer_seconds: float = store.ANSWER_SECONDS

@@ -152,7 +152,7 @@ class Field:
         environment = {SEGMENT: str(self.number)}
         if self._line is not None and self._relay is not None:
             address = self._line.through(site.name, address)
-            environment[VARIABLE] = self._relay.address
+            environment[VARIABLE] = f"{site.name}@{self._relay.address}"
         order = {
             "run_dir": str(self.run_dir),
             "workers": self.workers,
