@@ -21,8 +21,8 @@ from varuna_capslog.elastic.rig.relay import Line
 __all__ = ["VARIABLE", "RelayedStore", "install", "rewrite"]
 
 VARIABLE = "CAPSLOG_RELAY"
-"""`<host>@<address>`: as whom the relay knows this machine, whatever its supervisor is called by now, and where it takes
-orders. Without this variable nothing is exchanged."""
+"""`<host>@<address>`: as whom the relay knows this machine, whatever its supervisor is called by now, and where it
+takes orders. Without this variable nothing is exchanged."""
 
 _KEPT = 16
 
