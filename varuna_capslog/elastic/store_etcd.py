@@ -158,17 +158,22 @@ class EtcdMembershipStore:
 
     def look(self) -> None:
         """Return if the store answers and still holds the run."""
-        if self._etcd.get(f"{self._root}/identity") != self.identity:
+        self._check(self._etcd.get(f"{self._root}/identity"))
+
+    def _check(self, identity: str | None) -> None:
+        if identity != self.identity:
             raise StoreGone(f"the store at {self.address} was started anew: it knows nothing of this run")
 
     # -- the log ---------------------------------------------------------------------------------------------------
 
     def entries(self, start: int, limit: int = 0) -> list[str]:
-        """The log's entries from `start` on, all or so many; the log has no gaps."""
+        """The log's entries from `start` on, all or so many; the log has no gaps. Raises StoreGone where it is not."""
         texts: list[str] = []
         while True:
             size = min(_BATCH, limit - len(texts)) if limit else _BATCH
-            found = self._etcd.range(self.entry_key(start + len(texts)), _after(f"{self._root}/log/"), size)
+            first, end = self.entry_key(start + len(texts)), _after(f"{self._root}/log/")
+            identity, found = self._etcd.beside(f"{self._root}/identity", first, end, size)
+            self._check(identity)
             texts += found
             if len(found) < size or len(texts) == limit:
                 return texts
@@ -192,8 +197,6 @@ class EtcdMembershipStore:
             with self._lock:
                 start = self._position
             texts = self.entries(start)
-            if not start + len(texts):
-                self.look()  # an empty log may be that of a run that was removed
             found = [entry for entry in map(unpack_entry, texts) if entry.get("kind") == "generation"]
             newest = Generation.from_json(found[-1]["record"], "the store") if found else None
             with self._lock:
@@ -349,6 +352,16 @@ class _Etcd:
         """Values by key, from `first` on and before `end`."""
         found = self.call("kv/range", {"key": _b64(first), "range_end": _b64(end), "limit": limit}).get("kvs", ())
         return [base64.b64decode(one.get("value", "")).decode() for one in found]
+
+    def beside(self, key: str, first: str, end: str, limit: int) -> tuple[str | None, list[str]]:
+        """A key's value, and those of a range, as they are at one moment."""
+        ranges = [{"key": _b64(key)}, {"key": _b64(first), "range_end": _b64(end), "limit": limit}]
+        answer = self.call("kv/txn", {"success": [{"request_range": one} for one in ranges]})
+        one, many = (
+            [base64.b64decode(found.get("value", "")).decode() for found in each["response_range"].get("kvs", ())]
+            for each in answer["responses"]
+        )
+        return (one[0] if one else None), many
 
     def put(self, key: str, value: str | bytes) -> None:
         self.call("kv/put", {"key": _b64(key), "value": _b64(value)})
