@@ -73,6 +73,7 @@ class Outcome:
     Attributes:
         breaches: what is wrong, in sentences; nothing where the run came through.
         store_losses: of `hits`, how many ended in a new start.
+        regresses: generations that went back to a checkpoint, as more was lost than the redundancy covers.
     """
 
     options: Options
@@ -83,8 +84,11 @@ class Outcome:
     steps: int
     repeated: int
     store_losses: int
+    regresses: int
     seconds: float
     sizes: list[int]
+    redundancy: int
+    protection: str
 
     @property
     def passed(self) -> bool:
@@ -119,6 +123,9 @@ class Outcome:
             "steps": self.steps,
             "steps_made_again": self.repeated,
             "store_losses": self.store_losses,
+            "regresses": self.regresses,
+            "redundancy": self.redundancy,
+            "protection": self.protection,
             "seconds": round(self.seconds, 1),
             "classes": by_class(self.hits),
         }
@@ -170,11 +177,12 @@ class Chaos:
                 breaches += self._judge(last)
             except CapslogError as error:
                 breaches.append(str(error))
-        generations = sum(len(segment.founded) for segment in self.field.segments)
+        founded = [record for segment in self.field.segments for record, _ in segment.founded]
         made = {(one.step, one.generation, k) for k, part in enumerate(self.field.segments) for one in part.stepped}
         return Outcome(
-            self.options, breaches, self.hits, self.field.joins, generations, last, len(made) - last,
-            self._store_losses, time.monotonic() - began, sorted(self._sizes),
+            self.options, breaches, self.hits, self.field.joins, len(founded), last, len(made) - last,
+            self._store_losses, sum(record.regress for record in founded), time.monotonic() - began,
+            sorted(self._sizes), self.config.elastic.redundancy, self.config.elastic.protection,
         )  # fmt: skip
 
     def summary(self) -> dict[str, Any]:
