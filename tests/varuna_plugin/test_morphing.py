@@ -86,6 +86,17 @@ def test_a_layer_of_several_stages_changes_hands(cradle: Cradle, tmp_path: Path)
         assert torch.allclose(final[name], tensor, rtol=0, atol=1e-5), name
 
 
+def test_more_workers_than_pieces(cradle: Cradle, truth: Truth, tmp_path: Path) -> None:
+    """The fifth has nothing to compute; it takes over when another is lost."""
+    live = Live(cradle, tmp_path, 5, "--steps", str(STEPS), "--pause", "0.05")
+    live.reaches(4)
+    live.signal("m0", signal.SIGKILL)
+    ended = live.finish()
+    assert ended.members() == [["m0", "m1", "m2", "m3", "m4"], ["m1", "m2", "m3", "m4"]]
+    assert ended.cuts() == [[0, 1, 2, 3]] * 2
+    check(ended, truth)
+
+
 @pytest.mark.parametrize(
     ("place", "step", "victim"),
     [("forward", 5, "m2"), ("backward", 5, "m0"), ("optimizer", 5, "m3"), ("checkpoint", 4, "m1")],

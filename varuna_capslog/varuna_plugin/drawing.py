@@ -32,15 +32,14 @@ class Draws:
         for index, point in enumerate(points):
             point.boundary_func = lambda piece=index + 1: self._enter(piece)
 
-    def begin_step(self, step: int, batches: Sequence[dict[str, Any]], first: int) -> None:
+    def begin_step(self, step: int, batches: Sequence[dict[str, Any]]) -> None:
         """A step begins.
 
         Args:
-            batches: the microbatches of this rank, the very dictionaries that the model is given.
-            first: number of the first of them among the microbatches of all replicas.
+            batches: its microbatches, the very dictionaries that the model is given.
         """
         self._step = step
-        self._numbers = {id(batch): first + index for index, batch in enumerate(batches)}
+        self._numbers = {id(batch): index for index, batch in enumerate(batches)}
 
     def begin_forward(self, inputs: dict[str, Any]) -> None:
         """A forward or recomputation of this microbatch begins."""

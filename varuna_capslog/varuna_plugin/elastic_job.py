@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -29,11 +29,10 @@ class Job:
         build_optimizer: over a model's parameters; called once, its settings per parameter hold for all parts.
         get_batch: the inputs of step 1, 2, ..., the whole minibatch, the same on every worker; or `Microbatches`.
         steps: to be made over the whole run.
-        batch_size, chunk_size: samples of a step over all replicas, and of a microbatch.
-        clip_grad_max_norm, shared_weights, loss: as Varuna and `configure` have them.
+        batch_size, chunk_size: samples of a step, and of a microbatch.
+        clip_grad_max_norm, loss: as Varuna and `configure` have them.
         schedule: called with (optimizer, step) before each step; sets learning rates by the step alone.
         profile, planner, memory, capacity: what cuts are searched from; without a profile pieces are cut by bytes.
-        max_replicas: of the pipeline; several are equal to one only within rounding, and not in running statistics.
         checkpoint_every: steps; None: only the last.
         on_step: called with (step, loss, gradient norm) on one worker.
         seed: of weights and random numbers, which belong to (step, microbatch, piece).
@@ -49,14 +48,12 @@ class Job:
     chunk_size: int
     run_dir: Path
     clip_grad_max_norm: float | None = None
-    shared_weights: Sequence[Sequence[str]] | None = None
     loss: Literal["mean", "sum"] = "mean"
     schedule: Callable[[torch.optim.Optimizer, int], None] | None = None
     profile: Profile | None = None
     planner: str = "exact"
     memory: str = AUTO
     capacity: int = 0
-    max_replicas: int = 1
     checkpoint_every: int | None = None
     on_step: Callable[[int, float, float], None] | None = None
     seed: int = 0
@@ -65,7 +62,7 @@ class Job:
 
     @property
     def num_microbatches(self) -> int:
-        """Of one step, over all replicas."""
+        """Of one step."""
         return math.ceil(self.batch_size / self.chunk_size)
 
     def microbatches(self, step: int) -> Microbatches:

@@ -89,17 +89,16 @@ class VarunaWork:
                 "profile this model"
             )
         count = job.num_microbatches
-        even = job.batch_size % job.chunk_size == 0
         self.placer = Placer(
             job.profile,
             self.layer_bytes,
-            Steps(count, count if even else 1, job.chunk_size if job.profile is not None else None),
+            Steps(count, 1, job.chunk_size if job.profile is not None else None),
             planner=job.planner,
             memory=job.memory,
             redundancy=job.elastic.redundancy,
             sync=job.elastic.protection == "sync",
             min_devices=job.elastic.min_devices,
-            max_replicas=job.max_replicas if even else 1,
+            max_replicas=1,
         )
         self.checkpoints = job.run_dir / "checkpoints"
         os.makedirs(building.temporary_folder(), exist_ok=True)
@@ -112,7 +111,6 @@ class VarunaWork:
         self._settled: dict[str, Tensor] = {}  # buffers at the present boundary, whatever a forward does
         self._own: tuple[int, ...] = ()
         self._cuts: tuple[int, ...] = ()
-        self._share = range(0)
         self._draws: Draws | None = None
         self._number = self._base = self._saved = 0
         self._connect_seconds = _CONNECT_SECONDS
@@ -141,8 +139,8 @@ class VarunaWork:
     # -- generations --------------------------------------------------------------------------------------------------
 
     def open(self, opening: Opening, communicator: Communicator, states: Mapping[int, LayerState]) -> None:
-        cuts, devices, replicas = self.placer.pipeline(opening.layout, opening.members)
-        rank, world_size, job = communicator.rank, devices * replicas, self.job
+        cuts, stages, _ = self.placer.pipeline(opening.layout, opening.members)
+        rank, job = communicator.rank, self.job
         self._end()
         torch.set_grad_enabled(True)  # whatever was broken off
         self._communicator, self._cuts = communicator, cuts
@@ -150,29 +148,27 @@ class VarunaWork:
         self._number, self._base = opening.number, opening.base.step
         self._saved = self._saved if self._saved <= self._base else 0
         self._first = rank == 0
-        if rank < world_size:
+        if rank < stages:
             model = self._fresh()
             with self._breakable(communicator):
                 communicator.gather(None)  # who was lost meanwhile is not waited for below
                 name = f"varuna/{communicator.generation}"
                 seconds = min(self._connect_seconds, job.timeout_seconds)
                 self._connect_seconds *= 2
-                self._groups = VarunaGroups(self._rendezvous(), name, rank, world_size, seconds)
+                self._groups = VarunaGroups(self._rendezvous(), name, rank, stages, seconds)
                 communicator.abort_with(self._groups.abort)
-                self._build_trainer(model, rank, devices, replicas, seconds)
+                self._build_trainer(model, rank, stages, seconds)
                 self._connect_seconds = _CONNECT_SECONDS
             for piece in reversed(self._own):  # what several pieces share is in all of them: the first one's counts
                 piece_state.install(states[piece], *self._part(piece), self._trainer.optimizer)
             self._settled = {key: buffer.clone() for key, buffer in self._buffers.items()}
             self._trainer.iteration = self._base
-            count = job.num_microbatches // replicas
-            self._share = range(rank // devices * count, (rank // devices + 1) * count)
         else:
             communicator.gather(None)
         if self._first:
             self._write_missing()
 
-    def _build_trainer(self, model: nn.Module, rank: int, devices: int, replicas: int, seconds: float) -> None:
+    def _build_trainer(self, model: nn.Module, rank: int, stages: int, seconds: float) -> None:
         """Varuna's part of this rank.
 
         Args:
@@ -180,17 +176,15 @@ class VarunaWork:
         """
         job = self.job
         self._configure(seconds)
-        stages = [",".join(str(stage + devices * replica) for replica in range(replicas)) for stage in range(devices)]
         with contextlib.redirect_stdout(io.StringIO()):  # Varuna prints as it goes
             self._trainer = self._varuna.Varuna(
                 model,
-                ";".join(stages) + ";",
+                "".join(f"{stage};" for stage in range(stages)),
                 lambda size, device=None: {},  # the trace is known
                 job.batch_size,
                 job.chunk_size,
                 local_rank=rank,
                 device="cpu" if self.device.type == "cpu" else self.device.index or 0,
-                shared_weights=job.shared_weights,
             )
         self._configure(job.timeout_seconds)
         assert self._groups is not None
@@ -245,12 +239,11 @@ class VarunaWork:
         self._began = time.monotonic()
         if self._trainer is None:
             return True
-        everything, share = self.job.microbatches(step), self._share
-        batches = [self._on_device(everything.batches[index]) for index in share]
-        ready = Microbatches(batches, [everything.sizes[index] for index in share])
+        everything = self.job.microbatches(step)
+        ready = Microbatches([self._on_device(batch) for batch in everything.batches], everything.sizes)
         assert self._draws is not None
         assert self._communicator is not None
-        self._draws.begin_step(step, ready.batches, share.start)
+        self._draws.begin_step(step, ready.batches)
         with self._breakable(self._communicator):
             loss, _, _ = self._trainer.step(ready, self.job.clip_grad_max_norm)
         torch.set_grad_enabled(True)
