@@ -1,6 +1,7 @@
 """One live benchmark after the other, in so many minutes; then the tables of their READMEs.
 
     python benchmarks/morph/all.py --minutes 20
+    python benchmarks/morph/all.py --minutes 8 rn50        # RN50-E6's steady cost, which is not part of the above
 
 Every script appends a line to its results.jsonl, also one that ended early; `tables.py` reads the newest.
 """
@@ -18,31 +19,43 @@ HERE = Path(__file__).parent
 SHARES = {"planned": 0.19, "crash": 0.19, "join": 0.22, "equality": 0.19, "steady": 0.21}
 """Of the minutes; what each needs besides (to begin, to compare) is allowed for."""
 
+SCRIPTS = {
+    "planned": ["planned/planned.py", "--full"],
+    "crash": ["crash/crash.py", "--full"],
+    "join": ["join/join.py", "--full"],
+    "equality": ["equality/equality.py", "--full"],
+    "steady": ["steady/steady.py"],
+    "rn50": [
+        "steady/steady.py",
+        f"--config={HERE / 'steady/rn50_e6.yaml'}",
+        "--steps=3",
+        "--runs",
+        "off",
+        "none",
+        "sync",
+    ],
+}
+
 _BESIDE_SECONDS = 15.0
-_LATE_SECONDS = 150.0
-ARGUMENTS = {"planned": ["--full"], "crash": ["--full"], "join": ["--full"], "equality": ["--full"], "steady": []}
+_LATE_SECONDS = 240.0
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("claims", nargs="*", choices=[*SHARES, []], help="only these, with the whole time")
+    parser.add_argument("claims", nargs="*", choices=[*SCRIPTS, []], help="only these, with the whole time")
     given = parser.parse_args()
     claims = given.claims or list(SHARES)
-    whole = sum(SHARES[claim] for claim in claims)
+    whole = sum(SHARES.get(claim, 0.2) for claim in claims)
     failed = []
     for claim in claims:
-        seconds = max(30.0, 60 * given.minutes * SHARES[claim] / whole - _BESIDE_SECONDS)
+        seconds = max(30.0, 60 * given.minutes * SHARES.get(claim, 0.2) / whole - _BESIDE_SECONDS)
         if claim == "equality":
             seconds *= 0.75  # the plain run that it is compared with comes after
-        command = [
-            sys.executable,
-            str(HERE / claim / f"{claim}.py"),
-            *ARGUMENTS[claim],
-            f"--minutes={seconds / 60:.2f}",
-        ]
-        if claim != "steady":
+        script, *arguments = SCRIPTS[claim]
+        command = [sys.executable, str(HERE / script), f"--minutes={seconds / 60:.2f}", *arguments]
+        if "steady" not in script:
             command.append(f"--seed={given.seed}")
         sys.stderr.write(f"{time.strftime('%H:%M:%S')} {' '.join(command[1:])}\n")
         try:
