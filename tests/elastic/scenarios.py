@@ -339,6 +339,11 @@ def all_scenarios() -> Iterator[tuple[str, Scenario]]:
             for point in IN_A_CHANGE:
                 how = "without shadows" if elastic else ""
                 yield f"{cause} {how}: kill {member} at {point}", kill_in_a_change(cause, member, point, **elastic)
+    for cause, members in (("leave", ("m0", "m2")), ("crash", ("m0", "m1")), ("join", ("m1", "m3"))):
+        for member in members:
+            for point in ("abort", "adopted", "gathered", "received", "installed", "prepared"):
+                name = f"async: {cause}: kill {member} at {point}"
+                yield name, kill_in_a_change(cause, member, point, protection="async")
     for shadows in (True, False):
         for rank in range(4):
             for point in ("send", "received", "shadow sent", "prepared", "gathered", "serve", "farewell"):

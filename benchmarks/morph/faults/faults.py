@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from pathlib import Path
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a store that is closed, by each connection to it
@@ -29,6 +30,37 @@ sys.path.insert(0, str(HERE.parents[2]))
 from tests.elastic.live import Cradle, truth_of  # noqa: E402
 from tests.elastic.scenarios import all_scenarios, many_changes  # noqa: E402
 
+KINDS = {
+    r"kill .* of 3x1": "at each point of a step, three stages",
+    r"kill .* of 2x2": "at each point of a step, two replicas of two stages",
+    r"async: kill": "in a step, copies one step late (`async`)",
+    r"leave .*(of four|: kill)": "in a planned leave",
+    r"crash": "during the recovery from a crash",
+    r"join": "during a join",
+    r"async: (leave|crash|join)": "in these three, copies one step late",
+    r"\d+ changes": "many changes in one run",
+    r".*": "stops, hangs, several at once, store, disk, refusal",
+}
+
+
+def print_totals(path: Path) -> None:
+    """A row per kind: different scenarios, runs, failed runs, most steps made again; and the runs by revision."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    rows: dict[str, list[dict]] = {title: [] for title in KINDS.values()}
+    for line in lines:
+        rows[next(title for pattern, title in KINDS.items() if re.match(pattern, line["name"]))].append(line)
+    write = sys.stdout.write
+    write("| a member is lost | scenarios | runs | failed | most steps made again |\n|---|---|---|---|---|\n")
+    for title, of_kind in rows.items():
+        names, bad = {line["name"] for line in of_kind}, [line for line in of_kind if line["outcome"] == "FAILED"]
+        again = max((line.get("steps_again", 0) for line in of_kind), default=0)
+        write(f"| {title} | {len(names)} | {len(of_kind)} | {len(bad)} | {again} |\n")
+    bad = [line for line in lines if line["outcome"] == "FAILED"]
+    write(f"| all | {len({line['name'] for line in lines})} | {len(lines)} | {len(bad)} | |\n")
+    revisions = Counter((line["revision"], line["python"], line["torch"]) for line in lines)
+    for (revision, python, torch_version), count in revisions.items():
+        write(f"{revision}, Python {python}, torch {torch_version}: {count}\n")
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
@@ -36,8 +68,12 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1, metavar="N", help="only every N-th scenario")
     parser.add_argument("--first", type=int, default=0, metavar="K", help="... beginning with this one")
     parser.add_argument("--changes", type=int, default=0, metavar="N", help="instead: N changes within one run")
+    parser.add_argument("--total", action="store_true", help="run nothing: the sums of the results")
     parser.add_argument("--results", type=Path, default=HERE / "results.jsonl")
     given = parser.parse_args()
+    if given.total:
+        print_totals(given.results)
+        return
     base = Path(tempfile.mkdtemp(prefix="capslog-faults-"))
     revision = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True)
     versions = {"python": platform.python_version(), "torch": torch.__version__, "revision": revision.stdout.strip()}
