@@ -28,6 +28,7 @@ from varuna_capslog.elastic import script
 from varuna_capslog.elastic.generation import INITIAL, Generation, Layout, Stamp
 from varuna_capslog.elastic.packing import pack, unpack
 from varuna_capslog.elastic.recovery import Seat
+from varuna_capslog.elastic.rig.script_chaos import judge_script
 from varuna_capslog.elastic.script_work import Group, ScriptWork, saved_states
 from varuna_capslog.elastic.work import Opening
 from varuna_capslog.engine.communicator import connect_group
@@ -353,6 +354,44 @@ def test_kills_leaves_joins_and_a_new_start_change_no_bit(tmp_path: Path, monkey
     assert same(unpack(torch.load(path, weights_only=True)), unpack(pack(found["training"].state(), copy=False)))
 
 
+SMALL = """
+import torch
+from varuna_capslog.elastic.script import train
+class Sum:
+    def __init__(self): self.total = torch.zeros(1)
+    def state(self): return {"total": self.total}
+    def load(self, state): self.total = state["total"]
+    def step(self, number, group):
+        self.total += group.all_reduce(torch.tensor([0.1 * number]))
+        return self.total[0]
+if __name__ == "__main__":
+    train(Sum(), 100)
+    raise RuntimeError("it was to end with the step that is compared")
+"""
+
+
+def test_the_judge_of_a_disturbed_script_finds_a_wrong_loss_a_lost_step_and_a_wrong_state(tmp_path: Path) -> None:
+    path, run = tmp_path / "sum.py", tmp_path / "run"
+    path.write_text(SMALL)
+    training = runpy.run_path(str(path))["Sum"]()
+    work = work_of(training, run)
+    work.open(opening(1, INITIAL), alone(), {0: work.initial(0)})
+    for step in range(1, 6):
+        make(work, step)
+    work.finish(Stamp(5, 1), False)
+    assert judge_script(path, [], run) == (5, [])
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    row = json.loads(lines[2])
+    row["loss"] += 1e-7
+    (run / "metrics.jsonl").write_text("".join([*lines[:2], json.dumps(row) + "\n", lines[4]]))
+    training.total += 1e-6
+    saved_states(run)[-1][1].unlink()
+    work.finish(Stamp(5, 1), False)
+    steps, breaches = judge_script(path, [], run)
+    assert steps == 5
+    assert [breach.split()[0:2] for breach in breaches] == [["the", "steps"], ["step", "3"], ["the", "state"]]
+
+
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
@@ -363,6 +402,8 @@ def test_kills_leaves_joins_and_a_new_start_change_no_bit(tmp_path: Path, monkey
         (["--nnodes", "2"], "needs --serve"),
         (["--serve", "nowhere"], "not HOST:PORT"),
         (["--elastic", "redundancy"], "not KEY=VALUE"),
+        (["--chaos", "3", "--serve", "a:1"], "on this machine alone"),
+        (["--chaos", "3", "--nproc", "1"], "at least --nproc 2"),
         (["--elastic", "redundance=1"], "redundance"),
     ],
 )

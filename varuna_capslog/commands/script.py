@@ -39,6 +39,12 @@ def script(
     nnodes: Annotated[int, typer.Option(min=1, help="Machines that begin together; more may join.")] = 1,
     name: Annotated[str | None, typer.Option(help="Of this machine.", show_default="the system's")] = None,
     wait: Annotated[float, typer.Option(min=0, help="Longest wait for the store, in seconds.")] = 600.0,
+    chaos: Annotated[
+        int | None,
+        typer.Option(min=1, help="Disturb the run so many times, stop it and judge it.", show_default=False),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="--chaos: of the faults.")] = 0,
+    mean: Annotated[str, typer.Option(help="--chaos: mean time between a recovery and the next fault.")] = "500ms",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done and stop.")] = False,
 ) -> None:
     """Run a data-parallel program on workers that may come and go. Ctrl-C stops after the step; the same continues."""
@@ -51,12 +57,17 @@ def script(
     for address in (serve, store):
         if address is not None:
             check_address(address)
+    if chaos is not None and (serve is not None or store is not None):
+        raise CapslogError("--chaos disturbs a run on this machine alone; leave --serve and --store away")
     if not file.is_file():
         raise CapslogError(f"there is no script {file}; check the path")
     folder, settings = run_dir or Path("runs") / file.stem, _settings(elastic or [])
     if dry_run:
         part = f"join the store at {store}" if store else f"serve the store at {serve or '127.0.0.1'}"
         typer.echo(f"would {part}; {nproc} worker(s) here run {file}, run_dir {folder}, {nnodes} machine(s) to begin")
+        return
+    if chaos is not None:
+        _disturb(file, arguments or [], folder, nproc, settings, chaos, seed, mean)
         return
     _run(file, arguments or [], folder, nproc, settings, serve, store, nnodes, name, wait)
 
@@ -114,3 +125,35 @@ def _run(
         )
     if end.how == "left":
         raise Interrupted(f"all devices have left, the run is parked; the same command continues it in {folder}", 143)
+
+
+def _disturb(
+    file: Path, arguments: list[str], folder: Path, nproc: int, settings: Elastic, faults: int, seed: int, mean: str
+) -> None:
+    from varuna_capslog import files, units
+    from varuna_capslog.elastic.rig.script_chaos import Disturber, judge_script
+    from varuna_capslog.elastic.rig.tally import by_class
+    from varuna_capslog.elastic.script_begin import run_script
+    from varuna_capslog.errors import CapslogError
+    from varuna_capslog.supervisor import Interrupted
+
+    if nproc < 2:
+        raise CapslogError(f"--chaos needs at least --nproc 2, so that somebody is left; not {nproc}")
+    if (folder / "metrics.jsonl").exists():
+        raise CapslogError(f"{folder} holds a run already; chaos needs a folder of its own: give --run-dir")
+    say = lambda line: typer.echo(line, err=True)  # noqa: E731
+    disturber = Disturber(folder, faults, seed, units.parse_seconds(mean, "mean"), say)
+    try:
+        run_script(file, arguments, folder, nproc, settings, begun=disturber.start)
+    except Interrupted:  # it was stopped when all faults had struck
+        pass
+    finally:
+        disturber.end()
+    say("comparing with the script alone")
+    steps, breaches = judge_script(file, arguments, folder)
+    breaches += [disturber.problem] if disturber.problem else []
+    found = {"seed": seed, "steps": steps, "breaches": breaches, "classes": by_class(disturber.hits)}
+    files.write_json(folder / "chaos.json", found)
+    typer.echo(f"seed {seed}: {'failed' if breaches else 'passed'}; {len(disturber.hits)} faults, {steps} steps")
+    if breaches:
+        raise CapslogError(f"the run failed: {breaches[0]}; everything it wrote is in {folder}")

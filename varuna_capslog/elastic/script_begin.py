@@ -35,6 +35,7 @@ def run_script(
     name: str | None = None,
     serve_at: str = "127.0.0.1:0",
     hosts: int = 1,
+    begun: Callable[[Host], None] = lambda host: None,
 ) -> HostEnd:
     """Serves the store and runs the script on this machine's workers until the run ends, everywhere.
 
@@ -43,6 +44,7 @@ def run_script(
     Args:
         arguments: the script's own.
         name, serve_at, hosts, say: see `Host`.
+        begun: given the host before it runs.
 
     Raises:
         WorkerFailed, Interrupted: see `Host.run`.
@@ -51,7 +53,7 @@ def run_script(
     keys, first = _starting_point(run_dir)
     order = _order(path, arguments, run_dir, settings)
     files.write_json(run_dir / _NOTE, order)
-    return Host(
+    host = Host(
         run_dir,
         _ENTRY,
         order,
@@ -65,7 +67,9 @@ def run_script(
         settings=settings,
         say=say,
         modules=_MODULES,
-    ).run()
+    )
+    begun(host)
+    return host.run()
 
 
 def join_script(

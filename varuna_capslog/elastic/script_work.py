@@ -28,7 +28,7 @@ from varuna_capslog.engine.layer_state import digest
 from varuna_capslog.errors import CapslogError
 from varuna_capslog.settings import Elastic
 
-__all__ = ["Group", "Script", "ScriptWork", "loss_of", "saved_states"]
+__all__ = ["Group", "Script", "ScriptWork", "loss_of", "read_state", "saved_states"]
 
 _KEPT = 3
 """Checkpoints that stay."""
@@ -225,7 +225,7 @@ class ScriptWork:
         return self._first
 
     def load(self, layer: int, stamp: Stamp) -> LayerState:
-        return _read(self._resumed.get(stamp) or self._path(stamp))
+        return read_state(self._resumed.get(stamp) or self._path(stamp))
 
     def persist(self, held: Mapping[tuple[int, Stamp], LayerState], record: Generation, why: str) -> None:
         for (_, stamp), state in held.items():
@@ -317,7 +317,8 @@ def _write(path: Path, state: LayerState) -> None:
         raise CapslogError(f"{path} cannot be written: {why}; free space") from error
 
 
-def _read(path: Path) -> LayerState:
+def read_state(path: Path) -> LayerState:
+    """What a checkpoint holds. Raises CapslogError."""
     try:
         state: LayerState = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # damaged files end in errors of many kinds
