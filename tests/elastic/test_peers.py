@@ -56,6 +56,22 @@ def test_tensors_of_any_kind_arrive_bit_for_bit(pair):
         assert torch.equal(message.tensors[name], tensor)
 
 
+def test_many_tensors_of_all_sizes_in_one_message(pair):
+    """Small ones travel packed together, large ones from where they lie, more than the system takes at once."""
+    one, other = pair
+    dice = torch.Generator().manual_seed(0)
+    large = torch.randn(70_001, generator=dice)
+    sent = {f"small {k}": torch.randn(k % 5, 3, generator=dice) for k in range(40)}
+    sent |= {"large": large, "after": torch.arange(3), "strided": large[::2]}
+    sent |= {f"mixed {k}": torch.full((k,), k, dtype=(torch.int64, torch.float32)[k % 2]) for k in range(1500)}
+    one.peers.send("other", "update", sent)
+    found = other.next().tensors
+    assert list(found) == list(sent)
+    for name, tensor in sent.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(found[name], tensor)
+
+
 def test_messages_of_one_sender_keep_their_order(pair):
     one, other = pair
     for number in range(200):

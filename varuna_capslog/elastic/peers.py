@@ -239,7 +239,7 @@ def _write(connection: socket.socket, header: Mapping[str, Any], tensors: Mappin
 def _pack(payload: Sequence[Tensor]) -> Iterator[memoryview]:
     """The tensors' bytes, one after the other: of large ones as they lie there, of small ones in a row together."""
     for (_, small), row in itertools.groupby(payload, lambda tensor: (tensor.dtype, tensor.nbytes < _SMALL_BYTES)):
-        tensors = [tensor.reshape(-1) for tensor in row]
+        tensors = [tensor.contiguous().reshape(-1) for tensor in row]
         for tensor in [torch.cat(tensors)] if small and len(tensors) > 1 else tensors:
             if tensor.numel():
                 yield memoryview(tensor.view(torch.uint8).numpy().data)
