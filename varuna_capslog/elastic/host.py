@@ -375,6 +375,9 @@ class Host:
         match entry.get("kind"):
             case "generation":
                 self._founded = time.time()
+                for ended in self._workers.values():
+                    if ended.ended and ended.member not in self._settling:
+                        self._is_missed(ended)
             case "finished":
                 self._ended_at = time.monotonic()
             case "broken":
@@ -479,13 +482,20 @@ class Host:
             signal_group(worker.pid, signal.SIGKILL)
 
     def _settle(self, worker: _Worker) -> None:
-        if self.roster.finished is not None:
-            return
-        if worker.member in self.roster.generation.members and worker.member not in self.roster.dead:
-            why = f"worker {worker.member} ended before the run did"
-            self._tell({"kind": "dead", "member": worker.member, "why": why, "by": self.name})
-        else:
+        if self.roster.finished is None and not self._is_missed(worker):
             self._tell({"kind": "left", "member": worker.member})
+
+    def _is_missed(self, worker: _Worker) -> bool:
+        """Whether the newest generation waits for one that has ended; tells it dead then.
+
+        A newcomer may have asked, gone as it was told to, and be let in only after that.
+        """
+        roster, member = self.roster, worker.member
+        if roster.finished is not None or member not in roster.generation.members or member in roster.dead:
+            return False
+        why = f"worker {member} ended before the run did"
+        self._tell({"kind": "dead", "member": member, "why": why, "by": self.name})
+        return True
 
     # -- the store -----------------------------------------------------------------------------------------------------
 
