@@ -34,7 +34,7 @@ from varuna_capslog.prepare import prepare_run
 from varuna_capslog.settings import Config
 from varuna_capslog.supervisor import reserve
 
-__all__ = ["Chaos", "Options", "Outcome", "toy_config", "truth_of", "weights_of_run"]
+__all__ = ["Chaos", "Hung", "Options", "Outcome", "toy_config", "truth_of", "weights_of_run"]
 
 FORMAT = "varuna-capslog/chaos/1"
 
@@ -131,7 +131,7 @@ class Outcome:
         }
 
 
-class _Hung(Exception):
+class Hung(Exception):
     """The run does not go on."""
 
 
@@ -166,7 +166,7 @@ class Chaos:
             self.field = Field(self.config, options.hosts, options.workers, options.relay, self.say)
             try:
                 self._go(began)
-            except _Hung as error:
+            except Hung as error:
                 breaches.append(str(error))
                 self.field.show_threads()
                 time.sleep(0.5)
@@ -207,7 +207,7 @@ class Chaos:
         self._wait(1.0)
         self.say("stopping")
         if not self.field.stop(60.0):
-            raise _Hung("the run was asked to stop and did not within 60 s")
+            raise Hung("the run was asked to stop and did not within 60 s")
 
     def _line(self, hit: Hit) -> str:
         who = ", ".join(hit.victims) or hit.note
@@ -231,7 +231,7 @@ class Chaos:
         until = time.monotonic() + seconds
         while not done():
             if time.monotonic() > until:
-                raise _Hung(f"the run did not come to {what} within {seconds:g} s")
+                raise Hung(f"the run did not come to {what} within {seconds:g} s")
             self._turn()
 
     def _ready(self, fault: Fault) -> None:
@@ -385,7 +385,7 @@ class Chaos:
         self._wait(0.2)
         field.signal(name, signal.SIGKILL)
         if not field.until_ended(self.options.hang_seconds):
-            raise _Hung("the run did not stop after the loss of the store and a member")
+            raise Hung("the run did not stop after the loss of the store and a member")
         field.replaces = True
         steps = len(field.step_times)
         field.begin()
@@ -454,7 +454,7 @@ class Chaos:
             if time.monotonic() > deadline:
                 self.hits.append(hit)
                 self.say(self._line(hit))
-                raise _Hung(f"no step within {self.options.hang_seconds:g} s of {hit.kind} ({', '.join(hit.victims)})")
+                raise Hung(f"no step within {self.options.hang_seconds:g} s of {hit.kind} ({', '.join(hit.victims)})")
             for one in sorted(self._turn(), key=lambda one: one.time):
                 members = set(field.members_of(one.generation))
                 if one.time <= hit.time or not members or members & (lost | field.roster.dead):

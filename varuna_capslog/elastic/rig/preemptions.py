@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from varuna_capslog.elastic.generation import Member
-from varuna_capslog.elastic.rig.chaos import Chaos, Options
+from varuna_capslog.elastic.rig.chaos import Chaos, Hung, Options
 from varuna_capslog.elastic.rig.judge import Segment
 from varuna_capslog.elastic.rig.tally import Hit
 from varuna_capslog.errors import CapslogError
@@ -171,7 +171,7 @@ class Preemptions(Chaos):
         self._pass(nodes, time.monotonic() + 2.0)
         end = time.time()
         if not field.stop(60.0):
-            raise CapslogError("the run was asked to stop and did not within 60 s")
+            raise Hung("the run was asked to stop and did not within 60 s")
         self.goodput = goodput(field.segment, counts, end)
 
     def _pass(self, nodes: dict[str, Member | None], until: float) -> None:
@@ -194,7 +194,7 @@ class Preemptions(Chaos):
     def _check_progress(self) -> None:
         times = self.field.step_times
         if times and time.time() - times[-1] > self.options.hang_seconds:
-            raise CapslogError(f"no step within {self.options.hang_seconds:g} s")
+            raise Hung(f"no step within {self.options.hang_seconds:g} s")
 
     def _tell(self, member: Member | None) -> None:
         if member is not None:
