@@ -254,6 +254,16 @@ def test_holders_who_come_back_save_what_was_settled() -> None:
     assert group.bases[4] == Stamp(2, 1)
 
 
+def test_a_notice_that_comes_while_values_are_gathered_is_followed_by_those_that_then_wait() -> None:
+    group = Group(fewest=4)
+    group.feed(2, m.Notice(("leave", "m2")))
+    group.tally(0, 1, 2)
+    assert [state.phase for state in group.states] == [Phase.WAIT, Phase.WAIT, Phase.CHANGE]
+    assert group.proposal(2).members == ("m0", "m1")
+    group.found(group.proposal(2))
+    assert group.states[2].phase is not Phase.WAIT
+
+
 def test_the_loss_of_the_store_stops_a_change_but_no_run() -> None:
     group = running(1)
     group.feed(0, m.StoreLost())

@@ -124,10 +124,15 @@ def _decided(state: State, decision: Decision) -> Step:
     if layout is None:
         why = decision.waiting or ""
         if not state.votes:
-            state, effects_out = changes.outside(state, state.record, wants_in=False)
-            return state, (m.Persist(why), *effects_out)
+            state, more = changes.outside(state, state.record, wants_in=False)
+            return state, (m.Persist(why), *more)
         waiting = replace(state, phase=Phase.WAIT, regress=decision.for_holders)
-        return waiting, (m.Persist(why), m.Wait(why))
+        said = (m.Persist(why), m.Wait(why))
+        if not state.changes:
+            return waiting, said
+        # Wished while values were gathered; there will be no vote to bring it up.
+        waiting, more = changes.stop_answering(replace(waiting, planned=True, regress=False))
+        return waiting, (*said, *more)
     # Roll-back: what lies beyond the base was never settled, or nobody can complete it.
     kept = frozenset(entry for entry in state.held if entry[1] == base or entry[1].step < base.step)
     effects: list[m.Effect] = [m.Drop(state.held - kept)] if len(kept) < len(state.held) else []
