@@ -71,7 +71,7 @@ def test_a_rank_that_hangs_is_given_up(varuna: FoundVaruna) -> None:
     assert status == 5, text
     assert "waiting for gradients of microbatch" in text or "waiting for activations of microbatch" in text
     assert "nothing came for 4 s" in text
-    assert seconds < 60
+    assert seconds < 300  # the rank sleeps for 600; starting alone may take a minute on a busy machine
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "optimizer", "checkpoint"])
