@@ -342,7 +342,7 @@ def test_ctrl_c_in_the_terminal_is_130_and_one_sentence(tmp_path):
     """Before any worker exists, while something slow is read."""
     pipe = tmp_path / "profile.json"
     os.mkfifo(pipe)
-    command = [sys.executable, "-c", "from varuna_capslog.cli import program; program()", "plan", "--profile", str(pipe)]
+    command = [sys.executable, "-c", "from varuna_capslog.cli import main; main()", "plan", "--profile", str(pipe)]
     process = subprocess.Popen([*command, "--devices", "2"], stderr=subprocess.PIPE, text=True)
     with open(pipe, "w"):  # returns when the command has opened its end
         process.send_signal(signal.SIGINT)
@@ -361,7 +361,7 @@ def test_what_this_version_lacks_is_refused_and_never_replaced(command, config, 
     """`engine=varuna` trained on our own engine, without a word."""
     (tmp_path / "run.yaml").write_text(f"workload: a:b\n{config}\n")
     done = subprocess.run(
-        [sys.executable, "-c", "from varuna_capslog.cli import program; program()", command, "run.yaml"],
+        [sys.executable, "-c", "from varuna_capslog.cli import main; main()", command, "run.yaml"],
         capture_output=True,
         text=True,
         cwd=tmp_path,

@@ -206,7 +206,7 @@ def test_train_runs_captured_layers_and_its_loss_is_the_unsplit_models(tmp_path:
     )
     root = Path(__file__).resolve().parents[1]
     done = subprocess.run(
-        [sys.executable, "-c", "from varuna_capslog.cli import program; program()", "train", str(config), "--nproc", "1"],
+        [sys.executable, "-c", "from varuna_capslog.cli import main; main()", "train", str(config), "--nproc", "1"],
         cwd=root, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}, capture_output=True, text=True,
         timeout=170, check=False,
     )  # fmt: skip
