@@ -148,6 +148,7 @@ def run() -> None:
     given = parser.parse_args()
     wanted = given.morphs or (12 if given.quick else 400 if given.full else 110)
     dice, clock, done = random.Random(given.seed), Clock(given.minutes), 0
+    stuck: str | None = None
     overrides = [f"train.accumulation_blocks={BLOCKS}", *given.overrides]
     what: Counter[str] = Counter()
     with tempfile.TemporaryDirectory(prefix="capslog-equality-") as holder:
@@ -169,7 +170,11 @@ def run() -> None:
                     (live.kill if kind == "kill" else live.leave)(victim)
                 what[kind] += 1
                 done += 1
-                newest = live.wait_steps(count, dice.randint(1, 4), 90, after=newest)
+                try:
+                    newest = live.wait_steps(count, dice.randint(1, 4), 90, after=newest)
+                except TimeoutError as error:  # the run goes on without this change: compared is what it did
+                    stuck = f"{kind} after generation {newest}: {error}"[:300]
+                    break
                 layouts.add(cuts_for(live.members, 10))
                 if number % 10 == 9:
                     sys.stderr.write(f"{number + 1} morphs, generation {newest}, {clock.seconds:.0f} s\n")
@@ -184,6 +189,7 @@ def run() -> None:
             "overrides": overrides,
             "seed": given.seed,
             "seconds": clock.seconds,
+            "ended_early": stuck,
             "morphs": done,
             "kinds": dict(what),
             "generations": newest,
@@ -195,6 +201,8 @@ def run() -> None:
             **compare(folder, truth),
         }
     append_result("equality", result)
+    if stuck is not None:
+        raise SystemExit(stuck)
     if result["losses_that_differ"] or result["tensors_that_differ"] or result["steps_with_a_sample_not_used_once"]:
         raise SystemExit("not equal")
 
