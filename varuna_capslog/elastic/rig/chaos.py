@@ -282,6 +282,8 @@ class Chaos:
                 return self._join_kill(hit, fault, names)
             case "before-apply" | "in-apply" | "in-step" | "in-change" | "in-leave":
                 return self._at_point(hit, fault, names)
+            case "host" if len({machine_of(member) for member in voters}) == 1:
+                return None  # nobody would be left to go on
             case "host":
                 return self._host(hit, machine_of(names[0]))
             case "freeze":
