@@ -11,6 +11,8 @@ from typing import NoReturn
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a store that is killed on purpose makes stacks of C++
+
 _SUITE, _end = os.getpid(), os._exit
 
 

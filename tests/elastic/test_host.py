@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from varuna_capslog.elastic.generation import EMPTY
+from varuna_capslog.elastic.generation import EMPTY, Stamp
 from varuna_capslog.elastic.host import Host, HostEnd
 from varuna_capslog.elastic.notices import CallbackListener, Kind
 from varuna_capslog.elastic.store import TcpMembershipStore, open_store, serve_store
@@ -82,11 +82,19 @@ class Running:
         host.say = self.lines.append
         self.log: list[dict[str, Any]] = []
         self.result: HostEnd | BaseException | None = None
+        self._tell, host._tell = host._tell, self._tell_and_wait  # type: ignore[method-assign]
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
         wait_until(lambda: hasattr(host, "store") or not self.thread.is_alive())
         self.client: TcpMembershipStore = open_store(host.address)
         self.client.follow(self.log.append, lambda why: None)
+
+    def _tell_and_wait(self, entry: dict[str, Any]) -> None:
+        """The store ends with the host: let the client read the last entries before it does."""
+        self._tell(entry)
+        until = time.monotonic() + 1.0
+        while entry.get("state") == "gone" and entry not in list(self.log) and time.monotonic() < until:
+            time.sleep(0.005)
 
     def _run(self) -> None:
         try:
@@ -237,6 +245,27 @@ def test_a_newcomer_that_has_gone_and_is_let_in_after_that_is_told_dead(tmp_path
     run.client.compare_and_set(1, run.host.roster.generation.successor(["h-1", "h-2"]))
     wait_until(lambda: run.told("dead") == ["h-1"])
     run.go("later")
+    assert run.end().how == "left"
+
+
+def test_when_all_voters_are_lost_at_once_whoever_asks_may_go_on_from_the_checkpoint(tmp_path, start):
+    run = start(tmp_path, 3, all="wait=go leave=0")
+    pids = [run.seen(f"h-{number}")["pid"] for number in (1, 2)]
+    run.client.compare_and_set(0, EMPTY.successor(["h-1", "h-2"]))
+    run.client.append({"kind": "checkpoint", "step": 7, "generation": 1})
+    # what another host believes is no proof: it may have been cut off, and they may train on
+    for member in ("h-1", "h-2"):
+        run.client.append({"kind": "dead", "member": member, "why": "host h does not answer", "by": "another"})
+    wait_until(lambda: run.told("dead") == ["h-1", "h-2"])
+    run.client.append({"kind": "hello", "member": "h-3"})
+    assert not run.host.roster.is_bereft
+    assert run.client.read().number == 1
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: run.client.read().number == 2)
+    record = run.client.read()
+    assert (record.members, record.checkpoint, record.regress) == ((), Stamp(7, 1), True)
+    run.go()
     assert run.end().how == "left"
 
 

@@ -107,12 +107,15 @@ class Generation:
         lineage = tuple(entry for entry in lineage if entry[0] > known.generation)
         return Generation(self.number + 1, tuple(members), tuple(leaving), lineage, known, reached, regress)
 
-    def parked(self) -> Generation:
+    def parked(self, checkpoint: Stamp = INITIAL) -> Generation:
         """The successor without members, for an authority that *knows* that all voters have ended.
 
         Whoever is left outside may then found the next one. It may go back: what the dead had settled is lost.
+
+        Args:
+            checkpoint: as in `successor`.
         """
-        return self.successor((), regress=True)
+        return self.successor((), checkpoint=checkpoint, regress=True)
 
     def to_json(self) -> dict[str, Any]:
         """The form in which the store keeps it."""

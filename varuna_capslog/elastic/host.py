@@ -371,6 +371,8 @@ class Host:
         self.roster.take(entry)
         if self.serves and self.roster.is_complete(self.hosts):
             self._found()
+        if entry.get("kind") in ("dead", "left", "generation") and self.roster.is_bereft and not self._asked:
+            self._park()
         worker = self._workers.get(str(entry.get("member")))
         match entry.get("kind"):
             case "generation":
@@ -403,6 +405,13 @@ class Host:
         first = Generation(1, tuple(self.roster.members), checkpoint=self.first)
         with contextlib.suppress(StoreGone):
             self.store.compare_and_set(0, first)
+
+    def _park(self) -> None:
+        """All voters have ended, so that nobody trains: whoever asks to come may go on from the last checkpoint."""
+        lost = self.roster.generation
+        self.say(f"all {len(lost.members)} member(s) are lost; whoever comes goes on from the last checkpoint")
+        with contextlib.suppress(StoreGone):
+            self.store.compare_and_set(lost.number, lost.parked(self.roster.checkpoint))
 
     def _announced(self, announcement: Announcement) -> None:
         notice = announcement.of(self.name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from varuna_capslog.elastic.generation import EMPTY, Generation, Member
+from varuna_capslog.elastic.generation import EMPTY, INITIAL, Generation, Member, Stamp
 
 __all__ = ["Roster"]
 
@@ -21,9 +21,11 @@ class Roster:
         hosts: those that are here, with the number of workers each can have.
         members: workers that have neither ended nor been told dead, oldest first, with their hosts.
         dead: told dead, by whomever.
+        gone: whose own host has told their end; nobody can take them for lost by mistake.
         noticed: told to leave.
         generation: the newest.
         broken: newest generation that somebody said is broken.
+        checkpoint: the newest that was written.
         finished: the entry that ended the run.
     """
 
@@ -32,10 +34,13 @@ class Roster:
         self.hosts: dict[str, int] = {}
         self.members: dict[Member, str] = {}
         self.dead: set[Member] = set()
+        self.gone: set[Member] = set()
         self.noticed: set[Member] = set()
         self.generation: Generation = EMPTY
         self.broken = 0
+        self.checkpoint = INITIAL
         self.finished: Mapping[str, Any] | None = None
+        self._hosts: dict[Member, str] = {}
         self._participants: dict[int, tuple[Member, ...]] = {}
         self._named: dict[Member, int] = {}
         self._spoke: dict[Member, int] = {}
@@ -51,11 +56,14 @@ class Roster:
                 for name in self.generation.participants:
                     self._named[name] = self.generation.number
             case "worker":
-                self.members[str(member)] = str(entry["host"])
+                self.members[str(member)] = self._hosts[str(member)] = str(entry["host"])
             case "dead":
+                if entry.get("by") == self._hosts.get(str(member)):
+                    self.gone.add(str(member))
                 self.dead.add(str(member))
                 self.members.pop(str(member), None)
             case "left":
+                self.gone.add(str(member))
                 self.members.pop(str(member), None)
             case "notice":
                 self.noticed.add(str(member))
@@ -68,8 +76,16 @@ class Roster:
                 self.hosts[str(entry["host"])] = int(entry["workers"])
             case "hosts":
                 self.hosts.pop(str(entry["host"]), None)
+            case "checkpoint":
+                self.checkpoint = Stamp(int(entry["step"]), int(entry["generation"]))
             case "finished":
                 self.finished = dict(entry)
+
+    @property
+    def is_bereft(self) -> bool:
+        """Whether all who could train, or found the next generation, are gone for certain."""
+        voters = self.generation.members
+        return bool(voters) and self.finished is None and self.gone.issuperset(voters)
 
     def is_complete(self, hosts: int) -> bool:
         """Whether so many hosts have named all their first workers, and no generation was founded yet."""

@@ -105,6 +105,8 @@ class Training:
         save, self.save_all = self.save_all, False
         written = self._of.work.between(self._of.state.at, save)
         if written is not None:
+            if self._of.me == self._of.state.record.members[0]:
+                self._of.append({"kind": "checkpoint", "step": written.step, "generation": written.generation})
             self._of.feed(m.Checkpointed(written))
 
     def _goes_on(self, generation: int) -> bool:
