@@ -36,7 +36,7 @@ def member(copies: int = 0, usual: float = 0.5, layers: int = 3) -> Any:
     state = SimpleNamespace(record=Generation(1, MEMBERS), layout=layout, changes=frozenset(), urgent=False)
     sent: set[int] = set()
     return SimpleNamespace(
-        me="m1", state=state, seats={}, sent=sent,
+        me="m1", state=state, seats={name: Seat(name, name, 0) for name in MEMBERS}, sent=sent,
         job=SimpleNamespace(layer_bytes=(SIZE,) * layers),
         work=SimpleNamespace(place=place),
         training=SimpleNamespace(usual_seconds=usual, is_sent=lambda layer: layer in sent),

@@ -71,10 +71,10 @@ def find_ahead(
     """What moves for these changes. Newcomers get nothing ahead: they are not in the generation that sends.
 
     Args:
-        seats: of all members, and of those that asked to be let in.
+        seats: of all members, and of those that asked to be let in; the same everywhere, or the members disagree.
     """
     stay = stay_with(record, changes)
-    wanted = place([seats.get(member, Seat(member, member, 0)) for member in stay]) if stay else "no device is left"
+    wanted = place([seats[member] for member in stay]) if stay else "no device is left"
     if isinstance(wanted, str):  # the next generation will wait, and say for what
         return Ahead(changes, {}, frozenset())
     held = {

@@ -76,13 +76,13 @@ class Departures:
 
     def _moves(self, member: Member) -> Mapping[int, int]:
         """Layer -> bytes that the member has to send when it leaves."""
-        state, sizes = self._of.state, self._of.job.layer_bytes
-        changes = state.changes | {("leave", member)}
+        state, sizes, seats = self._of.state, self._of.job.layer_bytes, self._of.seats
+        known = {change for change in state.changes if change[1] in seats}  # a vote may tell of one before it has asked
+        changes = frozenset(known | {("leave", member)})
         if state.layout is None or member not in state.record.members:
             return {}
         if self._known is None or self._known[:3] != (changes, member, state.record.number):
-            seats, place = self._of.seats, self._of.work.place
-            ahead = find_ahead(member, state.record, state.layout, changes, seats, place, sizes)
+            ahead = find_ahead(member, state.record, state.layout, changes, seats, self._of.work.place, sizes)
             moves = {layer: sizes[layer] * len(targets) for layer, targets in ahead.targets.items()}
             self._known = (changes, member, state.record.number, moves)
         return self._known[3]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from varuna_capslog.elastic import messages as m
-from varuna_capslog.elastic.ahead import Ahead, find_ahead, first_owner
+from varuna_capslog.elastic.ahead import Ahead, find_ahead, first_owner, stay_with
 from varuna_capslog.elastic.generation import Member, Stamp
 from varuna_capslog.elastic.recovery import Seat
 from varuna_capslog.elastic.state import Phase
@@ -221,7 +221,10 @@ class Training:
         return self._ahead is not None and layer in self._ahead.sent
 
     def prepare(self, changes: frozenset[m.Change], seats: Mapping[Member, Seat], hinted: bool = False) -> bool:
-        """Finds out what would move for these changes; False where that is known.
+        """Finds out what would move for these changes; False where that is known, or cannot be known yet.
+
+        A vote may tell of a newcomer before the log does; without its seat this member would expect other layers than
+        the others send, for ever.
 
         Args:
             hinted: they may never be made: what comes here is kept current, and that is all.
@@ -231,6 +234,8 @@ class Training:
             return False
         state = runtime.state
         assert state.layout is not None
+        if not seats.keys() >= set(stay_with(state.record, changes)):
+            return False  # Prepare is said again after the next step
         self._ahead = find_ahead(
             runtime.me, state.record, state.layout, changes, seats, runtime.place, runtime.job.layer_bytes
         )
