@@ -40,6 +40,7 @@ setup(
         "test": [
             "pytest>=8",
             "pytest-timeout>=2.3",
+            "pytest-xdist>=3.6",
             "hypothesis>=6.100",
             "transformers>=5.0",
             "scikit-optimize>=0.10",

@@ -7,7 +7,7 @@ usage() {
 usage: launch/test.sh [PYTEST ARGUMENTS ...]
 
 Installs the package with its test extra into .venv (unless that was done) and runs the tests. Skipped tests are listed
-with their reason at the end.
+with their reason at the end. Two files at a time are run: many tests start processes and wait for them.
 
   CAPSLOG_DATA   folder with outside data sets (bccd/, coco-eval-100/); tests that need one are skipped without it
 TEXT
@@ -19,4 +19,4 @@ esac
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$root"
 launch/install.sh test
-exec .venv/bin/python -m pytest -rs "$@"
+exec .venv/bin/python -m pytest -rs -n 2 --dist loadfile "$@"
