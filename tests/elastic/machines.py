@@ -38,6 +38,7 @@ def write_config(folder: Path, devices: int = 2, steps: int = LONG, **elastic: A
     config = cases.run_config(
         str(folder / "run"),
         train={"max_steps": steps},
+        data={"pause_seconds": 0.1},  # every step is made again, alone, to judge it
         pipeline={"devices": devices, "cuts": cuts, "timeout_seconds": 60.0},
         elastic={"enabled": True, "lease_seconds": 2.0, "patience_seconds": 0.3} | elastic,
     )

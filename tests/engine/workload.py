@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,15 +18,19 @@ from varuna_capslog.workload import Minibatch, Workload
 
 
 class TinyData:
-    """Images whose size follows from their index; `poison` is an index whose targets are not finite."""
+    """Images whose size follows from their index; `poison` is an index whose targets are not finite.
 
-    def __init__(self, count: int, poison: int | None = None) -> None:
-        self._count, self._poison = count, poison
+    `pause` seconds make a minibatch, and so a step, as long as wished; they change no number.
+    """
+
+    def __init__(self, count: int, poison: int | None = None, pause: float = 0.0) -> None:
+        self._count, self._poison, self._pause = count, poison, pause
 
     def __len__(self) -> int:
         return self._count
 
     def minibatch(self, groups: Sequence[Sequence[int]], epoch: int) -> Minibatch:
+        time.sleep(self._pause)
         inputs, targets = [], []
         for group in groups:
             height, width = 4 + 2 * (group[0] % 3), 6 + 2 * (group[0] % 2)
@@ -64,7 +69,7 @@ class MeanOutput:
 
 
 class TinyWorkload(Workload):
-    """`model.dropout`, `data.samples` and `data.poison` are its only keys."""
+    """`model.dropout`, `data.samples`, `data.poison` and `data.pause_seconds` are its only keys."""
 
     name = "tiny"
 
@@ -84,7 +89,8 @@ class TinyWorkload(Workload):
         return torch.zeros(microbatch_size, 4, 3), {"count": float(microbatch_size)}
 
     def train_data(self) -> TinyData:
-        return TinyData(self._config.data.get("samples", 24), self._config.data.get("poison"))
+        data = self._config.data
+        return TinyData(data.get("samples", 24), data.get("poison"), data.get("pause_seconds", 0.0))
 
     def val_data(self) -> TinyData:
         return TinyData(7)
