@@ -294,7 +294,7 @@ def test_a_cut_connection_is_opened_again_and_a_follower_misses_nothing(port):
             if number % 5 == 4:
                 wait_until(lambda: heard)
                 between.cut()
-        wait_until(lambda: len(heard) == 20)
+        wait_until(lambda: len(heard) == 20, 60)
         assert [entry["number"] for entry in heard] == list(range(20))
         between.cut()
         far.append({"kind": "said", "number": 20})
