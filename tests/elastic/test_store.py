@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.elastic.etcd import Etcd
+from varuna_capslog.elastic import store
 from varuna_capslog.elastic.generation import EMPTY
 from varuna_capslog.elastic.store import StoreGone, TcpMembershipStore, open_store, serve_store
 from varuna_capslog.elastic.store_etcd import EtcdMembershipStore, begin_run
@@ -206,6 +207,30 @@ def test_a_newcomer_reads_a_long_log_to_its_end_and_follows_from_where_it_likes(
             one.append({"kind": "said", "number": 700})
             wait_until(lambda: len(heard) == 3)
             assert [entry["number"] for entry in heard] == [698, 699, 700]
+
+
+def test_a_follower_that_comes_late_reads_the_log_in_batches(port, monkeypatch):
+    """Thousands of entries, one question each: newcomers to a run of some hundred changes gave up before the end."""
+    asked: list[int] = []
+
+    class Counted(store.dist.TCPStore):
+        def get(self, key):
+            if key.startswith("log/"):
+                asked.append(1)
+            return super().get(key)
+
+    with client(port) as one:
+        for number in range(300):
+            one.append({"kind": "said", "number": number})
+        monkeypatch.setattr(store.dist, "TCPStore", Counted)
+        with client(port) as late:
+            heard: list[dict] = []
+            late.follow(heard.append, heard.append)
+            wait_until(lambda: len(heard) == 300)
+            one.append({"kind": "said", "number": 300})
+            wait_until(lambda: len(heard) == 301)
+        assert [entry["number"] for entry in heard] == list(range(301))
+        assert len(asked) <= 2  # the one that came later, and the one to come
 
 
 def test_keys_wait_for_their_first_value_and_counters_never_repeat(place):

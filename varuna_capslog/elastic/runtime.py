@@ -190,6 +190,7 @@ class Runtime:
             elif kind == "store lost":
                 raise StoreGone(str(what))
             elif kind == "log":
+                until = time.monotonic() + self._patience.peer  # a long log may take longer than any one answer
                 self._note(what)
                 if what.get("kind") == "finished":
                     self._end = End(int(what.get("step", 0)), False, True)

@@ -515,7 +515,10 @@ class _Follower:
         def job(client: dist.TCPStore) -> None:
             try:
                 client.set_timeout(_FOR_EVER)
-                at = position
+                known = _entries(client, position)  # who comes late has much to read, and one by one takes seconds
+                for text in known:
+                    self._heard.put((line, text))
+                at = position + len(known)
                 while not self._stopped:
                     self._heard.put((line, client.get(_key(at)).decode()))
                     at += 1
