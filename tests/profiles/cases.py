@@ -26,6 +26,7 @@ def trim_all(
 ) -> tuple[list[Observation], int]:
     """Trimmed runs, one after the other; and the most parameter bytes that were real at a time (`Watching` layers)."""
     torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
     chain = skeleton(workload)
     inputs = workload.profile_inputs(size)
     specs = ShapeTable(chain).boundaries(inputs)
@@ -49,6 +50,7 @@ def real_peak(
 ) -> tuple[int, dict[str, Any]]:
     """This rank's peak in the second step of an ordinary training run, one stage per rank."""
     torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
     torch.manual_seed(0)
     chain = workload.build_chain()
     layout = Layout(cuts, tuple(range(len(cuts))))
