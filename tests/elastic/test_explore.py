@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,9 +22,14 @@ from varuna_capslog.elastic.state import Job, Phase, State, Step
         ({"faults": 1, "kinds": ("crash",), "singly": True}, 9_000),
         ({"faults": 1, "kinds": ("crash",), "members": 2}, 9_000),
         ({"faults": 0, "leaves": 1}, 1_000),
+        ({"faults": 0, "leaves": 1, "job": make_job(3, shadows=True)}, 1_500),
+        ({"faults": 0, "hints": 1, "job": make_job(3, shadows=True)}, 800),
+        ({"faults": 0, "late": 1}, 1_500),
+        ({"faults": 1, "kinds": ("crash",), "members": 2, "processes": 2, "late": 1, "job": make_job(2)}, 1_000),
         ({"faults": 1, "kinds": ("crash",), "members": 1, "processes": 2, "job": make_job(2)}, 300),
     ],
-    ids=["crash and store", "async", "value by value", "join", "leave", "one and a newcomer"],
+    ids=["crash and store", "async", "value by value", "join"]
+    + ["leave", "leave with shadows", "hint", "checkpoint first", "crash and checkpoint", "one and a newcomer"],
 )
 def test_every_interleaving_keeps_the_rules_and_leads_on(options: Mapping[str, Any], least: int) -> None:
     found = explore(Scenario(**options))
@@ -68,6 +73,33 @@ def votes_before_its_copies(state: State) -> Step:
     return protocol._cast(state, finite=True) if state.computed and not state.cast else (state, ())
 
 
+def takes_a_hint_for_a_wish(state: State, change: messages.Change) -> Step:
+    """Changes the membership because it may have to be changed."""
+    return changes.wish(state, change, urgent=False)
+
+
+def does_not_wait_for_the_checkpoint(job: Job, state: State, votes: Sequence[messages.Vote]) -> Step:
+    """Begins the change though a vote wants a checkpoint first."""
+    return voted(job, state, [replace(vote, save=False) for vote in votes])
+
+
+voted = protocol._voted
+
+
+def saves_alone(job: Job, state: State, event: messages.Event) -> Step:
+    """Only who was told of the notice writes its share of the checkpoint; in a live run it waits for the others."""
+    new, effects = protocol.step(job, state, event)
+    return new, tuple(e for e in effects if state.save or not isinstance(e, messages.SaveAll))
+
+
+def forgets_the_checkpoint(job: Job, state: State, event: messages.Event) -> Step:
+    """What was to be written before a change is forgotten with the generation."""
+    new, effects = protocol.step(job, state, event)
+    return (new if new.record.number == state.record.number else replace(new, save=False)), effects
+
+
+HINT = {"faults": 0, "hints": 1, "job": make_job(3, shadows=True)}
+LATE = {"faults": 0, "late": 1}
 CRASH = {"faults": 1, "kinds": ("crash",)}
 
 
@@ -94,6 +126,10 @@ CRASH = {"faults": 1, "kinds": ("crash",)}
             (recovery.Boundary, "loses_settled", lambda boundary, reached, voted: False),
         ),
         ("rule 1", {"faults": 0, "leaves": 1}, protocol.step, True, (State, "votes", property(lambda state: True))),
+        ("rule 7", HINT, protocol.step, True, (changes, "hint", takes_a_hint_for_a_wish)),
+        ("rule 8", LATE, protocol.step, True, (protocol, "_voted", does_not_wait_for_the_checkpoint)),
+        ("rule 8", LATE, saves_alone, True, None),
+        ("rule 8", {"faults": 1, "kinds": ("hiccup",), "late": 1}, forgets_the_checkpoint, True, None),
     ],
     ids=[
         "the store does not compare",
@@ -104,6 +140,10 @@ CRASH = {"faults": 1, "kinds": ("crash",)}
         "votes before its copies are there",
         "goes back in silence",
         "those that leave vote",
+        "takes a hint for a wish",
+        "does not wait for the checkpoint",
+        "saves alone",
+        "forgets the checkpoint",
     ],
 )
 def test_the_search_finds_a_broken_protocol(

@@ -7,9 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from varuna_capslog.elastic import messages as m
 from varuna_capslog.elastic import protocol
-from varuna_capslog.elastic.rig.histories import FAULTS, draw, play
+from varuna_capslog.elastic.rig.histories import FAULTS, LADDER, draw, play
 from varuna_capslog.elastic.rig.world import Violation
+from varuna_capslog.elastic.state import Job, State, Step
 
 
 def test_a_slice_of_histories() -> None:
@@ -21,6 +23,15 @@ def test_a_slice_of_histories() -> None:
         faults += outcome.faults
     assert ends["trained"] > 300
     assert set(faults) == set(FAULTS)
+
+
+def test_a_slice_of_histories_with_the_ladder_of_notices() -> None:
+    faults: Counter[str] = Counter()
+    for seed in range(200):
+        outcome = play(draw(seed, ladder=True))
+        assert outcome.ended
+        faults += outcome.faults
+    assert set(faults) == {*FAULTS, *LADDER}
 
 
 def test_a_hundred_members() -> None:
@@ -44,6 +55,31 @@ def test_a_history_is_a_function_of_its_seed() -> None:
 )
 def test_defects_of_the_past(seed: int, story: str) -> None:
     assert play(draw(seed)).ended, story
+
+
+@pytest.mark.parametrize(
+    ("seed", "story"),
+    [
+        (46, "a checkpoint that was to come before a leave was forgotten with the generation"),
+        (1926, "one that was under way was forgotten with the generation"),
+        (145, "one that was asked for after the vote was forgotten with its outcome"),
+    ],
+)
+def test_defects_of_the_past_with_the_ladder_of_notices(seed: int, story: str) -> None:
+    assert play(draw(seed, ladder=True)).ended, story
+
+
+def test_histories_find_a_checkpoint_that_only_one_writes() -> None:
+    def saves_alone(job: Job, state: State, event: m.Event) -> Step:
+        new, effects = protocol.step(job, state, event)
+        return new, tuple(effect for effect in effects if state.save or not isinstance(effect, m.SaveAll))
+
+    def play_some() -> None:
+        for seed in range(100):
+            play(draw(seed, ladder=True), saves_alone)
+
+    with pytest.raises(Violation, match="rule 8"):
+        play_some()
 
 
 def test_histories_find_a_boundary_dropped_too_early(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from varuna_capslog.elastic import messages as m
 from varuna_capslog.elastic.generation import EMPTY, INITIAL, Generation, Stamp
 from varuna_capslog.elastic.protocol import Phase, State, newcomer, step
@@ -189,6 +191,37 @@ def test_a_change_that_may_be_cut_off_waits_for_a_checkpoint_and_no_longer() -> 
     assert group.proposal(0).leaving == ("m2",)
     assert group.proposal(0).checkpoint == Stamp(2, 1)
     assert len(group.said(0, m.SaveAll)) == 1
+    group = running(1)
+    group.feed(2, m.Notice(("leave", "m2"), urgent=True, save=True))
+    group.train(2)  # it could not be written
+    assert group.proposal(0).leaving == ("m2",)
+
+
+@pytest.mark.parametrize("moment", ["after its vote", "before its vote", "before the checkpoint is written"])
+def test_a_checkpoint_that_is_to_come_first_is_asked_for_until_it_was_written(moment: str) -> None:
+    group = running(1)
+    if moment == "after its vote":
+        group.vote()
+    group.feed(2, m.Notice(("leave", "m2"), urgent=True, save=True))
+    if moment == "after its vote":
+        group.tally(0, 1, 2)
+    elif moment == "before the checkpoint is written":
+        group.train(1)
+        assert group.said(1, m.SaveAll) == [m.SaveAll(1)]
+    for i in range(3) if moment != "after its vote" else ():
+        group.feed(i, m.Broken(1))
+    if moment != "after its vote":  # a generation that another one founds, who had not heard of the notice
+        base, reached = group.states[0].base, group.states[0].at.step
+        group.found(group.states[0].record.successor(group.names, base=base, reached=reached))
+        assert [state.save for state in group.states] == [moment == "before the checkpoint is written"] * 2 + [True]
+        group.tally(0, 1, 2)
+        group.install()
+    number = group.states[0].record.number
+    group.train(1)
+    assert [group.said(i, m.SaveAll)[-1] for i in range(3)] == [m.SaveAll(number)] * 3
+    group.train(1)
+    assert group.proposal(0).leaving == ("m2",)
+    assert group.states[0].record.number == number
 
 
 def test_a_step_that_is_voted_down_changes_nothing() -> None:

@@ -402,7 +402,10 @@ class CopyAhead:
 
 @dataclass(frozen=True, slots=True)
 class SaveAll:
-    """Write a checkpoint together with all members, at the boundary where the step just applied ends."""
+    """Write a checkpoint together with all members, at the boundary where the step just applied ends.
+
+    Before Compute; whether or not it can be written, the change that it was asked for comes with the next vote.
+    """
 
     generation: int
 

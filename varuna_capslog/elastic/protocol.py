@@ -191,6 +191,8 @@ def _computed(state: State, event: m.Computed) -> Step:
         return state, ()
     if state.computed:
         return state, ()
+    if state.saving:  # that lies behind: a checkpoint that could not be written is not tried again
+        state = replace(state, save=False, saving=False)
     if not event.finite:  # what is not finite needs no protection
         return _cast(replace(state, computed=True), finite=False)
     return _cast_if_ready(replace(state, computed=True))
@@ -237,9 +239,11 @@ def _voted(job: Job, state: State, votes: Sequence[m.Vote]) -> Step:
         return state, (*effects, *more)
     wished = frozenset[m.Change]().union(*[vote.changes for vote in votes])
     urgent = any(vote.urgent for vote in votes)
-    save = any(vote.save for vote in votes)  # a change that may be cut off waits for the checkpoint, one step long
+    # A change that may be cut off waits for the checkpoint, one step long. All remember it, or it would go with the
+    # generation, or with the one that was told.
+    save = any(vote.save for vote in votes)
     hinted = frozenset[m.Change]().union(*[vote.hints for vote in votes])
-    state = replace(state, changes=state.changes | wished, hints=state.hints | hinted, save=False)
+    state = replace(state, changes=state.changes | wished, hints=state.hints | hinted, save=state.save or save)
     if wished and not save and (urgent or not job.shadows or all(vote.prepared == wished for vote in votes)):
         state, more = changes.stop_answering(replace(state, planned=True))
         return state, (*effects, *more)
@@ -249,6 +253,7 @@ def _voted(job: Job, state: State, votes: Sequence[m.Vote]) -> Step:
         effects.append(m.CopyAhead(generation, hinted))
     if save:
         effects.append(m.SaveAll(generation))
+        state = replace(state, saving=True)
     state, more = _next_step(state)
     return state, (*effects, *more)
 

@@ -77,7 +77,8 @@ class State:
         suspects: participants that the failure detector takes for lost.
         changes, urgent: wishes it knows of, until they are part of a generation.
         hints: members of the generation that may be told to leave.
-        save: its next vote asks for a checkpoint before a change begins.
+        save: its votes ask for a checkpoint before a change begins.
+        saving: that checkpoint comes before the computation that is under way.
         prepared: the wishes for which its shadows are complete.
         planned: it stopped because a vote said so; the new generation may be proposed at once.
         unseen: a newer generation seen while its own vote was out.
@@ -110,6 +111,7 @@ class State:
     urgent: bool = False
     hints: frozenset[m.Change] = frozenset()
     save: bool = False
+    saving: bool = False
     prepared: frozenset[m.Change] = frozenset()
     planned: bool = False
     unseen: Generation | None = None

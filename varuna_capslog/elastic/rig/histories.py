@@ -28,6 +28,9 @@ FAULTS = (
     *("crash", "bulk", "hang", "cut", "hiccup", "false alarm"),
     *("leave", "urgent leave", "join", "checkpoint", "store"),
 )
+LADDER = ("hint", "late leave")
+"""More of them in histories with the whole ladder of notices: a hint; a leave that may be cut off on its way."""
+
 LOSSY = ("tally", "received", "copied", "cas", "watch", "asked", "bye")
 
 
@@ -45,6 +48,7 @@ class History:
         steps: training ends there.
         loss, double, early: chance of a delivery to be lost or doubled, and of a `Tick` that comes too early.
         store_may_die: the store's loss is among the faults (then all may stop).
+        ladder: hints, and leaves that want a checkpoint first, are among the faults.
     """
 
     seed: int
@@ -61,6 +65,7 @@ class History:
     double: float = 0.0
     early: float = 0.0
     store_may_die: bool = False
+    ladder: bool = False
 
 
 @dataclass
@@ -75,8 +80,12 @@ class Outcome:
     faults: Counter[str] = field(default_factory=Counter)
 
 
-def draw(seed: int, members: int | None = None) -> History:
-    """A history from a seed: sizes, rules and chances of every kind."""
+def draw(seed: int, members: int | None = None, ladder: bool = False) -> History:
+    """A history from a seed: sizes, rules and chances of every kind.
+
+    Args:
+        ladder: with the whole ladder of notices, and more often with shadows; other histories than without.
+    """
     dice = random.Random(seed)
     count = members or dice.choice((2, 3, 3, 4, 4, 5, 6, 8))
     sync = dice.random() < 0.5
@@ -86,7 +95,7 @@ def draw(seed: int, members: int | None = None) -> History:
         num_layers=dice.choice((count, count + 1, 2 * count)),
         redundancy=dice.choice((0, 1, 1, 2)),
         sync=sync,
-        shadows=dice.random() < 0.3,
+        shadows=dice.random() < (0.7 if ladder else 0.3),
         fewest=dice.choice((1, 1, max(1, count // 2))),
         replicas=dice.choice((1, 1, 2)),
         faults=dice.choice((1, 2, 2, 3, 4, 6)),
@@ -95,6 +104,7 @@ def draw(seed: int, members: int | None = None) -> History:
         double=dice.choice((0.0, 0.1)),
         early=dice.choice((0.0, 0.0, 0.01)),
         store_may_die=dice.random() < 0.1,
+        ladder=ladder,
     )
 
 
@@ -154,6 +164,9 @@ class _Course(World):
             case m.Release():  # the process ends
                 self.alive[i] = False
                 self._tell()
+            case m.SaveAll() if not self.is_saving(i):  # the last share: all can compute
+                for j in self.saves[self.states[i].at]:
+                    self.pool += self.waiting.pop(j, ()) if j not in self.hung else ()
             case m.Abort(number):
                 if number not in self.aborted:
                     self.aborted.add(number)
@@ -261,10 +274,13 @@ class _Course(World):
                         self.feed(i, m.Tally(number, turn, values))
                 else:
                     self.feed(i, m.Broken(number))
+            case ("compute", _, number, step) if state.record.number == number and self.is_saving(i):
+                self.waiting.setdefault(i, []).append(mail)
             case ("compute", _, number, step):
                 if self.job.sync and state.record.number == number and state.phase is Phase.RUN:
                     self._offer(i, number, step)
-                self.feed(i, m.Computed(number, step))
+                if state.record.number == number and state.phase is Phase.RUN and state.round == step:
+                    self.compute(i, step)
             case ("copied", _, source, number, step):
                 if not self.reach(source, i):
                     self.feed(i, m.Broken(number))
@@ -291,6 +307,8 @@ class _Course(World):
                 layers = frozenset(layer for layer in range(self.history.num_layers) if self.dice.random() < 0.3)
                 self.feed(i, m.Prepared(number, changes, layers))
                 self._offer_shadows(number, state.round)
+            case ("told", _, event) if self.reach_store(i):
+                self.feed(i, event)
             case _:
                 pass
 
@@ -298,7 +316,7 @@ class _Course(World):
 
     def strike(self) -> None:
         """One fault, or one wished change, drawn at random."""
-        kind = self.dice.choice(FAULTS)
+        kind = self.dice.choice((*FAULTS, *LADDER, *LADDER) if self.history.ladder else FAULTS)
         inside = [i for i, state in enumerate(self.states) if self.alive[i] and state.phase is not Phase.STOPPED]
         if not inside or (kind == "store" and not self.history.store_may_die):
             return
@@ -321,6 +339,10 @@ class _Course(World):
                 self.feed(i, m.Suspects(frozenset([self.states[self.dice.choice(inside)].me])))
             case "leave" | "urgent leave":
                 self.feed(i, m.Notice(("leave", self.states[i].me), kind == "urgent leave"))
+            case "hint" | "late leave":  # the log tells everybody, each in its own time
+                change = ("leave", self.states[i].me)
+                event = m.Hint(change) if kind == "hint" else m.Notice(change, urgent=True, save=True)
+                self.pool += [("told", j, event) for j in range(len(self.states)) if self.alive[j]]
             case "join":
                 self._enter()
             case "checkpoint":

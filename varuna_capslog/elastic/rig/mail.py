@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from varuna_capslog.elastic import messages as m
+from varuna_capslog.elastic.ahead import find_ahead
+from varuna_capslog.elastic.recovery import Seat
 from varuna_capslog.elastic.rig.world import Transition, World, make_job
 from varuna_capslog.elastic.state import Job, Phase, newcomer
 
@@ -30,6 +32,8 @@ class Scenario:
         faults: how many of `kinds` strike, at any moment each.
         kinds: "crash", "hang", "cut", "store", "hiccup" (communication fails, nobody is lost).
         leaves: how many members get a notice, at any moment.
+        hints: how many times a member hears that one, itself or another, may be told to leave; at any moment.
+        late: how many members get a notice that leaves no time for the move, so that a checkpoint is to come first.
         steps: training ends there.
         singly: rounds are heard value by value.
         stale: a watch may deliver records that were replaced since; False: the newest only.
@@ -41,6 +45,8 @@ class Scenario:
     faults: int = 1
     kinds: tuple[str, ...] = ("crash", "hang", "cut", "store", "hiccup")
     leaves: int = 0
+    hints: int = 0
+    late: int = 0
     steps: int = 2
     singly: bool = False
     stale: bool = False
@@ -61,6 +67,7 @@ class MailWorld(World):
         self.store_cut = False  # the store is with them
         self.store_up = True
         self.faults, self.leaves, self.hasty = scenario.faults, scenario.leaves, scenario.hasty
+        self.hints, self.late = scenario.hints, scenario.late
         self.comers = scenario.processes - scenario.members
         for number in range(scenario.processes):
             self.add(newcomer(f"m{number}", f"h{number}"))
@@ -94,6 +101,9 @@ class MailWorld(World):
                 self.mail |= {("ask", i, self.index[member]) for member in effect.members}
             case m.Bid():
                 self.mail |= {("bye", effect.generation, i, self.index[member]) for member in effect.members}
+            case m.Prepare() if self.job.shadows:
+                self.mail = frozenset(entry for entry in self.mail if entry[:2] != ("prepare", i))
+                self.mail |= {("prepare", i, effect.generation, effect.changes)}
             case m.Release():  # the process ends
                 self.alive[i] = False
             case m.ReadStore() if self.states[i].phase is Phase.OUTSIDE:
@@ -148,7 +158,8 @@ class MailWorld(World):
     def _of_member(self, i: int) -> Iterator[Action]:
         state = self.states[i]
         number = state.record.number
-        if state.phase is Phase.RUN and not state.computed and state.round <= self.scenario.steps:
+        due = state.phase is Phase.RUN and not state.computed and state.round <= self.scenario.steps
+        if due and not self.is_saving(i):
             yield ("compute", i)
         if state.phase is Phase.RUN and state.copied != state.round and self._offered(i):
             yield ("copied", i)
@@ -174,6 +185,11 @@ class MailWorld(World):
         notice = ("leave", state.me)
         if self.leaves and state.phase in (Phase.RUN, Phase.WAIT) and state.votes and notice not in state.changes:
             yield ("notice", i)
+        if self.late and state.votes and notice not in state.changes:
+            yield ("late", i)
+        for member in state.record.members if self.hints else ():
+            if ("leave", member) not in state.hints:
+                yield ("hint", i, member)
 
     def _rounds(self, i: int) -> Iterator[Action]:
         state = self.states[i]
@@ -230,6 +246,10 @@ class MailWorld(World):
                 state = self.states[target]
                 wanted = state.record.number == number and layer in state.missing
                 return wanted and self.alive[target] and target not in self.hung and self.reach(source, target)
+            case ("prepare", i, number, changes):
+                state = self.states[i]
+                soon = state.phase is Phase.RUN and not state.cast and state.copied != state.round
+                return soon and state.record.number == number and i not in self.hung and state.prepared != changes
             case ("bye" | "ask", *_, source, target):
                 return self.alive[target] and target not in self.hung and self.reach(source, target)
             case _:
@@ -263,7 +283,7 @@ class MailWorld(World):
         world.__dict__.update(self.__dict__)
         for name in ("states", "alive", "memory", "left"):
             setattr(world, name, list(getattr(self, name)))
-        for name in ("records", "parents", "bases", "rounds", "late"):
+        for name in ("records", "parents", "bases", "rounds", "behind", "saves"):
             setattr(world, name, dict(getattr(self, name)))
         world.casts = {key: dict(values) for key, values in self.casts.items()}
         world.do(action)
@@ -279,7 +299,7 @@ class MailWorld(World):
                 number, step = self.states[i].record.number, self.states[i].round
                 if self.job.sync:
                     self.mail |= {("offer", number, step, i)}
-                self.feed(i, m.Computed(number, step))
+                self.compute(i, step)
             case ("copied", i):
                 self.feed(i, m.Copied(self.states[i].record.number, self.states[i].round))
             case ("tally", i, (number, turn)):
@@ -304,6 +324,12 @@ class MailWorld(World):
             case ("notice", i):
                 self.leaves -= 1
                 self.feed(i, m.Notice(("leave", self.states[i].me)))
+            case ("late", i):
+                self.late -= 1
+                self.feed(i, m.Notice(("leave", self.states[i].me), urgent=True, save=True))
+            case ("hint", i, member):
+                self.hints -= 1
+                self.feed(i, m.Hint(("leave", member)))
             case ("park",):
                 self.park()
             case ("resume", i):
@@ -343,6 +369,18 @@ class MailWorld(World):
             case ("bye", number, _, target):
                 self.mail -= {entry}
                 self.feed(target, m.Farewell(number))
+            case ("prepare", i, number, changes):
+                self.mail -= {entry}
+                self.feed(i, m.Prepared(number, changes, self._comes_ahead(i, changes)))
+
+    def _comes_ahead(self, i: int, changes: frozenset[m.Change]) -> frozenset[int]:
+        """The layers that a member has got ahead of a change, once it says that it is prepared."""
+        state = self.states[i]
+        assert state.layout is not None
+        seats = {other.me: Seat(other.me, other.host, other.capacity) for other in self.states}
+        return find_ahead(
+            state.me, state.record, state.layout, changes, seats, self.job.place, self.job.layer_bytes
+        ).mine
 
     def tidy(self) -> None:
         """Forgets what can have no effect any more, so that worlds with one future are one."""
@@ -363,7 +401,10 @@ class MailWorld(World):
                 self.memory[i] = frozenset()
         oldest = min([self.states[i].record.number for i in live] + [self.record.number])
         self.records = {number: record for number, record in self.records.items() if number >= oldest}
-        self.late = {number: count for number, count in self.late.items() if number in answered}
+        self.behind = {number: count for number, count in self.behind.items() if number in answered}
+        self.asks = frozenset(ask for ask in self.asks if self.alive[ask[0]])
+        at = {self.states[i].at for i in live}
+        self.saves = {stamp: done for stamp, done in self.saves.items() if stamp in at and stamp.generation in answered}
         self.rounds = {number: step for number, step in self.rounds.items() if number in answered}
         newest = max(self.bases)
         self.bases = {number: base for number, base in self.bases.items() if number in answered or number == newest}
@@ -394,6 +435,10 @@ class MailWorld(World):
                 return wanted and news and self.alive[source] and self.alive[target]
             case ("read", i):
                 return self.alive[i] and self.states[i].phase is Phase.OUTSIDE
+            case ("prepare", i, number, changes):
+                state = self.states[i]
+                here = self.alive[i] and state.phase is Phase.RUN and state.record.number == number
+                return here and state.prepared != changes
         return True
 
     def key(self) -> tuple[Any, ...]:
@@ -408,12 +453,14 @@ class MailWorld(World):
             casts,
             self.mail,
             (self.hung, self.cut, self.store_cut, self.store_up, self.faults, self.leaves, self.hasty, self.comers),
+            (self.hints, self.late, self.wished, self.hinted, self.asks),
+            (self.disk, tuple(sorted((stamp, tuple(sorted(done))) for stamp, done in self.saves.items()))),
             (
                 tuple(sorted(self.parents.items())),
                 tuple(sorted(self.bases.items())),
                 tuple(sorted(self.rounds.items())),
             ),
-            (tuple(sorted(self.late.items())), self.settled, self.protected),
+            (tuple(sorted(self.behind.items())), self.settled, self.protected),
         )
 
     def done(self) -> bool:

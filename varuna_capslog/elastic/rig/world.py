@@ -13,6 +13,10 @@ The rules, each checked where it could break:
    and that is needed only where more members are gone than the redundancy covers.
 5. A step is applied at most once in the past of any state, and without gaps.
 6. A member sends, drops and claims only what it holds; all members of a generation decide alike.
+7. Members come and go because of a loss or a wish. A hint changes no membership, and copies are made ahead only of
+   what was hinted or wished.
+8. Where a vote asks for a checkpoint, all who act on it write one at that boundary and nobody else does; the change
+   that it was asked for begins after it. Whoever knows of such a wish asks with each vote until there is one.
 """
 
 from __future__ import annotations
@@ -94,14 +98,18 @@ class World:
         self.records: dict[int, Generation] = {0: EMPTY}
         self.record = EMPTY
         self.disk: frozenset[Stamp] = frozenset([INITIAL])
+        self.saves: dict[Stamp, frozenset[int]] = {}  # who has written its share of a checkpoint that a vote asked for
         self.casts: dict[tuple[int, int], dict[Member, m.Value]] = {}
         # ghosts: nobody in the model can see these
         self.parents: dict[Stamp, Stamp] = {}
         self.bases: dict[int, Stamp] = {}
         self.rounds: dict[int, int] = {}  # generation -> newest step that all have voted for
-        self.late: dict[int, int] = {}  # generation -> votes completed after its successor was founded
+        self.behind: dict[int, int] = {}  # generation -> votes completed after its successor was founded
         self.settled = INITIAL
         self.protected: tuple[Member, ...] = ()  # members of the newest generation that voted on a step
+        self.wished: frozenset[m.Change] = frozenset()  # what anybody was told
+        self.hinted: frozenset[m.Change] = frozenset()
+        self.asks: frozenset[tuple[int, m.Change]] = frozenset()  # who knows that this change wants a checkpoint first
 
     def add(self, state: State, memory: frozenset[tuple[int, Stamp]] | None = None) -> int:
         """Lets a process into the world; `memory` is what it really holds (by default what it claims)."""
@@ -122,18 +130,57 @@ class World:
         """
         before = self.states[i]
         state, effects = self.transition(self.job, before, event)
+        self._told(i, event, state)
         if isinstance(event, m.Received) and event.layer in before.missing and event.layer not in state.missing:
             self._store(i, (event.layer, before.at))
         elif isinstance(event, m.Copied | m.Prepared):
             for entry in state.held - before.held:
                 self._store(i, entry)
         self.states[i] = state
+        self._saves_as_asked(i, event, before, effects)
+        if self.asks:  # what it gave up as a wish it need not ask for
+            self.asks = frozenset(ask for ask in self.asks if ask[0] != i or ask[1] in state.changes)
         for effect in effects:
             self._perform(i, effect, before)
         if state.held is not before.held and not state.held <= self.memory[i]:
             self._fail(6, i, event, f"claims {sorted(state.held - self.memory[i])}, which is not in its memory")
         if state.phase is Phase.RUN and state.record.number not in self.bases:
             self._fail(6, i, event, "trains in a generation whose base nobody decided")
+
+    def _told(self, i: int, event: m.Event, state: State) -> None:
+        """Ghosts: what was wished and hinted, and who knows that a checkpoint is to come first."""
+        match event:
+            case m.Notice(change):
+                self.wished |= {change}
+                if event.save and change in state.changes:
+                    self.asks |= {(i, change)}
+            case m.Asked(member):
+                self.wished |= {("join", member)}
+            case m.Hint(change):
+                self.hinted |= {change}
+            case m.Computed() if i in self.saves.get(state.at, ()) and state.at.generation == state.record.number:
+                self.asks = frozenset(ask for ask in self.asks if ask[0] != i)
+
+    def _saves_as_asked(self, i: int, event: m.Event, before: State, effects: Sequence[m.Effect]) -> None:
+        state, number = self.states[i], before.record.number
+        applied = [effect for effect in effects if isinstance(effect, m.Apply)]
+        said = any(isinstance(effect, m.SaveAll) for effect in effects)
+        if not applied:
+            if said:
+                self._fail(8, i, event, "writes a checkpoint without a vote")
+            return
+        votes = [vote for vote in self.casts[number, before.round].values() if isinstance(vote, m.Vote)]
+        asked = any(vote.save for vote in votes)
+        if asked and state.planned:
+            self._fail(8, i, event, "begins a change before the checkpoint that was asked for")
+        if state.planned and not any(vote.changes for vote in votes):
+            self._fail(7, i, event, "begins a change that nobody wishes")
+        goes_on = state.phase is Phase.RUN and state.record.number == number
+        if said != (asked and goes_on):
+            self._fail(8, i, event, f"{'writes a' if said else 'does not write the'} checkpoint; asked for: {asked}")
+        if asked and goes_on:
+            wished = frozenset[m.Change]().union(*[vote.changes for vote in votes if vote.save])
+            self.asks |= {(i, change) for change in wished & state.changes}
 
     def _store(self, i: int, entry: tuple[int, Stamp]) -> None:
         self.memory[i] |= {entry}
@@ -166,9 +213,49 @@ class World:
             case m.CompareAndSet():
                 if effect.expected > self.left[i] and self.states[i].me in self.records[effect.expected].members:
                     self._fail(1, i, effect, "founds a successor of a generation that it still answers")
+                self._is_wished(i, effect)
+            case m.CopyAhead():
+                if not effect.changes <= self.hinted:
+                    self._fail(7, i, effect, "copies ahead what nobody has hinted")
+            case m.Prepare():
+                if not effect.changes <= self.wished:
+                    self._fail(7, i, effect, "prepares what nobody wishes")
+            case m.SaveAll():
+                self._save(i, effect)
             case _:
                 pass
         self.emit(i, effect)
+
+    def _is_wished(self, i: int, effect: m.CompareAndSet) -> None:
+        """Whoever goes or comes by this record is lost, as far as its founder knows, or somebody wished it."""
+        before, after = self.records[effect.expected], effect.record
+        leave = {member for kind, member in self.wished if kind == "leave"}
+        join = {member for kind, member in self.wished if kind == "join"}
+        for member in set(before.members) - set(after.members) - leave - self.states[i].suspects:
+            self._fail(7, i, effect, f"founds a generation without {member}, which is not lost and was not to leave")
+        for member in set(after.members) - set(before.members) - join - {self.states[i].me}:
+            self._fail(7, i, effect, f"lets {member} in, which nobody asked for")
+
+    def _save(self, i: int, effect: m.SaveAll) -> None:
+        """A member's share is written; the checkpoint is complete with the last one."""
+        stamp = self.states[i].at
+        if stamp.generation != effect.generation:
+            self._fail(8, i, effect, f"writes a checkpoint of {stamp}")
+        self.saves[stamp] = self.saves.get(stamp, frozenset()) | {i}
+        if len(self.saves[stamp]) == len(self.records[effect.generation].members):
+            self.disk |= {stamp}
+
+    def is_saving(self, i: int) -> bool:
+        """Whether a member writes a checkpoint with others and cannot compute before it is complete."""
+        at, number = self.states[i].at, self.states[i].record.number
+        return at.generation == number and i in self.saves.get(at, ()) and at not in self.disk
+
+    def compute(self, i: int, step: int) -> None:
+        """The end of a member's computation; what it wrote before that step is complete."""
+        number, at = self.states[i].record.number, self.states[i].at
+        if at.generation == number and i in self.saves.get(at, ()) and self.states[i].checkpoint != at:
+            self.feed(i, m.Checkpointed(at))
+        self.feed(i, m.Computed(number, step))
 
     def emit(self, i: int, effect: m.Effect) -> None:
         """What leaves the member: for the one who drives the world."""
@@ -184,6 +271,8 @@ class World:
         if me not in voters:
             self._fail(1, i, effect, "has no vote there")
         self.left[i] = max(self.left[i], number - 1)
+        if isinstance(effect.value, m.Vote):
+            self._wishes(i, effect, effect.value)
         values = self.casts.setdefault((number, effect.round), {})
         if me in values and values[me] != effect.value:
             self._fail(1, i, effect, "casts a second value in the same round")
@@ -192,6 +281,13 @@ class World:
         values[me] = effect.value
         if effect.round and len(values) == len(voters) and self.is_unanimous(number, effect.round):
             self._voted(i, effect, record)
+
+    def _wishes(self, i: int, effect: m.Cast, vote: m.Vote) -> None:
+        if not vote.changes <= self.wished or not vote.hints <= self.hinted:
+            self._fail(7, i, effect, "votes for a change that nobody wishes, or hints at")
+        forgotten = {change for j, change in self.asks if j == i} & vote.changes
+        if forgotten and not vote.save:
+            self._fail(8, i, effect, f"does not ask for the checkpoint that is to come before {sorted(forgotten)}")
 
     def is_complete(self, number: int, turn: int) -> bool:
         """Whether all have cast in a round."""
@@ -208,8 +304,8 @@ class World:
         """The last vote on a step is cast; who will hear of it is open."""
         number = record.number
         if number < self.record.number:
-            self.late[number] = self.late.get(number, 0) + 1
-            if self.late[number] > 1:
+            self.behind[number] = self.behind.get(number, 0) + 1
+            if self.behind[number] > 1:
                 self._fail(2, i, effect, f"trains on although generation {self.record.number} was founded")
         if effect.round != self.rounds.get(number, self.bases[number].step) + 1:
             self._fail(5, i, effect, f"completes step {effect.round} after {self.rounds.get(number)}")
