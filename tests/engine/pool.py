@@ -15,6 +15,9 @@ from typing import Any
 
 __all__ = ["WorkerPool"]
 
+_IMPORTED_ONCE = ["torch", "torchvision", "varuna_capslog.engine.pipeline", "detr_pipeline.task"]
+"""By the process that workers are forked from: seconds that each of them would spend again."""
+
 
 def _serve(pipe: Connection) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -45,7 +48,8 @@ class WorkerPool:
         import torch.distributed as dist
 
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._context = multiprocessing.get_context("spawn")
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(_IMPORTED_ONCE)
         self._workers: list[tuple[Any, Connection]] = []
         self._generation = 0
 
