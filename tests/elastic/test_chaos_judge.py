@@ -104,6 +104,73 @@ def both_sides(run):
     run.partitions = [Partition(0.9, 3.5, frozenset({"b"}))]
 
 
+def without_a_vote(run):
+    run.stepped.append(stepped("a", 1, 5, 4.6, "0"))  # b has not made step 4, so it cannot have voted on step 5
+
+
+def without_a_member(run):
+    run.stepped = [one for one in run.stepped if one.member != "c"]
+    run.opened.pop()  # of c
+
+
+def comes_back(run):
+    change(run, 6, time=6.0)  # a has begun generation 2 at 5.5
+
+
+def other_members(run):
+    run.opened[3:] = [dataclasses.replace(one, members=("a", "c", "d")) for one in run.opened[3:]]
+
+
+def seen_late(run):
+    side_by_side(run)
+    run.founded[1:] = [(record, 11.5) for record, _ in run.founded[1:]]
+
+
+def other_past(run):
+    run.founded[2] = (dataclasses.replace(run.founded[2][0], lineage=((1, Stamp(0, 0)), (2, Stamp(2, 1)))), 8.0)
+
+
+def from_what_was_taken_back(run):
+    run.opened[3:] = [dataclasses.replace(one, base=Stamp(4, 1)) for one in run.opened[3:]]
+
+
+def idle_generation_between(run):
+    """Step 3 was settled, since step 4 was made; generation 2 makes none, and generation 3 begins with step 2."""
+    run.stepped = [one for one in run.stepped if one.generation == 1]
+    run.opened[3:] = [dataclasses.replace(one, base=Stamp(2, 1)) for one in run.opened[3:]]
+    run.stepped += [
+        stepped(member, 3, step, step + 6.0, layer)
+        for step in range(3, 9)
+        for member, layer in (("a", "0"), ("c", "1"))
+    ]
+
+
+def nobody_lost(run):
+    """Generation 2 is a alone, which is in generation 3 with all that it has made."""
+    run.opened[3:] = [dataclasses.replace(one, base=Stamp(4, 2)) for one in run.opened[3:]]
+    run.stepped += [stepped("a", 3, 5, 8.6, "0"), stepped("c", 3, 5, 8.6, "1")]
+
+
+def voted_change(run):
+    """b leaves by a vote, with all its state; step 4 is lost all the same."""
+    run.founded[1] = (dataclasses.replace(run.founded[1][0], leaving=("b",)), 5.0)
+    run.broken = set()
+
+
+def nobody_begins(run):
+    del run.opened[3:]
+
+
+def goes_back(run, redundancy, **values):
+    """After step 4 generation 2 goes back to step 0."""
+    record = dataclasses.replace(run.founded[1][0], regress=True, **values)
+    run.founded[1:] = [(record, 5.0)]
+    run.opened[2:] = [opened("a", 2, (0, 0), ("a",), 5.5)]
+    run.stepped = [one for one in run.stepped if one.generation == 1]
+    run.stepped += [stepped("a", 2, step, step + 5.5, "0") for step in range(1, 9)]
+    return judge([run], TRUTH, WEIGHTS, 8, 1, redundancy)
+
+
 @pytest.mark.parametrize(
     ("breach", "words"),
     [
@@ -119,6 +186,17 @@ def both_sides(run):
         (side_by_side, "2 steps of generation 1 after the next one was founded"),
         (lost_settled_step, "had reached step 5, but generation 2 went on from step 3"),
         (both_sides, "cut off"),
+        (without_a_vote, "step 5 of generation 1 without the vote of b, which had not made step 4"),
+        (without_a_member, "step 6 of generation 3 without the vote of c, which had not begun it"),
+        (comes_back, "step 4 of generation 1 after it had begun generation 2"),
+        (other_members, "the store has a, c"),
+        (seen_late, "2 steps of generation 1 after the next one was founded"),
+        (other_past, "by the record of generation 3 at Stamp(step=2, generation=1)"),
+        (from_what_was_taken_back, "which its record says was taken back"),
+        (idle_generation_between, "generation 1 had reached step 4, but generation 3 went on from step 2"),
+        (nobody_lost, "none of its members was lost and all of them had made more"),
+        (voted_change, "generation 1 had made step 4, none of its members was lost and it ended by a vote"),
+        (nobody_begins, "nobody has begun generation 3"),
     ],
 )
 def test_every_breach_is_found(breach, words):
@@ -132,9 +210,38 @@ def test_one_vote_under_way_may_end_behind_a_cut_and_a_regress_may_go_back_farth
     run = good_run()
     run.partitions = [Partition(2.5, 4.0, frozenset({"b"}))]
     assert judge([run], TRUTH, WEIGHTS, 8) == []
+    assert goes_back(good_run(), None) == []
+
+
+def test_a_run_goes_back_to_a_checkpoint_only_where_more_is_lost_than_the_redundancy_covers():
+    assert goes_back(good_run(), 0) == []
+    (found,) = goes_back(good_run(), 1)
+    assert "generation 2 went back from step 4 to 0, though of generation 1 only b was lost" in found
+    (found,) = goes_back(good_run(), 0, leaving=("b",))
+    assert "only nobody was lost" in found
+
+
+def test_what_async_may_take_back_is_counted_from_the_newest_step_of_all_generations():
     run = good_run()
-    run.stepped.append(stepped("a", 1, 5, 4.6, "0"))
-    run.founded[1] = (dataclasses.replace(run.founded[1][0], regress=True), 5.0)
+    run.opened[2] = opened("a", 2, (2, 1), ("a",), 5.5)
+    run.opened[3:] = [dataclasses.replace(one, base=Stamp(1, 1)) for one in run.opened[3:]]
+    run.stepped = [one for one in run.stepped if one.generation == 1]
+    run.stepped.append(stepped("a", 2, 3, 6.0, "0"))  # not as far as generation 1: step 2 is settled, whatever follows
+    run.stepped += [
+        stepped(member, 3, step, step + 7.0, layer)
+        for step in range(2, 9)
+        for member, layer in (("a", "0"), ("c", "1"))
+    ]
+    found = judge([run], TRUTH, WEIGHTS, 8, settled_within=2)
+    assert "segment 0: generation 1 had reached step 4, but generation 3 went on from step 1" in found
+
+
+def test_a_change_that_was_broken_off_may_take_back_a_step_that_not_all_have_made():
+    run = good_run()
+    voted_change(run)
+    run.broken = {1}
+    assert judge([run], TRUTH, WEIGHTS, 8) == []
+    run.broken = None
     assert judge([run], TRUTH, WEIGHTS, 8) == []
 
 

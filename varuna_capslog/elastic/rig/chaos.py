@@ -483,7 +483,9 @@ class Chaos:
         truth = truth_of(self.config, last)
         weights = weights_of_run(self.config, self.run_dir, last)
         within = 1 if self.config.elastic.protection == "sync" else 2
-        return judge(self.field.segments, truth, weights, last, within)
+        limited = self.config.pipeline.capacity is not None  # copies may find no room
+        redundancy = None if limited else self.config.elastic.redundancy
+        return judge(self.field.segments, truth, weights, last, within, redundancy)
 
 
 def truth_of(config: Config, steps: int) -> Truth:

@@ -58,12 +58,15 @@ class Segment:
     Attributes:
         first: step of the checkpoint that it began with.
         founded: every generation in the order of the log, with the time at which an observer had seen it.
+        broken: generations that a member has broken off, by the log; one that ends as its vote says is not among them.
+            None where nobody has looked.
     """
 
     first: int = 0
     opened: list[Opened] = field(default_factory=list)
     stepped: list[Stepped] = field(default_factory=list)
     founded: list[tuple[Generation, float]] = field(default_factory=list)
+    broken: set[int] | None = None
     partitions: list[Partition] = field(default_factory=list)
 
 
@@ -98,7 +101,12 @@ def read_segment(lines: Iterable[Mapping[str, Any]], segment: Segment) -> None:
 
 
 def judge(
-    segments: Sequence[Segment], truth: Truth, weights: Mapping[str, str], last: int, settled_within: int = 1
+    segments: Sequence[Segment],
+    truth: Truth,
+    weights: Mapping[str, str],
+    last: int,
+    settled_within: int = 1,
+    redundancy: int | None = None,
 ) -> list[str]:
     """What is wrong with a run, in sentences; nothing for one that is as it should be.
 
@@ -106,6 +114,7 @@ def judge(
         weights: as `truth.weights`, of the run's last checkpoint.
         last: the step that it ended with.
         settled_within: the most steps that a change may take back: 1 with `sync`, 2 with `async`.
+        redundancy: so many members may be lost without going back to a checkpoint; None where copies may find no room.
     """
     found: list[str] = []
     digests: dict[tuple[int, str], str] = {}
@@ -113,7 +122,10 @@ def judge(
         name = f"segment {number}: "
         found += [name + text for text in _equality(segment, truth, digests)]
         found += [name + text for text in _order(segment)]
-        found += [name + text for text in _fences(segment, settled_within)]
+        found += [name + text for text in _votes(segment)]
+        found += [name + text for text in _fences(segment)]
+        found += [name + text for text in _lineage(segment)]
+        found += [name + text for text in _taken_back(segment, settled_within, redundancy)]
         found += [name + text for text in _sides(segment)]
     found += _history(segments, last)
     for layer in sorted(set(truth.weights) | set(weights)):
@@ -140,8 +152,10 @@ def _equality(segment: Segment, truth: Truth, digests: dict[tuple[int, str], str
 
 
 def _order(segment: Segment) -> Iterable[str]:
-    """A member applies the steps of a generation one by one from its base; all members agree on base and members."""
+    """A member applies the steps of a generation one by one from its base, and never comes back to an older one; all
+    members agree on base and members."""
     bases: dict[int, Opened] = {}
+    newest: dict[Member, int] = {}
     next_step: dict[tuple[Member, int], int] = {}
     events: list[Opened | Stepped] = [*segment.opened, *segment.stepped]
     events.sort(key=lambda one: one.time)
@@ -156,7 +170,13 @@ def _order(segment: Segment) -> Iterable[str]:
             if one.member not in one.members:
                 yield f"{one.member} opened generation {one.generation} without being a member"
             next_step[(one.member, one.generation)] = one.base.step + 1
+            newest[one.member] = max(newest.get(one.member, 0), one.generation)
         else:
+            if one.generation < newest.get(one.member, 0):
+                yield (
+                    f"{one.member} applied step {one.step} of generation {one.generation} after it had begun "
+                    f"generation {newest[one.member]}"
+                )
             expected = next_step.get((one.member, one.generation))
             if one.step != expected:
                 yield (
@@ -166,39 +186,121 @@ def _order(segment: Segment) -> Iterable[str]:
             next_step[(one.member, one.generation)] = one.step + 1
 
 
-def _fences(segment: Segment, settled_within: int) -> Iterable[str]:
-    """Generations never train side by side, and what was settled stays."""
+def _votes(segment: Segment) -> Iterable[str]:
+    """A step needs the vote of every member of its generation, and who votes on a step has made the one before.
+
+    So two groups that share a member cannot both train, whatever the clocks say.
+    """
+    opened: dict[int, set[Member]] = defaultdict(set)
+    made: dict[tuple[int, int], set[Member]] = defaultdict(set)
+    members = {one.generation: one.members for one in segment.opened}
+    bases = {one.generation: one.base.step for one in segment.opened}
+    for one in segment.opened:
+        opened[one.generation].add(one.member)
+    for step in segment.stepped:
+        made[step.generation, step.step].add(step.member)
+    for (generation, number), some in sorted(made.items()):
+        if generation not in members:
+            continue  # `_order` says so
+        first = number == bases[generation] + 1
+        ready = opened[generation] if first else made.get((generation, number - 1), set())
+        for member in sorted(set(members[generation]) - ready):
+            yield (
+                f"{min(some)} applied step {number} of generation {generation} without the vote of {member}, which had "
+                f"{'not begun it' if first else f'not made step {number - 1}'}"
+            )
+
+
+def _fences(segment: Segment) -> Iterable[str]:
+    """Generations never train side by side, and only members of what the store has held train."""
     numbers = [generation.number for generation, _ in segment.founded]
     if numbers != sorted(set(numbers)):
         yield f"the log has generations in the order {numbers}"
-    records: dict[int, tuple[Generation, float]] = {
-        generation.number: (generation, seen) for generation, seen in segment.founded
-    }
+    records = {generation.number: generation for generation, _ in segment.founded}
+    founded = {generation.number: seen for generation, seen in segment.founded}
+    for began in segment.opened:  # the observer may have heard of it later than its members
+        if began.generation in founded:
+            founded[began.generation] = min(founded[began.generation], began.time)
+            if began.members != records[began.generation].members:
+                yield (
+                    f"{began.member} began generation {began.generation} with {', '.join(began.members)}; "
+                    f"the store has {', '.join(records[began.generation].members)}"
+                )
+    earliest: dict[int, float] = {}
+    for number in sorted(founded, reverse=True):  # a newer one comes after all older ones
+        earliest[number] = min(founded[number], earliest.get(number + 1, founded[number]))
     late: dict[tuple[Member, int], int] = defaultdict(int)
-    newest: dict[int, int] = {}
     for one in segment.stepped:
         if one.generation not in records:
             yield f"{one.member} trained in generation {one.generation}, which the store has never held"
             continue
-        if one.member not in records[one.generation][0].members:
+        if one.member not in records[one.generation].members:
             yield f"{one.member} trained in generation {one.generation} without being a member of it"
-        newest[one.generation] = max(newest.get(one.generation, 0), one.step)
-        if one.generation + 1 in records and one.time > records[one.generation + 1][1]:
+        if one.generation + 1 in earliest and one.time > earliest[one.generation + 1]:
             late[(one.member, one.generation)] += 1
     for (member, generation), steps in late.items():
         if steps > 1:
             yield f"{member} applied {steps} steps of generation {generation} after the next one was founded"
+
+
+def _lineage(segment: Segment) -> Iterable[str]:
+    """What the store says of the past is what happened, and nobody goes on from what was taken back."""
     bases = {one.generation: one.base for one in segment.opened}
-    for generation, step in newest.items():
-        after = min((number for number in bases if number > generation), default=None)
-        between = [records[number][0] for number in range(generation + 1, (after or 0) + 1) if number in records]
-        if after is None or any(record.regress for record in between):
-            continue
-        if step > bases[after].step + settled_within:
-            yield (
-                f"generation {generation} had reached step {step}, but generation {after} went on from step "
-                f"{bases[after].step}"
-            )
+    told: set[tuple[int, Stamp]] = set()
+    for record, _ in segment.founded:
+        for generation, base in record.lineage:
+            if bases.get(generation, base) != base and (generation, base) not in told:
+                told.add((generation, base))
+                yield (
+                    f"generation {generation} began at {bases[generation]}, but by the record of generation "
+                    f"{record.number} at {base}"
+                )
+        if record.number in bases and not record.continues(bases[record.number]):
+            yield f"generation {record.number} began at {bases[record.number]}, which its record says was taken back"
+
+
+def _taken_back(segment: Segment, settled_within: int, redundancy: int | None) -> Iterable[str]:
+    """A change takes back what was not settled, at most; nothing where nobody was lost and all had made the step, or
+    the change was voted.
+
+    Only a generation that may go back to a checkpoint loses settled steps, and only where more were lost than the
+    redundancy covers.
+    """
+    records = {generation.number: generation for generation, _ in segment.founded}
+    opened = {one.generation: one for one in segment.opened}
+    made: dict[int, dict[Member, int]] = defaultdict(dict)
+    for one in segment.stepped:
+        made[one.generation][one.member] = max(made[one.generation].get(one.member, 0), one.step)
+    reached, source, trained = -1, 0, 0  # newest step that anybody made, in which generation; the last that made one
+    for number in sorted(opened):
+        base = opened[number].base.step
+        between = [records[k] for k in range(trained + 1, number + 1) if k in records]
+        before = opened[trained].members if trained in opened else ()
+        if base < reached - settled_within:
+            gone = set(before) - set(records[number].participants if number in records else before)
+            if not any(record.regress for record in between):
+                yield (
+                    f"generation {source} had reached step {reached}, but generation {number} went on from step {base}"
+                )
+            elif redundancy is not None and len(gone) <= min(redundancy, len(before) - 1):
+                yield (
+                    f"generation {number} went back from step {reached} to {base}, though of generation {trained} only "
+                    f"{', '.join(sorted(gone)) or 'nobody'} was lost"
+                )
+            reached, source = base, number
+        elif trained in opened and between and all(set(before) <= set(record.participants) for record in between):
+            last = [made[trained].get(member, 0) for member in before]
+            voted = number == trained + 1 and segment.broken is not None and trained not in segment.broken
+            if base < (max(last) if voted else min(last)):
+                yield (
+                    f"generation {number} went on from step {base}, though generation {trained} had made step "
+                    f"{max(last)}, none of its members was lost and "
+                    f"{'it ended by a vote' if voted else 'all of them had made more'}"
+                )
+        if made[number]:
+            trained, newest = number, max(made[number].values())
+            if newest > reached:
+                reached, source = newest, number
 
 
 def _sides(segment: Segment) -> Iterable[str]:
@@ -234,7 +336,10 @@ def _history(segments: Sequence[Segment], last: int) -> Iterable[str]:
             if (stamp.step, stamp.generation) not in made:
                 yield f"segment {number}: nobody has applied step {stamp.step} of generation {stamp.generation}"
                 break
-            base = bases[stamp.generation]
+            base = bases.get(stamp.generation)
+            if base is None:
+                yield f"segment {number}: nobody has begun generation {stamp.generation}"
+                break
             stamp = base if stamp.step - 1 == base.step else Stamp(stamp.step - 1, stamp.generation)
             if stamp.step < base.step:
                 yield f"segment {number}: generation {stamp.generation} began after the step that it went on from"

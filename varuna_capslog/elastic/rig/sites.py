@@ -121,7 +121,7 @@ class Field:
         folder = self.run_dir / "workers"
         for stale in folder.glob("*.json"):
             stale.unlink()
-        self.roster, self.segment = Roster(), Segment(first.step)
+        self.roster, self.segment = Roster(), Segment(first.step, broken=set())
         self.segments.append(self.segment)
         self.asked.clear()
         self._seen_steps.clear()
@@ -219,6 +219,8 @@ class Field:
                 self.joins += len(new) if record.number > 1 else 0
             case "ask":
                 self.asked.setdefault(str(entry["member"]), now)
+            case "broken" if self.segment.broken is not None:
+                self.segment.broken.add(int(entry["generation"]))
         if self.roster.is_complete(len(self.sites)) and self.store is not None:
             with contextlib.suppress(StoreGone):
                 self.store.compare_and_set(
