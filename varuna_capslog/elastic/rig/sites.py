@@ -22,6 +22,7 @@ from varuna_capslog import files
 from varuna_capslog.elastic.begin import starting_point
 from varuna_capslog.elastic.generation import Generation, Member, Stamp
 from varuna_capslog.elastic.nursery import PRELOADED, Nursery
+from varuna_capslog.elastic.rig.etcd_servers import EtcdServers
 from varuna_capslog.elastic.rig.judge import Segment, Stepped, read_segment
 from varuna_capslog.elastic.rig.relay import Line, Relay, Way
 from varuna_capslog.elastic.rig.relayed import VARIABLE
@@ -29,6 +30,7 @@ from varuna_capslog.elastic.rig.site import MODULES
 from varuna_capslog.elastic.rig.watch import SEGMENT, records_folder
 from varuna_capslog.elastic.roster import Roster
 from varuna_capslog.elastic.store import MembershipStore, StoreGone, StoreServer, open_store, serve_store
+from varuna_capslog.elastic.store_etcd import begin_run
 from varuna_capslog.errors import CapslogError
 from varuna_capslog.settings import Config
 
@@ -57,9 +59,12 @@ class Field:
         hosts: machines, called a, b, c, ...
         workers: of each.
         relay: whether all that hosts say to each other goes through one.
+        etcd: whether the store is a cluster of three etcd servers, instead of one TCPStore.
     """
 
-    def __init__(self, config: Config, hosts: int, workers: int, relay: bool, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, config: Config, hosts: int, workers: int, relay: bool, say: Callable[[str], None], etcd: bool = False
+    ) -> None:
         self.config, self.workers, self.say = config, workers, say
         self.run_dir = Path(config.run_dir)
         self.sites = {name: Site(name) for name in [chr(ord("a") + number) for number in range(hosts)]}
@@ -100,6 +105,10 @@ class Field:
             (*PRELOADED, "varuna_capslog.elastic.host", "varuna_capslog.elastic.notices", *MODULES[:1]),
         )
         self._stack.callback(self._nursery.close)
+        self.etcd: EtcdServers | None = None
+        if etcd:
+            self.etcd = EtcdServers(log.parent, 3)
+            self._stack.callback(self.etcd.close)
         self.server: StoreServer | None = None
         self.store: MembershipStore | None = None
 
@@ -113,9 +122,13 @@ class Field:
     def begin(self) -> None:
         """A store, and all machines; the first generation is founded when all have named their workers."""
         keys, first = starting_point(self.config)
-        self.server, port = serve_store()
-        self._address = f"127.0.0.1:{port}"
-        self.store = open_store(self._address, self.server.identity)
+        if self.etcd is not None:
+            self._address = self.etcd.address(f"chaos/{len(self.segments)}")
+            self.store = open_store(self._address, begin_run(self._address, self.config.elastic.lease_seconds))
+        else:
+            self.server, port = serve_store()
+            self._address = f"127.0.0.1:{port}"
+            self.store = open_store(self._address, self.server.identity)
         for key, value in keys.items():
             self.store.put(key, value)
         folder = self.run_dir / "workers"
@@ -143,6 +156,18 @@ class Field:
         self.store.close()
         self.server.close()
         self.server = self.store = None
+
+    def lose_store_server(self, number: int, seconds: float) -> None:
+        """One of the store's servers is killed, and comes back after so many seconds."""
+        assert self.etcd is not None
+        etcd = self.etcd
+        etcd.kill(number)
+        self.later(seconds, lambda: etcd.start_again(number))
+
+    @property
+    def store_is_whole(self) -> bool:
+        """Whether the store could lose a server."""
+        return self.etcd is None or all(self.etcd.answers(number) for number in range(len(self.etcd.ports)))
 
     def start(self, site: Site) -> None:
         """A supervisor on this machine."""
