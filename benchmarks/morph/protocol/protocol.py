@@ -1,7 +1,8 @@
 """Runs the membership protocol through random histories, large worlds and exhaustive searches; appends what it found.
 
-Every call appends one JSON line per part to a results file, with seeds, versions and outcome; totals are the sums of
-that file (`--total`). A broken rule or a run that gets stuck ends the program with the history or the path to it.
+Every call appends one JSON line per part to a results file, with seeds, versions and outcome; the tables of the README
+are the sums of that file (`--total`). A broken rule or a run that gets stuck ends the program with the history or the
+path to it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import resource
 import subprocess
 import time
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,10 @@ from varuna_capslog.elastic.rig.histories import draw, play
 from varuna_capslog.elastic.rig.world import make_job
 
 RESULTS = Path(__file__).with_name("results.jsonl")
+README = Path(__file__).with_name("README.md")
+BEGIN, END = "<!-- results -->\n", "<!-- end -->"
+
+Row = Mapping[str, Any]
 
 SCENARIOS: dict[str, dict[str, Any]] = {
     "2 crashes, sync": {"faults": 2, "kinds": ("crash",)},
@@ -39,6 +45,18 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "crash and join": {"faults": 1, "kinds": ("crash",), "members": 2},
     "2 crashes and join": {"faults": 2, "kinds": ("crash",), "members": 2},
     "crash, hiccup, store and notice": {"faults": 1, "kinds": ("crash", "hiccup", "store"), "leaves": 1},
+    "notice, shadows": {"faults": 0, "leaves": 1, "shadows": True},
+    "2 hints, shadows": {"faults": 0, "hints": 2, "shadows": True},
+    "hint and notice, shadows": {"faults": 0, "hints": 1, "leaves": 1, "shadows": True},
+    "crash and hint, shadows": {"faults": 1, "kinds": ("crash",), "hints": 1, "shadows": True},
+    "late notice, 3 steps, shadows": {"faults": 0, "late": 1, "steps": 3, "shadows": True},
+    "late notice, value by value": {"faults": 0, "late": 1, "singly": True},
+    "hint and late notice, shadows": {"faults": 0, "hints": 1, "late": 1, "shadows": True},
+    "crash and late notice": {"faults": 1, "kinds": ("crash",), "late": 1},
+    "crash and late notice, async": {"faults": 1, "kinds": ("crash",), "late": 1, "sync": False},
+    "hiccup and late notice": {"faults": 1, "kinds": ("hiccup",), "late": 1},
+    "loss of the store and late notice": {"faults": 1, "kinds": ("store",), "late": 1},
+    "late notice and join": {"faults": 0, "late": 1, "members": 2},
     "2 of crash, hang": {"faults": 2, "kinds": ("crash", "hang")},
     "2 of crash, cut": {"faults": 2, "kinds": ("crash", "cut")},
     "2 of all": {"faults": 2},
@@ -59,14 +77,18 @@ def append(path: Path, line: dict[str, Any]) -> None:
     print(json.dumps(full), flush=True)
 
 
-def histories(first: int, count: int, seconds: float, members: int | None, path: Path) -> None:
-    """Plays the seeds from `first` on until `count` are done or the processor seconds are spent."""
+def histories(first: int, count: int, seconds: float, members: int | None, ladder: bool, path: Path) -> None:
+    """Plays the seeds from `first` on until `count` are done or the processor seconds are spent.
+
+    Args:
+        ladder: see `draw`; a seed then means another history.
+    """
     ends: Counter[str] = Counter()
     faults: Counter[str] = Counter()
     events = generations = back = done = 0
     began = time.process_time()
     for seed in range(first, first + count):
-        outcome = play(draw(seed, members))
+        outcome = play(draw(seed, members, ladder))
         ends[outcome.ended] += 1
         faults += outcome.faults
         events, generations = events + outcome.events, generations + outcome.generations
@@ -80,6 +102,7 @@ def histories(first: int, count: int, seconds: float, members: int | None, path:
             "first_seed": first,
             "histories": done,
             "members": members or "2 to 8",
+            "ladder": ladder,
             "events": events,
             "generations": generations,
             "went_back_to_checkpoint": back,
@@ -94,7 +117,7 @@ def histories(first: int, count: int, seconds: float, members: int | None, path:
 def search(name: str, most: int, path: Path) -> None:
     """Explores one scenario, to its end or until `most` states."""
     options = dict(SCENARIOS[name])
-    job = make_job(3, 1, sync=options.pop("sync", True))
+    job = make_job(3, 1, sync=options.pop("sync", True), shadows=options.pop("shadows", False))
     began = time.process_time()
     found = explore(Scenario(job=job, **options), most=most)
     line = {"part": "search", "scenario": name, "states": found.states, "transitions": found.transitions}
@@ -104,22 +127,55 @@ def search(name: str, most: int, path: Path) -> None:
         raise SystemExit("no way on after\n" + "\n".join(map(str, found.trace)))
 
 
-def total(path: Path) -> None:
-    """Sums the results file."""
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    sums: dict[str, Counter[str]] = {}
+def seeds(rows: Sequence[Row]) -> tuple[list[Row], str]:
+    """Each range of seeds once, and what they cover: "0 to 9,999", with a comma where there is a gap.
+
+    Raises:
+        SystemExit: ranges overlap without being the same, so that histories would count twice.
+    """
+    kept = {(row["first_seed"], row["histories"]): row for row in rows}
+    ends: list[tuple[int, int]] = []
+    for first, count in sorted(kept):
+        if ends and first < ends[-1][1]:
+            raise SystemExit(f"seeds from {first} on are in two ranges of the results; leave one line out")
+        if ends and first == ends[-1][1]:
+            ends[-1] = (ends[-1][0], first + count)
+        else:
+            ends.append((first, first + count))
+    return list(kept.values()), ", ".join(f"{first:,} to {end - 1:,}" for first, end in ends)
+
+
+def tables(rows: Sequence[Row]) -> str:
+    """The README's tables, from the lines of the results file."""
+    names = ("seeds", "histories", "events", "generations", "faults", "back to a checkpoint", "commits", "CPU s")
+    lines = ["| members | notices | " + " | ".join(names) + " |", "| --- " * (len(names) + 2) + "|"]
+    groups: dict[tuple[str, bool], list[Row]] = {}
     for row in rows:
         if row["part"] == "histories":
-            counts = sums.setdefault(f"histories of {row['members']} members", Counter())
-            keys = ("histories", "events", "generations", "went_back_to_checkpoint", "cpu_seconds")
-            counts.update({key: row[key] for key in keys})
-            counts["faults"] += sum(row["faults"].values())
-    for name, counts in sums.items():
-        print(name, dict(counts))
-    for row in rows:
-        if row["part"] == "search":
-            end = "complete, 0 stuck" if row["complete"] and not row["stuck"] else "cut off"
-            print(f"| {row['scenario']} | {row['states']:,} | {row['transitions']:,} | {end} | {row['cpu_seconds']} |")
+            groups.setdefault((str(row["members"]), row.get("ladder", False)), []).append(row)
+    for (members, ladder), found in sorted(groups.items(), key=lambda item: (item[0][1], item[0][0])):
+        kept, covered = seeds(found)
+        keys = ("histories", "events", "generations", "faults", "went_back_to_checkpoint")
+        counts = [sum(sum(row[key].values()) if key == "faults" else row[key] for row in kept) for key in keys]
+        cells = [members, "all" if ladder else "leaves only", covered, *(f"{count:,}" for count in counts)]
+        cells += [str(len({row["commit"] for row in kept})), f"{sum(row['cpu_seconds'] for row in kept):,.0f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    lines += ["", "| scenario | states | transitions | outcome | CPU s | commit |", "| --- " * 6 + "|"]
+    newest = {row["scenario"]: row for row in rows if row["part"] == "search"}
+    for name, row in newest.items():
+        end = f"complete, {row['stuck']} stuck" if row["complete"] else "cut off"
+        counted = f"{row['states']:,} | {row['transitions']:,} | {end} | {row['cpu_seconds']} | {row['commit']}"
+        lines.append(f"| {name} | {counted} |")
+    return "\n".join(lines) + "\n"
+
+
+def total(path: Path, readme: Path) -> None:
+    """Writes the tables between the README's marks."""
+    text = tables([json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()])
+    before, rest = readme.read_text(encoding="utf-8").split(BEGIN)
+    _, after = rest.split(END)
+    readme.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+    print(text)
 
 
 def main() -> None:
@@ -127,18 +183,19 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="first seed")
     parser.add_argument("--histories", type=int, default=0, help="how many seeds")
     parser.add_argument("--members", type=int, default=None, help="members of every history (default: 2 to 8)")
+    parser.add_argument("--ladder", action="store_true", help="histories with hints and checkpoints before a leave")
     parser.add_argument("--seconds", type=float, default=1e9, help="processor seconds after which seeds end")
     parser.add_argument("--search", nargs="*", default=[], help=f"scenarios: all, or of {list(SCENARIOS)}")
     parser.add_argument("--most", type=int, default=2_000_000, help="states after which a search is cut off")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--total", action="store_true", help="print the sums of the results file")
+    parser.add_argument("--total", action="store_true", help="write the sums of the results file into the README")
     given = parser.parse_args()
     if given.histories:
-        histories(given.first, given.histories, given.seconds, given.members, given.results)
+        histories(given.first, given.histories, given.seconds, given.members, given.ladder, given.results)
     for name in SCENARIOS if given.search == ["all"] else given.search:
         search(name, given.most, given.results)
     if given.total:
-        total(given.results)
+        total(given.results, README)
 
 
 if __name__ == "__main__":
