@@ -57,6 +57,8 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "hiccup and late notice": {"faults": 1, "kinds": ("hiccup",), "late": 1},
     "loss of the store and late notice": {"faults": 1, "kinds": ("store",), "late": 1},
     "late notice and join": {"faults": 0, "late": 1, "members": 2},
+    "2 crashes and late notice": {"faults": 2, "kinds": ("crash",), "late": 1},
+    "crash, join and late notice": {"faults": 1, "kinds": ("crash",), "late": 1, "members": 2},
     "2 of crash, hang": {"faults": 2, "kinds": ("crash", "hang")},
     "2 of crash, cut": {"faults": 2, "kinds": ("crash", "cut")},
     "2 of all": {"faults": 2},

@@ -408,7 +408,7 @@ class MailWorld(World):
         self.rounds = {number: step for number, step in self.rounds.items() if number in answered}
         newest = max(self.bases)
         self.bases = {number: base for number, base in self.bases.items() if number in answered or number == newest}
-        stamps = {stamp for memory in self.memory for _, stamp in memory} | set(self.bases.values())  # or on its way
+        stamps = {stamp for memory in self.memory for _, stamp in memory} | set(self.bases.values()) | self.disk
         reached = {stamp for top in stamps for stamp in self._past(top) if stamp.step > self.settled.step}
         self.parents = {stamp: parent for stamp, parent in self.parents.items() if stamp in reached}
 
