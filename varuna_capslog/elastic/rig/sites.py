@@ -377,6 +377,7 @@ class Field:
             if time.monotonic() > until:
                 return False
             self.turn()
+        self._listed = 0.0  # all files are read once more, those that were silent for long as well
         self.turn()
         return True
 
