@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from varuna_capslog import files
-from varuna_capslog.errors import CapslogError
+from varuna_capslog.errors import CapslogError, DiskFailed
 
 
 def test_json_survives_both_ways_and_makes_folders(tmp_path: Path) -> None:
@@ -159,3 +159,11 @@ def test_the_last_lines_are_those_at_the_end_without_what_is_cut_or_torn(tmp_pat
         file.write(b'{"n": 10')
     assert files.last_lines(path, 25) == [{"n": 99}]  # 8 bytes torn, 10 of line 99, and a part of line 98
     assert [line["n"] for line in files.last_lines(path)] == list(range(100))
+
+
+def test_a_full_disk_is_told_from_a_folder_that_is_not_there():
+    with pytest.raises(DiskFailed, match="/dev/full cannot be appended to: No space left on device; free space"):
+        files.append_jsonl("/dev/full", {"step": 1})
+    with pytest.raises(CapslogError, match="cannot be written") as caught:
+        files.write_text("/dev/null/run/plan.json", "")
+    assert not isinstance(caught.value, DiskFailed)

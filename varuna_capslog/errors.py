@@ -6,7 +6,7 @@ of ours. A message names the value, the rule it breaks and the next action.
 
 from __future__ import annotations
 
-__all__ = ["CapslogError", "ConfigError", "DoesNotFit", "StepRefused"]
+__all__ = ["CapslogError", "ConfigError", "DiskFailed", "DoesNotFit", "StepRefused"]
 
 
 class CapslogError(ValueError):
@@ -17,6 +17,12 @@ class CapslogError(ValueError):
 
 class ConfigError(CapslogError):
     """A config key or value that breaks a rule; the message begins with the file or the override it came from."""
+
+
+class DiskFailed(CapslogError):
+    """A run's folder takes no more (full, over quota, read-only), or a checkpoint cannot be written: that fails all
+    members of a run alike, since they share the folder.
+    """
 
 
 class DoesNotFit(CapslogError):

@@ -7,6 +7,7 @@ line file and never leaves a half-written file under its final name.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import json
@@ -15,19 +16,26 @@ import os
 from pathlib import Path
 from typing import Any
 
-from varuna_capslog.errors import CapslogError
+from varuna_capslog.errors import CapslogError, DiskFailed
 
-__all__ = ["append_jsonl", "last_lines", "read_json", "read_jsonl", "write_json", "write_text"]
+__all__ = ["append_jsonl", "is_full", "last_lines", "read_json", "read_jsonl", "write_json", "write_text"]
 
 _log = logging.getLogger(__name__)
 _serial = itertools.count()
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+
+
+def is_full(error: OSError) -> bool:
+    """Whether it says that the file system takes no more, whoever writes."""
+    return error.errno in _FULL
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Write `text` (UTF-8) so that a reader finds the old file or the whole new one, also after a power cut.
 
     The text goes to a neighbouring temporary file, is synced, renamed over `path`, and the folder is synced. Folders on
-    the way are made. Raises CapslogError naming the file; the old file is then untouched.
+    the way are made. Raises CapslogError naming the file (DiskFailed where the disk is full); the old file is then
+    untouched.
     """
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.{next(_serial)}.tmp")
@@ -48,9 +56,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
         finally:
             os.close(folder)
     except OSError as error:
-        raise CapslogError(
-            f"{target} cannot be written: {error.strerror or error}; free space or choose another path"
-        ) from error
+        raise _failure(f"{target} cannot be written", error) from error
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
@@ -80,7 +86,8 @@ def append_jsonl(path: str | os.PathLike[str], record: dict[str, Any]) -> None:
     """Append one JSON object as one line, under the file's lock, so that lines of several processes do not mix.
 
     Not synced (a step must not wait for the disk): a killed process loses nothing, a power cut may lose the last lines.
-    A torn last line that an earlier crash left is closed first. Raises CapslogError naming the file.
+    A torn last line that an earlier crash left is closed first. Raises CapslogError naming the file (DiskFailed
+    where the disk is full).
     """
     line = (_dumps(path, record, indent=None) + "\n").encode()
     try:
@@ -97,9 +104,7 @@ def append_jsonl(path: str | os.PathLike[str], record: dict[str, Any]) -> None:
         finally:
             os.close(descriptor)
     except OSError as error:
-        raise CapslogError(
-            f"{path} cannot be appended to: {error.strerror or error}; free space or choose another path"
-        ) from error
+        raise _failure(f"{path} cannot be appended to", error) from error
 
 
 def last_lines(path: str | os.PathLike[str], size: int = 1 << 16) -> list[dict[str, Any]]:
@@ -145,6 +150,11 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
             raise CapslogError(f"{path}: line {number} is not a JSON object; this is not a file of this library")
         records.append(record)
     return records
+
+
+def _failure(what: str, error: OSError) -> CapslogError:
+    kind = DiskFailed if is_full(error) else CapslogError
+    return kind(f"{what}: {error.strerror or error}; free space or choose another path")
 
 
 def _dumps(path: str | os.PathLike[str], value: Any, indent: int | None) -> str:

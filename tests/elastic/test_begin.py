@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import re
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.elastic.machines import CAPSLOG, Machines, free_port, write_config
+from tests.elastic.test_parked import leave
 from varuna_capslog import cli, files
 from varuna_capslog.config import load_config
-from varuna_capslog.elastic.begin import check_elastic, join_run
+from varuna_capslog.elastic.begin import check_elastic, join_run, starting_point
 from varuna_capslog.elastic.hooks import check_same_folder
 from varuna_capslog.elastic.network import address_towards, interface_of, network_variables
 from varuna_capslog.elastic.store import open_store, serve_store
 from varuna_capslog.errors import CapslogError
+from varuna_capslog.plan import Plan, write_plan
 
 
 @pytest.fixture
@@ -33,7 +38,6 @@ def test_a_machine_is_lost_whole_and_another_of_its_name_joins(tmp_path, machine
     a = machines.start([*common, "--name", "a", "--serve", address])
     machines.wait_for_members("a-1", "b-1")
     machines.wait_for_steps(3)
-    assert "waiting for the run's store" in machines.text(0)
     machines.kill(b)
     machines.wait_for_members("a-1")
     assert machines.events("lost")[0]["why"] == "host b does not answer for 2 s"
@@ -41,9 +45,34 @@ def test_a_machine_is_lost_whole_and_another_of_its_name_joins(tmp_path, machine
     machines.wait_for_members("a-1", "b.2-1")
     machines.wait_for_steps(3)
     a.send_signal(signal.SIGINT)
-    assert (machines.end(a), machines.end(back)) == (130, 0), machines.said()
-    assert "the run has ended" in machines.text(2)
+    assert (machines.end(a), machines.end(back)) == (130, 130), machines.said()
+    assert "as asked on another host" in machines.text(2)
     machines.check_losses(tmp_path / "truth")
+
+
+def test_a_run_that_waits_can_be_stopped_and_one_whose_disk_is_full_ends_with_one_sentence(tmp_path, machines):
+    config = write_config(tmp_path, min_devices=2)
+    train = [*CAPSLOG, "train", str(config)]
+    one = machines.start(train)
+    machines.wait_for_steps(3)
+    os.kill(files.read_json(machines.run_dir / "workers/" / f"{socket.gethostname()}-2.json")["pid"], signal.SIGKILL)
+    machines.wait_for(lambda: machines.events("waiting"), "a run that waits")
+    one.send_signal(signal.SIGINT)
+    assert machines.end(one) == 130, machines.said()
+    assert len(re.findall("waiting for 1 more", machines.text(0))) == 1
+    assert "continues the run in" in machines.text(0)
+    number = machines.events("waiting")[0]["generation"]
+    assert number == 1
+    assert (machines.run_dir / "plan-1.json").exists()
+    # no file may grow beyond 32 KiB, as if the disk were full
+    with open(machines.run_dir / "metrics.jsonl", "a") as file:
+        file.write("\n" * (32 * 1024 - file.tell() - 700))
+    limited = ["bash", "-c", 'ulimit -f 32; exec "$@"', "train", *train]
+    assert machines.end(machines.start(limited), 90) == 2, machines.said()
+    said = machines.text(1)
+    assert len(re.findall("File too large; free space", said)) == 1, said
+    assert f"resumed after step {machines.events('resume')[-1]['step']} from" in said
+    assert machines.events("resume")[-1]["generation"] >= number, "a number that was given counts on"
 
 
 def test_a_folder_that_is_not_shared_is_refused(tmp_path):
@@ -80,6 +109,30 @@ def test_wrong_arguments_are_named(tmp_path, capsys, arguments, sentence):
     config = write_config(tmp_path)
     assert cli._run(["host", str(config), *arguments]) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_an_address_in_etcd_is_one(tmp_path, capsys):
+    config = write_config(tmp_path)
+    assert cli._run(["host", str(config), "--serve", "etcd://a:1,b:2/run", "--dry-run"]) == 0
+    assert "begin a run in the store at etcd://a:1,b:2/run" in capsys.readouterr().out
+    assert cli._run(["host", "--help"]) == 0
+    assert "etcd://HOST:PORT" in capsys.readouterr().out
+
+
+def test_what_a_run_goes_on_from_is_said(tmp_path):
+    run_dir = tmp_path / "run"
+    config = load_config(write_config(tmp_path))
+    write_plan(run_dir / "plan-0.json", Plan(num_layers=11, cuts=(0, 5)))
+    leave(run_dir, 4)
+    said: list[str] = []
+    assert starting_point(config, said.append)[1].step == 4
+    (run_dir / "checkpoints/step-00000009").mkdir()
+    assert starting_point(config, said.append)[1].step == 4
+    assert [line.partition(str(run_dir))[0] for line in said] == [
+        "resumed after step 4 from ",
+        "passed over a checkpoint: ",
+        "resumed after step 4 from ",
+    ]
 
 
 def test_a_dry_run_starts_nothing(tmp_path, capsys):

@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.elastic.machines import write_config
 from tests.elastic.test_host import Start, wait_until
 from varuna_capslog import cli, files
 from varuna_capslog.elastic import on_notice, request_morph
-from varuna_capslog.elastic.hooks import give_notice, notice_of
+from varuna_capslog.elastic.hooks import give_notice, notice_of, outlook
 from varuna_capslog.elastic.notices import Kind, Notice
 from varuna_capslog.errors import CapslogError
+from varuna_capslog.plan import Plan, write_plan
 
 
 @pytest.fixture
@@ -53,6 +55,29 @@ def test_the_hosts_process_and_others_may_ask_too(tmp_path, start, capsys):
     assert "asked for 1 device(s)" in capsys.readouterr().out
     with pytest.raises(CapslogError, match="needs at least one"):
         request_morph(0)
+
+
+def test_a_wish_that_cannot_be_met_is_refused_and_one_that_can_says_what_follows(tmp_path, start, capsys):
+    run = start(tmp_path, 3, name="a")
+    run.seen("a-3")
+    assert cli._run(["morph", str(tmp_path), "--devices", "30"]) == 2
+    refusal = capsys.readouterr().err
+    assert "30 devices: this run's hosts start at most 3 worker(s) (a: 3)" in refusal
+    assert f"--store {run.host.address}" in refusal
+    write_config(tmp_path, 3, min_devices=2)
+    assert outlook(3, tmp_path) == "3 worker(s) are there already, nothing changes"
+    write_plan(tmp_path / "plan-0.json", Plan(num_layers=1, cuts=(0,)))
+    assert outlook(3, tmp_path).endswith(
+        "1 layers in 2 replicas (train.accumulation_blocks=2): at most 2 devices train, the other 1 only keep copies"
+    )
+    assert outlook(1, tmp_path) == (
+        "a-2, a-3 of 3 worker(s) will leave at a step boundary, once their layers moved; "
+        "elastic.min_devices is 2: the run will wait with fewer"
+    )
+    assert run.of("request") == [], "only asked what would be"
+    request_morph(2, tmp_path)
+    wait_until(lambda: run.told("notice") == ["a-3"])
+    assert outlook(3, tmp_path).startswith("starting 1 on a beside the 2 that are there")
 
 
 def test_a_notice_from_a_person_reaches_the_host_and_whoever_watches_notices(tmp_path, start, capsys):

@@ -216,6 +216,40 @@ def test_the_last_failure_names_its_cause_not_a_loss_that_was_survived(tmp_path,
     assert "worker h-2 failed at step 3: a defect as the test wants it" in str(error)
 
 
+def test_a_failure_that_is_everybodys_ends_the_run_with_its_own_sentence(tmp_path, start):
+    run = start(tmp_path, all="wait=go leave=2")
+    for member in ("h-1", "h-2"):
+        run.seen(member)
+    full = {"member": "h-2", "cause": "/r/metrics.jsonl: No space left on device", "kind": "user"}
+    run.client.append({"kind": "finished", "step": 3, "stopped": True, "failure": full})
+    run.client.append({"kind": "finished", "step": 3, "stopped": True, "failure": full | {"cause": "another"}})
+    wait_until(lambda: run.host.roster.finished is not None)
+    run.go()
+    error = run.end()
+    assert isinstance(error, WorkerFailed)
+    assert error.exit_status == 2
+    assert str(error).startswith("/r/metrics.jsonl: No space left on device; then the same command begins the run")
+    assert run.lines == [], "the end says it"
+
+
+def test_what_all_fail_of_is_said_once(tmp_path, start):
+    run = start(tmp_path, 3, all="wait=go fail=step_refused")
+    run.go()
+    assert run.end().exit_status == 4
+    assert run.lines == ["a step_refused as the test wants it"]
+
+
+def test_a_run_that_was_stopped_on_another_host_has_not_finished_here(tmp_path, start):
+    run = start(tmp_path, all="wait=go")
+    run.seen("h-2")
+    run.client.append({"kind": "finished", "step": 3, "stopped": True, "asked": True})
+    run.go()
+    error = run.end()
+    assert isinstance(error, Interrupted)
+    assert error.exit_status == 130
+    assert "after step 3, as asked on another host" in str(error)
+
+
 def test_an_exit_without_a_word_is_told_with_its_last_line(tmp_path, start):
     run = start(tmp_path, 1, all="crash=oops")
     assert "exit status 1: RuntimeError: oops" in str(run.end())
@@ -488,7 +522,10 @@ def test_ctrl_c_asks_and_a_second_one_kills(tmp_path, do, presses):
     before = signal.getsignal(signal.SIGINT)
     thread = threading.Thread(target=press)
     thread.start()
-    with pytest.raises(Interrupted, match="stopped" if presses == 1 else "killed in the middle") as caught:
+    how = (
+        "stopped; the same command begins the run in .* anew, since nothing" if presses == 1 else "killed in the middle"
+    )
+    with pytest.raises(Interrupted, match=how) as caught:
         host_of(tmp_path, all=do).run()
     thread.join()
     assert caught.value.exit_status == 130

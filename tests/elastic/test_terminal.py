@@ -60,3 +60,33 @@ def test_the_last_step_and_all_scores_are_said_whenever_the_run_ends(tmp_path, c
         "step 3  loss 0.5000  2 members",  # the second one within the ten seconds of the first
         "step 3: AP 0.250  AP50 0.500",
     ]
+
+
+def test_why_all_was_written_is_said_once_and_again_when_it_happens_again(tmp_path, capsys):
+    why = "2 device(s) are left; waiting for 1 more"
+    written = [
+        *({"kind": kind, "why": why} for kind in ("persisted", "waiting", "persisted", "waiting")),
+        {"kind": "persisted", "why": "the last devices leave; the run is parked"},
+        {"kind": "persisted", "why": "the run is parked"},
+        {"kind": "resume", "why": ["2 members begin"], "members": ["a", "b"], "step": 4},
+        {"kind": "waiting", "why": why},
+    ]
+    with Terminal(tmp_path, 5):
+        (tmp_path / "events.jsonl").write_text(
+            "".join(json.dumps(event | {"generation": 1}) + "\n" for event in written)
+        )
+        time.sleep(0.3)
+    said = [line for line in capsys.readouterr().out.splitlines() if line]
+    assert said == [
+        f"all that is held was written to disk: {why}",
+        "all that is held was written to disk: the last devices leave; the run is parked",
+        "generation 1: 2 members begin after step 4",
+        f"generation 1 waits: {why}",
+    ]
+
+
+def test_a_host_says_its_losses_itself_and_the_file_those_of_others(tmp_path, capsys):
+    with Terminal(tmp_path, 5, "a"), open(tmp_path / "events.jsonl", "w") as file:
+        for host in "ab":
+            file.write(json.dumps({"kind": "lost", "host": host, "why": f"worker {host}-1 was killed"}) + "\n")
+    assert [line for line in capsys.readouterr().out.splitlines() if line] == ["worker b-1 was killed"]

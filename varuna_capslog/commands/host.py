@@ -21,14 +21,19 @@ def host(
     serve: Annotated[
         str | None,
         typer.Option(
-            metavar="HOST:PORT",
-            help="Serve the run's store, profile and plan here; the others reach it at this address.",
+            metavar="ADDRESS",
+            help="Begin the run: profile and plan it here, and serve its store at HOST:PORT, as the others reach it; "
+            "etcd://HOST:PORT[,HOST:PORT...]/PREFIX: keep the store in etcd.",
             show_default=False,
         ),
     ] = None,
     store: Annotated[
         str | None,
-        typer.Option(metavar="HOST:PORT", help="Join the run whose store is served there.", show_default=False),
+        typer.Option(
+            metavar="ADDRESS",
+            help="Join the run whose store is there: what --serve says on the machine that begins it.",
+            show_default=False,
+        ),
     ] = None,
     nnodes: Annotated[int, typer.Option(min=1, help="Machines that begin together; more may join.")] = 1,
     nproc: Annotated[
@@ -47,12 +52,12 @@ def host(
     from varuna_capslog.supervisor import Interrupted
 
     if (serve is None) == (store is None):
-        raise CapslogError("give either --serve HOST:PORT (on one machine) or --store HOST:PORT (on all others)")
+        raise CapslogError("give either --serve ADDRESS (on one machine) or --store ADDRESS (on all others)")
     check_address(serve or store or "")
     settings, workers = _spread(config, [*(overrides or ()), "elastic.enabled=true"], nnodes, nproc)
     check_elastic(settings)
     if dry_run:
-        part = f"join the store at {store}" if store else f"profile, plan and serve the store at {serve}"
+        part = f"join the store at {store}" if store else f"profile, plan and {_begin(serve)}"
         typer.echo(f"would {part}; {workers} worker(s) here, run_dir {settings.run_dir}, {nnodes} machine(s) to begin")
         return
     if store is not None:
@@ -64,6 +69,12 @@ def host(
         return
     assert serve is not None
     _serve(settings, workers, nnodes, serve, name)
+
+
+def _begin(serve: str | None) -> str:
+    from varuna_capslog.elastic.network import SCHEME
+
+    return f"begin a run in the store at {serve}" if str(serve).startswith(SCHEME) else f"serve the store at {serve}"
 
 
 def _serve(settings: Config, workers: int, nnodes: int, serve: str, name: str | None) -> None:
@@ -78,7 +89,7 @@ def _serve(settings: Config, workers: int, nnodes: int, serve: str, name: str | 
         print_plan(plan, read_profile(settings.run_dir / "profile.json") if plan.profile_digest else None)
         for note in plan.notes:
             typer.echo(f"note: {note}", err=True)
-        with Terminal(settings.run_dir, settings.train.max_steps) as terminal:
+        with Terminal(settings.run_dir, settings.train.max_steps, name) as terminal:
             end = run_here(
                 settings,
                 terminal.say,

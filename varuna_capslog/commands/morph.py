@@ -17,9 +17,11 @@ def morph(
 ) -> None:
     """Let a running elastic training go on with another number of devices."""
     from varuna_capslog.elastic import request_morph
+    from varuna_capslog.elastic.hooks import outlook
 
+    prospect = outlook(devices, run_dir)
     request_morph(devices, run_dir)
-    typer.echo(f"asked for {devices} device(s); {run_dir}/events.jsonl tells what comes of it")
+    typer.echo(f"asked for {devices} device(s): {prospect}; {run_dir}/events.jsonl tells what comes of it")
 
 
 def notice(

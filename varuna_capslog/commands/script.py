@@ -30,11 +30,19 @@ def script(
     ] = None,
     serve: Annotated[
         str | None,
-        typer.Option(metavar="HOST:PORT", help="Serve the run's store for other machines.", show_default=False),
+        typer.Option(
+            metavar="ADDRESS",
+            help="Serve the run's store at HOST:PORT for other machines, or keep it at etcd://HOST:PORT[,...]/PREFIX.",
+            show_default=False,
+        ),
     ] = None,
     store: Annotated[
         str | None,
-        typer.Option(metavar="HOST:PORT", help="Join the run whose store is served there.", show_default=False),
+        typer.Option(
+            metavar="ADDRESS",
+            help="Join the run whose store is there: what --serve says on the machine that begins it.",
+            show_default=False,
+        ),
     ] = None,
     nnodes: Annotated[int, typer.Option(min=1, help="Machines that begin together; more may join.")] = 1,
     name: Annotated[str | None, typer.Option(help="Of this machine.", show_default="the system's")] = None,
@@ -111,7 +119,7 @@ def _run(
             raise Interrupted("all workers of this machine have left; the same command joins the run again", 143)
         say("the run has ended")
         return
-    with Terminal(folder, None) as terminal:
+    with Terminal(folder, None, name) as terminal:
         end = run_script(
             file,
             arguments,

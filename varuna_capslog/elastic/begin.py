@@ -39,8 +39,11 @@ _MODULES = (
 )
 
 
-def starting_point(config: Config) -> tuple[dict[str, str], Stamp]:
+def starting_point(config: Config, say: Callable[[str], None] = lambda line: None) -> tuple[dict[str, str], Stamp]:
     """What the store must say before the first worker looks, and the boundary that the run begins with.
+
+    Args:
+        say: told from which checkpoint, and which were passed over.
 
     Raises:
         CapslogError: nothing is prepared, or there is no checkpoint where `resume` says.
@@ -53,10 +56,14 @@ def starting_point(config: Config) -> tuple[dict[str, str], Stamp]:
     found: Checkpoint | None = None
     if config.resume == "auto":
         recover(config.run_dir)
-        found, _ = latest_checkpoint(config.run_dir / "checkpoints")
+        found, skipped = latest_checkpoint(config.run_dir / "checkpoints")
+        for problem in skipped:
+            say(f"passed over a checkpoint: {problem}")
     elif config.resume != "never":
         found = open_checkpoint(Path(config.resume))
     step = found.step if found is not None else 0
+    if found is not None:
+        say(f"resumed after step {found.step} from {found.path}")
     keys = {
         "first-plan": str(planned[0]),
         "resumed-step": str(step),
@@ -107,7 +114,7 @@ def run_here(
         CapslogError: `engine: varuna`, which has no part in this; or nothing to begin with.
     """
     check_elastic(config)
-    keys, stamp = starting_point(config)
+    keys, stamp = starting_point(config, say)
     return Host(
         config.run_dir,
         num_workers=num_workers or config.world_size,
@@ -116,7 +123,7 @@ def run_here(
         hosts=hosts,
         keys=keys,
         first=stamp,
-        environment=_environment(config, serve_at),
+        environment=_environment(config, serve_at) | ({"CAPSLOG_ONE_HOST": "1"} if hosts == 1 else {}),
         settings=config.elastic,
         say=say,
         modules=_modules(config, modules),

@@ -28,6 +28,7 @@ __all__ = [
     "forget",
     "give_notice",
     "notice_of",
+    "outlook",
     "request_morph",
     "roster_of",
     "store_of",
@@ -58,6 +59,62 @@ def request_morph(devices: int, run_dir: Path | str | None = None) -> None:
         raise CapslogError(f"devices={devices}: a run needs at least one; stop it with Ctrl-C instead")
     with store_of(run_dir) as store:
         store.append({"kind": "request", "devices": devices})
+
+
+def outlook(devices: int, run_dir: Path | str) -> str:
+    """What a run will do when it is asked for so many workers, in a sentence.
+
+    Raises:
+        CapslogError: no run is going on there, or its hosts cannot start so many.
+    """
+    with store_of(run_dir) as store:
+        roster, address = roster_of(store), store.address
+    if roster.finished is not None:
+        raise CapslogError(f"the run in {run_dir} has ended; start it again with `capslog train` or `capslog host`")
+    staying = [member for member in roster.members if member not in roster.noticed]
+    used = {host: sum(roster.members[member] == host for member in staying) for host in roster.hosts}
+    room = {host: max(used[host], devices) for host, devices in roster.hosts.items()}
+    if devices > max(sum(room.values()), len(staying)):
+        each, most = ", ".join(f"{host}: {count}" for host, count in sorted(room.items())), sum(room.values())
+        raise CapslogError(
+            f"{devices} devices: this run's hosts start at most {most} worker(s) ({each}), as many as they began with, "
+            f"and {len(staying)} are there; nothing was asked for: ask for at most {most}, or let another host join "
+            f"with `capslog host CONFIG --store {address}`"
+        )
+    shares = {host: roster.share(host, devices) for host in sorted(roster.hosts)}
+    leave = [member for _, members in shares.values() for member in members]
+    started = [f"{count} on {host}" for host, (count, _) in shares.items() if count]
+    text = f"{len(staying)} worker(s) are there already, nothing changes"
+    if leave:
+        text = f"{_listed(leave)} of {len(staying)} worker(s) will leave at a step boundary, once their layers moved"
+    elif started:
+        text = f"starting {_listed(started)} beside the {len(staying)} that are there; they join at a step boundary"
+    return "; ".join([text, *_limits(devices, Path(run_dir))])
+
+
+def _limits(devices: int, run_dir: Path) -> Iterator[str]:
+    """What the run's config and model make of so many; nothing for a script, which has neither."""
+    from varuna_capslog.config import load_config
+    from varuna_capslog.prepare import latest_plan
+
+    planned = latest_plan(run_dir)
+    if planned is None or not (run_dir / "config.yaml").is_file():
+        return
+    config, layers = load_config(run_dir / "config.yaml"), planned[1].num_layers
+    if devices < config.elastic.min_devices:
+        yield f"elastic.min_devices is {config.elastic.min_devices}: the run will wait with fewer"
+    usable = {
+        copies: copies * min(layers, devices // copies)
+        for copies in range(1, devices + 1)
+        if config.num_blocks % copies == 0
+    }
+    replicas = max(usable, key=lambda copies: usable[copies])
+    if usable[replicas] < devices:
+        times = f" in {replicas} replicas (train.accumulation_blocks={config.num_blocks})" if replicas > 1 else ""
+        yield (
+            f"{layers} layers{times}: at most {usable[replicas]} devices train, the other {devices - usable[replicas]} "
+            "only keep copies"
+        )
 
 
 def give_notice(
@@ -176,7 +233,10 @@ def _where(run_dir: Path | str | None) -> tuple[str, str | None]:
         raise CapslogError("this process belongs to no run; say which one is meant by its run_dir")
     place = _place(Path(run_dir))
     if not place.is_file():
-        raise CapslogError(f"no elastic run is going on in {run_dir}: it has no workers/{place.name}")
+        raise CapslogError(
+            f"no elastic run is going on in {run_dir}: it has no workers/{place.name}; check the path, or start one "
+            "with `capslog train CONFIG elastic.enabled=true`"
+        )
     found = files.read_json(place)
     return str(found["address"]), str(found["identity"])
 

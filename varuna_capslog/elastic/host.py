@@ -145,6 +145,8 @@ class Host:
         self._inbox: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._workers: dict[Member, _Worker] = {}
         self._failures: list[Failure] = []
+        self._said: set[str] = set()
+        self._unsaid: list[tuple[float, str]] = []
         self._settling: dict[Member, float] = {}
         self._breaks: dict[int, float] = {}
         self._untold: list[dict[str, Any]] = []
@@ -181,7 +183,7 @@ class Host:
 
         Raises:
             WorkerFailed: all workers of this host have failed, and the run did not finish elsewhere.
-            Interrupted: SIGINT came; the workers have ended.
+            Interrupted: SIGINT came, here or to another host; the workers have ended.
             StoreGone: the store to be joined does not answer.
             CapslogError: the folder cannot be written, or workers cannot be started.
         """
@@ -202,6 +204,7 @@ class Host:
                 with contextlib.suppress(queue.Empty):
                     self._happened(*self._inbox.get(timeout=POLL_SECONDS))
                 self._watch()
+            self._say_losses(all_of_them=True)
             self._unfollow()  # before the last entry, which wakes the thread that waits for it
             self._tell({"kind": "hosts", "host": self.name, "state": "gone"})
         return self._end()
@@ -272,13 +275,21 @@ class Host:
         return not self._holds_store or self._asked > 1 or set(self.roster.hosts) <= {self.name}
 
     def _end(self) -> HostEnd:
-        finished = self.roster.finished
+        finished, failed = self.roster.finished, self._failed_for_all()
+        if failed is not None:
+            member, cause = str(failed["member"]), f"{failed['cause']}; then the same command {self._whence()}"
+            failure = Failure(-1, cause, str(failed["kind"]), time.time(), member=member)
+            raise WorkerFailed(failure, self._log(member), everywhere=True)
         if self._asked:
             how = "stopped cleanly" if finished is not None else "stopped"
             how = "killed in the middle of a step" if finished is None and self._asked > 1 else how
             step = self._chronicle.last_step() if finished is None else finished.get("step")
             reached = f" after step {step}" if step else ""
-            raise Interrupted(f"interrupted: {how}{reached}; the same command continues the run in {self.run_dir}")
+            goes_on = f"continues the run in {self.run_dir}" if finished is not None else self._whence()
+            raise Interrupted(f"interrupted: {how}{reached}; the same command {goes_on}")
+        if finished is not None and finished.get("asked"):
+            how = f"interrupted: stopped cleanly after step {finished.get('step')}, as asked on another host"
+            raise Interrupted(f"{how}; the same command continues the run in {self.run_dir}")
         well = len(self._workers) > len(self._failures)
         if finished is None and self._failures and not well:
             # what happened before the newest generation began was survived
@@ -288,6 +299,16 @@ class Host:
             raise WorkerFailed(root, self._log(str(root.member)), everywhere=alike)
         stopped = finished is not None and bool(finished.get("stopped"))
         return HostEnd("left" if finished is None else "finished", stopped, tuple(self._failures))
+
+    def _failed_for_all(self) -> Mapping[str, Any] | None:
+        """What a member met that would stop every other one, too."""
+        return None if self.roster.finished is None else self.roster.finished.get("failure")
+
+    def _whence(self) -> str:
+        """What the same command does after an end that could not be prepared."""
+        if (self.run_dir / "held").exists() or any((self.run_dir / "checkpoints").glob("step-*")):
+            return f"continues the run in {self.run_dir} from what was last saved"
+        return f"begins the run in {self.run_dir} anew, since nothing of it was saved"
 
     # -- what happens --------------------------------------------------------------------------------------------------
 
@@ -339,9 +360,20 @@ class Host:
         failure = self._failure(worker, status)
         self._tell({"kind": "dead", "member": worker.member, "why": failure.sentence(), "by": self.name})
         self._failures.append(failure)
-        if self._asked < 2:
-            self.say(failure.sentence())
+        if self._asked < 2 and failure.sentence() not in self._said:
+            self._said.add(failure.sentence())  # what all have agreed on, all of them report
+            # the log may tell that it is everybody's failure: then it is the end's sentence
+            self._unsaid.append((time.monotonic() + SETTLE_SECONDS * (failure.kind != "signal"), failure.sentence()))
+            self._say_losses()
         self._replace(worker, lost=status < 0 or worker.expelled_since is not None)
+
+    def _say_losses(self, all_of_them: bool = False) -> None:
+        unsaid, self._unsaid = self._unsaid, []
+        for due, sentence in unsaid if self._failed_for_all() is None else ():
+            if all_of_them or time.monotonic() >= due:
+                self.say(sentence)
+            else:
+                self._unsaid.append((due, sentence))
 
     def _failure(self, worker: _Worker, status: int) -> Failure:
         if worker.verdict is not None:
@@ -460,6 +492,7 @@ class Host:
             if now >= until:
                 del self._settling[member]
                 self._settle(self._workers[member])
+        self._say_losses()
         if is_stopped(self._nursery.pid):  # it has no reason to be, and tells nothing while it is
             signal_group(self._nursery.pid, signal.SIGCONT)
         for worker in self._living():

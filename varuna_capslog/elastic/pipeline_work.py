@@ -10,6 +10,7 @@ import dataclasses
 import datetime
 import functools
 import math
+import sys
 import threading
 import time
 from collections import deque
@@ -40,9 +41,10 @@ from varuna_capslog.engine.pipeline import Layout as EngineLayout
 from varuna_capslog.engine.pipeline import PipelineEngine
 from varuna_capslog.engine.run import build_chain, check_multipliers, engine_options, total_steps
 from varuna_capslog.engine.vote import Verdict
-from varuna_capslog.errors import CapslogError
+from varuna_capslog.errors import CapslogError, DiskFailed
 from varuna_capslog.plan import Plan, write_plan
 from varuna_capslog.planners import plan as planned
+from varuna_capslog.prepare import latest_plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.settings import Config
 from varuna_capslog.trace import ShapeTable
@@ -62,6 +64,8 @@ class PipelineWork:
         offset: generation n of the store is `plan-<n + offset>.json`, and so are the generations of metrics and events.
         resumed: where a boundary's checkpoint lies, if not in this run's own folder.
         stop_wished: asked once per step; True on any member stops all after it.
+        placed: told the number and stages of this member in every generation that it trains in, in a thread beside the
+            training.
     """
 
     def __init__(
@@ -75,7 +79,9 @@ class PipelineWork:
         offset: int = 0,
         resumed: Mapping[Stamp, Path] | None = None,
         stop_wished: Callable[[], bool] = lambda: False,
+        placed: Callable[[int, list[int]], None] = lambda number, stages: None,
     ) -> None:
+        self._placed = placed
         self.me, self.config, self.device = me, config, device
         self._plan, self._offset, self._stop_wished = plan, offset, stop_wished
         self._workload = workload
@@ -194,14 +200,23 @@ class PipelineWork:
         self._judged = self._judged if self._judged <= step else 0
         self._first = opening.members[0] == self.me
         self._number = opening.number + self._offset
+        if (path := self._resumed.get(opening.base)) is not None and path.parent == self.checkpoints.absolute():
+            self._saved = step  # where the run goes on from its own checkpoint
         self._meter.begin(opening.number)
-        if self._first:
-            arguments = (self._number, tuple(cuts), devices, replicas)
-            threading.Thread(target=self._write_plan, args=arguments, name="write-plan", daemon=True).start()
+        arguments = (self._number, tuple(cuts), devices, replicas, layout.stages_of(communicator.rank))
+        threading.Thread(target=self._write_papers, args=arguments, name="write-papers", daemon=True).start()
         self._open_journal(opening, communicator.world_size)
 
+    def _write_papers(self, number: int, cuts: tuple[int, ...], devices: int, replicas: int, stages: list[int]) -> None:
+        """The generation's plan file, and what this member is in it; beside the training: nobody waits for them."""
+        try:
+            if self._first:
+                self._write_plan(number, cuts, devices, replicas)
+            self._placed(number, stages)
+        except DiskFailed as error:  # so will the next line of metrics, which tells everybody
+            sys.stderr.write(f"{error}\n")
+
     def _write_plan(self, number: int, cuts: tuple[int, ...], devices: int, replicas: int) -> None:
-        """The generation's plan file; beside the training, since nobody waits for it."""
         path = self.run_dir / f"plan-{number}.json"
         if path.exists():
             return
@@ -331,9 +346,17 @@ class PipelineWork:
         return layer_state.from_checkpoint(checkpoint, self.chain, layer)
 
     def persist(self, held: Mapping[tuple[int, Stamp], LayerState], record: Generation, why: str) -> None:
+        if record.number + self._offset > self._number:  # nobody trains in it, and it has no plan of its own
+            self._keep_plan(record.number + self._offset)
         extra = {"constants": run_constants(self.config)}
         write_held(self.run_dir, self.chain, held, record, record.number + self._offset, extra)
         self.note("persisted", why=why, states=len(held), member=self.me, generation=record.number)
+
+    def _keep_plan(self, number: int) -> None:
+        """The plan before stands for a generation that waits or is parked: whoever goes on counts from its number."""
+        last = latest_plan(self.run_dir)
+        if last is not None and last[0] < number:
+            write_plan(self.run_dir / f"plan-{number}.json", last[1])
 
     # -- boundaries ---------------------------------------------------------------------------------------------------
 

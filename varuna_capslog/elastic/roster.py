@@ -78,7 +78,7 @@ class Roster:
                 self.hosts.pop(str(entry["host"]), None)
             case "checkpoint":
                 self.checkpoint = Stamp(int(entry["step"]), int(entry["generation"]))
-            case "finished":
+            case "finished" if self.finished is None or "failure" not in self.finished:  # the first one is the cause
                 self.finished = dict(entry)
 
     @property

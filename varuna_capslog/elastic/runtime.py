@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from varuna_capslog import files
 from varuna_capslog.elastic import messages as m
 from varuna_capslog.elastic import protocol
 from varuna_capslog.elastic.ahead import first_owner, stay_with
@@ -36,7 +37,7 @@ from varuna_capslog.elastic.wire import decode, encode
 from varuna_capslog.elastic.work import LayerState, Opening, Work
 from varuna_capslog.engine.communicator import Communicator, PeerLost
 from varuna_capslog.engine.layer_state import digest
-from varuna_capslog.errors import CapslogError, StepRefused
+from varuna_capslog.errors import CapslogError, DiskFailed, StepRefused
 
 __all__ = ["End", "Patience", "Runtime"]
 
@@ -83,6 +84,7 @@ class Runtime:
         checkpoint: the newest complete one on disk.
         sync, shadows: see `Job`.
         probe: called at named points, for faults injected by tests.
+        stop_wished: asked while the run waits, when there is no step whose vote could carry that wish.
     """
 
     def __init__(
@@ -99,8 +101,10 @@ class Runtime:
         shadows: bool = True,
         patience: Patience | None = None,
         probe: Callable[[str], None] = lambda point: None,
+        stop_wished: Callable[[], bool] = lambda: False,
     ) -> None:
         self.me, self._host = me, host
+        self._stop_wished = stop_wished
         self.work, self._store = work, store
         self._patience = patience or Patience()
         self.probe = probe
@@ -138,6 +142,7 @@ class Runtime:
 
         Raises:
             StepRefused: a step was voted down; what was held is on disk.
+            DiskFailed: the run's folder takes no more; that ends the run for all.
             CapslogError: the store is lost at a change (all is on disk), this member was declared lost, or a failure
                 of its own.
         """
@@ -152,6 +157,15 @@ class Runtime:
                 else:
                     self._listen()
             return self._end
+        except DiskFailed as error:
+            self._end_for_all(error)
+            raise
+        except OSError as error:  # of a log or a TensorBoard file, which are written beside the rest
+            if not files.is_full(error):
+                raise
+            why = f"a record of {self.me} cannot be written: {error.strerror}; free space or choose another run_dir"
+            self._end_for_all(full := DiskFailed(why))
+            raise full from error
         finally:
             self.senses.close(_FLUSH_SECONDS)
             self._groups.drop()
@@ -173,8 +187,13 @@ class Runtime:
     def end(self, stopped: bool) -> None:
         """The run has ended with the present boundary, and all is written."""
         step = self.state.at.step
-        self.append({"kind": "finished", "step": step, "stopped": stopped})
+        self.append({"kind": "finished", "step": step, "stopped": stopped, "asked": self.work.asked})
         self._end = End(step, stopped, False)
+
+    def _end_for_all(self, error: DiskFailed) -> None:
+        """Whoever took the writing over would fail in the same way, and its disk could not even tell why."""
+        failure = {"member": self.me, "cause": str(error), "kind": "user", "time": time.time()}
+        self.append({"kind": "finished", "step": self.state.at.step, "stopped": True, "failure": failure})
 
     def _catch_up(self) -> None:
         """Reads the log up to now: of what was before this member its own wish to come matters to nobody yet."""
@@ -203,7 +222,9 @@ class Runtime:
         try:
             kind, what = self.senses.inbox.get(timeout=max(0.0, min(wait, _LISTEN_SECONDS)))
         except queue.Empty:
-            if time.monotonic() >= self._next_tick():
+            if self.state.phase is Phase.WAIT and self._stop_wished():  # all is on disk
+                self._end = End(self.state.at.step, True, False)
+            elif time.monotonic() >= self._next_tick():
                 self._patience_ends()
             return
         with self.senses.busy(self._busy_seconds()):
@@ -259,8 +280,12 @@ class Runtime:
             self._end_with_others()
 
     def _end_with_others(self) -> None:
-        """All is written, and the others have gone: whoever does not train has no more to do."""
-        if self._finished is not None and self._end is None and self.state.phase is not Phase.RUN:
+        """All is written, and the others have gone: whoever does not train has no more to do; nor has anybody after a
+        failure that is everybody's.
+        """
+        if self._finished is None or self._end is not None:
+            return
+        if self.state.phase is not Phase.RUN or "failure" in self._finished:
             self._end = End(int(self._finished.get("step", 0)), False, True)
 
     # -- patience -----------------------------------------------------------------------------------------------------

@@ -125,6 +125,7 @@ class _Task:
             shadows=False,  # all members hold all of it: nothing is to be copied ahead
             patience=Patience(change=settings.patience_seconds),
             probe=probe_of(self.me, self.run_dir),
+            stop_wished=lambda: self.wish.stop,
         ).run()
         self.status = 130 if end.stopped and work.asked else 0
         if self.status or end.step < steps:

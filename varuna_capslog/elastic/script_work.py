@@ -25,7 +25,7 @@ from varuna_capslog.elastic.recovery import Seat
 from varuna_capslog.elastic.work import Followed, LayerState, Opening, Outcome
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layer_state import digest
-from varuna_capslog.errors import CapslogError
+from varuna_capslog.errors import CapslogError, DiskFailed
 from varuna_capslog.settings import Elastic
 
 __all__ = ["Group", "Script", "ScriptWork", "loss_of", "read_state", "saved_states"]
@@ -314,7 +314,7 @@ def _write(path: Path, state: LayerState) -> None:
         with contextlib.suppress(OSError):
             fresh.unlink()
         why = (error.strerror if isinstance(error, OSError) else None) or error
-        raise CapslogError(f"{path} cannot be written: {why}; free space") from error
+        raise DiskFailed(f"{path} cannot be written: {why}; free space or choose another path") from error
 
 
 def read_state(path: Path) -> LayerState:

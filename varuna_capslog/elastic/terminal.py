@@ -7,6 +7,7 @@ that it knows.
 from __future__ import annotations
 
 import json
+import socket
 import sys
 import threading
 import time
@@ -27,9 +28,10 @@ class Terminal:
 
     Args:
         total_steps: where the bar ends; None if only time limits the run.
+        host: the one of this process, which says its losses itself; None: the system's name.
     """
 
-    def __init__(self, run_dir: Path, total_steps: int | None) -> None:
+    def __init__(self, run_dir: Path, total_steps: int | None, host: str | None = None) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -45,7 +47,9 @@ class Terminal:
         self._thread = threading.Thread(target=self._run, name="terminal", daemon=True)
         self._quiet_until = 0.0
         self._unsaid: dict[str, Any] | None = None
+        self._host = host or socket.gethostname()
         self._said = {""}
+        self._reasons: list[str] = []
 
     def __enter__(self) -> Terminal:
         self._progress.start()
@@ -70,11 +74,24 @@ class Terminal:
     def _look(self, last: bool = False) -> None:
         for event in self._events.new():
             line = describe(event)
-            if line and line not in self._said:  # what all wait for, each of them says, and the host knows its losses
+            if line and self._is_new(event, line):
                 self.say(line)
         self._step(last)
         for evaluation in self._evaluations.new():
             self.say(_scores(evaluation))
+
+    def _is_new(self, event: Mapping[str, Any], line: str) -> bool:
+        """Why all was written and all wait, each member says; each time it is said here in full once."""
+        if event.get("kind") == "lost" and event.get("host") == self._host:
+            return False
+        if event.get("kind") not in ("persisted", "waiting"):
+            if "members" in event:
+                self._reasons = []  # it goes on
+            return line not in self._said
+        why = str(event.get("why"))
+        known = any(reason.endswith(why) for reason in self._reasons)
+        self._reasons.append(why)
+        return not known
 
     def _step(self, last: bool) -> None:
         """The bar, or a line every ten seconds and at the end."""

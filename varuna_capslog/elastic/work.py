@@ -75,6 +75,8 @@ class Work(Protocol):
     """One member's part of the run. Called by one thread."""
 
     layer_bytes: tuple[int, ...]
+    asked: bool
+    """After `finish`: whether a person's wish ended the run."""
 
     def place(self, seats: Sequence[Seat]) -> Layout | str:
         """See `recovery.Place`."""

@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from types import FrameType
 
 from varuna_capslog.errors import CapslogError
 
-__all__ = ["Wish", "main", "probe_of", "report_failures"]
+__all__ = ["Papers", "Wish", "capacity_of", "main", "probe_of", "report_failures"]
 
 _MORE_DEVICES = 2
 """So many more than there are now may come without a search that takes longer than milliseconds."""
@@ -35,6 +36,28 @@ class Wish:
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self.stop = True
+
+
+class Papers:
+    """`workers/<member>.json`: what the host has written there when it started this process, and this member's stage.
+
+    Called by threads that may overtake each other.
+    """
+
+    def __init__(self, run_dir: Path, me: str) -> None:
+        self._path = run_dir / "workers" / f"{me}.json"
+        self._known = {"member": me, "pid": os.getpid(), "host": os.environ.get("CAPSLOG_HOST", "host")}
+        self._newest, self._lock = -1, threading.Lock()
+
+    def placed(self, generation: int, stages: Sequence[int]) -> None:
+        """The stage of this generation, several in a list, none of a member that only keeps copies."""
+        from varuna_capslog import files
+
+        stage = list(stages) if len(stages) > 1 else stages[0] if stages else None
+        with self._lock:
+            if generation > self._newest:
+                self._newest = generation
+                files.write_json(self._path, {**self._known, "stage": stage, "generation": generation})
 
 
 def main(arguments: Sequence[str] = ()) -> int:
@@ -57,9 +80,10 @@ def report_failures(run_dir: Path, me: str, part: Callable[[Wish], int]) -> int:
     except Exception as error:
         known = isinstance(error, CapslogError)
         cause = str(error) if known else f"{type(error).__name__}: {error}"
-        if not known or os.environ.get("CAPSLOG_DEBUG"):
-            traceback.print_exc()
-        sys.stderr.write(f"{me}: {cause}\n")
+        with contextlib.suppress(OSError):  # the log may lie on a disk that is full
+            if not known or os.environ.get("CAPSLOG_DEBUG"):
+                traceback.print_exc()
+            sys.stderr.write(f"{me}: {cause}\n")
         from varuna_capslog.engine.worker import failure_kind
 
         report = {
@@ -102,7 +126,6 @@ def _take_part(run_dir: Path, me: str, wish: Wish) -> int:
     profile_file = run_dir / "profile.json"
     profile = read_profile(profile_file) if profile_file.exists() else None
     device = choose_device(config.device, int(os.environ.get("CAPSLOG_LOCAL_RANK", "0")))
-    capacity = config.pipeline.capacity
     work = PipelineWork(
         me,
         config,
@@ -113,6 +136,7 @@ def _take_part(run_dir: Path, me: str, wish: Wish) -> int:
         first - 1,
         {resumed: Path(path)} if path else {},
         lambda: wish.stop,
+        Papers(run_dir, me).placed,
     )
     began = store.get("began")
     if began is None:
@@ -133,18 +157,31 @@ def _take_part(run_dir: Path, me: str, wish: Wish) -> int:
         store,
         store.identity,
         os.environ.get("CAPSLOG_ADDRESS") or local_address(address),
-        capacity if isinstance(capacity, int) else 0,
+        capacity_of(config.pipeline.capacity, int(os.environ.get("CAPSLOG_LOCAL_RANK", "0"))),
         resumed,
         elastic.protection == "sync",
         elastic.shadows,
         Patience(config.pipeline.timeout_seconds, elastic.patience_seconds),
         probe_of(me, run_dir),
+        lambda: wish.stop,
     )
     try:
         end = runtime.run()
     finally:
         work.close()
     return 130 if end.stopped and work.asked else 0
+
+
+def capacity_of(capacity: int | Sequence[int] | None, device: int) -> int:
+    """Bytes of a device of this host; 0: no limit.
+
+    Of a list the entry of this device, where the run began on one host; else the smallest, since nobody knows whose
+    devices it means.
+    """
+    if capacity is None or isinstance(capacity, int):
+        return capacity or 0
+    alone = "CAPSLOG_ONE_HOST" in os.environ
+    return capacity[device] if alone and device < len(capacity) else min(capacity)
 
 
 def probe_of(me: str, run_dir: Path) -> Callable[[str], None]:

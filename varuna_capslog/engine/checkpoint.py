@@ -26,7 +26,7 @@ from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layer_state import capture, split_address, to_checkpoint
 from varuna_capslog.engine.layers import EngineLayer
 from varuna_capslog.engine.optimizer import StageOptimizer
-from varuna_capslog.errors import CapslogError
+from varuna_capslog.errors import CapslogError, DiskFailed
 
 __all__ = [
     "Checkpoint",
@@ -144,14 +144,14 @@ def save_checkpoint(
             os.replace(partial, final)
             sync_folder(folder)
             shutil.rmtree(replaced, ignore_errors=True)
-        except OSError as error:
-            problem = f"{error.strerror or error}"
+        except (OSError, CapslogError) as error:  # the latter from the manifest
+            problem = f"{getattr(error, 'strerror', None) or error}"
     if not problems:
         problems = [f"rank 0: {text}" for text in communicator.gather(problem) if text]
     if problems:
         if communicator.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
-        raise CapslogError(
+        raise DiskFailed(
             f"the checkpoint of step {step} could not be written to {folder} ({'; '.join(problems)}); the previous "
             "one is untouched: make room and resume"
         )

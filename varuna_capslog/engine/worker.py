@@ -78,9 +78,10 @@ def run_worker(run_dir: Path, evaluate: bool = False, prepare: Callable[[], obje
     except Exception as error:
         known = isinstance(error, CapslogError)
         cause = str(error) if known else f"{type(error).__name__}: {error}"
-        if not known or os.environ.get("CAPSLOG_DEBUG"):
-            traceback.print_exc()
-        sys.stderr.write(f"{place.get('name', f'rank {rank}')}: {cause}\n")
+        with contextlib.suppress(OSError):  # the log may lie on a disk that is full
+            if not known or os.environ.get("CAPSLOG_DEBUG"):
+                traceback.print_exc()
+            sys.stderr.write(f"{place.get('name', f'rank {rank}')}: {cause}\n")
         report = {
             "rank": rank,
             "stage": place["stage"],
@@ -103,8 +104,9 @@ def leave(status: int) -> NoReturn:
     thread of C++ that wants the interpreter while it ends aborts the process now and then ("terminate called without
     an active exception", seen in one run of eight), which would make a failure of a finished run.
     """
-    sys.stderr.flush()
-    sys.stdout.flush()
+    for stream in (sys.stderr, sys.stdout):
+        with contextlib.suppress(OSError):
+            stream.flush()
     os._exit(status)
 
 

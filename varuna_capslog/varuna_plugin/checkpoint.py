@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from varuna_capslog import files
 from varuna_capslog.engine.checkpoint import sync_folder, write_synced
-from varuna_capslog.errors import CapslogError
+from varuna_capslog.errors import CapslogError, DiskFailed
 from varuna_capslog.varuna_plugin.checkpoint_files import COMMON, EXTRA, FORMAT, MANIFEST, PARAMETERS, STATE, Reader
 from varuna_capslog.varuna_plugin.executor import restore_random_state, save_random_state
 from varuna_capslog.varuna_plugin.options import current
@@ -107,7 +107,7 @@ def _attempt(work: Any) -> str | None:
 def _agree(self: Any, problem: str | None, folder: Path, step: int) -> None:
     found = [text for text in _gather(self, problem) if text]
     if found:
-        raise CapslogError(
+        raise DiskFailed(
             f"the checkpoint of step {step} could not be written to {folder} ({'; '.join(found)}); older ones are "
             "untouched: make room and write again"
         )

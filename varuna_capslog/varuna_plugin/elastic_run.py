@@ -269,6 +269,7 @@ def _take_part(job: Any) -> ElasticEnd:
         elastic.shadows,
         Patience(job.timeout_seconds, elastic.patience_seconds),
         probe_of(me, job.run_dir),
+        _stop_wished,
     )
     try:
         end = runtime.run()
