@@ -50,6 +50,7 @@ def test_a_history_is_a_function_of_its_seed() -> None:
     [
         (458, "of two last ones that left together one died, and the other waited for it for ever"),
         (1623, "one that was leaving waited for a store that was lost"),
+        (857713, "one that left and asked to come back was named twice"),
         (42433, "a newcomer that gave up was let in after it had gone, and the one leaving waited for it"),
     ],
 )

@@ -137,6 +137,17 @@ def test_notices_close_together_become_one_change() -> None:
     assert (group.proposal(1).members, group.proposal(1).leaving) == (("m1", "m9"), ("m0", "m2"))
 
 
+def test_one_that_leaves_and_asks_to_come_back_is_named_once() -> None:
+    group = running(1)
+    group.feed(2, m.Notice(("leave", "m2")))
+    group.train(1)
+    group.found(group.proposal(0))  # which nobody has trained in: m2 may hold what is needed
+    group.feed(0, m.Asked("m2"))
+    group.feed(0, m.Broken(2))
+    group.feed(0, m.Tick())
+    assert (group.proposal(0).members, group.proposal(0).leaving) == (("m0", "m1", "m2"), ())
+
+
 def test_with_shadows_a_change_waits_until_all_are_prepared_or_one_is_in_a_hurry() -> None:
     wish = frozenset({("leave", "m2")})
     for urgent in (False, True):

@@ -114,7 +114,7 @@ def _proposal(state: State) -> tuple[m.Effect, ...]:
     stay += sorted(join - gone - leave - set(record.members)) if join else []
     leaving = [member for member in record.members if member in leave and member not in gone]
     if state.at.generation != record.number:  # nothing was trained yet: those that leave may hold what is needed
-        leaving += [member for member in record.leaving if member not in gone]
+        leaving += [member for member in record.leaving if member not in gone and member not in stay]
     regress = state.regress or (record.regress and state.base is None)
     proposal = record.successor(stay, leaving, state.base, state.checkpoint, state.at.step, regress)
     # The last ones to leave write what they hold before the record says that they may go.
