@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 from typer.testing import CliRunner
 
 from tests.elastic.etcd import find_etcd
 from varuna_capslog.cli import app
+from varuna_capslog.elastic.rig.namespaces import how_to_enter
 from varuna_capslog.errors import CapslogError
 
 FAULTS = ("kill", "cut", "in-apply")
@@ -48,6 +51,23 @@ def test_a_run_loses_a_server_of_its_store_together_with_a_worker_and_goes_on(tm
     assert sum(entry["kind"] == "dead" for entry in log) >= 2
 
 
+def test_machines_with_networks_of_their_own_are_cut_off_by_the_kernel(tmp_path):
+    try:
+        how_to_enter()
+    except CapslogError as error:
+        pytest.skip(str(error))
+    folder = tmp_path / "run"
+    words = ["chaos", "--network", "namespaces", "--workers", "1", "--faults", "1", "--kinds", "cut", "--mean", "50ms"]
+    command = [sys.executable, "-m", "varuna_capslog.cli", *words, "--seed", "5", "-o", str(folder), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["outcome"], found["network"], found["faults"]) == ("passed", "namespaces", 1)
+    assert found["layouts"] == [1, 2], "nobody was cut off"
+    log = [json.loads(line) for line in (folder / "chaos" / "log.jsonl").open()]
+    assert any("does not answer" in str(entry.get("why")) for entry in log if entry["kind"] == "dead")
+
+
 def test_a_folder_that_holds_a_run_is_refused(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     done = CliRunner().invoke(app, ["chaos", "-o", str(tmp_path)])
@@ -63,6 +83,7 @@ def test_a_folder_that_holds_a_run_is_refused(tmp_path):
         (["--network", "wires"], "wires"),
         (["--store", "etcd"], "--network loopback"),
         (["--store", "files"], "files"),
+        (["--network", "namespaces", "--kinds", "delay"], "--network relay"),
         (["--duration", "10m"], "10m"),
     ],
 )

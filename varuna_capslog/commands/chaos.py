@@ -36,7 +36,12 @@ def chaos(
     ] = None,
     hosts: Annotated[int, typer.Option(min=1, max=26, help="Supervisors, each as a machine of its own.")] = 2,
     workers: Annotated[int, typer.Option(min=1, help="Of each host.")] = 2,
-    network: Annotated[str, typer.Option(help="loopback, or relay: cuts, half-open links and delays too.")] = "relay",
+    network: Annotated[
+        str,
+        typer.Option(
+            help="loopback, or relay: cuts, half-open links and delays too, or namespaces: real networks, no delays."
+        ),
+    ] = "relay",
     store: Annotated[
         str, typer.Option(help="tcp, or etcd: three servers, of which the class store kills one; with loopback.")
     ] = "tcp",
@@ -60,17 +65,24 @@ def chaos(
 ) -> None:
     """Disturb a training and judge it: all losses, gradient norms and weights must be as if nothing had been."""
     import shutil
+    import sys
     import tempfile
 
     from varuna_capslog import fields, files, units
     from varuna_capslog.elastic.rig.chaos import Chaos, Options
+    from varuna_capslog.elastic.rig.namespaces import enter
     from varuna_capslog.elastic.rig.schedule import weights_of
 
-    fields.choice(network, "network", ("loopback", "relay"))
+    fields.choice(network, "network", ("loopback", "relay", "namespaces"))
     fields.choice(store, "store", ("tcp", "etcd"))
-    if store == "etcd" and network == "relay":
-        raise CapslogError("the relay does not know etcd's servers; give --network loopback with --store etcd")
-    weights = weights_of(kinds, network == "relay")
+    if store == "etcd" and network != "loopback":
+        raise CapslogError(f"{network} does not reach etcd's servers; give --network loopback with --store etcd")
+    weights = weights_of(kinds, network != "loopback")
+    if network == "namespaces":
+        if kinds is not None and weights.get("delay"):
+            raise CapslogError("fault class 'delay' needs --network relay: namespaces cut ways, but delay nothing")
+        weights.pop("delay", None)
+        enter(sys.argv[1:])
     folder = output or Path(tempfile.mkdtemp(prefix="capslog-chaos-"))
     changes = list(overrides or ())
     if config is not None and "=" in config:
@@ -89,6 +101,7 @@ def chaos(
         workers,
         network == "relay",
         store == "etcd",
+        network == "namespaces",
     )
     say = lambda line: typer.echo(line, err=True)  # noqa: E731
     if trace is None:

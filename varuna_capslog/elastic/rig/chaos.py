@@ -53,6 +53,7 @@ class Options:
         weights: of the fault classes, see `schedule.weights_of`.
         hosts, workers: machines, and workers of each.
         etcd: the store is three etcd servers; the class `store` kills one of them.
+        namespaces: every machine has a network namespace of its own.
         hang_seconds: a run that has not finished a step for so long after a fault hangs, and has failed.
     """
 
@@ -65,6 +66,7 @@ class Options:
     workers: int = 2
     relay: bool = False
     etcd: bool = False
+    namespaces: bool = False
     hang_seconds: float = 60.0
 
 
@@ -116,7 +118,7 @@ class Outcome:
             "breaches": self.breaches,
             "hosts": options.hosts,
             "workers": options.workers,
-            "network": "relay" if options.relay else "loopback",
+            "network": "namespaces" if options.namespaces else "relay" if options.relay else "loopback",
             "store": "etcd" if options.etcd else "tcp",
             "mean_seconds": options.mean_seconds,
             "faults": len(self.hits),
@@ -166,7 +168,15 @@ class Chaos:
         with reserve(self.run_dir):
             prepare_run(self.config, show=False)
             options = self.options
-            self.field = Field(self.config, options.hosts, options.workers, options.relay, self.say, options.etcd)
+            self.field = Field(
+                self.config,
+                options.hosts,
+                options.workers,
+                options.relay,
+                self.say,
+                options.etcd,
+                options.namespaces,
+            )
             try:
                 self._go(began)
             except Hung as error:

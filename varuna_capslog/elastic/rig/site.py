@@ -31,8 +31,13 @@ MODULES = (
 
 def main(order: Mapping[str, Any]) -> int:
     """Supervises `order["workers"]` workers of the run in `order["run_dir"]` until the host has no more to do."""
+    if order.get("namespace"):
+        from varuna_capslog.elastic.rig.namespaces import join
+
+        join(str(order["namespace"]))  # before there is any other thread
     from varuna_capslog.config import load_config
     from varuna_capslog.elastic.host import Host
+    from varuna_capslog.elastic.network import network_variables
     from varuna_capslog.elastic.nursery import PRELOADED
     from varuna_capslog.elastic.store import StoreGone
     from varuna_capslog.supervisor import Interrupted, WorkerFailed
@@ -50,7 +55,7 @@ def main(order: Mapping[str, Any]) -> int:
         num_workers=int(order["workers"]),
         name=str(order["name"]),
         store=str(order["store"]),
-        environment=dict(order["environment"]),
+        environment={**network_variables(str(order["store"])), **order["environment"]},
         settings=config.elastic,
         say=say,
         sources=None,

@@ -24,6 +24,7 @@ from varuna_capslog.elastic.generation import Generation, Member, Stamp
 from varuna_capslog.elastic.nursery import PRELOADED, Nursery
 from varuna_capslog.elastic.rig.etcd_servers import EtcdServers
 from varuna_capslog.elastic.rig.judge import Segment, Stepped, read_segment
+from varuna_capslog.elastic.rig.namespaces import Namespaces
 from varuna_capslog.elastic.rig.relay import Line, Relay, Way
 from varuna_capslog.elastic.rig.relayed import VARIABLE
 from varuna_capslog.elastic.rig.site import MODULES
@@ -60,10 +61,18 @@ class Field:
         workers: of each.
         relay: whether all that hosts say to each other goes through one.
         etcd: whether the store is a cluster of three etcd servers, instead of one TCPStore.
+        namespaces: whether every machine has a network namespace of its own; see `namespaces.enter`.
     """
 
     def __init__(
-        self, config: Config, hosts: int, workers: int, relay: bool, say: Callable[[str], None], etcd: bool = False
+        self,
+        config: Config,
+        hosts: int,
+        workers: int,
+        relay: bool,
+        say: Callable[[str], None],
+        etcd: bool = False,
+        namespaces: bool = False,
     ) -> None:
         self.config, self.workers, self.say = config, workers, say
         self.run_dir = Path(config.run_dir)
@@ -95,6 +104,10 @@ class Field:
             self._stack.callback(self._relay.close)
             self._line = Line(self._relay.address)
             self._stack.callback(self._line.close)
+        self._spaces: Namespaces | None = None
+        if namespaces:
+            self._spaces = Namespaces(list(self.sites), STORE_HOST)
+            self._stack.callback(self._spaces.close)
         log = self.run_dir / "chaos" / "nursery.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log = self._stack.enter_context(log.with_name("log.jsonl").open("a", encoding="utf-8", buffering=1))
@@ -178,7 +191,11 @@ class Field:
         if self._line is not None and self._relay is not None:
             address = self._line.through(site.name, address)
             environment[VARIABLE] = f"{site.name}@{self._relay.address}"
+        if self._spaces is not None:
+            port = self._address.rpartition(":")[2]
+            address = f"{self._spaces.gateway(site.name)}:{port}"
         order = {
+            "namespace": None if self._spaces is None else self._spaces.path(site.name),
             "run_dir": str(self.run_dir),
             "workers": self.workers,
             "name": site.name,
@@ -351,12 +368,19 @@ class Field:
         return self._line is not None
 
     def disturb(self, ways: set[Way], delay: float | None = None) -> None:
-        """See `Line.disturb`."""
+        """See `Line.disturb`; namespaces cannot delay."""
+        if self._spaces is not None:
+            assert delay is None
+            self._spaces.disturb(ways)
+            return
         assert self._line is not None
         self._line.disturb(ways, delay)
 
     def heal(self, ways: set[Way]) -> None:
         """See `Line.heal`."""
+        if self._spaces is not None:
+            self._spaces.heal(ways)
+            return
         assert self._line is not None
         self._line.heal(ways)
 
