@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
 from varuna_capslog.elastic.generation import Generation, Stamp
+from varuna_capslog.elastic.rig.chaos import toy_config, truth_of
 from varuna_capslog.elastic.rig.judge import Opened, Partition, Segment, Stepped, Truth, judge, read_segment
 
 LOSS = {step: (1.0 / step, 0.5 / step) for step in range(1, 9)}
@@ -291,3 +293,12 @@ def test_lines_of_members_are_read():
     read_segment(lines, run)
     assert run.opened == [opened("a", 1, (0, 0), ("a",), 1.0)]
     assert run.stepped == [Stepped("a", 1, 1, 1.0, 0.5, {}, 2.0)]
+
+
+def test_the_uninterrupted_run_comes_as_far_as_any_member_did(tmp_path: Path) -> None:
+    """A run may end while it makes up for steps that a loss has taken back."""
+    config = toy_config(tmp_path, ["train.checkpoint_every=1", "pipeline.devices=1"])
+    short, long = truth_of(config, 2, 2), truth_of(config, 2, 4)
+    assert sorted(long.steps) == [1, 2, 3, 4]
+    assert {step: long.steps[step] for step in (1, 2)} == short.steps
+    assert long.weights == short.weights

@@ -506,7 +506,7 @@ class Chaos:
 
     def _judge(self, last: int) -> list[str]:
         self.say(f"comparing {last} steps with an uninterrupted run of one process")
-        truth = truth_of(self.config, last)
+        truth = truth_of(self.config, last, self.field.step)
         weights = weights_of_run(self.config, self.run_dir, last)
         within = 1 if self.config.elastic.protection == "sync" else 2
         limited = self.config.pipeline.capacity is not None  # copies may find no room
@@ -514,8 +514,13 @@ class Chaos:
         return judge(self.field.segments, truth, weights, last, within, redundancy)
 
 
-def truth_of(config: Config, steps: int) -> Truth:
-    """What the plain engine makes of the same config in one process that nobody disturbs."""
+def truth_of(config: Config, last: int, reached: int) -> Truth:
+    """What the plain engine makes of the same config in one process that nobody disturbs.
+
+    Args:
+        last: the step whose weights are compared.
+        reached: the newest step that anybody made; more than `last` where a run ended while it made up for a loss.
+    """
     folder = Path(config.run_dir) / "chaos" / "truth"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -531,7 +536,11 @@ def truth_of(config: Config, steps: int) -> Truth:
                 update={"devices": 1, "replicas": 1, "cuts": None, "capacity": None, "verify_every": 0}
             ),
             "train": config.train.model_copy(
-                update={"max_steps": max(1, steps), "checkpoint_every": None, "max_seconds": None}
+                update={
+                    "max_steps": max(1, last, reached),
+                    "checkpoint_every": last if reached > last > 0 else None,
+                    "max_seconds": None,
+                }
             ),
         }
     )
@@ -543,7 +552,7 @@ def truth_of(config: Config, steps: int) -> Truth:
         raise CapslogError(f"the uninterrupted run failed with {done.returncode}: {done.stderr.strip()[-500:]}")
     rows = files.read_jsonl(folder / "metrics.jsonl")
     numbers = {row["step"]: (row["loss"], row["grad_norm"]) for row in rows}
-    return Truth(numbers, weights_of_run(plain, folder, steps))
+    return Truth(numbers, weights_of_run(plain, folder, last))
 
 
 def weights_of_run(config: Config, run_dir: Path, step: int) -> dict[str, str]:
