@@ -75,6 +75,8 @@ def chaos(
 
     fields.choice(network, "network", ("loopback", "relay", "namespaces"))
     fields.choice(store, "store", ("tcp", "etcd"))
+    if trace is not None:
+        hosts, network = 1, "loopback"
     if store == "etcd" and network != "loopback":
         raise CapslogError(f"{network} does not reach etcd's servers; give --network loopback with --store etcd")
     weights = weights_of(kinds, network != "loopback")
@@ -88,8 +90,6 @@ def chaos(
     if config is not None and "=" in config:
         changes.insert(0, config)
         config = None
-    if trace is not None:
-        hosts, network = 1, "loopback"
     settings = _settings(config, changes, folder, hosts * workers)
     options = Options(
         seed,
@@ -99,9 +99,8 @@ def chaos(
         weights,
         hosts,
         workers,
-        network == "relay",
-        store == "etcd",
-        network == "namespaces",
+        network,
+        store,
     )
     say = lambda line: typer.echo(line, err=True)  # noqa: E731
     if trace is None:

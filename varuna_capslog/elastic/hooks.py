@@ -71,7 +71,7 @@ def outlook(devices: int, run_dir: Path | str) -> str:
         roster, address = roster_of(store), store.address
     if roster.finished is not None:
         raise CapslogError(f"the run in {run_dir} has ended; start it again with `capslog train` or `capslog host`")
-    staying = [member for member in roster.members if member not in roster.noticed]
+    staying = roster.staying
     used = {host: sum(roster.members[member] == host for member in staying) for host in roster.hosts}
     room = {host: max(used[host], devices) for host, devices in roster.hosts.items()}
     if devices > max(sum(room.values()), len(staying)):

@@ -106,6 +106,11 @@ class Roster:
             if self._spoke.get(member, 0) < generation and self._named[member] <= generation
         )
 
+    @property
+    def staying(self) -> list[Member]:
+        """The workers that nobody has told to leave, oldest first."""
+        return [member for member in self.members if member not in self.noticed]
+
     def share(self, host: str, devices: int) -> tuple[int, tuple[Member, ...]]:
         """What one host does so that the run has `devices` workers: all hosts work out the same division.
 
@@ -115,7 +120,7 @@ class Roster:
         Returns:
             How many to start, and which of its own to tell to leave.
         """
-        staying = [member for member in self.members if member not in self.noticed]
+        staying = self.staying
         missing = devices - len(staying)
         if missing <= 0:
             return 0, tuple(member for member in staying[devices:] if self.members[member] == host)

@@ -52,8 +52,8 @@ class Options:
         mean_seconds: between a recovery and the next fault.
         weights: of the fault classes, see `schedule.weights_of`.
         hosts, workers: machines, and workers of each.
-        etcd: the store is three etcd servers; the class `store` kills one of them.
-        namespaces: every machine has a network namespace of its own.
+        network: "loopback", "relay" or "namespaces"; see `Field`.
+        store: "tcp", or "etcd": three servers, of which the class `store` kills one.
         hang_seconds: a run that has not finished a step for so long after a fault hangs, and has failed.
     """
 
@@ -64,9 +64,8 @@ class Options:
     weights: Mapping[str, float] = field(default_factory=dict)
     hosts: int = 2
     workers: int = 2
-    relay: bool = False
-    etcd: bool = False
-    namespaces: bool = False
+    network: str = "loopback"
+    store: str = "tcp"
     hang_seconds: float = 60.0
 
 
@@ -118,8 +117,8 @@ class Outcome:
             "breaches": self.breaches,
             "hosts": options.hosts,
             "workers": options.workers,
-            "network": "namespaces" if options.namespaces else "relay" if options.relay else "loopback",
-            "store": "etcd" if options.etcd else "tcp",
+            "network": options.network,
+            "store": options.store,
             "mean_seconds": options.mean_seconds,
             "faults": len(self.hits),
             "joins": self.joins,
@@ -168,15 +167,7 @@ class Chaos:
         with reserve(self.run_dir):
             prepare_run(self.config, show=False)
             options = self.options
-            self.field = Field(
-                self.config,
-                options.hosts,
-                options.workers,
-                options.relay,
-                self.say,
-                options.etcd,
-                options.namespaces,
-            )
+            self.field = Field(self.config, options.hosts, options.workers, options.network, options.store, self.say)
             try:
                 self._go(began)
             except Hung as error:
@@ -267,7 +258,7 @@ class Chaos:
 
     def _strike(self, fault: Fault) -> Hit | None:
         """Lets a fault happen and waits until the run has recovered. None where it found no victim."""
-        field, options = self.field, self.options
+        field = self.field
         field.replenish_at = time.monotonic() + fault.rejoin
         voters = field.voters()
         wanted = {"bulk": fault.count, "kill": 1, "stop": 1, "pause": 1, "notice": 1, "urgent": 1}.get(fault.kind, 2)
@@ -301,7 +292,7 @@ class Chaos:
                 return self._host(hit, machine_of(names[0]))
             case "freeze":
                 return self._freeze(hit, machine_of(names[0]), fault.lasts)
-            case "store" if options.etcd:
+            case "store" if field.etcd is not None:
                 return self._store_server(hit, names[0], fault)
             case "store":
                 return self._store(hit, names[0])

@@ -84,12 +84,9 @@ class Namespaces:
             _ip("rule", "del", "pref", "0")
             for name in names:
                 self._connect(name)
-        except OSError as error:
+        except (OSError, CapslogError) as error:
             self.close()
             raise CapslogError(f"no network of namespaces can be made: {error}; use --network relay") from error
-        except CapslogError:
-            self.close()
-            raise
 
     def _connect(self, name: str) -> None:
         holder = subprocess.Popen(["unshare", "--net", "sleep", "infinity"], preexec_fn=die_with_parent())
@@ -97,7 +94,7 @@ class Namespaces:
         until, ours = time.monotonic() + _READY_SECONDS, os.readlink("/proc/self/ns/net")
         while os.readlink(self.path(name)) == ours:
             if holder.poll() is not None or time.monotonic() > until:
-                raise CapslogError("a machine's namespace did not begin; use --network relay")
+                raise CapslogError("a machine's namespace did not begin")
             time.sleep(0.005)
         inside = ["nsenter", "--target", str(holder.pid), "--net", "ip"]
         interface = self._interface(name)
@@ -155,4 +152,4 @@ def _ip(*words: str) -> None:
 def _run(*words: str) -> None:
     done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode:
-        raise CapslogError(f"`{' '.join(words)}` failed: {done.stderr.strip()}; use --network relay")
+        raise CapslogError(f"`{' '.join(words)}` failed: {done.stderr.strip()}")

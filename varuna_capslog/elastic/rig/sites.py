@@ -59,20 +59,13 @@ class Field:
     Args:
         hosts: machines, called a, b, c, ...
         workers: of each.
-        relay: whether all that hosts say to each other goes through one.
-        etcd: whether the store is a cluster of three etcd servers, instead of one TCPStore.
-        namespaces: whether every machine has a network namespace of its own; see `namespaces.enter`.
+        network: "loopback"; "relay": all that hosts say to each other goes through one; "namespaces": every machine has
+            a network namespace of its own, and this process is in one, see `namespaces.enter`.
+        store: "tcp", or "etcd": a cluster of three servers.
     """
 
     def __init__(
-        self,
-        config: Config,
-        hosts: int,
-        workers: int,
-        relay: bool,
-        say: Callable[[str], None],
-        etcd: bool = False,
-        namespaces: bool = False,
+        self, config: Config, hosts: int, workers: int, network: str, store: str, say: Callable[[str], None]
     ) -> None:
         self.config, self.workers, self.say = config, workers, say
         self.run_dir = Path(config.run_dir)
@@ -99,13 +92,13 @@ class Field:
         self._requested = 0.0
         self._stack = contextlib.ExitStack()
         self._relay = self._line = None
-        if relay:
+        if network == "relay":
             self._relay = Relay()
             self._stack.callback(self._relay.close)
             self._line = Line(self._relay.address)
             self._stack.callback(self._line.close)
         self._spaces: Namespaces | None = None
-        if namespaces:
+        if network == "namespaces":
             self._spaces = Namespaces(list(self.sites), STORE_HOST)
             self._stack.callback(self._spaces.close)
         log = self.run_dir / "chaos" / "nursery.log"
@@ -119,7 +112,7 @@ class Field:
         )
         self._stack.callback(self._nursery.close)
         self.etcd: EtcdServers | None = None
-        if etcd:
+        if store == "etcd":
             self.etcd = EtcdServers(log.parent, 3)
             self._stack.callback(self.etcd.close)
         self.server: StoreServer | None = None
@@ -276,8 +269,8 @@ class Field:
         for site in self.sites.values():
             if site.pid is None and site.due is not None and now >= site.due:
                 self.start(site)
-        staying = [member for member in self.roster.members if member not in self.roster.noticed]
-        if self.roster.generation.number and len(staying) < self.target and now - self._requested > _ASK_AGAIN_SECONDS:
+        lacks = self.roster.generation.number and len(self.roster.staying) < self.target
+        if lacks and now - self._requested > _ASK_AGAIN_SECONDS:
             self._requested = now
             with contextlib.suppress(StoreGone):
                 self.store.append({"kind": "request", "devices": self.target})
@@ -361,11 +354,6 @@ class Field:
         if self.store is not None:
             with contextlib.suppress(StoreGone):
                 self.store.append(entry)
-
-    @property
-    def has_relay(self) -> bool:
-        """Whether the network can be disturbed."""
-        return self._line is not None
 
     def disturb(self, ways: set[Way], delay: float | None = None) -> None:
         """See `Line.disturb`; namespaces cannot delay."""
