@@ -18,7 +18,16 @@ from typing import Any
 
 from varuna_capslog.errors import CapslogError, DiskFailed
 
-__all__ = ["append_jsonl", "is_full", "last_lines", "read_json", "read_jsonl", "write_json", "write_text"]
+__all__ = [
+    "append_jsonl",
+    "is_full",
+    "last_lines",
+    "read_json",
+    "read_jsonl",
+    "write_failure",
+    "write_json",
+    "write_text",
+]
 
 _log = logging.getLogger(__name__)
 _serial = itertools.count()
@@ -56,7 +65,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
         finally:
             os.close(folder)
     except OSError as error:
-        raise _failure(f"{target} cannot be written", error) from error
+        raise write_failure(f"{target} cannot be written", error) from error
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
@@ -104,7 +113,7 @@ def append_jsonl(path: str | os.PathLike[str], record: dict[str, Any]) -> None:
         finally:
             os.close(descriptor)
     except OSError as error:
-        raise _failure(f"{path} cannot be appended to", error) from error
+        raise write_failure(f"{path} cannot be appended to", error) from error
 
 
 def last_lines(path: str | os.PathLike[str], size: int = 1 << 16) -> list[dict[str, Any]]:
@@ -152,7 +161,8 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return records
 
 
-def _failure(what: str, error: OSError) -> CapslogError:
+def write_failure(what: str, error: OSError) -> CapslogError:
+    """What to raise where something could not be written: DiskFailed where nobody could have."""
     kind = DiskFailed if is_full(error) else CapslogError
     return kind(f"{what}: {error.strerror or error}; free space or choose another path")
 

@@ -128,20 +128,24 @@ TABLES: dict[str, Callable[[list[Row]], str]] = {
 _NEWEST = {"planned": 3, "crash": 3, "join": 3, "equality": 1000, "steady": 6}
 
 
+def fill(readme: Path, tables: str) -> None:
+    """Writes tables between a README's marks."""
+    before, found, rest = readme.read_text().partition(BEGIN)
+    _, ended, after = rest.partition(END)
+    if not found or not ended:
+        raise SystemExit(f"{readme} has no lines {BEGIN.strip()} and {END}: put them where the table shall stand")
+    readme.write_text(f"{before}{BEGIN}\n{tables}\n{END}{after}")
+
+
 def main() -> None:
     for claim, make in TABLES.items():
         results, readme = HERE / claim / "results.jsonl", HERE / claim / "README.md"
         if not results.exists():
             continue
         rows = [json.loads(line) for line in results.read_text().splitlines()]
-        text = readme.read_text()
-        before, found, rest = text.partition(BEGIN)
-        _, ended, after = rest.partition(END)
-        if not found or not ended:
-            raise SystemExit(f"{readme} has no lines {BEGIN.strip()} and {END}: put them where the table shall stand")
         newest = rows[-_NEWEST[claim] :]
         count = f"The last {len(newest)} of {len(rows)} lines of results.jsonl:\n\n" if len(newest) < len(rows) else ""
-        readme.write_text(f"{before}{BEGIN}\n{count}{make(newest)}\n{END}{after}")
+        fill(readme, count + make(newest))
         sys.stdout.write(f"{readme.relative_to(HERE)}: {len(newest)} runs\n")
 
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from varuna_capslog import files
 from varuna_capslog.elastic.generation import Generation, Stamp
-from varuna_capslog.errors import CapslogError, DiskFailed
 
 if TYPE_CHECKING:
     from varuna_capslog.chain import Chain
@@ -59,9 +58,7 @@ def write_held(
             os.replace(fresh, place / file)
             files.write_json(place / f"{file}.json", {"file": file, **entry})
     except OSError as error:
-        kind = DiskFailed if files.is_full(error) else CapslogError
-        why = f"{folder}: what this member holds cannot be written: {error.strerror or error}"
-        raise kind(f"{why}; free space or choose another path") from error
+        raise files.write_failure(f"{folder}: what this member holds cannot be written", error) from error
     shared = {use.name: [[index, name] for index, name in use.uses] for use in chain.shared}
     names = [layer.name for layer in chain.layers]
     manifest = {"model": chain.name, "shared": shared, "generation": generation, **extra, "layers": names}

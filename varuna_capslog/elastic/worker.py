@@ -14,7 +14,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
@@ -78,14 +77,9 @@ def report_failures(run_dir: Path, me: str, part: Callable[[Wish], int]) -> int:
     try:
         return part(wish)
     except Exception as error:
-        known = isinstance(error, CapslogError)
-        cause = str(error) if known else f"{type(error).__name__}: {error}"
-        with contextlib.suppress(OSError):  # the log may lie on a disk that is full
-            if not known or os.environ.get("CAPSLOG_DEBUG"):
-                traceback.print_exc()
-            sys.stderr.write(f"{me}: {cause}\n")
-        from varuna_capslog.engine.worker import failure_kind
+        from varuna_capslog.engine.worker import failure_kind, say_cause
 
+        cause = say_cause(me, error)
         report = {
             "rank": -1,
             "member": me,

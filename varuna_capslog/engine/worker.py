@@ -76,12 +76,7 @@ def run_worker(run_dir: Path, evaluate: bool = False, prepare: Callable[[], obje
     try:
         return _work(run_dir, rank, wish, place, state, evaluate, prepare)
     except Exception as error:
-        known = isinstance(error, CapslogError)
-        cause = str(error) if known else f"{type(error).__name__}: {error}"
-        with contextlib.suppress(OSError):  # the log may lie on a disk that is full
-            if not known or os.environ.get("CAPSLOG_DEBUG"):
-                traceback.print_exc()
-            sys.stderr.write(f"{place.get('name', f'rank {rank}')}: {cause}\n")
+        cause = say_cause(str(place.get("name", f"rank {rank}")), error)
         report = {
             "rank": rank,
             "stage": place["stage"],
@@ -95,6 +90,17 @@ def run_worker(run_dir: Path, evaluate: bool = False, prepare: Callable[[], obje
         with contextlib.suppress(CapslogError):
             files.write_json(run_dir / "workers" / f"{rank}.error.json", report)
         leave(error.exit_status if isinstance(error, CapslogError) else 1)
+
+
+def say_cause(who: str, error: Exception) -> str:
+    """Writes into this process's log, from the handler of `error`, why it ends; returns the cause in a sentence."""
+    known = isinstance(error, CapslogError)
+    cause = str(error) if known else f"{type(error).__name__}: {error}"
+    with contextlib.suppress(OSError):  # the log may lie on a disk that is full
+        if not known or os.environ.get("CAPSLOG_DEBUG"):
+            traceback.print_exc()
+        sys.stderr.write(f"{who}: {cause}\n")
+    return cause
 
 
 def leave(status: int) -> NoReturn:

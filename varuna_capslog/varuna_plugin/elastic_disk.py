@@ -17,7 +17,7 @@ import torch
 from varuna_capslog import files
 from varuna_capslog.elastic.generation import Generation, Stamp
 from varuna_capslog.engine.checkpoint import write_synced
-from varuna_capslog.errors import CapslogError, DiskFailed
+from varuna_capslog.errors import CapslogError
 from varuna_capslog.varuna_plugin.checkpoint_files import newest
 from varuna_capslog.varuna_plugin.piece_state import PieceState
 
@@ -46,8 +46,7 @@ def write_held(
                 write_synced(fresh, {key: tensor.cpu() for key, tensor in state.items()})
                 os.replace(fresh, file)
     except OSError as error:
-        kind = DiskFailed if files.is_full(error) else CapslogError
-        raise kind(f"{folder}: what this member holds cannot be written: {error.strerror or error}") from error
+        raise files.write_failure(f"{folder}: what this member holds cannot be written", error) from error
     content = {"record": record.to_json(), "num_pieces": num_pieces}
     files.write_json(folder / f"record-{record.number:06d}.json", content)
 

@@ -12,11 +12,16 @@ import json
 import platform
 import resource
 import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tables import fill, table
 
 from varuna_capslog.elastic.rig.explore import Scenario, explore
 from varuna_capslog.elastic.rig.histories import draw, play
@@ -24,7 +29,6 @@ from varuna_capslog.elastic.rig.world import make_job
 
 RESULTS = Path(__file__).with_name("results.jsonl")
 README = Path(__file__).with_name("README.md")
-BEGIN, END = "<!-- results -->\n", "<!-- end -->"
 
 Row = Mapping[str, Any]
 
@@ -150,7 +154,7 @@ def seeds(rows: Sequence[Row]) -> tuple[list[Row], str]:
 def tables(rows: Sequence[Row]) -> str:
     """The README's tables, from the lines of the results file."""
     names = ("seeds", "histories", "events", "generations", "faults", "back to a checkpoint", "commits", "CPU s")
-    lines = ["| members | notices | " + " | ".join(names) + " |", "| --- " * (len(names) + 2) + "|"]
+    played: list[list[object]] = []
     groups: dict[tuple[str, bool], list[Row]] = {}
     for row in rows:
         if row["part"] == "histories":
@@ -161,22 +165,21 @@ def tables(rows: Sequence[Row]) -> str:
         counts = [sum(sum(row[key].values()) if key == "faults" else row[key] for row in kept) for key in keys]
         cells = [members, "all" if ladder else "leaves only", covered, *(f"{count:,}" for count in counts)]
         cells += [str(len({row["commit"] for row in kept})), f"{sum(row['cpu_seconds'] for row in kept):,.0f}"]
-        lines.append("| " + " | ".join(cells) + " |")
-    lines += ["", "| scenario | states | transitions | outcome | CPU s | commit |", "| --- " * 6 + "|"]
+        played.append(list(cells))
+    searched: list[list[object]] = []
     newest = {row["scenario"]: row for row in rows if row["part"] == "search"}
     for name, row in newest.items():
         end = f"complete, {row['stuck']} stuck" if row["complete"] else "cut off"
-        counted = f"{row['states']:,} | {row['transitions']:,} | {end} | {row['cpu_seconds']} | {row['commit']}"
-        lines.append(f"| {name} | {counted} |")
-    return "\n".join(lines) + "\n"
+        sizes = [f"{row['states']:,}", f"{row['transitions']:,}"]
+        searched.append([name, *sizes, end, row["cpu_seconds"], row["commit"]])
+    first = table(["members", "notices", *names], played)
+    return first + "\n" + table(["scenario", "states", "transitions", "outcome", "CPU s", "commit"], searched)
 
 
 def total(path: Path, readme: Path) -> None:
     """Writes the tables between the README's marks."""
     text = tables([json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()])
-    before, rest = readme.read_text(encoding="utf-8").split(BEGIN)
-    _, after = rest.split(END)
-    readme.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+    fill(readme, text)
     print(text)
 
 

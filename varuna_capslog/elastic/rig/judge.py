@@ -69,6 +69,16 @@ class Segment:
     broken: set[int] | None = None
     partitions: list[Partition] = field(default_factory=list)
 
+    @property
+    def records(self) -> dict[int, Generation]:
+        """What the store held, by number."""
+        return {record.number: record for record, _ in self.founded}
+
+    @property
+    def bases(self) -> dict[int, Stamp]:
+        """From where the generations that somebody has begun went on, by number."""
+        return {one.generation: one.base for one in self.opened}
+
 
 @dataclass(frozen=True)
 class Truth:
@@ -194,7 +204,7 @@ def _votes(segment: Segment) -> Iterable[str]:
     opened: dict[int, set[Member]] = defaultdict(set)
     made: dict[tuple[int, int], set[Member]] = defaultdict(set)
     members = {one.generation: one.members for one in segment.opened}
-    bases = {one.generation: one.base.step for one in segment.opened}
+    bases = segment.bases
     for one in segment.opened:
         opened[one.generation].add(one.member)
     for step in segment.stepped:
@@ -202,7 +212,7 @@ def _votes(segment: Segment) -> Iterable[str]:
     for (generation, number), some in sorted(made.items()):
         if generation not in members:
             continue  # `_order` says so
-        first = number == bases[generation] + 1
+        first = number == bases[generation].step + 1
         ready = opened[generation] if first else made.get((generation, number - 1), set())
         for member in sorted(set(members[generation]) - ready):
             yield (
@@ -216,7 +226,7 @@ def _fences(segment: Segment) -> Iterable[str]:
     numbers = [generation.number for generation, _ in segment.founded]
     if numbers != sorted(set(numbers)):
         yield f"the log has generations in the order {numbers}"
-    records = {generation.number: generation for generation, _ in segment.founded}
+    records = segment.records
     founded = {generation.number: seen for generation, seen in segment.founded}
     for began in segment.opened:  # the observer may have heard of it later than its members
         if began.generation in founded:
@@ -245,7 +255,7 @@ def _fences(segment: Segment) -> Iterable[str]:
 
 def _lineage(segment: Segment) -> Iterable[str]:
     """What the store says of the past is what happened, and nobody goes on from what was taken back."""
-    bases = {one.generation: one.base for one in segment.opened}
+    bases = segment.bases
     told: set[tuple[int, Stamp]] = set()
     for record, _ in segment.founded:
         for generation, base in record.lineage:
@@ -266,7 +276,7 @@ def _taken_back(segment: Segment, settled_within: int, redundancy: int | None) -
     Only a generation that may go back to a checkpoint loses settled steps, and only where more were lost than the
     redundancy covers.
     """
-    records = {generation.number: generation for generation, _ in segment.founded}
+    records = segment.records
     opened = {one.generation: one for one in segment.opened}
     made: dict[int, dict[Member, int]] = defaultdict(dict)
     for one in segment.stepped:
@@ -329,7 +339,7 @@ def _history(segments: Sequence[Segment], last: int) -> Iterable[str]:
                 yield f"segment {number}: nobody trained, yet the next one began with step {wanted}"
             wanted = segment.first if wanted > segment.first else wanted
             continue
-        bases = {one.generation: one.base for one in segment.opened}
+        bases = segment.bases
         reaching = [generation for step, generation in made if step == wanted]
         stamp = Stamp(wanted, max(reaching)) if reaching else Stamp(wanted, 0)
         while stamp.step > segment.first:
