@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from varuna_capslog.config import load_config
 from varuna_capslog.errors import CapslogError, DoesNotFit
-from varuna_capslog.profiles.launches import Clock
+from varuna_capslog.profiles import launches
+from varuna_capslog.profiles.conditions import RunConditions
+from varuna_capslog.profiles.launches import Clock, Workers, in_capslog_order
 from varuna_capslog.profiles.measure import profile_workload
 from varuna_capslog.profiles.record import Profile
-from varuna_capslog.profiles.runs import capslog_partitionings, mcap_partitionings
+from varuna_capslog.profiles.runs import capslog_partitionings, mcap_partitionings, stage_runs
+from varuna_capslog.profiles.trim import TrimmedRun
+from varuna_capslog.profiles.worker import Task, WorkerGroup
 
 from .workloads import Deadly, Equal
 
@@ -24,6 +31,30 @@ class Wide(Equal):
 
     def __init__(self) -> None:
         super().__init__(LAYERS, WIDTH)
+
+
+class Staggered(WorkerGroup):
+    """No processes: a run ends at once, and the next worker is ready only after it."""
+
+    def __enter__(self) -> Staggered:
+        self._processes = [None] * len(self._arguments[1])  # type: ignore[list-item]
+        self._to_come = list(range(len(self._processes)))
+        return self
+
+    def _end(self) -> None:
+        pass
+
+    def start(self, worker: int, task: Task, conditions: RunConditions) -> None:
+        self._idle.remove(worker)
+        self._doing[worker] = task
+
+    def finished(self) -> Iterator[tuple[int, Task, Any]]:
+        if not self._doing:
+            self._idle.append(self._to_come.pop(0))
+        for worker, task in list(self._doing.items()):
+            del self._doing[worker]
+            self._idle.append(worker)
+            yield worker, task, task[0]
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +107,19 @@ def test_launches_are_counted_and_timed(orders: dict[str, Profile]) -> None:
         assert report["mean_seconds"] * report["rounds"] == pytest.approx(report["total_seconds"], abs=0.01)
         assert 0 < report["total_seconds"] <= report["end_to_end_seconds"]
     assert [profile.conditions["order"] for profile in orders.values()] == list(orders)
+
+
+def test_a_worker_that_is_ready_early_leaves_the_others_their_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launches, "WorkerGroup", Staggered)
+    conditions = RunConditions("cpu", 1, {})
+    workers = Workers(Wide, [torch.device("cpu")] * GPUS, 1, (), conditions, lambda device: 1 << 30, "abc")
+    tasks = [(TrimmedRun(first, end, LAYERS, ()), 1) for first, end in stage_runs(LAYERS)]
+    clock = Clock()
+    found = in_capslog_order(tasks, workers, clock, lambda *told: None)
+    assert sorted(found) == sorted(stage_runs(LAYERS))
+    assert [len({worker for worker, _, _ in runs}) for runs in clock.launches] == [
+        len(launch.measured) for launch in capslog_partitionings(LAYERS, GPUS)
+    ]
 
 
 def test_the_clock_adds_launches_up() -> None:

@@ -113,11 +113,6 @@ def in_one_launch(
     begun: dict[int, float] = {}
     intervals: list[tuple[int, float, float]] = []
     while len(found) < len(tasks):
-        for worker, (run, bound), result in group.finished():
-            intervals.append((worker, begun[worker], time.perf_counter()))
-            left[devices[worker]] += bound
-            found[run.first, run.end] = result
-            progress(len(found), len(tasks), _name((run.first, run.end), names))
         for worker in list(group.idle):
             task = next((task for task in waiting if task[1] <= left[devices[worker]]), None)
             if task is not None:
@@ -125,6 +120,11 @@ def in_one_launch(
                 left[devices[worker]] -= task[1]
                 begun[worker] = time.perf_counter()
                 group.start(worker, task, workers.conditions)
+        for worker, (run, bound), result in group.finished():
+            intervals.append((worker, begun[worker], time.perf_counter()))
+            left[devices[worker]] += bound
+            found[run.first, run.end] = result
+            progress(len(found), len(tasks), _name((run.first, run.end), names))
     clock.launches.append(intervals)
     return found
 
@@ -145,6 +145,7 @@ def in_capslog_order(
     progress(0, len(partitionings), "starting")
     for number, partitioning in enumerate(partitionings, start=1):
         with workers.group(len(partitioning.measured)) as group:
+            group.wait_until_ready()  # one that was early would take two runs, which are then not read in parallel
             mine = [by_run[run] for run in partitioning.runs]
             found |= in_one_launch(mine, group, workers, clock, lambda *_: None)
         progress(number, len(partitionings), f"pipeline {list(partitioning.layers_per_gpu)}")

@@ -124,6 +124,15 @@ class WorkerGroup:
         """Workers that are ready for a run."""
         return self._idle
 
+    def wait_until_ready(self) -> None:
+        """Returns when every worker is idle; to be called before the first run.
+
+        Raises:
+            WorkerFailure: a worker could not be started.
+        """
+        while len(self._idle) < len(self._processes):
+            assert not list(self.finished()), "no run is under way"
+
     def start(self, worker: int, task: Task, conditions: RunConditions) -> None:
         """Gives an idle worker its next run."""
         self._idle.remove(worker)
