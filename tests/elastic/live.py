@@ -271,7 +271,9 @@ class Live:
         member = what["member"].partition("-")[2]
         if "signal" in what or "status" in what:
             self.status[member] = -what["signal"] if "signal" in what else what["status"]
-            if self.status[member] not in (0, 130) and member not in self.quiet:
+            if self.status[member] in (0, 130):
+                self.tell("left", member)
+            elif member not in self.quiet:
                 self.tell("dead", member, why=f"ended with {self.status[member]}")
         else:
             self.pids[member] = what["pid"]

@@ -141,6 +141,27 @@ def hangs_in_a_change(cradle: Cradle, truth: Truth, folder: Path) -> Outcome:
     return outcome
 
 
+def one_leaves_while_all_wait(cradle: Cradle, truth: Truth, folder: Path) -> Outcome:
+    """Whoever held the state is lost while newcomers are let in, and one of these is told to leave. It goes, as nobody
+    needs it; the generations that follow must not wait for it.
+    """
+    faults = [Fault("m0", "compute", "wait", 4, "four"), Fault("m0", "adopted", "wait", 2, "second")]
+    live = Live(cradle, config_of(folder, 1), faults=faults)
+    live.when("four")
+    for _ in range(2):
+        live.until_asked(live.join())
+    live.go("four")
+    live.when("second")
+    live.leave("m1")
+    live.signal("m0", signal.SIGKILL)
+    outcome = live.finish()
+    check(outcome, truth)
+    assert ended(outcome, "m0"), describe(outcome)
+    assert outcome.kinds().count("waiting") == 1, describe(outcome)
+    assert outcome.events[-1]["generation"] <= 5, describe(outcome)
+    return outcome
+
+
 def several_leave_at_once(cradle: Cradle, truth: Truth, folder: Path) -> Outcome:
     """Three of four, the first one among them; no step is made twice."""
     live = Live(cradle, config_of(folder, 4), faults=[Fault("m0", "compute", "wait", 4, "four")])
@@ -352,7 +373,8 @@ def all_scenarios() -> Iterator[tuple[str, Scenario]]:
     yield "three of four at once, redundancy 1", kill_several_at_once(1, "m1", "m2", "m3")
     yield "two of four at once, redundancy 2", kill_several_at_once(2, "m1", "m2")
     for scenario in (
-        stopped_then_continued, hangs_in_a_change, several_leave_at_once, one_leaves_after_the_other, everybody_leaves,
-        store_lost_while_training, store_lost_at_a_change, voted_down, full_disk_while_persisting, one_comes_late,
+        stopped_then_continued, hangs_in_a_change, several_leave_at_once, one_leaves_after_the_other,
+        one_leaves_while_all_wait, everybody_leaves, store_lost_while_training, store_lost_at_a_change, voted_down,
+        full_disk_while_persisting, one_comes_late,
     ):  # fmt: skip
         yield scenario.__name__.replace("_", " "), scenario

@@ -118,6 +118,7 @@ class Runtime:
         self.communicator: Communicator | None = None
         self._old: Communicator | None = None
         self._dead: set[Member] = set()
+        self._left: set[Member] = set()
         self._here: set[Member] = set()
         self.seats: dict[Member, Seat] = {}
         self._events: deque[m.Event] = deque()
@@ -255,6 +256,8 @@ class Runtime:
             if member == self.me:
                 raise CapslogError(f"{self.me} was declared lost ({entry.get('why')}); a new member may take its place")
             self._dead.add(member)
+        elif kind == "left":
+            self._left.add(member)
         elif kind == "hello":
             self._here.add(member)
         elif kind == "ask":
@@ -266,9 +269,11 @@ class Runtime:
         if kind == "generation":
             self.feed(m.StoreSays(Generation.from_json(entry["record"], "the store")))
         elif kind == "dead":
-            self.feed(m.Suspects(frozenset(self._dead)))
+            self.feed(m.Suspects(self._suspected()))
             if self.senses.is_engaged(member):
                 self.feed(m.Broken(self.state.record.number))
+        elif kind == "left":
+            self.feed(m.Suspects(self._suspected()))
         elif kind == "broken" and member != self.me:
             self.feed(m.Broken(int(entry["generation"])))
         elif kind == "ask" and member not in self._dead and member != self.me:
@@ -278,6 +283,10 @@ class Runtime:
         elif kind == "finished":
             self._finished = entry
             self._end_with_others()
+
+    def _suspected(self) -> frozenset[Member]:
+        """Who will not answer any more. Once a generation trains nobody waits for those that leave it."""
+        return frozenset(self._dead if self.state.phase is Phase.RUN else self._dead | self._left)
 
     def _end_with_others(self) -> None:
         """All is written, and the others have gone: whoever does not train has no more to do; nor has anybody after a
@@ -369,8 +378,8 @@ class Runtime:
         self.senses.peers.keep(record.participants)
         if self.state.phase is Phase.GATHER and self._here >= set(record.members):
             self._groups.begin(record.number, record.members)
-        if self._dead:
-            self._events.append(m.Suspects(frozenset(self._dead)))
+        if suspected := self._suspected():
+            self._events.append(m.Suspects(suspected))
         self.probe("adopted")
 
     def _carry_out(self, effect: m.Effect) -> Iterable[m.Event]:
