@@ -220,8 +220,9 @@ class Elastic(Section):
     """How long a host may be silent before the others count all its workers as lost. It speaks four times as often."""
 
     patience_seconds: float = Field(1.0, gt=0)
-    """How long a change waits for missing workers before it goes on without them, and how long lost layers are waited
-    for before the run goes back to a checkpoint. Losses should usually be noticed sooner than this."""
+    """How long a change waits for missing workers before it goes on without them. Three times as long lost layers are
+    waited for before the run goes back to a checkpoint, unless all that had them are known to have ended. Losses should
+    usually be noticed sooner than this."""
 
     replace_lost: bool = False
     """Whether a host starts a new worker on the device of a lost one."""

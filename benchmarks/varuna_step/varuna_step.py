@@ -3,8 +3,9 @@
     PYTHONPATH=/path/to/varuna OMP_NUM_THREADS=1 python benchmarks/varuna_step/varuna_step.py
 
 Two ranks on this machine, `Linear(width, width)` eight times with a CutPoint between every two, 16 microbatches of 4
-rows. The shim repairs only what stops Varuna on a CPU (random state, device, task list) and leaves out the sum of
-gradients, which needs apex; it is no trainer. Both take turns in the same two processes; CPU time of a whole process.
+rows. The shim repairs only what stops Varuna on a CPU (random state, device, task list) and gives it torch's own
+functions for apex's three kernels; what Varuna does with them stays its own. Both take turns in the same two processes;
+CPU time of a whole process.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 LAYERS, ROWS, MICROBATCHES, STEPS = 8, 4, 16, 12
@@ -104,6 +106,8 @@ def _steps(variant: str, width: int, count: int, profiler: cProfile.Profile | No
             device="cpu",
             from_cache=False,
         )
+        if variant == "shim":
+            trainer.shared_weights = []  # its norm iterates over them; its constructor does not take an empty list
         held = sum(parameter.numel() for parameter in model.parameters())
         assert held == LAYERS // 2 * width * (width + 1), held
         trainer.config["device"] = "cpu"
@@ -166,11 +170,44 @@ def _patched(variant: str) -> Iterator[Any]:
     patches.replace(varuna.partitioned_model, "save_rng_states", lambda device: torch.get_rng_state())
     patches.replace(varuna.partitioned_model, "restore_rng_states", lambda state, device: torch.set_rng_state(state))
     patches.replace(varuna.utils, "generate_schedule", varuna_tasks)
-    patches.replace(varuna.varuna.Varuna, "sync_across_workers", lambda self, norm: (False, 0.0))
+    patches.replace(varuna.varuna, "torch", _CpuTorch())
+    for name, value in _kernels().items():
+        (patches.replace if hasattr(varuna.varuna, name) else patches.add)(varuna.varuna, name, value)
     try:
         yield varuna
     finally:
         patches.undo()
+
+
+class _CpuTorch:
+    """torch, with `torch.cuda.IntTensor` in the host's memory."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self._torch, self.cuda = torch, SimpleNamespace(IntTensor=torch.IntTensor)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._torch, name)
+
+
+def _kernels() -> dict[str, Any]:
+    """What Varuna calls of apex in a step: (a * scale) of a list, its norm, views of a flat tensor."""
+    import torch
+
+    def scale(chunk: int, overflow: Any, lists: list[list[Any]], factor: float) -> None:
+        torch._foreach_copy_(lists[1], lists[0])
+        if factor != 1.0:
+            torch._foreach_mul_(lists[1], factor)
+
+    def norm(chunk: int, overflow: Any, lists: list[list[Any]], per_tensor: bool) -> tuple[Any, None]:
+        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(lists[0]))).reshape(1), None
+
+    return {
+        "amp_C": SimpleNamespace(multi_tensor_scale=scale, multi_tensor_l2norm=norm),
+        "apex_C": SimpleNamespace(unflatten=torch._utils._unflatten_dense_tensors),
+        "multi_tensor_applier": lambda kernel, overflow, lists, *rest: kernel(65536, overflow, lists, *rest),
+    }
 
 
 if __name__ == "__main__":

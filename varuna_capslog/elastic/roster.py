@@ -14,7 +14,7 @@ __all__ = ["Roster"]
 
 
 class Roster:
-    """Everything that supervisors need of the log. Attributes are to be read only.
+    """Everything that supervisors and members need of the log. Attributes are to be read only.
 
     Attributes:
         taken: number of entries.
@@ -86,6 +86,11 @@ class Roster:
         """Whether all who could train, or found the next generation, are gone for certain."""
         voters = self.generation.members
         return bool(voters) and self.finished is None and self.gone.issuperset(voters)
+
+    @property
+    def astray(self) -> set[Member]:
+        """Who took part once and may be at large: neither in the newest generation nor gone for certain."""
+        return self._named.keys() - self.gone - set(self.generation.participants)
 
     def is_complete(self, hosts: int) -> bool:
         """Whether so many hosts have named all their first workers, and no generation was founded yet."""

@@ -28,6 +28,7 @@ from varuna_capslog.elastic.groups import Groups
 from varuna_capslog.elastic.holdings import Holdings
 from varuna_capslog.elastic.peers import Message
 from varuna_capslog.elastic.recovery import Seat
+from varuna_capslog.elastic.roster import Roster
 from varuna_capslog.elastic.senses import Senses
 from varuna_capslog.elastic.state import Job, Phase
 from varuna_capslog.elastic.store import MembershipStore, StoreGone
@@ -62,15 +63,18 @@ class Patience:
         peer: for any message of the data path, and for layers.
         change: until somebody founds a generation without knowing who is lost.
         again: between further attempts.
-        holders: for members that hold what otherwise only the checkpoint has.
         gather: for the others' values in the first round; at least three steps, which nobody breaks off in the middle.
     """
 
     peer: float = 30.0
     change: float = 1.0
     again: float = 0.3
-    holders: float = 3.0
     gather: float = 5.0
+
+    @property
+    def holders(self) -> float:
+        """For members that hold what otherwise only the checkpoint has: three times as long as for a change."""
+        return 3 * self.change
 
 
 class Runtime:
@@ -117,8 +121,7 @@ class Runtime:
         self._groups = Groups(me, store.rendezvous, self._patience.peer, work.knows)
         self.communicator: Communicator | None = None
         self._old: Communicator | None = None
-        self._dead: set[Member] = set()
-        self._left: set[Member] = set()
+        self.roster = Roster()
         self._here: set[Member] = set()
         self.seats: dict[Member, Seat] = {}
         self._events: deque[m.Event] = deque()
@@ -134,6 +137,7 @@ class Runtime:
         self._refused: str | None = None
         self._since = time.monotonic()
         self._ticked = 0.0
+        self._lacks_since = 0.0
         self.story = Story()
 
     # -- the loop -----------------------------------------------------------------------------------------------------
@@ -251,14 +255,11 @@ class Runtime:
 
     def _note(self, entry: Mapping[str, Any]) -> None:
         """What an entry says whatever this member is at."""
+        self.roster.take(entry)
         kind, member = entry.get("kind"), str(entry.get("member"))
-        if kind == "dead":
-            if member == self.me:
-                raise CapslogError(f"{self.me} was declared lost ({entry.get('why')}); a new member may take its place")
-            self._dead.add(member)
-        elif kind == "left":
-            self._left.add(member)
-        elif kind == "hello":
+        if kind == "dead" and member == self.me:
+            raise CapslogError(f"{self.me} was declared lost ({entry.get('why')}); a new member may take its place")
+        if kind == "hello":
             self._here.add(member)
         elif kind == "ask":
             self.seats[member] = Seat(member, str(entry.get("host", member)), int(entry.get("capacity", 0)))
@@ -267,16 +268,14 @@ class Runtime:
         self._note(entry)
         kind, member = entry.get("kind"), str(entry.get("member"))
         if kind == "generation":
-            self.feed(m.StoreSays(Generation.from_json(entry["record"], "the store")))
-        elif kind == "dead":
+            self.feed(m.StoreSays(self.roster.generation))
+        elif kind in ("dead", "left"):
             self.feed(m.Suspects(self._suspected()))
-            if self.senses.is_engaged(member):
+            if kind == "dead" and self.senses.is_engaged(member):
                 self.feed(m.Broken(self.state.record.number))
-        elif kind == "left":
-            self.feed(m.Suspects(self._suspected()))
         elif kind == "broken" and member != self.me:
             self.feed(m.Broken(int(entry["generation"])))
-        elif kind == "ask" and member not in self._dead and member != self.me:
+        elif kind == "ask" and member not in self.roster.dead and member != self.me:
             self.feed(m.Asked(member))
         elif kind in ("notice", "hint"):
             self.feed(self._departures.heard(entry))
@@ -286,7 +285,8 @@ class Runtime:
 
     def _suspected(self) -> frozenset[Member]:
         """Who will not answer any more. Once a generation trains nobody waits for those that leave it."""
-        return frozenset(self._dead if self.state.phase is Phase.RUN else self._dead | self._left)
+        roster = self.roster
+        return frozenset(roster.dead if self.state.phase is Phase.RUN else roster.dead | roster.gone)
 
     def _end_with_others(self) -> None:
         """All is written, and the others have gone: whoever does not train has no more to do; nor has anybody after a
@@ -303,6 +303,8 @@ class Runtime:
         match self.state.phase:
             case Phase.CHANGE:
                 first = self._patience.change
+            case Phase.WAIT if self.state.regress:
+                return self._goes_back_at()
             case Phase.WAIT:
                 first = self._patience.holders
             case Phase.GATHER:
@@ -315,6 +317,13 @@ class Runtime:
         if self._ticked <= since:
             return since + first
         return self._ticked + (first if self.state.phase in (Phase.WAIT, Phase.GATHER) else self._patience.again)
+
+    def _goes_back_at(self) -> float:
+        """When the run goes back to its checkpoint: at once where all who ever took part are here or gone for certain,
+        so that nobody can come who holds more. Newcomers who do not know more do not prolong the wait.
+        """
+        first = self._patience.holders if self.roster.astray else 0.0
+        return (self._lacks_since if self._ticked <= self._lacks_since else self._ticked) + first
 
     def _patience_ends(self) -> None:
         self._ticked = time.monotonic()
@@ -358,6 +367,10 @@ class Runtime:
         self.state, effects = protocol.step(self.job, before, event)
         if self.state.phase is not before.phase or self.state.record.number != before.record.number:
             self._since, self._ticked = time.monotonic(), 0.0
+            if self.state.phase is Phase.RUN:
+                self._lacks_since = 0.0
+            elif self.state.phase is Phase.WAIT and self.state.regress:
+                self._lacks_since = self._lacks_since or self._since
         if self.state.record.number != before.record.number:
             self._adopted()
         for effect in effects:
@@ -513,7 +526,7 @@ class Runtime:
         """
         record = self.state.record
         stay = stay_with(record, frozenset(changes))
-        hopeless = time.monotonic() > self._meet_until or not self._dead.isdisjoint(stay)
+        hopeless = time.monotonic() > self._meet_until or not self.roster.dead.isdisjoint(stay)
         return hopeless or self._groups.is_settled(record.number + 1, stay)
 
     # -- mail ---------------------------------------------------------------------------------------------------------
@@ -622,7 +635,7 @@ class Runtime:
             threading.Thread(target=self._old.abort, name="end-group", daemon=True).start()
             self._old = None
         own = self.holdings.own_at(state.own, effect.base)
-        why = reasons(record.members, self._before, self._dead)
+        why = reasons(record.members, self._before, self.roster.dead)
         decision = self.job.decide(record, tuple(self._round.items()))  # remembered from the first round
         self.story.opened(why, decision.moved_bytes)
         opening = Opening(record.number, effect.base, effect.layout, record.members, why, decision.moved_bytes, told)
