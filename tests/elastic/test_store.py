@@ -91,7 +91,9 @@ def served_elsewhere(port: int = 0) -> Iterator[tuple[subprocess.Popen[str], int
 
 
 class Relay:
-    """Connections to `port` through here can be cut (closed) or frozen (nothing passes, nothing is closed)."""
+    """Connections to `port` through here can be cut (closed) or frozen (nothing passes, nothing is closed). `spoils`
+    counts those to come that are closed when they ask whose store it is.
+    """
 
     def __init__(self, port: int) -> None:
         self.target = port
@@ -99,6 +101,7 @@ class Relay:
         self.port = self.listener.getsockname()[1]
         self.moving = threading.Event()
         self.moving.set()
+        self.spoils = 0
         self.ends: list[socket.socket] = []
         threading.Thread(target=self.accept, daemon=True).start()
 
@@ -114,6 +117,10 @@ class Relay:
     def move(self, one: socket.socket, other: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while data := one.recv(65536):
+                if self.spoils and b"identity" in data:
+                    self.spoils -= 1
+                    self.cut()
+                    return
                 self.moving.wait()
                 other.sendall(data)
 
@@ -326,6 +333,24 @@ def test_a_cut_connection_is_opened_again_and_a_follower_misses_nothing(port):
         far.append({"kind": "said", "number": 20})
         assert far.length() == 21
         assert lost == []
+
+
+@pytest.mark.parametrize("spoils", [1, 2])
+def test_a_connection_that_breaks_while_it_is_made_is_made_again(port, spoils):
+    with relay(port) as between, client(between.port) as far, client(port) as near:
+        heard: list[dict] = []
+        lost: list[str] = []
+        far.follow(heard.append, lost.append)
+        near.append({"kind": "said"})
+        wait_until(lambda: heard)
+        between.spoils = spoils
+        between.cut()
+        near.append({"kind": "said"})
+        wait_until(lambda: len(heard) == 2 or lost)
+        assert (len(heard), lost) == (2, [])
+        between.spoils = spoils
+        with client(between.port) as late:
+            assert late.length() == 2
 
 
 def test_a_partition_without_a_word_is_noticed(port):

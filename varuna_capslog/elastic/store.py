@@ -337,7 +337,7 @@ class TcpMembershipStore:
         """What `job` gives, on a connection of its own meanwhile; on a fresh one where that turns out broken."""
         bound = self.answer_seconds if seconds is None else seconds
         line = self._take_idle()
-        for last in (line is None, True):
+        for last in (False, True):
             line = line or self._open()
             try:
                 value = line.call(job, bound)
@@ -353,6 +353,17 @@ class TcpMembershipStore:
         raise AssertionError("the last attempt returns or raises")
 
     def _open(self) -> _Line:
+        """A connection to the store that is known. A network that breaks it while it is made has two more chances."""
+        for last in (False, False, True):
+            try:
+                return self._dial()
+            except (RuntimeError, concurrent.futures.TimeoutError) as error:
+                if last or isinstance(error, concurrent.futures.TimeoutError):
+                    raise self._gone(error) from error
+        raise AssertionError("the last attempt returns or raises")
+
+    def _dial(self) -> _Line:
+        """Raises RuntimeError (torch's) where the connection breaks while it is made."""
         if self._closed:
             raise StoreGone(f"this client of the store at {self.address} was closed")
         try:
@@ -365,9 +376,9 @@ class TcpMembershipStore:
             self._threads.add(line.thread)
         try:
             identity = line.call(_identity, max(self.open_seconds, self.answer_seconds))
-        except (RuntimeError, concurrent.futures.TimeoutError) as error:
+        except BaseException:
             line.close()
-            raise self._gone(error) from error
+            raise
         with self._lock:
             self.identity = self.identity or identity
         if identity != self.identity:
