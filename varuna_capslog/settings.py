@@ -203,7 +203,7 @@ class Elastic(Section):
 
     redundancy: int = Field(1, ge=0)
     """Simultaneous losses of hosts that are survived without going back to a checkpoint. Each layer's state is then
-    held on one host more than that; 0 keeps no copies."""
+    held on one host more than that, or where hosts are too few by one worker more; 0 keeps no copies."""
 
     protection: Literal["sync", "async"] = "sync"
     """sync: copies make each step together with their owners, and a loss costs at most the step under way. async:

@@ -68,6 +68,8 @@ def test_every_loss_that_is_promised_is_survived_and_every_refusal_is_true() -> 
         copies = place_copies(pipelines, hosts, redundancy, [dice.randint(1, 9) for _ in range(layers)], spare)
         found = holders(pipelines, copies)
         assert survives(found, hosts, copies.survives) or copies.survives == 0
+        alone = {member: member for member in hosts}
+        assert survives(found, alone, min(redundancy, len(hosts) - 1)), "so many workers may be lost on any hosts"
         count = len(set(hosts.values()))
         assert copies.survives == min(redundancy, count - 1)  # without limits of room, more cannot be had
         if copies.problem is None:

@@ -212,17 +212,12 @@ class Placer:
     # -- copies
 
     def _place_copies(self, candidate: Candidate, seats: Sequence[Seat], limits: _Limits | None) -> Copies:
-        """Copies of a candidate's layers. On one host alone they protect against the loss of single workers."""
+        """Copies of a candidate's layers."""
         pipelines = _pipelines(candidate, seats, len(self.layer_bytes))
         spare = [seat.member for seat in seats[candidate.devices :]]
         hosts = {seat.member: seat.host for seat in seats}
         room = None if limits is None else self._room(candidate, limits)
-        copies = place_copies(pipelines, hosts, self.redundancy, self._copy_bytes, spare, room)
-        if self.redundancy and len(seats) > 1 and len(set(hosts.values())) == 1:
-            each = {member: member for member in hosts}
-            alone = place_copies(pipelines, each, self.redundancy, self._copy_bytes, spare, room)
-            return Copies(alone.kept, copies.survives, copies.problem or alone.problem)
-        return copies
+        return place_copies(pipelines, hosts, self.redundancy, self._copy_bytes, spare, room)
 
     def _room(self, candidate: Candidate, limits: _Limits) -> dict[Member, int]:
         """Bytes that each device has left for copies."""

@@ -44,9 +44,11 @@ def place_copies(
 ) -> Copies:
     """Places copies so that every layer has holders on redundancy + 1 hosts, and not only on two neighbours.
 
-    Every owner counts as a holder, in all replicas. Layers with the same owners (a stage) share their holders, so that
-    a member sends its copies to few others. The largest stages choose first, each the holder with the fewest bytes so
-    far. A greedy choice is enough: without `room_bytes` the stages do not hinder each other, so what can be placed is.
+    Where hosts are too few every layer still has redundancy + 1 holders, as far as there are members, so that any
+    `redundancy` workers may be lost. Every owner counts as a holder, in all replicas. Layers with the same owners (a
+    stage) share their holders, so that a member sends its copies to few others. The largest stages choose first, each
+    the holder with the fewest bytes so far. A greedy choice is enough: without `room_bytes` the stages do not hinder
+    each other, so what can be placed is.
 
     Args:
         pipelines: per replica, its stages in order: (member, layers). A member may run several stages.
@@ -92,6 +94,8 @@ def place_copies(
         holders = list(group)
         while redundancy and (short := _short(holders, hosts, redundancy)) + _paired(holders, neighbours):
             chosen = _lightest(by_load, holders, hosts, neighbours, short, room, sizes[group])
+            if chosen is None and len(set(holders)) <= redundancy:  # hosts are too few: so many workers may be lost
+                chosen = _lightest(by_load, holders, hosts, neighbours, 0, room, sizes[group])
             if chosen is None:
                 break
             holders.append(chosen)
