@@ -267,12 +267,7 @@ class Chain:
 
     def check_cuts(self, cuts: Sequence[int]) -> None:
         """Raises CapslogError unless `cuts` (first layer of each stage, beginning with 0) fits this chain."""
-        if (
-            not cuts
-            or cuts[0] != 0
-            or any(b <= a for a, b in pairwise(cuts))
-            or cuts[-1] >= len(self)
-        ):
+        if not cuts or cuts[0] != 0 or any(b <= a for a, b in pairwise(cuts)) or cuts[-1] >= len(self):
             raise CapslogError(
                 f"cuts={list(cuts)} do not split a chain of {len(self)} layers: they must begin with 0, grow strictly "
                 f"and end below {len(self)}"

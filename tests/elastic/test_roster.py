@@ -1,13 +1,11 @@
-"""Who may still come, as far as the log tells; and how long a run waits for them before it goes back."""
+"""Who may still come, as far as the log tells."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 from varuna_capslog.elastic.generation import EMPTY
 from varuna_capslog.elastic.roster import Roster
-from varuna_capslog.elastic.runtime import Patience, Runtime
 
 RECORDS = [EMPTY.successor(["a-1", "b-1"])]
 RECORDS.append(RECORDS[0].successor(["b-1", "a-2"], leaving=["a-1"]))
@@ -41,16 +39,3 @@ def test_who_took_part_and_is_not_known_to_have_ended_is_astray() -> None:
     assert roster_of(*taken, {"kind": "left", "member": "a-1"}, dead("b-1", by="b")).astray == set()
     # what another host believes is no proof: it may have been cut off, and hold what is lost
     assert roster_of(*taken, {"kind": "left", "member": "a-1"}, dead("b-1", by="a")).astray == {"b-1"}
-
-
-def test_a_run_goes_back_at_once_only_where_nobody_can_come_who_holds_more() -> None:
-    def goes_back_at(ticked: float, *entries: dict[str, Any]) -> float:
-        roster = roster_of(generation(0), generation(1), generation(2), *entries)
-        runtime: Any = SimpleNamespace(_patience=Patience(change=2.0), _lacks_since=10.0, _ticked=ticked, roster=roster)
-        return Runtime._goes_back_at(runtime)
-
-    gone = [{"kind": "left", "member": "a-1"}, dead("b-1", by="b")]
-    assert goes_back_at(0.0) == 16.0
-    assert goes_back_at(0.0, gone[0]) == 16.0
-    assert goes_back_at(0.0, *gone) == 10.0
-    assert goes_back_at(16.5) == 22.5, "somebody else was first to found, and that came to nothing"

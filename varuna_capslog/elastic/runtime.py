@@ -26,6 +26,7 @@ from varuna_capslog.elastic.first_round import FirstRound, Proof
 from varuna_capslog.elastic.generation import INITIAL, Generation, Layout, Member, Stamp
 from varuna_capslog.elastic.groups import Groups
 from varuna_capslog.elastic.holdings import Holdings
+from varuna_capslog.elastic.patience import Patience, Waiting
 from varuna_capslog.elastic.peers import Message
 from varuna_capslog.elastic.recovery import Seat
 from varuna_capslog.elastic.roster import Roster
@@ -40,7 +41,7 @@ from varuna_capslog.engine.communicator import Communicator, PeerLost
 from varuna_capslog.engine.layer_state import digest
 from varuna_capslog.errors import CapslogError, DiskFailed, StepRefused
 
-__all__ = ["End", "Patience", "Runtime"]
+__all__ = ["End", "Runtime"]
 
 _FLUSH_SECONDS = 5.0
 _LISTEN_SECONDS = 1.0
@@ -53,28 +54,6 @@ class End:
     step: int
     stopped: bool
     released: bool
-
-
-@dataclass(frozen=True)
-class Patience:
-    """Seconds of waiting.
-
-    Attributes:
-        peer: for any message of the data path, and for layers.
-        change: until somebody founds a generation without knowing who is lost.
-        again: between further attempts.
-        gather: for the others' values in the first round; at least three steps, which nobody breaks off in the middle.
-    """
-
-    peer: float = 30.0
-    change: float = 1.0
-    again: float = 0.3
-    gather: float = 5.0
-
-    @property
-    def holders(self) -> float:
-        """For members that hold what otherwise only the checkpoint has: three times as long as for a change."""
-        return 3 * self.change
 
 
 class Runtime:
@@ -135,9 +114,7 @@ class Runtime:
         self._end: End | None = None
         self._finished: Mapping[str, Any] | None = None
         self._refused: str | None = None
-        self._since = time.monotonic()
-        self._ticked = 0.0
-        self._lacks_since = 0.0
+        self._waiting = Waiting(self._patience)
         self.story = Story()
 
     # -- the loop -----------------------------------------------------------------------------------------------------
@@ -157,7 +134,7 @@ class Runtime:
                 self.feed(m.Enter())
             while self._end is None:
                 if self.training.due:
-                    with self.senses.busy(self._busy_seconds()):
+                    with self.senses.busy(self._patience.alone(self.training.usual_seconds)):
                         self.training.step()
                 else:
                     self._listen()
@@ -223,16 +200,16 @@ class Runtime:
 
     def _listen(self) -> None:
         """Waits for something to happen, at most until patience is at an end."""
-        wait = self._next_tick() - time.monotonic()
+        wait = self._loses_patience() - time.monotonic()
         try:
             kind, what = self.senses.inbox.get(timeout=max(0.0, min(wait, _LISTEN_SECONDS)))
         except queue.Empty:
             if self.state.phase is Phase.WAIT and self._stop_wished():  # all is on disk
                 self._end = End(self.state.at.step, True, False)
-            elif time.monotonic() >= self._next_tick():
+            elif time.monotonic() >= self._loses_patience():
                 self._patience_ends()
             return
-        with self.senses.busy(self._busy_seconds()):
+        with self.senses.busy(self._patience.alone(self.training.usual_seconds)):
             self._happened(kind, what)
             self.drain()
 
@@ -299,34 +276,12 @@ class Runtime:
 
     # -- patience -----------------------------------------------------------------------------------------------------
 
-    def _next_tick(self) -> float:
-        match self.state.phase:
-            case Phase.CHANGE:
-                first = self._patience.change
-            case Phase.WAIT if self.state.regress:
-                return self._goes_back_at()
-            case Phase.WAIT:
-                first = self._patience.holders
-            case Phase.GATHER:
-                first = min(self._patience.peer, max(self._patience.gather, 3 * self.training.usual_seconds))
-            case Phase.INSTALL | Phase.RUN:
-                first = self._patience.peer
-            case _:
-                first = self._patience.again
-        since = max(self._since, self.training.waits_since) if self.state.phase is Phase.RUN else self._since
-        if self._ticked <= since:
-            return since + first
-        return self._ticked + (first if self.state.phase in (Phase.WAIT, Phase.GATHER) else self._patience.again)
-
-    def _goes_back_at(self) -> float:
-        """When the run goes back to its checkpoint: at once where all who ever took part are here or gone for certain,
-        so that nobody can come who holds more. Newcomers who do not know more do not prolong the wait.
-        """
-        first = self._patience.holders if self.roster.astray else 0.0
-        return (self._lacks_since if self._ticked <= self._lacks_since else self._ticked) + first
+    def _loses_patience(self) -> float:
+        """When, if nothing happens until then."""
+        return self._waiting.ends(self.state, self.training, bool(self.roster.astray))
 
     def _patience_ends(self) -> None:
-        self._ticked = time.monotonic()
+        self._waiting.ended()
         phase, record = self.state.phase, self.state.record
         if phase is Phase.GATHER and not self._first.missing(record) <= self._here:
             return  # somebody is still loading, and its supervisor will say if it is lost
@@ -335,11 +290,6 @@ class Runtime:
             self.feed(m.Broken(record.number))
             return
         self.feed(m.Tick())
-
-    def _busy_seconds(self) -> float:
-        """How long this member may work for itself without hearing anybody."""
-        usual = self.training.usual_seconds
-        return max(self._patience.gather, 3 * usual) if usual else self._patience.peer
 
     # -- events in, effects out ---------------------------------------------------------------------------------------
 
@@ -366,11 +316,7 @@ class Runtime:
         before = self.state
         self.state, effects = protocol.step(self.job, before, event)
         if self.state.phase is not before.phase or self.state.record.number != before.record.number:
-            self._since, self._ticked = time.monotonic(), 0.0
-            if self.state.phase is Phase.RUN:
-                self._lacks_since = 0.0
-            elif self.state.phase is Phase.WAIT and self.state.regress:
-                self._lacks_since = self._lacks_since or self._since
+            self._waiting.moved(self.state)
         if self.state.record.number != before.record.number:
             self._adopted()
         for effect in effects:

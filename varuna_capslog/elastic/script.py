@@ -31,7 +31,8 @@ import torch
 from varuna_capslog import files
 from varuna_capslog.elastic.generation import Stamp
 from varuna_capslog.elastic.packing import pack
-from varuna_capslog.elastic.runtime import Patience, Runtime
+from varuna_capslog.elastic.patience import Patience
+from varuna_capslog.elastic.runtime import Runtime
 from varuna_capslog.elastic.script_work import Group, Script, ScriptWork, loss_of
 from varuna_capslog.elastic.store import open_store
 from varuna_capslog.elastic.worker import Wish, probe_of, report_failures

@@ -101,9 +101,10 @@ def _take_part(run_dir: Path, me: str, wish: Wish) -> int:
 
     from varuna_capslog.config import load_config, load_workload
     from varuna_capslog.elastic.generation import Stamp
+    from varuna_capslog.elastic.patience import Patience
     from varuna_capslog.elastic.peers import local_address
     from varuna_capslog.elastic.pipeline_work import PipelineWork
-    from varuna_capslog.elastic.runtime import Patience, Runtime
+    from varuna_capslog.elastic.runtime import Runtime
     from varuna_capslog.elastic.store import open_store
     from varuna_capslog.engine.worker import choose_device
     from varuna_capslog.plan import read_plan

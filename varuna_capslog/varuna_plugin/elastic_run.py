@@ -237,8 +237,9 @@ class _Leaving:
 def _take_part(job: Any) -> ElasticEnd:
     """This worker's part of the run."""
     global _status
+    from varuna_capslog.elastic.patience import Patience
     from varuna_capslog.elastic.peers import local_address
-    from varuna_capslog.elastic.runtime import Patience, Runtime
+    from varuna_capslog.elastic.runtime import Runtime
     from varuna_capslog.elastic.store import open_store
     from varuna_capslog.elastic.worker import probe_of
     from varuna_capslog.engine.worker import choose_device
