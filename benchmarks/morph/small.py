@@ -1,11 +1,13 @@
 """A small model for the live benchmarks: residual perceptrons with dropout on scikit-learn's handwritten digits.
 
 As chain it has what makes equality hard: dropout, running statistics, and a parameter that its two ends share.
-`model: {blocks, dim, hidden, dropout}`; the default of 8 blocks has about 300,000 parameters.
+`model: {blocks, dim, hidden, dropout}`; the default of 8 blocks has about 300,000 parameters. `model.block_seconds` is
+what each block's forward sleeps besides, as where another device computes.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -37,12 +39,14 @@ class Stem(nn.Module):
 class Block(nn.Module):
     """Pre-norm residual perceptron [B, D] with dropout."""
 
-    def __init__(self, dim: int, hidden: int, dropout: float) -> None:
+    def __init__(self, dim: int, hidden: int, dropout: float, seconds: float) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(dim), nn.Linear(dim, hidden), nn.Linear(hidden, dim)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout, self.seconds = nn.Dropout(dropout), seconds
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.seconds:
+            time.sleep(self.seconds)
         return x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
 
 
@@ -86,13 +90,14 @@ class Small(Workload):
     name = "small"
 
     def __init__(self, config: Config) -> None:
-        sizes = {"blocks": 8, "dim": 96, "hidden": 192, "dropout": 0.1, **config.model}
+        sizes = {"blocks": 8, "dim": 96, "hidden": 192, "dropout": 0.1, "block_seconds": 0.0, **config.model}
         self.blocks, self.dim, self.hidden = int(sizes["blocks"]), int(sizes["dim"]), int(sizes["hidden"])
-        self.dropout = float(sizes["dropout"])
+        self.dropout, self.seconds = float(sizes["dropout"]), float(sizes["block_seconds"])
 
     def build_chain(self) -> Chain:
         stem = Stem(self.dim)
-        blocks = [Layer(f"block.{k}", Block(self.dim, self.hidden, self.dropout)) for k in range(self.blocks)]
+        sizes = (self.dim, self.hidden, self.dropout, self.seconds)
+        blocks = [Layer(f"block.{k}", Block(*sizes)) for k in range(self.blocks)]
         head = Layer("head", Head(self.dim, stem), writes=("classes", "pixels"))
         return Chain([Layer("stem", stem), *blocks, head], outputs=("classes", "pixels"), name=self.name)
 
