@@ -107,7 +107,8 @@ def steady(rows: list[Row]) -> str:
         )
         for name in row["step_ms"]:
             first = name == row["base"]
-            title = f"{row['config']}, {row['rounds']} rounds, {size}; {when(row)}" if first else ""
+            what = " ".join([row["config"], *row["overrides"]])
+            title = f"{what}, {row['rounds']} rounds, {size}; {when(row)}" if first else ""
             ratios = ["1", "1"] if first else [spread(row[key][name]) for key in ("time_ratio", "cpu_ratio")]
             lines.append([title, f"`{name}`", row["step_ms"][name], row["step_cpu_ms"][name], *ratios])
     return table(head, lines)
