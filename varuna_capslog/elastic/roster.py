@@ -89,8 +89,8 @@ class Roster:
 
     @property
     def astray(self) -> set[Member]:
-        """Who took part once and may be at large: neither in the newest generation nor gone for certain."""
-        return self._named.keys() - self.gone - set(self.generation.participants)
+        """Who took part once and may come back: neither in the newest generation, nor ended, nor told dead."""
+        return self._named.keys() - self.gone - self.dead - set(self.generation.participants)
 
     def is_complete(self, hosts: int) -> bool:
         """Whether so many hosts have named all their first workers, and no generation was founded yet."""
