@@ -162,6 +162,24 @@ def one_leaves_while_all_wait(cradle: Cradle, truth: Truth, folder: Path) -> Out
     return outcome
 
 
+def one_leaves_before_it_is_let_in(cradle: Cradle, truth: Truth, folder: Path) -> Outcome:
+    """A newcomer has asked, is told to leave and goes; the others let it in all the same, and must not wait for it."""
+    config = config_of(folder, 2, elastic={"shadows": False})  # at the next boundary, met or not
+    live = Live(cradle, config, faults=[Fault("m0", "compute", "wait", 4, "four")])
+    live.when("four")
+    newcomer = live.join()
+    live.until_asked(newcomer)
+    live.leave(newcomer)
+    live.until(lambda: live.heard("left", newcomer), "the newcomer's end")
+    live.go("four")
+    outcome = live.finish()
+    check(outcome, truth)
+    assert ended(outcome), describe(outcome)
+    assert any("m2" in entry["record"]["members"] for entry in live.log if entry["kind"] == "generation")
+    assert len(outcome.rows) == 12, describe(outcome)
+    return outcome
+
+
 def several_leave_at_once(cradle: Cradle, truth: Truth, folder: Path) -> Outcome:
     """Three of four, the first one among them; no step is made twice."""
     live = Live(cradle, config_of(folder, 4), faults=[Fault("m0", "compute", "wait", 4, "four")])
@@ -374,7 +392,7 @@ def all_scenarios() -> Iterator[tuple[str, Scenario]]:
     yield "two of four at once, redundancy 2", kill_several_at_once(2, "m1", "m2")
     for scenario in (
         stopped_then_continued, hangs_in_a_change, several_leave_at_once, one_leaves_after_the_other,
-        one_leaves_while_all_wait, everybody_leaves, store_lost_while_training, store_lost_at_a_change, voted_down,
-        full_disk_while_persisting, one_comes_late,
+        one_leaves_while_all_wait, one_leaves_before_it_is_let_in, everybody_leaves, store_lost_while_training,
+        store_lost_at_a_change, voted_down, full_disk_while_persisting, one_comes_late,
     ):  # fmt: skip
         yield scenario.__name__.replace("_", " "), scenario

@@ -268,20 +268,6 @@ def test_a_worker_that_leaves_without_the_runs_end_is_told(tmp_path, start):
     assert run.end().how == "left"
 
 
-def test_a_newcomer_that_has_gone_and_is_let_in_after_that_is_told_dead(tmp_path, start):
-    """It had asked, was told to leave and went; the others let it in all the same, and waited for it for ever."""
-    run = start(tmp_path, 2, do={"1": "wait=go leave=0", "2": "wait=later leave=0"})
-    run.client.compare_and_set(0, EMPTY.successor(["h-2"]))
-    wait_until(lambda: run.host.roster.generation.number == 1)
-    run.go()
-    wait_until(lambda: run.told("left") == ["h-1"])
-    assert run.told("dead") == []
-    run.client.compare_and_set(1, run.host.roster.generation.successor(["h-1", "h-2"]))
-    wait_until(lambda: run.told("dead") == ["h-1"])
-    run.go("later")
-    assert run.end().how == "left"
-
-
 def test_when_all_voters_are_lost_at_once_whoever_asks_may_go_on_from_the_checkpoint(tmp_path, start):
     run = start(tmp_path, 3, all="wait=go leave=0")
     pids = [run.seen(f"h-{number}")["pid"] for number in (1, 2)]

@@ -56,6 +56,7 @@ def test_a_member_that_joins_takes_layers_over(cradle: Cradle, truth: Truth, tmp
         pytest.param(scenarios.stopped_then_continued, id="one that stands still and wakes up"),
         pytest.param(scenarios.one_leaves_after_the_other, id="a second notice on the way"),
         pytest.param(scenarios.one_leaves_while_all_wait, id="one leaves while all wait"),
+        pytest.param(scenarios.one_leaves_before_it_is_let_in, id="one leaves before it is let in"),
         pytest.param(scenarios.everybody_leaves, id="everybody leaves"),
         pytest.param(scenarios.store_lost_at_a_change, id="the store is lost"),
         pytest.param(scenarios.voted_down, id="a step is voted down"),

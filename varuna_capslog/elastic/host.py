@@ -409,9 +409,6 @@ class Host:
         match entry.get("kind"):
             case "generation":
                 self._founded = time.time()
-                for ended in self._workers.values():
-                    if ended.ended and ended.member not in self._settling:
-                        self._is_missed(ended)
             case "finished":
                 self._ended_at = time.monotonic()
             case "broken":
@@ -524,20 +521,15 @@ class Host:
             signal_group(worker.pid, signal.SIGKILL)
 
     def _settle(self, worker: _Worker) -> None:
-        if self.roster.finished is None and not self._is_missed(worker):
-            self._tell({"kind": "left", "member": worker.member})
-
-    def _is_missed(self, worker: _Worker) -> bool:
-        """Whether the newest generation waits for one that has ended; tells it dead then.
-
-        A newcomer may have asked, gone as it was told to, and be let in only after that.
-        """
+        """Tells of a worker that has ended without a failure: as lost, where the newest generation trains with it."""
         roster, member = self.roster, worker.member
-        if roster.finished is not None or member not in roster.generation.members or member in roster.dead:
-            return False
-        why = f"worker {member} ended before the run did"
-        self._tell({"kind": "dead", "member": member, "why": why, "by": self.name})
-        return True
+        if roster.finished is not None:
+            return
+        if member in roster.generation.members and member not in roster.dead:
+            why = f"worker {member} ended before the run did"
+            self._tell({"kind": "dead", "member": member, "why": why, "by": self.name})
+        else:
+            self._tell({"kind": "left", "member": member})
 
     # -- the store -----------------------------------------------------------------------------------------------------
 
