@@ -40,7 +40,7 @@ class Patience:
         return max(self.gather, 3 * usual_seconds) if usual_seconds else self.peer
 
 
-class Steps(Protocol):
+class _Steps(Protocol):
     """What the clock asks of a training; see `Training`."""
 
     waits_since: float
@@ -68,7 +68,7 @@ class Waiting:
         """Patience was at its end, and what follows from that was done."""
         self._ended = time.monotonic()
 
-    def ends(self, state: State, steps: Steps, may_return: bool) -> float:
+    def ends(self, state: State, steps: _Steps, may_return: bool) -> float:
         """When patience is at its end if nothing happens.
 
         Args:
