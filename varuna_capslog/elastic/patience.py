@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass
 from typing import Protocol
 
+from varuna_capslog.elastic.roster import Roster
 from varuna_capslog.elastic.state import Phase, State
 
 __all__ = ["Patience", "Waiting"]
@@ -68,12 +69,11 @@ class Waiting:
         """Patience was at its end, and what follows from that was done."""
         self._ended = time.monotonic()
 
-    def ends(self, state: State, steps: _Steps, may_return: bool) -> float:
+    def ends(self, state: State, steps: _Steps, roster: Roster) -> float:
         """When patience is at its end if nothing happens.
 
-        Args:
-            may_return: whether somebody is at large who once took part. If not, nobody can bring the settled layers
-                that are lacking, and the run need not wait for them; nor do newcomers without them prolong the wait.
+        Where nobody who once took part may come back, nobody can bring the settled layers that are lacking, and the run
+        need not wait for them; nor do newcomers without them prolong the wait.
         """
         patience, since = self._patience, self._since
         first = again = patience.again
@@ -81,7 +81,7 @@ class Waiting:
             case Phase.CHANGE:
                 first = patience.change
             case Phase.WAIT if state.regress:
-                first = again = patience.holders if may_return else 0.0
+                first = again = patience.holders if roster.astray else 0.0
                 since = self._lacks_since
             case Phase.WAIT:
                 first = again = patience.holders

@@ -278,7 +278,7 @@ class Runtime:
 
     def _loses_patience(self) -> float:
         """When, if nothing happens until then."""
-        return self._waiting.ends(self.state, self.training, bool(self.roster.astray))
+        return self._waiting.ends(self.state, self.training, self.roster)
 
     def _patience_ends(self) -> None:
         self._waiting.ended()

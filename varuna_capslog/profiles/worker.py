@@ -131,7 +131,8 @@ class WorkerGroup:
             WorkerFailure: a worker could not be started.
         """
         while len(self._idle) < len(self._processes):
-            assert not list(self.finished()), "no run is under way"
+            ended = list(self.finished())
+            assert not ended, "no run is under way"
 
     def start(self, worker: int, task: Task, conditions: RunConditions) -> None:
         """Gives an idle worker its next run."""
