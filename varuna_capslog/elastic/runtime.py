@@ -112,7 +112,6 @@ class Runtime:
         self._meet_until = 0.0
         self._before: tuple[Member, ...] = ()
         self._end: End | None = None
-        self._finished: Mapping[str, Any] | None = None
         self._refused: str | None = None
         self._waiting = Waiting(self._patience)
         self.story = Story()
@@ -257,7 +256,6 @@ class Runtime:
         elif kind in ("notice", "hint"):
             self.feed(self._departures.heard(entry))
         elif kind == "finished":
-            self._finished = entry
             self._end_with_others()
 
     def _suspected(self) -> frozenset[Member]:
@@ -269,10 +267,11 @@ class Runtime:
         """All is written, and the others have gone: whoever does not train has no more to do; nor has anybody after a
         failure that is everybody's.
         """
-        if self._finished is None or self._end is not None:
+        finished = self.roster.finished
+        if finished is None or self._end is not None:
             return
-        if self.state.phase is not Phase.RUN or "failure" in self._finished:
-            self._end = End(int(self._finished.get("step", 0)), False, True)
+        if self.state.phase is not Phase.RUN or "failure" in finished:
+            self._end = End(int(finished.get("step", 0)), False, True)
 
     # -- patience -----------------------------------------------------------------------------------------------------
 
