@@ -169,20 +169,21 @@ def serve_store(port: int = 0) -> tuple[StoreServer, int]:
     return server, server.port
 
 
-def open_store(address: str, identity: str | None = None, answer_seconds: float = ANSWER_SECONDS) -> MembershipStore:
+def open_store(address: str, identity: str | None = None, answer_seconds: float | None = None) -> MembershipStore:
     """The store at "host:port", or at "etcd://host:port,.../prefix".
 
     Args:
         identity: of the store that is meant, where the caller knows it; see `TcpMembershipStore`.
+        answer_seconds: after so long without an answer the store counts as gone; None: as each kind has it.
     """
     if "://" in address:
-        from varuna_capslog.elastic.store_etcd import EtcdMembershipStore
+        from varuna_capslog.elastic import store_etcd
 
-        return EtcdMembershipStore(address, identity, answer_seconds)
+        return store_etcd.EtcdMembershipStore(address, identity, answer_seconds or store_etcd.ANSWER_SECONDS)
     host, _, port = address.rpartition(":")
     if not host or not port.isascii() or not port.isdigit():
         raise CapslogError(f"store address {address!r} is not host:port")
-    return TcpMembershipStore(host, int(port), identity, answer_seconds)
+    return TcpMembershipStore(host, int(port), identity, answer_seconds or ANSWER_SECONDS)
 
 
 class TcpMembershipStore:

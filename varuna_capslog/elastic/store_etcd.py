@@ -25,11 +25,16 @@ import torch.distributed as dist
 
 from varuna_capslog.elastic.generation import EMPTY, Generation
 from varuna_capslog.elastic.network import parse_address
-from varuna_capslog.elastic.store import ANSWER_SECONDS, LOOK_SECONDS, Entry, StoreGone, pack_entry, unpack_entry
+from varuna_capslog.elastic.store import LOOK_SECONDS, Entry, StoreGone, pack_entry, unpack_entry
 from varuna_capslog.errors import CapslogError
 
 __all__ = ["EtcdMembershipStore", "EtcdRendezvous", "begin_run"]
 
+ANSWER_SECONDS = 10.0
+"""A cluster that takes longer to answer is gone. One that lost its leader elects another within 1 to 2 s (etcd's own
+default), and again where votes are split."""
+
+_TURN_SECONDS = 0.5
 _PAUSE_SECONDS = 0.05
 _WAIT_SECONDS = 0.005
 _BATCH = 1000
@@ -71,7 +76,7 @@ def begin_run(address: str, lease_seconds: float) -> str:
 class EtcdMembershipStore:
     """See `store.MembershipStore`.
 
-    A call that finds one endpoint dead or without a leader asks the next one, until `answer_seconds` are over.
+    A call that finds one endpoint dead, silent or without a leader asks the next one, until `answer_seconds` are over.
 
     Args:
         address: see `parse_address`.
@@ -396,12 +401,12 @@ class _Etcd:
 
     def call(self, name: str, question: dict[str, Any]) -> dict[str, Any]:
         """The answer of the first endpoint that gives one. Raises StoreGone."""
-        body, until = json.dumps(question).encode(), time.monotonic() + self.answer_seconds
+        body, until, turn = json.dumps(question).encode(), time.monotonic() + self.answer_seconds, 0
         why: object = "nobody was asked"
         while not self._closed:
             number, connection = self._take()
             try:
-                answer = self._ask(connection, name, body, until)
+                answer = self._ask(connection, name, body, min(self._patience(turn), until - time.monotonic()))
             except (OSError, http.client.HTTPException, ValueError) as error:
                 connection.close()
                 why = f"no answer within {self.answer_seconds:g} s" if isinstance(error, TimeoutError) else error
@@ -415,15 +420,19 @@ class _Etcd:
                 if time.monotonic() >= until:
                     raise StoreGone(f"the store at {self.address} is gone: {why}") from error
                 time.sleep(0.0 if stale else _PAUSE_SECONDS)
+                turn += 1
             else:
                 self._give_back(number, connection)
                 return answer
         raise StoreGone(f"this client of the store at {self.address} was closed")
 
-    def _ask(self, connection: http.client.HTTPConnection, name: str, body: bytes, until: float) -> dict[str, Any]:
-        # with several endpoints one that hangs must leave time for another
-        seconds = self.answer_seconds / min(2, len(self._endpoints))
-        connection.timeout = max(0.05, min(seconds, until - time.monotonic()))
+    def _patience(self, turn: int) -> float:
+        """Seconds for one endpoint: those that hang leave time for the others, and one that is slow gets its own."""
+        size = len(self._endpoints)
+        return self.answer_seconds if size == 1 else min(_TURN_SECONDS * 2 ** (turn // size), self.answer_seconds)
+
+    def _ask(self, connection: http.client.HTTPConnection, name: str, body: bytes, seconds: float) -> dict[str, Any]:
+        connection.timeout = max(0.05, seconds)
         if connection.sock is None:
             connection.connect()
         connection.sock.settimeout(connection.timeout)
@@ -439,16 +448,17 @@ class _Etcd:
 
     def watch(self, first: str, end: str) -> _Watch:
         """What is written from now on to keys from `first` on and before `end`."""
-        until = time.monotonic() + self.answer_seconds
+        until, turn = time.monotonic() + self.answer_seconds, 0
         while True:
             self.call("kv/range", {"key": _b64(first)})  # which also finds an endpoint that answers
             host, port = self._endpoints[self._good]
             try:
-                return _Watch(host, port, first, end, self.answer_seconds)
+                return _Watch(host, port, first, end, self._patience(turn))
             except (OSError, http.client.HTTPException, ValueError) as error:
                 if time.monotonic() >= until:
                     raise StoreGone(f"the store at {self.address} is gone: {error}") from error
                 time.sleep(_PAUSE_SECONDS)
+                turn += 1
 
     def close(self) -> None:
         with self._lock:

@@ -35,10 +35,10 @@ def install() -> None:
     line = Line(address)
 
     def opened(
-        address: str, identity: str | None = None, answer_seconds: float = store.ANSWER_SECONDS
+        address: str, identity: str | None = None, answer_seconds: float | None = None
     ) -> store.TcpMembershipStore:
         where, _, port = address.rpartition(":")
-        found = RelayedStore(where, int(port), identity, answer_seconds)
+        found = RelayedStore(where, int(port), identity, answer_seconds or store.ANSWER_SECONDS)
         found.relay(line, host)
         return found
 
