@@ -23,6 +23,7 @@ from varuna_capslog.elastic.rig.etcd_servers import EtcdServers
 from varuna_capslog.elastic.store import StoreGone, TcpMembershipStore, open_store, serve_store
 from varuna_capslog.elastic.store_etcd import EtcdMembershipStore, begin_run
 from varuna_capslog.errors import CapslogError
+from varuna_capslog.processes import is_stopped
 
 SERVER = """
 import sys, time
@@ -309,6 +310,8 @@ def test_a_store_that_hangs_is_gone_within_the_bound_and_followers_hear_it_by_th
         one.follow(lambda entry: None, lost.append)
         one.append({"kind": "x"})
         process.send_signal(signal.SIGSTOP)
+        # its threads stop one by one, and one of them may still answer
+        wait_until(lambda: all(is_stopped(int(thread)) for thread in os.listdir(f"/proc/{process.pid}/task")), 10)
         for call in (one.read, lambda: one.get("k"), one.rendezvous, lambda: one.append({"kind": "x"})):
             with pytest.raises(StoreGone, match=r"no answer within 0\.5 s"):
                 call()
