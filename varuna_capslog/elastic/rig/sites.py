@@ -40,6 +40,8 @@ __all__ = ["Field", "Site", "children_of", "machine_of"]
 STORE_HOST = "store"
 _LOOK_SECONDS = 0.005
 _ASK_AGAIN_SECONDS = 0.7
+_LIST_SECONDS = 0.05
+_READ_ALL_SECONDS = 1.0
 _SILENT_SECONDS = 3.0
 
 
@@ -88,7 +90,7 @@ class Field:
         self._count = itertools.count()
         self._tails: dict[str, int] = {}
         self._wrote: dict[str, float] = {}
-        self._listed = 0.0
+        self._listed = self._read_all = 0.0
         self._requested = 0.0
         self._stack = contextlib.ExitStack()
         self._relay = self._line = None
@@ -278,17 +280,19 @@ class Field:
     def _read(self) -> list[Stepped]:
         folder = records_folder(self.run_dir)
         now = time.monotonic()
-        listed = now - self._listed > 0.05
-        if listed:
+        if now - self._listed > _LIST_SECONDS:
             self._listed = now
             with contextlib.suppress(FileNotFoundError):
                 for name in os.listdir(folder):
                     if name.startswith(f"{self.number}-"):
                         self._tails.setdefault(name, 0)
         lines: list[dict[str, Any]] = []
+        everyone = now - self._read_all > _READ_ALL_SECONDS
+        if everyone:
+            self._read_all = now
         for name, at in self._tails.items():
-            if not listed and now - self._wrote.get(name, now) > _SILENT_SECONDS:
-                continue  # most have ended long ago
+            if not everyone and now - self._wrote.get(name, now) > _SILENT_SECONDS:
+                continue  # most have ended long ago: of thousands, every one would be opened at each look
             with open(folder / name, "rb") as file:
                 file.seek(at)
                 data = file.read()
@@ -389,7 +393,7 @@ class Field:
             if time.monotonic() > until:
                 return False
             self.turn()
-        self._listed = 0.0  # all files are read once more, those that were silent for long as well
+        self._listed = self._read_all = 0.0  # all files once more, those that were silent for long as well
         self.turn()
         return True
 
