@@ -120,14 +120,20 @@ def histories(first: int, count: int, seconds: float, members: int | None, ladde
     )
 
 
-def search(name: str, most: int, path: Path) -> None:
-    """Explores one scenario, to its end or until `most` states."""
+def search(name: str, most: int, deep: bool, path: Path) -> None:
+    """Explores one scenario, to its end or until `most` states; `deep`: see `explore`."""
     options = dict(SCENARIOS[name])
     job = make_job(3, 1, sync=options.pop("sync", True), shadows=options.pop("shadows", False))
     began = time.process_time()
-    found = explore(Scenario(job=job, **options), most=most)
+
+    def tell(states: int, waiting: int) -> None:
+        seconds = time.process_time() - began
+        print(f"{name}: {states:,} states, {waiting:,} waiting, {seconds:,.0f} s", file=sys.stderr, flush=True)
+
+    found = explore(Scenario(job=job, **options), most=most, deep=deep, tell=tell)
     line = {"part": "search", "scenario": name, "states": found.states, "transitions": found.transitions}
     line |= {"complete": found.complete, "stuck": found.stuck if found.complete else None}
+    line |= {"peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024}
     append(path, {**line, "cpu_seconds": round(time.process_time() - began, 1)})
     if found.stuck:
         raise SystemExit("no way on after\n" + "\n".join(map(str, found.trace)))
@@ -192,13 +198,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1e9, help="processor seconds after which seeds end")
     parser.add_argument("--search", nargs="*", default=[], help=f"scenarios: all, or of {list(SCENARIOS)}")
     parser.add_argument("--most", type=int, default=2_000_000, help="states after which a search is cut off")
+    parser.add_argument("--deep", action="store_true", help="search depth first: far less memory, no shortest path")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--total", action="store_true", help="write the sums of the results file into the README")
     given = parser.parse_args()
     if given.histories:
         histories(given.first, given.histories, given.seconds, given.members, given.ladder, given.results)
     for name in SCENARIOS if given.search == ["all"] else given.search:
-        search(name, given.most, given.results)
+        search(name, given.most, given.deep, given.results)
     if given.total:
         total(given.results, README)
 

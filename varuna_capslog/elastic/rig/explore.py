@@ -1,4 +1,4 @@
-"""All interleavings of a few members and a few faults: a breadth-first search over the states of the world.
+"""All interleavings of a few members and a few faults: a search over the states of the world.
 
 Every event that could come next is tried from every state that can be reached: deliveries late, in any order or never;
 the store's operation at any later time; a fault before and after every single action. Safety is what `World` checks on
@@ -12,8 +12,10 @@ tallies, or value by value (`singly`).
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +25,8 @@ from varuna_capslog.elastic.rig.mail import Action, MailWorld, Scenario
 from varuna_capslog.elastic.rig.world import Transition
 
 __all__ = ["Exploration", "Scenario", "explore"]
+
+_TELL = 100_000
 
 
 @dataclass
@@ -41,43 +45,60 @@ def explore(
     transition: Transition = protocol.step,
     compare: bool = True,
     most: int = 10_000_000,
+    deep: bool = False,
+    tell: Callable[[int, int], None] | None = None,
 ) -> Exploration:
     """Explores a scenario to its end, or until `most` states were found.
 
     State of the search: a world; transition: one action; visited worlds are known by the numbers of their parts.
 
+    Args:
+        deep: depth first instead of breadth first: only the worlds along one way are kept, for searches of millions
+            of states, but the path to a violation is not the shortest.
+        tell: called after every 100,000 states with how many were found and how many of them wait to be visited.
+
     Raises:
         Violation: with the actions that lead there.
     """
     parts: dict[Any, int] = {}
-    seen: dict[tuple[int, ...], int] = {}
-    came: list[tuple[int, Action]] = []
+    seen: dict[bytes, int] = {}
+    came, picks = array("l"), array("H")  # of each state: the one before it, and which of its actions led here
     sources, targets = array("l"), array("l")
     good = array("l")
 
     def number(world: MailWorld) -> tuple[int, bool]:
-        key = tuple([parts.setdefault(part, len(parts)) for part in world.key()])
-        found = seen.setdefault(key, len(seen))
-        return found, found == len(seen) - 1 and found == len(came)
+        key = array("I", [parts.setdefault(part, len(parts)) for part in world.key()]).tobytes()
+        count = len(seen)
+        found = seen.setdefault(key, count)
+        return found, found == count
 
-    def trace(state: int) -> tuple[Action, ...]:
-        path: list[Action] = []
+    def trace(state: int) -> list[Action]:
+        """The way there, made once more."""
+        path: list[int] = []
         while state:
-            state, action = came[state]
-            path.append(action)
-        return tuple(reversed(path))
+            path.append(picks[state])
+            state = came[state]
+        world, actions = first, []
+        for pick in reversed(path):
+            actions.append(_pick(world, pick))
+            world = world.after(actions[-1])
+        return actions
 
     first = MailWorld(scenario, transition, compare)
     first.begin()
     number(first)
-    came.append((0, ()))
+    came.append(0)
+    picks.append(0)
     queue = deque([(0, first)])
-    transitions = 0
+    transitions = told = 0
     while queue and len(seen) < most:
-        at, world = queue.popleft()
+        if tell is not None and len(seen) // _TELL > told:
+            told = len(seen) // _TELL
+            tell(len(seen), len(queue))
+        at, world = queue.pop() if deep else queue.popleft()
         if world.done():
             good.append(at)
-        for action, fault in world.actions():
+        for pick, (action, fault) in enumerate(world.actions()):
             transitions += 1
             try:
                 following = world.after(action)
@@ -86,14 +107,20 @@ def explore(
                 raise type(error)(f"{error}\nafter\n{path}") from error
             found, new = number(following)
             if new:
-                came.append((at, action))
+                came.append(at)
+                picks.append(pick)
                 queue.append((found, following))
             if not fault:
                 sources.append(at)
                 targets.append(found)
     complete = not queue
     stuck = _stuck(len(seen), sources, targets, good) if complete else []
-    return Exploration(len(seen), transitions, complete, len(stuck), trace(stuck[0]) if stuck else ())
+    return Exploration(len(seen), transitions, complete, len(stuck), tuple(trace(stuck[0])) if stuck else ())
+
+
+def _pick(world: MailWorld, number: int) -> Action:
+    """One of the actions that could come next."""
+    return next(itertools.islice(world.actions(), number, None))[0]
 
 
 def _stuck(count: int, sources: array[int], targets: array[int], good: array[int]) -> list[int]:
