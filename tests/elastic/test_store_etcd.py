@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import signal
@@ -22,10 +23,11 @@ from tests.elastic.etcd import start_etcd
 from tests.elastic.test_script import run_here
 from varuna_capslog import files
 from varuna_capslog.commands.host import check_address
+from varuna_capslog.elastic.begin import wait_for_store
 from varuna_capslog.elastic.generation import EMPTY
 from varuna_capslog.elastic.network import first_endpoint, network_variables
 from varuna_capslog.elastic.rig.etcd_servers import EtcdServers
-from varuna_capslog.elastic.store import StoreGone, open_store
+from varuna_capslog.elastic.store import MembershipStore, StoreGone, open_store
 from varuna_capslog.elastic.store_etcd import EtcdMembershipStore, begin_run
 from varuna_capslog.engine.communicator import connect_group
 from varuna_capslog.errors import CapslogError
@@ -39,6 +41,26 @@ def wait_until(condition: Callable[[], Any], seconds: float = 30.0) -> None:
     while not condition():
         assert time.monotonic() < until, "waited in vain"
         time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def living(store: MembershipStore) -> Iterator[None]:
+    """A machine gives signs of life meanwhile."""
+    ended = threading.Event()
+
+    def beat() -> None:
+        for number in itertools.count(1):
+            store.put("lease/h", str(number))
+            if ended.wait(0.2):
+                return
+
+    with ThreadPoolExecutor(1) as threads:
+        beats = threads.submit(beat)
+        try:
+            yield
+        finally:
+            ended.set()
+        beats.result()
 
 
 @pytest.fixture(scope="module")
@@ -137,25 +159,32 @@ def test_a_run_that_lives_is_not_removed_by_another(cluster: EtcdServers) -> Non
     begin_run(address, 0.4)
     one = open_store(address)
     one.put("lease/h", "0")
-    ended = threading.Event()
-
-    def live() -> None:
-        for beat in itertools.count(1):
-            one.put("lease/h", str(beat))
-            if ended.wait(0.2):
-                return
-
-    with ThreadPoolExecutor(1) as threads:
-        lives = threads.submit(live)
-        try:
-            with pytest.raises(CapslogError, match="a run is going on"):
-                begin_run(address, 4.0)
-        finally:
-            ended.set()
-        lives.result()
+    with living(one), pytest.raises(CapslogError, match="a run is going on"):
+        begin_run(address, 4.0)
     one.look()
     assert begin_run(address, 0.4) != one.identity  # silent for long enough
     one.close()
+
+
+def test_a_machine_that_comes_early_waits_for_the_next_run_and_not_for_one_that_has_ended(cluster: EtcdServers) -> None:
+    address = cluster.address("early")
+    begin_run(address, 0.4)
+    ended = open_store(address)
+    ended.put("first-plan", "1")
+    ended.put("lease/h", "7")
+    with pytest.raises(CapslogError, match=r"no machine of the run there gives a sign of life.*--serve"):
+        wait_for_store(address, 1.5, lambda line: None)
+    with ThreadPoolExecutor(1) as threads:
+        early = threads.submit(wait_for_store, address, 60.0, lambda line: None)
+        time.sleep(1.0)
+        assert not early.done()
+        begin_run(address, 0.4)
+        begun = open_store(address)
+        begun.put("first-plan", "1")
+        with living(begun):
+            assert early.result() == begun.identity != ended.identity
+    ended.close()
+    begun.close()
 
 
 def test_addresses() -> None:

@@ -178,17 +178,24 @@ def _environment(config: Config, store: str) -> dict[str, str]:
 
 
 def wait_for_store(store: str, seconds: float, say: Callable[[str], None]) -> str:
-    """The identity of the store, once it says with which plan the run begins."""
+    """The identity of the store, once it says with which plan the run begins, and the run is one that lives: a store
+    that outlives machines may hold one that has ended.
+    """
     until, told = time.monotonic() + seconds, False
+    signs: dict[str, Sequence[str]] = {}
     while True:
         try:
             client = open_store(store)
             try:
-                if client.get("first-plan", wait_seconds=_LOOK_SECONDS) is not None:
-                    return client.identity
+                if client.get("first-plan", wait_seconds=_LOOK_SECONDS) is None:
+                    why = "it does not say with which plan the run begins"
+                else:
+                    before, now = signs.get(client.identity), client.signs()
+                    if now is None or before not in (None, now):
+                        return client.identity
+                    signs[client.identity], why = now, "no machine of the run there gives a sign of life"
             finally:
                 client.close()
-            why = "it does not say with which plan the run begins"
         except StoreGone as error:
             why = str(error)
         if time.monotonic() >= until:

@@ -117,6 +117,9 @@ class MembershipStore(Protocol):
     def look(self) -> None:
         """Return if the store answers."""
 
+    def signs(self) -> Sequence[str] | None:
+        """What changes as long as machines of the run live; None: the store ends with them, so its answer is a sign."""
+
     def close(self) -> None:
         """End all connections and followers of this client."""
 
@@ -310,6 +313,9 @@ class TcpMembershipStore:
     def look(self) -> None:
         """Return if the store answers."""
         self._call(lambda client: client.check(["identity"]))
+
+    def signs(self) -> None:
+        """See `MembershipStore`: the server is a process of the run."""
 
     # -- the log ---------------------------------------------------------------------------------------------------
 

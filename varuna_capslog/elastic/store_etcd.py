@@ -56,12 +56,11 @@ def begin_run(address: str, lease_seconds: float) -> str:
     etcd, identity = _Etcd(address, endpoints, ANSWER_SECONDS), uuid.uuid4().hex
     try:
         before = etcd.get(f"{prefix}/current")
-        leases = f"{prefix}/{before}/key/lease/"
-        signs = etcd.range(leases, _after(leases), _BATCH) if before else []
+        signs = _leases(etcd, f"{prefix}/{before}") if before else []
         until = time.monotonic() + lease_seconds / 2
         while signs and time.monotonic() < until:
             time.sleep(_PAUSE_SECONDS)
-            if etcd.range(leases, _after(leases), _BATCH) != signs:
+            if _leases(etcd, f"{prefix}/{before}") != signs:
                 raise CapslogError(
                     f"a run is going on in the store at {address}: join it with --store, or choose another prefix"
                 )
@@ -164,6 +163,9 @@ class EtcdMembershipStore:
     def look(self) -> None:
         """Return if the store answers and still holds the run."""
         self._check(self._etcd.get(f"{self._root}/identity"))
+
+    def signs(self) -> Sequence[str]:
+        return _leases(self._etcd, self._root)
 
     def _check(self, identity: str | None) -> None:
         if identity != self.identity:
@@ -533,6 +535,12 @@ class _Watch:
                     self._found.put([(_text(one["key"]), _text(one.get("value", ""))) for one in written])
         self._found.put(None)
         self._connection.close()
+
+
+def _leases(etcd: _Etcd, root: str) -> list[str]:
+    """The signs of life that the machines of a run have given."""
+    first = f"{root}/key/lease/"
+    return etcd.range(first, _after(first), _BATCH)
 
 
 def _absent(key: str) -> dict[str, str]:
