@@ -167,6 +167,19 @@ def test_with_shadows_a_change_waits_until_all_are_prepared_or_one_is_in_a_hurry
         assert 2 not in group.states[0].missing  # it came ahead, and was kept current
 
 
+def test_a_change_that_brings_nothing_here_ends_the_wait_for_what_an_earlier_one_brought() -> None:
+    first = frozenset({("leave", "m2")})
+    second = first | {("join", "m3")}
+    group = Group(3, shadows=True, redundancy=0)
+    group.tally(0, 1, 2)
+    group.install()
+    group.feed(0, m.Prepared(1, first, frozenset({2})))
+    group.feed(0, m.Computed(1, 1))
+    assert not group.states[0].cast  # it follows layer 2, whose gradients are not here
+    group.feed(0, m.Prepared(1, second, frozenset()))
+    assert [effect.value.prepared for effect in group.said(0, m.Cast)[1:]] == [second]  # the first round's came before
+
+
 def test_a_hint_copies_ahead_in_every_generation_and_changes_no_membership() -> None:
     hint = frozenset({("leave", "m2")})
     for shadows in (True, False):

@@ -320,6 +320,26 @@ def test_a_store_that_hangs_is_gone_within_the_bound_and_followers_hear_it_by_th
         assert one.read() == EMPTY, "a store that answers again, and is the same, serves again"
 
 
+def test_a_connection_that_is_slow_to_open_gets_another_beside_it(port, monkeypatch):
+    asked, answered, ask = [], threading.Event(), store._identity
+
+    def first_waits(client):
+        asked.append(client)
+        if len(asked) == 1:
+            answered.wait(20)
+        return ask(client)
+
+    monkeypatch.setattr(store, "_identity", first_waits)
+    try:
+        with client(port) as one:
+            assert not answered.is_set()
+            one.append({"kind": "x"})
+            assert one.length() == 1
+            answered.set()
+    finally:
+        answered.set()
+
+
 def test_a_cut_connection_is_opened_again_and_a_follower_misses_nothing(port):
     with relay(port) as between, client(between.port) as far, client(port) as near:
         heard: list[dict] = []

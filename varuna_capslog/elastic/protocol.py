@@ -274,4 +274,5 @@ def _prepared(state: State, event: m.Prepared) -> Step:
         return state, ()
     held = state.held | {(layer, state.at) for layer in event.layers}
     shadows = event.layers - state.own - state.copies
-    return replace(state, prepared=event.changes, shadows=shadows, held=held), ()
+    # a change for which nothing comes here may take away all that the vote waited for
+    return _cast_if_ready(replace(state, prepared=event.changes, shadows=shadows, held=held))

@@ -36,6 +36,8 @@ __all__ = [
     "unpack_entry",
 ]
 
+_MOST_BESIDE = 2
+
 Value = TypeVar("Value")
 Entry = dict[str, Any]
 
@@ -44,6 +46,9 @@ ANSWER_SECONDS = 3.0
 
 OPEN_SECONDS = 12.0
 """For a new connection: torch asks the name server for the name of every peer, and one lost answer costs 5 s."""
+
+BESIDE_SECONDS = 0.3
+"""After so long another connection is tried beside one that is being opened: the next question is seldom lost, too."""
 
 LOOK_SECONDS = 1.0
 """How often a follower asks whether the store is still there: a connection that was cut off says nothing."""
@@ -220,6 +225,7 @@ class TcpMembershipStore:
         self._lock = threading.Lock()
         self._idle: list[_Line] = []
         self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+        self._opening: dict[concurrent.futures.Future[str], threading.Thread] = {}
         self._followers: list[_Follower] = []
         self._closed = False
         self._position = 0  # entries of the log that were read, by any call
@@ -305,10 +311,13 @@ class TcpMembershipStore:
             follower.stop()
         for line in lines:
             line.close()
-        # A thread that is in C++ while Python ends aborts the process. One that waits in the store cannot be woken.
-        until = time.monotonic() + CLOSE_SECONDS
-        for thread in threads:
-            thread.join(max(0.0, until - time.monotonic()))
+        opening = list(self._opening.values())
+        # A thread that is in C++ while Python ends aborts the process. One that waits in the store cannot be woken, but
+        # one that asks the name server comes back.
+        for some, seconds in ((opening, OPEN_SECONDS / 2), (threads, CLOSE_SECONDS)):
+            until = time.monotonic() + seconds
+            for thread in some:
+                thread.join(max(0.0, until - time.monotonic()))
 
     def look(self) -> None:
         """Return if the store answers."""
@@ -378,20 +387,38 @@ class TcpMembershipStore:
             socket.create_connection((self.host, self.port), self.answer_seconds).close()
         except OSError as error:
             raise StoreGone(f"the store at {self.address} is gone: {error.strerror or error}") from error
-        line = _Line(self.host, self.port, OPEN_SECONDS)
-        with self._lock:
-            self._threads.add(line.thread)
-        try:
-            identity = line.call(_identity, max(self.open_seconds, self.answer_seconds))
-        except BaseException:
-            line.close()
-            raise
+        line, identity = self._first_to_answer(max(self.open_seconds, self.answer_seconds))
         with self._lock:
             self.identity = self.identity or identity
         if identity != self.identity:
             line.close()
             raise StoreGone(f"the store at {self.address} was started anew: it knows nothing of this run")
         return line
+
+    def _first_to_answer(self, seconds: float) -> tuple[_Line, str]:
+        """A new connection and what the server calls itself. One that takes long gets another beside it."""
+        until = time.monotonic() + seconds
+        lines: dict[concurrent.futures.Future[str], _Line] = {}
+        try:
+            while True:
+                line = _Line(self.host, self.port, seconds)
+                lines[question := line.send(_identity)] = line
+                with self._lock:
+                    self._threads.add(line.thread)
+                    self._opening[question] = line.thread
+                question.add_done_callback(lambda answered: self._opening.pop(answered, None))
+                wait = until - time.monotonic()
+                if len(lines) < _MOST_BESIDE:
+                    wait = min(wait, BESIDE_SECONDS)
+                done = concurrent.futures.wait(lines, max(0.0, wait), concurrent.futures.FIRST_COMPLETED).done
+                if done:
+                    identity = (answer := done.pop()).result()
+                    return lines.pop(answer), identity
+                if time.monotonic() >= until:
+                    raise concurrent.futures.TimeoutError
+        finally:
+            for other in lines.values():
+                other.close()
 
     def line(self) -> _Line:
         """A connection of the caller's own, to be closed by it."""

@@ -50,6 +50,14 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "2 crashes and join": {"faults": 2, "kinds": ("crash",), "members": 2},
     "crash, hiccup, store and notice": {"faults": 1, "kinds": ("crash", "hiccup", "store"), "leaves": 1},
     "notice, shadows": {"faults": 0, "leaves": 1, "shadows": True},
+    "notice and join, 3 steps, shadows, no copies": {
+        "faults": 0,
+        "leaves": 1,
+        "members": 2,
+        "steps": 3,
+        "shadows": True,
+        "redundancy": 0,
+    },
     "2 hints, shadows": {"faults": 0, "hints": 2, "shadows": True},
     "hint and notice, shadows": {"faults": 0, "hints": 1, "leaves": 1, "shadows": True},
     "crash and hint, shadows": {"faults": 1, "kinds": ("crash",), "hints": 1, "shadows": True},
@@ -123,7 +131,8 @@ def histories(first: int, count: int, seconds: float, members: int | None, ladde
 def search(name: str, most: int, deep: bool, path: Path) -> None:
     """Explores one scenario, to its end or until `most` states; `deep`: see `explore`."""
     options = dict(SCENARIOS[name])
-    job = make_job(3, 1, sync=options.pop("sync", True), shadows=options.pop("shadows", False))
+    redundancy = options.get("redundancy", 1)
+    job = make_job(3, redundancy, sync=options.pop("sync", True), shadows=options.pop("shadows", False))
     began = time.process_time()
 
     def tell(states: int, waiting: int) -> None:
