@@ -10,6 +10,7 @@ import pytest
 
 from varuna_capslog.elastic import changes, messages, protocol, recovery
 from varuna_capslog.elastic.rig.explore import Scenario, explore
+from varuna_capslog.elastic.rig.mail import MailWorld
 from varuna_capslog.elastic.rig.world import Transition, Violation, make_job
 from varuna_capslog.elastic.state import Job, Phase, State, Step
 
@@ -160,8 +161,37 @@ def test_the_search_finds_a_broken_protocol(
         explore(Scenario(**options), transition, compare)
 
 
-def test_the_search_finds_a_protocol_that_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(changes, "tick", lambda state: (state, ()))
-    found = explore(Scenario(faults=1, kinds=("hiccup",)))
+@pytest.mark.parametrize("deep", [False, True])
+def test_the_search_finds_a_protocol_that_stands_still_and_a_way_there(
+    monkeypatch: pytest.MonkeyPatch, deep: bool
+) -> None:
+    tick = changes.tick
+    monkeypatch.setattr(changes, "tick", lambda state: (state, ()) if state.at.step else tick(state))
+    scenario = Scenario(faults=1, kinds=("hiccup",))
+    found = explore(scenario, deep=deep)
     assert found.stuck > 0
-    assert found.trace
+    assert len(found.trace) > 3, "a step is made before"
+    world = MailWorld(scenario, protocol.step, True)
+    world.begin()
+    for action in found.trace:
+        world = world.after(action)
+    assert not leads_on(world)
+
+
+def leads_on(first: MailWorld) -> bool:
+    """Whether a world comes to a good end without further faults."""
+    seen, stack = {first.key()}, [first]
+    while stack:
+        world = stack.pop()
+        if world.done():
+            return True
+        for following in [world.after(action) for action, fault in world.actions() if not fault]:
+            if following.key() not in seen:
+                seen.add(following.key())
+                stack.append(following)
+    return False
+
+
+def test_depth_first_finds_the_same_states() -> None:
+    scenario = Scenario(faults=1, kinds=("crash",), members=1, processes=2, job=make_job(2))
+    assert explore(scenario, deep=True) == explore(scenario)

@@ -340,6 +340,28 @@ def test_a_connection_that_is_slow_to_open_gets_another_beside_it(port, monkeypa
         answered.set()
 
 
+def test_closing_waits_for_a_connection_that_is_being_opened(port, monkeypatch):
+    """Its thread is in C++, and would abort a process that ends meanwhile."""
+    asked, answered, ask = threading.Event(), threading.Event(), store._identity
+
+    def waits(client):
+        asked.set()
+        answered.wait(20)
+        return ask(client)
+
+    one = TcpMembershipStore("127.0.0.1", port)
+    wait_until(lambda: not one._opening)
+    monkeypatch.setattr(store, "_identity", waits)
+    one.line().close()
+    one._want_spare()
+    assert asked.wait(10)
+    opening = list(one._opening.values())
+    assert opening
+    threading.Timer(2 * store.CLOSE_SECONDS, answered.set).start()
+    one.close()
+    assert not any(thread.is_alive() for thread in opening)
+
+
 def test_a_cut_connection_is_opened_again_and_a_follower_misses_nothing(port):
     with relay(port) as between, client(between.port) as far, client(port) as near:
         heard: list[dict] = []

@@ -36,8 +36,6 @@ __all__ = [
     "unpack_entry",
 ]
 
-_MOST_BESIDE = 2
-
 Value = TypeVar("Value")
 Entry = dict[str, Any]
 
@@ -56,6 +54,7 @@ LOOK_SECONDS = 1.0
 CLOSE_SECONDS = 0.5
 _FOR_EVER = datetime.timedelta(days=7)  # it waits in poll(), which counts milliseconds in an int
 _LARGEST_BATCH = 256
+_MOST_BESIDE = 2
 
 
 class StoreGone(CapslogError):
@@ -185,13 +184,13 @@ def open_store(address: str, identity: str | None = None, answer_seconds: float 
         answer_seconds: after so long without an answer the store counts as gone; None: as each kind has it.
     """
     if "://" in address:
-        from varuna_capslog.elastic import store_etcd
+        from varuna_capslog.elastic.store_etcd import EtcdMembershipStore
 
-        return store_etcd.EtcdMembershipStore(address, identity, answer_seconds or store_etcd.ANSWER_SECONDS)
+        return EtcdMembershipStore(address, identity, answer_seconds)
     host, _, port = address.rpartition(":")
     if not host or not port.isascii() or not port.isdigit():
         raise CapslogError(f"store address {address!r} is not host:port")
-    return TcpMembershipStore(host, int(port), identity, answer_seconds or ANSWER_SECONDS)
+    return TcpMembershipStore(host, int(port), identity, answer_seconds)
 
 
 class TcpMembershipStore:
@@ -202,7 +201,7 @@ class TcpMembershipStore:
 
     Args:
         identity: which server it must be; None: the first one that answers.
-        answer_seconds: after so long without an answer the store counts as gone.
+        answer_seconds: after so long without an answer the store counts as gone; None: `ANSWER_SECONDS`.
         open_seconds: the same for an answer on a new connection.
 
     Raises:
@@ -214,12 +213,12 @@ class TcpMembershipStore:
         host: str,
         port: int,
         identity: str | None = None,
-        answer_seconds: float = ANSWER_SECONDS,
+        answer_seconds: float | None = None,
         open_seconds: float = OPEN_SECONDS,
     ) -> None:
         self.host = host
         self.port = port
-        self.answer_seconds = answer_seconds
+        self.answer_seconds = answer_seconds or ANSWER_SECONDS
         self.open_seconds = open_seconds
         self.identity = identity or ""
         self._lock = threading.Lock()

@@ -80,15 +80,16 @@ class EtcdMembershipStore:
     Args:
         address: see `parse_address`.
         identity: which run it must be; None: the one that was begun last under the prefix.
+        answer_seconds: None: `ANSWER_SECONDS`.
 
     Raises:
         StoreGone: nobody answers there, or the run is not there (any more).
     """
 
-    def __init__(self, address: str, identity: str | None = None, answer_seconds: float = ANSWER_SECONDS) -> None:
+    def __init__(self, address: str, identity: str | None = None, answer_seconds: float | None = None) -> None:
         self.address = address
         endpoints, prefix = parse_address(address)
-        self._etcd = _Etcd(address, endpoints, answer_seconds)
+        self._etcd = _Etcd(address, endpoints, answer_seconds or ANSWER_SECONDS)
         self._lock = threading.Lock()
         self._followers: list[_Follower] = []
         self._kept: deque[EtcdRendezvous] = deque(maxlen=_KEPT)

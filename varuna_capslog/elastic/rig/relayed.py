@@ -38,7 +38,7 @@ def install() -> None:
         address: str, identity: str | None = None, answer_seconds: float | None = None
     ) -> store.TcpMembershipStore:
         where, _, port = address.rpartition(":")
-        found = RelayedStore(where, int(port), identity, answer_seconds or store.ANSWER_SECONDS)
+        found = RelayedStore(where, int(port), identity, answer_seconds)
         found.relay(line, host)
         return found
 
