@@ -18,10 +18,10 @@ from varuna_capslog.elastic.state import Job, Phase, State, Step
 @pytest.mark.parametrize(
     ("options", "least"),
     [
-        ({"faults": 2, "kinds": ("crash", "store")}, 12_000),
-        ({"faults": 2, "kinds": ("crash",), "job": make_job(3, sync=False)}, 9_000),
-        ({"faults": 1, "kinds": ("crash",), "singly": True}, 9_000),
-        ({"faults": 1, "kinds": ("crash",), "members": 2}, 9_000),
+        ({"faults": 2, "kinds": ("crash", "store")}, 9_000),
+        ({"faults": 2, "kinds": ("crash",), "job": make_job(3, sync=False)}, 7_000),
+        ({"faults": 1, "kinds": ("crash",), "singly": True}, 7_000),
+        ({"faults": 1, "kinds": ("crash",), "members": 2}, 7_000),
         ({"faults": 0, "leaves": 1}, 1_000),
         ({"faults": 0, "leaves": 1, "job": make_job(3, shadows=True)}, 1_500),
         ({"faults": 0, "hints": 1, "job": make_job(3, shadows=True)}, 800),

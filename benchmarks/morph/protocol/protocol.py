@@ -71,9 +71,16 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "late notice and join": {"faults": 0, "late": 1, "members": 2},
     "2 crashes and late notice": {"faults": 2, "kinds": ("crash",), "late": 1},
     "crash, join and late notice": {"faults": 1, "kinds": ("crash",), "late": 1, "members": 2},
-    "2 of crash, hang": {"faults": 2, "kinds": ("crash", "hang")},
-    "2 of crash, cut": {"faults": 2, "kinds": ("crash", "cut")},
-    "2 of all": {"faults": 2},
+    "2 of hiccup, store": {"faults": 2, "kinds": ("hiccup", "store")},
+    "crash and hang": {"faults": 2, "kinds": ("crash", "hang"), "once": True},
+    "crash and cut": {"faults": 2, "kinds": ("crash", "cut"), "once": True},
+    "hang and store": {"faults": 2, "kinds": ("hang", "store"), "once": True},
+    "cut and store": {"faults": 2, "kinds": ("cut", "store"), "once": True},
+    "hang and hiccup": {"faults": 2, "kinds": ("hang", "hiccup"), "once": True},
+    "cut and hiccup": {"faults": 2, "kinds": ("cut", "hiccup"), "once": True},
+    "2 hangs": {"faults": 2, "kinds": ("hang",)},
+    "hang and cut": {"faults": 2, "kinds": ("hang", "cut"), "once": True},
+    "2 cuts": {"faults": 2, "kinds": ("cut",)},
 }
 
 

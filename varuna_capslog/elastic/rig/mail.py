@@ -6,15 +6,16 @@ equal for worlds with the same future.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from varuna_capslog.elastic import messages as m
 from varuna_capslog.elastic.ahead import find_ahead
 from varuna_capslog.elastic.recovery import Seat
+from varuna_capslog.elastic.rig.forgetting import adopts, brought, living, valid
 from varuna_capslog.elastic.rig.world import Transition, World, make_job
-from varuna_capslog.elastic.state import Job, Phase, newcomer
+from varuna_capslog.elastic.state import Job, Phase, State, newcomer
 
 __all__ = ["Action", "MailWorld", "Scenario"]
 
@@ -31,6 +32,7 @@ class Scenario:
         members: processes in generation 1 from the beginning; the rest of `processes` come as newcomers.
         faults: how many of `kinds` strike, at any moment each.
         kinds: "crash", "hang", "cut", "store", "hiccup" (communication fails, nobody is lost).
+        once: each of them strikes at most once.
         leaves: how many members get a notice, at any moment.
         hints: how many times a member hears that one, itself or another, may be told to leave; at any moment.
         late: how many members get a notice that leaves no time for the move, so that a checkpoint is to come first.
@@ -44,6 +46,7 @@ class Scenario:
     processes: int = 3
     faults: int = 1
     kinds: tuple[str, ...] = ("crash", "hang", "cut", "store", "hiccup")
+    once: bool = False
     leaves: int = 0
     hints: int = 0
     late: int = 0
@@ -66,7 +69,8 @@ class MailWorld(World):
         self.cut: frozenset[int] = frozenset()  # those cut off from the rest
         self.store_cut = False  # the store is with them
         self.store_up = True
-        self.faults, self.leaves, self.hasty = scenario.faults, scenario.leaves, scenario.hasty
+        self.faults, self.kinds = scenario.faults, scenario.kinds
+        self.leaves, self.hasty = scenario.leaves, scenario.hasty
         self.hints, self.late = scenario.hints, scenario.late
         self.comers = scenario.processes - scenario.members
         for number in range(scenario.processes):
@@ -258,7 +262,7 @@ class MailWorld(World):
     def _faults(self) -> Iterator[tuple[Action, bool]]:
         if not self.faults:
             return
-        kinds = self.scenario.kinds
+        kinds = self.kinds
         running = [i for i in range(len(self.states)) if self.alive[i] and self.states[i].phase is not Phase.STOPPED]
         inside = [i for i in running if self.states[i].phase is not Phase.OUTSIDE or self.states[i].wants_in]
         for i in inside:
@@ -277,21 +281,31 @@ class MailWorld(World):
 
     # -- doing it ------------------------------------------------------------------------------------------------------
 
-    def after(self, action: Action) -> MailWorld:
-        """The world after an action; this one is left as it is."""
-        world = MailWorld.__new__(MailWorld)
+    def copy(self) -> MailWorld:
+        """This world once more, to change."""
+        world = type(self).__new__(type(self))
         world.__dict__.update(self.__dict__)
         for name in ("states", "alive", "memory", "left"):
             setattr(world, name, list(getattr(self, name)))
         for name in ("records", "parents", "bases", "rounds", "behind", "saves"):
             setattr(world, name, dict(getattr(self, name)))
         world.casts = {key: dict(values) for key, values in self.casts.items()}
+        return world
+
+    def after(self, action: Action) -> MailWorld:
+        """The world after an action; this one is left as it is."""
+        world = self.copy()
         world.do(action)
         world.tidy()
         return world
 
     def do(self, action: Action) -> None:
         """Carries out an action in this world."""
+        kind = "store" if action[0] == "lose store" else action[0]
+        if kind in self.scenario.kinds:
+            self.faults -= 1
+            if self.scenario.once:
+                self.kinds = tuple(other for other in self.kinds if other != kind)
         match action:
             case ("mail", entry):
                 self._deliver(entry)
@@ -313,7 +327,6 @@ class MailWorld(World):
             case ("suspect", i, names):
                 self.feed(i, m.Suspects(names))
             case ("broken" | "hiccup", i):
-                self.faults -= action[0] == "hiccup"
                 self.feed(i, m.Broken(self.states[i].record.number))
             case ("tick" | "hasty tick", i):
                 self.hasty -= action[0] == "hasty tick"
@@ -337,17 +350,13 @@ class MailWorld(World):
             case ("heal",):
                 self.cut, self.store_cut = frozenset(), False
             case ("crash", i):
-                self.faults -= 1
                 self.alive[i] = False
                 self.hung -= {i}
             case ("hang", i):
-                self.faults -= 1
                 self.hung |= {i}
             case ("cut", i, with_store):
-                self.faults -= 1
                 self.cut, self.store_cut = frozenset([i]), with_store
             case ("lose store",):
-                self.faults -= 1
                 self.store_up = False
             case _:
                 raise AssertionError(action)
@@ -386,22 +395,15 @@ class MailWorld(World):
         """Forgets what can have no effect any more, so that worlds with one future are one."""
         live = [i for i in range(len(self.states)) if self.alive[i] and self.states[i].phase is not Phase.STOPPED]
         answered = {self.states[i].record.number for i in live if self.states[i].phase in _ANSWERING}
-        self.casts = {
-            key: values
-            for key, values in self.casts.items()
-            if key[0] in answered
-            and (
-                key[1] == 0
-                or key[1] >= min(self.states[i].round for i in live if self.states[i].record.number == key[0])
-            )
-        }
-        self.mail = frozenset(entry for entry in self.mail if self._matters(entry))
+        self.records = {number: record for number, record in self.records.items() if self._is_known(number, live)}
+        self.casts = {key: values for key, values in self.casts.items() if self._is_awaited(*key, live)}
         for i in range(len(self.states)):
             if not self.alive[i]:
                 self.memory[i] = frozenset()
-        oldest = min([self.states[i].record.number for i in live] + [self.record.number])
-        self.records = {number: record for number, record in self.records.items() if number >= oldest}
-        self.behind = {number: count for number, count in self.behind.items() if number in answered}
+        self.mail = frozenset(entry for entry in self.mail if self._matters(entry))
+        self.behind = {
+            number: count for number, count in self.behind.items() if number in answered and self._may_vote(number)
+        }
         self.asks = frozenset(ask for ask in self.asks if self.alive[ask[0]])
         at = {self.states[i].at for i in live}
         self.saves = {stamp: done for stamp, done in self.saves.items() if stamp in at and stamp.generation in answered}
@@ -412,6 +414,29 @@ class MailWorld(World):
         reached = {stamp for top in stamps for stamp in self._past(top) if stamp.step > self.settled.step}
         self.parents = {stamp: parent for stamp, parent in self.parents.items() if stamp in reached}
 
+    def _is_awaited(self, number: int, turn: int, live: Sequence[int]) -> bool:
+        """Whether somebody can still act on a round of a generation."""
+        states = [self.states[i] for i in live]
+        there = [state for state in states if state.record.number == number and state.phase in _ANSWERING]
+        if turn == 0:
+            gathers = any(state.phase is not Phase.RUN for state in there)
+            return gathers or any(self._may_enter(state, number) for state in states)
+        return any(state.round <= turn for state in there)
+
+    def _may_enter(self, state: State, number: int) -> bool:
+        """Whether a member that has not adopted a generation can still do so."""
+        if number not in self.records or state.me not in self.records[number].participants:
+            return False
+        seen = number == self.record.number or self.scenario.stale
+        return state.record.number < number and (seen or (state.unseen is not None and state.unseen.number == number))
+
+    def _is_known(self, number: int, live: Sequence[int]) -> bool:
+        """Whether a record is the store's, or that of a member, or still to be seen by one."""
+        states = [self.states[i] for i in live]
+        named = {state.record.number for state in states} | {state.unseen.number for state in states if state.unseen}
+        to_be_seen = self.scenario.stale and number > min(named, default=number)
+        return number >= self.record.number or number in named or to_be_seen or not self.compare
+
     def _matters(self, entry: Action) -> bool:
         match entry:
             case ("cas", _, effect):
@@ -419,13 +444,10 @@ class MailWorld(World):
             case ("send", number, layer, _, target):
                 state = self.states[target]
                 known = state.record.number
-                wanted = state.phase is Phase.GATHER or layer in state.missing
+                wanted = state.phase is Phase.GATHER or (state.phase is Phase.INSTALL and layer in state.missing)
                 return self.alive[target] and (number > known or (number == known and wanted))
             case ("offer", number, step, _):
-                return any(
-                    self.alive[i] and state.record.number == number and state.phase is Phase.RUN and state.round <= step
-                    for i, state in enumerate(self.states)
-                )
+                return any(self._may_copy(i, number, step) for i in range(len(self.states)))
             case ("bye", number, _, target):
                 return self.alive[target] and self.states[target].record.number <= number
             case ("ask", source, target):
@@ -441,18 +463,42 @@ class MailWorld(World):
                 return here and state.prepared != changes
         return True
 
+    def _may_vote(self, number: int) -> bool:
+        """Whether all voters of a generation can still take part in another vote."""
+        voters = [self.index[member] for member in self.records[number].members]
+        return all(self.alive[i] and self.left[i] < number for i in voters)
+
+    def _may_copy(self, i: int, number: int, step: int) -> bool:
+        """Whether a member can still wait for what it follows in a step of a generation."""
+        state = self.states[i]
+        if not self.alive[i] or number not in self.records or state.me not in self.records[number].members:
+            return False
+        if state.record.number != number:
+            return self._may_enter(state, number)
+        if state.phase in (Phase.GATHER, Phase.INSTALL):
+            return True
+        due = state.round < step or (state.round == step and not state.cast and state.copied != step)
+        return state.phase is Phase.RUN and due
+
     def key(self) -> tuple[Any, ...]:
         """Equal for worlds that cannot be told apart."""
-        states = tuple(state if self.alive[i] else None for i, state in enumerate(self.states))
-        casts = tuple(sorted((key, tuple(sorted(values.items()))) for key, values in self.casts.items()))
+        states = [living(state, self.record) if self.alive[i] else None for i, state in enumerate(self.states)]
+        memory = [
+            valid(entries, adopts(state, self.record)) for entries, state in zip(self.memory, self.states, strict=True)
+        ]
+        casts = tuple(
+            (key, tuple((member, brought(value, self.records[key[0]])) for member, value in sorted(values.items())))
+            for key, values in sorted(self.casts.items())
+        )
         return (
             *states,
-            *self.memory,
+            *memory,
             tuple(self.left[i] if self.alive[i] else -1 for i in range(len(states))),
             tuple(sorted(self.records.items(), key=lambda item: item[0])),
             casts,
             self.mail,
-            (self.hung, self.cut, self.store_cut, self.store_up, self.faults, self.leaves, self.hasty, self.comers),
+            (self.hung, self.cut, self.store_cut, self.store_up, self.leaves, self.hasty, self.comers),
+            (self.faults, self.kinds if self.faults else ()),
             (self.hints, self.late, self.wished, self.hinted, self.asks),
             (self.disk, tuple(sorted((stamp, tuple(sorted(done))) for stamp, done in self.saves.items()))),
             (
