@@ -78,8 +78,11 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "cut and store": {"faults": 2, "kinds": ("cut", "store"), "once": True},
     "hang and hiccup": {"faults": 2, "kinds": ("hang", "hiccup"), "once": True},
     "cut and hiccup": {"faults": 2, "kinds": ("cut", "hiccup"), "once": True},
+    "2 hangs, 1 step": {"faults": 2, "kinds": ("hang",), "steps": 1},
     "2 hangs": {"faults": 2, "kinds": ("hang",)},
+    "hang and cut, 1 step": {"faults": 2, "kinds": ("hang", "cut"), "once": True, "steps": 1},
     "hang and cut": {"faults": 2, "kinds": ("hang", "cut"), "once": True},
+    "2 cuts, 1 step": {"faults": 2, "kinds": ("cut",), "steps": 1},
     "2 cuts": {"faults": 2, "kinds": ("cut",)},
 }
 
