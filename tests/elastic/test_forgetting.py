@@ -11,15 +11,18 @@ from varuna_capslog.elastic import protocol
 from varuna_capslog.elastic.rig.mail import MailWorld, Scenario
 from varuna_capslog.elastic.rig.world import make_job
 
+_TWO: dict[str, Any] = {"members": 2, "processes": 2, "job": make_job(2)}
+
 SCENARIOS: Mapping[str, Mapping[str, Any]] = {
     "2 crashes": {"faults": 2, "kinds": ("crash",), "steps": 1},
     "async": {"faults": 1, "kinds": ("crash",), "steps": 1, "job": make_job(3, sync=False)},
-    "2 crashes of 2": {"faults": 2, "kinds": ("crash",), "members": 2, "processes": 2, "job": make_job(2)},
-    "hang": {"faults": 1, "kinds": ("hang",), "members": 2, "processes": 2, "job": make_job(2)},
-    "cut": {"faults": 1, "kinds": ("cut",), "members": 2, "processes": 2, "steps": 1, "job": make_job(2)},
+    "2 crashes of 2": {"faults": 2, "kinds": ("crash",)} | _TWO,
+    "hang": {"faults": 1, "kinds": ("hang",)} | _TWO,
+    "cut": {"faults": 1, "kinds": ("cut",), "steps": 1} | _TWO,
+    "stale": {"faults": 2, "kinds": ("crash", "hang"), "once": True, "stale": True} | _TWO | {"steps": 1},
     "leave": {"faults": 0, "leaves": 1, "steps": 1},
     "leave with shadows": {"faults": 0, "leaves": 1, "job": make_job(3, shadows=True)},
-    "late": {"faults": 0, "late": 1, "members": 2, "processes": 2, "job": make_job(2)},
+    "late": {"faults": 0, "late": 1} | _TWO,
 }
 
 

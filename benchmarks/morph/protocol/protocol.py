@@ -37,7 +37,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "2 crashes, async": {"faults": 2, "kinds": ("crash",), "sync": False},
     "2 crashes, 3 steps": {"faults": 2, "kinds": ("crash",), "steps": 3},
     "2 crashes, value by value": {"faults": 2, "kinds": ("crash",), "singly": True},
-    "2 crashes, stale watches": {"faults": 2, "kinds": ("crash",), "stale": True},
+    "crash and hang, stale watches": {"faults": 2, "kinds": ("crash", "hang"), "once": True, "stale": True},
     "2 crashes, one hasty tick": {"faults": 2, "kinds": ("crash",), "hasty": 1},
     "2 of crash, store": {"faults": 2, "kinds": ("crash", "store")},
     "2 of crash, hiccup": {"faults": 2, "kinds": ("crash", "hiccup")},
