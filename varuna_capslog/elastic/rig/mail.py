@@ -12,6 +12,7 @@ from typing import Any
 
 from varuna_capslog.elastic import messages as m
 from varuna_capslog.elastic.ahead import find_ahead
+from varuna_capslog.elastic.generation import Generation
 from varuna_capslog.elastic.recovery import Seat
 from varuna_capslog.elastic.rig.forgetting import adopts, brought, living, valid
 from varuna_capslog.elastic.rig.world import Transition, World, make_job
@@ -393,9 +394,9 @@ class MailWorld(World):
 
     def tidy(self) -> None:
         """Forgets what can have no effect any more, so that worlds with one future are one."""
-        live = [i for i in range(len(self.states)) if self.alive[i] and self.states[i].phase is not Phase.STOPPED]
-        answered = {self.states[i].record.number for i in live if self.states[i].phase in _ANSWERING}
-        self.records = {number: record for number, record in self.records.items() if self._is_known(number, live)}
+        live = [state for i, state in enumerate(self.states) if self.alive[i] and state.phase is not Phase.STOPPED]
+        answered = {state.record.number for state in live if state.phase in _ANSWERING}
+        self.records = self._known(live)
         self.casts = {key: values for key, values in self.casts.items() if self._is_awaited(*key, live)}
         for i in range(len(self.states)):
             if not self.alive[i]:
@@ -405,7 +406,7 @@ class MailWorld(World):
             number: count for number, count in self.behind.items() if number in answered and self._may_vote(number)
         }
         self.asks = frozenset(ask for ask in self.asks if self.alive[ask[0]])
-        at = {self.states[i].at for i in live}
+        at = {state.at for state in live}
         self.saves = {stamp: done for stamp, done in self.saves.items() if stamp in at and stamp.generation in answered}
         self.rounds = {number: step for number, step in self.rounds.items() if number in answered}
         newest = max(self.bases)
@@ -414,13 +415,12 @@ class MailWorld(World):
         reached = {stamp for top in stamps for stamp in self._past(top) if stamp.step > self.settled.step}
         self.parents = {stamp: parent for stamp, parent in self.parents.items() if stamp in reached}
 
-    def _is_awaited(self, number: int, turn: int, live: Sequence[int]) -> bool:
+    def _is_awaited(self, number: int, turn: int, live: Sequence[State]) -> bool:
         """Whether somebody can still act on a round of a generation."""
-        states = [self.states[i] for i in live]
-        there = [state for state in states if state.record.number == number and state.phase in _ANSWERING]
+        there = [state for state in live if state.record.number == number and state.phase in _ANSWERING]
         if turn == 0:
             gathers = any(state.phase is not Phase.RUN for state in there)
-            return gathers or any(self._may_enter(state, number) for state in states)
+            return gathers or any(self._may_enter(state, number) for state in live)
         return any(state.round <= turn for state in there)
 
     def _may_enter(self, state: State, number: int) -> bool:
@@ -430,12 +430,15 @@ class MailWorld(World):
         seen = number == self.record.number or self.scenario.stale
         return state.record.number < number and (seen or (state.unseen is not None and state.unseen.number == number))
 
-    def _is_known(self, number: int, live: Sequence[int]) -> bool:
-        """Whether a record is the store's, or that of a member, or still to be seen by one."""
-        states = [self.states[i] for i in live]
-        named = {state.record.number for state in states} | {state.unseen.number for state in states if state.unseen}
-        to_be_seen = self.scenario.stale and number > min(named, default=number)
-        return number >= self.record.number or number in named or to_be_seen or not self.compare
+    def _known(self, live: Sequence[State]) -> dict[int, Generation]:
+        """The records that are the store's, or a member's, or still to be seen by one."""
+        named = {state.record.number for state in live} | {state.unseen.number for state in live if state.unseen}
+        oldest = min(named, default=self.record.number) if self.scenario.stale else self.record.number
+        return {
+            number: record
+            for number, record in self.records.items()
+            if number >= oldest or number in named or not self.compare
+        }
 
     def _matters(self, entry: Action) -> bool:
         match entry:
