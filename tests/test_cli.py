@@ -302,6 +302,26 @@ def test_every_script_has_help_from_any_folder(name, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(("free_gb", "warned"), [(2, True), (8, True), (9, False), (500, False)])
+def test_installing_warns_of_a_small_disk_before_pip_begins(free_gb, warned, tmp_path):
+    def put(name: str, text: str) -> None:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o755)
+
+    put("launch/install.sh", (ROOT / "launch/install.sh").read_text())
+    put(".venv/bin/python", "#!/bin/sh\necho pip >&2; exit 7\n")
+    put("bin/df", f"#!/bin/sh\necho Filesystem; echo disk 0 0 {free_gb * 2**20} 0% /\n")
+    environment = os.environ | {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "TMPDIR": str(tmp_path)}
+    command = [str(tmp_path / "launch/install.sh")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 7, "pip's own status"
+    assert done.stderr.endswith("pip\n")
+    said = f"warning: {free_gb} GB are free in {tmp_path}; installing torch"
+    assert (said in done.stderr) == warned == ("warning" in done.stderr)
+
+
 def test_torchrun_takes_its_workers_from_the_config(tmp_path):
     (tmp_path / "run.yaml").write_text("workload: a:b\npipeline: {devices: 2}\n")
     arguments = ("run.yaml", "pipeline.replicas=2")
