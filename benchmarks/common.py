@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from varuna_capslog.chain import Chain, Layer, TensorSpec
 from varuna_capslog.engine.communicator import connect
-from varuna_capslog.workload import Minibatch
+from varuna_capslog.model.chain import Chain, Layer, TensorSpec
+from varuna_capslog.model.workload import Minibatch
 
 __all__ = [
     "Sleeping",

@@ -14,7 +14,7 @@ from torchvision.models import resnet
 from torchvision.ops import FrozenBatchNorm2d
 
 from detr_pipeline.position import valid_cells
-from varuna_capslog.chain import Layer
+from varuna_capslog.model.chain import Layer
 
 if TYPE_CHECKING:
     from detr_pipeline.config import ModelConfig

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from detr_pipeline.backbone import backbone_units
 from detr_pipeline.heads import FirstPredictingDecoderLayer, Heads, LastPredictingDecoderLayer, PredictingDecoderLayer
 from detr_pipeline.transformer import DecoderLayer, EncoderLayer, FirstDecoderLayer
-from varuna_capslog.chain import Chain, Layer
-from varuna_capslog.errors import ConfigError
+from varuna_capslog.base.errors import ConfigError
+from varuna_capslog.model.chain import Chain, Layer
 
 if TYPE_CHECKING:
     from detr_pipeline.config import ModelConfig

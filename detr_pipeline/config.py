@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from varuna_capslog.settings import Section
+from varuna_capslog.config.settings import Section
 
 __all__ = ["ModelConfig"]
 

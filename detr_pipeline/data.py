@@ -22,10 +22,10 @@ from torch import Tensor
 from detr_pipeline.coco import CocoIndex, read_coco
 from detr_pipeline.digits import DIGIT_NAMES, DigitsConfig, digits_dataset, picture_sizes
 from detr_pipeline.transforms import AugmentConfig, Recipe, apply, largest_size, plan, plan_validation
-from varuna_capslog.chain import TensorSpec
-from varuna_capslog.errors import CapslogError
-from varuna_capslog.settings import Section
-from varuna_capslog.workload import Minibatch
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.config.settings import Section
+from varuna_capslog.model.chain import TensorSpec
+from varuna_capslog.model.workload import Minibatch
 
 __all__ = [
     "DATA_VARIABLE",

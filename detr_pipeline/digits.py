@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from PIL import Image
 from pydantic import Field, model_validator
 
-from varuna_capslog.errors import CapslogError
-from varuna_capslog.settings import Section
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.config.settings import Section
 
 __all__ = ["DIGIT_NAMES", "DigitsConfig", "default_digits_root", "digits_dataset", "picture_sizes"]
 

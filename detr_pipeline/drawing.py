@@ -14,7 +14,7 @@ from torch import Tensor
 from torchvision.transforms.v2 import functional as F
 from torchvision.utils import draw_bounding_boxes
 
-from varuna_capslog.errors import CapslogError
+from varuna_capslog.base.errors import CapslogError
 
 __all__ = ["draw_detections", "save_picture"]
 

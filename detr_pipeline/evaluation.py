@@ -22,8 +22,8 @@ from torch import Tensor
 from torchvision.ops import box_convert
 
 from detr_pipeline.coco import CocoIndex
-from varuna_capslog.errors import CapslogError
-from varuna_capslog.workload import Minibatch
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.model.workload import Minibatch
 
 __all__ = ["STATISTICS", "CocoEvaluator", "best_classes", "coco_statistics", "detections", "write_detections"]
 

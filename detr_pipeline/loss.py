@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from detr_pipeline.matching import Match, corners, generalised_iou, match
-from varuna_capslog.errors import CapslogError
+from varuna_capslog.base.errors import CapslogError
 
 if TYPE_CHECKING:
     from detr_pipeline.config import ModelConfig

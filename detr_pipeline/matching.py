@@ -14,7 +14,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from varuna_capslog.errors import StepRefused
+from varuna_capslog.base.errors import StepRefused
 
 if TYPE_CHECKING:
     from detr_pipeline.config import ModelConfig

@@ -23,11 +23,11 @@ from detr_pipeline.data import DataConfig, class_names, largest_padded_size, ope
 from detr_pipeline.loss import set_loss
 from detr_pipeline.matching import Match
 from detr_pipeline.sizes import sampled_padded_sizes
-from varuna_capslog.chain import Chain, TensorSpec
-from varuna_capslog.config import section
-from varuna_capslog.errors import CapslogError
-from varuna_capslog.settings import Config
-from varuna_capslog.workload import DataSource, Evaluator, Workload
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.config.reading import section
+from varuna_capslog.config.settings import Config
+from varuna_capslog.model.chain import Chain, TensorSpec
+from varuna_capslog.model.workload import DataSource, Evaluator, Workload
 
 if TYPE_CHECKING:
     from detr_pipeline.data import CocoSource
@@ -48,7 +48,7 @@ class DetrWorkload(Workload):
         config: the resolved config; its `model` and `data` sections are checked here.
 
     Raises:
-        varuna_capslog.settings.ConfigError: a wrong key or value in either.
+        varuna_capslog.config.settings.ConfigError: a wrong key or value in either.
     """
 
     def __init__(self, config: Config) -> None:

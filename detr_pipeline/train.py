@@ -17,12 +17,12 @@ __all__ = ["main"]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one rank; returns the exit status (a failure ends the process with its own)."""
-    from varuna_capslog.config import load_config
-    from varuna_capslog.elastic.parked import recover
-    from varuna_capslog.engine.worker import run_worker
-    from varuna_capslog.errors import CapslogError
-    from varuna_capslog.prepare import prepare_run
-    from varuna_capslog.supervisor import reserve
+    from varuna_capslog.base.errors import CapslogError
+    from varuna_capslog.base.supervisor import reserve
+    from varuna_capslog.config.reading import load_config
+    from varuna_capslog.elastic.member.held_state import recover
+    from varuna_capslog.start.prepare import prepare_run
+    from varuna_capslog.start.worker import run_worker
 
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or given[0].startswith("-"):
@@ -58,6 +58,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    from varuna_capslog.engine.worker import leave
+    from varuna_capslog.start.worker import leave
 
     leave(main())

@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 from torchvision.transforms.v2 import functional as F
 
-from varuna_capslog.settings import Section
+from varuna_capslog.config.settings import Section
 
 __all__ = [
     "IMAGENET_MEAN",

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from detr_pipeline.chain import units_of
-from varuna_capslog.chain import Chain
-from varuna_capslog.errors import CapslogError
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.model.chain import Chain
 
 __all__ = [
     "chain_state",

@@ -67,8 +67,8 @@ if [[ -z "$nproc" ]]; then
     world="$("$python" - "$@" <<'PYTHON'
 import sys
 
-from varuna_capslog.config import load_config
-from varuna_capslog.errors import CapslogError
+from varuna_capslog.config.reading import load_config
+from varuna_capslog.base.errors import CapslogError
 
 try:
     print(load_config(sys.argv[1], sys.argv[2:]).world_size)

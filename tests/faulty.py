@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from tests.engine.workload import TinyData, TinyWorkload
-from varuna_capslog.chain import Chain, Layer
-from varuna_capslog.settings import Config
-from varuna_capslog.workload import Minibatch
+from varuna_capslog.config.settings import Config
+from varuna_capslog.model.chain import Chain, Layer
+from varuna_capslog.model.workload import Minibatch
 
 
 class Fault:
@@ -89,7 +89,7 @@ class FaultyWorkload(TinyWorkload):
             self._trap_calls()
 
     def _trap_calls(self) -> None:
-        from varuna_capslog.engine import checkpoint
+        from varuna_capslog.training import checkpoint
 
         step, write = torch.optim.AdamW.step, checkpoint.write_synced
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from varuna_capslog import cli
-from varuna_capslog.errors import CapslogError, StepRefused
-from varuna_capslog.plan import read_plan
+from varuna_capslog.base.errors import CapslogError, StepRefused
+from varuna_capslog.plans.plan import read_plan
 from varuna_capslog.profiles.record import Profile
 
 GIB = 2**30
@@ -27,8 +27,8 @@ PROFILE = {
 }
 TOY = """
 from torch import nn
-from varuna_capslog.chain import Chain, Layer, TensorSpec
-from varuna_capslog.workload import Workload
+from varuna_capslog.model.chain import Chain, Layer, TensorSpec
+from varuna_capslog.model.workload import Workload
 
 class Toy(Workload):
     name = "toy"
@@ -59,9 +59,9 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     config.write_text("workload: toy_of_test_cli:workload\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    measure = types.ModuleType("varuna_capslog.profiles.measure")
+    measure = types.ModuleType("varuna_capslog.profiling.measure")
     measure.profile_config = lambda config, workers, progress: Profile.from_json(PROFILE)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "varuna_capslog.profiles.measure", measure)
+    monkeypatch.setitem(sys.modules, "varuna_capslog.profiling.measure", measure)
     return config
 
 
@@ -85,7 +85,7 @@ def test_every_command_has_help(command, capsys):
 
 def test_help_and_import_need_no_slow_module():
     code = (
-        "import sys, varuna_capslog, varuna_capslog.config, varuna_capslog.supervisor, varuna_capslog.planners\n"
+        "import sys, varuna_capslog, varuna_capslog.config.reading, varuna_capslog.base.supervisor, varuna_capslog.planners\n"
         "from varuna_capslog import cli\n"
         "assert cli._run(['train', '--help']) == 0\n"
         "slow = {'torch', 'torchvision', 'scipy', 'matplotlib'} & set(sys.modules)\n"
@@ -168,12 +168,12 @@ def test_plan_of_an_ordinary_module_needs_no_config(toy, tmp_path, monkeypatch, 
     seen = []
 
     def profile_config(config, workers, progress):
-        from varuna_capslog.config import load_workload
+        from varuna_capslog.config.reading import load_workload
 
         seen.append((config.train.microbatch_size, len(load_workload(config).build_chain())))
         return Profile.from_json(PROFILE)
 
-    sys.modules["varuna_capslog.profiles.measure"].profile_config = profile_config  # type: ignore[attr-defined]
+    sys.modules["varuna_capslog.profiling.measure"].profile_config = profile_config  # type: ignore[attr-defined]
     (tmp_path / "nets_of_test_cli.py").write_text(
         "from torch import nn\ndef net():\n    return nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])\n"
     )
@@ -198,12 +198,12 @@ def test_profile_writes_into_the_run_dir(toy, tmp_path, capsys):
 
 def workers_that(monkeypatch: pytest.MonkeyPatch, body: str) -> None:
     """Replaces the engine's worker by a few lines of Python."""
-    from varuna_capslog import supervisor
+    from varuna_capslog.base import supervisor
 
     plain = supervisor.Supervisor
 
     def started(run_dir, command, num_workers, **options):
-        assert command[1:3] == ["-m", "varuna_capslog.engine.worker"]
+        assert command[1:3] == ["-m", "varuna_capslog.start.worker"]
         return plain(run_dir, [sys.executable, "-S", "-c", body, *command[3:]], num_workers, **options)
 
     monkeypatch.setattr(supervisor, "Supervisor", started)

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.test_supervisor import failed
+from tests.base.test_supervisor import failed
 
 ROOT = Path(__file__).parents[1]
 CONFIG: dict[str, Any] = {
@@ -187,7 +187,7 @@ KILLED_AT_EVERY_FILE_OPERATION = """
 import datetime, os, pathlib, signal, sys
 import torch
 from tests.engine import models
-from varuna_capslog.engine.checkpoint import latest_checkpoint, prune, save_checkpoint
+from varuna_capslog.training.checkpoint import latest_checkpoint, prune, save_checkpoint
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layers import take_layers
 from varuna_capslog.engine.optimizer import LearningRate, StageOptimizer

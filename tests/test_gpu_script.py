@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 
 from detr_pipeline.config import ModelConfig
-from varuna_capslog.config import load_config, section
+from varuna_capslog.config.reading import load_config, section
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "benchmarks/gpu/gpu.py"

@@ -14,8 +14,8 @@ from typing import Annotated, NoReturn
 import typer
 
 import varuna_capslog
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.commands import COMMANDS, SETTINGS
-from varuna_capslog.errors import CapslogError
 
 __all__ = ["app", "main", "program"]
 
@@ -54,8 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 def program() -> NoReturn:
     """The process `capslog`: runs the command line of its arguments and ends."""
     status = _run(sys.argv[1:])
-    if "varuna_capslog.elastic.store" in sys.modules:
-        from varuna_capslog.engine.worker import leave
+    if "varuna_capslog.elastic.store.torch_store" in sys.modules:
+        from varuna_capslog.start.worker import leave
 
         leave(status)  # a thread of the store's that waits in C++ would abort an interpreter that ends
     sys.exit(status)

@@ -30,17 +30,17 @@ sys.path.insert(0, str(ROOT))
 
 from detr_pipeline.chain import build_chain  # noqa: E402 (the script runs from a bare checkout)
 from detr_pipeline.loss import set_loss  # noqa: E402
-from varuna_capslog.chain import Chain, TensorSpec  # noqa: E402
 from varuna_capslog.engine.communicator import connect  # noqa: E402
 from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine  # noqa: E402
+from varuna_capslog.engine.probe import PeakProbe, resident_tensors  # noqa: E402
+from varuna_capslog.model.chain import Chain, TensorSpec  # noqa: E402
+from varuna_capslog.model.trace import ShapeTable, layer_signature  # noqa: E402
+from varuna_capslog.model.workload import DataSource, Minibatch, Workload  # noqa: E402
 from varuna_capslog.planners import plan  # noqa: E402
-from varuna_capslog.profiles.estimate import estimate_workload  # noqa: E402
-from varuna_capslog.profiles.probe import PeakProbe, resident_tensors  # noqa: E402
 from varuna_capslog.profiles.record import Profile  # noqa: E402
-from varuna_capslog.profiles.skeleton import skeleton  # noqa: E402
-from varuna_capslog.profiles.trim import MEASURED_RANK, RunConditions, TrimmedRun, measure_run, play_neighbours  # noqa: E402
-from varuna_capslog.trace import ShapeTable, layer_signature  # noqa: E402
-from varuna_capslog.workload import DataSource, Minibatch, Workload  # noqa: E402
+from varuna_capslog.profiling.estimate import estimate_workload  # noqa: E402
+from varuna_capslog.profiling.skeleton import skeleton  # noqa: E402
+from varuna_capslog.profiling.trim import MEASURED_RANK, RunConditions, TrimmedRun, measure_run, play_neighbours  # noqa: E402
 
 CONFIGS = ("rn50_e6", "rn50_d_e6", "rn101_e6", "rn101_d_e6", "rn101_e12", "rn101_d_e12")
 PLANNERS = ("varuna", "capslog", "exact")

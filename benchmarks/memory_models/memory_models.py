@@ -23,9 +23,9 @@ from varuna_capslog.memory.composition import RangeCosts
 from varuna_capslog.planners.capslog import capslog_cuts
 from varuna_capslog.planners.exact import exact_cuts
 from varuna_capslog.planners.varuna import varuna_cuts
-from varuna_capslog.profiles.allocator import replay
-from varuna_capslog.profiles.estimate import Memo
 from varuna_capslog.profiles.record import Profile, read_profile, write_profile
+from varuna_capslog.profiling.estimate import Memo
+from varuna_capslog.profiling.estimation.allocator import replay
 
 GIB, MIB = 1 << 30, 1 << 20
 MODELS = ("additive", "composition")

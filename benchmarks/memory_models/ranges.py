@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from varuna_capslog.config import Config, load_config, load_workload
+from varuna_capslog.config.reading import Config, load_config, load_workload
 from varuna_capslog.memory.costs import NEVER
-from varuna_capslog.profiles.estimate import Memo, StageEstimate, StageEstimator, estimate_config
 from varuna_capslog.profiles.record import Profile
+from varuna_capslog.profiling.estimate import Memo, StageEstimate, StageEstimator, estimate_config
 
 __all__ = ["PAPER", "configuration", "estimator_of", "exact_ranges", "profile_of", "requested_bytes"]
 

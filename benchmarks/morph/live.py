@@ -56,8 +56,8 @@ class Mark(NamedTuple):
 
 def main(arguments: Sequence[str]) -> int:
     """The entry of a member: `elastic.worker.main`, with its steps marked in `<run_dir>/marks/<member>`."""
-    from varuna_capslog.elastic import worker
-    from varuna_capslog.elastic.pipeline_work import PipelineWork
+    from varuna_capslog.elastic.member.pipeline_work import PipelineWork
+    from varuna_capslog.start import member_worker as worker
 
     folder = Path(arguments[0]) / "marks"
     folder.mkdir(exist_ok=True)
@@ -85,7 +85,7 @@ class Live:
     def __init__(
         self, config: Path, overrides: Sequence[str], devices: int, entry: str = "live:main", folder: Path | None = None
     ) -> None:
-        from varuna_capslog.config import load_config
+        from varuna_capslog.config.reading import load_config
 
         self._holder = None if folder else tempfile.TemporaryDirectory(prefix="capslog-live-")
         self.folder = folder or Path(self._holder.name)  # type: ignore[union-attr]
@@ -99,9 +99,9 @@ class Live:
         self.ended: BaseException | object | None = None
 
     def __enter__(self) -> Live:
-        from varuna_capslog.elastic.begin import _MODULES, starting_point
-        from varuna_capslog.elastic.host import Host
-        from varuna_capslog.prepare import prepare_run
+        from varuna_capslog.elastic.host.host import Host
+        from varuna_capslog.start.elastic_host import _MODULES, starting_point
+        from varuna_capslog.start.prepare import prepare_run
 
         prepare_run(self.config, show=False)
         keys, stamp = starting_point(self.config)

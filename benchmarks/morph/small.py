@@ -16,9 +16,9 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from varuna_capslog.chain import Chain, Layer, TensorSpec
-from varuna_capslog.settings import Config
-from varuna_capslog.workload import DataSource, Minibatch, Workload
+from varuna_capslog.config.settings import Config
+from varuna_capslog.model.chain import Chain, Layer, TensorSpec
+from varuna_capslog.model.workload import DataSource, Minibatch, Workload
 
 __all__ = ["workload"]
 

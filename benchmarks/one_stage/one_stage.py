@@ -31,12 +31,12 @@ from common import (
 )
 
 import detr_pipeline
-from varuna_capslog.chain import Chain, TensorSpec
+from varuna_capslog.config.settings import Config
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.optimizer import LearningRate
 from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine
-from varuna_capslog.settings import Config
-from varuna_capslog.workload import Minibatch
+from varuna_capslog.model.chain import Chain, TensorSpec
+from varuna_capslog.model.workload import Minibatch
 
 Loss = Callable[[Mapping[str, Tensor], Any, Mapping[str, float]], dict[str, Tensor]]
 Case = tuple[Chain, Loss, Minibatch, list[dict[str, Tensor]]]

@@ -16,15 +16,15 @@ from typing import Any
 
 from published import CONFIGURATIONS, FIGURE_10, FIGURE_12, GPUS, MEMORY_BYTES, OUT_OF_MEMORY, PEAKS
 
-from varuna_capslog.config import load_config, load_workload
+from varuna_capslog.config.reading import load_config, load_workload
 from varuna_capslog.memory import MEMORY_MODELS, RunShape
-from varuna_capslog.plan import Plan
 from varuna_capslog.planners import PLANNERS, plan
 from varuna_capslog.planners.mcap import count_cut_lists
-from varuna_capslog.profiles.estimate import Memo, StageEstimator, estimate_config
+from varuna_capslog.planning.simulation import Link, simulate_plan
+from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.profiles.runs import capslog_partitionings, mcap_partitionings, pack_runs, stage_runs
-from varuna_capslog.simulation import Link, simulate_plan
+from varuna_capslog.profiling.estimate import Memo, StageEstimator, estimate_config
 
 __all__ = [
     "GB",

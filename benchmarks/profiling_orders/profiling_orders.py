@@ -12,11 +12,11 @@ from pathlib import Path
 
 import torch
 
-from varuna_capslog.config import load_config
-from varuna_capslog.profiles.measure import profile_config
+from varuna_capslog.base.units import format_bytes
+from varuna_capslog.config.reading import load_config
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.profiles.runs import capslog_partitionings, mcap_partitionings, pack_runs, stage_runs
-from varuna_capslog.units import format_bytes
+from varuna_capslog.profiling.measure import profile_config
 
 CONFIG = Path(__file__).parents[2] / "configs" / "tiny.yaml"
 ORDERS = ("packed", "capslog", "mcap")

@@ -33,16 +33,16 @@ from common import (
     write_json,
 )
 
-from varuna_capslog.chain import Chain, Layer, TensorSpec
-from varuna_capslog.config import load_config, load_workload
+from varuna_capslog.config.reading import load_config, load_workload
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine
-from varuna_capslog.plan import Plan
+from varuna_capslog.model.chain import Chain, Layer, TensorSpec
+from varuna_capslog.model.workload import Minibatch, Workload
 from varuna_capslog.planners import plan
-from varuna_capslog.profiles.measure import profile_workload
+from varuna_capslog.planning.simulation import UPDATE_RATE, Link, simulate_plan
+from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import LayerProfile, Profile
-from varuna_capslog.simulation import UPDATE_RATE, Link, simulate_plan
-from varuna_capslog.workload import Minibatch, Workload
+from varuna_capslog.profiling.measure import profile_workload
 
 SIZE = TransformerSize(blocks=8, dim=128, sequence=64, microbatch_size=4)
 DETR = (

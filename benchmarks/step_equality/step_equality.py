@@ -21,13 +21,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import run_ranks, write_json
 
 import detr_pipeline
-from varuna_capslog.chain import Chain, TensorSpec
+from varuna_capslog.config.settings import Config
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine
+from varuna_capslog.engine.probe import PeakProbe, resident_tensors
 from varuna_capslog.engine.seeds import seed_layer
-from varuna_capslog.profiles.probe import PeakProbe, resident_tensors
-from varuna_capslog.settings import Config
-from varuna_capslog.workload import Minibatch, Workload
+from varuna_capslog.model.chain import Chain, TensorSpec
+from varuna_capslog.model.workload import Minibatch, Workload
 
 MODELS: dict[str, dict[str, Any]] = {
     "rn50_e6": {"backbone": "resnet50", "norm": "frozen", "num_classes": 91, "cut_points": "heads_last"},

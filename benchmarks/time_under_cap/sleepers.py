@@ -20,12 +20,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from common import Sleeping, interleave, run_ranks
 
-from varuna_capslog.chain import Chain, Layer, TensorSpec
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine
-from varuna_capslog.plan import Plan
+from varuna_capslog.model.chain import Chain, Layer, TensorSpec
+from varuna_capslog.model.workload import Minibatch
+from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
-from varuna_capslog.workload import Minibatch
 
 __all__ = ["measured_steps"]
 

@@ -24,12 +24,12 @@ from sleepers import measured_steps
 
 from varuna_capslog.memory import RunShape, resolve
 from varuna_capslog.memory.headroom import Headroom
-from varuna_capslog.plan import Plan
 from varuna_capslog.planners import plan
 from varuna_capslog.planners.seconds import LayerSeconds
 from varuna_capslog.planners.throughput import Run, fastest_cuts
+from varuna_capslog.planning.simulation import Link, simulate_plan
+from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile, read_profile
-from varuna_capslog.simulation import Link, simulate_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ("rn50_e6", "rn50_d_e6", "rn101_e6", "rn101_d_e6", "rn101_e12", "rn101_d_e12")
@@ -195,7 +195,7 @@ def measured(config: Path, ranks: int, rounds: int, steps: int, overrides: list[
 
 
 def resolved_microbatches(config: Path, overrides: list[str]) -> int:
-    from varuna_capslog.config import load_config
+    from varuna_capslog.config.reading import load_config
 
     return load_config(config, overrides).num_microbatches
 

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torchvision.models import resnet18
 
-from varuna_capslog.chain import Chain, Layer, TensorSpec
-from varuna_capslog.settings import Config
-from varuna_capslog.workload import Minibatch, Workload
+from varuna_capslog.config.settings import Config
+from varuna_capslog.model.chain import Chain, Layer, TensorSpec
+from varuna_capslog.model.workload import Minibatch, Workload
 
 __all__ = ["decoder", "resnet", "transformer"]
 

@@ -21,16 +21,16 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 from common import write_json
 
-from varuna_capslog.config import Config, dump_config, load_workload, section
+from varuna_capslog.config.reading import Config, dump_config, load_workload, section
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planners import plan
-from varuna_capslog.profiles.estimate import StageEstimator, estimate_config
-from varuna_capslog.profiles.headroom import state_headroom
 from varuna_capslog.profiles.record import Observation
-from varuna_capslog.profiles.rehearsal import rehearse
-from varuna_capslog.profiles.sizes import shapes_of
-from varuna_capslog.profiles.trim import RunConditions, TrimmedRun
-from varuna_capslog.profiles.worker import WorkerGroup
+from varuna_capslog.profiling.estimate import StageEstimator, estimate_config
+from varuna_capslog.profiling.estimation.headroom import state_headroom
+from varuna_capslog.profiling.rehearsal import rehearse
+from varuna_capslog.profiling.sizes import shapes_of
+from varuna_capslog.profiling.trim import RunConditions, TrimmedRun
+from varuna_capslog.profiling.worker import WorkerGroup
 
 MIB = 1 << 20
 HEADROOM = {name: state_headroom("cpu", "gloo", [])[name] for name in ("fixed_bytes", "fragmentation")}

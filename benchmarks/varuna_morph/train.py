@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import varuna_capslog.varuna_plugin as plugin
-from varuna_capslog import files
+from varuna_capslog.base import files
 
 DIM = 192
 RUN_DIR, STEPS, WORKERS = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])

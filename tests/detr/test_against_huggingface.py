@@ -12,7 +12,7 @@ from detr_pipeline.chain import build_chain
 from detr_pipeline.config import ModelConfig
 from detr_pipeline.weights import to_reference
 from tests.detr.tiny import shake_frozen_norms
-from varuna_capslog.chain import Chain
+from varuna_capslog.model.chain import Chain
 
 pytest.importorskip("transformers", minversion="5.0")
 

@@ -13,8 +13,8 @@ from detr_pipeline.config import ModelConfig
 from detr_pipeline.position import padding_mask, sine_positions, valid_cells
 from detr_pipeline.transformer import Attention
 from tests.detr.tiny import CLASSES, tiny_chain, two_sizes
-from varuna_capslog.chain import TensorSpec
-from varuna_capslog.trace import ShapeTable, autocast_context
+from varuna_capslog.model.chain import TensorSpec
+from varuna_capslog.model.trace import ShapeTable, autocast_context
 
 
 @pytest.mark.parametrize("side", [1, 17, 32, 75])
@@ -258,7 +258,7 @@ def test_initial_weights_follow_the_reference() -> None:
 
 def test_equal_layers_are_traced_once() -> None:
     """A new image size must not cost a trace per layer: nothing in a layer may tell its position."""
-    from varuna_capslog.trace import layer_signature
+    from varuna_capslog.model.trace import layer_signature
 
     chain = tiny_chain(encoder_layers=4, decoder_layers=4)
     signatures = {layer.name: layer_signature(layer) for layer in chain.layers}

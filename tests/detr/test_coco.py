@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from detr_pipeline.coco import read_coco
-from varuna_capslog.errors import CapslogError
+from varuna_capslog.base.errors import CapslogError
 
 
 def document(**changes):

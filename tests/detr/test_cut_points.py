@@ -9,9 +9,9 @@ from detr_pipeline.chain import build_chain
 from detr_pipeline.config import ModelConfig
 from detr_pipeline.weights import reference_names
 from tests.detr.tiny import tiny_chain
-from varuna_capslog.chain import Chain
-from varuna_capslog.config import section
-from varuna_capslog.errors import ConfigError
+from varuna_capslog.base.errors import ConfigError
+from varuna_capslog.config.reading import section
+from varuna_capslog.model.chain import Chain
 
 MODELS = {
     "RN50-E6": {"backbone": "resnet50"},

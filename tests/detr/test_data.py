@@ -21,8 +21,8 @@ from detr_pipeline.data import (
     read_image,
 )
 from detr_pipeline.digits import DIGIT_NAMES
-from varuna_capslog.config import section
-from varuna_capslog.errors import CapslogError
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.config.reading import section
 
 SMALL = {"scales": (24, 32), "max_size": 60, "crop_resize": (30, 36), "crop_size": (20, 36), "val_scale": 32}
 SHAPES = [(40, 30), (30, 44), (36, 36), (50, 25), (33, 41)]

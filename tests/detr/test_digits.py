@@ -11,7 +11,7 @@ from sklearn.datasets import load_digits
 from detr_pipeline import digits
 from detr_pipeline.coco import read_coco
 from detr_pipeline.digits import DIGIT_NAMES, DigitsConfig, default_digits_root, digits_dataset
-from varuna_capslog.errors import CapslogError
+from varuna_capslog.base.errors import CapslogError
 
 SMALL = DigitsConfig(train_images=30, val_images=10)
 

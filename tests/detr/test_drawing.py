@@ -6,7 +6,7 @@ import torch
 from PIL import Image, ImageColor
 
 from detr_pipeline.drawing import _COLOURS, draw_detections, save_picture
-from varuna_capslog.errors import CapslogError
+from varuna_capslog.base.errors import CapslogError
 
 NAMES = ("ant", "bee")
 

@@ -12,7 +12,7 @@ import torch
 from detr_pipeline.coco import read_coco
 from detr_pipeline.data import DATA_VARIABLE, DataConfig, open_data
 from detr_pipeline.evaluation import STATISTICS, CocoEvaluator, best_classes, coco_statistics, detections
-from varuna_capslog.errors import CapslogError
+from varuna_capslog.base.errors import CapslogError
 
 KNOWN = (
     0.5045806987,

@@ -12,7 +12,7 @@ from torchvision.ops import box_convert, generalized_box_iou
 from detr_pipeline.loss import set_loss
 from detr_pipeline.matching import match
 from tests.detr.tiny import CLASSES, normalisers_of, outputs_of, targets_of, tiny_chain, tiny_config, two_sizes
-from varuna_capslog.errors import CapslogError, StepRefused
+from varuna_capslog.base.errors import CapslogError, StepRefused
 
 CONFIG = tiny_config()
 

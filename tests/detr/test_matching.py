@@ -12,7 +12,7 @@ from torchvision.ops import box_convert, generalized_box_iou
 
 from detr_pipeline.matching import corners, generalised_iou, match
 from tests.detr.tiny import outputs_of, targets_of, tiny_config
-from varuna_capslog.errors import StepRefused
+from varuna_capslog.base.errors import StepRefused
 
 CONFIG = tiny_config(cost_class=1.5)
 

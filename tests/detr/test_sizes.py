@@ -16,7 +16,7 @@ from detr_pipeline.digits import DigitsConfig, picture_sizes
 from detr_pipeline.sizes import sampled_padded_sizes
 from detr_pipeline.task import DetrWorkload
 from detr_pipeline.transforms import AugmentConfig, largest_size, resized_size
-from varuna_capslog.config import Config, section
+from varuna_capslog.config.reading import Config, section
 
 SMALL_DIGITS = DigitsConfig(train_images=24, val_images=6)
 

@@ -16,8 +16,8 @@ from detr_pipeline import workload
 from detr_pipeline.task import DetrWorkload
 from detr_pipeline.weights import to_reference, write_reference
 from tests.detr.tiny import tiny_config
-from varuna_capslog.errors import CapslogError, ConfigError
-from varuna_capslog.settings import Config
+from varuna_capslog.base.errors import CapslogError, ConfigError
+from varuna_capslog.config.settings import Config
 
 TINY = tiny_config().model_dump(mode="json", exclude_defaults=True)
 

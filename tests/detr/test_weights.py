@@ -20,7 +20,7 @@ from detr_pipeline.weights import (
     write_reference,
 )
 from tests.detr.tiny import shake_frozen_norms, tiny_chain, two_sizes
-from varuna_capslog.errors import CapslogError
+from varuna_capslog.base.errors import CapslogError
 
 
 def shapes_of(**changes: Any) -> dict[str, list[int]]:

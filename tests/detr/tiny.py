@@ -10,7 +10,7 @@ from torchvision.ops import FrozenBatchNorm2d
 
 from detr_pipeline.chain import build_chain
 from detr_pipeline.config import ModelConfig
-from varuna_capslog.chain import Chain
+from varuna_capslog.model.chain import Chain
 
 CLASSES = 5
 

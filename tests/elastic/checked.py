@@ -14,10 +14,10 @@ from typing import Any
 
 from tests.engine import models
 from tests.engine.workload import TinyData
-from varuna_capslog.elastic import worker
-from varuna_capslog.elastic.messages import Event
-from varuna_capslog.elastic.runtime import End, Runtime
-from varuna_capslog.trace import ShapeTable
+from varuna_capslog.elastic.member.runtime import End, Runtime
+from varuna_capslog.membership.messages import Event
+from varuna_capslog.model.trace import ShapeTable
+from varuna_capslog.start import member_worker as worker
 
 _SHAPES = ShapeTable(models.build_chain())
 for _sample in range(6):  # sizes follow from the index of a microbatch's first sample
@@ -55,7 +55,7 @@ def _shapes_of(chain: Any, *kind: str) -> ShapeTable:
 
 def main(arguments: Sequence[str]) -> int:
     """Like `worker.main`."""
-    from varuna_capslog.elastic import pipeline_work, runtime
+    from varuna_capslog.elastic.member import pipeline_work, runtime
 
     runtime.Runtime = CheckedRuntime  # type: ignore[misc]
     pipeline_work.ShapeTable = _shapes_of  # type: ignore[assignment,misc]

@@ -21,26 +21,26 @@ from typing import Any
 import torch
 
 from tests.engine import cases
-from varuna_capslog import files
-from varuna_capslog.elastic.begin import starting_point
-from varuna_capslog.elastic.generation import Generation
-from varuna_capslog.elastic.nursery import PRELOADED, Nursery
-from varuna_capslog.elastic.rig.faults import VARIABLE, Fault
-from varuna_capslog.elastic.store import StoreGone, open_store, serve_store
-from varuna_capslog.engine.checkpoint import latest_checkpoint
+from varuna_capslog.base import files
+from varuna_capslog.base.processes import is_stopped
+from varuna_capslog.config.settings import Config
+from varuna_capslog.elastic.host.fork_server import PRELOADED, Nursery
+from varuna_capslog.elastic.store.torch_store import StoreGone, open_store, serve_store
 from varuna_capslog.engine.communicator import connect_group
-from varuna_capslog.prepare import prepare_run
-from varuna_capslog.processes import is_stopped
-from varuna_capslog.settings import Config
+from varuna_capslog.membership.generation import Generation
+from varuna_capslog.rig.faults import VARIABLE, Fault
+from varuna_capslog.start.elastic_host import starting_point
+from varuna_capslog.start.prepare import prepare_run
+from varuna_capslog.training.checkpoint import latest_checkpoint
 
 STEPS = 12
 CUTS = {1: (0,), 2: (0, 5), 3: (0, 3, 8), 4: (0, 3, 6, 9)}
 _ENTRY = "tests.elastic.checked:main"
 _MODULES = (
     *PRELOADED,
-    "varuna_capslog.elastic.runtime",
-    "varuna_capslog.elastic.pipeline_work",
-    "varuna_capslog.elastic.rig.faults",
+    "varuna_capslog.elastic.member.runtime",
+    "varuna_capslog.elastic.member.pipeline_work",
+    "varuna_capslog.rig.faults",
     "torch._dynamo",
     "torch._subclasses.fake_tensor",
     "rich.progress",

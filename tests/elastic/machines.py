@@ -17,8 +17,8 @@ import torch
 
 from tests.elastic.live import Truth, truth_of
 from tests.engine import cases
-from varuna_capslog import files
-from varuna_capslog.config import dump_config
+from varuna_capslog.base import files
+from varuna_capslog.config.reading import dump_config
 
 ROOT = Path(__file__).resolve().parents[2]
 CAPSLOG = (sys.executable, "-c", "from varuna_capslog.cli import program; program()")

@@ -9,15 +9,15 @@ from torch import Tensor
 
 from tests.engine import models
 from tests.engine.workload import TinyWorkload
-from varuna_capslog.engine import checkpoint
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.config.settings import Config
 from varuna_capslog.engine.communicator import Communicator
-from varuna_capslog.engine.journal import Journal
 from varuna_capslog.engine.optimizer import LearningRate
 from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine
-from varuna_capslog.engine.run import Run
-from varuna_capslog.errors import CapslogError
-from varuna_capslog.plan import Plan
-from varuna_capslog.settings import Config
+from varuna_capslog.plans.plan import Plan
+from varuna_capslog.training import checkpoint
+from varuna_capslog.training.journal import Journal
+from varuna_capslog.training.run import Run
 
 SETTINGS: dict[str, Any] = {"num_microbatches": 4, "num_blocks": 2, "seed": 7, "rate": LearningRate(1e-3)}
 

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from tests.engine.pool import WorkerPool
-from varuna_capslog.chain import TensorSpec
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.communicator import Communicator, PeerLost, connect_group
-from varuna_capslog.errors import CapslogError
+from varuna_capslog.model.chain import TensorSpec
 
 CPU = torch.device("cpu")
 SPEC = TensorSpec((4,))

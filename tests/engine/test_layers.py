@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from varuna_capslog.chain import Chain, Layer, TensorSpec
 from varuna_capslog.engine.layers import keep_layout, take_layers
 from varuna_capslog.engine.stage import MicrobatchContext, Stage
+from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 
 
 class Scale(nn.Module):

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from tests.engine import models
-from varuna_capslog.chain import Chain, TensorSpec
-from varuna_capslog.settings import Config
-from varuna_capslog.workload import Minibatch, Workload
+from varuna_capslog.config.settings import Config
+from varuna_capslog.model.chain import Chain, TensorSpec
+from varuna_capslog.model.workload import Minibatch, Workload
 
 
 class TinyData:

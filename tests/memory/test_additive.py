@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from varuna_capslog.errors import CapslogError
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory.additive import AdditiveCosts, gap, stage_costs
 from varuna_capslog.memory.costs import RunShape
 from varuna_capslog.profiles import LayerProfile, Profile

@@ -8,11 +8,10 @@ import random
 import numpy as np
 import pytest
 
-from varuna_capslog.errors import CapslogError
+from tests.memory.chains import SHORT, profile_of, random_chain, run_stage
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory import MEMORY_MODELS, NEVER, RunShape, composition
 from varuna_capslog.memory.composition import compose, observed
-
-from .chains import SHORT, profile_of, random_chain, run_stage
 
 
 def test_every_range_equals_a_run_of_it() -> None:

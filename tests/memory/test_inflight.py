@@ -8,13 +8,12 @@ import random
 import numpy as np
 import pytest
 
-from varuna_capslog.errors import CapslogError
+from tests.memory.chains import profile_of, random_chain, run_stage
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory import MEMORY_MODELS, NEVER, RunShape
 from varuna_capslog.memory.costs import full_matrix
 from varuna_capslog.memory.inflight import Waiting, waiting
 from varuna_capslog.schedules import graph_keeping_forwards, make_schedule
-
-from .chains import profile_of, random_chain, run_stage
 
 SCHEDULES = [("gpipe", False), ("gpipe", True), ("1f1b", False), ("1f1b", True), ("varuna", True)]
 

@@ -6,10 +6,9 @@ import random
 
 import pytest
 
+from tests.planners.instances import exhaustive, instances, peaks, statistics
 from varuna_capslog.memory.additive import AdditiveCosts
 from varuna_capslog.planners.capslog import capslog_cuts
-
-from .instances import exhaustive, instances, peaks, statistics
 
 
 def fill_first(isolated: list[int], added: list[int], devices: int, threshold: int) -> list[int]:

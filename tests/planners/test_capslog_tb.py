@@ -6,14 +6,13 @@ import random
 
 import pytest
 
+from tests.planners.instances import instances, peaks, statistics
+from tests.planners.test_capslog import literal
+from tests.planners.test_mcap import PlacedCosts
 from varuna_capslog.memory.additive import AdditiveCosts
 from varuna_capslog.planners.capslog import capslog_cuts
 from varuna_capslog.planners.capslog_tb import capslog_tb_cuts
 from varuna_capslog.planners.exact import exact_cuts
-
-from .instances import instances, peaks, statistics
-from .test_capslog import literal
-from .test_mcap import PlacedCosts
 
 
 def recursion(isolated: list[int], added: list[int], devices: int) -> list[int]:

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
+from tests.planners.instances import exhaustive, instances, peaks, statistics
 from varuna_capslog.memory.additive import AdditiveCosts
 from varuna_capslog.planners import evenness
 from varuna_capslog.planners.exact import exact_cuts, fewest_devices
-
-from .instances import exhaustive, instances, peaks, statistics
 
 
 @pytest.mark.parametrize("kind", ["any", "negative", "ties", "monotone"])

@@ -7,12 +7,11 @@ import random
 import numpy as np
 import pytest
 
+from tests.planners.instances import TableCosts, exhaustive, table
 from varuna_capslog.memory import NEVER, RunShape
 from varuna_capslog.memory.inflight import InflightCosts
 from varuna_capslog.planners import exact_general
 from varuna_capslog.planners.exact import exact_cuts, fewest_devices
-
-from .instances import TableCosts, exhaustive, table
 
 KINDS = ["any", "ties", "growing", "falling"]
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from varuna_capslog import planners
-from varuna_capslog.errors import CapslogError
-from varuna_capslog.plan import Plan
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles import LayerProfile, Observation, Profile
 from varuna_capslog.profiles.record import layers_of_runs
 
@@ -125,7 +125,7 @@ import sys
 from varuna_capslog import planners
 from varuna_capslog.profiles import Profile
 from varuna_capslog.profiles.runs import stage_runs
-from varuna_capslog.plan import read_plan, write_plan
+from varuna_capslog.plans.plan import read_plan, write_plan
 rows = [{"name": "a", "isolated_bytes": 3, "added_bytes": None}, {"name": "b", "isolated_bytes": 4, "added_bytes": 1}]
 profile = Profile.from_json({"format": "varuna-capslog/profile/1", "layers": rows})
 for name in planners.PLANNERS:

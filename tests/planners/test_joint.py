@@ -10,16 +10,15 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
+from tests.planners.timed import chain, cut_lists, simulated
 from varuna_capslog import planners
-from varuna_capslog.errors import CapslogError
-from varuna_capslog.plan import Plan
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.planners.fleet import compose, least_seconds
 from varuna_capslog.planners.joint import Device, JointPlan, joint_plan
 from varuna_capslog.planners.seconds import Link
+from varuna_capslog.planning.simulation import Link as Blocking
+from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles import LayerProfile, Profile
-from varuna_capslog.simulation import Link as Blocking
-
-from .timed import chain, cut_lists, simulated
 
 LINKS = (None, Link(100.0, 0.01), Link(None, 0.2), Blocking(100.0, 0.01, copy_bandwidth=60.0))
 

@@ -10,16 +10,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from tests.planners.instances import exhaustive, instances, peaks, statistics
 from varuna_capslog import planners
-from varuna_capslog.errors import CapslogError
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory.additive import AdditiveCosts
 from varuna_capslog.memory.costs import full_matrix, peaks_of
 from varuna_capslog.planners import mcap
 from varuna_capslog.planners.exact import exact_cuts
 from varuna_capslog.planners.mcap import count_cut_lists, mcap_bf_cuts, mcap_bo_cuts
 from varuna_capslog.profiles import LayerProfile, Profile
-
-from .instances import exhaustive, instances, peaks, statistics
 
 
 def by_rounds(isolated: list[int], added: list[int], devices: int) -> list[int]:

@@ -7,12 +7,11 @@ import random
 import numpy as np
 import pytest
 
+from tests.planners.timed import Positional, chain, cut_lists, seconds_of, simulated
 from varuna_capslog.planners.pareto import pareto_front
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planners.throughput import Run, fastest_cuts
 from varuna_capslog.schedules import SCHEDULES
-
-from .timed import Positional, chain, cut_lists, seconds_of, simulated
 
 
 def front_by_trying_all(points: list[tuple[int, float]]) -> list[tuple[int, float]]:

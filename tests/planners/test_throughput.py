@@ -7,16 +7,15 @@ import random
 import numpy as np
 import pytest
 
+from tests.planners.timed import Positional, chain, cut_lists, seconds_of, simulated
 from varuna_capslog import planners
-from varuna_capslog.errors import CapslogError
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory.additive import AdditiveCosts
 from varuna_capslog.planners.seconds import LayerSeconds, Link, step_player
 from varuna_capslog.planners.throughput import Fastest, Run, fastest_cuts
+from varuna_capslog.planning.simulation import Link as Blocking
 from varuna_capslog.profiles import LayerProfile, Profile
 from varuna_capslog.schedules import SCHEDULES
-from varuna_capslog.simulation import Link as Blocking
-
-from .timed import Positional, chain, cut_lists, seconds_of, simulated
 
 LINKS = (
     None,

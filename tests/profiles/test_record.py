@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests import values
-from varuna_capslog.errors import CapslogError
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.profiles import LayerProfile, Observation, Profile, layers_of_runs, read_profile, write_profile
 
 SHORTEST: dict[str, Any] = {

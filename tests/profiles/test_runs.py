@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from varuna_capslog.errors import CapslogError
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.profiles.runs import (
     capslog_partitionings,
     mcap_partitionings,

@@ -15,8 +15,8 @@ from typing import Any
 from PIL import Image, ImageDraw
 
 from varuna_capslog import planners
-from varuna_capslog.config import Config, dump_config
-from varuna_capslog.plan import Plan, write_plan
+from varuna_capslog.config.reading import Config, dump_config
+from varuna_capslog.plans.plan import Plan, write_plan
 from varuna_capslog.profiles.record import LayerProfile, Profile, write_profile
 
 MIB = 2**20

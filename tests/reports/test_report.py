@@ -13,15 +13,14 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from varuna_capslog import files
-from varuna_capslog.errors import CapslogError
-from varuna_capslog.plan import Plan, Stage, write_plan
+from tests.reports.page_reader import Page
+from tests.reports.runs import CLASSES, make_profile, write_run
+from varuna_capslog.base import files
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.plans.plan import Plan, Stage, write_plan
 from varuna_capslog.profiles.record import Profile, SharedParameter, write_profile
 from varuna_capslog.reports import write_report
 from varuna_capslog.reports.wording import UNKNOWN
-
-from .page_reader import Page
-from .runs import CLASSES, make_profile, write_run
 
 GIB = 2**30
 PICTURES = {"stage-memory.png", "schedule.png", "layer-memory.png", "training.png", "scores.png"}

@@ -7,16 +7,15 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from varuna_capslog.comparison import Row
-from varuna_capslog.plan import Plan, Stage
+from tests.reports.test_pictures import assert_legible, figures  # noqa: F401  (a fixture)
+from varuna_capslog.planning.comparison import Row
+from varuna_capslog.planning.simulation import UPDATE_RATE, Link, Simulation, simulate_plan
+from varuna_capslog.planning.trace_replay import Layout, TraceEvent, replay
+from varuna_capslog.plans.plan import Plan, Stage
 from varuna_capslog.profiles.record import LayerProfile, Profile
 from varuna_capslog.reports.comparison import draw_comparison
 from varuna_capslog.reports.gantt import draw_simulation
 from varuna_capslog.reports.replay import draw_replay
-from varuna_capslog.simulation import UPDATE_RATE, Link, Simulation, simulate_plan
-from varuna_capslog.trace_replay import Layout, TraceEvent, replay
-
-from .test_pictures import assert_legible, figures  # noqa: F401  (a fixture)
 
 GIB = 2**30
 

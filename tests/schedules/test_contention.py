@@ -6,11 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from varuna_capslog.errors import CapslogError
+from tests.schedules.cases import names, shapes
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.schedules import lower, make_schedule, simulate
 from varuna_capslog.schedules.contention import play_contended, speed_of
-
-from .cases import names, shapes
 
 
 def test_speeds_beyond_the_list_share_what_all_cores_give() -> None:

@@ -7,7 +7,8 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 
-from varuna_capslog.errors import CapslogError
+from tests.schedules.cases import names, shapes
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.schedules import (
     ALWAYS_RECOMPUTE,
     SCHEDULES,
@@ -27,8 +28,6 @@ from varuna_capslog.schedules import (
     validate,
 )
 from varuna_capslog.schedules.list_scheduler import list_schedule
-
-from .cases import names, shapes
 
 # Written by hand, from the definition: min(S - s, M) forwards, then a backward and a forward in turn, then backwards.
 ONE_F_ONE_B_4_6 = """\

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from varuna_capslog.errors import CapslogError
+from tests.schedules.cases import compute_edges, has_cycle, names, scrambled, shapes
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.schedules import (
     Action,
     Lowered,
@@ -21,8 +22,6 @@ from varuna_capslog.schedules import (
     make_schedule,
     parse_csv,
 )
-
-from .cases import compute_edges, has_cycle, names, scrambled, shapes
 
 
 def test_hand_written_programs() -> None:

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from varuna_capslog.errors import CapslogError
+from tests.schedules.cases import compute_edges, names, shapes
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.schedules import Action, Message, Schedule, make_schedule, parse_csv, simulate
-
-from .cases import compute_edges, names, shapes
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])

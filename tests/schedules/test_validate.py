@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from varuna_capslog.errors import CapslogError
+from tests.schedules.cases import names, scrambled, shapes
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.schedules import ALWAYS_RECOMPUTE, Action, Schedule, make_schedule, parse_csv, validate
-
-from .cases import names, scrambled, shapes
 
 
 def check(text: str, num_stages: int, num_microbatches: int, recompute: bool = False, **limits: int) -> None:

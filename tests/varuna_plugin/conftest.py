@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.engine.pool import WorkerPool
-from varuna_capslog.errors import CapslogError
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.varuna_plugin import FoundVaruna, find_varuna
 
 

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from tests.varuna_plugin import models
-from varuna_capslog import files
-from varuna_capslog.elastic.generation import Generation, Stamp
-from varuna_capslog.elastic.nursery import PRELOADED, Nursery
-from varuna_capslog.elastic.store import StoreGone, open_store, serve_store
+from varuna_capslog.base import files
+from varuna_capslog.elastic.host.fork_server import PRELOADED, Nursery
+from varuna_capslog.elastic.store.torch_store import StoreGone, open_store, serve_store
 from varuna_capslog.engine.seeds import seed_layer
+from varuna_capslog.membership.generation import Generation, Stamp
 from varuna_capslog.varuna_plugin.checkpoint_files import newest
-from varuna_capslog.varuna_plugin.elastic_disk import begin_with
+from varuna_capslog.varuna_plugin.elastic.disk import begin_with
 from varuna_capslog.varuna_plugin.inputs import scatter
 
 SCRIPT = str(Path(__file__).with_name("elastic_script.py"))
@@ -36,8 +36,8 @@ class Cradle:
 
     def __init__(self, folder: Path) -> None:
         self.told: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        modules = (*PRELOADED, "varuna", "varuna_capslog.varuna_plugin.elastic_work", "torch._dynamo")
-        entry = "varuna_capslog.varuna_plugin.elastic_run:main"
+        modules = (*PRELOADED, "varuna", "varuna_capslog.varuna_plugin.elastic.work", "torch._dynamo")
+        entry = "varuna_capslog.varuna_plugin.elastic.run:main"
         self.nursery = Nursery(entry, self.told.put, folder / "nursery.log", modules)
         self.runs = 0
 

@@ -20,7 +20,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # workers run this file by its path
 
 from tests.varuna_plugin import models
-from varuna_capslog.settings import Elastic
+from varuna_capslog.config.settings import Elastic
 from varuna_capslog.varuna_plugin import run_elastic
 
 BATCH, CHUNK = 7, 2
@@ -79,7 +79,8 @@ def get_batch(step: int) -> dict[str, Any]:
 
 def break_things() -> None:
     """Faults inside the plugin's own work."""
-    from varuna_capslog.varuna_plugin import checkpoint, elastic_work
+    from varuna_capslog.varuna_plugin import checkpoint
+    from varuna_capslog.varuna_plugin.elastic import work as elastic_work
 
     real, groups = checkpoint.write_synced, elastic_work.VarunaGroups
 

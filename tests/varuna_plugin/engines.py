@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from tests.engine import detr
+from varuna_capslog.config.settings import Config
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.pipeline import EngineOptions, Layout
-from varuna_capslog.settings import Config
 
 
 def detr_step(communicator: Communicator, name: str, layout: Layout) -> dict[str, Any]:
@@ -52,10 +52,10 @@ def run(communicator: Communicator, values: dict[str, Any], cuts: list[int]) -> 
     """A run of the tiny workload up to `train.max_steps`, resuming what lies in its folder."""
     import varuna_capslog.varuna_plugin as plugin
     from tests.engine.workload import TinyWorkload
-    from varuna_capslog import files
-    from varuna_capslog.engine.journal import Journal
-    from varuna_capslog.engine.run import Run
-    from varuna_capslog.plan import Plan
+    from varuna_capslog.base import files
+    from varuna_capslog.plans.plan import Plan
+    from varuna_capslog.training.journal import Journal
+    from varuna_capslog.training.run import Run
 
     config = Config.model_validate(values)
     plan = Plan(num_layers=11, cuts=tuple(cuts))

@@ -1,4 +1,4 @@
-"""The chain of `tests.profiles.workloads.Megabytes` as a module with CutPoints, for profiles by both engines."""
+"""The chain of `tests.profiling.workloads.Megabytes` as a module with CutPoints, for profiles by both engines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.profiles.workloads import Megabytes
+from tests.profiling.workloads import Megabytes
 
 
 def build() -> nn.Module:
@@ -39,8 +39,9 @@ def whole_job(communicator: Any, cuts: list[int], chunk_size: int) -> Any:
 
 def _whole_job(cuts: list[int], chunk_size: int) -> Any:
     from tests.varuna_plugin import cases
-    from varuna_capslog.profiles.conditions import RunConditions
-    from varuna_capslog.varuna_plugin import Microbatches, meter
+    from varuna_capslog.profiling.conditions import RunConditions
+    from varuna_capslog.varuna_plugin import Microbatches
+    from varuna_capslog.varuna_plugin.profiling import meter
 
     with cases.patched(cuts, loss="sum") as varuna:
         torch.manual_seed(0)

@@ -12,8 +12,8 @@ from torch import nn
 
 from tests.engine.pool import WorkerPool
 from tests.varuna_plugin import cases, models
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.communicator import Communicator
-from varuna_capslog.errors import CapslogError
 from varuna_capslog.varuna_plugin import executor, options
 from varuna_capslog.varuna_plugin.inputs import Scattered
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from varuna_capslog.errors import CapslogError
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.varuna_plugin.inputs import Microbatches, scatter
 
 

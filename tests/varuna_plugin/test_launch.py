@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from varuna_capslog.plan import Plan, write_plan
+from varuna_capslog.plans.plan import Plan, write_plan
 from varuna_capslog.profiles.record import LayerProfile, Profile, write_profile
 from varuna_capslog.varuna_plugin import FoundVaruna, launch
 

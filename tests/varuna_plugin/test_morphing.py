@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.varuna_plugin.elastic_live import Cradle, Live, Truth, check, final_of, oracle, truth_of
-from varuna_capslog import files
+from varuna_capslog.base import files
 from varuna_capslog.varuna_plugin import FoundVaruna
 
 STEPS = 12

@@ -11,8 +11,8 @@ import pytest
 
 import varuna_capslog.varuna_plugin as plugin
 from varuna_capslog import planners
-from varuna_capslog.errors import CapslogError, DoesNotFit
-from varuna_capslog.plan import Plan, Stage, write_plan
+from varuna_capslog.base.errors import CapslogError, DoesNotFit
+from varuna_capslog.plans.plan import Plan, Stage, write_plan
 from varuna_capslog.profiles.record import LayerProfile, Profile, write_profile
 from varuna_capslog.varuna_plugin import options
 

@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from tests.varuna_plugin import models
-from varuna_capslog import files
-from varuna_capslog.elastic.generation import Generation, Stamp
-from varuna_capslog.errors import CapslogError
-from varuna_capslog.varuna_plugin import elastic_disk, piece_state
-from varuna_capslog.varuna_plugin.tracing import trace_model
+from varuna_capslog.base import files
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.membership.generation import Generation, Stamp
+from varuna_capslog.varuna_plugin import piece_state
+from varuna_capslog.varuna_plugin.elastic import disk as elastic_disk
+from varuna_capslog.varuna_plugin.splitting.tracing import trace_model
 
 Part = tuple[dict[str, nn.Parameter], dict[str, torch.Tensor]]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import varuna_capslog.varuna_plugin as plugin
-from varuna_capslog.errors import CapslogError
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.varuna_plugin import recognise
 
 

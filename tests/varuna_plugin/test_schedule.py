@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from varuna_capslog.errors import CapslogError
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.varuna_plugin.schedule import varuna_tasks
 
 RECORDED = json.loads((Path(__file__).parent / "recorded_schedules.json").read_text(encoding="utf-8"))

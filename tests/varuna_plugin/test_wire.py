@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from varuna_capslog.errors import CapslogError
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.varuna_plugin.wire import Bundle, pack, unpack
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.bool, torch.uint8, torch.int64]

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from varuna_capslog.errors import CapslogError
+from varuna_capslog.base.errors import CapslogError
 
 if TYPE_CHECKING:
-    from varuna_capslog.config import Config
-    from varuna_capslog.plan import Plan
+    from varuna_capslog.config.reading import Config
+    from varuna_capslog.planning.simulation import Link
+    from varuna_capslog.plans.plan import Plan
     from varuna_capslog.profiles.record import Profile
-    from varuna_capslog.simulation import Link
 
 __all__ = [
     "AsJson",
@@ -58,7 +58,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs in
 
 def run_config(run_dir: Path) -> Config:
     """The resolved config of an existing run, with `run_dir` as it is now (the folder may have been moved)."""
-    from varuna_capslog.config import load_config
+    from varuna_capslog.config.reading import load_config
 
     path = run_dir / "config.yaml"
     if not path.is_file():
@@ -77,7 +77,7 @@ def profile_of(path: Path | None, config: Config | None, show: bool) -> Profile:
 
         return read_profile(path)
     assert config is not None
-    from varuna_capslog.prepare import profile_run
+    from varuna_capslog.start.prepare import profile_run
 
     return profile_run(config, show)
 
@@ -91,8 +91,8 @@ def blocks_of(config: Config | None) -> int | None:
 
 def link_of(bandwidth: str | None, latency: str, copy_bandwidth: str | None = None) -> Link:
     """The link that --bandwidth, --latency and --copy-bandwidth describe."""
-    from varuna_capslog import units
-    from varuna_capslog.simulation import Link
+    from varuna_capslog.base import units
+    from varuna_capslog.planning.simulation import Link
 
     return Link(
         None if bandwidth is None else units.parse_rate(bandwidth, "--bandwidth"),
@@ -113,8 +113,8 @@ def print_plan(plan: Plan, profile: Profile | None = None) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from varuna_capslog.base.units import format_bytes
     from varuna_capslog.memory.headroom import Headroom
-    from varuna_capslog.units import format_bytes
 
     headroom = Headroom() if profile is None else Headroom.of(profile)
     table = Table(title=f"{plan.planner or 'given cuts'}: {len(plan.cuts)} stages of {plan.num_layers} layers")

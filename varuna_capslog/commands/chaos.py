@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.commands.arguments import AsJson, Overrides, print_json
-from varuna_capslog.errors import CapslogError
 
 if TYPE_CHECKING:
-    from varuna_capslog.elastic.rig.chaos import Outcome
-    from varuna_capslog.settings import Config
+    from varuna_capslog.config.settings import Config
+    from varuna_capslog.rig.chaos import Outcome
 
 __all__ = ["chaos"]
 
@@ -68,10 +68,10 @@ def chaos(
     import sys
     import tempfile
 
-    from varuna_capslog import fields, files, units
-    from varuna_capslog.elastic.rig.chaos import Chaos, Options
-    from varuna_capslog.elastic.rig.namespaces import enter
-    from varuna_capslog.elastic.rig.schedule import weights_of
+    from varuna_capslog.base import fields, files, units
+    from varuna_capslog.rig.chaos import Chaos, Options
+    from varuna_capslog.rig.namespaces import enter
+    from varuna_capslog.rig.schedule import weights_of
 
     fields.choice(network, "network", ("loopback", "relay", "namespaces"))
     fields.choice(store, "store", ("tcp", "etcd"))
@@ -106,8 +106,8 @@ def chaos(
     if trace is None:
         run = Chaos(settings, options, say)
     else:
-        from varuna_capslog.elastic.rig.preemptions import Preemptions, rents
-        from varuna_capslog.trace_replay import read_trace
+        from varuna_capslog.planning.trace_replay import read_trace
+        from varuna_capslog.rig.preemptions import Preemptions, rents
 
         span = None if duration is None else units.parse_seconds(duration, "duration")
         rented = rents(read_trace(trace), workers, scale, span)
@@ -129,8 +129,8 @@ def chaos(
 
 
 def _settings(config: str | None, overrides: list[str], folder: Path, devices: int) -> Config:
-    from varuna_capslog.config import load_config
-    from varuna_capslog.elastic.rig.chaos import toy_config
+    from varuna_capslog.config.reading import load_config
+    from varuna_capslog.rig.chaos import toy_config
 
     forced = [f"run_dir={folder}", f"pipeline.devices={devices}", "elastic.enabled=true"]
     if config is None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.commands.arguments import (
     AsJson,
     Bandwidth,
@@ -19,12 +20,11 @@ from varuna_capslog.commands.arguments import (
     print_json,
     profile_of,
 )
-from varuna_capslog.errors import CapslogError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from varuna_capslog.comparison import Row
+    from varuna_capslog.planning.comparison import Row
     from varuna_capslog.profiles.record import Profile
 
 __all__ = ["compare"]
@@ -59,8 +59,8 @@ def compare(
     as_json: AsJson = False,
 ) -> None:
     """Ask every planner: peak, margin to the capacity, simulated step time and search time of each."""
-    from varuna_capslog import units
-    from varuna_capslog.comparison import compare as ask
+    from varuna_capslog.base import units
+    from varuna_capslog.planning.comparison import compare as ask
 
     if config is None and profile is None:
         raise CapslogError("nothing to compare for: give a CONFIG file or --profile FILE")
@@ -75,7 +75,7 @@ def compare(
     names = None if planners is None else [name.strip() for name in planners.split(",")]
     rows = ask(costs, count, names=names, link=link, **options)
     if output is not None:
-        from varuna_capslog import files
+        from varuna_capslog.base import files
         from varuna_capslog.reports.comparison import draw_comparison
 
         files.write_json(output / "comparison.json", [row.to_json() for row in rows])
@@ -99,7 +99,7 @@ def _profile(
     """The profile; what the flags leave open is filled in from the config."""
     settings = None
     if config is not None:
-        from varuna_capslog.config import load_config
+        from varuna_capslog.config.reading import load_config
 
         changes = [] if devices is None else [f"pipeline.devices={devices}"]
         settings = load_config(config, [*(overrides or ()), *changes, "pipeline.cuts=null"])
@@ -126,8 +126,8 @@ def _print(rows: Sequence[Row], profile: Profile, devices: int) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from varuna_capslog.base.units import format_bytes
     from varuna_capslog.reports.wording import duration
-    from varuna_capslog.units import format_bytes
 
     table = Table(title=f"{profile.model or 'model'}: {profile.num_layers} layers on {devices} devices")
     for heading in ("planner", "peak", "margin", "step", "bubble", "search"):

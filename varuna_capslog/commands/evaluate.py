@@ -13,8 +13,8 @@ __all__ = ["evaluate"]
 
 def evaluate(run_dir: RunDirectory, as_json: AsJson = False) -> None:
     """Score the best checkpoint of a run; the scores are also written to RUN_DIR/evaluation.json."""
-    from varuna_capslog import files
-    from varuna_capslog.supervisor import Supervisor, reserve
+    from varuna_capslog.base import files
+    from varuna_capslog.base.supervisor import Supervisor, reserve
 
     settings = run_config(run_dir)
     path = run_dir / "evaluation.json"
@@ -22,7 +22,7 @@ def evaluate(run_dir: RunDirectory, as_json: AsJson = False) -> None:
         path.unlink(missing_ok=True)
         Supervisor(
             run_dir,
-            [sys.executable, "-m", "varuna_capslog.engine.worker", str(run_dir), "--evaluate"],
+            [sys.executable, "-m", "varuna_capslog.start.worker", str(run_dir), "--evaluate"],
             settings.world_size,
             environment={"OMP_NUM_THREADS": str(settings.train.threads)},
             say=lambda line: typer.echo(f"capslog: {line}", err=True),

@@ -10,7 +10,7 @@ import typer
 from varuna_capslog.commands.arguments import ConfigFile, Overrides, print_plan
 
 if TYPE_CHECKING:
-    from varuna_capslog.settings import Config
+    from varuna_capslog.config.settings import Config
 
 __all__ = ["check_address", "host"]
 
@@ -47,9 +47,9 @@ def host(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done and stop.")] = False,
 ) -> None:
     """Train on several machines that may come and go: the same command on each, one with --serve."""
-    from varuna_capslog.elastic.begin import check_elastic, join_run
-    from varuna_capslog.errors import CapslogError
-    from varuna_capslog.supervisor import Interrupted
+    from varuna_capslog.base.errors import CapslogError
+    from varuna_capslog.base.supervisor import Interrupted
+    from varuna_capslog.start.elastic_host import check_elastic, join_run
 
     if (serve is None) == (store is None):
         raise CapslogError("give either --serve ADDRESS (on one machine) or --store ADDRESS (on all others)")
@@ -78,11 +78,11 @@ def _begin(serve: str | None) -> str:
 
 
 def _serve(settings: Config, workers: int, nnodes: int, serve: str, name: str | None) -> None:
-    from varuna_capslog.elastic.begin import run_here
-    from varuna_capslog.elastic.terminal import Terminal
-    from varuna_capslog.prepare import prepare_run
+    from varuna_capslog.base.supervisor import Interrupted, reserve
+    from varuna_capslog.elastic.host.terminal import Terminal
     from varuna_capslog.profiles.record import read_profile
-    from varuna_capslog.supervisor import Interrupted, reserve
+    from varuna_capslog.start.elastic_host import run_here
+    from varuna_capslog.start.prepare import prepare_run
 
     with reserve(settings.run_dir):
         plan = prepare_run(settings)
@@ -105,8 +105,8 @@ def _serve(settings: Config, workers: int, nnodes: int, serve: str, name: str | 
 
 def _spread(config: Path, overrides: list[str], nnodes: int, nproc: int | None) -> tuple[Config, int]:
     """The config for all machines that begin, and the workers of this one."""
-    from varuna_capslog.config import load_config
-    from varuna_capslog.errors import CapslogError
+    from varuna_capslog.base.errors import CapslogError
+    from varuna_capslog.config.reading import load_config
 
     settings = load_config(config, overrides)
     replicas, wanted = settings.pipeline.replicas, settings.world_size
@@ -124,8 +124,8 @@ def _spread(config: Path, overrides: list[str], nnodes: int, nproc: int | None) 
 
 def check_address(address: str) -> None:
     """Raises CapslogError unless it is HOST:PORT, or that of a store in etcd."""
+    from varuna_capslog.base.errors import CapslogError
     from varuna_capslog.elastic.network import SCHEME, parse_address
-    from varuna_capslog.errors import CapslogError
 
     if address.startswith(SCHEME):
         parse_address(address)

@@ -17,7 +17,7 @@ def morph(
 ) -> None:
     """Let a running elastic training go on with another number of devices."""
     from varuna_capslog.elastic import request_morph
-    from varuna_capslog.elastic.hooks import outlook
+    from varuna_capslog.elastic.host.hooks import outlook
 
     prospect = outlook(devices, run_dir)
     request_morph(devices, run_dir)
@@ -35,8 +35,8 @@ def notice(
     hint: Annotated[bool, typer.Option("--hint", help="It may have to leave soon: copy ahead, nobody leaves.")] = False,
 ) -> None:
     """Tell a running elastic training that a host, or one worker, is to leave."""
-    from varuna_capslog.elastic.hooks import give_notice
-    from varuna_capslog.errors import CapslogError
+    from varuna_capslog.base.errors import CapslogError
+    from varuna_capslog.elastic.host.hooks import give_notice
 
     if urgent and hint:
         raise CapslogError("--urgent and --hint exclude each other; a hint moves nobody")

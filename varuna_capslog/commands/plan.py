@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from varuna_capslog.base.errors import CapslogError, DoesNotFit
 from varuna_capslog.commands.arguments import (
     AsJson,
     Bandwidth,
@@ -19,13 +20,12 @@ from varuna_capslog.commands.arguments import (
     print_json,
     print_plan,
 )
-from varuna_capslog.errors import CapslogError, DoesNotFit
 
 if TYPE_CHECKING:
     from varuna_capslog.commands.plan_time import Request
-    from varuna_capslog.config import Config
-    from varuna_capslog.plan import Plan
+    from varuna_capslog.config.reading import Config
     from varuna_capslog.planners.seconds import Link
+    from varuna_capslog.plans.plan import Plan
     from varuna_capslog.profiles.record import Profile
 
 __all__ = ["plan"]
@@ -133,7 +133,7 @@ def plan(
     link = link_of(bandwidth, latency)
     settings = None
     if config is not None:
-        from varuna_capslog.config import load_config
+        from varuna_capslog.config.reading import load_config
 
         # Planning means searching: cuts that the config fixes are set aside.
         changes = [f"pipeline.{key}={value}" for key, value in given.items()]
@@ -163,11 +163,11 @@ def _plan_one(
     if config is None:
         found = _of_profile(request, profile, planner)
     else:
-        from varuna_capslog.prepare import plan_run
+        from varuna_capslog.start.prepare import plan_run
 
         found = plan_run(config, profile, request.link)
     if output is not None:
-        from varuna_capslog.plan import write_plan
+        from varuna_capslog.plans.plan import write_plan
 
         write_plan(output, found)
     if as_json:
@@ -183,8 +183,8 @@ def _plan_one(
 def _config_of_model(
     model: str, inputs: list[str] | None, cut_points: str | None, pipeline: dict[str, int | str]
 ) -> Config:
-    from varuna_capslog.config import Config, section
-    from varuna_capslog.model_workload import config_values
+    from varuna_capslog.config.reading import Config, section
+    from varuna_capslog.model.model_workload import config_values
 
     devices = pipeline.get("devices")
     if not isinstance(devices, int):
@@ -203,12 +203,12 @@ def _request(
     show: bool,
 ) -> Request:
     """What is planned for: from the config, or from the flags and what a profile says of its run."""
-    from varuna_capslog import units
+    from varuna_capslog.base import units
     from varuna_capslog.commands.plan_time import Request
-    from varuna_capslog.prepare import profile_run
+    from varuna_capslog.config.settings import Pipeline
     from varuna_capslog.profiles.record import read_profile
     from varuna_capslog.schedules import SCHEDULES
-    from varuna_capslog.settings import Pipeline
+    from varuna_capslog.start.prepare import profile_run
 
     read = [read_profile(path) for path in profiles or ()]
     if config is not None:
@@ -240,8 +240,8 @@ def _request(
 
 
 def _of_profile(request: Request, profile: Profile, planner: int | str | None) -> Plan:
+    from varuna_capslog.config.settings import Pipeline
     from varuna_capslog.planners import plan as search
-    from varuna_capslog.settings import Pipeline
 
     return search(
         profile,

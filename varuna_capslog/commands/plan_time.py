@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from varuna_capslog.base.errors import CapslogError, DoesNotFit
 from varuna_capslog.commands.arguments import print_json
-from varuna_capslog.errors import CapslogError, DoesNotFit
 
 if TYPE_CHECKING:
     from varuna_capslog.planners.joint import JointPlan
@@ -98,7 +98,7 @@ def plan_front(request: Request, output: Path | None, as_json: bool) -> None:
 
         draw_front(output, front, title, min(given) if isinstance(given, list) else given)
     elif output is not None:
-        from varuna_capslog.files import write_json
+        from varuna_capslog.base.files import write_json
 
         write_json(output, value)
     if as_json:
@@ -109,9 +109,9 @@ def plan_front(request: Request, output: Path | None, as_json: bool) -> None:
 
 def plan_jointly(request: Request, speeds: str | None, blocks: int | None, output: Path | None, as_json: bool) -> None:
     """Prints the pipelines for N devices and writes the plan in full form. Exit status 3 if nothing fits."""
-    from varuna_capslog.plan import write_plan
+    from varuna_capslog.base.units import parse_numbers
     from varuna_capslog.planners.joint import Device, joint_plan
-    from varuna_capslog.units import parse_numbers
+    from varuna_capslog.plans.plan import write_plan
 
     number = request.devices
     capacities = request.capacity if isinstance(request.capacity, list) else [request.capacity] * number
@@ -169,7 +169,7 @@ def _print_front(front: list[Fastest], title: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from varuna_capslog.units import format_bytes
+    from varuna_capslog.base.units import format_bytes
 
     table = Table(title=title)
     for heading in ("peak", "step", "against fastest", "proven", "cuts"):
@@ -191,7 +191,7 @@ def _print_joint(found: JointPlan, devices: list[Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from varuna_capslog.units import format_bytes
+    from varuna_capslog.base.units import format_bytes
 
     of_block = (found.plan.num_microbatches or 1) // sum(one.blocks for one in found.pipelines)
     title = f"{len(found.pipelines)} pipelines of {found.plan.num_layers} layers on {len(devices)} devices"
@@ -227,7 +227,7 @@ def _print_joint(found: JointPlan, devices: list[Any]) -> None:
 
 
 def _kind(device: Any) -> str:
-    from varuna_capslog.units import format_bytes
+    from varuna_capslog.base.units import format_bytes
 
     memory = "any memory" if device.capacity is None else format_bytes(device.capacity)
     return memory if device.speed == 1 else f"{memory} at speed {device.speed:g}"

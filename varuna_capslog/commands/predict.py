@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.commands.arguments import AsJson, RunDirectory, print_json, run_config
-from varuna_capslog.errors import CapslogError
 
 __all__ = ["predict"]
 
@@ -27,7 +27,7 @@ def predict(
             raise CapslogError(f"image {str(image)!r} is not a file; check the path")
     settings = run_config(run_dir)
 
-    from varuna_capslog.predictions import draw
+    from varuna_capslog.reports.predictions import draw
 
     pictures = draw(settings, images, output or run_dir / "predictions")
     if as_json:

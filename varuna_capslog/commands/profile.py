@@ -35,9 +35,9 @@ def profile(
     as_json: AsJson = False,
 ) -> None:
     """Measure memory and seconds of every layer with real runs of one- and two-layer stages, or estimate them."""
-    from varuna_capslog.config import load_config
-    from varuna_capslog.prepare import profile_run
+    from varuna_capslog.config.reading import load_config
     from varuna_capslog.profiles.record import write_profile
+    from varuna_capslog.start.prepare import profile_run
 
     changes = [] if order is None else [f"profile.order={order}"]
     changes += ["profile.source=estimated"] if estimate else []
@@ -52,7 +52,7 @@ def profile(
     from rich.console import Console
     from rich.table import Table
 
-    from varuna_capslog.units import format_bytes
+    from varuna_capslog.base.units import format_bytes
 
     table = Table(title=f"{result.model or 'model'}: {result.num_layers} layers, {result.source}")
     for heading in ("", "layer", "alone (M_i)", "added (M_a)", "forward", "backward"):

@@ -10,10 +10,10 @@ import typer
 from varuna_capslog.commands.arguments import blocks_of, print_json
 
 if TYPE_CHECKING:
-    from varuna_capslog.config import Config
+    from varuna_capslog.config.reading import Config
+    from varuna_capslog.planning.simulation import Link
+    from varuna_capslog.planning.trace_replay import Pauses, Prices, Replay
     from varuna_capslog.profiles.record import Profile
-    from varuna_capslog.simulation import Link
-    from varuna_capslog.trace_replay import Pauses, Prices, Replay
 
 __all__ = ["print_replay", "replay_trace"]
 
@@ -37,8 +37,8 @@ def replay_trace(
 ) -> Replay:
     """Reads the trace and replays it; what is None comes from the config, or is the command's default."""
     from varuna_capslog.planners import DEFAULT_MICROBATCHES_PER_STAGE
-    from varuna_capslog.replanning import JOINT, Replanner
-    from varuna_capslog.trace_replay import most_nodes, read_trace, replay
+    from varuna_capslog.planning.replanning import JOINT, Replanner
+    from varuna_capslog.planning.trace_replay import most_nodes, read_trace, replay
 
     events = read_trace(trace)
     most = devices or most_nodes(events)
@@ -69,7 +69,7 @@ def replay_trace(
 def print_replay(found: Replay, trace: Path, output: Path | None, as_json: bool) -> None:
     """Prints the result as a table or JSON, and writes replay.json and replay.png into a folder if asked to."""
     if output is not None:
-        from varuna_capslog import files
+        from varuna_capslog.base import files
         from varuna_capslog.reports.replay import draw_replay
 
         files.write_json(output / "replay.json", found.to_json())

@@ -13,9 +13,9 @@ def report(run_dir: RunDirectory, as_json: AsJson = False) -> None:
     """Write RUN_DIR/report: peaks predicted and measured, the schedule, curves and sample predictions."""
     settings = run_config(run_dir)  # says so in one sentence where this is no run
 
-    from varuna_capslog.errors import CapslogError
-    from varuna_capslog.predictions import draw_samples
+    from varuna_capslog.base.errors import CapslogError
     from varuna_capslog.reports import write_report
+    from varuna_capslog.reports.predictions import draw_samples
 
     try:
         draw_samples(settings)

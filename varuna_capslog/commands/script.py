@@ -10,7 +10,7 @@ import typer
 from varuna_capslog.commands.host import check_address
 
 if TYPE_CHECKING:
-    from varuna_capslog.settings import Elastic
+    from varuna_capslog.config.settings import Elastic
 
 __all__ = ["script"]
 
@@ -56,7 +56,7 @@ def script(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done and stop.")] = False,
 ) -> None:
     """Run a data-parallel program on workers that may come and go. Ctrl-C stops after the step; the same continues."""
-    from varuna_capslog.errors import CapslogError
+    from varuna_capslog.base.errors import CapslogError
 
     if serve is not None and store is not None:
         raise CapslogError("--serve and --store exclude each other; one machine serves, all others join")
@@ -83,9 +83,9 @@ def script(
 def _settings(pairs: list[str]) -> Elastic:
     import yaml
 
-    from varuna_capslog.config import section
-    from varuna_capslog.errors import CapslogError
-    from varuna_capslog.settings import Elastic
+    from varuna_capslog.base.errors import CapslogError
+    from varuna_capslog.config.reading import section
+    from varuna_capslog.config.settings import Elastic
 
     found: dict[str, Any] = {"enabled": True}
     for pair in pairs:
@@ -108,9 +108,9 @@ def _run(
     name: str | None,
     wait: float,
 ) -> None:
-    from varuna_capslog.elastic.script_begin import join_script, run_script
-    from varuna_capslog.elastic.terminal import Terminal
-    from varuna_capslog.supervisor import Interrupted
+    from varuna_capslog.base.supervisor import Interrupted
+    from varuna_capslog.elastic.host.terminal import Terminal
+    from varuna_capslog.start.script_host import join_script, run_script
 
     if store is not None:
         say = lambda line: typer.echo(f"capslog: {line}")  # noqa: E731
@@ -138,12 +138,12 @@ def _run(
 def _disturb(
     file: Path, arguments: list[str], folder: Path, nproc: int, settings: Elastic, faults: int, seed: int, mean: str
 ) -> None:
-    from varuna_capslog import files, units
-    from varuna_capslog.elastic.rig.script_chaos import Disturber, judge_script
-    from varuna_capslog.elastic.rig.tally import by_class
-    from varuna_capslog.elastic.script_begin import run_script
-    from varuna_capslog.errors import CapslogError
-    from varuna_capslog.supervisor import Interrupted
+    from varuna_capslog.base import files, units
+    from varuna_capslog.base.errors import CapslogError
+    from varuna_capslog.base.supervisor import Interrupted
+    from varuna_capslog.rig.script_chaos import Disturber, judge_script
+    from varuna_capslog.rig.tally import by_class
+    from varuna_capslog.start.script_host import run_script
 
     if nproc < 2:
         raise CapslogError(f"--chaos needs at least --nproc 2, so that somebody is left; not {nproc}")

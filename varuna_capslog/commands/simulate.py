@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.commands.arguments import (
     AsJson,
     Bandwidth,
@@ -18,13 +19,12 @@ from varuna_capslog.commands.arguments import (
     print_json,
     profile_of,
 )
-from varuna_capslog.errors import CapslogError
 
 if TYPE_CHECKING:
-    from varuna_capslog.config import Config
-    from varuna_capslog.plan import Plan
+    from varuna_capslog.config.reading import Config
+    from varuna_capslog.planning.simulation import Simulation
+    from varuna_capslog.plans.plan import Plan
     from varuna_capslog.profiles.record import Profile
-    from varuna_capslog.simulation import Simulation
 
 __all__ = ["simulate"]
 
@@ -103,8 +103,8 @@ def simulate(
     as_json: AsJson = False,
 ) -> None:
     """Play one step of a plan: step time, bubbles, memory over time; with --trace, goodput and cost on spot nodes."""
-    from varuna_capslog import fields, units
-    from varuna_capslog.simulation import simulate_plan
+    from varuna_capslog.base import fields, units
+    from varuna_capslog.planning.simulation import simulate_plan
 
     if config is None and profile is None:
         raise CapslogError(
@@ -115,7 +115,7 @@ def simulate(
     link = link_of(bandwidth, latency, copy_bandwidth)
     settings = None
     if config is not None:
-        from varuna_capslog.config import load_config
+        from varuna_capslog.config.reading import load_config
 
         settings = load_config(config, overrides or ())
     costs = profile_of(profile, settings, show=not as_json)
@@ -127,7 +127,7 @@ def simulate(
     fields.choice(stage_inputs, "stage_inputs", ("host", "device"))
     if trace is not None:
         from varuna_capslog.commands.replay import print_replay, replay_trace
-        from varuna_capslog.trace_replay import Pauses, Prices
+        from varuna_capslog.planning.trace_replay import Pauses, Prices
 
         found = replay_trace(
             trace,
@@ -183,17 +183,17 @@ def simulate(
 def _plan(settings: Config | None, costs: Profile, plan: Path | None) -> Plan:
     """The given plan, or the one that the config's planner finds; one that does not fit is played all the same."""
     if plan is not None:
-        from varuna_capslog.plan import read_plan
+        from varuna_capslog.plans.plan import read_plan
 
         return read_plan(plan)
     assert settings is not None
-    from varuna_capslog.prepare import plan_run
+    from varuna_capslog.start.prepare import plan_run
 
     return plan_run(settings, costs)
 
 
 def _write(folder: Path, step: Simulation, plan: Plan) -> None:
-    from varuna_capslog import files
+    from varuna_capslog.base import files
     from varuna_capslog.reports.gantt import draw_simulation
     from varuna_capslog.reports.perfetto import trace_events
 
@@ -211,8 +211,8 @@ def _print(step: Simulation, plan: Plan) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from varuna_capslog.base.units import format_bytes
     from varuna_capslog.reports.wording import duration
-    from varuna_capslog.units import format_bytes
 
     title = f"{step.schedule}{' with recomputation' if step.recompute else ''}, {step.num_microbatches} microbatches"
     table = Table(title=title)

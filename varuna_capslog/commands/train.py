@@ -10,7 +10,7 @@ import typer
 from varuna_capslog.commands.arguments import ConfigFile, Overrides, print_plan
 
 if TYPE_CHECKING:
-    from varuna_capslog.settings import Config
+    from varuna_capslog.config.settings import Config
 
 __all__ = ["train"]
 
@@ -29,12 +29,12 @@ def train(
     ] = None,
 ) -> None:
     """Train over the planned pipeline. Ctrl-C stops after the step; the same command continues."""
-    from varuna_capslog.config import load_config
-    from varuna_capslog.elastic.parked import recover
-    from varuna_capslog.errors import CapslogError
-    from varuna_capslog.prepare import prepare_run
+    from varuna_capslog.base.errors import CapslogError
+    from varuna_capslog.base.supervisor import Supervisor, reserve
+    from varuna_capslog.config.reading import load_config
+    from varuna_capslog.elastic.member.held_state import recover
     from varuna_capslog.profiles.record import read_profile
-    from varuna_capslog.supervisor import Supervisor, reserve
+    from varuna_capslog.start.prepare import prepare_run
 
     settings = load_config(config, overrides or ())
     if nproc is not None and nproc != settings.world_size:
@@ -57,7 +57,7 @@ def train(
             recover(settings.run_dir)  # an elastic run may have stopped here between two checkpoints
         Supervisor(
             settings.run_dir,
-            [sys.executable, "-m", "varuna_capslog.engine.worker", str(settings.run_dir)],
+            [sys.executable, "-m", "varuna_capslog.start.worker", str(settings.run_dir)],
             settings.world_size,
             environment={"OMP_NUM_THREADS": str(settings.train.threads)},
             say=lambda line: typer.echo(f"capslog: {line}", err=True),
@@ -65,9 +65,9 @@ def train(
 
 
 def _train_elastic(settings: Config) -> None:
-    from varuna_capslog.elastic.begin import run_here
-    from varuna_capslog.elastic.terminal import Terminal
-    from varuna_capslog.supervisor import Interrupted
+    from varuna_capslog.base.supervisor import Interrupted
+    from varuna_capslog.elastic.host.terminal import Terminal
+    from varuna_capslog.start.elastic_host import run_here
 
     with Terminal(settings.run_dir, settings.train.max_steps) as terminal:
         end = run_here(settings, terminal.say)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from varuna_capslog.elastic.hooks import request_morph
+    from varuna_capslog.elastic.host.hooks import request_morph
     from varuna_capslog.elastic.notices.callback import on_notice
 
 __all__ = ["on_notice", "request_morph"]
@@ -22,7 +22,7 @@ def __getattr__(name: str) -> Any:
 
         return on_notice
     if name == "request_morph":
-        from varuna_capslog.elastic.hooks import request_morph
+        from varuna_capslog.elastic.host.hooks import request_morph
 
         return request_morph
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

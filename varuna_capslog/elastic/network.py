@@ -13,7 +13,7 @@ import os
 import socket
 import struct
 
-from varuna_capslog.errors import CapslogError
+from varuna_capslog.base.errors import CapslogError
 
 __all__ = ["SCHEME", "address_towards", "first_endpoint", "interface_of", "network_variables", "parse_address"]
 

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from varuna_capslog.chain import TensorSpec
-from varuna_capslog.errors import CapslogError
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.model.chain import TensorSpec
 
 __all__ = ["Communicator", "PeerLost", "Receive", "Send", "connect", "connect_group"]
 

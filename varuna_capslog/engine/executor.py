@@ -13,10 +13,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from varuna_capslog.chain import TensorSpec
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.communicator import Communicator, Receive, Send
 from varuna_capslog.engine.stage import MicrobatchContext, Stage
-from varuna_capslog.errors import CapslogError
+from varuna_capslog.model.chain import TensorSpec
 from varuna_capslog.schedules import Action, Lowered, Message, Recv
 from varuna_capslog.schedules import Send as SendInstruction
 

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from varuna_capslog.chain import Chain, TensorSpec
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layers import EngineLayer
+from varuna_capslog.model.chain import Chain, TensorSpec
 
 __all__ = ["GradientBook", "squared_norm"]
 

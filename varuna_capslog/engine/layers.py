@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from varuna_capslog.chain import Chain, Layer
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.seeds import seed_layer
 from varuna_capslog.engine.statistics import RunningStatistics, tracking_modules
-from varuna_capslog.errors import CapslogError
-from varuna_capslog.trace import autocast_context
+from varuna_capslog.model.chain import Chain, Layer
+from varuna_capslog.model.trace import autocast_context
 
 __all__ = ["EngineLayer", "LayerGraph", "keep_layout", "take_layers"]
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from varuna_capslog.chain import Chain
+from varuna_capslog.base.errors import CapslogError, StepRefused
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.executor import Executor
 from varuna_capslog.engine.gradients import GradientBook, squared_norm
@@ -24,10 +24,10 @@ from varuna_capslog.engine.optimizer import StageOptimizer
 from varuna_capslog.engine.options import EngineOptions, Layout, StepResult
 from varuna_capslog.engine.stage import LossFunction, MicrobatchContext, Stage
 from varuna_capslog.engine.vote import Poll, Verdict
-from varuna_capslog.errors import CapslogError, StepRefused
+from varuna_capslog.model.chain import Chain
+from varuna_capslog.model.trace import ShapeTable
+from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.schedules import Action, Lowered, find_deadlock, lower, make_schedule, parse_action, validate
-from varuna_capslog.trace import ShapeTable
-from varuna_capslog.workload import Minibatch
 
 __all__ = ["EngineOptions", "Layout", "PipelineEngine", "StepResult"]
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from varuna_capslog.chain import Chain, TensorSpec
+from varuna_capslog.base.errors import CapslogError, StepRefused
 from varuna_capslog.engine.layers import EngineLayer, LayerGraph, keep_layout
-from varuna_capslog.errors import CapslogError, StepRefused
+from varuna_capslog.model.chain import Chain, TensorSpec
 
 __all__ = ["MicrobatchContext", "Stage"]
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from varuna_capslog.chain import Chain
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.stage import Stage
-from varuna_capslog.workload import Minibatch
+from varuna_capslog.model.chain import Chain
+from varuna_capslog.model.workload import Minibatch
 
 __all__ = ["Poll", "Verdict"]
 

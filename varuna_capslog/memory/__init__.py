@@ -10,8 +10,8 @@ import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
-from varuna_capslog import fields
-from varuna_capslog.errors import CapslogError
+from varuna_capslog.base import fields
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory import additive, composition, inflight
 from varuna_capslog.memory.costs import NEVER, RunShape, StageCosts
 from varuna_capslog.profiles.record import Profile

@@ -16,7 +16,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from varuna_capslog.errors import CapslogError
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory.costs import NEVER, RunShape, peaks_of
 from varuna_capslog.profiles.record import Profile
 

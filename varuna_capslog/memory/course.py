@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from varuna_capslog.errors import CapslogError
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory import additive, inflight
 from varuna_capslog.memory.costs import RunShape
 from varuna_capslog.profiles.record import Profile

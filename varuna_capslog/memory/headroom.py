@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from varuna_capslog import fields
-from varuna_capslog.errors import CapslogError
+from varuna_capslog.base import fields
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.profiles.record import Profile
 
 __all__ = ["Headroom"]

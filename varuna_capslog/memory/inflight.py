@@ -27,7 +27,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from varuna_capslog.errors import CapslogError
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory.composition import Composition, compose, observed, only_ranges
 from varuna_capslog.memory.costs import RunShape, peaks_of
 from varuna_capslog.profiles.record import Observation, Profile

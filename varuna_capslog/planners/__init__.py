@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-from varuna_capslog import fields
-from varuna_capslog.errors import CapslogError
+from varuna_capslog.base import fields
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.units import format_bytes
 from varuna_capslog.memory import AUTO, MEMORY_MODELS, RunShape, StageCosts, resolve
 from varuna_capslog.memory.headroom import Headroom
-from varuna_capslog.plan import Plan, Shortfall
 from varuna_capslog.planners.capslog import capslog_cuts
 from varuna_capslog.planners.capslog_tb import capslog_tb_cuts
 from varuna_capslog.planners.exact import exact_cuts, fewest_devices
@@ -22,8 +22,8 @@ from varuna_capslog.planners.mcap import mcap_bf_cuts, mcap_bo_cuts
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planners.throughput import Run, throughput_cuts
 from varuna_capslog.planners.varuna import varuna_cuts
+from varuna_capslog.plans.plan import Plan, Shortfall
 from varuna_capslog.profiles.record import Profile
-from varuna_capslog.units import format_bytes
 
 __all__ = ["PLANNERS", "PLANNER_NAMES", "Planner", "plan", "usable_bytes"]
 

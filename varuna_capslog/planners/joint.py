@@ -15,17 +15,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from varuna_capslog import fields
-from varuna_capslog.errors import CapslogError
+from varuna_capslog.base import fields
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.units import format_bytes
 from varuna_capslog.memory import AUTO, MEMORY_MODELS, NEVER, RunShape, resolve
 from varuna_capslog.memory.headroom import Headroom
-from varuna_capslog.plan import Plan, Shortfall, Stage
 from varuna_capslog.planners.fleet import Fleet, compose, enough_seconds, least_seconds
 from varuna_capslog.planners.pipelines import Pipelines
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planners.templates import Kind, combinations
+from varuna_capslog.plans.plan import Plan, Shortfall, Stage
 from varuna_capslog.profiles.record import Profile
-from varuna_capslog.units import format_bytes
 
 __all__ = ["Device", "JointPlan", "Pipeline", "joint_plan"]
 

@@ -16,9 +16,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from varuna_capslog.errors import CapslogError
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.units import format_bytes
 from varuna_capslog.memory.costs import StageCosts
-from varuna_capslog.units import format_bytes
 
 __all__ = ["BO_CALLS", "BO_INITIAL_POINTS", "LIMIT", "count_cut_lists", "mcap_bf_cuts", "mcap_bo_cuts"]
 

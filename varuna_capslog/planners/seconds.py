@@ -13,8 +13,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from varuna_capslog import fields
-from varuna_capslog.errors import CapslogError
+from varuna_capslog.base import fields
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import Message, Recv, Send, graph_keeping_forwards, in_turn, lower, make_schedule
 

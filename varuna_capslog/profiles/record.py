@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from varuna_capslog import fields, files
-from varuna_capslog.errors import CapslogError
+from varuna_capslog.base import fields, files
+from varuna_capslog.base.errors import CapslogError
 
 __all__ = [
     "LayerProfile",

@@ -10,8 +10,8 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from varuna_capslog import fields
-from varuna_capslog.errors import CapslogError
+from varuna_capslog.base import fields
+from varuna_capslog.base.errors import CapslogError
 
 __all__ = ["Partitioning", "StageRun", "capslog_partitionings", "mcap_partitionings", "pack_runs", "stage_runs"]
 

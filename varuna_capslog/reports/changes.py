@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from varuna_capslog.plan import Plan
+from varuna_capslog.base.units import format_bytes
+from varuna_capslog.plans.plan import Plan
 from varuna_capslog.reports import markup
 from varuna_capslog.reports.generations import MOST_GENERATIONS, Era, draw_generations
 from varuna_capslog.reports.markup import Markup
 from varuna_capslog.reports.run import Event, RunRecord
 from varuna_capslog.reports.wording import UNKNOWN, duration, moment, plural
-from varuna_capslog.units import format_bytes
 
 __all__ = ["change_section", "changes_in_short", "nature"]
 

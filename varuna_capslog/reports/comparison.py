@@ -1,6 +1,6 @@
 """The picture of a comparison of planners: a row each, its peak on the left, its step and search time on the right.
 
-`capslog compare -o` calls it with the rows of `varuna_capslog.comparison`. It draws and judges nothing.
+`capslog compare -o` calls it with the rows of `varuna_capslog.planning.comparison`. It draws and judges nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.ticker import NullFormatter
 
-from varuna_capslog.comparison import Row
+from varuna_capslog.planning.comparison import Row
 from varuna_capslog.reports.style import ALARM, AMBER, BLUE, GREY, byte_unit, picture, second_unit
 from varuna_capslog.reports.wording import significant
 

@@ -14,7 +14,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from varuna_capslog.errors import CapslogError
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.units import format_bytes
+from varuna_capslog.planning.simulation import Simulation
 from varuna_capslog.reports.style import (
     ALARM,
     AMBER,
@@ -28,8 +30,6 @@ from varuna_capslog.reports.style import (
     second_unit,
 )
 from varuna_capslog.schedules import KINDS, TimedAction, Timeline
-from varuna_capslog.simulation import Simulation
-from varuna_capslog.units import format_bytes
 
 __all__ = ["draw_schedule", "draw_simulation"]
 

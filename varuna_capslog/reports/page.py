@@ -9,8 +9,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from varuna_capslog import files
-from varuna_capslog.errors import CapslogError
+from varuna_capslog.base import files
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.reports import markup
 from varuna_capslog.reports.changes import change_section
 from varuna_capslog.reports.curves import draw_scores, draw_training, main_parts

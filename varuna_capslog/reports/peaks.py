@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from varuna_capslog.base.units import format_bytes
 from varuna_capslog.reports import markup
 from varuna_capslog.reports.markup import Markup
 from varuna_capslog.reports.memory import draw_stage_peaks, shows_capacity
 from varuna_capslog.reports.run import RunRecord
 from varuna_capslog.reports.style import byte_unit
 from varuna_capslog.reports.wording import UNKNOWN, in_units, percent
-from varuna_capslog.units import format_bytes
 
 __all__ = ["peak_section"]
 

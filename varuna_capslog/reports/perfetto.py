@@ -12,8 +12,8 @@ __all__ = ["COMPUTE_THREAD", "trace_events"]
 from collections.abc import Iterator
 from typing import Any
 
+from varuna_capslog.planning.simulation import PipelineStep, Simulation
 from varuna_capslog.schedules import KINDS, Action, TimedAction, TimedMessage
-from varuna_capslog.simulation import PipelineStep, Simulation
 
 COMPUTE_THREAD = 0
 """Thread of a rank's actions; transfers to rank r stand on thread r + 1."""

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from matplotlib.ticker import MaxNLocator
 
+from varuna_capslog.planning.trace_replay import Replay
 from varuna_capslog.reports.style import ALARM, AMBER, BLUE, GREY, SKY, picture
-from varuna_capslog.trace_replay import Replay
 
 __all__ = ["draw_replay"]
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from varuna_capslog import files
-from varuna_capslog.config import load_config
-from varuna_capslog.errors import CapslogError
-from varuna_capslog.plan import Plan, read_plan
+from varuna_capslog.base import files
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.config.reading import load_config
+from varuna_capslog.config.settings import Config
+from varuna_capslog.plans.plan import Plan, read_plan
 from varuna_capslog.profiles.record import Profile, read_profile
-from varuna_capslog.settings import Config
 
 __all__ = ["Evaluation", "Event", "RunRecord", "StepLine", "read_run"]
 

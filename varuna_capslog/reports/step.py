@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from varuna_capslog.errors import CapslogError
-from varuna_capslog.plan import Plan
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.planning.simulation import StageSeconds, stage_seconds
+from varuna_capslog.plans.plan import Plan
 from varuna_capslog.reports import markup
 from varuna_capslog.reports.gantt import draw_schedule
 from varuna_capslog.reports.markup import Markup
 from varuna_capslog.reports.run import RunRecord
 from varuna_capslog.reports.wording import duration, plural, significant
 from varuna_capslog.schedules import ALWAYS_RECOMPUTE, Schedule, from_strings, make_schedule, simulate
-from varuna_capslog.simulation import StageSeconds, stage_seconds
 
 __all__ = ["step_section"]
 

@@ -9,13 +9,13 @@ import platform
 from importlib import metadata
 
 import varuna_capslog
+from varuna_capslog.base.units import format_bytes
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.reports import markup
 from varuna_capslog.reports.changes import changes_in_short
 from varuna_capslog.reports.markup import Markup
 from varuna_capslog.reports.run import RunRecord
 from varuna_capslog.reports.wording import UNKNOWN, duration, moment, plain, plural, significant
-from varuna_capslog.units import format_bytes
 
 __all__ = ["stage_section", "summary_section"]
 

@@ -39,7 +39,7 @@ __all__ = [
 import difflib
 from collections.abc import Sequence
 
-from varuna_capslog.errors import CapslogError
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.schedules.actions import (
     KINDS,
     Action,

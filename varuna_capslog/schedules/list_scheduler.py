@@ -13,7 +13,7 @@ __all__ = ["check_placement", "list_schedule"]
 import heapq
 from collections.abc import Sequence
 
-from varuna_capslog.errors import CapslogError
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.schedules.actions import Action, Schedule
 
 _COST = {"F": 1, "R": 1, "B": 2}

@@ -12,7 +12,7 @@ __all__ = ["TimedAction", "TimedMessage", "Timeline", "simulate"]
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from varuna_capslog.errors import CapslogError
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.schedules.actions import KINDS, Action, placement_of
 from varuna_capslog.schedules.contention import play_contended
 from varuna_capslog.schedules.lower import Lowered, Message, Recv, Send, find_deadlock, in_turn, lower

@@ -11,7 +11,7 @@ __all__ = ["validate"]
 
 from collections.abc import Sequence
 
-from varuna_capslog.errors import CapslogError
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.schedules.actions import KINDS, Action, placement_of
 
 

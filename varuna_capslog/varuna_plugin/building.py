@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from varuna_capslog.errors import CapslogError
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.varuna_plugin import wire
 from varuna_capslog.varuna_plugin.executor import WatchedQueue
 from varuna_capslog.varuna_plugin.options import current

@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from varuna_capslog import files
-from varuna_capslog.engine.checkpoint import sync_folder, write_synced
-from varuna_capslog.errors import CapslogError, DiskFailed
+from varuna_capslog.base import files
+from varuna_capslog.base.errors import CapslogError, DiskFailed
+from varuna_capslog.training.checkpoint import sync_folder, write_synced
 from varuna_capslog.varuna_plugin.checkpoint_files import COMMON, EXTRA, FORMAT, MANIFEST, PARAMETERS, STATE, Reader
 from varuna_capslog.varuna_plugin.executor import restore_random_state, save_random_state
 from varuna_capslog.varuna_plugin.options import current
-from varuna_capslog.varuna_plugin.stages import ANCHOR
+from varuna_capslog.varuna_plugin.splitting.stages import ANCHOR
 from varuna_capslog.varuna_plugin.wire import named_loss
 
 __all__ = ["load", "save"]

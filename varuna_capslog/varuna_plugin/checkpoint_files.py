@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from varuna_capslog import files
-from varuna_capslog.engine.checkpoint import digest_of
-from varuna_capslog.errors import CapslogError
+from varuna_capslog.base import files
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.training.checkpoint import digest_of
 
 __all__ = [
     "COMMON",

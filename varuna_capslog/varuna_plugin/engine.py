@@ -16,19 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from varuna_capslog.chain import Chain, Layer
+from varuna_capslog.base.errors import CapslogError, StepRefused
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layers import EngineLayer
 from varuna_capslog.engine.optimizer import StageOptimizer
 from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine, StepResult
 from varuna_capslog.engine.stage import LossFunction
-from varuna_capslog.errors import CapslogError, StepRefused
+from varuna_capslog.model.chain import Chain, Layer
+from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.varuna_plugin.building import forward_only
 from varuna_capslog.varuna_plugin.chain_module import ChainModule
 from varuna_capslog.varuna_plugin.inputs import Microbatches
 from varuna_capslog.varuna_plugin.install import install
 from varuna_capslog.varuna_plugin.options import configure
-from varuna_capslog.workload import Minibatch
 
 __all__ = ["Example", "VarunaEngine"]
 

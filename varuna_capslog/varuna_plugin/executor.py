@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from varuna_capslog.errors import CapslogError
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.varuna_plugin import wire
 from varuna_capslog.varuna_plugin.inputs import Scattered
 from varuna_capslog.varuna_plugin.options import current
-from varuna_capslog.varuna_plugin.phantom import find_phantom
 from varuna_capslog.varuna_plugin.schedule import BACKWARD, FORWARD
+from varuna_capslog.varuna_plugin.splitting.phantom import find_phantom
 
 __all__ = [
     "BoundedDistributed",

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from varuna_capslog.errors import CapslogError
+from varuna_capslog.base.errors import CapslogError
 
 __all__ = ["Microbatches", "Scattered", "scatter"]
 

@@ -60,16 +60,8 @@ def installed_patches() -> list[str]:
 
 
 def _apply(varuna: Any) -> None:
-    from varuna_capslog.varuna_plugin import (
-        boundary,
-        building,
-        checkpoint,
-        executor,
-        gradients,
-        inputs,
-        schedule,
-        stages,
-    )
+    from varuna_capslog.varuna_plugin import building, checkpoint, executor, gradients, inputs, schedule
+    from varuna_capslog.varuna_plugin.splitting import boundary, stages
 
     models, pipeline, core, utils = varuna.partitioned_model, varuna.pipeline, varuna.varuna, varuna.utils
     # any cut list, owners from real use

@@ -20,8 +20,8 @@ from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any
 
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.communicator import PeerLost
-from varuna_capslog.errors import CapslogError
 from varuna_capslog.varuna_plugin.options import CUTS_VARIABLE, parse_cuts
 from varuna_capslog.varuna_plugin.recognise import find_varuna
 from varuna_capslog.varuna_plugin.searching import Search

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from varuna_capslog import fields
-from varuna_capslog.errors import CapslogError
+from varuna_capslog.base import fields
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory import AUTO
-from varuna_capslog.plan import Plan, read_plan
+from varuna_capslog.plans.plan import Plan, read_plan
 from varuna_capslog.profiles.record import Profile
-from varuna_capslog.varuna_plugin.partition import uniform_cuts
 from varuna_capslog.varuna_plugin.searching import Search
-from varuna_capslog.varuna_plugin.tracing import Trace
+from varuna_capslog.varuna_plugin.splitting.partition import uniform_cuts
+from varuna_capslog.varuna_plugin.splitting.tracing import Trace
 
 __all__ = ["CUTS_VARIABLE", "Options", "configure", "current", "reset"]
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from varuna_capslog.errors import CapslogError
-from varuna_capslog.varuna_plugin.tracing import Trace
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.varuna_plugin.splitting.tracing import Trace
 
 __all__ = ["Follower", "PieceState", "Recipe", "capture", "install", "names_of", "state_bytes"]
 

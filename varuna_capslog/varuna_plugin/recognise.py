@@ -11,7 +11,7 @@ import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
-from varuna_capslog.errors import CapslogError
+from varuna_capslog.base.errors import CapslogError
 
 __all__ = ["COMMIT", "FoundVaruna", "find_varuna"]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from varuna_capslog.errors import CapslogError
+from varuna_capslog.base.errors import CapslogError
 
 __all__ = ["BACKWARD", "FORWARD", "RECOMPUTE", "varuna_tasks"]
 

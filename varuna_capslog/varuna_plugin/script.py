@@ -12,7 +12,7 @@ import sys
 import traceback
 from typing import NoReturn
 
-from varuna_capslog.errors import CapslogError
+from varuna_capslog.base.errors import CapslogError
 
 __all__ = ["main"]
 

@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from varuna_capslog import fields, planners, units
-from varuna_capslog.errors import CapslogError, DoesNotFit
+from varuna_capslog import planners
+from varuna_capslog.base import fields, units
+from varuna_capslog.base.errors import CapslogError, DoesNotFit
+from varuna_capslog.base.units import format_bytes
 from varuna_capslog.memory import AUTO, MEMORY_MODELS
-from varuna_capslog.plan import Plan
+from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile, read_profile
-from varuna_capslog.units import format_bytes
 
 __all__ = ["Search"]
 

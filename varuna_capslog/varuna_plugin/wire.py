@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from varuna_capslog.chain import TensorSpec
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.communicator import PeerLost
-from varuna_capslog.errors import CapslogError
+from varuna_capslog.model.chain import TensorSpec
 
 __all__ = ["MAX_DIMS", "Bundle", "Expected", "Room", "Sending", "named_loss", "pack", "receive", "send", "unpack"]
 

@@ -37,7 +37,7 @@ def cuts_for(members: Sequence[str], num_layers: int) -> tuple[tuple[int, ...], 
 
 def main(arguments: Sequence[str]) -> int:
     """The entry of a member: random layouts, and its share of every computed step in `<run_dir>/shares/<member>`."""
-    from varuna_capslog.elastic.pipeline_work import PipelineWork
+    from varuna_capslog.elastic.member.pipeline_work import PipelineWork
 
     folder = Path(arguments[0]) / "shares"
     folder.mkdir(exist_ok=True)
@@ -71,7 +71,7 @@ def losses(folder: Path) -> dict[int, tuple[float, ...]]:
 
 def weights(folder: Path) -> dict[str, object]:
     """All tensors of the last checkpoint, optimizer included, by address."""
-    from varuna_capslog.engine.checkpoint import latest_checkpoint
+    from varuna_capslog.training.checkpoint import latest_checkpoint
 
     checkpoint, _ = latest_checkpoint(folder / "checkpoints")
     assert checkpoint is not None
@@ -106,8 +106,8 @@ def compare(folder: Path, truth: Path) -> dict[str, object]:
 
 def count_shares(folder: Path, applied: Sequence[Mark]) -> dict[str, int]:
     """How often the samples of each step were used by the last generation in which somebody applied it."""
-    from varuna_capslog.config import load_config, load_workload
-    from varuna_capslog.engine.feed import Feed
+    from varuna_capslog.config.reading import load_config, load_workload
+    from varuna_capslog.training.feed import Feed
 
     files = sorted((folder / "shares").glob("*"))
     rows = [(path, json.loads(line)) for path in files for line in path.read_text().splitlines()]

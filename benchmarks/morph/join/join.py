@@ -19,7 +19,7 @@ import itertools
 
 from live import HERE, Clock, Live, append_result, pauses, quantiles, step_ends
 
-from varuna_capslog.errors import CapslogError
+from varuna_capslog.base.errors import CapslogError
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ from varuna_capslog.elastic.notices.gather import listen
 from varuna_capslog.elastic.notices.gcp import GcpListener
 from varuna_capslog.elastic.notices.interface import Listener
 from varuna_capslog.elastic.notices.signals import SignalListener, plain
-from varuna_capslog.elastic.rig.metadata_servers import FakeAws, FakeAzure, FakeGcp, MetadataServer
+from varuna_capslog.rig.metadata_servers import FakeAws, FakeAzure, FakeGcp, MetadataServer
 
 RESULTS = Path(__file__).with_name("results.json")
 AIMS = {"aws": 1.0, "gcp": 0.1, "azure": 1.0, "file": 1.0, "signal": 1.0, "program": 1.0}

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from live import HERE, Clock, Live, append_result, pauses, quantiles, step_ends
 
-from varuna_capslog.errors import CapslogError
+from varuna_capslog.base.errors import CapslogError
 
 
 def main() -> None:

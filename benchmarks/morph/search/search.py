@@ -20,14 +20,14 @@ from typing import Any
 
 import numpy as np
 
-from varuna_capslog.config import load_config
-from varuna_capslog.elastic.candidates import Steps
-from varuna_capslog.elastic.generation import Layout
-from varuna_capslog.elastic.placing import Placer, state_bytes
-from varuna_capslog.elastic.recovery import Seat
+from varuna_capslog.config.reading import load_config
+from varuna_capslog.membership.candidates import Steps
+from varuna_capslog.membership.generation import Layout
+from varuna_capslog.membership.placing import Placer, state_bytes
+from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.planners.seconds import Link, step_player
-from varuna_capslog.prepare import profile_run
 from varuna_capslog.profiles.record import Profile
+from varuna_capslog.start.prepare import profile_run
 
 ROOT = Path(__file__).parents[3]
 RESULTS = Path(__file__).with_name("results.json")

@@ -37,7 +37,7 @@ PATIENT = ["elastic.stopped_seconds=100000", "elastic.hang_seconds=100000", "pip
 
 def plain(arguments: list[str]) -> None:
     """`capslog train` under a supervisor that lets its workers be stopped for long."""
-    from varuna_capslog import supervisor
+    from varuna_capslog.base import supervisor
     from varuna_capslog.cli import program as capslog
 
     supervisor.STOPPED_SECONDS = 1e9
@@ -173,9 +173,9 @@ def ratio(mine: list[tuple[float, float]], base: list[tuple[float, float]], whic
 
 def protected_bytes(config_path: Path, overrides: list[str], devices: int) -> dict[str, int]:
     """State of the model, and what travels per step for its copies: one gradient per parameter that is trained."""
-    from varuna_capslog.config import load_config, load_workload
-    from varuna_capslog.engine import layer_state
-    from varuna_capslog.engine.run import build_chain
+    from varuna_capslog.config.reading import load_config, load_workload
+    from varuna_capslog.training import layer_state
+    from varuna_capslog.training.run import build_chain
 
     sys.path.insert(0, str(HERE))
     config = load_config(config_path, [f"pipeline.devices={devices}", "elastic.enabled=true", *overrides])
@@ -188,7 +188,7 @@ def protected_bytes(config_path: Path, overrides: list[str], devices: int) -> di
     }
 
 
-ENTRY = "varuna_capslog.elastic.worker:main"
+ENTRY = "varuna_capslog.start.member_worker:main"
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--plain"]:

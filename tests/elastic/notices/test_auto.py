@@ -11,6 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.elastic.notices.support import Inbox
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.elastic.notices.auto import auto_sources, detect_cloud
 from varuna_capslog.elastic.notices.aws import AwsListener
 from varuna_capslog.elastic.notices.azure import AzureListener
@@ -19,8 +20,7 @@ from varuna_capslog.elastic.notices.gcp import GcpListener
 from varuna_capslog.elastic.notices.interface import Kind, Listener
 from varuna_capslog.elastic.notices.metadata import HttpOpener
 from varuna_capslog.elastic.notices.polling import PollingListener, Round, Unavailable, backoff
-from varuna_capslog.elastic.rig.metadata_servers import FakeAws, FakeAzure, FakeGcp, MetadataServer, Reply
-from varuna_capslog.errors import CapslogError
+from varuna_capslog.rig.metadata_servers import FakeAws, FakeAzure, FakeGcp, MetadataServer, Reply
 
 
 @pytest.mark.parametrize(("server", "name"), [(FakeAws, "aws"), (FakeGcp, "gcp"), (FakeAzure, "azure")])

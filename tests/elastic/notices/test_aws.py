@@ -9,7 +9,7 @@ from varuna_capslog.elastic.notices.aws import AwsListener
 from varuna_capslog.elastic.notices.interface import Kind
 from varuna_capslog.elastic.notices.metadata import Answer
 from varuna_capslog.elastic.notices.polling import Unavailable
-from varuna_capslog.elastic.rig.metadata_servers import FakeAws, Reply
+from varuna_capslog.rig.metadata_servers import FakeAws, Reply
 
 TOKEN = Answer(200, "secret")
 

@@ -11,7 +11,7 @@ from varuna_capslog.elastic.notices.azure import AzureListener
 from varuna_capslog.elastic.notices.interface import Kind
 from varuna_capslog.elastic.notices.metadata import Answer, HttpOpener
 from varuna_capslog.elastic.notices.polling import Unavailable
-from varuna_capslog.elastic.rig.metadata_servers import FakeAzure, Reply
+from varuna_capslog.rig.metadata_servers import FakeAzure, Reply
 
 
 def document(*events: object, incarnation: int = 2) -> Answer:

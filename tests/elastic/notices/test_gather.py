@@ -8,10 +8,10 @@ import time
 
 import pytest
 
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.elastic.notices.callback import CallbackListener, on_notice
 from varuna_capslog.elastic.notices.gather import Announcement, listen
 from varuna_capslog.elastic.notices.interface import Deadline, Deliver, Kind, Listener, Notice
-from varuna_capslog.errors import CapslogError
 
 
 def notice(kind: Kind, name: str, host: str = "a", at: float | None = None, source: str = "x") -> Notice:

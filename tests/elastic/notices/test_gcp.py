@@ -9,7 +9,7 @@ from varuna_capslog.elastic.notices.gcp import GcpListener
 from varuna_capslog.elastic.notices.interface import Kind
 from varuna_capslog.elastic.notices.metadata import Answer, HttpOpener
 from varuna_capslog.elastic.notices.polling import Unavailable
-from varuna_capslog.elastic.rig.metadata_servers import FakeGcp
+from varuna_capslog.rig.metadata_servers import FakeGcp
 
 
 def google(value: str, etag: str = "e") -> Answer:

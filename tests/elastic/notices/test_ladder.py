@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from varuna_capslog.elastic import messages
 from varuna_capslog.elastic.notices.interface import Deadline, Kind, Notice
 from varuna_capslog.elastic.notices.ladder import Rung, protocol_event, rung
+from varuna_capslog.membership import messages
 
 
 @pytest.mark.parametrize(
@@ -39,10 +39,10 @@ def test_what_the_protocol_hears() -> None:
 
 def test_the_protocol_takes_it() -> None:
     """The event is one of the protocol's own: a member that runs casts it in its next vote."""
-    from varuna_capslog.elastic import protocol
-    from varuna_capslog.elastic.generation import Generation
-    from varuna_capslog.elastic.rig.world import even_places, make_job
-    from varuna_capslog.elastic.state import Phase, State
+    from varuna_capslog.membership import protocol
+    from varuna_capslog.membership.generation import Generation
+    from varuna_capslog.membership.state import Phase, State
+    from varuna_capslog.rig.search.world import even_places, make_job
 
     job = make_job(2, even_places(2, 0))
     state = State("m1", "a", phase=Phase.RUN, record=Generation(1, ("m0", "m1")), round=1)

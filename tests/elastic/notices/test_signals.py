@@ -12,10 +12,10 @@ from collections.abc import Iterator
 import pytest
 
 from tests.elastic.notices.support import WALL, Inbox, SetClock
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.elastic.notices import signals
 from varuna_capslog.elastic.notices.auto import signal_meanings
 from varuna_capslog.elastic.notices.interface import Kind
-from varuna_capslog.errors import CapslogError
 
 
 @pytest.fixture(autouse=True)

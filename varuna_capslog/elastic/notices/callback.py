@@ -12,8 +12,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.elastic.notices.interface import Clock, Deadline, Deliver, Kind, Listener, Notice
-from varuna_capslog.errors import CapslogError
 
 __all__ = ["CallbackListener", "on_notice", "tell"]
 

@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from varuna_capslog import fields
+from varuna_capslog.base import fields
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.elastic.notices.interface import Clock, Deadline, Kind, Notice
 from varuna_capslog.elastic.notices.polling import PollingListener, Round, Unavailable
-from varuna_capslog.errors import CapslogError
 
 __all__ = ["FileListener"]
 

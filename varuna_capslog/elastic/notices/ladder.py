@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import enum
 
-from varuna_capslog.elastic import messages
-from varuna_capslog.elastic.generation import Member
 from varuna_capslog.elastic.notices.interface import Kind, Notice
+from varuna_capslog.membership import messages
+from varuna_capslog.membership.generation import Member
 
 __all__ = ["Rung", "protocol_event", "rung"]
 

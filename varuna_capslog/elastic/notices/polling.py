@@ -12,8 +12,8 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.elastic.notices.interface import Clock, Deliver, Listener, Notice
-from varuna_capslog.errors import CapslogError
 
 __all__ = ["PollingListener", "Round", "Unavailable", "backoff"]
 

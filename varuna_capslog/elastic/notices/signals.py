@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, ClassVar
 
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.elastic.notices.interface import Clock, Deadline, Deliver, Kind, Listener, Notice
-from varuna_capslog.errors import CapslogError
 
 __all__ = ["Meaning", "SignalListener", "kubernetes", "plain", "slurm"]
 

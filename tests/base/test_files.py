@@ -1,0 +1,169 @@
+"""Files that survive a crash."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from varuna_capslog.base import files
+from varuna_capslog.base.errors import CapslogError, DiskFailed
+
+
+def test_json_survives_both_ways_and_makes_folders(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b.json"
+    files.write_json(path, {"x": [1, None, "é"]})
+    assert files.read_json(path) == {"x": [1, None, "é"]}
+    assert [entry.name for entry in path.parent.iterdir()] == ["b.json"]
+    plain = tmp_path / "plain"
+    plain.write_text("")
+    assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE(plain.stat().st_mode)
+
+
+def test_a_full_disk_leaves_the_old_file_and_no_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "plan.json"
+    files.write_json(path, 1)
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(CapslogError, match=r"plan\.json cannot be written: No space left on device"):
+        files.write_json(path, 2)
+    assert files.read_json(path) == 1
+    assert [entry.name for entry in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_a_writer_killed_at_any_moment_leaves_a_whole_file(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    program = (
+        "import sys; from varuna_capslog import files\n"
+        "for n in range(10**9): files.write_json(sys.argv[1], [n] * 2000)\n"
+    )
+    for wait in (0.1, 0.15, 0.21):
+        path.unlink(missing_ok=True)
+        environment = {**os.environ, "PYTHONPATH": str(Path(files.__file__).parents[1])}
+        writer = subprocess.Popen([sys.executable, "-c", program, str(path)], env=environment)
+        deadline = time.monotonic() + 20
+        while not path.exists() and time.monotonic() < deadline:
+            time.sleep(0.002)
+        end = time.monotonic() + wait
+        while time.monotonic() < end:
+            assert len(files.read_json(path)) == 2000, "a reader beside the writer sees whole files only"
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+        value = files.read_json(path)
+        assert len(value) == 2000
+        assert len(set(value)) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [('{"a": 1,\n "b" 2}', "line 2, column 6"), ("[NaN]", "NaN is not a JSON number"), ("", "line 1")],
+)
+def test_what_is_not_json_is_named(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(text)
+    with pytest.raises(CapslogError) as error:
+        files.read_json(path)
+    assert str(path) in str(error.value)
+    assert message in str(error.value)
+
+
+def test_files_that_cannot_be_read_or_written_are_named(tmp_path: Path) -> None:
+    with pytest.raises(CapslogError, match=r"missing\.json cannot be read: No such file"):
+        files.read_json(tmp_path / "missing.json")
+    with pytest.raises(CapslogError, match="cannot be read: Is a directory"):
+        files.read_jsonl(tmp_path)
+    (tmp_path / "latin.json").write_bytes(b'"\xe9"')
+    with pytest.raises(CapslogError, match="not UTF-8"):
+        files.read_json(tmp_path / "latin.json")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CapslogError, match="below cannot be written: "):
+        files.write_text(tmp_path / "file" / "below", "")
+    with pytest.raises(CapslogError, match="cannot be appended to: Is a directory"):
+        files.append_jsonl(tmp_path, {})
+
+
+def test_values_that_json_lacks_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with pytest.raises(CapslogError, match=r"metrics\.jsonl"):
+        files.append_jsonl(path, {"loss": float("nan")})
+    assert not path.exists()
+
+
+def test_lines_survive_both_ways(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "metrics.jsonl"
+    for step in range(1, 4):
+        files.append_jsonl(path, {"step": step, "note": "two\nlines"})
+    assert [record["step"] for record in files.read_jsonl(path)] == [1, 2, 3]
+    assert len(path.read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize("cut", range(1, 12))
+def test_a_torn_last_line_is_left_out_and_closed_by_the_next(
+    tmp_path: Path, cut: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "events.jsonl"
+    files.append_jsonl(path, {"n": 1})
+    whole = path.stat().st_size
+    files.append_jsonl(path, {"n": 2222})
+    os.truncate(path, whole + cut)
+    lost = cut < 11
+    expected = [{"n": 1}] if lost else [{"n": 1}, {"n": 2222}]
+    assert files.read_jsonl(path) == expected
+    files.append_jsonl(path, {"n": 3})
+    assert files.read_jsonl(path) == [*expected, {"n": 3}]
+    assert ("line 2 is torn" in caplog.text) == lost
+
+
+def test_a_line_that_is_no_object_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"a": 1}\n17\n')
+    with pytest.raises(CapslogError, match="line 2 is not a JSON object"):
+        files.read_jsonl(path)
+
+
+def _append_many(path: str, worker: int) -> None:
+    for n in range(500):
+        files.append_jsonl(path, {"worker": worker, "n": n, "text": "x" * 300})
+
+
+def test_lines_of_several_processes_do_not_mix(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    context = multiprocessing.get_context("fork")
+    workers = [context.Process(target=_append_many, args=(str(path), worker)) for worker in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(30)
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert sorted((record["worker"], record["n"]) for record in records) == [
+        (w, n) for w in range(4) for n in range(500)
+    ]
+
+
+def test_the_last_lines_are_those_at_the_end_without_what_is_cut_or_torn(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    for number in range(100):
+        files.append_jsonl(path, {"n": number})
+    with open(path, "ab") as file:
+        file.write(b'{"n": 10')
+    assert files.last_lines(path, 25) == [{"n": 99}]  # 8 bytes torn, 10 of line 99, and a part of line 98
+    assert [line["n"] for line in files.last_lines(path)] == list(range(100))
+
+
+def test_a_full_disk_is_told_from_a_folder_that_is_not_there():
+    with pytest.raises(DiskFailed, match="/dev/full cannot be appended to: No space left on device; free space"):
+        files.append_jsonl("/dev/full", {"step": 1})
+    with pytest.raises(CapslogError, match="cannot be written") as caught:
+        files.write_text("/dev/null/run/plan.json", "")
+    assert not isinstance(caught.value, DiskFailed)

@@ -1,0 +1,76 @@
+"""Byte counts as people write them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.units import format_bytes, parse_bytes, parse_capacity
+
+
+@pytest.mark.parametrize(
+    ("written", "count"),
+    [
+        ("16GiB", 17_179_869_184),
+        ("16GB", 16_000_000_000),
+        ("500MiB", 524_288_000),
+        (" 1.5 KiB ", 1536),
+        ("2tib", 2_199_023_255_552),
+        ("7", 7),
+        ("7B", 7),
+        (7, 7),
+        (16e9, 16_000_000_000),
+        ("16e9", 16_000_000_000),
+        ("0.1GB", 100_000_000),
+        ("1.0001kB", 1000),
+    ],
+)
+def test_parse(written: Any, count: int) -> None:
+    assert parse_bytes(written) == count
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["", "GiB", "-1GiB", "0", 0, -3, "0.1B", "16GiBs", "1,5GiB", "nan", float("nan"), float("inf"), True, None, [1]],
+)
+def test_what_is_no_size_is_refused_by_value(wrong: Any) -> None:
+    with pytest.raises(CapslogError) as error:
+        parse_bytes(wrong, "capacity")
+    assert f"capacity is {wrong!r}" in str(error.value)
+
+
+def test_a_unit_with_two_readings_is_refused() -> None:
+    with pytest.raises(CapslogError, match=r"16GiB \(1024\) or 16GB \(1000\)"):
+        parse_bytes("16G")
+
+
+def test_capacity_of_all_or_of_each_device() -> None:
+    assert parse_capacity("16GiB") == 16 << 30
+    assert parse_capacity("1KiB,2KiB, 3") == [1024, 2048, 3]
+    assert parse_capacity(5) == 5
+    with pytest.raises(CapslogError, match="capacity of device 1 is ''"):
+        parse_capacity("1KiB,,3")
+
+
+@pytest.mark.parametrize(
+    ("count", "written"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1 KiB"),
+        (1024**2 - 1, "1 MiB"),
+        (6_646_312_345, "6.19 GiB"),
+        (16 << 30, "16 GiB"),
+        (-1536, "-1.5 KiB"),
+        (10**19, "8881.78 PiB"),
+    ],
+)
+def test_format(count: int, written: str) -> None:
+    assert format_bytes(count) == written
+
+
+@pytest.mark.parametrize("size", ["1 B", "3 KiB", "500 MiB", "1.25 GiB", "2 TiB"])
+def test_short_sizes_survive_both_ways(size: str) -> None:
+    assert format_bytes(parse_bytes(size)) == size

@@ -1,0 +1,251 @@
+"""`capslog simulate` and `capslog compare`: what they print and write, and one sentence for every mistake."""
+
+from __future__ import annotations
+
+import json
+import sys
+import xml.etree.ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.image import imread
+
+from varuna_capslog import cli
+from varuna_capslog.planners import PLANNER_NAMES
+from varuna_capslog.planning.simulation import UPDATE_RATE
+from varuna_capslog.profiles.record import LayerProfile, Profile, read_profile, write_profile
+
+LAYERS = 6
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Path:
+    rows = tuple(
+        LayerProfile(
+            f"layer{n}",
+            isolated_bytes=(900 if n < 2 else 500) * 2**20,
+            added_bytes=300 * 2**20 if n else None,
+            static_bytes=100 * 2**20,
+            saved_bytes=50 * 2**20,
+            boundary_bytes=2**20,
+            parameter_bytes=2**20,
+            forward_seconds=0.01 if n < 2 else 0.005,
+            backward_seconds=0.02 if n < 2 else 0.01,
+        )
+        for n in range(LAYERS)
+    )
+    path = tmp_path / "profile.json"
+    write_profile(path, Profile(rows, model="six", conditions={"microbatch_size": 2, UPDATE_RATE: 1e-10}))
+    return path
+
+
+@pytest.fixture
+def plan(profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    path = tmp_path / "plan.json"
+    assert run("plan", "--profile", profile, "--devices", 3, "--capacity", "2GiB", "-o", path) == 0
+    capsys.readouterr()
+    return path
+
+
+def run(*arguments: object) -> int:
+    return cli._run([str(argument) for argument in arguments])
+
+
+def sentence(capsys: pytest.CaptureFixture[str]) -> str:
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+def printed(capsys: pytest.CaptureFixture[str]) -> Any:
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("command", ["simulate", "compare"])
+def test_help_needs_no_slow_module(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(command, "--help") == 0
+    assert f"Usage: capslog {command}" in capsys.readouterr().out
+
+
+def test_a_step_is_played_drawn_and_traced(
+    profile: Path, plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    out = tmp_path / "out"
+    flags = ("--bandwidth", "1GiB/s", "--latency", "0.1ms", "--microbatches", 4)
+    assert run("simulate", "--profile", profile, "--plan", plan, *flags, "-o", out) == 0
+    text = capsys.readouterr().out
+    assert "varuna with recomputation, 4 microbatches" in text
+    assert "samples/s" in text
+    assert sorted(path.name for path in out.iterdir()) == ["perfetto.json", "simulation.json", "step.png", "step.svg"]
+    assert imread(out / "step.png").shape[1] == 1600
+    assert xml.etree.ElementTree.parse(out / "step.svg").getroot().tag.endswith("svg")
+    trace = json.loads((out / "perfetto.json").read_text())
+    assert {event["ph"] for event in trace["traceEvents"]} == {"M", "X", "C", "s", "f"}
+    value = json.loads((out / "simulation.json").read_text())
+    assert value["step_seconds"] == trace["otherData"]["step_seconds"]
+    assert value["peak_bytes"] == max(json.loads(plan.read_text())["stage_bytes"])
+    assert value["link"] == {"bandwidth": 2**30, "latency_seconds": 0.0001, "copy_bandwidth": None}
+
+
+def test_flags_change_what_is_played(profile: Path, plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = ("simulate", "--profile", profile, "--plan", plan, "--microbatches", 6, "--json")
+    seconds = {}
+    for name, flags in {
+        "plain": (),
+        "gpipe": ("--schedule", "gpipe", "--no-recompute"),
+        "cores": ("--cores", 1),
+        "slow": ("--bandwidth", "10MiB/s"),
+        "copy": ("--bandwidth", "10MiB/s", "--copy-bandwidth", "10MiB/s"),
+    }.items():
+        assert run(*base, *flags) == 0
+        seconds[name] = printed(capsys)["step_seconds"]
+    assert seconds["gpipe"] < seconds["plain"] < seconds["slow"] < seconds["copy"]
+    # One core does all the work one after the other: forwards, recomputations and backwards of 6 microbatches.
+    work = 6 * (0.04 + 0.08) + 6 * 0.04
+    assert 0.8 * work < seconds["cores"] <= work + 0.01
+
+
+def test_a_config_is_profiled_and_planned_first(
+    profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import types
+
+    measure = types.ModuleType("varuna_capslog.profiling.measure")
+    measure.profile_config = lambda config, workers, progress: read_profile(profile)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "varuna_capslog.profiling.measure", measure)
+    config = tmp_path / "run.yaml"
+    config.write_text("workload: a:b\ntrain: {minibatch_size: 8, microbatch_size: 2}\n")
+    assert run("simulate", config, "pipeline.devices=3", "pipeline.schedule=1f1b", "--json") == 0
+    value = printed(capsys)
+    assert (value["schedule"], value["num_microbatches"], len(value["pipelines"][0]["ranks"])) == ("1f1b", 4, 3)
+    assert run("compare", config, "--devices", 2, "--planners", "varuna,exact", "--json") == 0
+    assert [len(row["cuts"]) for row in printed(capsys)] == [2, 2]
+
+
+def test_compare_has_a_row_for_every_planner_and_says_why_one_cannot(
+    profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("CAPSLOG_MCAP_LIMIT", "3")  # of C(5, 2) = 10 cut lists
+    monkeypatch.setitem(sys.modules, "skopt", None)
+    out = tmp_path / "out"
+    assert run("compare", "--profile", profile, "--devices", 3, "--capacity", "2GiB", "-o", out) == 0
+    text = capsys.readouterr().out
+    rows = {row["planner"]: row for row in json.loads((out / "comparison.json").read_text())}
+    assert tuple(rows) == PLANNER_NAMES
+    assert "10 cut lists" in rows["mcap-bf"]["reason"]
+    assert "scikit-optimize" in rows["mcap-bo"]["reason"]
+    assert rows["mcap-bo"]["cuts"] is None
+    assert "mcap-bo: planner mcap-bo needs scikit-optimize" in " ".join(text.split())
+    assert imread(out / "comparison.png").shape[1] == 1600
+    for name in set(rows) - {"mcap-bf", "mcap-bo"}:
+        row = rows[name]
+        assert row["margin_bytes"] == 2 * 2**30 - row["peak_bytes"]
+        assert row["fits"] is True
+        assert row["step_seconds"] > 0
+        assert row["peak_bytes"] >= rows["exact"]["peak_bytes"]
+        assert row["step_seconds"] >= rows["throughput"]["step_seconds"] * (1 - 1e-9)
+
+
+def test_compare_without_seconds_still_compares_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "bytes.json"
+    write_profile(path, Profile((LayerProfile("a", 5), LayerProfile("b", 5, 1), LayerProfile("c", 10, 2))))
+    assert run("compare", "--profile", path, "--devices", 2, "--planners", "capslog,exact,throughput", "--json") == 0
+    capslog, exact, throughput = printed(capsys)
+    assert (capslog["peak_bytes"], exact["peak_bytes"]) == (10, 7)
+    assert exact["step_seconds"] is None
+    assert "forward_seconds" in exact["reason"]
+    assert throughput["cuts"] is None
+
+
+TRACE = "0,add,a\n0,add,b\n0,add,c\n60000,remove,b\n120000,add,d\n180000,remove,a\n"
+
+
+def test_a_trace_is_replayed(
+    profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    trace = tmp_path / "trace.csv"
+    trace.write_text(TRACE)
+    out = tmp_path / "out"
+    base = ("simulate", "--trace", trace, "--profile", profile, "--planner", "exact", "--minibatch", 16)
+    assert run(*base, "--planned-pause", "2s", "--spot-price", 1, "--on-demand-price", 3, "-o", out) == 0
+    captured = capsys.readouterr()
+    assert "share of the ideal" in captured.out
+    assert "2 s for a join or announced leave (notice 120 s)" in captured.err
+    value = json.loads((out / "replay.json").read_text())
+    assert [change["kind"] for change in value["changes"]] == ["start", "leave", "join"]
+    assert value["paused_seconds"] == 4.0
+    assert value["device_hours"] == pytest.approx((3 * 60 + 2 * 60 + 3 * 60) / 3600)
+    assert value["on_demand_dollars_per_million"] == pytest.approx(
+        3e6 * 3 / 3600 / value["on_demand_samples_per_second"]
+    )
+    assert imread(out / "replay.png").shape[1] == 1600
+    assert run(*base, "--notice", "0s", "--devices", 2, "--duration", "90s", "--json") == 0
+    shorter = printed(capsys)
+    assert (shorter["duration_seconds"], shorter["devices"]) == (90.0, 2)
+    assert [change["kind"] for change in shorter["changes"]] == ["start", "crash"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["simulate"], "give a CONFIG file, or --profile FILE with --plan FILE"),
+        (["simulate", "--profile", "P"], "needs --plan FILE, or --trace FILE"),
+        (["simulate", "--profile", "P", "--plan", "/no/plan"], "/no/plan cannot be read"),
+        (["simulate", "--profile", "P", "--plan", "L", "--bandwidth", "1G"], "1GiB (1024)"),
+        (["simulate", "--profile", "P", "--plan", "L", "--latency", "soon"], "latency is 'soon'"),
+        (["simulate", "--profile", "P", "--plan", "L", "--schedule", "1f1"], "did you mean '1f1b'?"),
+        (["simulate", "--profile", "P", "--plan", "L", "--stage-inputs", "disk"], "stage_inputs is 'disk'"),
+        (["simulate", "--profile", "P", "--trace", "/no/trace"], "/no/trace cannot be read"),
+        (["simulate", "--profile", "P", "--trace", "T", "--planner", "jiont", "--minibatch", "2"], "'joint'?"),
+        (["simulate", "--profile", "P", "--trace", "T", "--minibatch", "3"], "a minibatch of 3 samples"),
+        (["simulate", "--profile", "P", "--trace", "T", "--crash-pause", "-1s"], "crash-pause is '-1s'"),
+        (["compare"], "give a CONFIG file or --profile FILE"),
+        (["compare", "--profile", "P"], "--devices N"),
+        (["compare", "--profile", "P", "--devices", "7"], "7 devices but only 6 layers"),
+        (["compare", "--profile", "P", "--devices", "2", "--planners", "exat"], "did you mean 'exact'?"),
+        (["compare", "--profile", "P", "--devices", "2", "--capacity", "1GiB,1GiB,1GiB"], "3 capacities for 2 devices"),
+    ],
+)
+def test_mistakes_end_in_one_sentence_and_status_2(
+    arguments: list[str], expected: str, profile: Path, plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text(TRACE)
+    files = {"P": profile, "L": plan, "T": trace}
+    assert run(*[files.get(argument, argument) for argument in arguments]) == 2
+    assert expected in sentence(capsys)
+
+
+def test_a_config_with_replicas_says_that_one_of_them_is_played(profile, tmp_path, capsys):
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        "workload: tests.faulty:workload\ndevice: cpu\n"
+        "train: {max_steps: 1, minibatch_size: 4, microbatch_size: 2}\npipeline: {devices: 3, replicas: 2}\n"
+    )
+    assert run("simulate", config, "--profile", profile, "--json") == 0
+    notes = json.loads(capsys.readouterr().out)["notes"]
+    assert any("pipeline.replicas=2: one replica is played" in note for note in notes)
+    assert run("simulate", config, "pipeline.replicas=1", "--profile", profile, "--json") == 0
+    assert not any("replica" in note for note in json.loads(capsys.readouterr().out)["notes"])
+
+
+def test_a_replay_takes_only_accumulation_blocks_that_the_config_sets(profile, tmp_path, capsys):
+    """Without the key a run has a block per replica; a replay once shared these out and left a device idle."""
+    trace = tmp_path / "trace.csv"
+    trace.write_text(TRACE)
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        "workload: tests.faulty:workload\ndevice: cpu\n"
+        "train: {max_steps: 1, minibatch_size: 12, microbatch_size: 2}\npipeline: {devices: 1}\n"
+    )
+
+    def rate(*changes: str) -> float:
+        assert run("simulate", config, *changes, "--trace", trace, "--profile", profile, "--json") == 0
+        return json.loads(capsys.readouterr().out)["on_demand_samples_per_second"]
+
+    assert rate("pipeline.replicas=2") == rate()
+    assert rate("train.accumulation_blocks=2") < rate()

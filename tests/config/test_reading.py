@@ -1,0 +1,396 @@
+"""Reading configs: what loads, what is refused and in which words, and that every config we ship is right."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from varuna_capslog.config.reading import (
+    Config,
+    ConfigError,
+    Elastic,
+    Section,
+    dump_config,
+    load_config,
+    load_workload,
+    section,
+)
+
+GIB = 2**30
+CONFIGS = sorted((Path(__file__).parents[1] / "configs").rglob("*.yaml"))
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "run.yaml"
+    path.write_text("workload: a.b:c\n" + text)
+    return path
+
+
+def refusal(path: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_defaults_follow_the_reference_training(tmp_path):
+    config = load_config(write(tmp_path, ""))
+    assert (config.train.lr, config.train.weight_decay, config.train.clip_norm) == (1e-4, 1e-4, 0.1)
+    assert (config.pipeline.planner, config.pipeline.schedule, config.pipeline.stage_inputs) == (
+        "exact",
+        "varuna",
+        "host",
+    )
+    assert config.pipeline.recompute is True
+    assert config.run_dir == Path("runs/run")
+    assert config.source == str(tmp_path / "run.yaml")
+
+
+def test_overrides_are_yaml_and_the_last_one_counts(tmp_path):
+    path = write(tmp_path, "train: {lr: 1e-4}\n")
+    config = load_config(
+        path,
+        [
+            "train.lr=5e-4",
+            "train.epochs=3",
+            "train.epochs=4",
+            "pipeline.cuts=[0, 4]",
+            "pipeline.recompute=false",
+            "model.backbone=resnet18",
+            "model.deep.key=null",
+            "init_skip=[class_embed]",
+            "run_dir=/tmp/x=y",
+        ],
+    )
+    assert (config.train.lr, config.train.epochs) == (5e-4, 4)
+    assert (config.pipeline.cuts, config.pipeline.recompute) == ([0, 4], False)
+    assert config.model == {"backbone": "resnet18", "deep": {"key": None}}
+    assert (config.init_skip, config.run_dir) == (["class_embed"], Path("/tmp/x=y"))
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("1e-3", 1e-3), ("1E3", 1000.0), ("2.5e+2", 250.0), (".5", 0.5), ("1.", 1.0), ("2", 2.0)]
+)
+def test_numbers_are_read_as_people_write_them(tmp_path, text, value):
+    assert load_config(write(tmp_path, f"train: {{lr: {text}}}\n")).train.lr == value
+
+
+@pytest.mark.parametrize("text", ["2001-1-1", "12:30", "12:30.5", "010", "1_000", "0x10", "1e", "e3"])
+def test_what_yaml_of_old_took_for_numbers_and_dates_is_text(tmp_path, text):
+    assert load_config(write(tmp_path, f"model: {{key: {text}}}\n")).model == {"key": text}
+
+
+@pytest.mark.parametrize(
+    "text", ["1e3", "12:30", "2001-01-01", "010", "null", "yes", "", "a: b", "\u0085", "\n x", "ü"]
+)
+def test_text_that_looks_like_something_else_survives_a_dump(tmp_path, text):
+    """Told by a run whose resolved config did not read back: U+0085 came back as a space, "1e3" as a number."""
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        dump_config(section(Config, {"workload": "a:b", "model": {"key": text, text: 1}}, "")), encoding="utf-8"
+    )
+    assert load_config(path).model == {"key": text, text: 1}
+
+
+def test_sections_whose_lines_are_commented_out_are_empty(tmp_path):
+    config = load_config(write(tmp_path, "train:\n#  epochs: 3\nmodel:\nelastic:\n"))
+    assert (config.train.epochs, config.elastic) == (1, Elastic())
+
+
+def test_what_only_a_run_with_changing_members_needs_is_asked_of_no_other(tmp_path):
+    text = "engine: varuna\npipeline: {transport: nccl}\nelastic: {redundancy: 2, protection: async}\n"
+    config = load_config(write(tmp_path, text))
+    assert (config.elastic.enabled, config.elastic.redundancy, config.elastic.protection) == (False, 2, "async")
+
+
+@pytest.mark.parametrize(
+    ("yaml", "expected"),
+    [
+        ("train: {epoch: 3}", "train.epoch is not a known key; did you mean train.epochs?"),
+        ("trian: {epochs: 3}", "trian is not a known key; did you mean train?"),
+        ("minibatch_size: 4", "minibatch_size is not a known key; did you mean train.minibatch_size?"),
+        ("train: {capacity: 1GiB}", "train.capacity is not a known key; did you mean pipeline.capacity?"),
+        ("zzz: 1", "zzz is not a known key; known keys: workload, model, data, train"),
+        (
+            "train: {epochs: three}",
+            'train.epochs is "three" but must be a valid integer (Passes over the training data',
+        ),
+        ("train: {epochs: '3'}", 'train.epochs is "3" but must be a valid integer'),
+        ("train: {epochs: true}", "train.epochs is true but must be a valid integer"),
+        ("train: {epochs: 2.5}", "train.epochs is 2.5 but must be a valid integer"),
+        ("train: {epochs: 0}", "train.epochs is 0 but must be greater than 0"),
+        ("train: {lr: .nan}", "train.lr is NaN but must be a finite number"),
+        ("train: {lr_multipliers: {backbone: x}}", 'train.lr_multipliers.backbone is "x" but must be a valid number'),
+        ("train: 3", "train is 3 but must be a section of keys"),
+        ("pipeline: {recompute: 1}", "pipeline.recompute is 1 but must be a valid boolean"),
+        ("pipeline: {schedule: 1f1c}", "pipeline.schedule is \"1f1c\" but must be 'gpipe', '1f1b' or 'varuna'"),
+        ("pipeline: {cuts: [0, x]}", 'pipeline.cuts[1] is "x" but must be a valid integer'),
+        ("pipeline: {cuts: [1, 2]}", "pipeline.cuts=[1, 2] must begin with 0"),
+        ("pipeline: {cuts: [0, 2, 2, 3]}", "must begin with 0 and grow strictly"),
+        ("pipeline: {cuts: [0, 2, 5]}", "3 stages for pipeline.devices=2"),
+        ("pipeline: {capacity: 16G}", "16GiB"),
+        ("pipeline: {capacity: [1GiB, huge]}", "pipeline.capacity[1] is 'huge'"),
+        ("pipeline: {capacity: [1GiB]}", "lists 1 sizes for pipeline.devices=2"),
+        ("pipeline: {replicas: 3}", "pipeline.replicas=3 does not divide the 8 microbatches"),
+        ("profile: {image_size: [800]}", "profile.image_size is [800] but must have 2 entries"),
+        ("profile: {image_size: [800, 0]}", "profile.image_size[1] is 0 but must be greater than 0"),
+        ("elastic: {redundancy: -1}", "elastic.redundancy is -1 but must be greater than or equal to 0"),
+        ("elastic: {protection: none}", "elastic.protection is \"none\" but must be 'sync' or 'async'"),
+        ("elastic: {hang_seconds: 0}", "elastic.hang_seconds is 0 but must be greater than 0"),
+        ("elastic: {min_devices: 0}", "elastic.min_devices is 0 but must be greater than 0"),
+        ("elastic: {enabled: 1}", "elastic.enabled is 1 but must be a valid boolean"),
+        ("elastic: {lease_second: 1}", "elastic.lease_second is not a known key; did you mean elastic.lease_seconds?"),
+        ("engine: varuna\nelastic: {enabled: true}", "elastic.enabled=true but engine=varuna"),
+        ("pipeline: {transport: nccl}\nelastic: {enabled: true}", "but pipeline.transport=nccl"),
+        ("device: gpu", "device is \"gpu\" but must be 'cpu', 'cuda' or 'auto'"),
+        ("train: {minibatch_size: 9, microbatch_size: 2}", "train.minibatch_size=9 is not divisible by"),
+        ("train: {accumulation_blocks: 3}", "train.accumulation_blocks=3 must divide the 8 microbatches"),
+        ("train: {accumulation_blocks: 1}\npipeline: {replicas: 2}", "a multiple of pipeline.replicas=2"),
+        ("train: {lr_drop_epochs: 1, lr_drop_steps: 1}", "are both set; keep one"),
+        ("train: {lr: 1}\ntrain: {lr: 2}", "the key 'train' is there twice (line 3, column 1)"),
+        ("1: 2", "the key 1 is not text"),
+        ("train: [", "not valid YAML"),
+    ],
+)
+def test_every_mistake_in_a_file_is_one_sentence_naming_file_key_and_rule(tmp_path, yaml, expected):
+    path = write(tmp_path, yaml + "\n")
+    message = refusal(path)
+    assert message.startswith(f"{path}: ")
+    assert expected in message
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("train.epoch=3", "override 'train.epoch=3': train.epoch is not a known key; did you mean train.epochs?"),
+        ("train.epochs=x", "override 'train.epochs=x': train.epochs is \"x\" but must be a valid integer"),
+        ("pipeline.capacity=1GiB,x", "override 'pipeline.capacity=1GiB,x'"),
+        ("train.minibatch_size=9", "train.minibatch_size=9 is not divisible by train.microbatch_size=2"),
+        ("train.epochs", "override 'train.epochs': write key=value"),
+        ("=3", "override '=3': write key=value"),
+        ("train..epochs=3", "write key=value"),
+        ("train.lr.x=3", "train.lr is 0.5, not a section"),
+        ("model={", "override 'model={': no valid YAML value"),
+    ],
+)
+def test_a_mistake_in_an_override_names_the_override_not_the_file(tmp_path, override, expected):
+    path = write(tmp_path, "train: {lr: 0.5, microbatch_size: 2}\n")
+    message = refusal(path, "train.seed=1", override)
+    assert expected in message
+    assert message.startswith("override ")
+
+
+def test_of_two_overrides_of_one_key_the_one_that_counts_is_named(tmp_path):
+    assert refusal(write(tmp_path, ""), "train.epochs=3", "train.epochs=x").startswith("override 'train.epochs=x'")
+
+
+def test_a_mistake_of_the_file_is_not_blamed_on_an_override(tmp_path):
+    path = write(tmp_path, "train: {lr: x}\n")
+    assert refusal(path, "train.lr_drop_steps=3").startswith(f"{path}: train.lr is")
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    assert "No such file or directory" in refusal(tmp_path / "none.yaml")
+    assert "Is a directory" in refusal(tmp_path)
+    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
+    assert "not UTF-8" in refusal(tmp_path / "bytes.yaml")
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    assert "holds a list" in refusal(tmp_path / "list.yaml")
+    (tmp_path / "empty.yaml").write_text("")
+    assert "workload is missing" in refusal(tmp_path / "empty.yaml")
+
+
+@pytest.mark.parametrize("workload", ["detr", "a.b:", ":c", "a b:c", "a:b:c"])
+def test_a_workload_is_module_and_function(tmp_path, workload):
+    path = tmp_path / "run.yaml"
+    path.write_text(f"workload: {workload!r}\n")
+    assert "workload is" in refusal(path)
+
+
+def test_capacity_has_units_and_one_entry_per_device(tmp_path):
+    def capacity(text):
+        return load_config(write(tmp_path, ""), [f"pipeline.capacity={text}"]).pipeline.capacity
+
+    assert capacity("16GiB") == 16 * GIB
+    assert capacity("16GiB,8GiB") == [16 * GIB, 8 * GIB]
+    assert capacity("[16GiB, 1000]") == [16 * GIB, 1000]
+    assert capacity("null") is None
+
+
+def test_the_constants_of_a_run_are_resolved(tmp_path):
+    path = write(tmp_path, "train: {minibatch_size: 16, microbatch_size: 2}\npipeline: {devices: 3, replicas: 2}\n")
+    config = load_config(path)
+    assert (config.num_microbatches, config.num_blocks, config.world_size) == (8, 2, 6)
+    assert config.train.accumulation_blocks == 2
+    assert load_config(path, ["train.accumulation_blocks=4"]).num_blocks == 4
+
+
+@pytest.mark.parametrize(
+    ("train", "epochs"), [("{}", 1), ("{max_steps: 5}", None), ("{max_seconds: 5}", None), ("{epochs: 2}", 2)]
+)
+def test_a_run_without_any_length_is_one_epoch(tmp_path, train, epochs):
+    assert load_config(write(tmp_path, f"train: {train}\n")).train.epochs == epochs
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_we_ship_loads_and_its_dump_loads_equal(path, tmp_path):
+    config = load_config(path)
+    dumped = tmp_path / "config.yaml"
+    dumped.write_text(dump_config(config))
+    assert load_config(dumped).model_dump() == config.model_dump()
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_we_ship_has_known_model_and_data_keys(path):
+    from detr_pipeline.config import ModelConfig
+    from detr_pipeline.data import DataConfig
+
+    config = load_config(path)
+    section(ModelConfig, config.model, "model")
+    section(DataConfig, config.data, "data")
+
+
+PAPER = {
+    "rn50_e6": ("resnet50", 6, False),
+    "rn50_d_e6": ("resnet50", 6, True),
+    "rn101_e6": ("resnet101", 6, False),
+    "rn101_d_e6": ("resnet101", 6, True),
+    "rn101_e12": ("resnet101", 12, False),
+    "rn101_d_e12": ("resnet101", 12, True),
+}
+
+
+def test_the_paper_configs_fix_what_decides_memory():
+    found = {path.stem: load_config(path) for path in CONFIGS if path.parent.name == "paper"}
+    assert found.keys() == PAPER.keys()
+    for name, config in found.items():
+        model = config.model
+        assert (model["backbone"], model["encoder_layers"], model["dilation"]) == PAPER[name]
+        assert (model["decoder_layers"], model["num_classes"]) == (6, 91)
+        assert (model["attention"], model["cut_points"]) == ("eager", "heads_last")
+        assert (config.profile.image_size, config.profile.device) == ([1333, 1333], "cuda")
+        assert (config.train.minibatch_size, config.train.microbatch_size) == (8, 1)
+        assert (config.train.precision, config.pipeline.recompute) == ("float32", True)
+        assert (config.pipeline.devices, config.pipeline.stage_inputs) == (8, "host")
+
+
+@settings(deadline=None, max_examples=50)  # a busy machine is no defect
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "lr": st.floats(1e-12, 1e3),
+            "seed": st.integers(0, 2**40),
+            "lr_multipliers": st.dictionaries(st.text(max_size=8), st.floats(-1e3, 1e3), max_size=3),
+            "precision": st.sampled_from(["float32", "bfloat16"]),
+            "max_seconds": st.none() | st.floats(0.1, 1e6),
+        },
+    ),
+    st.dictionaries(st.text(max_size=8), st.none() | st.booleans() | st.integers() | st.text(max_size=8), max_size=4),
+)
+def test_any_config_survives_the_way_through_a_file(tmp_path_factory, train, model):
+    config = section(Config, {"workload": "a:b", "train": train, "model": model}, "")
+    path = tmp_path_factory.getbasetemp() / "round_trip.yaml"
+    path.write_text(dump_config(config), encoding="utf-8")
+    assert load_config(path).model_dump() == config.model_dump()
+
+
+class Inner(Section):
+    """Part of a workload's own section."""
+
+    width: int = 1
+    """Channels."""
+
+
+class Outer(Section):
+    """A workload's own section."""
+
+    depth: int
+    """Number of blocks."""
+
+    root: Path | None = None
+    sizes: tuple[int, int] = (1, 2)
+    inner: Inner | None = None
+
+
+def test_a_workload_checks_its_section_in_the_same_words():
+    assert section(Outer, {"depth": 2, "root": "/x", "sizes": [3, 4]}, "data") == Outer(
+        depth=2, root=Path("/x"), sizes=(3, 4)
+    )
+    for values, expected in (
+        ({"dept": 2}, "data.dept is not a known key; did you mean data.depth?"),
+        ({"depth": "2"}, 'data.depth is "2" but must be a valid integer (Number of blocks)'),
+        ({}, "data.depth is missing; set it (Number of blocks)"),
+        ({"depth": 1, "inner": {"widht": 3}}, "data.inner.widht is not a known key; did you mean data.inner.width?"),
+        ({"depth": 1, "inner": {"width": None}}, "data.inner.width is null but must be a valid integer (Channels)"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            section(Outer, values, "data")
+        assert str(caught.value) == expected
+
+
+WORKLOADS = """
+from varuna_capslog.config.reading import Section, section
+from varuna_capslog.model.workload import Workload
+
+class Model(Section):
+    depth: int = 1
+
+class Good(Workload):
+    def build_chain(self): ...
+    def loss(self, outputs, targets, normalisers): ...
+    def profile_inputs(self, microbatch_size): ...
+
+def workload(config):
+    section(Model, config.model, "model")
+    return Good()
+
+def nothing(config):
+    return 3
+"""
+
+
+@pytest.mark.parametrize(
+    ("workload", "expected"),
+    [
+        ("no_such_module_x:f", "there is no module 'no_such_module_x'"),
+        ("workloads_of_test.sub:f", "there is no module 'workloads_of_test.sub'"),
+        ("workloads_of_test:worklod", "has no function 'worklod'; did you mean 'workload'?"),
+        ("workloads_of_test:nothing", "returned int; it must return a varuna_capslog.model.workload.Workload"),
+        ("needs_of_test:f", "needs the module 'no_such_library_x', which is not installed"),
+    ],
+)
+def test_a_workload_that_cannot_be_built_is_one_sentence(tmp_path, monkeypatch, workload, expected):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "workloads_of_test.py").write_text(WORKLOADS)
+    (tmp_path / "needs_of_test.py").write_text("import no_such_library_x\n")
+    path = tmp_path / "run.yaml"
+    path.write_text(f"workload: {workload}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_workload(load_config(path))
+    assert expected in str(caught.value)
+    assert str(caught.value).startswith(f"{path}: workload={workload!r}")
+
+
+def test_a_workload_that_refuses_its_section_names_the_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "workloads_of_test.py").write_text(WORKLOADS)
+    path = tmp_path / "run.yaml"
+    path.write_text("workload: workloads_of_test:workload\nmodel: {dept: 3}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_workload(load_config(path))
+    assert str(caught.value) == f"{path}: model.dept is not a known key; did you mean model.depth?"
+    assert load_workload(load_config(path, ["model={}"])).name == "model"
+
+
+def test_reading_a_config_imports_no_torch():
+    code = "import sys, varuna_capslog.config.reading; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,202 @@
+"""Workers out of the nursery: they are what a started process would be, and their ends are told at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from varuna_capslog.elastic.host.fork_server import Nursery
+
+HERE = Path(__file__).parent
+BORN_WITH = {name: value for name, value in os.environ.items() if name.startswith("CAPSLOG_")}
+"""The suite's own, such as the path of the data: every process that it starts has them."""
+
+
+class Told(queue.Queue):
+    def next(self, *wanted: str, seconds: float = 30.0) -> dict[str, Any]:
+        """The next thing told that has all these keys."""
+        until = time.monotonic() + seconds
+        while True:
+            entry = self.get(timeout=max(0.01, until - time.monotonic()))
+            if all(key in entry for key in wanted):
+                return entry
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state not in "ZX"
+
+
+def wait_until(condition, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def told() -> Told:
+    return Told()
+
+
+def nursery_of(folder: Path, told: Told, *modules: str, **environment: str) -> Nursery:
+    environment = {"PYTHONPATH": str(HERE), **environment}
+    return Nursery("host_entries:act", told.put, folder / "nursery.log", modules, environment)
+
+
+@pytest.fixture
+def nursery(tmp_path, told) -> Iterator[Nursery]:
+    one = nursery_of(tmp_path, told)
+    yield one
+    one.close()
+
+
+def order(folder: Path, member: str, do: str) -> dict[str, Any]:
+    environment = {"CAPSLOG_MEMBER": member}
+    log = str(folder / f"{member}.log")
+    return {"member": member, "environment": environment, "log": log, "arguments": {"folder": str(folder), "all": do}}
+
+
+def seen(folder: Path, member: str) -> dict[str, Any]:
+    path = folder / f"{member}.seen"
+    wait_until(path.exists)
+    return json.loads(path.read_text())
+
+
+def test_a_worker_is_a_process_of_its_own_and_its_end_is_told_as_it_was(tmp_path, nursery, told):
+    ready = told.next("ready")
+    for member, do in (("m-1", "leave=0"), ("m-2", "leave=7"), ("m-3", "kill=9"), ("m-4", "crash"), ("m-5", "kill=11")):
+        nursery.fork(order(tmp_path, member, do))
+        started = told.next("member")
+        ended = told.next("member")
+        assert started == {"member": member, "pid": started["pid"]}
+        what = seen(tmp_path, member)
+        assert (what["pid"], what["group"], what["parent"]) == (started["pid"], started["pid"], ready["pid"])
+        assert what["environment"] == {**BORN_WITH, "CAPSLOG_MEMBER": member}, "variables of an earlier one were left"
+        expected = {"m-1": {"status": 0}, "m-2": {"status": 7}, "m-3": {"signal": 9}, "m-4": {"status": 1}}
+        assert ended == {"member": member, "pid": started["pid"], **expected.get(member, {"signal": 11})}
+    assert (tmp_path / "m-1.log").read_text() == "standard output of m-1\nerror output of m-1\n"
+    assert "RuntimeError: crashed" in (tmp_path / "m-4.log").read_text()
+    assert (tmp_path / "nursery.log").read_text() == ""
+
+
+def test_what_was_imported_ahead_is_there_and_torch_computes_in_the_fork(tmp_path, told):
+    nursery = nursery_of(tmp_path, told, "torch", "json", "no_such_module")
+    told.next("ready", seconds=120)
+    nursery.fork(order(tmp_path, "m-1", "backward leave=0"))
+    assert told.next("member", "status", seconds=60)["status"] == 0
+    what = seen(tmp_path, "m-1")
+    assert what["torch"]
+    assert (what["forked"], what["threads"]) == (True, 1)
+    assert "no_such_module" in (tmp_path / "nursery.log").read_text()
+    nursery.close()
+
+
+def test_where_a_fork_is_not_safe_the_worker_is_started_anew(tmp_path, told):
+    # as an import does that starts a thread, or CUDA
+    (tmp_path / "restless.py").write_text(
+        "import sys, threading, time\n"
+        "if '--alone' not in sys.argv:\n"
+        "    threading.Thread(target=time.sleep, args=(100,), daemon=True).start()\n"
+    )
+    nursery = nursery_of(tmp_path, told, "restless", PYTHONPATH=f"{HERE}{os.pathsep}{tmp_path}")
+    ready = told.next("ready")
+    nursery.fork(order(tmp_path, "m-1", "wait=go leave=5"))
+    started = told.next("member")
+    what = seen(tmp_path, "m-1")
+    assert (what["pid"], what["group"], what["parent"]) == (started["pid"], started["pid"], ready["pid"])
+    assert (what["forked"], what["threads"]) == (False, 1)
+    (tmp_path / "go").touch()
+    assert told.next("member") == {"member": "m-1", "pid": started["pid"], "status": 5}
+    nursery.fork(order(tmp_path, "m-2", "deaf"))
+    pid = seen(tmp_path, "m-2")["pid"]
+    os.kill(ready["pid"], signal.SIGKILL)
+    told.next("gone")
+    wait_until(lambda: not alive(pid))
+    nursery.close()
+
+
+def test_nobody_outlives_the_nursery_nor_a_workers_children_the_worker(tmp_path, nursery, told):
+    pid = told.next("ready")["pid"]
+    for member, do in (("m-1", "spawn hang"), ("m-2", "spawn deaf")):
+        nursery.fork(order(tmp_path, member, do))
+    first, second = told.next("member"), told.next("member")
+    wait_until(lambda: all((tmp_path / f"{member}.child").exists() for member in ("m-1", "m-2")))
+    wait_until(lambda: all((tmp_path / f"{member}.child").read_text() for member in ("m-1", "m-2")))
+    children = [int((tmp_path / f"{member}.child").read_text()) for member in ("m-1", "m-2")]
+    os.kill(first["pid"], signal.SIGKILL)
+    assert told.next("signal")["member"] == "m-1"
+    wait_until(lambda: not alive(children[0]))
+    os.kill(pid, signal.SIGKILL)
+    assert told.next("gone")["gone"] == -signal.SIGKILL
+    wait_until(lambda: not alive(second["pid"]))
+
+
+def test_closing_kills_what_is_left(tmp_path, nursery, told):
+    told.next("ready")
+    nursery.fork(order(tmp_path, "m-1", "deaf"))
+    worker = told.next("member")["pid"]
+    nursery.close()
+    assert told.next("gone") == {"gone": 0}
+    assert not alive(worker)
+    assert not alive(nursery.pid)
+
+
+def test_the_nursery_dies_with_its_host(tmp_path):
+    body = f"""
+import sys, time
+sys.path.insert(0, {str(HERE)!r})
+from pathlib import Path
+from test_nursery import Told, nursery_of, order
+told = Told()
+nursery = nursery_of(Path({str(tmp_path)!r}), told)
+told.next("ready")
+nursery.fork(order(Path({str(tmp_path)!r}), "m-1", "deaf"))
+print(nursery.pid, told.next("member")["pid"], flush=True)
+time.sleep(100)
+"""
+    host = subprocess.Popen([sys.executable, "-c", body], stdout=subprocess.PIPE, text=True)
+    assert host.stdout is not None
+    pids = [int(word) for word in host.stdout.readline().split()]
+    host.kill()
+    host.wait()
+    assert len(pids) == 2
+    wait_until(lambda: not any(alive(pid) for pid in pids))
+
+
+def test_many_ends_at_once_are_all_told(tmp_path, nursery, told):
+    told.next("ready")
+    members = [f"m-{number}" for number in range(20)]
+    for member in members:
+        nursery.fork(order(tmp_path, member, "wait=go leave=3"))
+    pids = {entry["member"]: entry["pid"] for entry in (told.next("member") for _ in members)}
+    (tmp_path / "go").touch()
+    ends = [told.next("member", "status") for _ in members]
+    assert {entry["member"]: entry["pid"] for entry in ends} == pids
+
+
+def test_what_a_scheduler_sends_to_all_processes_ends_no_worker(tmp_path, told, nursery):
+    # Slurm and systemd signal the whole container; the host alone answers, or a planned leave would be a loss
+    told.next("ready")
+    nursery.fork(order(tmp_path, "m", "hang"))
+    pid = told.next("member", "pid")["pid"]
+    wait_until((tmp_path / "m.seen").exists)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        os.kill(pid, number)
+        os.kill(nursery.pid, number)
+    time.sleep(0.3)
+    assert alive(pid)
+    assert alive(nursery.pid)

@@ -1,0 +1,149 @@
+"""What programs and people may ask of a run from outside: from a worker, from the host's process, from a shell."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.elastic.host.test_host import Start, wait_until
+from tests.elastic.machines import write_config
+from varuna_capslog import cli
+from varuna_capslog.base import files
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.elastic import on_notice, request_morph
+from varuna_capslog.elastic.host.hooks import give_notice, notice_of, outlook
+from varuna_capslog.elastic.notices import Kind, Notice
+from varuna_capslog.plans.plan import Plan, write_plan
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    running = Start()
+    yield running
+    for one in reversed(running):
+        one.close()
+
+
+def test_the_hooks_are_there_without_torch():
+    code = "import sys; import varuna_capslog.elastic as e; e.on_notice; e.request_morph; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+    with pytest.raises(AttributeError, match="no attribute 'on_notise'"):
+        __import__("varuna_capslog.elastic").elastic.on_notise  # noqa: B018
+
+
+def test_a_worker_may_ask_for_another_number_of_devices(tmp_path, start):
+    run = start(tmp_path, 3, do={"1": "wait=go ask=2 hang"})
+    for number in (1, 2, 3):
+        run.seen(f"h-{number}")
+    run.go()
+    wait_until(lambda: run.told("notice"))
+    assert [(entry["devices"]) for entry in run.of("request")] == [2]
+    assert [(entry["member"], entry["source"]) for entry in run.of("notice")] == [("h-3", "request")]
+
+
+def test_the_hosts_process_and_others_may_ask_too(tmp_path, start, capsys):
+    run = start(tmp_path, 3)
+    run.seen("h-3")
+    assert files.read_json(tmp_path / "workers/store.json")["address"] == run.host.address
+    request_morph(2)
+    wait_until(lambda: run.told("notice") == ["h-3"])
+    assert cli._run(["morph", str(tmp_path), "--devices", "1"]) == 0
+    wait_until(lambda: run.told("notice") == ["h-3", "h-2"])
+    assert "asked for 1 device(s)" in capsys.readouterr().out
+    with pytest.raises(CapslogError, match="needs at least one"):
+        request_morph(0)
+
+
+def test_a_wish_that_cannot_be_met_is_refused_and_one_that_can_says_what_follows(tmp_path, start, capsys):
+    run = start(tmp_path, 3, name="a")
+    run.seen("a-3")
+    assert cli._run(["morph", str(tmp_path), "--devices", "30"]) == 2
+    refusal = capsys.readouterr().err
+    assert "30 devices: this run's hosts start at most 3 worker(s) (a: 3)" in refusal
+    assert f"--store {run.host.address}" in refusal
+    write_config(tmp_path, 3, min_devices=2)
+    assert outlook(3, tmp_path) == "3 worker(s) are there already, nothing changes"
+    write_plan(tmp_path / "plan-0.json", Plan(num_layers=1, cuts=(0,)))
+    assert outlook(3, tmp_path).endswith(
+        "1 layers in 2 replicas (train.accumulation_blocks=2): at most 2 devices train, the other 1 only keep copies"
+    )
+    assert outlook(1, tmp_path) == (
+        "a-2, a-3 of 3 worker(s) will leave at a step boundary, once their layers moved; "
+        "elastic.min_devices is 2: the run will wait with fewer"
+    )
+    assert run.of("request") == [], "only asked what would be"
+    request_morph(2, tmp_path)
+    wait_until(lambda: run.told("notice") == ["a-3"])
+    assert outlook(3, tmp_path).startswith("starting 1 on a beside the 2 that are there")
+
+
+def test_a_notice_from_a_person_reaches_the_host_and_whoever_watches_notices(tmp_path, start, capsys):
+    heard: list[Notice] = []
+    take_back = on_notice(heard.append)
+    run = start(tmp_path, 2)
+    run.seen("h-2")
+    assert cli._run(["notice", str(tmp_path), "--member", "h-2", "--seconds", "7"]) == 0
+    wait_until(lambda: run.of("notice"))
+    first = run.of("notice")[0]
+    assert (first["member"], first["urgent"], first["deadline"]) == ("h-2", False, 7.0)
+    assert heard == [], "the host itself does not leave"
+    assert cli._run(["notice", str(tmp_path), "--hint"]) == 0
+    wait_until(lambda: sorted(run.told("hint")) == ["h-1", "h-2"])
+    assert cli._run(["notice", str(tmp_path), "--urgent", "--seconds", "20"]) == 0
+    wait_until(lambda: len(run.of("notice")) == 3)
+    wait_until(lambda: len(heard) == 2)
+    take_back()
+    assert [notice.kind for notice in heard] == [Kind.HINT, Kind.NOW]
+    assert all(entry["urgent"] and 15 < entry["deadline"] <= 20 for entry in run.of("notice")[1:])
+    assert "told that host h is to leave" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--host", "far"], "no host 'far' in this run; there are h"),
+        (["--member", "h-9"], "no worker 'h-9' in this run; there are h-1"),
+        (["--urgent", "--hint"], "exclude each other"),
+    ],
+)
+def test_nobody_is_meant_who_is_not_there(tmp_path, start, capsys, arguments, sentence):
+    run = start(tmp_path, 1)
+    run.seen("h-1")
+    assert cli._run(["notice", str(tmp_path), *arguments]) == 2
+    assert sentence in capsys.readouterr().err
+    assert not run.of("announce")
+    assert not run.of("notice")
+
+
+def test_without_a_run_it_says_so(tmp_path, start, capsys, monkeypatch):
+    monkeypatch.delenv("CAPSLOG_STORE", raising=False)
+    with pytest.raises(CapslogError, match="belongs to no run"):
+        request_morph(2)
+    with pytest.raises(CapslogError, match=r"no elastic run is going on in .* no workers/store.json"):
+        give_notice(tmp_path)
+    run = start(tmp_path, 1, all="leave=0")
+    run.end()
+    with pytest.raises(CapslogError, match="no run is going on in"):
+        give_notice(tmp_path)
+
+
+def test_an_entry_says_what_its_notice_said():
+    base = {"member": "h-1", "deadline": 4.0, "source": "aws"}
+    leave = notice_of({"kind": "notice", "urgent": False, **base}, "h")
+    assert (leave.kind, leave.source, leave.hosts) == (Kind.LEAVE, "aws", ("h",))
+    assert leave.deadline is not None
+    assert notice_of({"kind": "notice", "urgent": True, **base}, "h").kind is Kind.NOW
+    assert notice_of({"kind": "hint", **base, "deadline": None}, "h").deadline is None
+
+
+def test_a_folder_of_an_older_run_is_not_taken_for_the_new_one(tmp_path: Path, start):
+    run = start(tmp_path, 1)
+    run.seen("h-1")
+    place = tmp_path / "workers/store.json"
+    files.write_json(place, {**files.read_json(place), "identity": "another"})
+    with pytest.raises(CapslogError, match="was started anew"):
+        request_morph(1, tmp_path)

@@ -1,0 +1,41 @@
+"""Who may still come, as far as the log tells."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from varuna_capslog.elastic.host.roster import Roster
+from varuna_capslog.membership.generation import EMPTY
+
+RECORDS = [EMPTY.successor(["a-1", "b-1"])]
+RECORDS.append(RECORDS[0].successor(["b-1", "a-2"], leaving=["a-1"]))
+RECORDS.append(RECORDS[1].successor(["a-2"]))
+
+
+def roster_of(*entries: dict[str, Any]) -> Roster:
+    roster = Roster()
+    for member in ("a-1", "b-1", "a-2", "b-2"):
+        roster.take({"kind": "worker", "member": member, "host": member[0], "slot": 0})
+    for entry in entries:
+        roster.take(entry)
+    return roster
+
+
+def generation(index: int) -> dict[str, Any]:
+    return {"kind": "generation", "number": index + 1, "record": RECORDS[index].to_json()}
+
+
+def dead(member: str, by: str) -> dict[str, Any]:
+    return {"kind": "dead", "member": member, "why": "x", "by": by}
+
+
+def test_who_took_part_and_was_not_told_to_have_ended_is_astray() -> None:
+    assert roster_of().astray == set()
+    assert roster_of(generation(0)).astray == set(), "all are in it"
+    assert roster_of(generation(0), generation(1)).astray == set(), "whoever leaves may still be asked to send"
+    taken = [generation(0), generation(1), generation(2)]
+    assert roster_of(*taken).astray == {"a-1", "b-1"}
+    assert roster_of(*taken, {"kind": "left", "member": "a-1"}).astray == {"b-1"}
+    assert roster_of(*taken, {"kind": "left", "member": "a-1"}, dead("b-1", by="b")).astray == set()
+    # it may live, where another host has told so; but whoever is told dead ends as soon as it hears so
+    assert roster_of(*taken, {"kind": "left", "member": "a-1"}, dead("b-1", by="a")).astray == set()

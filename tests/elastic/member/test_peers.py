@@ -1,0 +1,134 @@
+"""Messages between members: order, tensors of all kinds, and what a lost connection looks like."""
+
+import contextlib
+import queue
+import socket
+
+import pytest
+import torch
+
+from varuna_capslog.elastic.member.peers import Peers, local_address
+
+TIMEOUT = 20.0
+
+
+class Member:
+    """One end, with all that it hears in queues."""
+
+    def __init__(self, name, addresses, token="t"):
+        self.messages, self.lost = queue.Queue(), queue.Queue()
+        self.peers = Peers(name, token, addresses.get, self.messages.put, self.lost.put)
+        addresses[name] = self.peers.address
+
+    def next(self):
+        return self.messages.get(timeout=TIMEOUT)
+
+
+@pytest.fixture
+def addresses():
+    return {}
+
+
+@pytest.fixture
+def pair(addresses):
+    one, other = Member("one", addresses), Member("other", addresses)
+    yield one, other
+    one.peers.close()
+    other.peers.close()
+
+
+def test_tensors_of_any_kind_arrive_bit_for_bit(pair):
+    one, other = pair
+    sent = {
+        "transposed": torch.arange(12.0).reshape(3, 4).t(),
+        "none": torch.zeros(0, 5),
+        "scalar": torch.tensor(7, dtype=torch.int64),
+        "mask": torch.tensor([True, False]),
+        "half": torch.randn(5).to(torch.bfloat16),
+        "channels last": torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+    }
+    one.peers.send("other", "state", sent, generation=3, layer=1)
+    message = other.next()
+    assert (message.sender, message.kind, message.header) == ("one", "state", {"generation": 3, "layer": 1})
+    assert list(message.tensors) == list(sent)
+    for name, tensor in sent.items():
+        assert message.tensors[name].dtype == tensor.dtype
+        assert torch.equal(message.tensors[name], tensor)
+
+
+def test_many_tensors_of_all_sizes_in_one_message(pair):
+    """Small ones travel packed together, large ones from where they lie, more than the system takes at once."""
+    one, other = pair
+    dice = torch.Generator().manual_seed(0)
+    large = torch.randn(70_001, generator=dice)
+    sent = {f"small {k}": torch.randn(k % 5, 3, generator=dice) for k in range(40)}
+    sent |= {"large": large, "after": torch.arange(3), "strided": large[::2]}
+    sent |= {f"mixed {k}": torch.full((k,), k, dtype=(torch.int64, torch.float32)[k % 2]) for k in range(1500)}
+    one.peers.send("other", "update", sent)
+    found = other.next().tensors
+    assert list(found) == list(sent)
+    for name, tensor in sent.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(found[name], tensor)
+
+
+def test_messages_of_one_sender_keep_their_order(pair):
+    one, other = pair
+    for number in range(200):
+        one.peers.send("other", "count", {"x": torch.full((number % 7,), float(number))}, number=number)
+    assert [other.next().header["number"] for _ in range(200)] == list(range(200))
+
+
+def test_a_closed_peer_is_reported_by_both_directions(pair):
+    one, other = pair
+    one.peers.send("other", "hello")
+    other.next()
+    one.peers.close()
+    assert other.lost.get(timeout=TIMEOUT) == "one"
+    other.peers.send("one", "anything")
+    assert other.lost.get(timeout=TIMEOUT) == "one"
+
+
+def test_an_unknown_member_is_lost(pair):
+    one, _ = pair
+    one.peers.send("nobody", "hello")
+    assert one.lost.get(timeout=TIMEOUT) == "nobody"
+
+
+def test_another_runs_token_is_not_heard(addresses, pair):
+    stranger = Member("stranger", addresses, token="another")
+    stranger.peers.send("other", "hello")
+    pair[0].peers.send("other", "mine")
+    assert pair[1].next().kind == "mine"
+    stranger.peers.close()
+
+
+def test_bytes_that_are_no_frame_close_their_connection_only(pair):
+    one, other = pair
+    host, port = other.peers.address.split(":")
+    with socket.create_connection((host, int(port))) as raw:
+        raw.sendall(b"\xff" * 64)
+        raw.settimeout(TIMEOUT)
+        with contextlib.suppress(ConnectionResetError):  # a close with unread bytes is a reset
+            assert raw.recv(1) == b""
+    one.peers.send("other", "still here")
+    assert other.next().kind == "still here"
+
+
+def test_flush_waits_for_what_is_queued(pair):
+    one, other = pair
+    one.peers.send("other", "big", {"x": torch.zeros(4 << 20)})
+    one.peers.flush(TIMEOUT)
+    one.peers.close()
+    assert other.next().tensors["x"].numel() == 4 << 20
+
+
+def test_flush_of_a_lost_connection_does_not_wait(pair):
+    one, _ = pair
+    one.peers.send("nobody", "hello")
+    one.lost.get(timeout=TIMEOUT)
+    one.peers.flush(0.5)
+
+
+def test_the_loopback_is_seen_from_the_loopback():
+    assert local_address("127.0.0.1:29500") == "127.0.0.1"

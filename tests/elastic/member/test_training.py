@@ -1,0 +1,43 @@
+"""What members send and expect ahead of a planned change: all the same, or nobody is ever prepared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+from varuna_capslog.elastic.member.training import Training
+from varuna_capslog.membership.generation import Generation, Layout, Stamp
+from varuna_capslog.membership.recovery import Seat
+
+MEMBERS = ("a-1", "a-2", "a-3")
+BEFORE = Layout(3, {"a-1": (0,), "a-2": (1,), "a-3": (2,)}, {})
+JOIN = frozenset({("join", "a-4")})
+
+
+def place(seats: Sequence[Seat]) -> Layout:
+    """Copies lie on another host, where there is one: the place of a layer hangs on where the newcomer is."""
+    others = [seat.member for seat in seats if seat.host != seats[0].host]
+    owned = {seat.member: (layer,) if layer < 3 else () for layer, seat in enumerate(seats)}
+    return Layout(3, owned, {(others or ["a-3"])[0]: (0,)})
+
+
+def member(name: str, seats: dict[str, Seat]) -> Training:
+    record = Generation(1, MEMBERS)
+    state = SimpleNamespace(layout=BEFORE, record=record, own=BEFORE.owned[name], at=Stamp(5, 1))
+    job = SimpleNamespace(layer_bytes=(1, 1, 1))
+    runtime = SimpleNamespace(me=name, state=state, seats=seats, place=place, job=job)
+    return Training(runtime)  # type: ignore[arg-type]
+
+
+def test_nobody_prepares_for_a_newcomer_whose_host_it_has_not_heard_of() -> None:
+    known = {name: Seat(name, "a", 0) for name in MEMBERS}
+    sender, receiver = member("a-1", known | {"a-4": Seat("a-4", "a", 0)}), member("a-3", known)
+    assert sender.prepare(JOIN, sender._of.seats)
+    assert not receiver.prepare(JOIN, receiver._of.seats)  # it would take a-4 for a host of its own, and expect nothing
+    receiver._of.seats["a-4"] = Seat("a-4", "a", 0)
+    assert receiver.prepare(JOIN, receiver._of.seats)
+    assert sender._ahead is not None
+    assert receiver._ahead is not None
+    assert sender._ahead.targets == {0: ("a-3",)}
+    assert receiver._ahead.mine == {0}
+    assert not receiver.prepare(JOIN, receiver._of.seats)  # that is known by now

@@ -1,0 +1,243 @@
+"""What etcd adds: a store that outlives machines, its own among them. Real servers; skipped where there is none."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.elastic.etcd import start_etcd
+from tests.elastic.script.test_script import run_here
+from varuna_capslog.base import files
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.commands.host import check_address
+from varuna_capslog.elastic.network import first_endpoint, network_variables
+from varuna_capslog.elastic.store.etcd_store import EtcdMembershipStore, begin_run
+from varuna_capslog.elastic.store.torch_store import MembershipStore, StoreGone, open_store
+from varuna_capslog.engine.communicator import connect_group
+from varuna_capslog.membership.generation import EMPTY
+from varuna_capslog.rig.etcd_servers import EtcdServers
+from varuna_capslog.start.elastic_host import wait_for_store
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "examples" / "ddp_elastic.py"
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = 30.0) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def living(store: MembershipStore) -> Iterator[None]:
+    """A machine gives signs of life meanwhile."""
+    ended = threading.Event()
+
+    def beat() -> None:
+        for number in itertools.count(1):
+            store.put("lease/h", str(number))
+            if ended.wait(0.2):
+                return
+
+    with ThreadPoolExecutor(1) as threads:
+        beats = threads.submit(beat)
+        try:
+            yield
+        finally:
+            ended.set()
+        beats.result()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServers]:
+    servers = start_etcd(tmp_path_factory.mktemp("cluster"), 3)
+    yield servers
+    servers.close()
+
+
+def test_any_server_may_be_killed_or_hang_and_come_back_and_nothing_is_missed(cluster: EtcdServers) -> None:
+    address = cluster.address("kills")
+    begin_run(address, 1.0)
+    one = open_store(address)
+    heard: list[dict[str, Any]] = []
+    lost: list[str] = []
+    one.follow(heard.append, lost.append)
+    record = one.compare_and_set(0, EMPTY.successor(["a"]))
+    for number in range(3):  # the leader among them
+        cluster.kill(number)
+        one.append({"kind": "killed", "number": number})
+        record = one.compare_and_set(record.number, record.successor([f"b{number}"]))
+        cluster.start_again(number)
+        cluster.wait()
+    for number in range(3):
+        cluster.processes[number].send_signal(signal.SIGSTOP)
+        try:
+            one.append({"kind": "stopped", "number": number})
+            wait_until(lambda: len(heard) == one.length())
+        finally:
+            cluster.processes[number].send_signal(signal.SIGCONT)
+    assert one.read(known=4).members == ("b2",)
+    wait_until(lambda: len(heard) == one.length() == 10)
+    assert [entry["number"] for entry in heard] == [1, 0, 2, 1, 3, 2, 4, 0, 1, 2]
+    assert not lost
+    one.close()
+
+
+def test_endpoints_that_say_nothing_leave_time_for_one_that_answers(cluster: EtcdServers) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two:
+        silent = [f"127.0.0.1:{each.getsockname()[1]}" for each in (one, two)]
+        address = f"etcd://{','.join(silent)},127.0.0.1:{cluster.ports[0]}/silent"
+        begin_run(address, 1.0)
+        store = open_store(address, answer_seconds=3.0)
+        store.append({"kind": "x"})
+        assert store.length() == 1
+        store.close()
+
+
+def test_without_a_majority_the_store_is_gone_for_calls_and_followers(tmp_path: Path) -> None:
+    servers = start_etcd(tmp_path)
+    try:
+        address = servers.address("alone")
+        begin_run(address, 1.0)
+        one, lost = open_store(address, answer_seconds=0.5), []
+        one.follow(lambda entry: None, lost.append)
+        one.append({"kind": "x"})
+        servers.kill()
+        with pytest.raises(StoreGone, match="is gone"):
+            one.read()
+        wait_until(lambda: lost)
+        servers.start_again()
+        servers.wait()
+        assert one.length() == 1, "it comes back with what it held"
+        begin_run(address, 1.0)
+        for call in (one.look, one.read, lambda: one.append({"kind": "x"})):
+            with pytest.raises(StoreGone, match="started anew"):
+                call()
+        with pytest.raises(StoreGone, match="started anew"):
+            EtcdMembershipStore(address, one.identity)
+        assert open_store(address).read() == EMPTY
+        with pytest.raises(StoreGone, match="holds no run"):
+            open_store(servers.address("nothing"))
+    finally:
+        servers.close()
+
+
+def test_groups_of_torch_meet_there(cluster: EtcdServers) -> None:
+    address = cluster.address("groups")
+    begin_run(address, 1.0)
+
+    def member(rank: int) -> float:
+        store = open_store(address)
+        communicator = connect_group(store.rendezvous(), "g", rank, 3, 20.0)
+        total = communicator.add(torch.tensor([float(rank + 1)]))
+        communicator.barrier()
+        communicator.close()
+        store.close()
+        return total.item()
+
+    with ThreadPoolExecutor(3) as threads:
+        assert list(threads.map(member, range(3))) == [6.0] * 3
+
+
+def test_a_run_that_lives_is_not_removed_by_another(cluster: EtcdServers) -> None:
+    address = cluster.address("guard")
+    begin_run(address, 0.4)
+    one = open_store(address)
+    one.put("lease/h", "0")
+    with living(one), pytest.raises(CapslogError, match="a run is going on"):
+        begin_run(address, 4.0)
+    one.look()
+    assert begin_run(address, 0.4) != one.identity  # silent for long enough
+    one.close()
+
+
+def test_a_machine_that_comes_early_waits_for_the_next_run_and_not_for_one_that_has_ended(cluster: EtcdServers) -> None:
+    address = cluster.address("early")
+    begin_run(address, 0.4)
+    ended = open_store(address)
+    ended.put("first-plan", "1")
+    ended.put("lease/h", "7")
+    with pytest.raises(CapslogError, match=r"no machine of the run there gives a sign of life.*--serve"):
+        wait_for_store(address, 1.5, lambda line: None)
+    with ThreadPoolExecutor(1) as threads:
+        early = threads.submit(wait_for_store, address, 60.0, lambda line: None)
+        time.sleep(1.0)
+        assert not early.done()
+        begin_run(address, 0.4)
+        begun = open_store(address)
+        begun.put("first-plan", "1")
+        with living(begun):
+            assert early.result() == begun.identity != ended.identity
+    ended.close()
+    begun.close()
+
+
+def test_addresses() -> None:
+    assert first_endpoint("etcd://a:1,b:2/x/y") == "a:1"
+    assert first_endpoint("h:3") == "h:3"
+    assert network_variables("etcd://127.0.0.1:1/x") == {}
+    check_address("etcd://a:1/x")
+    for wrong in ("etcd://a/x", "etcd://a:1", "etcd://a:1/", "etcd://a:1,b/x"):
+        with pytest.raises(CapslogError, match="etcd://"):
+            check_address(wrong)
+
+
+def test_the_host_that_began_the_run_is_killed_and_the_run_goes_on(
+    tmp_path: Path, cluster: EtcdServers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, address = tmp_path / "run", cluster.address("live")
+
+    def start(name: str, *words: str) -> subprocess.Popen[str]:
+        code = "from varuna_capslog.cli import program; program()"
+        command = [sys.executable, "-c", code, "script", "--nproc", "1", "--run-dir", str(run), "--name", name, *words]
+        command += ["--elastic", "lease_seconds=1.5", "--elastic", "patience_seconds=0.3", str(EXAMPLE)]
+        return subprocess.Popen(
+            [*command, "--steps", "100000"], env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+
+    def rows() -> list[dict[str, Any]]:
+        path = run / "metrics.jsonl"
+        return files.read_jsonl(path) if path.exists() else []
+
+    def trains(members: int) -> bool:
+        return bool(rows()) and rows()[-1]["world_size"] == members
+
+    first = start("one", "--serve", address, "--nnodes", "2")
+    second = start("two", "--store", address)
+    try:
+        wait_until(lambda: trains(2), 90)
+        first.kill()  # its worker dies with it
+        first.wait()
+        wait_until(lambda: trains(1), 30)
+        reached = rows()[-1]["step"]
+        wait_until(lambda: rows()[-1]["step"] > reached + 20)
+        second.send_signal(signal.SIGINT)
+        said, _ = second.communicate(timeout=60)
+        assert second.returncode == 130, said
+    finally:
+        for process in (first, second):
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
+    accepted = {row["step"]: row["loss"] for row in rows()}
+    assert list(accepted) == list(range(1, len(accepted) + 1))
+    assert len(rows()) - len(accepted) <= 1
+    lines, _ = run_here(EXAMPLE, len(accepted), monkeypatch)
+    truth = [float(line.split()[-1]) for line in lines]
+    assert [round(loss, 9) for loss in accepted.values()] == truth

@@ -1,0 +1,432 @@
+"""The membership store: one order for all, nothing lost or told twice, and a loss of it that everybody notices soon."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.elastic.etcd import start_etcd
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.processes import is_stopped
+from varuna_capslog.elastic.store import torch_store as store
+from varuna_capslog.elastic.store.etcd_store import EtcdMembershipStore, begin_run
+from varuna_capslog.elastic.store.torch_store import StoreGone, TcpMembershipStore, open_store, serve_store
+from varuna_capslog.membership.generation import EMPTY
+from varuna_capslog.rig.etcd_servers import EtcdServers
+
+SERVER = """
+import sys, time
+from varuna_capslog.elastic.store.torch_store import serve_store
+server, port = serve_store(int(sys.argv[1]))
+print(port, flush=True)
+time.sleep(600)
+"""
+
+
+def wait_until(condition, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    server, port = serve_store()
+    yield port
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServers]:
+    server = start_etcd(tmp_path_factory.mktemp("etcd"))
+    yield server
+    server.close()
+
+
+@pytest.fixture(params=["tcp", "etcd"])
+def place(request: pytest.FixtureRequest) -> int | str:
+    """Where an empty store of either kind is."""
+    if request.param == "tcp":
+        port: int = request.getfixturevalue("port")
+        return port
+    address: str = request.getfixturevalue("etcd").address(f"tests/{uuid.uuid4().hex}")
+    begin_run(address, 1.0)
+    return address
+
+
+@contextlib.contextmanager
+def client(place: int | str, **options) -> Iterator[Any]:
+    store = (
+        EtcdMembershipStore(place, **options)
+        if isinstance(place, str)
+        else TcpMembershipStore("127.0.0.1", place, **options)
+    )
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+@contextlib.contextmanager
+def served_elsewhere(port: int = 0) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A server in a process of its own, which may be killed."""
+    process = subprocess.Popen([sys.executable, "-c", SERVER, str(port)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield process, int(process.stdout.readline())
+    finally:
+        process.kill()
+        process.wait()
+
+
+class Relay:
+    """Connections to `port` through here can be cut (closed) or frozen (nothing passes, nothing is closed). `spoils`
+    counts those to come that are closed when they ask whose store it is.
+    """
+
+    def __init__(self, port: int) -> None:
+        self.target = port
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self.listener.getsockname()[1]
+        self.moving = threading.Event()
+        self.moving.set()
+        self.spoils = 0
+        self.ends: list[socket.socket] = []
+        threading.Thread(target=self.accept, daemon=True).start()
+
+    def accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self.listener.accept()
+                far = socket.create_connection(("127.0.0.1", self.target))
+                self.ends += [near, far]
+                for one, other in ((near, far), (far, near)):
+                    threading.Thread(target=self.move, args=(one, other), daemon=True).start()
+
+    def move(self, one: socket.socket, other: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := one.recv(65536):
+                if self.spoils and b"identity" in data:
+                    self.spoils -= 1
+                    self.cut()
+                    return
+                self.moving.wait()
+                other.sendall(data)
+
+    def cut(self) -> None:
+        ends, self.ends = self.ends, []
+        for end in ends:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+    def close(self) -> None:
+        self.listener.close()
+        self.moving.set()
+        self.cut()
+
+
+@contextlib.contextmanager
+def relay(port: int) -> Iterator[Relay]:
+    one = Relay(port)
+    try:
+        yield one
+    finally:
+        one.close()
+
+
+def test_a_generation_follows_only_the_newest_and_everybody_hears_of_it(place):
+    with client(place) as one, client(place) as other:
+        heard: list[dict] = []
+        other.follow(heard.append, heard.append)
+        assert one.read() == EMPTY
+        first = EMPTY.successor(["a", "b"])
+        assert one.compare_and_set(0, first) == first
+        # who comes late gets what is there, not what it wished
+        assert other.compare_and_set(0, EMPTY.successor(["c"])) == first
+        second = first.successor(["b"])
+        assert other.compare_and_set(1, second) == second
+        assert one.read(known=1) == second
+        wait_until(lambda: len(heard) == 2)
+        assert [(entry["kind"], entry["number"]) for entry in heard] == [("generation", 1), ("generation", 2)]
+        with pytest.raises(CapslogError, match="cannot follow"):
+            one.compare_and_set(0, second)
+        with pytest.raises(CapslogError, match="compare_and_set only"):
+            one.append({"kind": "generation", "number": 3})
+        with pytest.raises(StoreGone, match="forgotten generation 9"):
+            one.read(known=9)
+
+
+def test_of_many_founders_one_wins_each_generation_and_the_log_has_one_order(place):
+    won: list[tuple[int, str]] = []
+    logs: list[list[dict]] = [[], []]
+
+    def found(name: str) -> None:
+        with client(place) as store:
+            for turn in range(12):
+                newest = store.read()
+                record = newest.successor([name])
+                if store.compare_and_set(newest.number, record) == record:
+                    won.append((record.number, name))
+                store.append({"kind": "said", "by": name, "turn": turn})
+
+    with client(place) as one, client(place) as other:
+        one.follow(logs[0].append, logs[0].append)
+        other.follow(logs[1].append, logs[1].append)
+        threads = [threading.Thread(target=found, args=(f"m{number}",)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        wait_until(lambda: min(map(len, logs)) == len(won) + 96)
+        assert one.length() == len(won) + 96
+        newest = one.read()
+    numbers = sorted(number for number, _ in won)
+    assert numbers == list(range(1, newest.number + 1)), "two founded the same generation, or one was left out"
+    assert logs[0] == logs[1]
+    founded = [(entry["number"], entry["record"]["members"][0]) for entry in logs[0] if entry["kind"] == "generation"]
+    assert founded == sorted(won)
+    for number in range(8):
+        turns = [entry["turn"] for entry in logs[0] if entry.get("by") == f"m{number}"]
+        assert turns == list(range(12)), "an entry was lost, told twice or out of its sender's order"
+
+
+def test_a_newcomer_reads_a_long_log_to_its_end_and_follows_from_where_it_likes(place):
+    with client(place) as one:
+        one.compare_and_set(0, EMPTY.successor(["a"]))
+        for number in range(700):
+            one.append({"kind": "said", "number": number})
+        with client(place) as late:
+            assert late.length() == 701
+            assert late.read().members == ("a",)
+            heard: list[dict] = []
+            late.follow(heard.append, heard.append, start=699)
+            one.append({"kind": "said", "number": 700})
+            wait_until(lambda: len(heard) == 3)
+            assert [entry["number"] for entry in heard] == [698, 699, 700]
+
+
+def test_a_follower_that_comes_late_reads_the_log_in_batches(port, monkeypatch):
+    """Thousands of entries, one question each: newcomers to a run of some hundred changes gave up before the end."""
+    asked: list[int] = []
+
+    class Counted(store.dist.TCPStore):
+        def get(self, key):
+            if key.startswith("log/"):
+                asked.append(1)
+            return super().get(key)
+
+    with client(port) as one:
+        for number in range(300):
+            one.append({"kind": "said", "number": number})
+        monkeypatch.setattr(store.dist, "TCPStore", Counted)
+        with client(port) as late:
+            heard: list[dict] = []
+            late.follow(heard.append, heard.append)
+            wait_until(lambda: len(heard) == 300)
+            one.append({"kind": "said", "number": 300})
+            wait_until(lambda: len(heard) == 301)
+        assert [entry["number"] for entry in heard] == list(range(301))
+        assert len(asked) <= 2  # the one that came later, and the one to come
+
+
+def test_keys_wait_for_their_first_value_and_counters_never_repeat(place):
+    with client(place) as one, client(place) as other:
+        assert one.get("key") is None
+        assert one.get("key", wait_seconds=0.05) is None
+        found: list[str | None] = []
+        thread = threading.Thread(target=lambda: found.append(one.get("key", wait_seconds=20)))
+        thread.start()
+        other.put("key", "value")
+        thread.join(20)
+        assert found == ["value"]
+        other.put("key", "another")
+        assert one.get("key") == "another"
+        assert [one.count("n"), other.count("n"), one.count("n"), one.count("m")] == [1, 2, 3, 1]
+
+
+def test_rendezvous_is_a_client_of_its_own(place):
+    with client(place) as one:
+        torchs = one.rendezvous()
+        torchs.set("mine", "1")
+        assert torchs.get("mine") == b"1"
+    assert torchs.get("mine") == b"1", "it must outlive the client that made it"
+
+
+def test_nothing_is_told_after_stop(place):
+    with client(place) as one:
+        heard: list[dict] = []
+        stop = one.follow(heard.append, heard.append)
+        one.append({"kind": "first"})
+        wait_until(lambda: len(heard) == 1)
+        stop()
+        one.append({"kind": "second"})
+        with client(place) as other:
+            seen: list[dict] = []
+            other.follow(seen.append, seen.append)
+            wait_until(lambda: len(seen) == 2)
+        assert [entry["kind"] for entry in heard] == ["first"]
+
+
+def test_a_killed_store_is_gone_for_calls_and_followers_and_an_empty_one_in_its_place_is_no_substitute():
+    with served_elsewhere() as (process, port):
+        with client(port) as one:
+            lost: list[str] = []
+            one.follow(lambda entry: None, lost.append)
+            one.compare_and_set(0, EMPTY.successor(["a"]))
+            process.kill()
+            wait_until(lambda: lost)
+            assert "is gone" in lost[0]
+            with pytest.raises(StoreGone, match="is gone"):
+                one.read()
+            with served_elsewhere(port):
+                # the same address, another store: using it would found generation 1 a second time
+                for call in (one.read, lambda: one.compare_and_set(1, one.read()), lambda: one.append({"kind": "x"})):
+                    with pytest.raises(StoreGone, match="started anew"):
+                        call()
+                with client(port) as newcomer:
+                    assert newcomer.read() == EMPTY
+                with pytest.raises(StoreGone, match="started anew"):
+                    TcpMembershipStore("127.0.0.1", port, identity=one.identity)
+            assert len(lost) == 1
+
+
+def test_a_store_that_hangs_is_gone_within_the_bound_and_followers_hear_it_by_themselves():
+    with served_elsewhere() as (process, port), client(port, answer_seconds=0.5) as one:
+        one.open_seconds = 0.5  # not from the start: a slow name server may hold up the first connection
+        lost: list[str] = []
+        one.follow(lambda entry: None, lost.append)
+        one.append({"kind": "x"})
+        process.send_signal(signal.SIGSTOP)
+        # its threads stop one by one, and one of them may still answer
+        wait_until(lambda: all(is_stopped(int(thread)) for thread in os.listdir(f"/proc/{process.pid}/task")), 10)
+        for call in (one.read, lambda: one.get("k"), one.rendezvous, lambda: one.append({"kind": "x"})):
+            with pytest.raises(StoreGone, match=r"no answer within 0\.5 s"):
+                call()
+        wait_until(lambda: lost, 10)
+        process.send_signal(signal.SIGCONT)
+        assert one.read() == EMPTY, "a store that answers again, and is the same, serves again"
+
+
+def test_a_connection_that_is_slow_to_open_gets_another_beside_it(port, monkeypatch):
+    asked, answered, ask = [], threading.Event(), store._identity
+
+    def first_waits(client):
+        asked.append(client)
+        if len(asked) == 1:
+            answered.wait(20)
+        return ask(client)
+
+    monkeypatch.setattr(store, "_identity", first_waits)
+    try:
+        with client(port) as one:
+            assert not answered.is_set()
+            one.append({"kind": "x"})
+            assert one.length() == 1
+            answered.set()
+    finally:
+        answered.set()
+
+
+def test_closing_waits_for_a_connection_that_is_being_opened(port, monkeypatch):
+    """Its thread is in C++, and would abort a process that ends meanwhile."""
+    asked, answered, ask = threading.Event(), threading.Event(), store._identity
+
+    def waits(client):
+        asked.set()
+        answered.wait(20)
+        return ask(client)
+
+    one = TcpMembershipStore("127.0.0.1", port)
+    wait_until(lambda: not one._opening)
+    monkeypatch.setattr(store, "_identity", waits)
+    one.line().close()
+    one._want_spare()
+    assert asked.wait(10)
+    opening = list(one._opening.values())
+    assert opening
+    threading.Timer(2 * store.CLOSE_SECONDS, answered.set).start()
+    one.close()
+    assert not any(thread.is_alive() for thread in opening)
+
+
+def test_a_cut_connection_is_opened_again_and_a_follower_misses_nothing(port):
+    with relay(port) as between, client(between.port) as far, client(port) as near:
+        heard: list[dict] = []
+        lost: list[str] = []
+        far.follow(heard.append, lost.append)
+        for number in range(20):
+            near.append({"kind": "said", "number": number})
+            if number % 5 == 4:
+                wait_until(lambda: heard)
+                between.cut()
+        wait_until(lambda: len(heard) == 20, 60)
+        assert [entry["number"] for entry in heard] == list(range(20))
+        between.cut()
+        far.append({"kind": "said", "number": 20})
+        assert far.length() == 21
+        assert lost == []
+
+
+@pytest.mark.parametrize("spoils", [1, 2])
+def test_a_connection_that_breaks_while_it_is_made_is_made_again(port, spoils):
+    with relay(port) as between, client(between.port) as far, client(port) as near:
+        heard: list[dict] = []
+        lost: list[str] = []
+        far.follow(heard.append, lost.append)
+        near.append({"kind": "said"})
+        wait_until(lambda: heard)
+        between.spoils = spoils
+        between.cut()
+        near.append({"kind": "said"})
+        wait_until(lambda: len(heard) == 2 or lost)
+        assert (len(heard), lost) == (2, [])
+        between.spoils = spoils
+        with client(between.port) as late:
+            assert late.length() == 2
+
+
+def test_a_partition_without_a_word_is_noticed(port):
+    with relay(port) as between, client(between.port, answer_seconds=0.4) as far, client(port) as near:
+        far.open_seconds = 0.4
+        heard: list[dict] = []
+        lost: list[str] = []
+        far.follow(heard.append, lost.append)
+        near.append({"kind": "said"})
+        wait_until(lambda: heard)
+        between.moving.clear()
+        wait_until(lambda: lost, 10)
+        assert "no answer" in lost[0]
+
+
+def test_addresses_are_checked(port):
+    with pytest.raises(CapslogError, match="not host:port"):
+        open_store("somewhere")
+    store = open_store(f"127.0.0.1:{port}")
+    assert store.address == f"127.0.0.1:{port}"
+    store.close()
+    with pytest.raises(StoreGone, match="was closed"):
+        store.read()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        free = taken.getsockname()[1]
+    with pytest.raises(StoreGone, match="is gone"):
+        open_store(f"127.0.0.1:{free}")
+
+
+def test_log_entries_are_json(place):
+    with client(place) as one:
+        with pytest.raises(CapslogError, match="cannot hold"):
+            one.append({"kind": "x", "value": os})
+        assert one.length() == 0

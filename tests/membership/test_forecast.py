@@ -1,0 +1,104 @@
+"""What protection takes, in a plan's notes and in its check, before a run starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.config.reading import Config, section
+from varuna_capslog.plans.plan import Plan
+from varuna_capslog.profiles import LayerProfile, Profile
+from varuna_capslog.start.prepare import plan_run
+
+
+def chain(states: list[int], with_parameters: bool = True) -> Profile:
+    """Layers of 100 bytes, of which these are state (parameters are a third, gradients another one)."""
+    rows = [
+        LayerProfile(
+            f"l{number}",
+            100,
+            100 if number else None,
+            static_bytes=state // 3 * 4,
+            parameter_bytes=state // 3 if with_parameters else None,
+        )
+        for number, state in enumerate(states)
+    ]
+    return Profile(tuple(rows))
+
+
+def planned(profile: Profile, elastic: dict[str, Any] | None = None, **pipeline: Any) -> Plan:
+    values = {
+        "workload": "a:b",
+        "pipeline": {"memory": "additive", **pipeline},
+        "elastic": {"enabled": True, **(elastic or {})},
+    }
+    return plan_run(section(Config, values, ""), profile)
+
+
+def test_the_notes_say_what_a_rank_keeps() -> None:
+    plan = planned(chain([30] * 4))
+    # a stage of two layers: 60 B; two boundaries of the other stage's 60 B, and its gradients of 20 B
+    (reserves, problem) = plan.notes
+    assert reserves == (
+        "protection takes up to 200 B of a rank's memory on the device beside training (60 B for its own layers at the "
+        "last boundary, 120 B for copies of others', 20 B for their gradients), 400 B over 2 rank(s)"
+    )
+    assert "two neighbours" in problem
+    plan = planned(chain([30] * 4), {"protection": "async"}, devices=4)
+    assert "up to 90 B" in plan.notes[0]
+    assert len(plan.notes) == 1
+    plan = planned(chain([30] * 4), {"redundancy": 0})
+    assert "up to 60 B" in plan.notes[0]
+
+
+def test_replicas_hold_each_others_layers_already() -> None:
+    plan = planned(chain([30] * 4), replicas=2)
+    (reserves,) = plan.notes
+    assert "up to 60 B" in reserves
+    assert "240 B over 4 rank(s)" in reserves
+
+
+def test_without_elastic_nothing_is_said_or_counted() -> None:
+    assert planned(chain([30] * 4), {"enabled": False}, capacity=200).notes == ()
+
+
+def test_a_plan_that_fits_without_its_snapshots_only_does_not_fit() -> None:
+    assert planned(chain([30] * 4), capacity=260).fits is True
+    plan = planned(chain([30] * 4), capacity=259)
+    assert plan.fits is False
+    assert plan.shortfall is not None
+    assert (plan.shortfall.stage, plan.shortfall.bytes) == (0, 1)
+    assert plan.notes[0].startswith("does not fit with elastic.enabled: stage 0 needs 260 B of 259 B")
+
+
+def test_it_is_cut_anew_with_the_snapshots_where_that_fits() -> None:
+    """The first layer's state is large: beside it there is room for no second layer."""
+    states = [90, 9, 9, 9]
+    assert planned(chain(states), {"enabled": False}, capacity=330).cuts == (0, 2)
+    plan = planned(chain(states), capacity=330)
+    assert (plan.cuts, plan.fits, plan.planner) == ((0, 2), True, "exact")
+    tight = planned(chain([300, 3, 3, 3]), capacity=450)
+    assert (tight.cuts, tight.fits, tight.planner, tight.stage_bytes) == ((0, 1), True, "exact", (100, 300))
+    fixed = planned(chain([300, 3, 3, 3]), capacity=450, cuts=[0, 2])
+    assert fixed.fits is False
+
+
+def test_copies_without_room_are_said_and_not_refused() -> None:
+    plan = planned(chain([30] * 4), capacity=399)
+    assert plan.fits is True
+    assert "finds no room for copies" in plan.notes[-1]
+    assert "finds no room" not in " ".join(planned(chain([30] * 4), capacity=400).notes)
+
+
+def test_a_profile_that_does_not_know_says_so() -> None:
+    plan = planned(chain([30] * 4, with_parameters=False))
+    assert plan.notes == (
+        "what protection takes is unknown: the profile has no static_bytes or parameter_bytes; profile again",
+    )
+
+
+def test_a_planner_that_is_too_slow_for_a_change_is_refused_at_the_start() -> None:
+    with pytest.raises(CapslogError, match=r"set pipeline\.planner to exact"):
+        planned(chain([30] * 4), planner="mcap-bf")

@@ -1,0 +1,65 @@
+"""Records of generations: which states lie on the past, and the form in which the store keeps them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.membership.generation import EMPTY, INITIAL, Generation, Stamp
+
+
+def test_states_taken_back_are_void_for_ever() -> None:
+    first = EMPTY.successor(["a", "b", "c"])
+    # generation 1 came to step 7; generation 2 went on from step 5
+    second = first.successor(["a", "b"], base=INITIAL, reached=7)
+    third = second.successor(["a", "b", "c"], base=Stamp(5, 1), reached=6)
+    assert second.continues(Stamp(7, 1))  # not decided there yet: all that generation 1 did may still be taken
+    assert third.continues(Stamp(5, 1))
+    assert third.continues(Stamp(4, 1))
+    assert third.continues(Stamp(6, 2))
+    assert not third.continues(Stamp(6, 1))  # done again by generation 2
+    assert not third.continues(Stamp(7, 1))  # beyond what generation 2 has reached, and void all the same
+    fourth = third.successor(["a"], base=Stamp(6, 2), reached=9)
+    assert not fourth.continues(Stamp(7, 1))
+
+
+def test_a_generation_that_went_far_back_voids_all_between() -> None:
+    second = EMPTY.successor(["a"]).successor(["a"], base=INITIAL, reached=100)
+    third = second.successor(["a"], base=Stamp(50, 1), reached=60)
+    fourth = third.successor(["a"], base=Stamp(55, 2))
+    assert not fourth.continues(Stamp(52, 1))
+    assert fourth.continues(Stamp(55, 2))
+    assert not fourth.continues(Stamp(58, 2))
+
+
+def test_what_is_older_than_the_checkpoint_needs_no_lineage() -> None:
+    record = EMPTY.successor(["a"])
+    for number in range(1, 40):
+        record = record.successor(["a"], base=Stamp(10 * (number - 1), number - 1), reached=10 * number)
+    assert len(record.lineage) == 39
+    kept = record.successor(["a"], base=Stamp(390, 39), checkpoint=Stamp(385, 39))
+    assert kept.checkpoint == Stamp(385, 39)
+    assert kept.lineage == ((40, Stamp(390, 39)),)
+    assert kept.continues(Stamp(385, 39))
+    assert not kept.continues(Stamp(380, 38))
+    assert kept.continues(Stamp(388, 39))
+
+
+def test_a_checkpoint_off_the_lineage_is_left_aside() -> None:
+    third = EMPTY.successor(["a"]).successor(["a"], base=INITIAL).successor(["a"], base=Stamp(5, 1))
+    assert third.successor(["a"], checkpoint=Stamp(6, 1)).checkpoint == INITIAL
+    assert third.successor(["a"], checkpoint=Stamp(5, 1)).checkpoint == Stamp(5, 1)
+
+
+def test_the_store_s_form_round_trips_and_is_checked() -> None:
+    record = EMPTY.successor(["a", "b"]).successor(["b"], ["a"], Stamp(3, 1), reached=4, regress=True)
+    assert Generation.from_json(json.loads(json.dumps(record.to_json()))) == record
+    value = record.to_json()
+    with pytest.raises(CapslogError, match="'reached' is missing"):
+        Generation.from_json({key: part for key, part in value.items() if key != "reached"})
+    with pytest.raises(CapslogError, match="another program"):
+        Generation.from_json(value | {"format": "x"})
+    with pytest.raises(CapslogError, match="twice"):
+        Generation.from_json(value | {"members": ["a", "a"]})

@@ -1,0 +1,513 @@
+"""Placement of layers and copies on whatever devices are left, held to trying every number of replicas and stages and
+every cut list.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from tests.planners.instances import exhaustive, peaks
+from tests.planners.timed import chain
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.config.reading import Config, section
+from varuna_capslog.membership.candidates import Candidates, Steps
+from varuna_capslog.membership.generation import Layout
+from varuna_capslog.membership.placing import Placer, describe_reserves, state_bytes
+from varuna_capslog.membership.recovery import Seat
+from varuna_capslog.membership.redundancy import Reserve
+from varuna_capslog.planners.seconds import Link, step_player
+from varuna_capslog.planning.simulation import UPDATE_RATE, simulate_plan
+from varuna_capslog.plans.plan import Plan, Stage
+from varuna_capslog.profiles import LayerProfile, Profile
+
+GIB = 1 << 30
+FAST, SLOW = Link(), Link(bandwidth=40.0, latency_seconds=0.01)
+
+
+def seats_of(capacities: Sequence[int], hosts: Sequence[str] | None = None) -> list[Seat]:
+    names = hosts or [f"h{number}" for number in range(len(capacities))]
+    return [Seat(f"m{number}", names[number], size) for number, size in enumerate(capacities)]
+
+
+def placer_of(profile: Profile | None, steps: Steps, **options: object) -> Placer:
+    sizes = options.pop("layer_bytes", None) or [30] * (profile.num_layers if profile else 1)
+    return Placer(profile, sizes, steps, **{"link": FAST, "reserves_on": "host", **options})  # type: ignore[arg-type]
+
+
+def plain(layers: int, seconds: bool = True, **fields: object) -> Profile:
+    """A chain of equal layers: 100 bytes each, one second forward and two backward."""
+    times = {"forward_seconds": 1.0, "backward_seconds": 2.0} if seconds else {}
+    rows = [
+        LayerProfile(f"l{n}", 100, added_bytes=100 if n else None, parameter_bytes=10, **times) for n in range(layers)
+    ]
+    return Profile(tuple(rows), conditions={"microbatch_size": 1, **fields})
+
+
+def shape_of(placer: Placer, layout: Layout | str, seats: Sequence[Seat]) -> tuple[tuple[int, ...], int, int]:
+    assert isinstance(layout, Layout), layout
+    return placer.pipeline(layout, [seat.member for seat in seats])
+
+
+# -- the search
+
+
+def by_trying_all(
+    profile: Profile, steps: Steps, capacities: Sequence[int], link: Link, most: int
+) -> tuple[tuple[int, ...], int, int] | None:
+    """The smallest peak cut list of every shape by enumeration, its step by the simulator, and the quickest of all."""
+    isolated = [layer.isolated_bytes for layer in profile.layers]
+    added = [layer.added_bytes or 0 for layer in profile.layers]
+    weights = [layer.parameter_bytes or 0 for layer in profile.layers]
+    num_layers, blocks = profile.num_layers, steps.num_blocks
+    best: tuple[tuple[int, int, int], tuple[tuple[int, ...], int, int]] | None = None
+    for replicas in (r for r in range(1, most + 1) if blocks % r == 0):
+        share = blocks // replicas
+        waiting = min(share, 2) - 1 if replicas == 1 else share - 1
+
+        def held(cuts: Sequence[int], waiting: int = waiting) -> list[int]:
+            bounds = [*cuts, num_layers]
+            further = [waiting * sum(weights[a:b]) for a, b in pairwise(bounds)]
+            return [one + more for one, more in zip(peaks(isolated, added, list(cuts)), further, strict=True)]
+
+        for stages in range(1, min(len(capacities) // replicas, num_layers) + 1):
+            limits = [
+                min(size or 1 << 40 for size in capacities[d : replicas * stages : stages]) for d in range(stages)
+            ]
+            fitting = [
+                cuts
+                for cuts in exhaustive(Candidates(profile, [1] * num_layers, steps)._costs[1], stages)
+                if all(used <= limit for used, limit in zip(held(cuts), limits, strict=True))
+            ]
+            if len(set(limits)) == 1:  # then the planner looks for the smallest peak, whether or not it fits
+                every = exhaustive(Candidates(profile, [1] * num_layers, steps)._costs[1], stages)
+                smallest = min(every, key=lambda cuts: (sorted(held(cuts), reverse=True), cuts))
+                fitting = [smallest] if smallest in fitting else []
+            if not fitting:
+                continue
+            cuts = min(fitting, key=lambda cuts: (sorted(held(cuts), reverse=True), cuts))
+            plan = Plan(num_layers, tuple(cuts), schedule=steps.schedule)
+            count = steps.num_microbatches // replicas
+            step = simulate_plan(profile, plan, num_microbatches=count, recompute=steps.recompute, link=link)
+            largest = max(sum(weights[a:b]) for a, b in pairwise([*cuts, num_layers]))
+            exchange = (blocks - share) * link.seconds(largest) if replicas > 1 and largest else 0.0
+            ticks = round((step.step_seconds + exchange) * 1e9)
+            key = (ticks, -replicas * stages, replicas)
+            if best is None or key < best[0]:
+                best = (key, (tuple(cuts), stages, replicas))
+    return None if best is None else best[1]
+
+
+def test_the_quickest_of_all_replicas_stages_and_cuts_that_fit_is_placed() -> None:
+    rng = random.Random(5)
+    shapes, waits = set(), 0
+    for _ in range(120):
+        profile = chain(rng, rng.randint(1, 6))
+        if rng.random() < 0.5:
+            profile = dataclasses.replace(profile, conditions={"microbatch_size": 1, UPDATE_RATE: rng.choice([0, 0.3])})
+        blocks = rng.choice([1, 2, 4, 6])
+        steps = Steps(blocks * rng.choice([1, 2]), blocks, 1, rng.choice(["gpipe", "1f1b", "varuna"]))
+        size = rng.choice([0, 30, 40, 60])
+        capacities = [size] * rng.randint(1, 7)
+        if rng.random() < 0.5:
+            capacities = [rng.choice([0, 30, 45, 80]) for _ in capacities]
+        link, most = rng.choice([FAST, SLOW]), rng.choice([1, 2, 6])
+        placer = placer_of(profile, steps, memory="additive", link=link, max_replicas=most)
+        seats = seats_of(capacities)
+        expected = by_trying_all(profile, steps, capacities, link, most)
+        found = placer(seats)
+        if expected is None:
+            waits += 1
+            assert isinstance(found, str)
+            assert "does not fit" in found
+            continue
+        assert shape_of(placer, found, seats) == expected
+        shapes.add(expected[1:])
+    assert waits >= 5
+    assert len(shapes) >= 10
+
+
+def test_no_cut_list_is_faster_than_the_bound() -> None:
+    rng = random.Random(2)
+    tight = 0
+    for _ in range(60):
+        profile = chain(rng, rng.randint(1, 6))
+        steps = Steps(rng.choice([1, 2, 5, 8]), 1, 1, rng.choice(["gpipe", "1f1b", "varuna"]), rng.random() < 0.5)
+        memory = "additive" if steps.recompute or steps.schedule == "varuna" else "auto"
+        candidates = Candidates(profile, [1] * profile.num_layers, steps, memory=memory, link=rng.choice([FAST, SLOW]))
+        for stages in range(1, profile.num_layers + 1):
+            bound = candidates.bound_ticks(1, stages)
+            lists = exhaustive(candidates._costs[1], stages)
+            least = min(candidates._step_ticks(1, tuple(cuts)) or 0 for cuts in lists)
+            assert bound <= least
+            tight += bound > 0.9 * least
+    assert tight > 30
+
+
+def test_no_cut_list_that_fits_unequal_devices_is_faster_than_their_bound() -> None:
+    rng = random.Random(4)
+    tight = impossible = 0
+    for _ in range(80):
+        profile = chain(rng, rng.randint(2, 6))
+        candidates = Candidates(
+            profile, [1] * profile.num_layers, Steps(rng.choice([1, 4, 9]), 1, 1), memory="additive"
+        )
+        for stages in range(2, profile.num_layers + 1):
+            usable = [rng.randint(10, 50) for _ in range(stages)]
+            lists = [candidates.of_cuts(1, tuple(cuts)) for cuts in exhaustive(candidates._costs[1], stages)]
+            steps = [one.step_ticks or 0 for one in lists if max(one.excess(usable)) <= 0]
+            bound = candidates._limited_bound(1, stages, usable)
+            assert (bound is None) == (not steps)
+            if bound is None:
+                impossible += 1
+            else:
+                assert bound <= min(steps)
+                tight += bound > 0.9 * min(steps)
+    assert tight > 30
+    assert impossible > 30
+
+
+def test_every_stage_but_the_last_repeats_at_least_all_forwards_but_one() -> None:
+    """What the bound counts on."""
+    for schedule, stages, microbatches in itertools.product(("gpipe", "1f1b", "varuna"), range(1, 9), (1, 2, 3, 7, 12)):
+        forwards = step_player(schedule, stages, microbatches, True).forwards
+        assert all(count >= 2 * microbatches - 1 for count in forwards[:-1])
+        assert forwards[-1] >= microbatches
+
+
+def test_the_step_is_the_simulators_with_several_pipelines_exchange_and_update() -> None:
+    profile = chain(random.Random(3), 5)
+    profile = dataclasses.replace(profile, conditions={"microbatch_size": 1, UPDATE_RATE: 0.2})
+    candidates = Candidates(profile, [1] * 5, Steps(8, 2), link=SLOW)
+    cuts = (0, 2, 4)
+    spans = [tuple(span) for span in pairwise([*cuts, 5])]
+    placed = tuple(
+        Stage(replica, (span,), (3 * replica + number,)) for replica in range(2) for number, span in enumerate(spans)
+    )
+    plan = Plan(5, cuts, schedule="varuna", placed=placed)
+    played = simulate_plan(profile, plan, num_microbatches=4, recompute=True, link=SLOW)
+    assert candidates._step_ticks(2, cuts) == round(played.step_seconds * 1e9)
+
+
+def test_answers_do_not_depend_on_what_was_asked_before() -> None:
+    profile = chain(random.Random(11), 9)
+    questions = [[60] * n for n in range(1, 13)] + [[80, 60, 0] * n for n in range(1, 4)]
+    steps = Steps(12, 6, 1)
+    fresh = [placer_of(profile, steps, memory="additive")(seats_of(caps)) for caps in questions]
+    for seed in range(3):
+        placer = placer_of(profile, steps, memory="additive")
+        if seed:
+            placer.prepare(12)
+        order = list(range(len(questions)))
+        random.Random(seed).shuffle(order)
+        assert all(placer(seats_of(questions[number])) == fresh[number] for number in order + order)
+
+
+# -- any number of devices
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_any_number_of_devices_gets_whole_pipelines_on_the_first_ranks(replicas: int) -> None:
+    layers = 5
+    placer = placer_of(plain(layers), Steps(12, 6, 1), max_replicas=replicas)
+    for count in range(1, layers * replicas + 3):
+        seats = seats_of([0] * count)
+        layout = placer(seats)
+        cuts, devices, found = shape_of(placer, layout, seats)
+        assert isinstance(layout, Layout)
+        assert found <= replicas
+        assert devices * found <= count
+        ends = [*cuts[1:], layers]
+        for rank, seat in enumerate(seats):
+            owned = layout.owned.get(seat.member, ())
+            expected = () if rank >= devices * found else range(cuts[rank % devices], ends[rank % devices])
+            assert owned == tuple(expected)
+    assert (devices, found) == (layers, replicas)
+
+
+def test_a_layout_of_other_ranks_or_of_parts_is_refused() -> None:
+    placer = placer_of(plain(4), Steps(4, 2, 1), max_replicas=1)
+    seats = seats_of([0] * 3)
+    layout = placer(seats)
+    assert isinstance(layout, Layout)
+    members = [seat.member for seat in seats]
+    others = list(layout.owned)[1:]
+    broken = {
+        "another order": (layout, members[::-1]),
+        "an idle member in front": (layout, ["idle", *members]),
+        "a part missing": (dataclasses.replace(layout, owned={name: layout.owned[name] for name in others}), members),
+        "unequal pipelines": (dataclasses.replace(layout, owned={**layout.owned, "m3": (0,)}), [*members, "m3"]),
+        "nobody": (dataclasses.replace(layout, owned={}), members),
+    }
+    for given, order in broken.values():
+        with pytest.raises(CapslogError, match="not that of whole, equal pipelines"):
+            placer.pipeline(given, order)
+
+
+def test_without_seconds_one_pipeline_of_as_many_stages_as_possible() -> None:
+    for profile in (plain(4, seconds=False), None):
+        placer = placer_of(profile, Steps(8, 8), layer_bytes=[100, 1, 1, 1])
+        for count, stages in ((1, 1), (3, 3), (4, 4), (6, 4)):
+            seats = seats_of([0] * count)
+            assert shape_of(placer, placer(seats), seats)[1:] == (stages, 1)
+
+
+def test_without_a_profile_the_layers_bytes_are_cut_and_no_capacity_is_compared() -> None:
+    placer = placer_of(None, Steps(8), layer_bytes=[50, 1, 1, 1, 45])
+    seats = seats_of([1, 1])
+    assert shape_of(placer, placer(seats), seats)[0] == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("profile", "steps", "options", "message"),
+    [
+        (plain(3), Steps(4), {"layer_bytes": [1, 1]}, "profile has 3 layers, the chain 2"),
+        (plain(3), Steps(4), {"planner": "mcap-bo"}, "takes too long while a run stands still"),
+        (plain(3), Steps(4), {"planner": "best"}, "planner"),
+        (plain(3), Steps(4), {"memory": "best"}, "memory model"),
+    ],
+)
+def test_what_cannot_be_placed_with_is_refused_at_once(profile, steps, options, message) -> None:
+    with pytest.raises(CapslogError, match=message):
+        placer_of(profile, steps, **options)
+
+
+def test_blocks_that_do_not_divide_the_microbatches_are_refused() -> None:
+    with pytest.raises(CapslogError, match="3 accumulation blocks do not divide the 8 microbatches"):
+        Steps(8, 3)
+
+
+def test_the_throughput_planner_is_asked_where_it_is_configured() -> None:
+    """The first layer takes longest and little memory: cuts by memory and by time differ."""
+    rows = [
+        LayerProfile(f"l{n}", 10 if n == 0 else 100, 100 if n else None, forward_seconds=3.0 if n == 0 else 1.0,
+                     backward_seconds=2.0) for n in range(5)
+    ]  # fmt: skip
+    profile, seats = Profile(tuple(rows)), seats_of([0, 0])
+    by_time = placer_of(profile, Steps(16), planner="throughput")
+    by_bytes = placer_of(profile, Steps(16), planner="exact")
+    assert shape_of(by_bytes, by_bytes(seats), seats)[0] == (0, 3)
+    assert shape_of(by_time, by_time(seats), seats)[0] == (0, 2)
+
+
+# -- memory
+
+
+def test_what_does_not_fit_says_where_how_much_and_how_many_devices_would_do() -> None:
+    placer = placer_of(plain(6), Steps(6, 1, 1), memory="additive")
+    found = placer(seats_of([200, 200]))
+    assert found == (
+        "the job does not fit 2 device(s): layers 0 to 2 need 300 B of the 200 B of m0 on h0, 100 B too much; "
+        "waiting for 1 more of 200 B"
+    )
+    assert isinstance(placer(seats_of([200, 200, 200])), Layout)
+    assert "of more than 50 B, since no number of these holds the layers" in str(placer(seats_of([50] * 6)))
+
+
+def test_the_number_of_devices_that_is_waited_for_is_enough_and_no_more() -> None:
+    rng = random.Random(8)
+    tried = 0
+    for _ in range(40):
+        profile = chain(rng, rng.randint(3, 8))
+        placer = placer_of(profile, Steps(4, 1, 1), memory="additive")
+        size = rng.randint(15, 60)
+        found = [placer(seats_of([size] * count)) for count in range(1, profile.num_layers + 1)]
+        for count, answer in enumerate(found, start=1):
+            if isinstance(answer, str) and " more of " in answer:
+                tried += 1
+                more = int(answer.split("waiting for ")[1].split()[0])
+                assert isinstance(found[count + more - 1], Layout)
+                assert all(isinstance(one, str) for one in found[: count + more - 1])
+    assert tried > 20
+
+
+def test_headroom_counts() -> None:
+    tight = {"headroom": {"fixed_bytes": 50, "fragmentation": 1.5}}
+    assert isinstance(placer_of(plain(4), Steps(4))(seats_of([200, 200])), Layout)
+    assert "need 350 B of the 200 B" in str(placer_of(plain(4, **tight), Steps(4))(seats_of([200, 200])))
+    assert isinstance(placer_of(plain(4, **tight), Steps(4))(seats_of([350, 350])), Layout)
+
+
+def test_gradients_that_wait_for_other_pipelines_count() -> None:
+    """Four blocks on two pipelines: each keeps the gradients of a second one until the exchange, 20 bytes here."""
+    seats = seats_of([200, 200])
+    two = placer_of(plain(2), Steps(4, 2, 1), memory="additive")
+    assert shape_of(two, two(seats), seats)[1:] == (1, 2)
+    four = placer_of(plain(2), Steps(4, 4, 1), memory="additive")
+    assert shape_of(four, four(seats), seats)[1:] == (2, 1)
+    counted = placer_of(plain(2, accumulation_blocks=2), Steps(4, 4, 1), memory="additive")
+    assert shape_of(counted, counted(seats), seats)[1:] == (1, 2)
+
+
+def test_a_run_that_the_memory_model_does_not_describe_is_compared_with_no_capacity() -> None:
+    placer = placer_of(plain(4), Steps(4, 1, 1, "gpipe", recompute=False), memory="additive")
+    assert isinstance(placer(seats_of([1])), Layout)
+    other = placer_of(plain(4), Steps(4, 1, microbatch_size=2), memory="additive")
+    assert isinstance(other(seats_of([1])), Layout)
+
+
+def test_fewer_devices_than_the_run_asks_for_are_waited_for() -> None:
+    placer = placer_of(plain(4), Steps(4), min_devices=3)
+    assert placer(seats_of([0])) == "1 device(s) are left, but elastic.min_devices is 3; waiting for 2 more"
+    assert isinstance(placer(seats_of([0] * 3)), Layout)
+    assert placer_of(plain(4), Steps(4))([]) == "no device is left; waiting for one"
+
+
+# -- copies
+
+
+@pytest.mark.parametrize("redundancy", [0, 1, 2])
+def test_any_losses_of_hosts_up_to_the_redundancy_leave_every_layer_held(redundancy: int) -> None:
+    rng = random.Random(redundancy)
+    held = 0
+    for _ in range(40):
+        profile = chain(rng, rng.randint(2, 7))
+        placer = placer_of(profile, Steps(6, 6, 1), memory="additive", redundancy=redundancy)
+        hosts = [f"h{rng.randrange(5)}" for _ in range(rng.randint(1, 9))]
+        layout = placer(seats_of([0] * len(hosts), hosts))
+        assert isinstance(layout, Layout)
+        names = sorted(set(hosts))
+        if len(names) <= redundancy:
+            assert layout.problem is not None
+            assert f"redundancy {redundancy}" in layout.problem
+            continue
+        held += 1
+        for lost in itertools.combinations(names, redundancy):
+            left = {f"m{number}" for number, host in enumerate(hosts) if host not in lost}
+            assert layout.covers(frozenset(left))
+    assert held > 15
+
+
+def test_on_one_host_copies_protect_against_the_loss_of_a_worker() -> None:
+    placer = placer_of(plain(6), Steps(8), redundancy=1)
+    layout = placer(seats_of([0] * 4, ["here"] * 4))
+    assert isinstance(layout, Layout)
+    for lost in range(4):
+        assert layout.covers(frozenset(f"m{number}" for number in range(4) if number != lost))
+    assert layout.problem is not None
+    assert "add 1 host(s)" in layout.problem
+
+
+def test_idle_members_keep_copies() -> None:
+    placer = placer_of(plain(2), Steps(4), redundancy=1)
+    layout = placer(seats_of([0] * 3))
+    assert isinstance(layout, Layout)
+    assert "m2" not in layout.owned
+    assert layout.copied["m2"] == (0, 1)
+
+
+def test_reserves_on_the_device_count_against_its_capacity() -> None:
+    """A stage of 2 layers takes 200 B, its snapshot 60 B, copies of 2 others 2 x 60 B and 20 B for their gradients."""
+    seats = seats_of([400] * 2)
+    device = placer_of(plain(4), Steps(4, 1, 1), memory="additive", reserves_on="device")
+    layout = device(seats)
+    assert isinstance(layout, Layout)
+    assert sorted(layout.copied) == ["m0", "m1"]
+    assert {reserve.total for reserve in device.reserves(layout).values()} == {200}
+    assert all(reserve.where == "device" for reserve in device.reserves(layout).values())
+    lacking = device(seats_of([399] * 2))
+    assert isinstance(lacking, Layout)
+    assert "finds no room for copies" in str(lacking.problem)
+    assert not lacking.covers(frozenset(["m0"]))
+    assert "260 B of the 259 B" in str(device(seats_of([259] * 2)))
+    host = placer_of(plain(4), Steps(4, 1, 1), memory="additive")
+    assert isinstance(host(seats_of([200] * 2)), Layout)
+
+
+def test_a_slower_placement_is_taken_where_only_its_copies_find_room() -> None:
+    """One pipeline of three unequal stages is quickest, but no device has room for a copy of the large middle layer's
+    state; two pipelines hold everything twice.
+    """
+    rows = [
+        LayerProfile(f"l{n}", 100, 0 if n else None, parameter_bytes=10, forward_seconds=1.0, backward_seconds=2.0)
+        for n in range(3)
+    ]
+    options = {"memory": "additive", "layer_bytes": [10, 300, 10], "reserves_on": "device"}
+    slow_exchange = Link(bandwidth=10.0)
+    profile = Profile(tuple(dataclasses.replace(row, boundary_bytes=0) for row in rows))
+    placer = placer_of(profile, Steps(6, 2, 1), link=slow_exchange, **options)
+    roomy, tight = seats_of([2000] * 3), seats_of([500] * 3)
+    assert shape_of(placer, placer(roomy), roomy)[1:] == (3, 1)
+    # a stage of one layer takes 100 B beside its snapshot; a copy of the middle layer's state 2 x 300 B and 100 B
+    layout = placer(tight)
+    assert isinstance(layout, Layout)
+    assert shape_of(placer, layout, tight)[1:] == (1, 2)
+    assert layout.problem is None
+    single = placer_of(profile, Steps(6, 2, 1), link=slow_exchange, max_replicas=1, **options)
+    layout = single(tight)
+    assert isinstance(layout, Layout)
+    assert "finds no room for copies of layers 1" in str(layout.problem)
+
+
+def test_snapshots_are_part_of_the_stage_that_is_cut() -> None:
+    """Layer 0 has a large state: with its snapshot beside it, the even cut is another."""
+    sizes = [300, 30, 30, 30]
+    on_host = placer_of(plain(4), Steps(4, 1, 1), memory="additive", layer_bytes=sizes)
+    on_device = placer_of(plain(4), Steps(4, 1, 1), memory="additive", layer_bytes=sizes, reserves_on="device")
+    seats = seats_of([0, 0])
+    assert shape_of(on_host, on_host(seats), seats)[0] == (0, 2)
+    assert shape_of(on_device, on_device(seats), seats)[0] == (0, 1)
+
+
+# -- from a config, and for people
+
+
+def test_the_runs_own_plan_is_taken_where_as_many_devices_are_there_and_it_fits() -> None:
+    values = {"workload": "a:b", "train": {"minibatch_size": 8}, "pipeline": {"devices": 2, "memory": "additive"}}
+    config = section(Config, values, "")
+    placer = Placer.of_config(config, plain(6), [30] * 6, plan=Plan(6, (0, 4)), reserves_on="host")
+    for capacity, cuts in ((0, (0, 4)), (400, (0, 4)), (399, (0, 3))):
+        seats = seats_of([capacity] * 2)
+        assert shape_of(placer, placer(seats), seats)[0] == cuts
+    seats = seats_of([0] * 3)
+    assert shape_of(placer, placer(seats), seats)[0] == (0, 2, 4)
+    cuts = (0, 2, 3, 4, 5, 6)  # three stages on each of two devices: not one that six devices would run
+    spans = tuple(Stage(0, (span,), (n % 2,)) for n, span in enumerate(pairwise([*cuts, 7])))
+    other = Placer.of_config(config, plain(7), [30] * 7, plan=Plan(7, cuts, placed=spans))
+    seats = seats_of([0] * 6)
+    assert shape_of(other, other(seats), seats)[0] == (0, 1, 2, 3, 4, 5)
+
+
+def test_a_config_gives_the_placer_its_run() -> None:
+    config = section(
+        Config,
+        {
+            "workload": "a:b",
+            "train": {"minibatch_size": 8, "accumulation_blocks": 4},
+            "elastic": {"enabled": True, "redundancy": 2, "protection": "async", "min_devices": 2},
+        },
+        "",
+    )
+    placer = Placer.of_config(config, plain(4), [30] * 4)
+    assert (placer.redundancy, placer.sync, placer.min_devices) == (2, False, 2)
+    seats = seats_of([0] * 4)
+    assert shape_of(placer, placer(seats), seats)[1:] == (1, 4)
+
+
+def test_state_and_gradients_as_a_profile_tells_them() -> None:
+    def layer(name: str, static: int | None) -> LayerProfile:
+        return LayerProfile(name, 1, None if name == "a" else 1, static_bytes=static, parameter_bytes=100)
+
+    trained, frozen, partly = layer("a", 400), layer("b", 100), layer("c", 250)
+    assert state_bytes(Profile((trained, frozen, partly))) == ([300, 100, 200], [100, 0, 50])
+    assert state_bytes(Profile((trained, layer("b", None)))) is None
+
+
+def test_reserves_in_words() -> None:
+    words = describe_reserves({"a": Reserve(GIB, 2 * GIB, GIB), "b": Reserve(GIB, 0, 0)})
+    assert words == (
+        "protection takes up to 4 GiB of a rank's memory on the host beside training (1 GiB for its own layers "
+        "at the last boundary, 2 GiB for copies of others', 1 GiB for their gradients), 5 GiB over 2 rank(s)"
+    )
+    assert "copies" not in describe_reserves({"a": Reserve(GIB, 0, 0, "device")})
+
+
+def test_bounds_are_finite_numbers() -> None:
+    candidates = Candidates(plain(5), [1] * 5, Steps(4, 2))
+    assert all(np.isfinite(candidates.bound_ticks(r, s)) for r in (1, 2) for s in range(1, 6))

@@ -1,0 +1,121 @@
+"""Placement of copies, held to its promise by trying every loss."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from itertools import pairwise
+
+import pytest
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.membership.redundancy import Copies, place_copies, reserves
+
+Pipelines = list[list[tuple[str, tuple[int, ...]]]]
+
+
+def holders(pipelines: Pipelines, copies: Copies) -> dict[int, set[str]]:
+    found: dict[int, set[str]] = {}
+    for stages in pipelines:
+        for member, layers in stages:
+            for layer in layers:
+                found.setdefault(layer, set()).add(member)
+    for member, kept in copies.kept.items():
+        for layer in kept:
+            assert member not in found[layer], "a copy beside the original"
+            found[layer].add(member)
+    return found
+
+
+def survives(found: dict[int, set[str]], hosts: dict[str, str], losses: int) -> bool:
+    """By trying every set of lost hosts."""
+    names = sorted(set(hosts.values()))
+    return all(
+        any(hosts[member] not in lost for member in members)
+        for lost in itertools.combinations(names, min(losses, len(names)))
+        for members in found.values()
+    )
+
+
+def neighbours_hold_all(pipelines: Pipelines, found: dict[int, set[str]]) -> bool:
+    pairs = [{a, b} for stages in pipelines for (a, _), (b, _) in pairwise(stages) if a != b]
+    return any(members <= pair for pair in pairs for members in found.values())
+
+
+def draw(dice: random.Random) -> tuple[Pipelines, dict[str, str], int, list[str]]:
+    layers, replicas = dice.randint(1, 7), dice.choice((1, 1, 1, 2))
+    pipelines: Pipelines = []
+    names = (f"m{number}" for number in itertools.count())
+    for _ in range(replicas):
+        cuts = sorted(dice.sample(range(1, layers), dice.randint(0, min(layers - 1, 5)))) if layers > 1 else []
+        members = [next(names) for _ in range(len(cuts) + 1)]
+        if len(members) > 2 and dice.random() < 0.2:
+            members[-1] = members[0]  # several stages on one rank
+        bounds = [0, *cuts, layers]
+        pipelines.append([(m, tuple(range(a, b))) for m, (a, b) in zip(members, pairwise(bounds), strict=True)])
+    spare = [next(names) for _ in range(dice.choice((0, 0, 1)))]
+    everyone = dict.fromkeys([member for stages in pipelines for member, _ in stages] + spare)
+    hosts = {member: f"h{dice.randrange(dice.choice((2, 3, 4, 9)))}" for member in everyone}
+    return pipelines, hosts, layers, spare
+
+
+def test_every_loss_that_is_promised_is_survived_and_every_refusal_is_true() -> None:
+    dice = random.Random(3)
+    complete = partial = 0
+    for _ in range(1500):
+        pipelines, hosts, layers, spare = draw(dice)
+        redundancy = dice.randint(1, 3)
+        copies = place_copies(pipelines, hosts, redundancy, [dice.randint(1, 9) for _ in range(layers)], spare)
+        found = holders(pipelines, copies)
+        assert survives(found, hosts, copies.survives) or copies.survives == 0
+        alone = {member: member for member in hosts}
+        assert survives(found, alone, min(redundancy, len(hosts) - 1)), "so many workers may be lost on any hosts"
+        count = len(set(hosts.values()))
+        assert copies.survives == min(redundancy, count - 1)  # without limits of room, more cannot be had
+        if copies.problem is None:
+            complete += 1
+            assert copies.survives == redundancy
+            assert not neighbours_hold_all(pipelines, found)
+        else:
+            partial += 1
+            # hosts are too few, or there is nobody but two neighbours
+            assert count <= redundancy or len(hosts) <= 2
+    assert min(complete, partial) > 100
+
+
+def test_no_more_copies_than_needed() -> None:
+    stages: Pipelines = [[(f"m{i}", (i,)) for i in range(6)]]
+    hosts = {f"m{i}": f"h{i}" for i in range(6)}
+    copies = place_copies(stages, hosts, 1, [1] * 6)
+    assert sorted(layer for kept in copies.kept.values() for layer in kept) == list(range(6))
+    assert max(len(kept) for kept in copies.kept.values()) <= 2  # spread; neighbours keep a greedy choice from 1
+    assert place_copies(stages, hosts, 0, [1] * 6) == Copies({}, 0, None)
+
+
+def test_replicas_are_copies() -> None:
+    stages: Pipelines = [[("a", (0,)), ("b", (1,))], [("c", (0,)), ("d", (1,))]]
+    copies = place_copies(stages, {name: name for name in "abcd"}, 1, [1, 1])
+    assert copies == Copies({}, 1, None)
+
+
+def test_it_says_what_cannot_be_placed() -> None:
+    two: Pipelines = [[("a", (0,)), ("b", (1,))]]
+    assert "2 device(s)" in (place_copies(two, {"a": "x", "b": "y"}, 1, [1, 1]).problem or "")
+    problem = place_copies(two, {"a": "x", "b": "y"}, 2, [1, 1]).problem or ""
+    assert "needs every layer on 3 hosts, but there are 2" in problem
+    assert "add 1 host(s), or set redundancy to 1" in problem
+    three: Pipelines = [[("a", (0,)), ("b", (1,)), ("c", (2,))]]
+    hosts = {name: name for name in "abc"}
+    tight = place_copies(three, hosts, 1, [4, 4, 4], room_bytes={"a": 4, "b": 0, "c": 4})
+    assert "finds no room for copies of layers" in (tight.problem or "")
+    with pytest.raises(CapslogError, match="redundancy is -1"):
+        place_copies(three, hosts, -1, [1, 1, 1])
+    with pytest.raises(CapslogError, match=r"layers \[3\]"):
+        place_copies(three, hosts, 1, [1, 1, 1, 1])
+
+
+def test_what_protection_costs() -> None:
+    found = reserves({"a": (0,), "b": (1, 2)}, {"a": (2,)}, [10, 20, 30], [1, 2, 3], sync=True)
+    assert (found["a"].snapshot, found["a"].copies, found["a"].updates, found["a"].total) == (10, 60, 3, 73)
+    assert (found["b"].snapshot, found["b"].copies, found["b"].updates) == (50, 0, 0)
+    assert reserves({"a": (0,)}, {"a": (2,)}, [10, 20, 30], [1, 2, 3], sync=False)["a"].updates == 0

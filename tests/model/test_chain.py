@@ -1,0 +1,102 @@
+"""What crosses each cut, which parameters are shared, and what a chain refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.engine import models
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.model.chain import Chain, Layer, TensorSpec
+
+
+class Add(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+
+def skip_chain() -> Chain:
+    """`early` is written by layer 0 and read by layer 3; `x` is rewritten on the way."""
+    return Chain(
+        [
+            Layer("a", nn.Identity(), ("x",), ("early",)),
+            Layer("b", nn.Identity(), ("early",), ("x",)),
+            Layer("c", nn.Identity()),
+            Layer("d", Add(), ("x", "early"), ("x",)),
+        ]
+    )
+
+
+def test_a_tensor_crosses_every_cut_between_its_writer_and_its_last_reader() -> None:
+    chain = skip_chain()
+    assert [chain.crossing(cut) for cut in range(5)] == [("x",), ("early",), ("early", "x"), ("early", "x"), ("x",)]
+
+
+def test_an_input_that_is_read_late_travels() -> None:
+    chain = models.build_chain()
+    assert all("sizes" in chain.crossing(cut) for cut in range(5))
+    assert "sizes" not in chain.crossing(5)
+
+
+def test_shared_parameters_are_found_by_identity() -> None:
+    chain = models.build_chain()
+    assert [shared.layers for shared in chain.shared] == [(8, 9, 10)] * 4
+    assert chain.shared[0].name == "decoder.0.head.0.weight"
+    assert chain.shared[0].num_bytes == 8 * 8 * 4
+    assert "decoder.1.head.0.weight" not in chain.named_parameters()
+    plain = sum(parameter.numel() for layer in chain.layers for parameter in layer.module.parameters())
+    head = sum(shared.num_bytes // 4 for shared in chain.shared)
+    assert chain.num_parameters() == plain - 2 * head
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ([], "at least one layer"),
+        ([Layer("a", nn.Identity()), Layer("a", nn.Identity())], "two layers are named 'a'"),
+        ([Layer("a", nn.Identity(), ("z",))], r"layer 'a' reads 'z', which is neither an input nor written before it"),
+        ([Layer("a", nn.Identity(), ("x",), ("y",))], None),
+    ],
+)
+def test_impossible_chains_are_refused(layers: list[Layer], message: str | None) -> None:
+    if message is None:
+        Chain(layers, outputs=("y",))
+        with pytest.raises(CapslogError, match="output 'z' is written by no layer"):
+            Chain(layers, outputs=("z",))
+    else:
+        with pytest.raises(CapslogError, match=message):
+            Chain(layers)
+
+
+@pytest.mark.parametrize("cuts", [(), (1,), (0, 2, 2), (0, 4), (0, 3, 1)])
+def test_cuts_that_do_not_split_the_chain_are_refused(cuts: tuple[int, ...]) -> None:
+    with pytest.raises(CapslogError, match="do not split a chain of 4 layers"):
+        skip_chain().check_cuts(cuts)
+
+
+def test_a_layer_must_return_what_it_declares() -> None:
+    with pytest.raises(CapslogError, match="returned 1 tensors but declares writes"):
+        Chain([Layer("a", nn.Identity(), ("x",), ("x", "y"))]).run({"x": torch.ones(1)})
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.empty(2, 3, 4),
+        torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.empty(2, 3).t(),
+        torch.empty(3, 1, 2, dtype=torch.bool),
+        torch.empty(()),
+    ],
+)
+def test_a_spec_makes_a_tensor_of_the_same_layout(tensor: Tensor) -> None:
+    spec = TensorSpec.of(tensor)
+    made = spec.zeros()
+    assert (made.shape, made.dtype, made.stride()) == (tensor.shape, tensor.dtype, tensor.stride())
+    assert spec.num_bytes == tensor.numel() * tensor.element_size()
+
+
+def test_a_layout_with_gaps_is_described_as_contiguous() -> None:
+    assert TensorSpec.of(torch.empty(4, 6)[:, ::2]).stride == (3, 1)
+    assert TensorSpec.of(torch.empty(1, 6).expand(4, 6)).stride == (6, 1)

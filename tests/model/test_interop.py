@@ -1,0 +1,228 @@
+"""Our cuts run in torch.distributed.pipelining and read by torchtitan."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.model import interop
+from varuna_capslog.model.capture import chain_from_module
+from varuna_capslog.model.chain import Chain, Layer, TensorSpec
+
+MICROBATCHES, SIZE = 4, 2
+
+
+class Transformer(nn.Module):
+    """Plain, with torchtitan's names for its parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok_embeddings = nn.Embedding(31, 16)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True) for _ in range(4)
+        )
+        self.norm = nn.LayerNorm(16)
+        self.output = nn.Linear(16, 31)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.tok_embeddings(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.output(self.norm(hidden))
+
+
+def plain() -> tuple[nn.Module, Chain, list[int]]:
+    torch.manual_seed(0)
+    model = Transformer()
+    example = (torch.zeros(SIZE, 8, dtype=torch.int64),)
+    return model, chain_from_module(model, [f"layers.{index}" for index in range(4)], example), [0, 2]
+
+
+class Masked(Transformer):
+    """What every block uses is computed once: a boolean mask and a float tensor without gradient cross the cuts."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.tok_embeddings(tokens)
+        mask = torch.ones(8, 8, dtype=torch.bool).triu(1)
+        position = torch.arange(8.0).unsqueeze(-1).sin()
+        for layer in self.layers:
+            hidden = layer(hidden + position, src_mask=mask)
+        return self.output(self.norm(hidden))
+
+
+def masked() -> tuple[nn.Module, Chain, list[int]]:
+    torch.manual_seed(0)
+    model = Masked()
+    example = (torch.zeros(SIZE, 8, dtype=torch.int64),)
+    return model, chain_from_module(model, [f"layers.{index}" for index in range(4)], example), [0, 2]
+
+
+def llama() -> tuple[nn.Module, Chain, list[int]]:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=2,
+        vocab_size=31, use_cache=False, attn_implementation="sdpa", bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    example = {"input_ids": torch.zeros(SIZE, 8, dtype=torch.int64)}
+    return model, chain_from_module(model, [f"model.layers.{index}" for index in range(3)], example), [0, 2]
+
+
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    shape = (MICROBATCHES * SIZE, 8)
+    return torch.randint(0, 31, shape, generator=generator), torch.randint(0, 31, shape, generator=generator)
+
+
+def run_pipeline(build: Callable[[], tuple[nn.Module, Chain, list[int]]], schedule: str, rank: int) -> None:
+    from torch.distributed import pipelining
+
+    _, chain, cuts = build()
+    (name,) = chain.inputs
+    [stage] = interop.pipeline_stages(chain, cuts, rank, "cpu", {name: TensorSpec((SIZE, 8), torch.int64)})
+    runner = getattr(pipelining, schedule)(stage, MICROBATCHES, loss_fn=loss_of)
+    tokens, target = batch()
+    losses: list[Tensor] = []
+    if rank == 0:
+        runner.step(tokens)
+    else:
+        runner.step(target=target, losses=losses)
+    # one process with the same weights is the oracle
+    model, whole, _ = build()
+    expected = loss_of(model(tokens), target)
+    expected.backward()
+    if rank == 1:
+        assert torch.allclose(torch.stack(losses).mean(), expected, rtol=1e-5, atol=1e-6)
+    reference = {name: p.grad for name, p in whole.named_parameters().items()}
+    largest = max(float(gradient.abs().max()) for gradient in reference.values() if gradient is not None)
+    mine = chain.layers[cuts[rank] : (*cuts, len(chain))[rank + 1]]
+    checked = 0
+    for layer in mine:
+        for parameter, tensor in layer.module.named_parameters():
+            wanted = reference[f"{layer.name}.{parameter}"]
+            assert wanted is not None
+            assert tensor.grad is not None, parameter
+            bound = 1e-5 * max(float(wanted.abs().max()), 1e-3 * largest)
+            assert float((tensor.grad - wanted).abs().max()) <= bound, parameter
+            checked += 1
+    assert checked > 5
+
+
+def main(rank: int, port: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    cases = [(plain, "Schedule1F1B"), (plain, "ScheduleGPipe")]
+    if tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) >= (2, 13):
+        cases.append((masked, "Schedule1F1B"))
+    for build, schedule in cases:
+        run_pipeline(build, schedule, rank)
+        print(f"passed {build.__name__} {schedule}", flush=True)  # noqa: T201
+    dist.destroy_process_group()
+
+
+@pytest.mark.timeout(120)
+def test_cut_list_runs_in_torch_pipelining() -> None:
+    import subprocess
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    root = Path(__file__).resolve().parents[1]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+    workers = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(rank), str(port)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [worker.communicate(timeout=100)[0] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    assert [worker.returncode for worker in workers] == [0, 0], "\n".join(said)
+    assert all("passed plain Schedule1F1B" in text and "passed plain ScheduleGPipe" in text for text in said)
+
+
+def test_a_whole_chain_as_stage_modules_hands_tensors_on() -> None:
+    class Skip(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            first = self.a(x)
+            return self.c(self.b(first) * 2) + first + x
+
+    model = Skip()
+    chain = chain_from_module(model, ["b", "c"], (torch.randn(2, 4),))
+    stages = [interop.StageModule(chain, index, index + 1) for index in range(3)]
+    x = torch.randn(2, 4)
+    values: tuple[Tensor, ...] = (x,)
+    for stage in stages:
+        result = stage(*values)
+        values = result if isinstance(result, tuple) else (result,)
+    assert torch.equal(values[0], model(x))
+    assert "x" in stages[1].reads
+    assert "x" in stages[1].writes
+
+
+def test_what_torch_cannot_do_is_refused_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, chain, cuts = plain()
+    spec = {"tokens": TensorSpec((SIZE, 8), torch.int64)}
+    other = {"tokens": TensorSpec((SIZE, 9), torch.int64)}
+    with pytest.raises(CapslogError, match="microbatch 1 has inputs of another shape"):
+        interop.pipeline_stages(chain, cuts, 0, "cpu", [spec, other])
+    with pytest.raises(CapslogError, match="rank=2"):
+        interop.pipeline_stages(chain, cuts, 2, "cpu", spec)
+    with pytest.raises(CapslogError, match="3 stages cannot be dealt evenly to 2"):
+        interop.pipeline_stages(chain, [0, 1, 2], 0, "cpu", spec, num_ranks=2)
+    tied = nn.Linear(4, 4)
+    shared = Chain([Layer("a", tied), Layer("b", nn.ReLU()), Layer("c", tied)])
+    with pytest.raises(CapslogError, match=r"'a.weight' is used by stages \[0, 1\]"):
+        interop.pipeline_stages(shared, [0, 2], 0, "cpu", {"x": TensorSpec((2, 4))})
+    masked = Chain([Layer("a", nn.Linear(4, 4)), Layer("b", nn.Linear(4, 4), ("x", "mask"))], inputs=("x", "mask"))
+    monkeypatch.setattr(torch, "__version__", "2.11.0+cpu")
+    with pytest.raises(CapslogError, match=r"'mask' \(torch.bool\) crosses the cut before layer 1"):
+        interop._refuse(masked, [0, 1], [{}, {"mask": TensorSpec((2, 4), torch.bool)}, {}])
+
+
+def test_cut_list_in_torchtitans_form() -> None:
+    _, chain, _ = plain()
+    assert interop.module_fqns_per_model_part(chain, [0, 2, 4]) == [
+        ["tok_embeddings", "layers.0"],
+        ["layers.1", "layers.2"],
+        ["layers.3", "norm", "output"],
+    ]
+    assert interop.module_fqns_per_model_part(chain, [0]) == [
+        ["tok_embeddings", "layers.0", "layers.1", "layers.2", "layers.3", "norm", "output"]
+    ]
+    _, decoder, _ = llama()
+    assert interop.module_fqns_per_model_part(decoder, [0, 2], interop.TORCHTITAN_NAMES) == [
+        ["tok_embeddings", "layers.0", "rotary_emb"],
+        ["layers.1", "layers.2", "norm", "lm_head", "rotary_emb"],
+    ]
+    with pytest.raises(CapslogError, match=r"inside 'model'.*TORCHTITAN_NAMES"):
+        interop.module_fqns_per_model_part(decoder, [0, 2])
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

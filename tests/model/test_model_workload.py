@@ -1,0 +1,224 @@
+"""An ordinary model as a workload: specs in, chain, made-up data and loss out."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.config.reading import Config, load_config, load_workload, section
+from varuna_capslog.model.chain import Chain, Layer
+from varuna_capslog.model.model_workload import InputSpec, ModelWorkload, config_values, parse_input, workload
+from varuna_capslog.profiling.skeleton import skeleton
+
+HERE = "tests.model.test_model_workload"
+
+
+class Scorer(nn.Module):
+    """Two inputs, a flag, and a loss of its own."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, width)
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+        self.head = nn.Linear(width, 11)
+
+    def forward(self, tokens: Tensor, labels: Tensor, scale: Tensor, double: bool = False) -> dict[str, Tensor]:
+        hidden = self.embed(tokens) * scale
+        for block in self.blocks:
+            hidden = block(hidden).tanh()
+        scores = self.head(hidden)
+        loss = nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten())
+        return {"scores": scores, "loss": 2 * loss if double else loss}
+
+
+def scorer(width: int = 8) -> nn.Module:
+    return Scorer(width)
+
+
+def scorer_with_example() -> tuple[nn.Module, dict[str, Any]]:
+    tokens = torch.arange(10).view(2, 5)
+    return Scorer(), {"tokens": tokens, "labels": tokens, "scale": torch.ones(5, 1), "double": True}
+
+
+def sequential() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 3))
+
+
+def chain() -> Chain:
+    return Chain([Layer("a", nn.Linear(6, 6)), Layer("b", nn.Linear(6, 2))])
+
+
+def nothing() -> int:
+    return 3
+
+
+SPECS = ["tokens=int64[2,5]:11", "labels=int64[2,5]:11", "scale=float32[5,1]:=0.5"]
+
+
+def configured(**model: Any) -> ModelWorkload:
+    train = {"minibatch_size": 4, "microbatch_size": 2}
+    values = {"workload": "varuna_capslog.model_workload:workload", "model": model, "train": train}
+    found = load_workload(section(Config, values, ""))
+    assert isinstance(found, ModelWorkload)
+    return found
+
+
+def test_input_specs_are_read() -> None:
+    assert parse_input("x=float32[1, 3,8,8]") == InputSpec("x", torch.float32, (1, 3, 8, 8))
+    assert parse_input("ids=int64[4,9]:100") == InputSpec("ids", torch.int64, (4, 9), high=100)
+    assert parse_input("mask=int64[4,9]:=1").value == 1.0
+    ids = parse_input("ids=int64[4,9]:100").make((50, 9), 3)
+    assert ids.min() >= 0
+    assert 90 < ids.max() < 100
+    assert torch.equal(ids, parse_input("ids=int64[4,9]:100").make((50, 9), 3))
+    assert not torch.equal(ids, parse_input("ids=int64[4,9]:100").make((50, 9), 4))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("x", "not of the form"),
+        ("x=float[2]]", "not of the form"),
+        ("x=flot32[2,3]", "unknown dtype 'flot32'"),
+        ("x=float32[]", "at least one size"),
+        ("x=float32[2,0]", "size of 0"),
+        ("x=float32[2]:7", "integer dtypes only"),
+        ("x=int64[2]:0.5", "whole number"),
+    ],
+)
+def test_bad_input_specs_get_one_sentence(text: str, reason: str) -> None:
+    with pytest.raises(CapslogError, match=reason):
+        parse_input(text)
+
+
+def test_microbatches_with_made_up_data_add_up_to_the_minibatch() -> None:
+    made = configured(factory=f"{HERE}:scorer", inputs=SPECS)
+    torch.manual_seed(0)
+    built = made.build_chain()
+    assert [layer.name for layer in built.layers] == ["embed", "blocks.0", "blocks.1", "blocks.2", "head"]
+    assert built.outputs == ("loss",)
+    data = made.train_data()
+    minibatch = data.minibatch([[3, 1], [7, 2]], 0)
+    total = torch.zeros(())
+    everything: list[dict[str, Tensor]] = []
+    for index in range(2):
+        inputs = data.load(minibatch, index)
+        for name, spec in minibatch.inputs[index].items():
+            assert (tuple(inputs[name].shape), inputs[name].dtype) == (spec.shape, spec.dtype)
+        everything.append(inputs)
+        total = total + made.loss(built.run(inputs), None, minibatch.normalisers)["loss"]
+    torch.manual_seed(0)
+    whole = scorer()(
+        torch.cat([part["tokens"] for part in everything]), torch.cat([part["labels"] for part in everything]),
+        everything[0]["scale"],
+    )  # fmt: skip
+    assert torch.allclose(total, whole["loss"])
+    assert torch.equal(
+        data.load(data.minibatch([[0, 1]], 0), 0)["tokens"][1], data.load(data.minibatch([[1, 5]], 9), 0)["tokens"][0]
+    )
+
+
+def test_the_factorys_example_gives_shapes_ranges_and_flags() -> None:
+    made = configured(factory=f"{HERE}:scorer_with_example")
+    specs = made.profile_inputs(2)
+    assert {name: spec.shape for name, spec in specs.items()} == {"tokens": (2, 5), "labels": (2, 5), "scale": (5, 1)}
+    inputs = made.train_data().load(made.train_data().minibatch([[0, 1]], 0), 0)
+    assert int(inputs["tokens"].max()) < 10
+    torch.manual_seed(0)
+    found = made.build_chain().run(inputs)["loss"]
+    torch.manual_seed(0)
+    assert torch.equal(found, Scorer()(**inputs, double=True)["loss"])
+    with pytest.raises(CapslogError, match=r"captured for microbatches of 2, asked for 3; set train.microbatch_size=3"):
+        made.profile_inputs(3)
+
+
+def test_sequential_and_chain_factories_take_any_microbatch_and_the_mean_square_loss() -> None:
+    for factory in ("sequential", "chain"):
+        made = configured(
+            factory=f"{HERE}:{factory}", inputs={"anything" if factory == "sequential" else "x": "float32[1,6]"}
+        )
+        built = made.build_chain()
+        assert made.profile_inputs(5)["x"].shape == (5, 6)
+        x = torch.randn(3, 6)
+        outputs = built.run({"x": x})
+        assert torch.equal(made.loss(outputs, None, {"microbatches": 2.0})["loss"], outputs["x"].square().mean() / 2)
+
+
+def test_cut_points_and_arguments_are_used_and_the_skeleton_has_no_weights() -> None:
+    made = configured(factory=f"{HERE}:scorer", inputs=SPECS, cut_points=["head"], arguments={"width": 16})
+    built = made.build_chain()
+    assert [layer.name for layer in built.layers] == ["embed", "head"]
+    assert built.named_parameters()["embed.embed.weight"].shape == (11, 16)
+    assert all(parameter.is_meta for parameter in skeleton(made).named_parameters().values())
+
+
+def test_weights_of_the_model_itself_are_imported(tmp_path: Path) -> None:
+    made = configured(factory=f"{HERE}:scorer", inputs=SPECS)
+    model = scorer()
+    torch.save({**model.state_dict(), "more": torch.zeros(1)}, tmp_path / "weights.pt")
+    found, skipped = made.import_weights(tmp_path / "weights.pt")
+    assert skipped == ["more"]
+    assert found.keys() == made.build_chain().named_parameters().keys()
+    assert torch.equal(found["blocks.1.blocks.1.weight"], model.blocks[1].weight)
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        ({"factory": f"{HERE}:scorer"}, "--input or model.inputs"),
+        ({"factory": f"{HERE}:nothing", "inputs": SPECS}, "returned int"),
+        ({"factory": f"{HERE}:absent", "inputs": SPECS}, "no function 'absent'"),
+        ({"factory": "no_such_package:model", "inputs": SPECS}, "'no_such_package', which is not found"),
+        ({"factory": f"{HERE}:scorer", "inputs": SPECS, "cut_points": ["heat"]}, "did you mean 'head'"),
+        ({"factory": f"{HERE}:chain", "inputs": ["x=float32[1,6]", "y=float32[1,6]"]}, "not the model's"),
+        ({"factory": f"{HERE}:scorer", "imputs": SPECS}, "imputs"),
+    ],
+)
+def test_bad_models_get_one_sentence(model: dict[str, Any], reason: str) -> None:
+    with pytest.raises(CapslogError, match=reason):
+        configured(**model).build_chain()
+
+
+def test_flags_stand_for_a_config() -> None:
+    values = config_values(f"{HERE}:scorer", SPECS, ["head"], devices=3)
+    config = section(Config, values, "")
+    assert (config.train.microbatch_size, config.train.minibatch_size, config.pipeline.devices) == (2, 6, 3)
+    assert len(workload(config).build_chain()) == 2
+
+
+@pytest.mark.timeout(180)
+def test_train_runs_captured_layers_and_its_loss_is_the_unsplit_models(tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        "workload: varuna_capslog.model_workload:workload\n"
+        f"model: {json.dumps({'factory': f'{HERE}:scorer', 'inputs': SPECS, 'samples': 4})}\n"
+        "train: {max_steps: 1, minibatch_size: 4, microbatch_size: 2, evaluate_every: null}\n"
+        f"pipeline: {{devices: 1, cuts: [0, 2]}}\nrun_dir: {tmp_path / 'run'}\ndevice: cpu\n"
+    )
+    root = Path(__file__).resolve().parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", "from varuna_capslog.cli import main; main()", "train", str(config), "--nproc", "1"],
+        cwd=root, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}, capture_output=True, text=True,
+        timeout=170, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    [line] = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    settings = load_config(config)
+    made = workload(settings)
+    torch.manual_seed(settings.train.seed)
+    built = made.build_chain()
+    data = made.train_data()
+    # the minibatch is the whole data set, so its loss does not depend on the order of the samples
+    minibatch = data.minibatch([[0, 1], [2, 3]], 0)
+    parts = [made.loss(built.run(data.load(minibatch, index)), None, minibatch.normalisers) for index in range(2)]
+    loss = sum(part["loss"].item() for part in parts)
+    assert json.loads(line)["loss"] == pytest.approx(loss, rel=1e-5)

@@ -1,0 +1,88 @@
+"""The trace says exactly what a real run produces, leaves the model alone, and tells look-alike layers apart."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.engine import models
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.model.chain import Chain, Layer, TensorSpec
+from varuna_capslog.model.trace import ShapeTable, autocast_context, layer_signature
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_specs_are_those_of_a_real_run(precision: str) -> None:
+    chain = models.build_chain()
+    _, inputs = models.make_minibatch(2, 1)
+    table = ShapeTable(chain, precision=precision)
+    for values in inputs:
+        specs = table.boundaries({name: TensorSpec.of(tensor) for name, tensor in values.items()})
+        found = dict(values)
+        for index, layer in enumerate(chain.layers):
+            assert specs[index] == {name: TensorSpec.of(found[name]) for name in chain.crossing(index)}
+            with autocast_context("cpu", precision):
+                found.update(layer(found))
+        assert specs[-1] == {"outputs": TensorSpec.of(found["outputs"])}
+
+
+def test_a_frozen_prefix_wants_no_gradient() -> None:
+    specs = ShapeTable(models.build_chain()).boundaries(
+        {"x": TensorSpec((1, 3, 8, 8)), "sizes": TensorSpec((1, 2), torch.int64)}
+    )
+    assert [specs[cut]["x"].requires_grad for cut in (0, 1, 2)] == [False, False, True]
+    assert not specs[5]["mask"].requires_grad
+
+
+def test_tracing_changes_nothing() -> None:
+    chain = models.build_chain()
+    before = [tensor.clone() for layer in chain.layers for tensor in layer.module.state_dict().values()]
+    ShapeTable(chain).boundaries({"x": TensorSpec((1, 3, 8, 8)), "sizes": TensorSpec((1, 2), torch.int64)})
+    after = [tensor for layer in chain.layers for tensor in layer.module.state_dict().values()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert all(parameter.grad is None for parameter in chain.named_parameters().values())
+
+
+def test_dilation_tells_layers_of_equal_shapes_apart() -> None:
+    """Blocks with and without dilation have equal parameters and inputs; only the attribute differs."""
+    plain, dilated = (Layer("a", nn.Conv2d(4, 4, 3, padding=2, dilation=d)) for d in (1, 2))
+    assert layer_signature(plain) != layer_signature(dilated)
+    assert layer_signature(plain) == layer_signature(Layer("b", nn.Conv2d(4, 4, 3, padding=2)))
+    chain = Chain([plain, Layer("b", dilated.module)])
+    specs = ShapeTable(chain).boundaries({"x": TensorSpec((1, 4, 8, 8))})
+    assert [spec["x"].shape[-1] for spec in specs] == [8, 10, 10]
+
+
+def test_channels_last_stays_on_the_wire() -> None:
+    chain = Chain([Layer("a", nn.Conv2d(3, 4, 1)), Layer("b", nn.ReLU())])
+    image = TensorSpec.of(torch.empty(2, 3, 5, 5).to(memory_format=torch.channels_last))
+    real = chain.layers[0]({"x": image.zeros()})["x"]
+    assert ShapeTable(chain).boundaries({"x": image})[1]["x"].stride == real.stride()
+
+
+def test_a_layer_that_cannot_run_is_named_with_its_shapes() -> None:
+    chain = Chain([Layer("first", nn.Identity()), Layer("second", nn.Linear(4, 4))])
+    with pytest.raises(CapslogError, match=r"layer 'second' cannot run on x\[2, 3\]"):
+        ShapeTable(chain).boundaries({"x": TensorSpec((2, 3))})
+
+
+def test_unknown_precision_is_refused() -> None:
+    with pytest.raises(CapslogError, match="precision='float16' is unknown"):
+        autocast_context("cpu", "float16")
+
+
+class Counting(nn.Module):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        Counting.calls += 1
+        return x * 2
+
+
+def test_equal_layers_are_traced_once_and_known_sizes_not_at_all() -> None:
+    chain = Chain([Layer(f"layer{i}", Counting()) for i in range(5)])
+    table = ShapeTable(chain)
+    for size in (4, 4, 6):
+        table.boundaries({"x": TensorSpec((1, size))})
+    assert Counting.calls == 2

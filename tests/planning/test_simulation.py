@@ -1,0 +1,207 @@
+"""A plan's step worked out by hand, formulas for equal stages, and the trace that Perfetto opens."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.planning.simulation import UPDATE_RATE, Link, Simulation, simulate_plan, stage_seconds
+from varuna_capslog.plans.plan import Plan, Stage
+from varuna_capslog.profiles.record import LayerProfile, Profile
+from varuna_capslog.reports.perfetto import trace_events
+
+
+def make_profile(layers: int = 4, **conditions: Any) -> Profile:
+    """Layer k: forward k + 1 s, backward 2 s, 100 bytes behind it, 10 bytes of parameters."""
+    rows = [
+        LayerProfile(
+            f"l{number}",
+            isolated_bytes=1000,
+            added_bytes=500 if number else None,
+            static_bytes=400,
+            saved_bytes=100,
+            boundary_bytes=100,
+            parameter_bytes=10,
+            forward_seconds=float(number + 1),
+            backward_seconds=2.0,
+        )
+        for number in range(layers)
+    ]
+    return Profile(tuple(rows), conditions={"microbatch_size": 2, **conditions})
+
+
+def make_plan(**parts: Any) -> Plan:
+    return Plan(**{"num_layers": 4, "cuts": (0, 2), "schedule": "gpipe", "num_microbatches": 2, **parts})
+
+
+def test_a_step_by_hand() -> None:
+    profile = make_profile(**{UPDATE_RATE: 0.05})
+    # Stage 0: F 3, B 4; stage 1: F 7, B 4; a message 1 s + 100 bytes at 100 bytes/s; update 20 bytes * 0.05 = 1 s.
+    found = simulate_plan(profile, make_plan(), recompute=False, link=Link(100.0, 1.0))
+    # 0F0 0-3, 0F1 3-6; 1F0 5-12, 1F1 12-19; 1B0 19-23, 1B1 23-27; 0B0 25-29, 0B1 29-33; U 33-34 on both.
+    assert found.step_seconds == 34.0
+    assert found.pipelines[0].timeline.busy_seconds == [3 + 3 + 4 + 4 + 1, 7 + 7 + 4 + 4 + 1]
+    assert found.bubble_fraction == pytest.approx(1 - (15 + 23) / 68)
+    assert (found.samples, found.update_seconds, found.exchange_seconds) == (4, 1.0, 0.0)
+    assert found.samples_per_second == pytest.approx(4 / 34)
+    assert found.notes == []
+    # M_i + M_a of two layers = 1500 with one graph, and a graph of 200 beside it.
+    assert found.pipelines[0].peaks == [1700, 1700]
+    # What copying costs the sender comes on top: 1 s + 100 bytes / 50 bytes/s after each F of stage 0 and B of stage 1.
+    copying = simulate_plan(profile, make_plan(), recompute=False, link=Link(100.0, 1.0, copy_bandwidth=50.0))
+    # 0F0 0-3 -6, 0F1 6-9 -12; 1F0 6-13, 1F1 13-20; 1B0 20-24 -27, 1B1 27-31 -34; 0B0 27-31, 0B1 34-38; U 38-39.
+    assert copying.step_seconds == 39.0
+
+
+def test_recomputation_leaves_out_what_the_last_stage_makes_twice() -> None:
+    found = simulate_plan(make_profile(), make_plan(cuts=(0,)), recompute=True)
+    # 4 layers on one rank: F0 makes nothing, F1 neither, R0 10, B0 8, R1 10, B1 8.
+    assert found.step_seconds == 36.0
+    assert stage_seconds(make_profile(), [(0, 2), (2, 4)]).bare_forward == [3.0, 0.0]
+    assert stage_seconds(make_profile(), [(0, 2), (2, 4)], recompute=False).bare_forward == [3.0, 7.0]
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_equal_stages_have_the_known_bubble(name: str, stages: int) -> None:
+    rows = [replace(layer, forward_seconds=1.0, backward_seconds=2.0) for layer in make_profile().layers]
+    plan = make_plan(cuts=tuple(range(0, 4, 4 // stages)))
+    found = simulate_plan(Profile(tuple(rows)), plan, schedule=name, num_microbatches=6, recompute=False)
+    assert found.bubble_fraction == pytest.approx((stages - 1) / (6 + stages - 1))
+    assert found.step_seconds == pytest.approx((6 + stages - 1) * 3 * 4 / stages)
+    assert found.samples_per_second is None
+
+
+def test_pipelines_of_different_length_end_together() -> None:
+    stages = (
+        Stage(0, ((0, 2),), (0,)),
+        Stage(0, ((2, 4),), (1,)),
+        Stage(1, ((0, 4),), (2,)),
+    )
+    plan = make_plan(placed=stages, microbatches_of_pipeline=((0, 1), (2,)), num_microbatches=3)
+    found = simulate_plan(make_profile(**{UPDATE_RATE: 0.05}), plan, recompute=False, link=Link(100.0, 0.0))
+    # Pipeline 0: 0F0 0-3, 1F0 4-11, 1F1 11-18, 1B0 18-22, 1B1 22-26, 0B1 27-31. Pipeline 1: 10 + 8. The largest stage
+    # has 40 bytes of gradients for one other pipeline: 0.4 s. Then the slowest update: 40 * 0.05 = 2 s.
+    assert found.exchange_seconds == pytest.approx(0.4)
+    assert found.step_seconds == pytest.approx(31 + 0.4 + 2.0)
+    assert [one.ranks for one in found.pipelines] == [[0, 1], [2]]
+    assert found.num_microbatches == 3
+    assert found.pipelines[1].timeline.actions[0][-1].start_seconds == pytest.approx(31.4)
+
+
+def test_what_is_assumed_or_missing_is_said() -> None:
+    found = simulate_plan(make_profile(), Plan(4, (0, 2), profile_digest="sha256:0", microbatch_size=1))
+    assert found.num_microbatches == 8
+    assert found.schedule == "varuna"
+    text = " ".join(found.notes)
+    for expected in ("for another profile", "microbatches of 2 samples, the plan has 1", "8 per pipeline", UPDATE_RATE):
+        assert expected in text
+    bare = [LayerProfile(f"l{n}", 9, 1 if n else None, forward_seconds=1.0, backward_seconds=1.0) for n in range(4)]
+    less = simulate_plan(Profile(tuple(bare)), make_plan(), link=Link(1.0))
+    assert less.pipelines[0].memory is None
+    assert less.peak_bytes is None
+    assert "no static_bytes or saved_bytes" in " ".join(less.notes)
+    assert "no boundary_bytes" in " ".join(less.notes)
+
+
+def test_mistakes_are_named() -> None:
+    with pytest.raises(CapslogError, match="the profile has 3 layers, the plan 4"):
+        simulate_plan(make_profile(3), make_plan())
+    with pytest.raises(CapslogError, match=r"no forward_seconds for layers\[0\]"):
+        simulate_plan(Profile((LayerProfile("a", 1),)), Plan(1, (0,)))
+    with pytest.raises(CapslogError, match="copy_bandwidth is 0"):
+        Link(copy_bandwidth=0.0)
+    with pytest.raises(CapslogError, match="0 microbatches"):
+        simulate_plan(make_profile(), make_plan(), num_microbatches=0)
+
+
+def test_a_plans_own_actions_are_played() -> None:
+    rows = (("0F0", "0F1", "0B0", "0B1", "0U"), ("1F0", "1B0", "1F1", "1B1"))
+    own = simulate_plan(make_profile(), make_plan(actions=rows), recompute=False)
+    assert [str(one.action) for one in own.pipelines[0].timeline.actions[1]] == list(rows[1])
+    other = simulate_plan(make_profile(), make_plan(actions=rows), schedule="gpipe", recompute=False)
+    assert [str(one.action) for one in other.pipelines[0].timeline.actions[1]] == ["1F0", "1F1", "1B0", "1B1"]
+
+
+# -- the trace
+
+
+@pytest.fixture(params=["one", "interleaved", "two pipelines"])
+def simulation(request: pytest.FixtureRequest) -> Simulation:
+    profile = make_profile(**{UPDATE_RATE: 0.05})
+    parts: dict[str, Any] = {"num_microbatches": 4, "schedule": "varuna"}
+    if request.param == "interleaved":
+        parts |= {
+            "cuts": (0, 1, 2, 3),
+            "placed": tuple(Stage(0, ((n, n + 1),), (n % 2,)) for n in range(4)),
+        }
+    elif request.param == "two pipelines":
+        pieces = [(0, (0, 2), 0), (0, (2, 4), 1), (1, (0, 1), 2), (1, (1, 4), 3)]
+        parts |= {"placed": tuple(Stage(number, (layers,), (rank,)) for number, layers, rank in pieces)}
+    return simulate_plan(profile, make_plan(**parts), link=Link(1000.0, 0.001))
+
+
+def test_the_trace_is_one_that_perfetto_opens(simulation: Simulation, tmp_path: Path) -> None:
+    """The rules of the Chrome trace event format that Perfetto's importer relies on."""
+    path = tmp_path / "perfetto.json"
+    path.write_text(json.dumps(trace_events(simulation), allow_nan=False))
+    trace = json.loads(path.read_text())
+    assert set(trace) == {"traceEvents", "displayTimeUnit", "otherData"}
+    slices: dict[tuple[int, int], list[tuple[float, float, str]]] = defaultdict(list)
+    named: set[tuple[str, int, int]] = set()
+    flows: dict[str, dict[str, Any]] = defaultdict(dict)
+    counters: dict[tuple[int, str], list[tuple[float, int]]] = defaultdict(list)
+    for event in trace["traceEvents"]:
+        assert isinstance(event["pid"], int)
+        assert event["ts"] >= 0
+        kind = event["ph"]
+        if kind == "M":
+            named.add((event["name"], event["pid"], event["tid"]))
+        elif kind == "X":
+            assert event["dur"] >= 0
+            slices[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"], event["name"]))
+        elif kind in "sf":
+            assert kind not in flows[event["id"]], "an arrow has one begin and one end"
+            assert (event.get("bp") == "e") == (kind == "f")
+            flows[event["id"]][kind] = event
+        else:
+            assert kind == "C"
+            assert list(event["args"]) == ["bytes"]
+            counters[event["pid"], event["name"]].append((event["ts"], event["args"]["bytes"]))
+    # Every track has a name; slices of a track do not overlap.
+    for (pid, tid), spans in slices.items():
+        assert ("thread_name", pid, tid) in named
+        assert ("process_name", pid, 0) in named
+        for one, after in zip(sorted(spans), sorted(spans)[1:], strict=False):
+            assert one[1] <= after[0] + 1e-6, (pid, tid, one, after)
+    # Every message is an arrow that begins and ends inside a slice of the thread it names, forward in time.
+    messages = [one for pipeline in simulation.pipelines for one in pipeline.timeline.messages]
+    assert len(flows) == len(messages) > 0
+    for flow in flows.values():
+        assert flow["s"]["ts"] <= flow["f"]["ts"]
+        assert {flow["s"][name] for name in ("name", "cat")} == {flow["f"][name] for name in ("name", "cat")}
+        for event in flow.values():
+            spans = slices[event["pid"], event["tid"]]
+            assert any(begin <= event["ts"] < end for begin, end, _ in spans), event
+    # Counters are the courses of memory.
+    peaks = [peak for pipeline in simulation.pipelines for peak in pipeline.peaks or []]
+    assert sorted(max(size for _, size in course) for course in counters.values()) == sorted(peaks)
+    for course in counters.values():
+        assert [time for time, _ in course] == sorted(time for time, _ in course)
+    ends = max(end for spans in slices.values() for _, end, _ in spans)
+    assert ends == pytest.approx(simulation.step_seconds * 1e6)
+
+
+def test_an_arrow_goes_from_the_action_that_made_the_message() -> None:
+    found = simulate_plan(make_profile(), make_plan(), recompute=False, link=Link(100.0, 1.0))
+    events = trace_events(found)["traceEvents"]
+    arrow = [event for event in events if event.get("cat") == "message"][:2]
+    # The activation of microbatch 0: made by 0F0 (0-3 s), waited for by 1F0 (from 5 s on).
+    assert [(event["ph"], event["pid"]) for event in arrow] == [("s", 0), ("f", 1)]
+    assert [event["ts"] for event in arrow] == pytest.approx([3e6, 5e6], abs=0.01)

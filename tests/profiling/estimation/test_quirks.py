@@ -1,0 +1,197 @@
+"""Every entry of the table of device quirks, by its name. Those of CPU kernels: see also test_cpu_kernels."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+
+from tests.profiling.workloads import Equal, Megabytes
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.profiling.estimate import StageEstimator
+from varuna_capslog.profiling.estimation.lifetimes import Lifetimes
+from varuna_capslog.profiling.estimation.quirks import QUIRKS, quirks_of
+
+N = 1 << 16
+
+
+def peak(device: str, program: Callable[[], object]) -> tuple[int, set[str]]:
+    """Peak bytes of a program as on a device, and the operators that it took."""
+    seen: set[str] = set()
+    quirks = quirks_of(device)
+    with FakeTensorMode(allow_non_fake_inputs=True), quirks.dispatch(), Lifetimes(quirks.temporary) as lifetimes:
+        lifetimes.observer = lambda func, *_: seen.add(func.overloadpacket.__name__)
+        program()
+    return lifetimes.peak_bytes, seen
+
+
+def fused_dropout() -> None:
+    x = torch.empty(N, requires_grad=True)
+    on_cpu, _ = peak("cpu", lambda: F.dropout(x, 0.1))
+    on_cuda, seen = peak("cuda", lambda: F.dropout(x, 0.1))
+    assert on_cpu == 2 * 4 * N  # a mask of floats and the result
+    assert on_cuda == (4 + 1) * N  # one of bools
+    assert "native_dropout" in seen
+    # also where a captured graph calls it by its operator, and never in evaluation
+    assert peak("cuda", lambda: torch.ops.aten.dropout(x, 0.1, True))[0] == 5 * N
+    assert peak("cuda", lambda: F.dropout(x, 0.1, training=False))[0] == 0
+
+
+def softmax_backward_product() -> None:
+    grad, out = torch.empty(64, N // 64), torch.empty(64, N // 64)
+    backward = torch.ops.aten._softmax_backward_data
+    assert peak("cpu", lambda: backward(grad, out, -1, torch.float32))[0] == 4 * N
+    assert peak("cuda", lambda: backward(grad, out, -1, torch.float32))[0] == 2 * 4 * N
+
+
+def fused_attention() -> None:
+    q = torch.empty(1, 4, 512, 32, requires_grad=True)
+    mask = torch.empty(1, 1, 1, 512, dtype=torch.bool)
+    maps = 4 * 512 * 512 * 4
+    on_cpu, seen = peak("cpu", lambda: F.scaled_dot_product_attention(q, q, q, dropout_p=0.1))
+    assert on_cpu > maps
+    assert "_safe_softmax" in seen
+    for seen_keys in (None, mask):
+        attend = functools.partial(F.scaled_dot_product_attention, q, q, q, attn_mask=seen_keys, dropout_p=0.1)
+        on_cuda, seen = peak("cuda", attend)
+        assert on_cuda < maps / 8
+        assert "_scaled_dot_product_efficient_attention" in seen
+    half = q.detach().bfloat16().requires_grad_()
+    _, seen = peak("cuda", lambda: F.scaled_dot_product_attention(half, half, half).sum().backward())
+    assert "_scaled_dot_product_flash_attention_backward" in seen
+    # two query heads to each key
+    few = half[:, :2]
+    _, seen = peak("cuda", lambda: F.scaled_dot_product_attention(half, few, few, enable_gqa=True))
+    assert "_scaled_dot_product_flash_attention" in seen
+
+
+def autocast_to_float32() -> None:
+    x = torch.empty(8, 64, dtype=torch.bfloat16)
+    found: dict[str, list[torch.dtype]] = {}
+    for device in ("cpu", "cuda"):
+
+        def program(device: str = device) -> None:
+            with torch.autocast("cpu", torch.bfloat16):
+                found[device] = [x.softmax(-1).dtype, F.layer_norm(x, [64]).dtype, (x @ x.t()).dtype]
+
+        peak(device, program)
+    assert found["cpu"] == [torch.bfloat16] * 3
+    assert found["cuda"] == [torch.float32, torch.float32, torch.bfloat16]
+    # nothing stays registered
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.ones(2, 2, dtype=torch.bfloat16).softmax(-1).dtype == torch.bfloat16
+
+
+def cublas_workspace() -> None:
+    quirks = quirks_of("cuda")
+    with FakeTensorMode(), Lifetimes(quirks.temporary):
+        w = torch.empty(8, 8, requires_grad=True)
+        y = w @ w @ w
+        assert quirks.lasting_bytes == 8519680  # 8.125 MiB, once for this thread
+        y.sum().backward()
+        assert quirks.lasting_bytes == 2 * 8519680  # and once for autograd's
+
+
+def foreach_update() -> None:
+    # weights far larger than activations: the update decides the peak
+    cpu = StageEstimator(Equal(length=3, width=1024)).stage(1, 2)
+    cuda = StageEstimator(Equal(length=3, width=1024), device="cuda").stage(1, 2)
+    weight = 1024 * 1024 * 4
+    assert cuda.peak_bytes - 2 * 8519680 - cuda.static_bytes == pytest.approx(2 * weight, rel=0.02)
+    assert cpu.peak_bytes - cpu.static_bytes == pytest.approx(2 * weight, rel=0.02)  # the norm's copy in both
+
+
+def host_staging() -> None:
+    host = StageEstimator(Megabytes(), device="cuda", microbatch_size=16).stage(3, 4)
+    device = StageEstimator(Megabytes(), device="cuda", microbatch_size=16, stage_inputs="device").stage(3, 4)
+    crossing = 16 * 96 * (192 * 4 + 1)  # the activations and the mask of the microbatch that waits
+    assert device.peak_bytes - host.peak_bytes == pytest.approx(crossing, rel=0.5)
+    cpu = StageEstimator(Megabytes(), microbatch_size=16).stage(3, 4)
+    assert cpu.peak_bytes > host.peak_bytes - 2 * 8519680
+
+
+def caching_allocator() -> None:
+    stage = StageEstimator(Equal(length=3, width=10), device="cuda").stage(1, 2)
+    cpu = StageEstimator(Equal(length=3, width=10)).stage(1, 2)
+    assert stage.peak_bytes % 512 == 0
+    assert stage.peak_bytes - 2 * 8519680 > 4 * cpu.peak_bytes / 3
+
+
+def reduction_in_another_type() -> None:
+    x = torch.empty(N)
+    for device in ("cpu", "cuda"):
+        assert peak(device, lambda: torch.linalg.vector_norm(x, dtype=torch.float64))[0] == 8 * N + 8
+        assert peak(device, lambda: torch.linalg.vector_norm(x))[0] == 4
+    half = x.bfloat16()
+    assert peak("cpu", lambda: half.sum(dtype=torch.float32))[0] == 4 * N + 4
+    assert peak("cuda", lambda: half.sum(dtype=torch.float32))[0] == 4
+
+
+def promotion_of_operands() -> None:
+    x, half = torch.empty(N), torch.empty(N, dtype=torch.bfloat16)
+    assert peak("cpu", lambda: x + half)[0] == 2 * 4 * N
+    assert peak("cuda", lambda: x + half)[0] == 4 * N
+    assert peak("cpu", lambda: x + x)[0] == 4 * N
+
+
+def unfit_matrices() -> None:
+    result, spread = 128 * 32 * 4, 64 * 32 * 4
+    for device in ("cpu", "cuda"):
+        found, _ = peak(device, lambda: torch.mm(torch.empty(128, 64), torch.empty(1).expand(64, 32)))
+        assert found == 128 * 64 * 4 + 4 + result + spread
+        found, _ = peak(device, lambda: torch.mm(torch.empty(128, 64), torch.empty(32, 64).t()))
+        assert found == 128 * 64 * 4 + spread + result
+
+
+def bfloat16_packing() -> None:
+    x, w = torch.empty(512, 64, dtype=torch.bfloat16), torch.empty(64, 256, dtype=torch.bfloat16)
+    result = 512 * 256 * 2
+    assert result + w.nbytes <= peak("cpu", lambda: x @ w)[0] <= result + w.nbytes + 8192
+    assert peak("cuda", lambda: x @ w)[0] == result
+
+
+def onednn_convolution() -> None:
+    x, w = torch.empty(1, 64, 40, 40), torch.empty(64, 64, 3, 3)
+    assert peak("cuda", lambda: torch.conv2d(x, w, padding=1))[0] == x.nbytes
+    assert peak("cpu", lambda: torch.conv2d(x, w, padding=1))[0] == 2 * x.nbytes + w.nbytes
+    pointwise = torch.empty(64, 64, 1, 1)
+    assert peak("cpu", lambda: torch.conv2d(x, pointwise))[0] == x.nbytes
+
+
+def convolution_columns() -> None:
+    x, w = torch.empty(1, 8, 20, 20), torch.empty(8, 8, 3, 3)
+    assert peak("cpu", lambda: torch.conv2d(x, w, padding=1))[0] == x.nbytes * (1 + 9)
+
+
+CHECKS: dict[str, Callable[[], None]] = {
+    name.replace("_", " "): check
+    for name, check in globals().items()
+    if callable(check) and getattr(check, "__module__", None) == __name__ and name.replace("_", " ") in QUIRKS
+}
+
+
+@pytest.mark.parametrize("name", QUIRKS)
+def test_every_quirk_does_what_it_says(name: str) -> None:
+    if "convolution" in name and "512" not in torch.backends.cpu.get_cpu_capability():
+        pytest.skip("the table holds for AVX-512")
+    CHECKS[name]()
+
+
+def test_the_cpu_sees_none_of_cudas() -> None:
+    library = torch.ones(4)
+    with quirks_of("cuda").dispatch():
+        pass
+    torch.manual_seed(0)
+    first: Tensor = F.dropout(library, 0.5)
+    torch.manual_seed(0)
+    assert torch.equal(first, library * torch.empty(4).bernoulli_(0.5) / 0.5)
+
+
+def test_other_devices_are_refused() -> None:
+    with pytest.raises(CapslogError, match="choose cpu or cuda"):
+        quirks_of("mps")

@@ -1,0 +1,78 @@
+"""Plans rehearsed on fake tensors; several ranks are held against their real allocators in benchmarks/truth."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+
+import pytest
+
+from tests.profiling import cases
+from tests.profiling.workloads import Megabytes
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.config.reading import Config, section
+from varuna_capslog.engine.communicator import Communicator
+from varuna_capslog.profiles.record import LayerProfile, Profile
+from varuna_capslog.profiling.estimate import StageEstimator
+from varuna_capslog.profiling.rehearsal import rehearse
+from varuna_capslog.start.prepare import plan_run
+
+SIZE = 4
+
+
+def test_one_rank_alone() -> None:
+    """The loss, the update and every layer between them, without messages."""
+    peak, _ = cases.real_peak(Communicator(0, 1, 0, datetime.timedelta(0)), Megabytes(), (0,), SIZE, 3)
+    (rehearsed,) = rehearse(StageEstimator(Megabytes(), microbatch_size=SIZE), (0,), "varuna", 3)
+    assert rehearsed == pytest.approx(peak, rel=0.002)
+
+
+def test_what_waits_depends_on_schedule_place_and_device() -> None:
+    estimator = StageEstimator(Megabytes(), microbatch_size=SIZE, recompute=False)
+    one = rehearse(estimator, (0, 3), "1f1b", 6, recompute=False)
+    more = rehearse(estimator, (0, 3), "gpipe", 6, recompute=False)
+    # GPipe keeps six graphs where 1F1B keeps two and one
+    assert more[0] > one[0]
+    assert more[1] > one[1]
+    # inputs that wait for a recomputation, and outputs sent ahead, grow with the microbatches in flight
+    estimator = StageEstimator(Megabytes(), microbatch_size=SIZE)
+    two, six = (rehearse(estimator, (0, 2, 4), "varuna", count)[0] for count in (2, 6))
+    assert six > two
+
+
+def test_the_rehearsal_has_the_last_word_on_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan that fits by its memory model does not when its own program takes more."""
+    layers = (LayerProfile("a", 100), LayerProfile("b", 60, 50), LayerProfile("c", 60, 45))
+    profile = Profile(layers, source="estimated", conditions={"headroom": {"fixed_bytes": 10, "fragmentation": 1.1}})
+    values = {
+        "workload": "tests.engine.workload:workload",
+        "pipeline": {"devices": 2, "capacity": [130, 130], "memory": "additive"},
+    }
+    config = section(Config, values, "")
+    asked: list[tuple[int, ...]] = []
+
+    def rehearsal(config: Config, cuts: tuple[int, ...]) -> list[int]:
+        asked.append(tuple(cuts))
+        return peaks
+
+    monkeypatch.setattr("varuna_capslog.profiling.rehearsal.rehearse_config", rehearsal)
+    peaks = [105, 109]
+    plan = plan_run(config, profile)
+    assert asked == [plan.cuts]
+    assert (plan.fits, plan.stage_bytes, plan.peak_bytes, plan.shortfall) == (True, (105, 109), 109, None)
+    peaks = [105, 112]  # 112 * 1.1 + 10 = 133.2
+    plan = plan_run(config, profile)
+    assert plan.fits is False
+    assert plan.shortfall is not None
+    assert (plan.shortfall.stage, plan.shortfall.bytes) == (1, 4)
+    assert "stage 1 needs 134" in plan.notes[-1]
+    # nothing is rehearsed where nobody asks what fits, or for a measured profile
+    asked.clear()
+    plan_run(config, dataclasses.replace(profile, source="measured"))
+    plan_run(section(Config, values | {"pipeline": {"devices": 2, "memory": "additive"}}, ""), profile)
+    assert asked == []
+
+
+def test_cuts_that_do_not_fit_the_chain_are_refused() -> None:
+    with pytest.raises(CapslogError):
+        rehearse(StageEstimator(Megabytes(), microbatch_size=1), (0, 9), "varuna", 2)

@@ -1,0 +1,161 @@
+"""Workloads whose layers hold megabytes, so that allocation granularity disappears beside them."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from varuna_capslog.model.chain import Chain, Layer, TensorSpec
+from varuna_capslog.model.workload import Workload
+
+WIDTH, TOKENS = 192, 96
+
+
+class Feed(nn.Module):
+    """Wide and saved: much transient memory. Two of them differ only in width."""
+
+    def __init__(self, factor: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, factor * WIDTH), nn.Linear(factor * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Attend(nn.Module):
+    """Reads a mask that crosses the cuts and carries no gradient; saves squares of the token count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.norm = nn.Linear(WIDTH, 3 * WIDTH), nn.LayerNorm(WIDTH)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        query, key, value = self.project(x).chunk(3, -1)
+        scores = (query @ key.transpose(1, 2) / WIDTH**0.5).masked_fill(mask[:, None], -1e9)
+        return self.norm(x + self.dropout(scores.softmax(-1)) @ value)
+
+
+class Head(nn.Module):
+    """Uses the first layer's embedding again (tied)."""
+
+    def __init__(self, table: nn.Parameter) -> None:
+        super().__init__()
+        self.table = table
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.table.T
+
+
+class Embed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(512, WIDTH))
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        return self.table[tokens], tokens == 0
+
+
+class Frozen(Feed):
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.requires_grad_(False)
+
+
+class Megabytes(Workload):
+    """Seven layers: tied, frozen, attending, feeding; every cut is crossed by activations and a mask."""
+
+    name = "megabytes"
+
+    def build_chain(self) -> Chain:
+        embed = Embed()
+        layers = [
+            Layer("embed", embed, ("tokens",), ("x", "mask")),
+            Layer("frozen", Frozen()),
+            Layer("attend.0", Attend(), ("x", "mask"), ("x",)),
+            Layer("feed.0", Feed(4)),
+            Layer("feed.1", Feed(8)),
+            Layer("attend.1", Attend(), ("x", "mask"), ("x",)),
+            Layer("head", Head(embed.table)),
+        ]
+        return Chain(layers, ("tokens",), ("x",), self.name)
+
+    def loss(self, outputs: Mapping[str, Tensor], targets: Any, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
+        loss = F.cross_entropy(outputs["x"].flatten(0, 1), targets.flatten(), reduction="sum") / normalisers["tokens"]
+        return {"loss": loss}
+
+    def profile_inputs(self, microbatch_size: int) -> dict[str, TensorSpec]:
+        return {"tokens": TensorSpec((microbatch_size, TOKENS), torch.int64)}
+
+    def profile_targets(self, microbatch_size: int) -> tuple[Any, dict[str, float]]:
+        return torch.ones(microbatch_size, TOKENS, dtype=torch.int64), {"tokens": 1.0}
+
+
+class Watching(nn.Linear):
+    """Remembers the most parameter bytes that were real while it ran."""
+
+    seen = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        # not isinstance: asking half a million objects would take seconds
+        real = {p.data_ptr(): p.nbytes for p in gc.get_objects() if type(p) is nn.Parameter and not p.is_meta}
+        Watching.seen = max(Watching.seen, sum(real.values()))
+        return super().forward(x)
+
+
+class Equal(Workload):
+    """`length` equal layers of `width` squared weights."""
+
+    name = "equal"
+    kind: type[nn.Linear] = nn.Linear
+
+    def __init__(self, length: int = 4, width: int = 128, wide_output: int = 0) -> None:
+        self.length, self.width, self.wide_output = length, width, wide_output
+
+    def build_chain(self) -> Chain:
+        return Chain([Layer(f"layer.{index}", self.kind(self.width, self.width)) for index in range(self.length)])
+
+    def loss(self, outputs: Mapping[str, Tensor], targets: Any, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
+        scratch = torch.zeros(self.wide_output)
+        return {"loss": outputs["x"].square().mean() + scratch.sum()}
+
+    def profile_inputs(self, microbatch_size: int) -> dict[str, TensorSpec]:
+        return {"x": TensorSpec((microbatch_size, self.width))}
+
+
+class Watched(Equal):
+    name = "watched"
+    kind = Watching
+
+
+class Dies(nn.Module):
+    """Works while shapes are traced and kills its process when it runs for real."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if type(x) is Tensor and not torch._C._functorch.is_functorch_wrapped_tensor(x):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return x
+
+
+class Deadly(Equal):
+    name = "deadly"
+
+    def build_chain(self) -> Chain:
+        layers = [Layer(f"layer.{index}", self.kind(self.width, self.width)) for index in range(3)]
+        return Chain([*layers, Layer("deadly", Dies())])
+
+
+class Unlucky(Equal):
+    """Its loss fails on anything."""
+
+    name = "unlucky"
+
+    def loss(self, outputs: Mapping[str, Tensor], targets: Any, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
+        raise RuntimeError("no loss today")

@@ -1,0 +1,90 @@
+"""What the search over all orders forgets has no effect: worlds that it takes for one have the same future."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from varuna_capslog.membership import protocol
+from varuna_capslog.rig.search.mail import MailWorld, Scenario
+from varuna_capslog.rig.search.world import make_job
+
+_TWO: dict[str, Any] = {"members": 2, "processes": 2, "job": make_job(2)}
+
+SCENARIOS: Mapping[str, Mapping[str, Any]] = {
+    "2 crashes": {"faults": 2, "kinds": ("crash",), "steps": 1},
+    "async": {"faults": 1, "kinds": ("crash",), "steps": 1, "job": make_job(3, sync=False)},
+    "2 crashes of 2": {"faults": 2, "kinds": ("crash",)} | _TWO,
+    "hang": {"faults": 1, "kinds": ("hang",)} | _TWO,
+    "cut": {"faults": 1, "kinds": ("cut",), "steps": 1} | _TWO,
+    "stale": {"faults": 2, "kinds": ("crash", "hang"), "once": True, "stale": True} | _TWO | {"steps": 1},
+    "leave": {"faults": 0, "leaves": 1, "steps": 1},
+    "leave with shadows": {"faults": 0, "leaves": 1, "job": make_job(3, shadows=True)},
+    "late": {"faults": 0, "late": 1} | _TWO,
+}
+
+
+class Remembering(MailWorld):
+    """A world that forgets only mail of which nothing can come; while that can be delivered, nobody's patience ends."""
+
+    def tidy(self) -> None:
+        idle = ("ask", "bye", "cas", "read")
+        self.mail = frozenset(entry for entry in self.mail if entry[0] not in idle or self._matters(entry))
+
+    def key(self) -> tuple[Any, ...]:
+        return tuple(_frozen(value) for name, value in sorted(vars(self).items()) if name not in ("scenario", "job"))
+
+
+def _frozen(value: Any) -> Any:
+    """The same as something that can be looked up."""
+    if isinstance(value, dict):
+        return tuple(sorted(((key, _frozen(entry)) for key, entry in value.items()), key=lambda item: item[0]))
+    return tuple(value) if isinstance(value, list) else value
+
+
+def what_is_left(world: Remembering) -> MailWorld:
+    """The same world as the search keeps it."""
+    forgetful = world.copy()
+    forgetful.__class__ = MailWorld
+    forgetful.tidy()
+    return forgetful
+
+
+def futures_differ(scenario: Scenario) -> tuple[int, int, int]:
+    """Goes through all worlds of a scenario; how many they are, as how many the search knows them, and how often
+    worlds that are one to it go on differently.
+    """
+    first = Remembering(scenario, protocol.step, True)
+    first.begin()
+    names: dict[Any, int] = {}
+    futures: dict[int, Any] = {}
+    seen, stack, different = {first.key()}, [first], 0
+
+    def name(world: MailWorld) -> int:
+        return names.setdefault(world.key(), len(names))
+
+    while stack:
+        world = stack.pop()
+        kept = what_is_left(world)
+        me = name(kept)
+        following = [(fault, world.after(action)) for action, fault in world.actions()]
+        future = {(fault, name(what_is_left(after))) for fault, after in following}  # type: ignore[arg-type]
+        of_kept = {(fault, name(kept.after(action))) for action, fault in kept.actions()}
+        still = {(False, me)}  # what changes nothing leads nowhere
+        told = (world.done(), future - still)
+        different += told != futures.setdefault(me, told) or told != (kept.done(), of_kept - still)
+        for _, after in following:
+            key = after.key()
+            if key not in seen:
+                seen.add(key)
+                stack.append(after)  # type: ignore[arg-type]
+    return len(seen), len(futures), different
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_worlds_that_are_one_to_the_search_have_one_future(name: str) -> None:
+    all_worlds, known, different = futures_differ(Scenario(**SCENARIOS[name]))
+    assert different == 0
+    assert known < all_worlds, "something was forgotten"

@@ -1,0 +1,67 @@
+"""Which samples make which step: a pure function of seed and step."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engine.workload import TinyData
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.engine.optimizer import LearningRate
+from varuna_capslog.engine.seeds import mix
+from varuna_capslog.training.feed import Feed, evaluation_groups
+
+
+def feed(count: int = 22, local: range = range(4), seed: int = 0) -> Feed:
+    return Feed(TinyData(count), minibatch_size=8, microbatch_size=2, seed=seed, local=local)
+
+
+def test_an_epoch_shows_every_sample_at_most_once_and_another_epoch_another_order() -> None:
+    plan = feed()
+    assert plan.steps_per_epoch == 2
+    seen = [sample for step in (1, 2) for group in plan.minibatch(step).sample_ids for sample in group]
+    assert len(seen) == len(set(seen)) == 16
+    assert [plan.epoch(step) for step in (1, 2, 3, 5)] == [0, 0, 1, 2]
+    assert plan.minibatch(3).sample_ids != plan.minibatch(1).sample_ids
+
+
+def test_a_step_is_the_same_from_wherever_one_asks() -> None:
+    forwards = feed()
+    expected = [forwards.minibatch(step).sample_ids for step in range(1, 12)]
+    backwards = feed()
+    assert [backwards.minibatch(step).sample_ids for step in range(11, 0, -1)] == expected[::-1]
+    assert feed(seed=1).minibatch(1).sample_ids != expected[0]
+
+
+def test_loading_ahead_gives_the_right_tensors() -> None:
+    plan = feed(local=range(2, 4))
+    for step in range(1, 5):
+        load, minibatch = plan.loader(step), plan.minibatch(step)
+        for microbatch in (2, 3):
+            assert load(microbatch)["x"].equal(TinyData(22).load(minibatch, microbatch)["x"])
+    plan.close()
+
+
+def test_too_few_samples_are_refused() -> None:
+    with pytest.raises(CapslogError, match=r"has 7 samples, fewer than train.minibatch_size=8"):
+        feed(7)
+
+
+def test_an_evaluation_covers_every_sample_once_whatever_the_replicas() -> None:
+    for replicas in (1, 2, 3):
+        shares = [list(evaluation_groups(23, 2, 3, replica, replicas)) for replica in range(replicas)]
+        samples = [sample for share in shares for minibatch in share for group in minibatch for sample in group]
+        assert sorted(samples) == list(range(23))
+    alone = list(evaluation_groups(23, 2, 3, 0, 1))
+    assert [minibatch for pair in zip(*[iter(alone)] * 2, strict=True) for minibatch in pair] == alone
+
+
+def test_the_learning_rate_is_a_function_of_the_step() -> None:
+    rate = LearningRate(1.0, warmup_steps=4, drop_steps=10, drop_factor=0.1)
+    assert [rate.at(step) for step in (1, 2, 4, 10)] == [0.25, 0.5, 1.0, 1.0]
+    assert [rate.at(step) for step in (11, 20, 21)] == pytest.approx([0.1, 0.1, 0.01])
+
+
+def test_seeds_differ_in_every_argument() -> None:
+    seeds = {mix(a, b, c, d) for a in range(5) for b in range(5) for c in range(5) for d in range(5)}
+    assert len(seeds) == 5**4
+    assert all(0 <= seed < 2**63 for seed in seeds)

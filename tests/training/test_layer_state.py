@@ -1,0 +1,220 @@
+"""State by layer: there and back, from disk, into another engine; and copies that make their owner's steps."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.engine import models
+from tests.engine.pool import WorkerPool
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.engine.communicator import Communicator
+from varuna_capslog.engine.layers import EngineLayer
+from varuna_capslog.engine.optimizer import LearningRate
+from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine
+from varuna_capslog.training import layer_state
+from varuna_capslog.training.checkpoint import load_layers, open_checkpoint, save_checkpoint
+from varuna_capslog.training.follower import Follower
+
+CPU = torch.device("cpu")
+ONE, THREE_STAGES = Layout((0,), (0,)), Layout((0, 3, 9), (0, 0, 0))
+# clipping, a warm-up and two multipliers: everything that makes a step of one layer differ from another's
+OPTIONS = EngineOptions(
+    num_microbatches=4,
+    num_blocks=2,
+    seed=7,
+    clip_norm=0.5,
+    rate=LearningRate(1e-2, warmup_steps=2),
+    multipliers={"norm": 0.5, "head": 3.0},
+)
+SHARED = (8, 9, 10)
+
+
+def make_engine(
+    layout: Layout = ONE,
+    communicator: Communicator | None = None,
+    layers: Mapping[int, EngineLayer] | None = None,
+    chain: Any = None,
+) -> PipelineEngine:
+    alone = communicator or Communicator(0, 1, 0, datetime.timedelta(0))
+    return PipelineEngine(chain or models.build_chain(), models.loss, layout, OPTIONS, alone, CPU, layers=layers)
+
+
+def train(engine: PipelineEngine, *steps: int) -> None:
+    for step in steps:
+        minibatch, inputs = models.make_minibatch(4, step)
+        engine.train_step(step, minibatch, inputs.__getitem__)
+
+
+def states(engine: PipelineEngine, copy: bool = True) -> dict[int, layer_state.LayerState]:
+    return {layer.index: layer_state.capture(layer, engine.optimizer, copy) for layer in engine.layers}
+
+
+def digests(found: Mapping[int, Mapping[str, Tensor]]) -> dict[int, bytes]:
+    return {index: layer_state.digest(state) for index, state in found.items()}
+
+
+def test_keys_name_parameters_buffers_and_moments_of_every_use() -> None:
+    engine = make_engine()
+    train(engine, 1)
+    found = states(engine)
+    assert set(found[1]) == {
+        "buffers/norm.num_batches_tracked",
+        "buffers/norm.running_mean",
+        "buffers/norm.running_var",
+        *(f"parameters/{name}" for name in ("conv.weight", "norm.weight", "norm.bias")),
+        *(
+            f"optimizer/{name}/{moment}"
+            for name in ("conv.weight", "norm.weight", "norm.bias")
+            for moment in ("exp_avg", "exp_avg_sq", "step")
+        ),
+    }
+    assert set(found[0]) == {"parameters/conv.weight", "parameters/conv.bias"}, "a frozen layer has no moments"
+    for index in SHARED:
+        assert torch.equal(found[index]["optimizer/head.0.weight/exp_avg"], found[8]["optimizer/head.0.weight/exp_avg"])
+
+
+def test_sizes_are_those_of_a_trained_state() -> None:
+    engine, chain = make_engine(), models.build_chain()
+    train(engine, 1)
+    for index, state in states(engine).items():
+        assert layer_state.size_of(chain, index) == sum(t.numel() * t.dtype.itemsize for t in state.values())
+
+
+def test_initial_is_the_untrained_layer_even_after_training() -> None:
+    chain = models.build_chain()
+    fresh = digests({index: layer_state.initial(chain, index) for index in range(len(chain))})
+    assert fresh == digests(states(make_engine()))
+    engine = make_engine(chain=chain, layers={})
+    train(engine, 1)
+    assert digests({index: layer_state.initial(chain, index) for index in range(len(chain))}) == fresh
+    assert digests(states(engine))[1] != fresh[1]
+
+
+def test_a_digest_sees_every_change() -> None:
+    state = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.zeros((), dtype=torch.int64)}
+    known = layer_state.digest(state)
+    assert layer_state.digest({"b": state["b"], "a": state["a"].t().contiguous().t()}) == known
+    changed = state["a"].clone()
+    changed[1, 2] = torch.nextafter(changed[1, 2], torch.tensor(9.0))
+    for other in (
+        {"a": changed, "b": state["b"]},
+        {"a": state["a"].reshape(3, 2), "b": state["b"]},
+        {"a": state["a"].view(torch.int32), "b": state["b"]},
+        {"c": state["a"], "b": state["b"]},
+        {"a": state["a"]},
+    ):
+        assert layer_state.digest(other) != known
+
+
+def test_a_checkpoint_gives_every_layer_its_state(tmp_path: Path) -> None:
+    engine, chain = make_engine(), models.build_chain()
+    train(engine, 1, 2)
+    arguments = (chain, engine.layers, engine.optimizer, engine.communicator, True, {})
+    checkpoint = open_checkpoint(save_checkpoint(tmp_path, 2, 0, *arguments))
+    found = states(engine)
+    for index, state in found.items():
+        assert layer_state.digest(layer_state.from_checkpoint(checkpoint, chain, index)) == layer_state.digest(state)
+        kept = layer_state.to_checkpoint(state, chain, index)
+        there = checkpoint.layer(chain.layers[index].name)
+        for kind, part in there.items():
+            assert sorted(kept[kind]) == sorted(part)
+        assert any("head" in name for name in kept["parameters"]) == (index == SHARED[0])
+    # and the plain way of loading it, which knows nothing of these states
+    other = make_engine()
+    load_layers(checkpoint, other.layers, other.optimizer)
+    assert digests(states(other)) == digests(found)
+    wider = models.build_chain(dtype=torch.float64)
+    wider.layers[1].module.conv = torch.nn.Conv2d(3, 8, 5)
+    with pytest.raises(CapslogError, match=r"'conv1\.conv\.weight' has shape \[8, 3, 5, 5\] in the model, shape \[8"):
+        layer_state.from_checkpoint(checkpoint, wider, 1)
+
+
+@pytest.mark.parametrize("live", [False, True], ids=["from copies", "with the layers that stay"])
+def test_an_installed_state_goes_on_to_the_last_bit(live: bool) -> None:
+    whole = make_engine(THREE_STAGES)
+    train(whole, 1, 2, 3, 4)
+    engine, chain = make_engine(), models.build_chain()
+    train(engine, 1, 2)
+    minibatch, inputs = models.make_minibatch(4, 3)
+    engine.compute(3, minibatch, inputs.__getitem__)  # a step that is broken off leaves its gradients and statistics
+    kept = states(engine, copy=not live)
+    before = digests(kept)
+    layers = {layer.index: layer for layer in engine.layers}
+    engine = make_engine(THREE_STAGES, layers=layers if live else {}, chain=chain)
+    for layer in engine.layers:
+        layer_state.install(layer, engine.optimizer, kept[layer.index])
+        assert (layer is layers[layer.index]) == (live and layer.index not in SHARED)
+    assert digests(states(engine)) == before
+    train(engine, 3, 4)
+    assert digests(states(engine)) == digests(states(whole))
+    if not live:
+        assert digests(kept) == before, "what was installed is a copy"
+
+
+def test_installing_an_untrained_state_forgets_the_moments() -> None:
+    engine, chain = make_engine(), models.build_chain()
+    fresh = digests(states(engine))
+    train(engine, 1)
+    for layer in engine.layers:
+        layer_state.install(layer, engine.optimizer, layer_state.initial(chain, layer.index))
+    assert digests(states(engine)) == fresh
+
+
+def test_a_state_of_another_layer_is_one_sentence() -> None:
+    engine, chain = make_engine(), models.build_chain()
+    with pytest.raises(CapslogError, match=r"the state for layer 'conv1' has no parameter 'norm\.weight'"):
+        layer_state.install(engine.layers[1], engine.optimizer, {"parameters/conv.weight": torch.zeros(8, 8, 3, 3)})
+    with pytest.raises(CapslogError, match=r"parameter 'conv\.weight' of shape \[1\], the model wants \[8, 8, 3, 3\]"):
+        layer_state.install(engine.layers[1], engine.optimizer, {"parameters/conv.weight": torch.zeros(1)})
+    follower = Follower(chain, 1, OPTIONS, CPU, layer_state.initial(chain, 1))
+    with pytest.raises(CapslogError, match=r"'conv1' has nothing to do with 'gradients/query\.weight'"):
+        follower.apply({"gradients/query.weight": torch.zeros(8, 8)}, 1, 1.0)
+
+
+def follow(communicator: Communicator, layout: Layout) -> dict[str, Any]:
+    """Five steps with a copy of every layer beside its owner."""
+    engine = make_engine(layout, communicator)
+    chain = models.build_chain()
+    followers = {index: Follower(chain, index, OPTIONS, CPU, state) for index, state in states(engine).items()}
+    scales, equal, traced = [], [], []
+    for step in range(1, 6):
+        minibatch, inputs = models.make_minibatch(4, step)
+        engine.compute(step, minibatch, inputs.__getitem__)
+        updates = {
+            # what a wire would do to it
+            index: {key: tensor.clone(memory_format=torch.contiguous_format) for key, tensor in update.items()}
+            for index, update in ((index, engine.update_of(index)) for index in followers)
+        }
+        verdict = engine.vote(step, minibatch)
+        engine.apply(verdict)
+        for index, follower in followers.items():
+            follower.apply(updates[index], step, verdict.scale)
+        scales.append(verdict.scale)
+        theirs = digests({index: follower.state(copy=False) for index, follower in followers.items()})
+        equal.append(theirs == digests(states(engine)))
+        traced.append({index: sorted(update) for index, update in updates.items()})
+    return {"scales": scales, "equal": equal, "keys": traced[0]}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [ONE, Layout((0, 8, 9, 10), (0, 1, 2, 3)), Layout((0, 2, 8, 9), (0, 1, 0, 1), 2)],
+    ids=["one rank", "heads on three ranks", "two replicas, heads on two ranks each"],
+)
+def test_a_follower_is_its_owner_to_the_last_bit(pool: WorkerPool, layout: Layout) -> None:
+    results = pool.run(follow, layout.world_size, layout)
+    for result in results:
+        assert result["equal"] == [True] * 5
+        assert min(result["scales"]) < 1.0
+    keys = {index: found for result in results for index, found in result["keys"].items()}
+    assert [key for key in keys[1] if key.startswith("statistics")] == [f"statistics/{index}/0" for index in range(4)]
+    assert not keys[0], "nothing of a frozen layer changes"
+    for index in SHARED:
+        assert "gradients/head.0.weight" in keys[index], "the total, wherever its leaf lies"

@@ -1,0 +1,169 @@
+"""Whole runs: resume to the last bit, checkpoints that survive faults, evaluation on the pipeline."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine import cases
+from tests.engine.pool import WorkerPool
+from tests.engine.workload import TinyWorkload
+from varuna_capslog.base import files
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.training.checkpoint import best_checkpoint, latest_checkpoint, load_chain, open_checkpoint, prune
+from varuna_capslog.training.initial import initialise
+
+TWO, THREE = (0, 6), (0, 3, 8)
+
+
+def losses(run_dir: Path) -> dict[int, float]:
+    """Loss by step; the last line of a step counts."""
+    return {line["step"]: line["loss"] for line in files.read_jsonl(run_dir / "metrics.jsonl")}
+
+
+def train(pool: WorkerPool, run_dir: Path, cuts: tuple[int, ...] = TWO, **options: Any) -> dict[str, Any]:
+    faults = {key: options.pop(key) for key in ("stop_after", "full_disk_at") if key in options}
+    config = cases.run_config(str(run_dir), **options)
+    world_size = len(cuts) * config.pipeline.replicas
+    arguments = (faults.get("stop_after"), faults.get("full_disk_at"))
+    return pool.run(cases.train_run, world_size, config, cuts, *arguments)[0]
+
+
+@pytest.fixture(scope="module")
+def whole(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six steps without interruption."""
+    run_dir = tmp_path_factory.mktemp("whole")
+    assert train(pool, run_dir)["step"] == 6
+    return run_dir
+
+
+@pytest.mark.parametrize("cuts", [TWO, THREE], ids=["same cuts", "other cuts"])
+def test_resume_continues_to_the_last_bit(pool: WorkerPool, whole: Path, tmp_path: Path, cuts: tuple[int, ...]) -> None:
+    stopped = train(pool, tmp_path, stop_after=3)
+    assert (stopped["step"], stopped["stopped"]) == (3, True)
+    resumed = train(pool, tmp_path, cuts)
+    assert (resumed["resumed"], resumed["step"], resumed["stopped"]) == (3, 6, False)
+    assert losses(tmp_path) == losses(whole)
+    one, other = (latest_checkpoint(folder / "checkpoints")[0] for folder in (whole, tmp_path))
+    assert one is not None
+    assert other is not None
+    for name in one.manifest["layers"]:
+        _assert_same(one.layer(name), other.layer(name))
+
+
+def _assert_same(one: Any, other: Any) -> None:
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            _assert_same(one[key], other[key])
+    else:
+        assert torch.equal(one, other)
+
+
+def test_two_replicas_write_the_same_losses(pool: WorkerPool, whole: Path, tmp_path: Path) -> None:
+    train(pool, tmp_path, pipeline={"replicas": 2})
+    assert losses(tmp_path) == losses(whole)
+
+
+def test_a_changed_constant_is_refused(pool: WorkerPool, whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole, tmp_path / "run")
+    with pytest.raises(RuntimeError, match=r"was written with train\.seed=3, the config says 4"):
+        train(pool, tmp_path / "run", train={"seed": 4, "max_steps": 8})
+
+
+def test_a_full_disk_leaves_the_previous_checkpoint(pool: WorkerPool, tmp_path: Path) -> None:
+    result = train(pool, tmp_path, train={"checkpoint_every": 2}, full_disk_at=4)
+    assert "checkpoint of step 4 could not be written" in result["error"]
+    assert "rank 1: No space left on device" in result["error"]
+    latest, skipped = latest_checkpoint(tmp_path / "checkpoints")
+    assert latest is not None
+    assert (latest.step, skipped) == (2, [])
+    assert not list((tmp_path / "checkpoints").glob(".partial-*"))
+    assert train(pool, tmp_path)["resumed"] == 2
+
+
+def test_a_checkpoint_cut_short_is_passed_over(whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole / "checkpoints", tmp_path / "checkpoints")
+    newest = tmp_path / "checkpoints" / "step-00000006"
+    older = tmp_path / "checkpoints" / "step-00000005"
+    shutil.copytree(newest, older)
+    with open(newest / "layer-0003.pt", "r+b") as file:
+        file.truncate(100)
+    latest, skipped = latest_checkpoint(tmp_path / "checkpoints")
+    assert latest is not None
+    assert latest.path == older
+    assert "layer-0003.pt: missing or cut short" in skipped[0]
+
+
+def test_a_flipped_bit_is_noticed(whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole / "checkpoints" / "step-00000006", tmp_path / "copy")
+    file = tmp_path / "copy" / "layer-0005.pt"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CapslogError, match=r"layer-0005.pt: damaged"):
+        open_checkpoint(tmp_path / "copy").layer("encoder.0")
+
+
+def test_prune_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4, 5):
+        (tmp_path / f"step-{step:08d}").mkdir()
+    (tmp_path / ".partial-step-00000006-g0").mkdir()
+    prune(tmp_path, keep=2, spare=[1])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000004", "step-00000005"]
+
+
+def test_a_refused_step_saves_the_boundary_before_it(pool: WorkerPool, tmp_path: Path) -> None:
+    config = {"data": {"samples": 24, "poison": 5}}
+    error = train(pool, tmp_path, **config)["error"]
+    assert error.startswith("StepRefused: step ")
+    assert "samples [" in error
+    step = int(error.split("step ")[1].split(":")[0])
+    latest, _ = latest_checkpoint(tmp_path / "checkpoints")
+    assert (latest.step if latest else 0) == step - 1
+
+
+def test_evaluation_on_the_pipeline_is_the_plain_models(pool: WorkerPool, tmp_path: Path) -> None:
+    result = train(pool, tmp_path, THREE, train={"evaluate_every": 3, "max_steps": 4}, pipeline={"replicas": 2})
+    assert result["scores"]["samples"] == list(range(7))
+    chain = TinyWorkload(cases.run_config(str(tmp_path))).build_chain()
+    load_chain(open_checkpoint(tmp_path / "checkpoints" / "step-00000004"), chain)
+    for layer in chain.layers:
+        layer.module.eval()
+    workload = TinyWorkload(cases.run_config(str(tmp_path)))
+    data, means = workload.val_data(), []
+    minibatch = data.minibatch([[0, 1], [2, 3], [4, 5], [6]], 0)
+    for microbatch in range(4):
+        outputs = chain.run(data.load(minibatch, microbatch))["outputs"]
+        means += outputs[-1].mean(dim=(1, 2)).tolist()
+    assert result["scores"]["mean"] == pytest.approx(sum(means) / 7, rel=1e-6)
+    evaluations = files.read_jsonl(tmp_path / "evaluations.jsonl")
+    assert [line["step"] for line in evaluations] == [3, 4]
+    best = max(evaluations, key=lambda line: line["scores"]["mean"])
+    assert best_checkpoint(tmp_path / "checkpoints").step == best["step"]
+
+
+def test_init_from_takes_weights_and_skips_what_it_is_told(whole: Path, tmp_path: Path) -> None:
+    config = cases.run_config(str(tmp_path), train={"seed": 99})
+    workload = TinyWorkload(config)
+    fresh, chain = workload.build_chain().named_parameters(), workload.build_chain()
+    skipped = initialise(chain, workload, whole, ["encoder.0"])
+    trained = open_checkpoint(whole / "checkpoints" / "step-00000006")
+    parameters = chain.named_parameters()
+    assert torch.equal(parameters["conv1.conv.weight"], trained.layer("conv1")["parameters"]["conv.weight"])
+    assert torch.equal(parameters["encoder.0.query.weight"], fresh["encoder.0.query.weight"])
+    assert "encoder.0.query.weight: skipped by init_skip" in skipped
+    with pytest.raises(CapslogError, match="does not exist"):
+        initialise(chain, workload, tmp_path / "nowhere", [])
+
+
+def test_peaks_are_recorded_for_every_stage(whole: Path) -> None:
+    measured = [line for line in files.read_jsonl(whole / "metrics.jsonl") if "peak_bytes" in line]
+    assert [line["step"] for line in measured] == [2]
+    assert len(measured[0]["peak_bytes"]) == 2
+    assert min(measured[0]["peak_bytes"]) > 0
+    assert measured[0]["peak_source"] == "cpu allocator events"

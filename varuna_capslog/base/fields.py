@@ -1,0 +1,114 @@
+"""Checks for values that come from a file: what profile and plan records have in common.
+
+Records (profiles/record.py, plan.py) call these from their constructors, so that no invalid record exists, whether it
+came from a file or from code. Knows nothing about any one file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from varuna_capslog.base.errors import CapslogError
+
+__all__ = ["build", "choice", "interval", "listed", "refuse_unknown", "seconds", "text", "whole", "within"]
+
+T = TypeVar("T")
+
+
+def refuse_unknown(given: Iterable[str], known: Sequence[str], kind: str = "field") -> None:
+    """Raise CapslogError for the first name in `given` that is not `known`, and suggest the nearest one."""
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1)
+            advice = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+            raise CapslogError(f"unknown {kind} {name!r}; {advice}")
+
+
+def within(where: str, make: Callable[[], T]) -> T:
+    """Return `make()`; a CapslogError from it gets `where` (a file, a row) put before its message."""
+    try:
+        return make()
+    except CapslogError as error:
+        raise type(error)(f"{where}: {error}") from error
+
+
+def build(record: type[T], value: Any, where: str) -> T:
+    """Make the dataclass `record` from a JSON object: unknown and missing fields are refused by name."""
+
+    def make() -> T:
+        if not isinstance(value, Mapping):
+            raise CapslogError(f"a JSON object is needed here, not {_kind(value)}")
+        fields = dataclasses.fields(record)  # type: ignore[arg-type]
+        refuse_unknown(value, [field.name for field in fields])
+        for field in fields:
+            required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+            if required and field.name not in value:
+                raise CapslogError(f"field {field.name!r} is missing")
+        return record(**value)
+
+    return within(where, make)
+
+
+def whole(value: Any, name: str, minimum: int | None = 0) -> int:
+    """Return `value` as an int; refuse what is not a whole number of at least `minimum` (None: any)."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise CapslogError(f"{name} is {_show(value)}; it must be a whole number")
+    if minimum is not None and value < minimum:
+        raise CapslogError(f"{name} is {value}; it must be at least {minimum}")
+    return value
+
+
+def seconds(value: Any, name: str) -> float:
+    """Return `value` as a float; refuse what is not a finite number of seconds of at least 0."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+        raise CapslogError(f"{name} is {_show(value)}; it must be a number of seconds, at least 0")
+    return float(value)
+
+
+def text(value: Any, name: str) -> str:
+    """Return `value`; refuse what is not a non-empty string."""
+    if not isinstance(value, str) or not value:
+        raise CapslogError(f"{name} is {_show(value)}; it must be a non-empty string")
+    return value
+
+
+def choice(value: Any, name: str, allowed: Sequence[str]) -> str:
+    """Return `value`; refuse what is not one of the `allowed` words."""
+    if not isinstance(value, str) or value not in allowed:
+        raise CapslogError(f"{name} is {_show(value)}; it must be one of {', '.join(allowed)}")
+    return value
+
+
+def listed(value: Any, name: str) -> list[Any]:
+    """Return `value` as a list; refuse what is not a list or tuple."""
+    if not isinstance(value, (list, tuple)):
+        raise CapslogError(f"{name} is {_kind(value)}; it must be a list")
+    return list(value)
+
+
+def interval(value: Any, name: str) -> tuple[int, int]:
+    """Return `value` as layers (first, end), `end` not included; refuse what is not two numbers with first < end."""
+    pair = listed(value, name)
+    if len(pair) != 2:
+        raise CapslogError(f"{name} has {len(pair)} entries; it must be [first, end]")
+    first, end = whole(pair[0], f"{name}[0]"), whole(pair[1], f"{name}[1]")
+    if first >= end:
+        raise CapslogError(
+            f"{name} is [{first}, {end}]; the first layer must come before the end, which is not included"
+        )
+    return first, end
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", tuple: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__)
+
+
+def _show(value: Any) -> str:
+    return "null" if value is None else repr(value) if isinstance(value, (str, int, float, bool)) else _kind(value)

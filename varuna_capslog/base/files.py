@@ -1,0 +1,180 @@
+"""Files that survive a crash: whole files that appear at once or not at all, and line files that only grow.
+
+Everything a run writes (profiles, plans, checkpoints' indexes, metrics, events) goes through here. Never rewrites a
+line file and never leaves a half-written file under its final name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import itertools
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from varuna_capslog.base.errors import CapslogError, DiskFailed
+
+__all__ = [
+    "append_jsonl",
+    "is_full",
+    "last_lines",
+    "read_json",
+    "read_jsonl",
+    "write_failure",
+    "write_json",
+    "write_text",
+]
+
+_log = logging.getLogger(__name__)
+_serial = itertools.count()
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+
+
+def is_full(error: OSError) -> bool:
+    """Whether it says that the file system takes no more, whoever writes."""
+    return error.errno in _FULL
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write `text` (UTF-8) so that a reader finds the old file or the whole new one, also after a power cut.
+
+    The text goes to a neighbouring temporary file, is synced, renamed over `path`, and the folder is synced. Folders on
+    the way are made. Raises CapslogError naming the file (DiskFailed where the disk is full); the old file is then
+    untouched.
+    """
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.{next(_serial)}.tmp")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(temporary, "x", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, target)
+        finally:
+            temporary.unlink(missing_ok=True)
+        # Without this the rename itself may be lost in a power cut.
+        folder = os.open(target.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        raise write_failure(f"{target} cannot be written", error) from error
+
+
+def write_json(path: str | os.PathLike[str], value: Any) -> None:
+    """Write `value` as indented JSON with `write_text`. Raises CapslogError for NaN and infinities."""
+    write_text(path, _dumps(path, value, indent=1) + "\n")
+
+
+def read_json(path: str | os.PathLike[str]) -> Any:
+    """Return the value in a JSON file. Raises CapslogError naming the file, and the line where the text is not JSON."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise CapslogError(f"{path} cannot be read: {reason}; check the path") from error
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        raise CapslogError(
+            f"{path} is not valid JSON: line {error.lineno}, column {error.colno}: {error.msg}; mend the file or "
+            "remove it"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise CapslogError(f"{path} is not valid JSON: {error}") from error
+
+
+def append_jsonl(path: str | os.PathLike[str], record: dict[str, Any]) -> None:
+    """Append one JSON object as one line, under the file's lock, so that lines of several processes do not mix.
+
+    Not synced (a step must not wait for the disk): a killed process loses nothing, a power cut may lose the last lines.
+    A torn last line that an earlier crash left is closed first. Raises CapslogError naming the file (DiskFailed
+    where the disk is full).
+    """
+    line = (_dumps(path, record, indent=None) + "\n").encode()
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        try:
+            # Another process may be half-way through its line, which must not be taken for a torn one.
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            size = os.fstat(descriptor).st_size
+            if size and os.pread(descriptor, 1, size - 1) != b"\n":
+                line = b"\n" + line
+            while line:
+                line = line[os.write(descriptor, line) :]
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise write_failure(f"{path} cannot be appended to", error) from error
+
+
+def last_lines(path: str | os.PathLike[str], size: int = 1 << 16) -> list[dict[str, Any]]:
+    """Return the objects in the last `size` bytes of a line file, oldest first; what is cut or torn is left out.
+
+    Raises CapslogError where the file cannot be read.
+    """
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - size))
+            lines = file.read().splitlines()
+    except OSError as error:
+        raise CapslogError(f"{path} cannot be read: {error.strerror or error}; check the path") from error
+    found = []
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            value = json.loads(line)
+            if isinstance(value, dict):
+                found.append(value)
+    return found
+
+
+def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Return the objects of a line file, oldest first; lines that a crash tore are left out with a warning in the log.
+
+    Raises CapslogError where the file cannot be read or a whole line is JSON but not an object.
+    """
+    try:
+        lines = Path(path).read_bytes().split(b"\n")
+    except OSError as error:
+        raise CapslogError(f"{path} cannot be read: {error.strerror or error}; check the path") from error
+    records = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line, parse_constant=_refuse_constant)
+        except ValueError:
+            # A line is one object, and no proper beginning of an object is JSON: what does not parse was torn.
+            _log.warning("%s: line %d is torn and left out", path, number)
+            continue
+        if not isinstance(record, dict):
+            raise CapslogError(f"{path}: line {number} is not a JSON object; this is not a file of this library")
+        records.append(record)
+    return records
+
+
+def write_failure(what: str, error: OSError) -> CapslogError:
+    """What to raise where something could not be written: DiskFailed where nobody could have."""
+    kind = DiskFailed if is_full(error) else CapslogError
+    return kind(f"{what}: {error.strerror or error}; free space or choose another path")
+
+
+def _dumps(path: str | os.PathLike[str], value: Any, indent: int | None) -> str:
+    try:
+        return json.dumps(value, indent=indent, allow_nan=False, ensure_ascii=False)
+    except ValueError as error:
+        raise CapslogError(
+            f"{path}: JSON cannot hold this value: {error}; write null for a number that is not finite"
+        ) from error
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON number")

@@ -1,0 +1,367 @@
+"""Starts the workers of a run on this machine, watches them, and ends all of them when one fails.
+
+`capslog train` calls it; any command line can be a worker, so its tests need no engine. It never touches a tensor or a
+process group, and no worker outlives it, however it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any
+
+from varuna_capslog.base import files
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.failures import Failure, is_consequence, read_failure, root_cause
+from varuna_capslog.base.processes import (
+    die_with_parent,
+    is_stopped,
+    last_line,
+    signal_group,
+    signal_name,
+    write_unless_there,
+)
+
+__all__ = ["Interrupted", "Supervisor", "WorkerFailed", "reserve"]
+
+POLL_SECONDS = 0.05
+SETTLE_SECONDS = 1.0  # a worker's neighbours often die before it does: wait for the cause to be written
+HANG_SECONDS = 5.0  # where all complain of a silent rank: wait for those who only wait for it, too
+STOPPED_SECONDS = 10.0  # a worker may be stopped (SIGSTOP) for so long; those who wait for it give up later than that
+EXIT_STATUS = {"user": 2, "does_not_fit": 3, "step_refused": 4, "interrupted": 130}
+
+
+class WorkerFailed(CapslogError):
+    """A worker failed and all others were stopped. `exit_status` follows the kind of failure (1 where none fits).
+
+    Args:
+        log: the worker's.
+        everywhere: all workers say the same, so that naming one would mislead.
+    """
+
+    def __init__(self, failure: Failure, log: Path, everywhere: bool = False) -> None:
+        sentence = failure.cause if everywhere else failure.sentence()
+        super().__init__(f"{sentence} (all workers are stopped; its output is in {log})")
+        self.failure = failure
+        self.exit_status = EXIT_STATUS.get(failure.kind, 1)
+
+
+class Interrupted(CapslogError):
+    """The user (Ctrl-C, exit status 130) or the system (SIGTERM: 143) asked the run to end, and it ended."""
+
+    def __init__(self, message: str, exit_status: int = 130) -> None:
+        super().__init__(message)
+        self.exit_status = exit_status
+
+
+class Supervisor:
+    """Runs `command` once per rank and waits for all of them.
+
+    Each worker gets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, its own process group
+    (so that only the supervisor hears the terminal's Ctrl-C) and a log `run_dir/workers/<rank>.log`; rank 0's standard
+    output is the supervisor's own. `run_dir/workers/<rank>.json` holds pid and host; a worker may add its stage.
+
+    Args:
+        run_dir: the run's folder; made where it is missing.
+        command: the worker's command line.
+        num_workers: the world size.
+        environment: variables for every worker on top of this process's own.
+        grace_seconds: time between asking a worker to end (SIGTERM) and killing it.
+        say: prints one line for the user.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        command: Sequence[str],
+        num_workers: int,
+        *,
+        environment: Mapping[str, str] | None = None,
+        grace_seconds: float = 10.0,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        if num_workers < 1:
+            raise CapslogError(f"num_workers={num_workers}; a run needs at least one worker")
+        self.run_dir = Path(run_dir)
+        self.folder = self.run_dir / "workers"
+        self.command = list(command)
+        self.num_workers = num_workers
+        self.environment = dict(environment or {})
+        self.grace_seconds = grace_seconds
+        self.say = say
+        self._workers: list[subprocess.Popen[bytes]] = []
+        self._ended: dict[int, float] = {}
+        self._stopped: dict[int, float] = {}
+        self._signals: list[int] = []
+
+    def run(self) -> None:
+        """Starts the workers and returns when all have ended with status 0.
+
+        Raises:
+            WorkerFailed: one of them failed; the others are stopped by then.
+            Interrupted: SIGINT or SIGTERM came; the workers have ended.
+            CapslogError: the folder cannot be written, or the command cannot be started.
+        """
+        with self._empty_folder(), self._heard_signals():
+            try:
+                self._start()
+                self._watch()
+            finally:
+                self._kill()
+
+    def _start(self) -> None:
+        environment = {"OMP_NUM_THREADS": "1", **os.environ, **self.environment, **_rendezvous(self.num_workers)}
+        die_with = die_with_parent()
+        for rank in range(self.num_workers):
+            environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            with open(self.log(rank), "wb") as log:
+                output: IO[bytes] | None = None if rank == 0 else log
+                try:
+                    worker = subprocess.Popen(
+                        self.command,
+                        env=environment,
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=log,
+                        preexec_fn=die_with,
+                    )
+                except OSError as error:
+                    reason = f"{self.command[0]!r} cannot be started: {error.strerror}"
+                    raise CapslogError(f"worker {rank}: {reason}; check the installation") from error
+            self._workers.append(worker)
+            self._write_pid(rank, worker.pid)
+
+    def _watch(self) -> None:
+        asked = 0
+        while len(self._ended) < self.num_workers:
+            if len(self._signals) > asked:
+                asked = len(self._signals)
+                if asked > 1:
+                    self._kill()
+                    raise Interrupted(self._farewell("killed in the middle of a step"), 128 + self._signals[0])
+                self.say("stopping at the end of this step; Ctrl-C again kills the workers at once")
+                self._signal(signal.SIGINT)
+            self._collect()
+            # While we stop on request, an end by that same signal, before a worker could install its handler, is no
+            # failure.
+            if any(self._is_failure(rank, asked > 0) for rank in self._ended):
+                self._fail(asked > 0)
+            if self._stopped_for_long():
+                self._fail(asked > 0)
+            if asked and any(self._workers[rank].returncode == -signal.SIGINT for rank in self._ended):
+                self._stop()
+            time.sleep(POLL_SECONDS)
+        if asked:
+            raise Interrupted(self._farewell("stopped cleanly"), 128 + self._signals[0])
+
+    def _is_failure(self, rank: int, asked: bool) -> bool:
+        expected = (0, 130, -signal.SIGINT) if asked else (0,)
+        return self._workers[rank].returncode not in expected
+
+    def _fail(self, asked: bool) -> None:
+        """Gathers what the workers say of the failure, ends all of them and raises its root cause."""
+        self._settle(SETTLE_SECONDS, self.num_workers)
+        if all(is_consequence(failure) for failure in self._failures(asked)):
+            # Nobody is to blame but a rank that says nothing. Others may still wait for one that waits for it.
+            self._settle(HANG_SECONDS, self.num_workers - 1)
+        failures = self._failures(asked)
+        if all(is_consequence(failure) for failure in failures):
+            failures += self._hanging(failures)
+        own_end = set(self._ended)
+        self._stop()
+        # What a worker wrote while it was being stopped counts as well.
+        known = {failure.rank for failure in failures}
+        late = [self._reported(rank) for rank in range(self.num_workers) if rank not in known | own_end]
+        failures += [failure for failure in late if failure is not None]
+        root = root_cause(failures)
+        alike = all((other.cause, other.step) == (root.cause, None) for other in failures)
+        raise WorkerFailed(root, self.log(root.rank), everywhere=alike and len(failures) == self.num_workers > 1)
+
+    def _settle(self, seconds: float, enough: int) -> None:
+        """Waits until so many workers have ended, at most `seconds`."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and len(self._ended) < enough:
+            self._collect()
+            time.sleep(POLL_SECONDS)
+
+    def _failures(self, asked: bool) -> list[Failure]:
+        """What the workers wrote, and what the end of those shows that wrote nothing."""
+        failures = [failure for rank in range(self.num_workers) if (failure := self._reported(rank)) is not None]
+        reported = {failure.rank for failure in failures}
+        silent = [rank for rank in self._ended if self._is_failure(rank, asked) and rank not in reported]
+        return failures + [self._seen(rank, failures) for rank in silent]
+
+    def _hanging(self, complaints: Sequence[Failure]) -> list[Failure]:
+        """The rank that all others wait for: it still runs, or is stopped, and has said nothing; [] if all ended."""
+        silent = [rank for rank in range(self.num_workers) if rank not in self._ended]
+        if not silent:
+            return []
+        named = [failure.peer for failure in complaints if failure.peer in silent]
+        stopped = [rank for rank in silent if is_stopped(self._workers[rank].pid)]
+        rank = next(iter([*stopped, *named, *silent]))
+        steps = [failure.step for failure in complaints if failure.step is not None]
+        if rank in stopped:
+            cause = "it is stopped (SIGSTOP, or a debugger)"
+        else:
+            cause = "it hangs, or it is so slow that pipeline.timeout_seconds must be raised"
+        after = None if steps else self._last_step()
+        step = steps[0] if steps else None
+        return [Failure(rank, cause, "hang", time.time(), stage=self._stage(rank), step=step, after_step=after)]
+
+    def _reported(self, rank: int) -> Failure | None:
+        return read_failure(self.folder / f"{rank}.error.json", rank, self._stage(rank))
+
+    def _seen(self, rank: int, others: Sequence[Failure]) -> Failure:
+        """What the end of a worker that wrote nothing shows."""
+        status = self._workers[rank].returncode
+        steps = [failure.step for failure in others if failure.step is not None]
+        kind, cause = "signal", f"was killed by {signal_name(-status)}"
+        if status >= 0:
+            kind, cause = "exit", f"exit status {status}: {last_line(self.log(rank))}"
+        return Failure(
+            rank,
+            cause,
+            kind,
+            self._ended[rank],
+            stage=self._stage(rank),
+            step=steps[0] if steps else None,
+            after_step=None if steps else self._last_step(),
+        )
+
+    def _stage(self, rank: int) -> Any:
+        with contextlib.suppress(CapslogError, AttributeError):
+            return files.read_json(self.folder / f"{rank}.json").get("stage")
+        return None
+
+    def _last_step(self) -> int | None:
+        with contextlib.suppress(CapslogError):
+            steps = [line["step"] for line in files.read_jsonl(self.run_dir / "metrics.jsonl") if "step" in line]
+            return steps[-1] if steps else None
+        return None
+
+    def _farewell(self, how: str) -> str:
+        step = self._last_step()
+        reached = "" if step is None else f" after step {step}"
+        return f"interrupted: {how}{reached}; the same command continues the run in {self.run_dir}"
+
+    def _stopped_for_long(self) -> bool:
+        """Whether a worker has been stopped for STOPPED_SECONDS: the others would wait for it in vain."""
+        now = time.monotonic()
+        stopped = [rank for rank, worker in enumerate(self._workers) if is_stopped(worker.pid)]
+        self._stopped = {rank: self._stopped.get(rank, now) for rank in stopped if rank not in self._ended}
+        return any(now - since > STOPPED_SECONDS for since in self._stopped.values())
+
+    def _collect(self) -> None:
+        for rank, worker in enumerate(self._workers):
+            if rank not in self._ended and worker.poll() is not None:
+                self._ended[rank] = time.time()
+                signal_group(worker.pid, signal.SIGKILL)  # children of its own must not stay behind
+
+    def _signal(self, number: int) -> None:
+        for rank, worker in enumerate(self._workers):
+            if rank not in self._ended:
+                signal_group(worker.pid, number)
+
+    def _stop(self) -> None:
+        """SIGTERM, then SIGKILL after the grace; a second Ctrl-C cuts the grace short."""
+        self._signal(signal.SIGTERM)
+        self._signal(signal.SIGCONT)  # a stopped worker hears nothing else
+        deadline = time.monotonic() + self.grace_seconds
+        while len(self._ended) < self.num_workers and time.monotonic() < deadline and len(self._signals) < 2:
+            self._collect()
+            time.sleep(POLL_SECONDS)
+        self._kill()
+
+    def _kill(self) -> None:
+        self._signal(signal.SIGKILL)
+        for worker in self._workers:
+            worker.wait()
+        self._collect()
+
+    def log(self, rank: int) -> Path:
+        """Where the worker's error output goes (and its standard output, but for rank 0)."""
+        return self.folder / f"{rank}.log"
+
+    def _write_pid(self, rank: int, pid: int) -> None:
+        worker = {"rank": rank, "pid": pid, "host": socket.gethostname()}
+        write_unless_there(self.folder / f"{rank}.json", worker)
+
+    @contextlib.contextmanager
+    def _empty_folder(self) -> Iterator[None]:
+        """`workers/` of our own, without what an earlier run left there."""
+        with reserve(self.run_dir):
+            for suffix in ("json", "log"):
+                for stale in self.folder.glob(f"*.{suffix}"):
+                    stale.unlink()
+            yield
+
+    @contextlib.contextmanager
+    def _heard_signals(self) -> Iterator[None]:
+        def hear(number: int, frame: FrameType | None) -> None:
+            self._signals.append(number)
+
+        try:
+            before = {number: signal.signal(number, hear) for number in (signal.SIGINT, signal.SIGTERM)}
+        except ValueError:  # not the main thread: the caller keeps the signals
+            before = {}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+_reserved: set[Path] = set()
+
+
+@contextlib.contextmanager
+def reserve(run_dir: Path) -> Iterator[None]:
+    """Locks a run's folder for this process, so that no second run writes there; it may be entered again inside.
+
+    `capslog train` holds it from before the plan is written until the last worker has ended. The lock goes with the
+    process, however that ends.
+
+    Raises:
+        CapslogError: another process holds it, or the folder cannot be written.
+    """
+    folder = (Path(run_dir) / "workers").absolute()
+    if folder in _reserved:
+        yield
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / "lock", "ab")  # noqa: SIM115 (held as long as the run)
+    except OSError as error:
+        raise CapslogError(f"{folder} cannot be used: {error.strerror}; choose another run_dir") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CapslogError(
+                f"{run_dir} is in use by another run; wait for it to end or choose another run_dir"
+            ) from None
+        _reserved.add(folder)
+        try:
+            yield
+        finally:
+            _reserved.discard(folder)
+
+
+def _rendezvous(num_workers: int) -> dict[str, str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return {
+        "WORLD_SIZE": str(num_workers),
+        "LOCAL_WORLD_SIZE": str(num_workers),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }

@@ -1,0 +1,120 @@
+"""Byte counts, rates and durations as people write them ("16GiB", "1GiB/s", "0.1ms") and as numbers.
+
+The command line, the config reader and every message about memory come here. Nothing here guesses: a unit that people
+read in two ways is refused.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from decimal import Decimal
+
+from varuna_capslog.base.errors import CapslogError
+
+__all__ = ["format_bytes", "parse_bytes", "parse_capacity", "parse_numbers", "parse_rate", "parse_seconds"]
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgtp", start=1)},
+    **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgtp", start=1)},
+}
+_BINARY_NAMES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "min": 60.0, "h": 3600.0}
+_DURATION = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]{1,3})?)\s*(\D*)")
+_QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]{1,3})?)\s*([A-Za-z]*)")
+
+
+def parse_bytes(value: str | int | float, name: str = "byte count") -> int:
+    """Return the whole number of bytes that `value` stands for.
+
+    A number without a unit is bytes; KiB, MiB, GiB, TiB and PiB are powers of 1024, kB, MB, GB, TB and PB powers of
+    1000, in any letter case. A fraction of a byte is cut off. `name` is what the error calls the value.
+
+    Raises CapslogError for anything else, for the ambiguous "16G", and for values that are not above zero.
+    """
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        raise CapslogError(f"{name} is {value!r}; write a size such as 16GiB or 16000000000")
+    match = _QUANTITY.fullmatch(str(value).strip())
+    if match is None:
+        raise CapslogError(f"{name} is {value!r}, which is not a size above zero; write one such as 16GiB or 500MiB")
+    number, unit = match.groups()
+    factor = _UNITS.get(unit.lower())
+    if factor is None:
+        hint = (
+            f"{number}{unit}iB (1024) or {number}{unit}B (1000)" if unit.lower() in "kmgtp" else "B, KiB, MiB, GiB, GB"
+        )
+        raise CapslogError(f"{name} is {value!r}: the unit {unit!r} is not known; write {hint}")
+    count = int(Decimal(number) * factor)
+    if count <= 0:
+        raise CapslogError(f"{name} is {value!r}; it must be at least one byte")
+    return count
+
+
+def parse_capacity(value: str | int | float) -> int | list[int]:
+    """Return the capacity of every device (one size) or of each device in turn (sizes parted by commas), in bytes.
+
+    `16GiB*3,24GiB` stands for three devices of 16 GiB and one of 24.
+    """
+    if isinstance(value, str) and ("," in value or "*" in value):
+        parts = enumerate(_repeated(value, "capacity"))
+        return [parse_bytes(part, f"capacity of device {device}") for device, part in parts]
+    return parse_bytes(value, "capacity")
+
+
+def parse_numbers(value: str, name: str) -> list[float]:
+    """Return numbers above 0 parted by commas; `1*3,0.5` stands for 1,1,1,0.5. Raises CapslogError naming `name`."""
+    numbers = []
+    for part in _repeated(value, name):
+        try:
+            number = float(part)
+        except ValueError:
+            number = math.nan
+        if not 0 < number < math.inf:
+            raise CapslogError(f"{name} is {value!r}, in which {part!r} is no number above 0; write 1*3,0.5")
+        numbers.append(number)
+    return numbers
+
+
+def _repeated(value: str, name: str) -> list[str]:
+    """The parts between commas, each as often as the number behind its `*` says."""
+    parts = []
+    for part in value.split(","):
+        what, star, times = part.partition("*")
+        if star and not (times.strip().isdecimal() and int(times) > 0):
+            raise CapslogError(f"{name} is {value!r}; behind * must stand how many devices, such as 16GiB*3")
+        parts += [what.strip()] * (int(times) if star else 1)
+    return parts
+
+
+def parse_rate(value: str | int | float, name: str = "bandwidth") -> int:
+    """Return bytes per second: a size as `parse_bytes` reads it, with or without "/s". Raises CapslogError."""
+    text = str(value).strip()
+    return parse_bytes(text[:-2] if text.lower().endswith("/s") else text, name)
+
+
+def parse_seconds(value: str | int | float, name: str = "duration") -> float:
+    """Return the seconds that `value` stands for: a number with s (or nothing), ms, us, min or h behind it.
+
+    Raises CapslogError for anything else.
+    """
+    match = _DURATION.fullmatch(str(value).strip())
+    seconds = float(match[1]) * _SECONDS.get(match[2].lower(), math.nan) if match else math.nan
+    if not math.isfinite(seconds):
+        raise CapslogError(f"{name} is {value!r}; write seconds such as 0.1ms, 30s or 2min")
+    return seconds
+
+
+def format_bytes(count: int) -> str:
+    """Return `count` bytes for people, in the largest binary unit that keeps it at 1 or above: 6646312345 -> 6.19 GiB.
+
+    Two decimals at most, so it is not meant to be parsed back; files hold whole bytes.
+    """
+    size = float(abs(count))
+    power = 0
+    while round(size, 2) >= 1024 and power < len(_BINARY_NAMES) - 1:
+        size /= 1024
+        power += 1
+    digits = f"{size:.2f}".rstrip("0").rstrip(".")
+    return f"{'-' if count < 0 else ''}{digits} {_BINARY_NAMES[power]}"

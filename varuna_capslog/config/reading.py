@@ -1,0 +1,309 @@
+"""A run's YAML file and its `key=value` overrides, read into one validated `Config`.
+
+Every command and every worker begins here. This room reads text and words errors only: it imports no torch, opens no
+data set and never guesses what a misspelt key was meant to be (it suggests).
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import json
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from varuna_capslog.base.errors import ConfigError
+from varuna_capslog.config.settings import Config, Elastic, Pipeline, Profiling, Section, Train
+
+if TYPE_CHECKING:
+    from varuna_capslog.model.workload import Workload
+
+__all__ = [
+    "Config",
+    "ConfigError",
+    "Elastic",
+    "Pipeline",
+    "Profiling",
+    "Section",
+    "Train",
+    "dump_config",
+    "load_config",
+    "load_workload",
+    "section",
+]
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as people mean it: 1e-4 is a number, dates and 12:30 are text, a key written twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, str):
+                raise yaml.MarkedYAMLError(problem=f"the key {key!r} is not text", problem_mark=key_node.start_mark)
+            if key in seen:
+                raise yaml.MarkedYAMLError(problem=f"the key {key!r} is there twice", problem_mark=key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes whatever `_Loader` or another reader would take for something other than text."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":timestamp", ":float", ":int"))]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _reader in (_Loader, _Dumper):
+    _reader.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"^[-+]?(\d+\.\d*([eE][-+]?\d+)?|\.\d+([eE][-+]?\d+)?|\d+[eE][-+]?\d+|\.inf|\.nan)$"),
+        list("-+0123456789."),
+    )
+    _reader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?(0|[1-9]\d*)$"), list("-+0123456789"))
+
+
+def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
+    """The validated config of a YAML file with `a.b=value` overrides (values are YAML, so `null` and `[1, 2]` work).
+
+    Without a `run_dir` the run goes to `runs/<name of the file>`.
+
+    Raises:
+        ConfigError: unreadable file, broken YAML, unknown key (with the nearest known one), wrong value, keys that
+            disagree.
+    """
+    path = Path(path)
+    values = _read(path)
+    values.setdefault("run_dir", str(Path("runs") / path.stem))
+    for override in overrides:
+        _apply(values, override)
+    try:
+        config = section(Config, values, where="")
+    except ConfigError as error:
+        raise ConfigError(f"{_origin(str(error), path, overrides)}: {error}") from None
+    config._source = str(path)
+    return config
+
+
+def dump_config(config: Config) -> str:
+    """The resolved config as YAML that `load_config` reads back into an equal one."""
+    # Escapes instead of Unicode: PyYAML does not read back all that it would write (U+0085 becomes a space).
+    return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, width=120)
+
+
+def section(model: type[Model], values: Mapping[str, Any], where: str) -> Model:
+    """Validates a part of a config in the error style of the whole; a workload does so for its `model` and `data`.
+
+    Args:
+        model: the section's class, best derived from `Section`.
+        values: what the config holds there. Types are strict: the text "3" is no number, the number 1 no truth value.
+        where: the section's key, such as "model"; error messages name `where.key`.
+
+    Raises:
+        ConfigError: the first problem, naming key, value and rule.
+    """
+    try:
+        # By way of JSON, strict types still take a list for a tuple and text for a path, as YAML has neither.
+        return model.model_validate_json(json.dumps(values, default=str), strict=True)
+    except ValidationError as error:
+        raise ConfigError(_explain(model, error, where)) from None
+
+
+def load_workload(config: Config) -> Workload:
+    """Imports `config.workload` (modules of the current folder included) and calls it with the config.
+
+    Raises:
+        ConfigError: no such module or function, it is not callable, it gave no Workload, or it refused the config.
+    """
+    from varuna_capslog.model.workload import Workload
+
+    where = f"{config.source}: " if config.source else ""
+    prefix = f"{where}workload={config.workload!r}"
+    module_name, _, function_name = config.workload.partition(":")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (module_name + ".").startswith(error.name + "."):
+            raise ConfigError(
+                f"{prefix} needs the module {error.name!r}, which is not installed; install it"
+            ) from error
+        raise ConfigError(
+            f"{prefix}: there is no module {error.name!r}; install its package or start from the folder that holds it"
+        ) from None
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        near = _nearest(function_name, [name for name in vars(module) if not name.startswith("_")])
+        hint = f"; did you mean {near!r}?" if near else ""
+        raise ConfigError(f"{prefix}: {module_name!r} has no function {function_name!r}{hint}")
+    try:
+        workload = function(config)
+    except ConfigError as error:
+        raise ConfigError(f"{where}{error}") from error
+    if not isinstance(workload, Workload):
+        raise ConfigError(
+            f"{prefix} returned {type(workload).__name__}; it must return a varuna_capslog.model.workload.Workload"
+        )
+    return workload
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except OSError as error:
+        raise ConfigError(f"config file {str(path)!r} cannot be read: {error.strerror}; check the path") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"config file {str(path)!r} is not UTF-8 text; give a YAML file") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {_yaml_problem(error)}; mend that line") from None
+    if values is None:
+        values = {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: holds a {type(values).__name__}; a config is a mapping of keys such as `workload:`")
+    return values
+
+
+def _yaml_problem(error: yaml.YAMLError) -> str:
+    problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
+    if problem and mark:
+        return f"{problem} (line {mark.line + 1}, column {mark.column + 1})"
+    return " ".join(str(error).split())
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        raise ConfigError(f"override {override!r}: write key=value, for example train.max_steps=10")
+    try:
+        value = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override {override!r}: no valid YAML value: {_yaml_problem(error)}; quote it") from None
+    target = values
+    for depth, part in enumerate(parts[:-1]):
+        inner = target.setdefault(part, {})
+        if inner is None:
+            inner = target[part] = {}
+        if not isinstance(inner, dict):
+            raise ConfigError(f"override {override!r}: {'.'.join(parts[: depth + 1])} is {inner!r}, not a section")
+        target = inner
+    target[parts[-1]] = value
+
+
+def _origin(message: str, path: Path, overrides: Sequence[str]) -> str:
+    """Names the override that set the key a message begins with, or the file."""
+    key = message.split(" ", 1)[0].partition("=")[0].rstrip(":")
+    for override in reversed(overrides):
+        name = override.partition("=")[0].strip()
+        if key == name or key.startswith((name + ".", name + "[")) or name.startswith(key + "."):
+            return f"override {override!r}"
+    return str(path)
+
+
+def _explain(model: type[BaseModel], error: ValidationError, where: str) -> str:
+    """One sentence on the first problem; misspelt keys come first, since they cause others (a missing key)."""
+    problems = sorted(error.errors(include_url=False), key=lambda problem: problem["type"] != "extra_forbidden")
+    first = problems[0]
+    if first["type"] == "extra_forbidden":
+        return _unknown(model, [str(part) for part in first["loc"]], where)
+    location, description = _locate(model, first["loc"])
+    key = _join(where, location)
+    if first["type"] == "value_error":
+        reason = str(first["ctx"]["error"])
+        return reason if key in reason else f"{key}: {reason}"  # a check of several keys names them itself
+    if first["type"] == "missing":
+        return f"{key} is missing; set it{description}"
+    # A union reports one problem per branch: the value breaks all of them.
+    rules = [_rule(problem) for problem in problems if _locate(model, problem["loc"])[0] == location]
+    shown = json.dumps(first["input"], default=str)
+    return f"{key} is {shown} but must {' or '.join(dict.fromkeys(rules))}{description}"
+
+
+def _rule(problem: Any) -> str:
+    if problem["type"] == "model_type":
+        return "be a section of keys"
+    if problem["type"] == "string_pattern_mismatch":
+        return f"match {problem['ctx']['pattern']}"
+    if problem["type"] in ("too_short", "too_long"):
+        return f"have {problem['ctx'].get('min_length', problem['ctx'].get('max_length'))} entries"
+    return re.sub(r"^Input should ", "", problem["msg"])
+
+
+def _locate(model: type[BaseModel], location: Sequence[int | str]) -> tuple[list[str], str]:
+    """The part of a pydantic location that is a user's key (no branch names of unions), and what the key means."""
+    found: list[str] = []
+    description = ""
+    in_dict = False
+    current: type[BaseModel] | None = model
+    for part in location:
+        if current is not None and isinstance(part, str) and part in current.model_fields:
+            field = current.model_fields[part]
+            found.append(part)
+            description = f" ({_first_sentence(field.description)})" if field.description else ""
+            current = _model_of(field)
+            in_dict = get_origin(field.annotation) is dict
+        elif isinstance(part, int) and found:
+            found[-1] += f"[{part}]"
+        elif in_dict:
+            found.append(str(part))
+            in_dict = False
+    return found, description
+
+
+def _first_sentence(text: str) -> str:
+    return " ".join(text.split()).partition(". ")[0].rstrip(".")
+
+
+def _unknown(model: type[BaseModel], location: list[str], where: str) -> str:
+    *parents, name = location
+    parent: type[BaseModel] = model
+    for part in parents:
+        inner = _model_of(parent.model_fields[part])
+        if inner is None:
+            break
+        parent = inner
+    # A right name in the wrong section is as common as a misspelt one.
+    everywhere = dict(_all_keys(model, ()))
+    here = {key: (*parents, key) for key in parent.model_fields}
+    match = name if name in everywhere else _nearest(name, here) or _nearest(name, everywhere)
+    hint = f"known keys: {', '.join(parent.model_fields)}"
+    if match is not None:
+        hint = f"did you mean {_join(where, (everywhere | here)[match])}?"
+    return f"{_join(where, location)} is not a known key; {hint}"
+
+
+def _model_of(field: FieldInfo) -> type[BaseModel] | None:
+    """The section a field holds, also where it may be null."""
+    for annotation in (field.annotation, *get_args(field.annotation)):
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            return annotation
+    return None
+
+
+def _all_keys(model: type[BaseModel], prefix: tuple[str, ...]) -> Iterable[tuple[str, tuple[str, ...]]]:
+    for name, field in model.model_fields.items():
+        yield name, (*prefix, name)
+        inner = _model_of(field)
+        if inner is not None:
+            yield from _all_keys(inner, (*prefix, name))
+
+
+def _nearest(name: str, known: Iterable[str]) -> str | None:
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return matches[0] if matches else None
+
+
+def _join(where: str, parts: Sequence[str]) -> str:
+    return ".".join(([where] if where else []) + list(parts))

@@ -1,0 +1,342 @@
+"""The keys of a run's config: what a user may write, what each key means, and which keys must agree.
+
+`varuna_capslog.config.reading` reads files into these models and words their errors. Nothing here imports torch or opens a
+file.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
+
+from varuna_capslog.base import units
+
+__all__ = ["Config", "Elastic", "Pipeline", "Profiling", "Section", "Train"]
+
+
+def _capacity(value: Any) -> Any:
+    """`16GiB`, `16GiB,8GiB`, `[16GiB, 8GiB]` or a number, as bytes; null stays null."""
+    if isinstance(value, list):
+        return [units.parse_bytes(entry, f"pipeline.capacity[{device}]") for device, entry in enumerate(value)]
+    return None if value is None else units.parse_capacity(value)
+
+
+class Section(BaseModel):
+    """Base of every config section, also a workload's own: unknown keys are refused, docstrings describe the fields."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
+    )
+
+
+class Train(Section):
+    """How long, in which portions and with which optimizer the model is trained."""
+
+    epochs: int | None = Field(None, gt=0)
+    """Passes over the training data; null means as many as max_steps or max_seconds allow (1 when neither is set)."""
+
+    max_steps: int | None = Field(None, gt=0)
+    """Optimizer steps after which training ends, counted over the whole run; null means no such limit."""
+
+    max_seconds: float | None = Field(None, gt=0)
+    """Seconds of training after which this process stops cleanly at a step boundary; null means no such limit."""
+
+    minibatch_size: int = Field(8, gt=0)
+    """Samples per optimizer step, over all replicas."""
+
+    microbatch_size: int = Field(1, gt=0)
+    """Samples that pass through the pipeline together; divides minibatch_size."""
+
+    seed: int = Field(0, ge=0)
+    """Fixes the initial weights, the order of the samples, augmentation and dropout."""
+
+    accumulation_blocks: int | None = Field(None, gt=0)
+    """Groups of microbatches whose gradients are summed before the groups are added; null means pipeline.replicas.
+    Runs with equal blocks give equal sums, whatever the number of replicas."""
+
+    lr: float = Field(1e-4, gt=0)
+    """Learning rate of AdamW."""
+
+    lr_multipliers: dict[str, float] = Field(default_factory=dict)
+    """Factors of lr for parameters whose address contains the given text (the first that matches counts)."""
+
+    weight_decay: float = Field(1e-4, ge=0)
+    """Decoupled weight decay of AdamW, on every parameter."""
+
+    lr_drop_epochs: int | None = Field(None, gt=0)
+    """The learning rate is multiplied by lr_drop_factor every so many epochs; null means never."""
+
+    lr_drop_steps: int | None = Field(None, gt=0)
+    """The same in optimizer steps; only one of the two may be set."""
+
+    lr_drop_factor: float = Field(0.1, gt=0)
+    """What a drop multiplies the learning rate by."""
+
+    warmup_steps: int = Field(0, ge=0)
+    """Steps over which the learning rate grows linearly to lr; 0 means none."""
+
+    clip_norm: float = Field(0.1, ge=0)
+    """Largest norm of all gradients of all stages together; longer gradients are scaled down. 0 switches it off."""
+
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """bfloat16 runs layers under autocast; weights, sums and the optimizer stay float32."""
+
+    checkpoint_every: int | None = Field(None, gt=0)
+    """Steps between checkpoints; null writes one at each evaluation and at the end only."""
+
+    checkpoint_keep: int = Field(2, gt=0)
+    """How many of the newest checkpoints stay on disk (the best one stays besides)."""
+
+    evaluate_every: int | None = Field(0, ge=0)
+    """Steps between evaluations on the validation data; 0 evaluates at the end only, null never."""
+
+    log_every: int = Field(1, gt=0)
+    """Steps between refreshes of the terminal and TensorBoard; metrics.jsonl gets every step."""
+
+    threads: int = Field(1, gt=0)
+    """CPU threads of each worker. One thread makes sums repeat bit for bit."""
+
+    @model_validator(mode="after")
+    def _agree(self) -> Train:
+        if self.epochs is None and self.max_steps is None and self.max_seconds is None:
+            self.epochs = 1
+        if self.minibatch_size % self.microbatch_size:
+            raise ValueError(
+                f"train.minibatch_size={self.minibatch_size} is not divisible by "
+                f"train.microbatch_size={self.microbatch_size}; choose sizes that divide"
+            )
+        if self.lr_drop_epochs is not None and self.lr_drop_steps is not None:
+            raise ValueError("train.lr_drop_epochs and train.lr_drop_steps are both set; keep one of them")
+        return self
+
+
+class Pipeline(Section):
+    """How the chain is cut, placed and scheduled."""
+
+    devices: int = Field(2, gt=0)
+    """Devices (ranks) of one pipeline."""
+
+    replicas: int = Field(1, gt=0)
+    """Copies of the whole pipeline that share each minibatch; devices * replicas workers run."""
+
+    planner: str = "exact"
+    """Which planner chooses the cuts: varuna, mcap-bf, mcap-bo, capslog, capslog-tb or exact."""
+
+    cuts: list[Annotated[int, Field(ge=0)]] | None = None
+    """First layer of each stage, beginning with 0; null means that the planner chooses."""
+
+    schedule: Literal["gpipe", "1f1b", "varuna"] = "varuna"
+    """Order of forward and backward passes."""
+
+    recompute: bool = True
+    """Whether a stage keeps only its inputs and runs its forward again before each backward."""
+
+    stage_inputs: Literal["host", "device"] = "host"
+    """Where the inputs kept for recomputation wait: host memory, or the device."""
+
+    capacity: Annotated[int | list[int] | None, BeforeValidator(_capacity)] = None
+    """Memory of each device: a size such as 16GiB, a list with one per device, or null for no limit."""
+
+    transport: Literal["gloo", "nccl"] = "gloo"
+    """How tensors travel: gloo works everywhere (CUDA tensors by way of pinned host memory, so ranks may share a GPU);
+    nccl needs one GPU per rank."""
+
+    memory: str = "auto"
+    """Memory model that predicts a stage's peak: additive, composition, gpipe, 1f1b or varuna. auto takes the
+    schedule's own where the profile holds what it needs, as every profile made here does, else additive."""
+
+    timeout_seconds: float = Field(30.0, gt=0)
+    """Longest wait for another rank before the step is given up with an error."""
+
+    verify_every: int = Field(100, ge=0)
+    """Steps between comparisons of the parameters that several ranks hold; 0 means never."""
+
+    @model_validator(mode="after")
+    def _agree(self) -> Pipeline:
+        cuts = self.cuts
+        if cuts is not None:
+            if not cuts or cuts[0] != 0 or any(b <= a for a, b in pairwise(cuts)):
+                raise ValueError(
+                    f"pipeline.cuts={cuts} must begin with 0 and grow strictly; list each stage's first layer"
+                )
+            if len(cuts) % self.devices:
+                raise ValueError(
+                    f"pipeline.cuts={cuts} gives {len(cuts)} stages for pipeline.devices={self.devices}; "
+                    "every device must get the same number of stages"
+                )
+        if isinstance(self.capacity, list) and len(self.capacity) != self.devices:
+            raise ValueError(
+                f"pipeline.capacity lists {len(self.capacity)} sizes for pipeline.devices={self.devices}; "
+                "give one size, or one per device"
+            )
+        return self
+
+
+class Profiling(Section):
+    """What the per-layer costs are taken for."""
+
+    image_size: list[Annotated[int, Field(gt=0)]] | None = Field(None, min_length=2, max_length=2)
+    """[height, width] in pixels to profile at; null means the largest padded size that the run can meet."""
+
+    device: Literal["cpu", "cuda"] | None = None
+    """Device that the costs are for; null means the run's own."""
+
+    source: Literal["measured", "estimated"] = "measured"
+    """Real runs of trimmed stages, or an estimate without the device."""
+
+    order: Literal["packed", "capslog", "mcap"] = "packed"
+    """How measured runs are launched: packed spreads all over the workers of one launch; capslog and mcap launch
+    pipelines of pipeline.devices processes one after the other, trimmed or whole, as those papers do."""
+
+
+class Elastic(Section):
+    """How a run goes on when devices leave or join while it trains."""
+
+    enabled: bool = False
+    """Whether the run may change its members while it trains; otherwise the loss of a worker ends it."""
+
+    redundancy: int = Field(1, ge=0)
+    """Simultaneous losses of hosts that are survived without going back to a checkpoint. Each layer's state is then
+    held on one host more than that, or where hosts are too few by one worker more; 0 keeps no copies."""
+
+    protection: Literal["sync", "async"] = "sync"
+    """sync: copies make each step together with their owners, and a loss costs at most the step under way. async:
+    copies follow in the background, and a loss costs at most two steps."""
+
+    hang_seconds: float = Field(10.0, gt=0)
+    """How long a worker may take to notice a fault that others have seen, before it is ended and counts as lost. It
+    notices between two messages, so this must exceed the longest forward or backward of a microbatch."""
+
+    stopped_seconds: float = Field(1.0, gt=0)
+    """How long a worker's process may stand still (stopped by a signal or a debugger) before it counts as lost."""
+
+    lease_seconds: float = Field(3.0, gt=0)
+    """How long a host may be silent before the others count all its workers as lost. It speaks four times as often."""
+
+    patience_seconds: float = Field(1.0, gt=0)
+    """How long a change waits for missing workers before it goes on without them. Three times as long lost layers are
+    waited for before the run goes back to a checkpoint, unless all that had them are known to have ended. Losses should
+    usually be noticed sooner than this."""
+
+    replace_lost: bool = False
+    """Whether a host starts a new worker on the device of a lost one."""
+
+    shadows: bool = True
+    """Whether a planned change is prepared by copying layers while training goes on; otherwise the step waits."""
+
+    min_devices: int = Field(1, gt=0)
+    """With fewer devices than this the run waits, all state kept, until more have joined."""
+
+
+class Config(Section):
+    """Everything one run is made of; `run_dir/config.yaml` holds the resolved form."""
+
+    workload: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+    """`package.module:function`; the function takes this config and returns a Workload."""
+
+    model: dict[str, Any] = Field(default_factory=dict)
+    """The model's own keys, checked by the workload."""
+
+    data: dict[str, Any] = Field(default_factory=dict)
+    """The data's own keys, checked by the workload."""
+
+    train: Train = Field(default_factory=Train)
+    """Length, portions and optimizer."""
+
+    pipeline: Pipeline = Field(default_factory=Pipeline)
+    """Cuts, placement and schedule."""
+
+    profile: Profiling = Field(default_factory=Profiling)
+    """Conditions of the profile."""
+
+    elastic: Elastic = Field(default_factory=Elastic)
+    """What happens when devices leave or join."""
+
+    run_dir: Path = Path("runs/run")
+    """Folder of everything the run writes; by default runs/ and the config file's name."""
+
+    device: Literal["cpu", "cuda", "auto"] = "auto"
+    """Where the workers compute; auto takes CUDA where there is one."""
+
+    engine: Literal["capslog", "varuna"] = "capslog"
+    """What runs the plan: our engine, or an installed Microsoft Varuna."""
+
+    resume: str = "auto"
+    """auto continues run_dir's last checkpoint if there is one, never starts anew, else the path of a checkpoint."""
+
+    init_from: Path | None = None
+    """Weights to begin from (fine-tuning); optimizer and counters start fresh."""
+
+    init_skip: list[str] = Field(default_factory=list)
+    """Entries of init_from whose name contains one of these texts keep their fresh values."""
+
+    _source: str | None = PrivateAttr(default=None)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_sections(cls, values: Any) -> Any:
+        """`train:` with nothing under it (all lines commented out) is an empty section, not a null."""
+        sections = {"model", "data", "train", "pipeline", "profile", "elastic"}
+        if isinstance(values, dict):
+            return {key: value for key, value in values.items() if not (key in sections and value is None)}
+        return values
+
+    @model_validator(mode="after")
+    def _agree(self) -> Config:
+        replicas, microbatches = self.pipeline.replicas, self.num_microbatches
+        blocks = self.train.accumulation_blocks
+        if blocks is None:
+            if microbatches % replicas:
+                raise ValueError(
+                    f"pipeline.replicas={replicas} does not divide the {microbatches} microbatches of a step "
+                    "(train.minibatch_size / train.microbatch_size); change one of the three"
+                )
+            self.train.accumulation_blocks = blocks = replicas
+        if microbatches % blocks or blocks % replicas:
+            raise ValueError(
+                f"train.accumulation_blocks={blocks} must divide the {microbatches} microbatches of a step and be a "
+                f"multiple of pipeline.replicas={replicas}; set it to null or to such a number"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _elastic_agrees(self) -> Config:
+        if not self.elastic.enabled:
+            return self
+        if self.engine != "capslog":
+            raise ValueError(
+                f"elastic.enabled=true but engine={self.engine}: only our own engine changes its members while it "
+                "trains; set engine to capslog, or elastic.enabled to false"
+            )
+        if self.pipeline.transport != "gloo":
+            raise ValueError(
+                f"elastic.enabled=true but pipeline.transport={self.pipeline.transport}: only gloo's connections can "
+                "be given up and opened anew; set pipeline.transport to gloo, or elastic.enabled to false"
+            )
+        return self
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches of one optimizer step, over all replicas."""
+        return self.train.minibatch_size // self.train.microbatch_size
+
+    @property
+    def num_blocks(self) -> int:
+        """`train.accumulation_blocks`, resolved."""
+        return self.train.accumulation_blocks or self.pipeline.replicas
+
+    @property
+    def world_size(self) -> int:
+        """Workers of the run: devices of a pipeline times replicas."""
+        return self.pipeline.devices * self.pipeline.replicas
+
+    @property
+    def source(self) -> str | None:
+        """The file this config was read from, for error messages; None when it was built in code."""
+        return self._source

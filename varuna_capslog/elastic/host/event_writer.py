@@ -1,0 +1,73 @@
+"""What the store's log says of the membership, for people: notice, lost and join lines in the run's events.jsonl.
+
+Every host reads the same log, so every entry has one host that writes it down: the one that told of a loss, else the
+host of the member in question. Changes of the generation (start, resume, morph) are written by those who train.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from varuna_capslog.base import files
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.elastic.host.roster import Roster
+
+__all__ = ["Chronicle"]
+
+_TAIL_BYTES = 1 << 14
+
+
+class Chronicle:
+    """Writes what concerns one host's members.
+
+    Args:
+        host: its name in the run.
+        offset: generation n of the store is n + offset in the run's files.
+    """
+
+    def __init__(self, run_dir: Path, host: str, offset: int) -> None:
+        self._run_dir, self._host, self._offset = run_dir, host, offset
+        self._noticed: dict[str, bool] = {}
+
+    def take(self, entry: Mapping[str, Any], before: Roster) -> None:
+        """Writes down an entry of the log; `before` is the roster without it. A full disk stops no supervisor."""
+        member = str(entry.get("member"))
+        number, mine = before.generation.number, before.members.get(member) == self._host
+        urgent = bool(entry.get("urgent"))
+        match entry.get("kind"):
+            case "notice" if mine and (member not in self._noticed or urgent > self._noticed[member]):
+                about = {key: entry.get(key) for key in ("deadline", "source")}
+                self._write("notice", number, member=member, host=self._host, urgent=urgent, **about)
+                self._noticed[member] = urgent
+            case "dead" if member not in before.dead:
+                where = before.members.get(member, self._host)
+                if entry.get("by", where) == self._host:
+                    self._write("lost", number, member=member, host=where, why=entry.get("why"))
+            case "generation" if number:
+                for name in entry["record"]["members"]:
+                    if before.members.get(name) == self._host and not before.was_named(name):
+                        self._write("join", int(entry["record"]["number"]), member=name, host=self._host)
+
+    def _write(self, kind: str, generation: int, **details: Any) -> None:
+        about = {"time": time.time(), "generation": generation + self._offset, "step": self.last_step()}
+        with contextlib.suppress(CapslogError):
+            files.append_jsonl(self._run_dir / "events.jsonl", {"kind": kind, **about, **details})
+
+    def last_step(self) -> int | None:
+        """The last step in the metrics: where the run stands, or stood."""
+        try:
+            with open(self._run_dir / "metrics.jsonl", "rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+                lines = file.read().splitlines()
+        except OSError:
+            return None
+        for line in reversed(lines):
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                return int(json.loads(line)["step"])
+        return None

@@ -1,0 +1,275 @@
+"""What programs, people and schedulers ask of a run that is going on: more or fewer devices, a host or worker to leave.
+
+Everything goes through the run's store. Whoever runs it leaves its address in `workers/store.json`; workers have it in
+their environment. Nothing here waits for the run to obey: what comes of it stands in `events.jsonl`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from varuna_capslog.base import files
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.elastic.host.roster import Roster
+from varuna_capslog.elastic.notices.interface import Clock, Deadline, Kind, Notice
+
+if TYPE_CHECKING:
+    from varuna_capslog.elastic.store.torch_store import MembershipStore
+
+__all__ = [
+    "check_same_folder",
+    "forget",
+    "give_notice",
+    "notice_of",
+    "outlook",
+    "request_morph",
+    "roster_of",
+    "store_of",
+    "tell_where",
+]
+
+READ_SECONDS = 10.0
+"""For reading a run's log to its end."""
+
+_here: list[tuple[str, str]] = []
+"""Address and identity of the store of the host at work in this process; the last one counts."""
+
+
+def request_morph(devices: int, run_dir: Path | str | None = None) -> None:
+    """Ask that the run goes on with `devices` workers: its hosts start or send away their share.
+
+    Hosts start at most as many workers as they began with; of too many the youngest leave, at a step boundary, after
+    what they own has moved. May be called from a worker (the workload's own code), from the process of a host, and from
+    any other program.
+
+    Args:
+        run_dir: the run's folder; None: the run that this process belongs to.
+
+    Raises:
+        CapslogError: no run is known or going on, or fewer than one device is asked for.
+    """
+    if devices < 1:
+        raise CapslogError(f"devices={devices}: a run needs at least one; stop it with Ctrl-C instead")
+    with store_of(run_dir) as store:
+        store.append({"kind": "request", "devices": devices})
+
+
+def outlook(devices: int, run_dir: Path | str) -> str:
+    """What a run will do when it is asked for so many workers, in a sentence.
+
+    Raises:
+        CapslogError: no run is going on there, or its hosts cannot start so many.
+    """
+    with store_of(run_dir) as store:
+        roster, address = roster_of(store), store.address
+    if roster.finished is not None:
+        raise CapslogError(f"the run in {run_dir} has ended; start it again with `capslog train` or `capslog host`")
+    staying = roster.staying
+    used = {host: sum(roster.members[member] == host for member in staying) for host in roster.hosts}
+    room = {host: max(used[host], devices) for host, devices in roster.hosts.items()}
+    if devices > max(sum(room.values()), len(staying)):
+        each, most = ", ".join(f"{host}: {count}" for host, count in sorted(room.items())), sum(room.values())
+        raise CapslogError(
+            f"{devices} devices: this run's hosts start at most {most} worker(s) ({each}), as many as they began with, "
+            f"and {len(staying)} are there; nothing was asked for: ask for at most {most}, or let another host join "
+            f"with `capslog host CONFIG --store {address}`"
+        )
+    shares = {host: roster.share(host, devices) for host in sorted(roster.hosts)}
+    leave = [member for _, members in shares.values() for member in members]
+    started = [f"{count} on {host}" for host, (count, _) in shares.items() if count]
+    text = f"{len(staying)} worker(s) are there already, nothing changes"
+    if leave:
+        text = f"{_listed(leave)} of {len(staying)} worker(s) will leave at a step boundary, once their layers moved"
+    elif started:
+        text = f"starting {_listed(started)} beside the {len(staying)} that are there; they join at a step boundary"
+    return "; ".join([text, *_limits(devices, Path(run_dir))])
+
+
+def _limits(devices: int, run_dir: Path) -> Iterator[str]:
+    """What the run's config and model make of so many; nothing for a script, which has neither."""
+    from varuna_capslog.config.reading import load_config
+    from varuna_capslog.start.prepare import latest_plan
+
+    planned = latest_plan(run_dir)
+    if planned is None or not (run_dir / "config.yaml").is_file():
+        return
+    config, layers = load_config(run_dir / "config.yaml"), planned[1].num_layers
+    if devices < config.elastic.min_devices:
+        yield f"elastic.min_devices is {config.elastic.min_devices}: the run will wait with fewer"
+    usable = {
+        copies: copies * min(layers, devices // copies)
+        for copies in range(1, devices + 1)
+        if config.num_blocks % copies == 0
+    }
+    replicas = max(usable, key=lambda copies: usable[copies])
+    if usable[replicas] < devices:
+        times = f" in {replicas} replicas (train.accumulation_blocks={config.num_blocks})" if replicas > 1 else ""
+        yield (
+            f"{layers} layers{times}: at most {usable[replicas]} devices train, the other {devices - usable[replicas]} "
+            "only keep copies"
+        )
+
+
+def give_notice(
+    run_dir: Path | str | None = None,
+    host: str | None = None,
+    member: str | None = None,
+    urgent: bool = False,
+    seconds: float | None = None,
+    hint: bool = False,
+) -> str:
+    """Tell a run that a host, or one worker, is to leave.
+
+    Args:
+        host: as the run names it; None with `member` None: the only one.
+        urgent: leave at the next boundary, whatever was copied ahead.
+        seconds: that are left; None: no deadline.
+        hint: it may have to leave soon: copy ahead, nobody leaves.
+
+    Returns:
+        Who was meant.
+
+    Raises:
+        CapslogError: no run is going on there, or the name is unknown in it.
+    """
+    with store_of(run_dir) as store:
+        roster = roster_of(store)
+        if member is not None:
+            if member not in roster.members:
+                raise CapslogError(f"no worker {member!r} in this run; there are {_listed(roster.members)}")
+            entry = {"kind": "hint" if hint else "notice", "member": member, "urgent": urgent, "deadline": seconds}
+            store.append({**entry, "source": "person"})
+            return f"worker {member}"
+        if host is None:
+            if len(roster.hosts) != 1:
+                raise CapslogError(f"this run has the hosts {_listed(roster.hosts)}; name one with --host")
+            host = next(iter(roster.hosts))
+        if host not in roster.hosts:
+            raise CapslogError(f"no host {host!r} in this run; there are {_listed(roster.hosts)}")
+        kind = "hint" if hint else "now" if urgent else "leave"
+        store.append({"kind": "announce", "host": host, "notice": kind, "deadline": seconds, "id": uuid.uuid4().hex})
+        return f"host {host}"
+
+
+def tell_where(run_dir: Path, address: str, identity: str, serves: bool) -> None:
+    """Called by a host when it has its store.
+
+    Args:
+        serves: it is the one that serves the store, and says so in the run's folder.
+    """
+    _here.append((address, identity))
+    if serves:
+        files.write_json(_place(run_dir), {"address": address, "identity": identity})
+
+
+def check_same_folder(run_dir: Path, address: str, identity: str, seconds: float = 10.0) -> None:
+    """Raises CapslogError unless the host that serves this store has its folder here, too; a shared one may be slow."""
+    until = time.monotonic() + seconds
+    while True:
+        if _place(run_dir).is_file() and files.read_json(_place(run_dir)).get("identity") == identity:
+            return
+        if time.monotonic() > until:
+            raise CapslogError(
+                f"run_dir={run_dir} is not the folder that the host with the store at {address} uses; it must be one "
+                "that all hosts share"
+            )
+        time.sleep(0.1)
+
+
+def notice_of(entry: Mapping[str, Any], host: str) -> Notice:
+    """The notice behind an entry of the log: "announce" (to a host), "notice" or "hint" (to a worker of `host`)."""
+    seconds, kind = entry.get("deadline"), Kind.NOW if entry.get("urgent") else Kind.LEAVE
+    if entry["kind"] == "hint":
+        kind = Kind.HINT
+    elif "notice" in entry:
+        kind = Kind[str(entry["notice"]).upper()]
+    deadline = None
+    if seconds is not None:
+        left = max(0.0, float(seconds))
+        deadline = Deadline(Clock().monotonic() + left, f"{left:g} s from when it was told")
+    source, name = str(entry.get("source", "person")), str(entry.get("id", entry.get("member")))
+    return Notice(kind, source, name, (host,), deadline, detail="told through the run's store")
+
+
+def forget(address: str, identity: str) -> None:
+    """The host is at its end."""
+    with contextlib.suppress(ValueError):
+        _here.remove((address, identity))
+
+
+@contextlib.contextmanager
+def store_of(run_dir: Path | str | None = None) -> Iterator[MembershipStore]:
+    """The store of the run in a folder, or of the run that this process belongs to.
+
+    Raises:
+        CapslogError: there is none, or it has gone.
+    """
+    from varuna_capslog.elastic.store.torch_store import StoreGone, open_store
+
+    address, identity = _where(run_dir)
+    try:
+        store = open_store(address, identity)
+    except StoreGone as error:
+        raise CapslogError(f"no run is going on in {run_dir or 'this process'}: {error}") from None
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def _where(run_dir: Path | str | None) -> tuple[str, str | None]:
+    if run_dir is None:
+        if "CAPSLOG_STORE" in os.environ:
+            return os.environ["CAPSLOG_STORE"], os.environ.get("CAPSLOG_STORE_IDENTITY")
+        if _here:
+            return _here[-1]
+        raise CapslogError("this process belongs to no run; say which one is meant by its run_dir")
+    place = _place(Path(run_dir))
+    if not place.is_file():
+        raise CapslogError(
+            f"no elastic run is going on in {run_dir}: it has no workers/{place.name}; check the path, or start one "
+            "with `capslog train CONFIG elastic.enabled=true`"
+        )
+    found = files.read_json(place)
+    return str(found["address"]), str(found["identity"])
+
+
+def roster_of(store: MembershipStore) -> Roster:
+    """What the log says up to now. Raises StoreGone."""
+    from varuna_capslog.elastic.store.torch_store import StoreGone
+
+    roster, end = Roster(), store.length()
+    read, why = threading.Event(), [f"its log was not read within {READ_SECONDS:g} s"]
+
+    def take(entry: dict[str, Any]) -> None:
+        if roster.taken < end:
+            roster.take(entry)
+        if roster.taken >= end:
+            read.set()
+
+    def lost(reason: str) -> None:
+        why[0] = reason
+        read.set()
+
+    if end:
+        stop = store.follow(take, lost)
+        read.wait(READ_SECONDS)
+        stop()
+        if roster.taken < end:
+            raise StoreGone(why[0])
+    return roster
+
+
+def _place(run_dir: Path) -> Path:
+    return Path(run_dir) / "workers" / "store.json"
+
+
+def _listed(names: Any) -> str:
+    return ", ".join(names) or "none"

@@ -1,0 +1,141 @@
+"""What the store's log says so far: which hosts and workers there are, which generation is the newest, who answers.
+
+A pure fold over entries: whoever has read the log as far as another knows the same. No clock, no I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from varuna_capslog.membership.generation import EMPTY, INITIAL, Generation, Member, Stamp
+
+__all__ = ["Roster"]
+
+
+class Roster:
+    """Everything that supervisors and members need of the log. Attributes are to be read only.
+
+    Attributes:
+        taken: number of entries.
+        hosts: those that are here, with the number of workers each can have.
+        members: workers that have neither ended nor been told dead, oldest first, with their hosts.
+        dead: told dead, by whomever.
+        gone: whose own host has told their end; nobody can take them for lost by mistake.
+        noticed: told to leave.
+        generation: the newest.
+        broken: newest generation that somebody said is broken.
+        checkpoint: the newest that was written.
+        finished: the entry that ended the run.
+    """
+
+    def __init__(self) -> None:
+        self.taken = 0
+        self.hosts: dict[str, int] = {}
+        self.members: dict[Member, str] = {}
+        self.dead: set[Member] = set()
+        self.gone: set[Member] = set()
+        self.noticed: set[Member] = set()
+        self.generation: Generation = EMPTY
+        self.broken = 0
+        self.checkpoint = INITIAL
+        self.finished: Mapping[str, Any] | None = None
+        self._hosts: dict[Member, str] = {}
+        self._participants: dict[int, tuple[Member, ...]] = {}
+        self._named: dict[Member, int] = {}
+        self._spoke: dict[Member, int] = {}
+
+    def take(self, entry: Mapping[str, Any]) -> None:
+        """Add the next entry; kinds that are of no interest here only count."""
+        self.taken += 1
+        member = entry.get("member")
+        match entry.get("kind"):
+            case "generation":
+                self.generation = Generation.from_json(entry["record"], "the store")
+                self._participants[self.generation.number] = self.generation.participants
+                for name in self.generation.participants:
+                    self._named[name] = self.generation.number
+            case "worker":
+                self.members[str(member)] = self._hosts[str(member)] = str(entry["host"])
+            case "dead":
+                if entry.get("by") == self._hosts.get(str(member)):
+                    self.gone.add(str(member))
+                self.dead.add(str(member))
+                self.members.pop(str(member), None)
+            case "left":
+                self.gone.add(str(member))
+                self.members.pop(str(member), None)
+            case "notice":
+                self.noticed.add(str(member))
+            case "broken":
+                self.broken = max(self.broken, int(entry["generation"]))
+                self._heard(str(member), int(entry["generation"]))
+            case "ask":
+                self._heard(str(member), self.broken)
+            case "hosts" if entry.get("state") == "here":
+                self.hosts[str(entry["host"])] = int(entry["workers"])
+            case "hosts":
+                self.hosts.pop(str(entry["host"]), None)
+            case "checkpoint":
+                self.checkpoint = Stamp(int(entry["step"]), int(entry["generation"]))
+            case "finished" if self.finished is None or "failure" not in self.finished:  # the first one is the cause
+                self.finished = dict(entry)
+
+    @property
+    def is_bereft(self) -> bool:
+        """Whether all who could train, or found the next generation, are gone for certain."""
+        voters = self.generation.members
+        return bool(voters) and self.finished is None and self.gone.issuperset(voters)
+
+    @property
+    def astray(self) -> set[Member]:
+        """Who took part once and may come back: neither in the newest generation, nor ended, nor told dead."""
+        return self._named.keys() - self.gone - self.dead - set(self.generation.participants)
+
+    def is_complete(self, hosts: int) -> bool:
+        """Whether so many hosts have named all their first workers, and no generation was founded yet."""
+        if self.generation.number or len(self.hosts) < hosts:
+            return False
+        named = [*self.members.values()]
+        return all(named.count(host) >= workers for host, workers in self.hosts.items())
+
+    def was_named(self, member: Member) -> bool:
+        """Whether it ever took part in a generation."""
+        return member in self._named
+
+    def silent(self, generation: int) -> tuple[Member, ...]:
+        """Who took part in a generation and has said nothing since it broke, nor was named in a later one."""
+        return tuple(
+            member
+            for member in self._participants.get(generation, ())
+            if self._spoke.get(member, 0) < generation and self._named[member] <= generation
+        )
+
+    @property
+    def staying(self) -> list[Member]:
+        """The workers that nobody has told to leave, oldest first."""
+        return [member for member in self.members if member not in self.noticed]
+
+    def share(self, host: str, devices: int) -> tuple[int, tuple[Member, ...]]:
+        """What one host does so that the run has `devices` workers: all hosts work out the same division.
+
+        Missing ones are started by the hosts in the order of their names, up to what each can have; of too many the
+        youngest leave.
+
+        Returns:
+            How many to start, and which of its own to tell to leave.
+        """
+        staying = self.staying
+        missing = devices - len(staying)
+        if missing <= 0:
+            return 0, tuple(member for member in staying[devices:] if self.members[member] == host)
+        for name in sorted(self.hosts):
+            here = sum(1 for member in staying if self.members[member] == name)
+            start = min(missing, max(0, self.hosts[name] - here))
+            if name == host:
+                return start, ()
+            missing -= start
+        return 0, ()
+
+    def _heard(self, member: Member, generation: int) -> None:
+        self._spoke[member] = max(self._spoke.get(member, 0), generation)

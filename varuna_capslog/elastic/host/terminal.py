@@ -1,0 +1,186 @@
+"""What a person sees of an elastic run: one progress bar, one line per change, read from the run's own files.
+
+The workers come and go, and with them whoever keeps the journal; so the host's process draws, and the files are all
+that it knows.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from varuna_capslog.base.units import format_bytes
+
+__all__ = ["Terminal", "describe"]
+
+_LOOK_SECONDS = 0.2
+_LINE_SECONDS = 10.0
+
+
+class Terminal:
+    """Draws a run while the `with` block lasts; what the folder held before is not shown again.
+
+    Args:
+        total_steps: where the bar ends; None if only time limits the run.
+        host: the one of this process, which says its losses itself; None: the system's name.
+    """
+
+    def __init__(self, run_dir: Path, total_steps: int | None, host: str | None = None) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self._console = Console(file=sys.stdout)
+        self._live = self._console.is_terminal
+        self._metrics, self._events = _Tail(run_dir / "metrics.jsonl"), _Tail(run_dir / "events.jsonl")
+        self._evaluations = _Tail(run_dir / "evaluations.jsonl")
+        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"))
+        self._progress = Progress(*columns, TimeElapsedColumn(), console=self._console, disable=not self._live)
+        self._task = self._progress.add_task("starting", total=total_steps)
+        self._total = total_steps
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="terminal", daemon=True)
+        self._quiet_until = 0.0
+        self._unsaid: dict[str, Any] | None = None
+        self._host = host or socket.gethostname()
+        self._said = {""}
+        self._reasons: list[str] = []
+
+    def __enter__(self) -> Terminal:
+        self._progress.start()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+        self._look(last=True)
+        self._progress.stop()
+
+    def say(self, line: str) -> None:
+        """One line above the bar."""
+        self._said.add(line)
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def _run(self) -> None:
+        while not self._end.wait(_LOOK_SECONDS):
+            self._look()
+
+    def _look(self, last: bool = False) -> None:
+        for event in self._events.new():
+            line = describe(event)
+            if line and self._is_new(event, line):
+                self.say(line)
+        self._step(last)
+        for evaluation in self._evaluations.new():
+            self.say(_scores(evaluation))
+
+    def _is_new(self, event: Mapping[str, Any], line: str) -> bool:
+        """Why all was written and all wait, each member says; each time it is said here in full once."""
+        if event.get("kind") == "lost" and event.get("host") == self._host:
+            return False
+        if event.get("kind") not in ("persisted", "waiting"):
+            if "members" in event:
+                self._reasons = []  # it goes on
+            return line not in self._said
+        why = str(event.get("why"))
+        known = any(reason.endswith(why) for reason in self._reasons)
+        self._reasons.append(why)
+        return not known
+
+    def _step(self, last: bool) -> None:
+        """The bar, or a line every ten seconds and at the end."""
+        record = next(reversed(list(self._metrics.new())), self._unsaid)
+        if record is None:
+            return
+        text = "  ".join([*_numbers(record), _members(record["world_size"])])
+        self._progress.update(self._task, completed=record["step"], description=text)
+        now = time.monotonic()
+        self._unsaid = record
+        if not self._live and (now >= self._quiet_until or last or record["step"] == self._total):
+            self._unsaid, self._quiet_until = None, now + _LINE_SECONDS
+            self.say(f"step {record['step']}{f' of {self._total}' if self._total else ''}  {text}")
+
+
+def describe(event: Mapping[str, Any]) -> str | None:
+    """An event in a sentence: who, why, new cuts, pause, moved bytes; None for those that nobody waits for."""
+    kind = event.get("kind")
+    head = f"generation {event.get('generation')}"
+    if kind in ("start", "resume", "morph") and "why" in event:
+        after = f" after step {event.get('step')}" if kind == "resume" else ""
+        text = f"{head}: {'; '.join(event['why'])}{after}"
+        text += f"; {_shape(event)}" if "cuts" in event else ""
+        if kind == "morph":
+            pause = event.get("pause_seconds")
+            text += "" if pause is None else f", paused {1000 * pause:.0f} ms"
+            text += f", moved {format_bytes(int(event.get('moved_bytes', 0)))}"
+        return text
+    if kind == "notice":
+        return _notice(event)
+    if kind == "lost":
+        return str(event.get("why"))
+    if kind == "waiting":
+        return f"{head} waits: {event.get('why')}"
+    if kind == "persisted":
+        return f"all that is held was written to disk: {event.get('why')}"
+    return None
+
+
+def _numbers(record: Mapping[str, Any]) -> Iterator[str]:
+    """Those that the step has."""
+    for name, form in (("loss", "loss {:.4f}"), ("grad_norm", "|grad| {:.3g}"), ("lr", "lr {:.2g}")):
+        if record.get(name) is not None:
+            yield form.format(record[name])
+    if "samples_per_second" in record:
+        yield f"{record['samples_per_second']:.1f} samples/s"
+
+
+def _scores(evaluation: Mapping[str, Any]) -> str:
+    numbers = [(name, value) for name, value in evaluation["scores"].items() if isinstance(value, (int, float))]
+    return f"step {evaluation['step']}: " + "  ".join(f"{name} {value:.3f}" for name, value in numbers[:6])
+
+
+def _shape(event: Mapping[str, Any]) -> str:
+    replicas, idle = event.get("replicas", 1), event.get("idle", 0)
+    text = f"cuts {event['cuts']}" + (f" in {replicas} replicas" if replicas > 1 else "")
+    return text + (f", {_members(idle)} for copies only" if idle else "")
+
+
+def _members(count: int) -> str:
+    return f"{count} member{'' if count == 1 else 's'}"
+
+
+def _notice(event: Mapping[str, Any]) -> str:
+    deadline = event.get("deadline")
+    when = "at once" if event.get("urgent") else "soon" if deadline is None else f"within {deadline:.0f} s"
+    return f"notice ({event.get('source')}): {event.get('member')} is to leave {when}"
+
+
+class _Tail:
+    """The lines that a file has got since the last look."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._at = path.stat().st_size if path.exists() else 0
+
+    def new(self) -> Iterator[dict[str, Any]]:
+        try:
+            with open(self._path, "rb") as file:
+                file.seek(self._at)
+                data = file.read()
+        except OSError:
+            return
+        whole = data.rfind(b"\n") + 1
+        self._at += whole
+        for line in data[:whole].splitlines():
+            try:
+                found = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(found, dict):
+                yield found

@@ -1,0 +1,60 @@
+"""What is said of a change of generation once its first step is done: who left and came, and what it cost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from varuna_capslog.membership.generation import Generation, Member
+
+__all__ = ["Story", "reasons"]
+
+
+@dataclass
+class Story:
+    """From the last step before a change to the first one after it; times are of `time.monotonic`."""
+
+    last_apply: float | None = None
+    search_seconds: float = 0.0
+    transfer_began: float = 0.0
+    transfer_seconds: float = 0.0
+    moved_bytes: int = 0
+    why: tuple[str, ...] = ()
+
+    def opened(self, why: tuple[str, ...], moved_bytes: int) -> None:
+        """All layers are where they belong."""
+        self.transfer_seconds = time.monotonic() - self.transfer_began
+        self.why = why
+        self.moved_bytes += moved_bytes
+
+    def event(self, record: Generation, step: int, step_began: float) -> tuple[str, dict[str, Any]]:
+        """The event's kind and content, told when its first step is done.
+
+        Args:
+            step: the one that was just applied.
+        """
+        pause = None if self.last_apply is None else step_began - self.last_apply
+        return "begin" if pause is None else "morph", {
+            "generation": record.number,
+            "members": list(record.members),
+            "why": list(self.why),
+            "step": step,
+            "search_seconds": self.search_seconds,
+            "transfer_seconds": self.transfer_seconds,
+            "pause_seconds": pause,
+            "first_step_seconds": time.monotonic() - step_began,
+            "moved_bytes": self.moved_bytes,
+        }
+
+
+def reasons(members: Collection[Member], before: Collection[Member], dead: Collection[Member]) -> tuple[str, ...]:
+    """Who was lost, left and joined between two generations that trained, in words."""
+    if not before:
+        return ("1 member begins" if len(members) == 1 else f"{len(members)} members begin",)
+    lost = [member for member in before if member not in members and member in dead]
+    left = [member for member in before if member not in members and member not in dead]
+    new = [member for member in members if member not in before]
+    found = [("lost", lost), ("left", left), ("joined", new)]
+    return tuple(f"{', '.join(names)} {what}" for what, names in found if names) or ("the same members again",)

@@ -1,0 +1,144 @@
+"""What one member hears, from whatever thread, in one inbox: messages, the store's log, ends of connections.
+
+The threads behind it only listen. They do two things besides, which cannot wait for the member's own thread: they break
+off a collective that can no longer end, and they answer for a member that is busy with work of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from varuna_capslog.elastic.host.hooks import notice_of
+from varuna_capslog.elastic.member.peers import Message, Peers
+from varuna_capslog.elastic.notices import callback
+from varuna_capslog.elastic.store.torch_store import MembershipStore, StoreGone
+from varuna_capslog.engine.communicator import Communicator
+from varuna_capslog.membership.generation import Member
+
+__all__ = ["Senses"]
+
+_FIND_SECONDS = 5.0
+
+
+class Senses:
+    """Opens this member's connections and follows the store's log from its beginning.
+
+    Args:
+        token: of the run; see `Peers`.
+        address: of this host, as the others reach it.
+
+    Attributes:
+        peers: for sending.
+        inbox: ("mail", Message), ("log", entry), ("lost", member) or ("store lost", why), in the order of hearing.
+
+    Raises:
+        StoreGone: the store does not answer.
+    """
+
+    def __init__(self, me: Member, host: str, store: MembershipStore, token: str, address: str) -> None:
+        self._me, self._host, self._store = me, host, store
+        self.inbox: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._generation = self._newest = self._answered = 0
+        self._engaged: frozenset[Member] = frozenset()
+        self._unreachable: frozenset[Member] = frozenset()
+        self._dead: frozenset[Member] = frozenset()
+        self._communicator: Communicator | None = None
+        self._busy_until = 0.0
+        self._closed = False
+        self.peers = Peers(me, token, self._find, self._got, self._lost, address)
+        store.put(f"address/{me}", self.peers.address)
+        self._unfollow = store.follow(self._hear, lambda why: self.inbox.put(("store lost", why)))
+
+    # -- for the member's own thread -----------------------------------------------------------------------------------
+
+    def engage(self, generation: int, members: frozenset[Member]) -> None:
+        """From now on the loss of one of these breaks off what is under way in this generation."""
+        with self._lock:
+            self._generation, self._engaged = generation, members - {self._me}
+
+    def guard(self, communicator: Communicator | None) -> None:
+        """The communicator that is to be broken off; None: there is none."""
+        with self._lock:
+            self._communicator = communicator
+
+    def is_engaged(self, member: Member) -> bool:
+        """Whether the generation waits for this member."""
+        return member in self._engaged
+
+    def disturbed(self) -> bool:
+        """Whether somebody is lost on whom the generation waits, or there is a newer one."""
+        with self._lock:
+            return bool(self._engaged & (self._unreachable | self._dead)) or self._newest > self._generation
+
+    @contextlib.contextmanager
+    def busy(self, seconds: float) -> Iterator[None]:
+        """For work of this member alone, during which it hears nothing: so long it is answered for."""
+        self._busy_until = time.monotonic() + seconds
+        try:
+            yield
+        finally:
+            self._busy_until = 0.0
+
+    def close(self, flush_seconds: float) -> None:
+        """Ends all connections after what is queued was sent, and hears no more."""
+        self._closed = True
+        self._unfollow()
+        self.peers.flush(flush_seconds)
+        self.peers.close()
+
+    # -- threads -------------------------------------------------------------------------------------------------------
+
+    def _find(self, member: Member) -> str | None:
+        # It may still be loading: whether it will ever come is for those to say who watch its process.
+        while not self._closed and member not in self._dead:
+            found = self._store.get(f"address/{member}", wait_seconds=_FIND_SECONDS)
+            if found is not None:
+                return found
+        return None
+
+    def _got(self, message: Message) -> None:
+        with self._lock:
+            self._unreachable -= {message.sender}
+        self.inbox.put(("mail", message))
+
+    def _lost(self, member: Member) -> None:
+        with self._lock:
+            self._unreachable |= {member}
+        self.inbox.put(("lost", member))
+        self._break_off(member)
+
+    def _hear(self, entry: dict[str, Any]) -> None:
+        kind, member = entry.get("kind"), str(entry.get("member"))
+        if kind == "dead":
+            with self._lock:
+                self._dead |= {member}
+        elif kind == "generation":
+            self._newest = max(self._newest, int(entry["number"]))
+        elif kind in ("notice", "hint") and member == self._me:
+            callback.tell(notice_of(entry, self._host))
+        self.inbox.put(("log", entry))
+        if kind == "dead":
+            self._break_off(member)
+        elif kind == "broken" and self._is_ours(entry):
+            self._break_off(member)
+            # once: its own word, and each one that answers it, comes back by the log
+            if time.monotonic() < self._busy_until and self._answered < self._generation:
+                self._answered = self._generation
+                with contextlib.suppress(StoreGone):
+                    self._store.append({**entry, "member": self._me})
+
+    def _is_ours(self, entry: Mapping[str, Any]) -> bool:
+        return int(entry["generation"]) == self._generation
+
+    def _break_off(self, member: Member) -> None:
+        """Whatever waits for a lost peer ends now."""
+        with self._lock:
+            communicator = self._communicator if member in self._engaged else None
+        if communicator is not None:
+            communicator.abort()

@@ -1,0 +1,94 @@
+"""What a member makes of the notices that it hears: how far up the ladder each one is, now and as time runs out.
+
+It looks at the clock and at what is left to move; `ladder` judges, the protocol acts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from varuna_capslog.elastic.host.hooks import notice_of
+from varuna_capslog.elastic.notices.interface import Notice
+from varuna_capslog.elastic.notices.ladder import Rung, protocol_event, rung
+from varuna_capslog.membership import messages as m
+from varuna_capslog.membership.ahead import find_ahead, stay_with
+from varuna_capslog.membership.generation import Layout, Member
+
+if TYPE_CHECKING:
+    from varuna_capslog.elastic.member.runtime import Runtime
+
+__all__ = ["Departures", "leaves_alone"]
+
+LINK = 100e6
+"""Bytes per second at which what is left to move is taken to travel: a network of 1 Gbit/s."""
+
+CHANGE_SECONDS = 1.0
+"""What a change is taken to last besides: two steps come on top."""
+
+
+class Departures:
+    """The notices of one run, as one member hears them. Called by its one thread."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._of = runtime
+        self._mine: Notice | None = None  # with the earliest deadline
+        self._gave_up = 0  # the generation in which the crash path was taken
+        self._known: tuple[frozenset[m.Change], Member, int, Mapping[int, int]] | None = None
+
+    def heard(self, entry: Mapping[str, Any]) -> m.Event:
+        """What the protocol is told of a "notice" or "hint" in the log."""
+        member, notice = str(entry["member"]), notice_of(entry, str(entry["member"]))
+        if member == self._of.me and notice.deadline is not None:
+            before = self._mine.deadline if self._mine is not None else None
+            if before is None or notice.deadline.at < before.at:
+                self._mine = notice
+        return self._event(notice, member)
+
+    def watch(self) -> m.Event | None:
+        """Looked at before every step: what follows when this member's deadline has come too close to prepare."""
+        state, notice = self._of.state, self._mine
+        number = state.record.number
+        if notice is None or self._gave_up == number or ("leave", self._of.me) not in state.changes or state.urgent:
+            return None
+        if rung(notice, time.monotonic(), self._move_seconds(self._of.me)) is not Rung.CRASH_PATH:
+            return None
+        return self._event(notice, self._of.me)
+
+    def _event(self, notice: Notice, member: Member) -> m.Event:
+        needed = 0.0 if notice.deadline is None else self._move_seconds(member)
+        step, state = rung(notice, time.monotonic(), needed), self._of.state
+        alone = False
+        if step is Rung.CRASH_PATH:
+            changes = state.changes | {("leave", member)}
+            alone = state.layout is not None and leaves_alone(
+                state.layout, stay_with(state.record, changes), len(self._of.job.layer_bytes)
+            )
+            if member == self._of.me:
+                self._gave_up = state.record.number
+        return protocol_event(step, member, alone)
+
+    def _move_seconds(self, member: Member) -> float:
+        """How long it takes until nobody needs this member any more, as far as can be told."""
+        left = sum(size for layer, size in self._moves(member).items() if not self._of.training.is_sent(layer))
+        return left / LINK + 2 * self._of.training.usual_seconds + CHANGE_SECONDS
+
+    def _moves(self, member: Member) -> Mapping[int, int]:
+        """Layer -> bytes that the member has to send when it leaves."""
+        state, sizes, seats = self._of.state, self._of.job.layer_bytes, self._of.seats
+        known = {change for change in state.changes if change[1] in seats}  # a vote may tell of one before it has asked
+        changes = frozenset(known | {("leave", member)})
+        if state.layout is None or member not in state.record.members:
+            return {}
+        if self._known is None or self._known[:3] != (changes, member, state.record.number):
+            ahead = find_ahead(member, state.record, state.layout, changes, seats, self._of.work.place, sizes)
+            moves = {layer: sizes[layer] * len(targets) for layer, targets in ahead.targets.items()}
+            self._known = (changes, member, state.record.number, moves)
+        return self._known[3]
+
+
+def leaves_alone(layout: Layout, stay: list[Member], num_layers: int) -> bool:
+    """Whether those that stay lack a layer, so that only those that leave can give it; nobody stays: False."""
+    held = {layer for member in stay for layer in (*layout.owned.get(member, ()), *layout.copied.get(member, ()))}
+    return bool(stay) and len(held) < num_layers

@@ -1,0 +1,94 @@
+"""How long a member waits for the others: the limits, and the clock that runs against them.
+
+The protocol knows no time. What becomes of a patience that has come to its end the runtime says.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+from varuna_capslog.elastic.host.roster import Roster
+from varuna_capslog.membership.state import Phase, State
+
+__all__ = ["Patience", "Waiting"]
+
+
+@dataclass(frozen=True)
+class Patience:
+    """Seconds that a member waits.
+
+    Attributes:
+        peer: for any message of the data path, and for layers.
+        change: until somebody founds a generation without knowing who is lost.
+        again: between further attempts.
+        gather: for the others' values in the first round; at least three steps, which nobody breaks off in the middle.
+    """
+
+    peer: float = 30.0
+    change: float = 1.0
+    again: float = 0.3
+    gather: float = 5.0
+
+    @property
+    def holders(self) -> float:
+        """For members that hold what otherwise only the checkpoint has: three times as long as for a change."""
+        return 3 * self.change
+
+    def alone(self, usual_seconds: float) -> float:
+        """How long a member whose steps take so long may work for itself without hearing anybody."""
+        return max(self.gather, 3 * usual_seconds) if usual_seconds else self.peer
+
+
+class _Steps(Protocol):
+    """What the clock asks of a training; see `Training`."""
+
+    waits_since: float
+    usual_seconds: float
+
+
+class Waiting:
+    """Since when one member has waited for what must happen next. All times are `time.monotonic`'s."""
+
+    def __init__(self, patience: Patience) -> None:
+        self._patience = patience
+        self._since = time.monotonic()
+        self._ended = 0.0
+        self._lacks_since = 0.0  # settled layers, through however many generations
+
+    def moved(self, state: State) -> None:
+        """The phase or the generation is another one."""
+        self._since, self._ended = time.monotonic(), 0.0
+        if state.phase is Phase.RUN:
+            self._lacks_since = 0.0
+        elif state.phase is Phase.WAIT and state.regress:
+            self._lacks_since = self._lacks_since or self._since
+
+    def ended(self) -> None:
+        """Patience was at its end, and what follows from that was done."""
+        self._ended = time.monotonic()
+
+    def ends(self, state: State, steps: _Steps, roster: Roster) -> float:
+        """When patience is at its end if nothing happens.
+
+        Where nobody who once took part may come back, nobody can bring the settled layers that are lacking, and the run
+        need not wait for them; nor do newcomers without them prolong the wait.
+        """
+        patience, since = self._patience, self._since
+        first = again = patience.again
+        match state.phase:
+            case Phase.CHANGE:
+                first = patience.change
+            case Phase.WAIT if state.regress:
+                first = again = patience.holders if roster.astray else 0.0
+                since = self._lacks_since
+            case Phase.WAIT:
+                first = again = patience.holders
+            case Phase.GATHER:
+                first = again = min(patience.peer, max(patience.gather, 3 * steps.usual_seconds))
+            case Phase.INSTALL:
+                first = patience.peer
+            case Phase.RUN:
+                first, since = patience.peer, max(since, steps.waits_since)
+        return since + first if self._ended <= since else self._ended + again

@@ -1,0 +1,143 @@
+"""What a run must be able to do so that the runtime can move it between machines: the `Work` of one member.
+
+`pipeline_work` is our engine, `script` any program with `state()`, `load()` and `step()`. The runtime decides nothing
+about training, a work nothing about membership.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from varuna_capslog.engine.communicator import Communicator
+from varuna_capslog.membership.generation import Generation, Layout, Member, Stamp
+from varuna_capslog.membership.recovery import Seat
+
+__all__ = ["Followed", "LayerState", "Opening", "Outcome", "Work"]
+
+LayerState = dict[str, Tensor]
+"""All that a layer is between two steps, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How the vote on a step came out, alike on every member.
+
+    Attributes:
+        finite: loss and gradients are; the step may be applied.
+        ballots: what each member gave, by rank.
+        stop: somebody wishes to stop after this step.
+        scale: the clipping coefficient, for those that follow layers.
+    """
+
+    finite: bool
+    ballots: Sequence[bytes]
+    stop: bool
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """A generation about to train.
+
+    Attributes:
+        number: of the generation; its plan is `plan-<number>.json`.
+        base: the boundary that it goes on from.
+        members: by rank.
+        why: sentences for people: who left, who came.
+        moved_bytes: state that changed owner.
+        told: by rank, what each member's `knows` gave.
+    """
+
+    number: int
+    base: Stamp
+    layout: Layout
+    members: tuple[Member, ...]
+    why: tuple[str, ...] = ()
+    moved_bytes: int = 0
+    told: tuple[Any, ...] = ()
+
+
+class Followed(Protocol):
+    """A copy of a layer that makes the same steps as its owner."""
+
+    def state(self, copy: bool) -> LayerState:
+        """Its state now; without `copy` the live tensors."""
+
+    def apply(self, update: Mapping[str, Tensor], step: int, scale: float) -> None:
+        """The step that the owner applies with this update."""
+
+
+class Work(Protocol):
+    """One member's part of the run. Called by one thread."""
+
+    layer_bytes: tuple[int, ...]
+    asked: bool
+    """After `finish`: whether a person's wish ended the run."""
+
+    def place(self, seats: Sequence[Seat]) -> Layout | str:
+        """See `recovery.Place`."""
+
+    def knows(self) -> Any:
+        """What this member can tell those who come; picklable. Asked in another thread, ahead of `open`."""
+
+    def open(self, opening: Opening, communicator: Communicator, states: Mapping[int, LayerState]) -> None:
+        """Begins a generation: builds this rank's part from the states of its layers, which it may keep."""
+
+    def shelve(self) -> Mapping[int, LayerState]:
+        """Ends a generation: the live states of its own layers at the last boundary; nothing where none is open."""
+
+    def is_done(self, step: int) -> bool:
+        """Whether the run ends with this step."""
+
+    def between(self, stamp: Stamp, save: bool = False) -> Stamp | None:
+        """What is due at a boundary before the next step (checkpoints, evaluation), together with all members.
+
+        Args:
+            save: a checkpoint is due, whatever the settings say.
+
+        Returns:
+            `stamp`, if a checkpoint of it has been completed. Raises PeerLost.
+        """
+
+    def compute(self, step: int) -> bool:
+        """Forward, backward, sums; nothing of the state changes. Returns whether this rank's share is finite."""
+
+    def vote(self, step: int, ballot: bytes) -> Outcome:
+        """The vote on a step that was computed. Raises PeerLost."""
+
+    def apply(self, step: int) -> None:
+        """Applies the step that was voted; talks to nobody."""
+
+    def discard(self, step: int) -> str:
+        """Drops a step that was voted down; returns why, in a sentence."""
+
+    def state(self, layer: int, copy: bool) -> LayerState:
+        """An own layer's state at the present boundary."""
+
+    def update(self, layer: int) -> Mapping[str, Tensor]:
+        """What a `Followed` needs for the step that was computed; read before `apply`."""
+
+    def follow(self, layer: int, state: LayerState) -> Followed:
+        """Begins to follow another member's layer."""
+
+    def initial(self, layer: int) -> LayerState:
+        """A layer before step 1."""
+
+    def load(self, layer: int, stamp: Stamp) -> LayerState:
+        """A layer from the checkpoint of this boundary. Raises CapslogError."""
+
+    def persist(self, held: Mapping[tuple[int, Stamp], LayerState], record: Generation, why: str) -> None:
+        """Writes what this member holds to disk, whatever it is, so that a later run can go on from it."""
+
+    def finish(self, stamp: Stamp, stopped: bool) -> None:
+        """The end of the run, together with all members: last checkpoint, last evaluation. Raises PeerLost."""
+
+    def note(self, kind: str, **details: Any) -> None:
+        """One line for people and one event of the run; only what concerns all is said by one member."""
+
+
+Digest = Callable[[Mapping[str, Tensor]], bytes]

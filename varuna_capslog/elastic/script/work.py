@@ -1,0 +1,326 @@
+"""The `Work` of a script that trains in data parallel: one layer, which is all of its state, held by every member.
+
+A loss costs the step under way and nothing else. A step that not all have finished is taken back: the script is given
+the state before it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from varuna_capslog.base import files
+from varuna_capslog.base.errors import CapslogError, DiskFailed
+from varuna_capslog.config.settings import Elastic
+from varuna_capslog.elastic.member.work import Followed, LayerState, Opening, Outcome
+from varuna_capslog.elastic.script.packing import pack, unpack
+from varuna_capslog.engine.communicator import Communicator
+from varuna_capslog.membership.generation import INITIAL, Generation, Layout, Stamp
+from varuna_capslog.membership.recovery import Seat
+from varuna_capslog.training.layer_state import digest
+
+__all__ = ["Group", "Script", "ScriptWork", "loss_of", "read_state", "saved_states"]
+
+_KEPT = 3
+"""Checkpoints that stay."""
+
+
+class Script(Protocol):
+    """What a program supplies. Called by one thread."""
+
+    def state(self) -> Any:
+        """All that must survive, at the boundary between two steps: dicts, lists, tuples, tensors, numbers, text. The
+        same on every member.
+        """
+
+    def load(self, state: Any) -> None:
+        """Go on from what `state` gave, here or on another member. The tensors are the caller's to keep."""
+
+    def step(self, number: int, group: Group) -> float | Tensor | None:
+        """One optimizer step; returns the loss, if it has one. If it is not finite, the run ends with the state before.
+
+        What `group` raises must be let through: somebody is gone, and the step will be made again.
+        """
+
+
+class Group:
+    """The members that make a step together. Any of its methods raises `PeerLost` when one of them is gone."""
+
+    def __init__(self, communicator: Communicator | None) -> None:
+        self._communicator = communicator
+        self.rank = 0 if communicator is None else communicator.rank
+        self.size = 1 if communicator is None else communicator.world_size
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Adds the tensors of all members, in place; the result has the same bits everywhere.
+
+        The sum over three members has other bits than that over two, unless every element is zero on all but one.
+        """
+        return tensor if self._communicator is None else self._communicator.add(tensor)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every member's picklable value, by rank."""
+        return [value] if self._communicator is None else self._communicator.gather(value)
+
+    def barrier(self) -> None:
+        """Returns when all members have come here."""
+        if self._communicator is not None:
+            self._communicator.barrier()
+
+
+class ScriptWork:
+    """See the module.
+
+    Args:
+        steps: number of the last one.
+        run_dir: gets metrics.jsonl, events.jsonl and checkpoints/step-<step>-<generation>.pt.
+        offset: generation n of the store is n + offset in the run's files.
+        resumed: the checkpoint with which the run begins, and its file; nothing at the beginning.
+        done: told of each step by the first member.
+        checkpoint_every: steps between two checkpoints; None: one at the end only.
+        stop_wished: asked once per step; True on any member ends the run after it.
+
+    Raises:
+        CapslogError: the script's state holds what cannot be packed.
+    """
+
+    def __init__(
+        self,
+        me: str,
+        script: Script,
+        steps: int,
+        run_dir: Path,
+        offset: int,
+        resumed: Mapping[Stamp, Path],
+        settings: Elastic,
+        done: Callable[[int, float], None],
+        checkpoint_every: int | None,
+        stop_wished: Callable[[], bool],
+    ) -> None:
+        self.me, self._script, self._steps = me, script, steps
+        self._run_dir, self._offset, self._resumed = run_dir, offset, dict(resumed)
+        self._settings, self._done, self._every, self._stop_wished = settings, done, checkpoint_every, stop_wished
+        self._first = pack(script.state(), copy=True)
+        size = sum(tensor.numel() * tensor.element_size() for tensor in self._first.values())
+        self.layer_bytes: tuple[int, ...] = (size,)
+        self._communicator: Communicator | None = None
+        self._generation = 0
+        self._before: LayerState | None = None  # while a step is computed and not yet voted
+        self._shelved: LayerState | None = None  # what the script itself holds between two generations
+        self._loss = math.nan
+        self._began = 0.0
+        self._records: deque[dict[str, Any]] = deque(maxlen=3)
+        self.asked = False
+
+    def place(self, seats: Sequence[Seat]) -> Layout | str:
+        if len(seats) < self._settings.min_devices:
+            return f"{len(seats)} member(s) are here; waiting for elastic.min_devices={self._settings.min_devices}"
+        hosts, wanted = len({seat.host for seat in seats}), self._settings.redundancy + 1
+        problem = None
+        if hosts < wanted:
+            problem = f"the state is held on {hosts} host(s); {wanted} are needed to lose {wanted - 1} at once"
+        return Layout(1, {seat.member: (0,) for seat in seats}, {}, problem)
+
+    def knows(self) -> Any:
+        return None
+
+    # -- generations ---------------------------------------------------------------------------------------------------
+
+    def open(self, opening: Opening, communicator: Communicator, states: Mapping[int, LayerState]) -> None:
+        state, self._communicator, self._generation = states[0], communicator, opening.number + self._offset
+        if opening.base == INITIAL and len(set(communicator.gather(digest(state)))) > 1:
+            # the script draws its weights without a seed: all begin with the first one's, as is usual
+            state = communicator.gather(state if communicator.rank == 0 else None)[0]
+        if state is not self._shelved:
+            self._script.load(unpack({name: tensor.clone() for name, tensor in state.items()}))
+        self._shelved = None
+        if communicator.rank == 0:
+            self._write_missing(opening.base.step)
+
+    def shelve(self) -> Mapping[int, LayerState]:
+        if self._communicator is None:
+            return {}
+        self._communicator = None
+        if self._before is not None:  # the script has gone on: it must load this, or another state
+            state, self._before = self._before, None
+            return {0: state}
+        self._shelved = pack(self._script.state(), copy=True)
+        return {0: self._shelved}
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    @property
+    def _group(self) -> Communicator:
+        assert self._communicator is not None
+        return self._communicator
+
+    def is_done(self, step: int) -> bool:
+        return step >= self._steps
+
+    def compute(self, step: int) -> bool:
+        self._began = time.perf_counter()
+        self._before = pack(self._script.state(), copy=True)
+        self._loss = loss_of(self._script.step(step, Group(self._group)))
+        return True  # the vote finds what is not finite
+
+    def vote(self, step: int, ballot: bytes) -> Outcome:
+        group = self._group
+        slots = torch.zeros(2 + group.world_size, dtype=torch.float64)
+        slots[0] = float(math.isinf(self._loss))
+        slots[1] = float(self._stop_wished())
+        slots[2 + group.rank] = float(bool(ballot))
+        group.sum_(slots)
+        ballots = group.gather(ballot) if bool(slots[2:].any()) else [b""] * group.world_size
+        return Outcome(not slots[0], ballots, bool(slots[1]), 1.0)
+
+    def apply(self, step: int) -> None:
+        self._before = None
+        record = {
+            "step": step,
+            "loss": None if math.isnan(self._loss) else self._loss,
+            "generation": self._generation,
+            "world_size": self._group.world_size,
+            "step_seconds": time.perf_counter() - self._began,
+            "time": time.time(),
+        }
+        self._records.append(record)
+        if self._group.rank == 0:
+            files.append_jsonl(self._run_dir / "metrics.jsonl", record)
+            self._done(step, self._loss)
+
+    def _write_missing(self, step: int) -> None:
+        """Whoever wrote before may have been lost between applying a step and writing its line."""
+        path = self._run_dir / "metrics.jsonl"
+        written = {line.get("step") for line in files.last_lines(path)} if path.exists() else set()
+        for record in self._records:
+            if record["step"] <= step and record["step"] not in written:
+                files.append_jsonl(path, record)
+
+    def discard(self, step: int) -> str:
+        return f"step {step}: the loss is not finite; nothing was kept of it"
+
+    # -- states --------------------------------------------------------------------------------------------------------
+
+    def state(self, layer: int, copy: bool) -> LayerState:
+        if self._before is not None:
+            return self._before  # a copy already, and nobody changes it
+        return pack(self._script.state(), copy)
+
+    def update(self, layer: int) -> Mapping[str, Tensor]:
+        raise AssertionError("nobody follows a state that all members hold")
+
+    def follow(self, layer: int, state: LayerState) -> Followed:
+        raise AssertionError("nobody follows a state that all members hold")
+
+    def initial(self, layer: int) -> LayerState:
+        return self._first
+
+    def load(self, layer: int, stamp: Stamp) -> LayerState:
+        return read_state(self._resumed.get(stamp) or self._path(stamp))
+
+    def persist(self, held: Mapping[tuple[int, Stamp], LayerState], record: Generation, why: str) -> None:
+        for (_, stamp), state in held.items():
+            if stamp.step and record.continues(stamp) and stamp not in self._resumed:
+                _write(self._path(stamp), state)
+        self.note("persisted", why=why, states=len(held), member=self.me, generation=record.number)
+
+    def _path(self, stamp: Stamp) -> Path:
+        return _folder(self._run_dir) / f"step-{stamp.step:08d}-{stamp.generation + self._offset:06d}.pt"
+
+    # -- boundaries ----------------------------------------------------------------------------------------------------
+
+    def between(self, stamp: Stamp, save: bool = False) -> Stamp | None:
+        due = bool(self._every) and stamp.step % (self._every or 1) == 0
+        if not stamp.step or not (due or save):
+            return None
+        self._save(stamp)
+        return stamp
+
+    def _save(self, stamp: Stamp) -> None:
+        """Also after a change: it writes nothing that is there, and all know that it is."""
+        state = pack(self._script.state(), copy=False)
+        if len(set(self._group.gather(digest(state)))) > 1:
+            raise CapslogError(
+                f"after step {stamp.step} the members' states differ; what state() gives must be the same on all, "
+                "whatever the rank: gradients summed, statistics of batches exchanged, random numbers drawn by step"
+            )
+        if self._group.rank == 0 and stamp not in self._resumed:
+            _write(self._path(stamp), state)
+            for path in sorted(_folder(self._run_dir).glob("step-*-*.pt"))[:-_KEPT]:
+                path.unlink(missing_ok=True)
+        self._group.barrier()
+
+    def finish(self, stamp: Stamp, stopped: bool) -> None:
+        self.asked = stopped and any(self._group.gather(self._stop_wished()))
+        if stamp.step:
+            self._save(stamp)
+        if self._group.rank == 0:
+            self.note("stop", step=stamp.step, asked=self.asked, generation=self._generation - self._offset)
+
+    def note(self, kind: str, **details: Any) -> None:
+        if kind == "begin":
+            details["step"] -= 1  # told after the first step, of the boundary before it
+            kind = "resume" if details["step"] else "start"
+        details["generation"] = int(details.get("generation", 0)) + self._offset
+        files.append_jsonl(self._run_dir / "events.jsonl", {"kind": kind, "time": time.time(), **details})
+
+
+def loss_of(given: float | Tensor | None) -> float:
+    """What a step returned, as a number. NaN: nothing, which is all right; infinite: its loss was not finite."""
+    if given is None:
+        return math.nan
+    value = float(given)
+    return value if math.isfinite(value) else math.inf
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def saved_states(run_dir: Path) -> list[tuple[Stamp, Path]]:
+    """The boundaries that lie on disk, the newest last, by the generations that files count."""
+    found = []
+    for path in _folder(run_dir).glob("step-*-*.pt"):
+        _, step, generation = path.stem.split("-")
+        found.append((Stamp(int(step), int(generation)), path))
+    return sorted(found)
+
+
+def _folder(run_dir: Path) -> Path:
+    return run_dir / "checkpoints"
+
+
+def _write(path: Path, state: LayerState) -> None:
+    """Whole or not at all; equal stamps are equal states, so what is there stays."""
+    if path.exists():
+        return
+    fresh = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(fresh, "wb") as file:
+            torch.save(dict(state), file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(fresh, path)
+    except (OSError, RuntimeError) as error:
+        with contextlib.suppress(OSError):
+            fresh.unlink()
+        why = (error.strerror if isinstance(error, OSError) else None) or error
+        raise DiskFailed(f"{path} cannot be written: {why}; free space or choose another path") from error
+
+
+def read_state(path: Path) -> LayerState:
+    """What a checkpoint holds. Raises CapslogError."""
+    try:
+        state: LayerState = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # damaged files end in errors of many kinds
+        raise CapslogError(f"{path} cannot be read: {error}; remove it to go on from the one before") from error
+    return state

@@ -1,0 +1,98 @@
+"""A planned change before it is made: which layers will move, and to whom they are copied while training goes on.
+
+Every member finds out the same by itself, from the layout at work and the wishes that a vote told all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from varuna_capslog.membership.generation import INITIAL, Generation, Layout, Member
+from varuna_capslog.membership.messages import Change
+from varuna_capslog.membership.recovery import Place, Seat, list_moves, newest_boundary
+
+__all__ = ["Ahead", "find_ahead", "first_owner", "stay_with"]
+
+
+@dataclass
+class Ahead:
+    """A change under way at one member.
+
+    Attributes:
+        targets: layer -> members that will own or copy it and do not hold it, for those layers that this member sends.
+        mine: what comes here.
+        sent: layer -> members that were sent a copy in this generation, for whatever change; they get every update.
+        began: the copies of this change have been sent.
+        hinted: it may never be made; nobody waits for it.
+    """
+
+    changes: frozenset[Change]
+    targets: Mapping[int, tuple[Member, ...]]
+    mine: frozenset[int]
+    sent: dict[int, tuple[Member, ...]] = field(default_factory=dict)
+    began: bool = False
+    hinted: bool = False
+
+    def due(self) -> list[tuple[int, tuple[Member, ...]]]:
+        """What is to be sent now, each copy once: layers and those that have not got them."""
+        self.began = True
+        found = []
+        for layer, members in self.targets.items():
+            fresh = tuple(member for member in members if member not in self.sent.get(layer, ()))
+            if fresh:
+                self.sent[layer] = (*self.sent.get(layer, ()), *fresh)
+                found.append((layer, fresh))
+        return found
+
+
+def first_owner(layer: int, layout: Layout, members: Sequence[Member]) -> Member | None:
+    """Of several replicas that own a layer, the one that sends it."""
+    return next((member for member in members if layer in layout.owned.get(member, ())), None)
+
+
+def stay_with(record: Generation, changes: Collection[Change]) -> list[Member]:
+    """The members of the generation that these changes lead to, by rank, if nothing else happens."""
+    leave = {member for kind, member in changes if kind == "leave"}
+    join = sorted(member for kind, member in changes if kind == "join")
+    stay = [member for member in record.members if member not in leave]
+    return stay + [member for member in join if member not in record.members and member not in leave]
+
+
+def find_ahead(
+    me: Member,
+    record: Generation,
+    layout: Layout,
+    changes: frozenset[Change],
+    seats: Mapping[Member, Seat],
+    place: Place,
+    layer_bytes: Sequence[int],
+) -> Ahead:
+    """What moves for these changes. Newcomers get nothing ahead: they are not in the generation that sends.
+
+    Args:
+        seats: of all members, and of those that asked to be let in; the same everywhere, or the members disagree.
+    """
+    stay = stay_with(record, changes)
+    wanted = place([seats[member] for member in stay]) if stay else "no device is left"
+    if isinstance(wanted, str):  # the next generation will wait, and say for what
+        return Ahead(changes, {}, frozenset())
+    held = {
+        member: [(layer, INITIAL) for layer in (*layout.owned.get(member, ()), *layout.copied.get(member, ()))]
+        for member in record.members
+    }
+    boundary = newest_boundary(len(layer_bytes), held, lambda stamp: True, INITIAL)
+    # copies, too: the first vote of the next generation waits for them
+    roles = {
+        member: (*wanted.owned.get(member, ()), *wanted.copied.get(member, ()))
+        for member in stay
+        if member in record.members
+    }
+    targets: dict[int, list[Member]] = {}
+    mine: set[int] = set()
+    for move in list_moves(boundary, roles, layer_bytes):
+        if move.target == me:
+            mine.add(move.layer)
+        elif first_owner(move.layer, layout, record.members) == me:
+            targets.setdefault(move.layer, []).append(move.target)
+    return Ahead(changes, {layer: tuple(members) for layer, members in targets.items()}, frozenset(mine))

@@ -1,0 +1,422 @@
+"""Which pipelines a number of devices could be: replicas, stages and cuts, what they hold and how long a step takes.
+
+`placing` asks here for the quickest that fits. Everything that does not depend on the devices present (memory costs,
+bounds, schedules, cuts) is kept between questions, so that a change of membership only chooses. Pure; no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from varuna_capslog.base import fields
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.memory import AUTO, MEMORY_MODELS, NEVER, RunShape, StageCosts, resolve
+from varuna_capslog.memory.composition import RangeCosts
+from varuna_capslog.memory.costs import RaisedCosts
+from varuna_capslog.memory.headroom import Headroom
+from varuna_capslog.planners import PLANNER_NAMES, PLANNERS
+from varuna_capslog.planners.exact import exact_cuts, fewest_devices
+from varuna_capslog.planners.seconds import LayerSeconds, Link, step_player
+from varuna_capslog.planners.throughput import Run, fastest_cuts
+from varuna_capslog.planning.simulation import UPDATE_RATE
+from varuna_capslog.profiles.record import Profile
+from varuna_capslog.schedules import ALWAYS_RECOMPUTE
+
+__all__ = ["Candidate", "Candidates", "Steps"]
+
+Floats = NDArray[np.float64]
+
+_SLOW = ("mcap-bf", "mcap-bo")
+"""Planners that take seconds or more; `exact` finds what the first of them finds."""
+
+_NARROW = 32
+"""Width of the beam of `throughput`: haste."""
+
+_TICK = 1e-9
+"""Seconds in which step times are compared, so that all members see the same ties."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What of a run decides how its pipelines step and what they hold. See the keys of `pipeline` and `train`.
+
+    num_microbatches: of one step, over all replicas.
+    num_blocks: accumulation blocks; replicas divide it.
+    microbatch_size: None: that of the profile.
+    """
+
+    num_microbatches: int
+    num_blocks: int = 1
+    microbatch_size: int | None = None
+    schedule: str = "varuna"
+    recompute: bool = True
+    stage_inputs: str = "host"
+
+    def __post_init__(self) -> None:
+        if self.num_blocks < 1 or self.num_microbatches % self.num_blocks:
+            raise CapslogError(
+                f"{self.num_blocks} accumulation blocks do not divide the {self.num_microbatches} microbatches of a "
+                "step; choose a number that does"
+            )
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Equal pipelines that some devices could be.
+
+    cuts: first layer of each stage. stage_bytes: None where no memory model describes the run.
+    step_ticks: of the simulator, with the exchange of gradients and the update, in nanoseconds; None without seconds.
+    """
+
+    replicas: int
+    cuts: tuple[int, ...]
+    stage_bytes: tuple[int, ...] | None
+    step_ticks: int | None
+
+    @property
+    def devices(self) -> int:
+        """All that it uses."""
+        return self.replicas * len(self.cuts)
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """What is chosen is the smallest: the quickest, then the one with most devices, then with fewest replicas."""
+        return (self.step_ticks or 0, -self.devices, self.replicas)
+
+    def excess(self, usable: Sequence[int] | None) -> list[int]:
+        """Bytes by which each stage exceeds what its devices can use; [] where nothing limits or is known."""
+        if usable is None or self.stage_bytes is None:
+            return []
+        return [held - limit for held, limit in zip(self.stage_bytes, usable, strict=True)]
+
+
+@dataclass
+class Candidates:
+    """Every pipeline that could be, for one run.
+
+    Args:
+        profile: of the chain; None: `layer_bytes` are the layers' weights, and neither bytes nor seconds are predicted.
+        layer_bytes: state of each layer.
+        planner, memory: as in `planners.plan`.
+        beside: bytes on the device beside training, per layer that a rank owns; default none.
+        link: between ranks, in a pipeline and across; None: transfers take no time.
+
+    Raises:
+        CapslogError: unknown names, a planner that is too slow for a run that stands still, a profile of another chain,
+            or one that lacks what the memory model or the link needs.
+    """
+
+    profile: Profile | None
+    layer_bytes: Sequence[int]
+    steps: Steps
+    planner: str = "exact"
+    memory: str = AUTO
+    max_replicas: int | None = None
+    beside: Sequence[int] | None = None
+    link: Link | None = None
+    timed: bool = field(init=False)
+    """Whether the profile has seconds."""
+    described: bool = field(init=False)
+    """Whether stage bytes are those of the run; otherwise nothing is compared with a capacity."""
+    headroom: Headroom = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_layers = len(self.layer_bytes)
+        fields.refuse_unknown([self.planner], PLANNER_NAMES, "planner")
+        if self.planner in _SLOW:
+            raise CapslogError(
+                f"planner {self.planner!r} weighs cut lists one by one, which takes too long while a run stands still; "
+                "set pipeline.planner to exact"
+            )
+        profile = self.profile
+        if profile is not None and profile.num_layers != self.num_layers:
+            raise CapslogError(
+                f"the profile has {profile.num_layers} layers, the chain {self.num_layers}; profile this model"
+            )
+        self.timed = profile is not None and all(
+            None not in (layer.forward_seconds, layer.backward_seconds) for layer in profile.layers
+        )
+        self.headroom = Headroom() if profile is None else Headroom.of(profile)
+        self.link = self.link or Link()
+        self._seconds = LayerSeconds.of_profile(profile, self.link) if self.timed and profile is not None else None
+        parameters = [] if profile is None else [layer.parameter_bytes for layer in profile.layers]
+        known = [size for size in parameters if size is not None]
+        self._parameters = _running(known if len(known) == self.num_layers else [0] * self.num_layers)
+        rate = None if profile is None or len(known) < self.num_layers else profile.conditions.get(UPDATE_RATE)
+        self._update_rate = float(rate) if isinstance(rate, (int, float)) else 0.0
+        self._recompute = self.steps.recompute or self.steps.schedule in ALWAYS_RECOMPUTE
+        profiled = None if profile is None else profile.conditions.get("microbatch_size")
+        same_size = None in (profiled, self.steps.microbatch_size) or profiled == self.steps.microbatch_size
+        self.described = profile is not None and same_size
+        self._costs = {replicas: self._costs_of(replicas) for replicas in self._replicas(self.steps.num_blocks)}
+        self._of_stages: dict[int, tuple[Floats, Floats]] = {}
+        self._bounds: dict[int, Floats] = {}
+        self._smallest: dict[tuple[int, int], list[int]] = {}
+        self._known: dict[tuple[int, int, tuple[int, ...] | None], Candidate] = {}
+        self._fewest: dict[int, int | None] = {}
+
+    def _replicas(self, most: int) -> list[int]:
+        """Numbers of replicas up to `most` that share the blocks evenly."""
+        if not self.timed:
+            return [1]
+        most = min(most, self.max_replicas or most)
+        return [number for number in range(1, most + 1) if self.steps.num_blocks % number == 0]
+
+    def _costs_of(self, replicas: int) -> StageCosts:
+        """Bytes of every stage of one of so many pipelines, all that the device holds beside training included."""
+        profile, steps = self.profile, self.steps
+        if profile is None:
+            return RangeCosts(_ranges(self.layer_bytes, NEVER))
+        shape = RunShape(steps.num_microbatches // replicas, steps.schedule, steps.recompute, steps.stage_inputs)
+        memory, costs = resolve(self.memory, profile, shape)
+        if MEMORY_MODELS[memory].gap(steps.schedule, steps.recompute, steps.stage_inputs) is not None:
+            self.described = False
+        more = self._waiting_blocks(replicas) * _ranges([layer.parameter_bytes or 0 for layer in profile.layers], 0)
+        if self.beside is not None:
+            more = more + _ranges(self.beside, 0)
+        return RaisedCosts(costs, more) if more.any() else costs
+
+    def _waiting_blocks(self, replicas: int) -> int:
+        """Gradients that wait beside those the profile has: a single pipeline adds its blocks as they end, several keep
+        all of theirs until the exchange.
+        """
+        share = self.steps.num_blocks // replicas
+        here = min(share, 2) - 1 if replicas == 1 else share - 1
+        profiled = self.profile.conditions.get("accumulation_blocks", 1) if self.profile is not None else 1
+        return max(0, here - (1 if isinstance(profiled, int) and profiled > 1 else 0))
+
+    # -- the search
+
+    def quickest(
+        self,
+        devices: int,
+        usable: Callable[[int, int], list[int] | None],
+        rank: Callable[[Candidate], int] = lambda candidate: 0,
+        best_rank: int = 0,
+    ) -> Candidate | None:
+        """The best candidate that fits: the smallest `rank`, none of which is below `best_rank`, then the quickest.
+
+        First the cuts that are the best without a limit, where they fit; then, where a bound says that they may still
+        win, those that the planner finds within the limits. Without seconds it is one pipeline, of as many stages as
+        can be, then of fewer.
+
+        Args:
+            usable: (replicas, stages) -> bytes that each stage's devices can use, None without a limit.
+        """
+        best: tuple[int, tuple[int, int, int]] | None = None
+        found = None
+
+        def may_win(replicas: int, stages: int, bound: int) -> bool:
+            return best is None or best[0] > best_rank or (bound, -replicas * stages, replicas) < best[1]
+
+        limited = []
+        for replicas, stages in self._in_order(devices):
+            if not may_win(replicas, stages, self.bound_ticks(replicas, stages)):
+                continue
+            limits = usable(replicas, stages)
+            candidate = self._weighed(replicas, stages, None)
+            if max(candidate.excess(limits), default=0) > 0:
+                if limits is not None and self._limits_matter(limits):
+                    limited.append((replicas, stages, limits))
+            elif best is None or best[0] > best_rank or candidate.order < best[1]:
+                key = (rank(candidate), candidate.order)
+                if best is None or key < best:
+                    best, found = key, candidate
+        bounds = [
+            (bound, -replicas * stages, replicas, stages, limits)
+            for replicas, stages, limits in limited
+            if may_win(replicas, stages, self.bound_ticks(replicas, stages))
+            and (bound := self._limited_bound(replicas, stages, limits)) is not None
+        ]
+        for bound, _, replicas, stages, limits in sorted(bounds, key=lambda entry: entry[:4]):
+            if not may_win(replicas, stages, bound):
+                continue
+            candidate = self._weighed(replicas, stages, tuple(limits))
+            if max(candidate.excess(limits)) > 0 or not may_win(replicas, stages, candidate.step_ticks or 0):
+                continue
+            key = (rank(candidate), candidate.order)
+            if best is None or key < best:
+                best, found = key, candidate
+        return found
+
+    def _in_order(self, devices: int) -> list[tuple[int, int]]:
+        """(replicas, stages), those with the smallest bound first; of equals those that use most devices."""
+        shapes = [
+            (replicas, stages)
+            for replicas in self._replicas(min(devices, self.steps.num_blocks))
+            for stages in range(1, min(devices // replicas, self.num_layers) + 1)
+        ]
+        return sorted(shapes, key=lambda shape: (self.bound_ticks(*shape), -shape[0] * shape[1], shape[0]))
+
+    def candidate(self, replicas: int, stages: int, usable: Sequence[int] | None) -> Candidate:
+        """The planner's cuts for so many pipelines of so many stages, weighed; remembered.
+
+        Cuts that are the best without a limit and fit are the best with it, so the planner is asked again only where
+        they do not fit.
+        """
+        found = self._weighed(replicas, stages, None)
+        if usable is None or max(found.excess(usable), default=0) <= 0:
+            return found
+        return self._weighed(replicas, stages, tuple(usable)) if self._limits_matter(usable) else found
+
+    def _limits_matter(self, usable: Sequence[int]) -> bool:
+        """Whether the planner looks at capacities: `exact` only where they differ, the other table planners never."""
+        return self.planner == "throughput" or (self.planner == "exact" and len(set(usable)) > 1)
+
+    def _weighed(self, replicas: int, stages: int, usable: tuple[int, ...] | None) -> Candidate:
+        key = (replicas, stages, usable)
+        if key not in self._known:
+            self._known[key] = self.of_cuts(
+                replicas, tuple(self._cuts(self._costs[replicas], replicas, stages, usable))
+            )
+        return self._known[key]
+
+    def of_cuts(self, replicas: int, cuts: tuple[int, ...]) -> Candidate:
+        """Given cuts, weighed; the replicas share the blocks evenly."""
+        held = None
+        if self.described:
+            costs = self._costs[replicas] if replicas in self._costs else self._costs_of(replicas)
+            held = tuple(costs.peaks(cuts))
+        return Candidate(replicas, cuts, held, self._step_ticks(replicas, cuts))
+
+    def _cuts(self, costs: StageCosts, replicas: int, stages: int, usable: Sequence[int] | None) -> Sequence[int]:
+        if self.planner != "throughput":
+            return PLANNERS[self.planner](costs, stages, usable)
+        if self._seconds is None:
+            return exact_cuts(costs, stages, usable)
+        run = Run(self.steps.schedule, self.steps.num_microbatches // replicas, self._recompute)
+        found = fastest_cuts(costs, self._seconds, run, stages, usable, width=_NARROW)
+        return exact_cuts(costs, stages, usable) if found is None else found.cuts
+
+    def _step_ticks(self, replicas: int, cuts: tuple[int, ...]) -> int | None:
+        """The step of one pipeline by the simulator, the exchange with the others, and the slowest update."""
+        if self._seconds is None:
+            return None
+        microbatches = self.steps.num_microbatches // replicas
+        player = step_player(self.steps.schedule, len(cuts), microbatches, self._recompute)
+        seconds = player.seconds_of_one(self._seconds.of_cuts(np.array([cuts])))
+        weights = np.diff(self._parameters[[*cuts, self.num_layers]]).max()
+        return round((seconds + self._after(replicas, float(weights))) / _TICK)
+
+    def _after(self, replicas: int, parameter_bytes: float) -> float:
+        """Seconds of a stage with so many bytes of parameters after its last backward: the other pipelines' blocks come
+        one by one, then it updates.
+        """
+        assert self.link is not None
+        blocks = self.steps.num_blocks
+        foreign = blocks - blocks // replicas
+        exchange = foreign * self.link.seconds(round(parameter_bytes)) if foreign and parameter_bytes else 0.0
+        return exchange + self._update_rate * parameter_bytes
+
+    def bound_ticks(self, replicas: int, stages: int) -> int:
+        """No cut list of so many pipelines of so many stages takes less; 0 without seconds."""
+        if self._seconds is None:
+            return 0
+        if replicas not in self._bounds:
+            self._bounds[replicas] = self._least_seconds(*self._stage_seconds(replicas))
+        return self._in_ticks(replicas, stages, float(self._bounds[replicas][stages]))
+
+    def _in_ticks(self, replicas: int, stages: int, seconds: float) -> int:
+        """A bound of the seconds of one pipeline, with what follows its last backward."""
+        # The stage with most parameters has at least an even part of them. A tick less, for what rounding adds.
+        after = self._after(replicas, float(self._parameters[-1]) / stages)
+        return int((seconds + after) * (1 - 1e-12) / _TICK) - 1
+
+    def _stage_seconds(self, replicas: int) -> tuple[Floats, Floats]:
+        """[L, L + 1] and [L]: seconds that no schedule can avoid where layers first .. end-1 are a stage, and where the
+        layers from `first` on are the last one.
+
+        The first forward and the last backward of one microbatch on the layers before, and the stage's work on all
+        microbatches. With recomputation every stage but the last repeats all forwards, except one that its backward
+        follows at once. 0 without seconds.
+        """
+        if replicas not in self._of_stages:
+            size = self.num_layers
+            inner, last = np.zeros((size, size + 1)), np.zeros(size)
+            if self._seconds is not None:
+                microbatches = self.steps.num_microbatches // replicas
+                forward, backward = self._seconds.forward, self._seconds.backward
+                passed = (forward + backward)[:-1, None]
+                both = (forward + backward)[None, :] - passed
+                last = np.maximum(microbatches * both[:, -1] + passed[:, 0], forward[-1] + backward[-1])
+                inner = microbatches * both + passed
+                if self._recompute:
+                    inner = inner + (microbatches - 1) * (forward[None, :] - forward[:-1, None])
+            inner[np.tri(size, size + 1, dtype=np.bool_)] = np.inf
+            self._of_stages[replicas] = inner, last
+        return self._of_stages[replicas]
+
+    def _least_seconds(self, inner: Floats, last: Floats) -> Floats:
+        """[L + 1]: by number of stages, a bound below the step of one pipeline.
+
+        State       (s, m): layers 0 .. m-1 in s stages.
+        Transition  (s, l) -> (s + 1, m) with l < m: stage s holds layers l .. m-1.
+        Cost        the largest of the stages' seconds, as `_stage_seconds` gives them.
+        Complexity  O(L^3) in L numpy steps, once per number of replicas.
+        """
+        size = self.num_layers
+        bounds = np.full(size + 1, np.inf)
+        reached = np.where(np.arange(size) == 0, 0.0, np.inf)
+        for stages in range(1, size + 1):
+            bounds[stages] = np.maximum(reached, last).min()
+            reached = np.maximum(reached[:, None], inner).min(axis=0)[:-1]
+        return bounds
+
+    def _limited_bound(self, replicas: int, stages: int, usable: Sequence[int]) -> int | None:
+        """As `bound_ticks`, over the cut lists that fit; None if there are none. The search is that of
+        `_least_seconds` for one number of stages: stage s begins at one of layers s .. s + L - S.
+        """
+        if any(least > size for least, size in zip(self._least_bytes(replicas, stages), usable, strict=True)):
+            return None
+        costs, (inner, last) = self._costs[replicas], self._stage_seconds(replicas)
+        slack = self.num_layers - stages + 1
+        reached = np.where(np.arange(slack) == 0, 0.0, np.inf)
+        for stage in range(stages - 1):
+            here = np.s_[stage : stage + slack, stage + 1 : stage + 1 + slack]
+            fits = costs.matrix(stage, stages)[here] <= usable[stage]
+            reached = np.where(fits, np.maximum(reached[:, None], inner[here]), np.inf).min(axis=0)
+            if np.isinf(reached).all():
+                return None
+        fits = costs.matrix(stages - 1, stages)[stages - 1 :, -1] <= usable[-1]
+        bound = float(np.where(fits, np.maximum(reached, last[stages - 1 :]), np.inf).min())
+        return None if np.isinf(bound) else self._in_ticks(replicas, stages, bound)
+
+    def _least_bytes(self, replicas: int, stages: int) -> list[int]:
+        """The bytes of the smallest stage that could be at each place."""
+        key = (replicas, stages)
+        if key not in self._smallest:
+            costs, slack = self._costs[replicas], self.num_layers - stages + 1
+            self._smallest[key] = [
+                int(costs.matrix(stage, stages)[stage : stage + slack, stage + 1 : stage + 1 + slack].min())
+                for stage in range(stages)
+            ]
+        return self._smallest[key]
+
+    # -- ahead of time, and when nothing fits
+
+    def prepare(self, devices: int) -> None:
+        """Weighs all candidates of up to `devices` devices without a limit, so that later questions find them."""
+        for replicas, stages in self._in_order(devices):
+            self.candidate(replicas, stages, None)
+            self._least_bytes(replicas, stages)
+
+    def fewest_devices(self, capacity: int) -> int | None:
+        """Devices of `capacity` bytes that one pipeline needs at least, with the best cuts; None: none would do."""
+        if capacity not in self._fewest:
+            self._fewest[capacity] = fewest_devices(self._costs[1], self.headroom.usable(capacity))
+        return self._fewest[capacity]
+
+
+def _running(sizes: Sequence[int]) -> NDArray[np.int64]:
+    return np.concatenate([[0], np.cumsum(np.asarray(sizes, dtype=np.int64))])
+
+
+def _ranges(sizes: Sequence[int], nothing: int) -> NDArray[np.int64]:
+    """[L, L + 1]: the sizes of layers first .. end-1 together, `nothing` where end <= first."""
+    running = _running(sizes)
+    found = running[None, :] - running[:-1, None]
+    return np.where(np.tri(*found.shape, dtype=np.bool_), nothing, found)

@@ -1,0 +1,240 @@
+"""How a membership changes: one member's way from one generation to the next, whatever the cause.
+
+The part of `protocol.step` that answers notices, lost peers and the store. Every cause (leave, crash, hang, partition,
+join, straggler) ends in the same three acts: stop answering, found the successor or hear of it, adopt it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from varuna_capslog.membership import messages as m
+from varuna_capslog.membership.generation import Generation, Member
+from varuna_capslog.membership.state import Phase, State, Step
+
+__all__ = [
+    "adopt",
+    "broken",
+    "heard_of",
+    "hint",
+    "outside",
+    "stop_answering",
+    "store_lost",
+    "store_says",
+    "suspects",
+    "tick",
+    "wish",
+]
+
+
+def hint(state: State, change: m.Change) -> Step:
+    """A change that may be wished later becomes part of this member's votes; nothing else comes of it here."""
+    if state.phase is Phase.OUTSIDE or change[1] not in state.record.members:
+        return state, ()
+    return replace(state, hints=state.hints | {change}), ()
+
+
+def wish(state: State, change: m.Change, urgent: bool, save: bool = False) -> Step:
+    """A change becomes part of the next vote; where nobody votes, it is made at once."""
+    kind, member = change
+    if state.phase is Phase.OUTSIDE:
+        gives_up = change == ("leave", state.me) and state.wants_in
+        return outside(state, state.record, wants_in=False) if gives_up else (state, ())
+    if (member in state.record.members) == (kind == "join"):
+        return state, ()
+    state = replace(state, changes=state.changes | {change}, urgent=state.urgent or urgent, save=state.save or save)
+    if state.phase is Phase.WAIT:  # whoever comes may hold what was waited for: no reason to go back
+        return stop_answering(replace(state, planned=True, regress=False))
+    return state, ()
+
+
+def broken(state: State, event: m.Broken) -> Step:
+    """Something of the generation is lost, nobody knows yet what."""
+    if event.generation != state.record.number or not state.votes:
+        return state, ()
+    if state.phase not in (Phase.GATHER, Phase.INSTALL, Phase.RUN):
+        return state, ()
+    if state.unseen is not None:
+        return adopt(state, state.unseen)
+    return stop_answering(state)
+
+
+def suspects(state: State, members: frozenset[Member]) -> Step:
+    """Takes over whom the failure detector suspects; only participants of its own generation count."""
+    state = replace(state, suspects=members.intersection(state.record.participants))
+    if (state.phase is Phase.CHANGE and state.votes) or _concerned(state):
+        return stop_answering(state)
+    return state, ()
+
+
+def _concerned(state: State) -> bool:
+    """Whether somebody is suspected on whom this voter waits, or will; one that leaves founds nothing."""
+    if not state.votes:
+        return False
+    match state.phase:
+        case Phase.GATHER | Phase.INSTALL:  # those that leave may still have to send
+            return not state.suspects.isdisjoint(state.record.participants)
+        case Phase.RUN:
+            return not state.suspects.isdisjoint(state.record.members)
+        case _:
+            return False
+
+
+def stop_answering(state: State) -> Step:
+    """From now on this member answers its generation never again; and it founds the next one, if it may.
+
+    It may at once when a vote said so, or when it knows who is lost and those that are left hold every layer. Otherwise
+    others may be better placed, and it waits for `Tick`.
+    """
+    effects: list[m.Effect] = []
+    if state.phase is not Phase.CHANGE:
+        effects.append(m.Abort(state.record.number))
+        state = replace(state, phase=Phase.CHANGE, heard=heard_of(state, state.record.number + 1))
+        if state.unseen is not None:
+            state, more = adopt(state, state.unseen)
+            return state, (*effects, *more)
+    lost = not state.suspects.isdisjoint(state.record.participants)
+    left = frozenset(state.record.participants) - state.suspects
+    sure = state.planned or (lost and state.layout is not None and state.layout.covers(left))
+    return state, (*effects, *(_proposal(state) if sure else (m.ReadStore(),)))
+
+
+def _proposal(state: State) -> tuple[m.Effect, ...]:
+    """The compare-and-set that founds the next generation.
+
+    Only a voter may: with it, its generation has ended before the next one begins; and it alone knows for sure whether
+    there was a step, and from where.
+    """
+    if not state.votes:
+        return (m.ReadStore(),)
+    record, gone = state.record, state.suspects
+    leave = {member for kind, member in state.changes if kind == "leave"}
+    join = {member for kind, member in state.changes if kind == "join"}
+    stay = [member for member in record.members if member not in gone and member not in leave]
+    stay += sorted(join - gone - leave - set(record.members)) if join else []
+    leaving = [member for member in record.members if member in leave and member not in gone]
+    if state.at.generation != record.number:  # nothing was trained yet: those that leave may hold what is needed
+        leaving += [member for member in record.leaving if member not in gone and member not in stay]
+    regress = state.regress or (record.regress and state.base is None)
+    proposal = record.successor(stay, leaving, state.base, state.checkpoint, state.at.step, regress)
+    # The last ones to leave write what they hold before the record says that they may go.
+    before = () if stay else (m.Persist("the last devices leave; the run is parked"),)
+    return (*before, m.CompareAndSet(record.number, proposal))
+
+
+def tick(state: State) -> Step:
+    """Patience is at an end."""
+    match state.phase:
+        case Phase.CHANGE:
+            return state, _proposal(state)
+        case Phase.WAIT if state.regress:
+            return stop_answering(replace(state, planned=True))
+        case Phase.GATHER | Phase.INSTALL | Phase.SERVE:
+            return state, (m.ReadStore(),)
+        case Phase.OUTSIDE if state.wants_in:
+            return state, (m.ReadStore(),)
+        case _:
+            return state, ()
+
+
+def store_says(state: State, record: Generation) -> Step:
+    """What the store holds, or held: an older record than the one known says nothing."""
+    if record.number > state.record.number:
+        if state.phase is Phase.RUN and state.cast:
+            # Its vote may have been the last one missing: the tally, or the end of communication, will tell.
+            newest = max(record, state.unseen or record, key=lambda seen: seen.number)
+            return replace(state, unseen=newest), ()
+        return adopt(state, record)
+    if record.number == state.record.number and state.phase is Phase.OUTSIDE and state.wants_in:
+        return outside(state, record, wants_in=True)
+    return state, ()
+
+
+def adopt(state: State, record: Generation) -> Step:
+    """Takes part in a generation that the store holds, or sees that it was made without this member."""
+    effects: list[m.Effect] = []
+    if state.phase not in (Phase.OUTSIDE, Phase.CHANGE):
+        effects.append(m.Abort(state.record.number))
+    inside = state.phase is not Phase.OUTSIDE
+    if not record.members and inside:  # parked: nobody is left whom this member could send anything
+        effects.append(m.Persist("the run is parked"))
+    if state.me not in record.participants or not record.members:
+        leaves = ("leave", state.me) in state.changes or (inside and not state.votes)
+        leaves = leaves or state.me in record.leaving
+        state, more = outside(state, record, wants_in=not leaves and (inside or state.wants_in))
+        return state, (*effects, *more)
+    members = frozenset(record.members)
+    # A join that was not taken up must be asked for again, or two views of who is lost would change places for ever.
+    changes = frozenset(change for change in state.changes if change[0] == "leave" and change[1] in members)
+    if not inside and not state.wants_in:  # it changed its mind on the way
+        changes |= {("leave", state.me)}
+    state = replace(
+        state,
+        phase=Phase.GATHER,
+        record=record,
+        round=0,
+        cast=True,
+        heard=heard_of(state, record.number),
+        base=None,
+        missing=frozenset(),
+        suspects=state.suspects.intersection(record.participants),
+        changes=changes,
+        urgent=state.urgent and bool(changes),
+        hints=frozenset(change for change in state.hints if change[1] in members),
+        save=state.save and bool(changes),
+        saving=False,
+        prepared=frozenset(),
+        planned=False,
+        unseen=None,
+        wants_in=False,
+        regress=False,
+    )
+    if _concerned(state):
+        state, more = stop_answering(state)
+        return state, (*effects, *more)
+    value = m.Contribution(state.held, state.host, state.capacity, state.checkpoint, state.voted)
+    return state, (*effects, m.Cast(record.number, 0, value))
+
+
+def outside(state: State, record: Generation, wants_in: bool) -> Step:
+    """Not, or no longer, a participant. What it holds is kept: the generation may turn out to need it."""
+    state = replace(
+        state,
+        phase=Phase.OUTSIDE,
+        record=record,
+        round=0,
+        cast=False,
+        heard=heard_of(state, record.number + 1),
+        suspects=frozenset(),
+        changes=frozenset(),
+        urgent=False,
+        hints=frozenset(),
+        save=False,
+        saving=False,
+        prepared=frozenset(),
+        planned=False,
+        unseen=None,
+        wants_in=wants_in,
+        regress=False,
+        missing=frozenset(),
+    )
+    if not wants_in:
+        return state, (m.Release(),)
+    if not record.members:  # nobody can be training: whoever comes goes on
+        found = record.successor((state.me,), (), None, state.checkpoint, regress=record.regress)
+        return state, (m.CompareAndSet(record.number, found),)
+    return state, (m.Ask(record.members),)
+
+
+def heard_of(state: State, generation: int) -> frozenset[m.Heard]:
+    """What was heard of this generation and later ones; all else is fenced out."""
+    return frozenset(heard for heard in state.heard if heard.generation >= generation)
+
+
+def store_lost(state: State) -> Step:
+    """A running generation needs no store. A change does: then the state goes to disk and the member ends."""
+    serves = not state.votes and state.phase in (Phase.GATHER, Phase.SERVE)
+    if state.phase is not Phase.CHANGE and not serves:
+        return state, ()
+    why = "the membership store is lost, and the next generation cannot be founded without it"
+    return replace(state, phase=Phase.STOPPED), (m.Persist(why),)

@@ -1,0 +1,194 @@
+"""What a generation is: its members, the boundaries on its past, and the stamp that every state of a layer carries.
+
+The store holds exactly one `Generation`, replaced by compare-and-set on its number; every message of a run names one.
+Data only: nothing here decides, waits or talks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from varuna_capslog.base import fields
+from varuna_capslog.base.errors import CapslogError
+
+__all__ = ["EMPTY", "INITIAL", "Generation", "Held", "Layout", "Member", "Stamp"]
+
+FORMAT = "varuna-capslog/generation/1"
+
+Member = str
+"""Names one process for its whole life and is never used again: one that is started anew is another member."""
+
+
+class Stamp(NamedTuple):
+    """The boundary after optimizer step `step` of the generation that voted on it; equal stamps mean equal state.
+
+    The generation is part of it because a step may be taken back and voted again by others, with other bits where the
+    device is not deterministic. Sorts by step.
+    """
+
+    step: int
+    generation: int
+
+
+INITIAL = Stamp(0, 0)
+"""The state before step 1: every rank can make it from the seed, so it is the checkpoint of a run without one."""
+
+Held = frozenset[tuple[int, Stamp]]
+"""What one member can give of the training state: (layer, boundary) pairs, whatever it keeps them for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One membership of the run. Its record in the store is its whole existence.
+
+    Attributes:
+        number: one more than its predecessor's.
+        members: who votes, in the order of ranks. Nobody: the run is parked with its state on disk.
+        leaving: who still serves the layers it held, but neither votes nor owns a layer.
+        lineage: (generation, base) of every earlier generation that may have trained since `checkpoint`: the boundary
+            from which it went on. States beyond such a base from before it were taken back and are void.
+        checkpoint: the newest checkpoint on the lineage that its founder knew of.
+        reached: newest step that its founder, or an earlier one, had applied; what is older by two was settled.
+        regress: it may go back beyond settled steps, to the checkpoint, where nobody is left who holds them.
+    """
+
+    number: int
+    members: tuple[Member, ...]
+    leaving: tuple[Member, ...] = ()
+    lineage: tuple[tuple[int, Stamp], ...] = ()
+    checkpoint: Stamp = INITIAL
+    reached: int = 0
+    regress: bool = False
+
+    def __post_init__(self) -> None:
+        everyone = self.members + self.leaving
+        if len(set(everyone)) != len(everyone):
+            raise CapslogError(f"generation {self.number} names a member twice: {', '.join(everyone)}")
+
+    @property
+    def participants(self) -> tuple[Member, ...]:
+        """All who take part in its first round, the leaving ones included."""
+        return self.members + self.leaving
+
+    def continues(self, stamp: Stamp) -> bool:
+        """Whether a state lies on this generation's past: never taken back, and not older than its checkpoint."""
+        if stamp == self.checkpoint:
+            return True
+        if stamp.step <= self.checkpoint.step or stamp.generation < self.checkpoint.generation:
+            return False
+        return all(
+            stamp.step < base.step or stamp == base
+            for generation, base in self.lineage
+            if generation > stamp.generation
+        )
+
+    def successor(
+        self,
+        members: Sequence[Member],
+        leaving: Sequence[Member] = (),
+        base: Stamp | None = None,
+        checkpoint: Stamp = INITIAL,
+        reached: int = 0,
+        regress: bool = False,
+    ) -> Generation:
+        """The record of the next generation.
+
+        Args:
+            base: where this generation went on from; None if it did not come so far, hence never trained.
+            reached: newest step that the founder applied; not read where `base` is None.
+            checkpoint: one that the founder knows of; left aside where it is not on the lineage.
+        """
+        lineage = self.lineage if base is None else (*self.lineage, (self.number, base))
+        known = checkpoint if self.continues(checkpoint) else self.checkpoint
+        reached = self.reached if base is None else reached
+        # A stamp of a generation before the checkpoint's is older than the checkpoint: what voids it need not be kept.
+        lineage = tuple(entry for entry in lineage if entry[0] > known.generation)
+        return Generation(self.number + 1, tuple(members), tuple(leaving), lineage, known, reached, regress)
+
+    def parked(self, checkpoint: Stamp = INITIAL) -> Generation:
+        """The successor without members, for an authority that *knows* that all voters have ended.
+
+        Whoever is left outside may then found the next one. It may go back: what the dead had settled is lost.
+
+        Args:
+            checkpoint: as in `successor`.
+        """
+        return self.successor((), checkpoint=checkpoint, regress=True)
+
+    def to_json(self) -> dict[str, Any]:
+        """The form in which the store keeps it."""
+        return {
+            "format": FORMAT,
+            "number": self.number,
+            "members": list(self.members),
+            "leaving": list(self.leaving),
+            "lineage": [[number, *base] for number, base in self.lineage],
+            "checkpoint": list(self.checkpoint),
+            "reached": self.reached,
+            "regress": self.regress,
+        }
+
+    @classmethod
+    def from_json(cls, value: Any, where: str = "generation") -> Generation:
+        """The generation that a JSON value holds. Raises CapslogError that begins with `where`."""
+
+        def stamp(pair: Any, name: str) -> Stamp:
+            step, generation = fields.listed(pair, name)
+            return Stamp(fields.whole(step, name), fields.whole(generation, name))
+
+        def make() -> Generation:
+            if not isinstance(value, Mapping) or value.get("format") != FORMAT:
+                raise CapslogError(f"format is not {FORMAT!r}; the store belongs to another program or version")
+            known = ["format", "number", "members", "leaving", "lineage", "checkpoint", "reached", "regress"]
+            fields.refuse_unknown(value, known)
+            for key in known:
+                if key not in value:
+                    raise CapslogError(f"field {key!r} is missing")
+            return cls(
+                fields.whole(value["number"], "number"),
+                tuple(fields.text(name, "members") for name in fields.listed(value["members"], "members")),
+                tuple(fields.text(name, "leaving") for name in fields.listed(value["leaving"], "leaving")),
+                tuple(
+                    (fields.whole(row[0], "lineage"), stamp(row[1:], "lineage"))
+                    for row in fields.listed(value["lineage"], "lineage")
+                ),
+                stamp(value["checkpoint"], "checkpoint"),
+                fields.whole(value["reached"], "reached"),
+                bool(value["regress"]),
+            )
+
+        return fields.within(where, make)
+
+
+EMPTY = Generation(0, ())
+"""What a store holds before a run: nobody. Like any parked generation it may be followed by whoever comes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Who holds what in a generation.
+
+    Attributes:
+        num_layers: of the chain.
+        owned: layers that a member trains, rising; a member without layers is idle and still votes. Several members
+            own a layer where the pipeline has replicas.
+        copied: layers that a member keeps copies of for others.
+        problem: a sentence where the copies do not protect as the run asks.
+    """
+
+    num_layers: int
+    owned: Mapping[Member, tuple[int, ...]]
+    copied: Mapping[Member, tuple[int, ...]]
+    problem: str | None = None
+
+    def covers(self, members: frozenset[Member]) -> bool:
+        """Whether these members hold every layer between them, copies counted."""
+        found: set[int] = set()
+        for member in members:
+            found.update(self.owned.get(member, ()), self.copied.get(member, ()))
+        return len(found) == self.num_layers
+
+    def __hash__(self) -> int:
+        return hash((self.num_layers, tuple(sorted(self.owned.items())), tuple(sorted(self.copied.items()))))

@@ -1,0 +1,460 @@
+"""The words between the protocol and the world: events that the runtime feeds, effects that it must carry out.
+
+Every event and effect of a generation names it. `protocol.step` drops events of older generations, so the runtime may
+deliver late, twice or out of order; it must keep the promises written at each class, on which the proofs rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from varuna_capslog.membership.generation import INITIAL, Generation, Held, Layout, Member, Stamp
+
+__all__ = [
+    "Abort",
+    "Apply",
+    "Ask",
+    "Asked",
+    "Bid",
+    "Broken",
+    "Cast",
+    "Change",
+    "Checkpointed",
+    "CompareAndSet",
+    "Compute",
+    "Computed",
+    "Contribution",
+    "Copied",
+    "CopyAhead",
+    "Discard",
+    "Drop",
+    "Effect",
+    "Enter",
+    "Event",
+    "Farewell",
+    "Heard",
+    "Hint",
+    "Install",
+    "Load",
+    "Notice",
+    "Persist",
+    "Prepare",
+    "Prepared",
+    "ReadStore",
+    "Received",
+    "Release",
+    "SaveAll",
+    "Send",
+    "StoreLost",
+    "StoreSays",
+    "Suspects",
+    "Tally",
+    "Tick",
+    "Value",
+    "Vote",
+    "Wait",
+]
+
+Change = tuple[str, Member]
+"""A wished change: ("leave", member) or ("join", member)."""
+
+
+# -- what members tell each other in a round -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """Cast in round 0 of a generation: what a participant brings.
+
+    Attributes:
+        held: everything of the training state that it can send.
+        host: members of one host are lost together.
+        capacity: bytes of its device, for the planner; 0 where nobody asks.
+        checkpoint: the newest complete checkpoint that it knows of.
+        voted: its last vote on a step: in which generation, and from which boundary. Where all voters of that
+            generation voted from there, the boundary is settled, whether or not anybody has seen the outcome.
+    """
+
+    held: Held
+    host: str
+    capacity: int = 0
+    checkpoint: Stamp = INITIAL
+    voted: tuple[int, Stamp] = (0, INITIAL)
+
+
+@dataclass(frozen=True, slots=True)
+class Vote:
+    """Cast in round s: this member's share of step s is final.
+
+    Attributes:
+        finite: loss and gradients are finite.
+        changes: changes of the membership that this member knows to be wished.
+        prepared: the set of changes for which everything that must move here has been copied ahead.
+        urgent: its deadline leaves no time for preparation.
+        hints: changes that may be wished later.
+        save: one of `changes` may be cut off on its way: a checkpoint is to be written before it begins.
+    """
+
+    finite: bool = True
+    changes: frozenset[Change] = frozenset()
+    prepared: frozenset[Change] = frozenset()
+    urgent: bool = False
+    hints: frozenset[Change] = frozenset()
+    save: bool = False
+
+
+Value = Contribution | Vote
+
+
+# -- events ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Enter:
+    """This process is loaded and warm, and wants to take part. Fed once; also after it was put aside."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSays:
+    """The record in the store: answer to ReadStore and CompareAndSet (whether it was taken or not), or a watch.
+
+    Promise: records come from one store that forgets nothing. A store that was started anew, empty, is lost.
+    """
+
+    record: Generation
+
+
+@dataclass(frozen=True, slots=True)
+class StoreLost:
+    """The store does not answer, or it is another one than before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """One participant's value in a round. Promise: only what that member cast."""
+
+    generation: int
+    round: int
+    sender: Member
+    value: Value
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """A whole round at once: the values of all participants (round 0) or members (steps), as a collective gives them.
+
+    Promise: every one of them cast, and everybody who gets this tally gets the same values. Nothing is promised about
+    *whether* the others get it.
+    """
+
+    generation: int
+    round: int
+    values: Mapping[Member, Value]
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """This rank's gradients of the step are final (and summed over replicas); nothing was applied."""
+
+    generation: int
+    step: int
+    finite: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """What the vote on `step` waits for here: fed once the step has begun here, and only where this member follows
+    layers of others.
+
+    sync: the owners' final gradients of `step` for every copy and shadow, and the copies at the boundary before it.
+    async: every copy at the boundary before `step` (shadows as in sync).
+    """
+
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A layer that this rank now owns is here at the generation's base, from a peer or the checkpoint, verified.
+
+    Fed once the first round is decided here; what arrives before that waits.
+    """
+
+    generation: int
+    layer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """Communication of the generation failed here, whoever's fault it is; no further tally of it will come."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Suspects:
+    """Whom the failure detector (supervisors, leases) takes for lost now; replaces what it said before.
+
+    Only participants of the member's generation count, so it is fed again after each change of generation where it
+    still suspects somebody. It may be wrong: safety never depends on it. Promise for progress: it becomes right some
+    time.
+    """
+
+    members: frozenset[Member]
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Patience is at an end in a phase that waits (CHANGE, OUTSIDE, SERVE): ask, or propose, again.
+
+    The first Tick in CHANGE comes later than a usual detection of who died; those after it may come quicker.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """A change that somebody wishes: this member, or a straggler, is to leave.
+
+    Attributes:
+        urgent: no time for preparation.
+        save: nor, perhaps, for the change itself, and it holds what nobody else does: a checkpoint first.
+    """
+
+    change: Change
+    urgent: bool = False
+    save: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """A change that may be wished later: its copies may be made ahead, but the membership stays as it is."""
+
+    change: Change
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """An outsider is warm and asks to be let in."""
+
+    member: Member
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Shadows: these layers are here, at the boundary of this step's beginning, and will be kept current by Copied."""
+
+    generation: int
+    changes: frozenset[Change]
+    layers: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpointed:
+    """A checkpoint of all layers at this boundary is complete on disk."""
+
+    stamp: Stamp
+
+
+@dataclass(frozen=True, slots=True)
+class Farewell:
+    """The generation has taken its first step without those that leave: they may go."""
+
+    generation: int
+
+
+Event = (
+    Enter
+    | StoreSays
+    | StoreLost
+    | Heard
+    | Tally
+    | Computed
+    | Copied
+    | Received
+    | Broken
+    | Suspects
+    | Tick
+    | Notice
+    | Hint
+    | Asked
+    | Prepared
+    | Checkpointed
+    | Farewell
+)
+
+
+# -- effects, carried out in the order given ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ReadStore:
+    """Ask the store for its record."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompareAndSet:
+    """Replace the record if its number is still `expected`; answer with what the store then holds."""
+
+    expected: int
+    record: Generation
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """Give this value in a round, to all of the generation's participants (round 0) or members (steps)."""
+
+    generation: int
+    round: int
+    value: Value
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Begin this step: forward, backward, sums. Nothing of the state at the boundary before it may change."""
+
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """The vote succeeded: apply the step to the layers owned and followed, keeping their state at `before` as well."""
+
+    generation: int
+    step: int
+    before: Stamp
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """The step was voted down by all: drop its gradients and end the run, the state as before the step."""
+
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """These states are needed no more: free them."""
+
+    held: Held
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a layer at a boundary to its new owner."""
+
+    generation: int
+    layer: int
+    stamp: Stamp
+    target: Member
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Load a layer from the checkpoint of this boundary (INITIAL: initialise it from the seed)."""
+
+    generation: int
+    layer: int
+    stamp: Stamp
+
+
+@dataclass(frozen=True, slots=True)
+class Install:
+    """All own layers are here: build this rank's stage at the boundary `base` and open the generation's groups."""
+
+    generation: int
+    base: Stamp
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """End all communication of the generation at once: nothing of it is answered again."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Ask these members to be let in (they get Asked)."""
+
+    members: tuple[Member, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """Begin to copy ahead what would move for these changes; Prepared when what comes here has come."""
+
+    generation: int
+    changes: frozenset[Change]
+
+
+@dataclass(frozen=True, slots=True)
+class CopyAhead:
+    """As Prepare, for changes that may never be made: it costs no vote a wait, and nobody says when it is done."""
+
+    generation: int
+    changes: frozenset[Change]
+
+
+@dataclass(frozen=True, slots=True)
+class SaveAll:
+    """Write a checkpoint together with all members, at the boundary where the step just applied ends.
+
+    Before Compute; whether or not it can be written, the change that it was asked for comes with the next vote.
+    """
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bid:
+    """Tell these that they may go (they get Farewell)."""
+
+    generation: int
+    members: tuple[Member, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Persist:
+    """Write all that is held to disk, by layer and stamp, before anything else; then say why."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Say that the run waits, and for what."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """This member has no part in the run any more: the process may end, the host may be given back."""
+
+
+Effect = (
+    ReadStore
+    | CompareAndSet
+    | Cast
+    | Compute
+    | Apply
+    | Discard
+    | Drop
+    | Send
+    | Load
+    | Install
+    | Abort
+    | Ask
+    | Prepare
+    | CopyAhead
+    | SaveAll
+    | Bid
+    | Persist
+    | Wait
+    | Release
+)

@@ -1,0 +1,324 @@
+"""From the members that are left to who trains and copies what: `recovery.Place` for the pipeline engine.
+
+Every participant of a generation asks with the same seats and gets the same layout, so nothing here depends on the
+clock, on chance or on what was asked before. `candidates` weighs the pipelines, `redundancy` places the copies. It
+imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.units import format_bytes
+from varuna_capslog.config.reading import Config
+from varuna_capslog.membership.candidates import Candidate, Candidates, Steps
+from varuna_capslog.membership.generation import Layout, Member
+from varuna_capslog.membership.recovery import Seat
+from varuna_capslog.membership.redundancy import Copies, Reserve, place_copies, reserves
+from varuna_capslog.memory import AUTO, NEVER
+from varuna_capslog.planners.seconds import Link
+from varuna_capslog.plans.plan import Plan
+from varuna_capslog.profiles.record import Profile
+
+__all__ = ["Placer", "describe_reserves", "state_bytes"]
+
+Where = Literal["host", "device"]
+
+
+class Placer:
+    """Places layers and copies on any number of devices.
+
+    Seats are ranks in order: replica r's device d is seat `r * devices + d`; the others, the last ones, are idle and
+    may keep copies. Among equal pipelines, of every number of replicas that divides the blocks and of every number of
+    stages, the quickest that fits is taken, with the planner's cuts; of equally quick ones that with most devices, then
+    that with fewest replicas. Without seconds it is one pipeline of as many stages as possible.
+
+    Args:
+        profile: of the chain; None: cut by `layer_bytes`, compare nothing with a capacity.
+        layer_bytes, gradient_bytes: per layer, the state and what its gradients take as they are sent. Gradients by
+            default as AdamW's state has them, a third.
+        steps, planner, memory, link: see `Candidates`.
+        redundancy, sync: simultaneous losses of hosts to survive; whether copies make each step with their owners.
+        reserves_on: where snapshots and copies lie. On the "device", as the pipeline engine's do, they count against
+            its capacity: snapshots in every stage, and of two placements the one whose copies find room is taken.
+        given: (cuts, replicas) of the run's own plan, taken where exactly as many devices are there as it is for, and
+            it fits them. They need not be what a planner would choose.
+        min_devices: with fewer the run waits.
+        max_replicas: of the pipeline; None: as many as there are blocks.
+
+    Raises:
+        CapslogError: as `Candidates`.
+    """
+
+    def __init__(
+        self,
+        profile: Profile | None,
+        layer_bytes: Sequence[int],
+        steps: Steps,
+        *,
+        planner: str = "exact",
+        memory: str = AUTO,
+        redundancy: int = 1,
+        sync: bool = True,
+        reserves_on: Where = "device",
+        min_devices: int = 1,
+        max_replicas: int | None = None,
+        gradient_bytes: Sequence[int] | None = None,
+        link: Link | None = None,
+        given: tuple[Sequence[int], int] | None = None,
+    ) -> None:
+        self.layer_bytes = tuple(layer_bytes)
+        self.gradient_bytes = tuple(gradient_bytes or (-(-size // 3) for size in layer_bytes))
+        self.redundancy, self.sync, self.reserves_on = redundancy, sync, reserves_on
+        self.min_devices = min_devices
+        beside = self.layer_bytes if reserves_on == "device" else None
+        self._candidates = Candidates(
+            profile, self.layer_bytes, steps, planner, memory, max_replicas, beside, link
+        )  # fmt: skip
+        self._given = None if given is None else self._candidates.of_cuts(given[1], tuple(given[0]))
+        # A copy's two boundaries, and the gradients that wait for the vote.
+        self._copy_bytes = [
+            2 * state + (gradient if sync else 0)
+            for state, gradient in zip(self.layer_bytes, self.gradient_bytes, strict=True)
+        ]
+
+    @classmethod
+    def of_config(
+        cls,
+        config: Config,
+        profile: Profile | None,
+        layer_bytes: Sequence[int],
+        gradient_bytes: Sequence[int] | None = None,
+        reserves_on: Where = "device",
+        link: Link | None = None,
+        max_replicas: int | None = None,
+        plan: Plan | None = None,
+    ) -> Placer:
+        """The placer of a run; `plan` is the run's own, with one stage per device (others are not taken)."""
+        pipeline, elastic = config.pipeline, config.elastic
+        one_each = plan is not None and plan.placed is None and len(plan.cuts) == pipeline.devices
+        return cls(
+            profile,
+            layer_bytes,
+            Steps(
+                config.num_microbatches,
+                config.num_blocks,
+                config.train.microbatch_size,
+                pipeline.schedule,
+                pipeline.recompute,
+                pipeline.stage_inputs,
+            ),
+            planner=pipeline.planner,
+            memory=pipeline.memory,
+            redundancy=elastic.redundancy,
+            sync=elastic.protection == "sync",
+            reserves_on=reserves_on,
+            min_devices=elastic.min_devices,
+            max_replicas=max_replicas,
+            gradient_bytes=gradient_bytes,
+            link=link,
+            given=(plan.cuts, pipeline.replicas) if plan is not None and one_each else None,
+        )
+
+    def prepare(self, devices: int) -> None:
+        """Weighs ahead of time all that up to `devices` devices could be, while nobody waits.
+
+        Afterwards a question takes milliseconds where the devices are alike; see benchmarks/morph/search.
+        """
+        self._candidates.prepare(devices)
+
+    def __call__(self, seats: Sequence[Seat]) -> Layout | str:
+        """Who owns and copies what, or the sentence that says for what the run waits."""
+        if not seats:
+            return "no device is left; waiting for one"
+        if len(seats) < self.min_devices:
+            lack = self.min_devices - len(seats)
+            return (
+                f"{len(seats)} device(s) are left, but elastic.min_devices is {self.min_devices}; waiting for "
+                f"{lack} more"
+            )
+        limits = _Limits(seats, self._candidates)
+        on_device = self.reserves_on == "device" and limits.any
+        found = self._given_if_it_fits(seats, limits)
+        if found is None:
+            # What hosts are too few for, no placement protects from.
+            least = max(0, self.redundancy - (len({seat.host for seat in seats}) - 1))
+            found = self._candidates.quickest(
+                len(seats),
+                limits.usable,
+                (lambda candidate: self._lost_protection(candidate, seats, limits)) if on_device else (lambda _: least),
+                least,
+            )
+        if found is None:
+            return self._waiting(seats, limits)
+        return self._layout(found, seats, limits)
+
+    def of_cuts(
+        self, cuts: Sequence[int], replicas: int, seats: Sequence[Seat]
+    ) -> tuple[Layout, tuple[int, ...] | None]:
+        """The layout of given cuts, and the bytes of each stage with the reserves that every stage has; None where no
+        memory model describes the run.
+        """
+        found = self._candidates.of_cuts(replicas, tuple(cuts))
+        return self._layout(found, seats, _Limits(seats, self._candidates)), found.stage_bytes
+
+    def cuts_of(self, stages: int, replicas: int, seats: Sequence[Seat]) -> tuple[int, ...]:
+        """The planner's cuts for so many stages, with the reserves that every stage has."""
+        usable = _Limits(seats, self._candidates).usable(replicas, stages)
+        return self._candidates.candidate(replicas, stages, usable).cuts
+
+    def _layout(self, found: Candidate, seats: Sequence[Seat], limits: _Limits) -> Layout:
+        copies = self._place_copies(found, seats, limits if self.reserves_on == "device" and limits.any else None)
+        owned = {member: layers for row in _pipelines(found, seats, len(self.layer_bytes)) for member, layers in row}
+        return Layout(len(self.layer_bytes), owned, dict(copies.kept), copies.problem)
+
+    def pipeline(self, layout: Layout, members: Sequence[Member]) -> tuple[tuple[int, ...], int, int]:
+        """Cuts, devices of one pipeline and replicas of a layout that a placer made for these members, by rank.
+
+        Raises CapslogError where the layout is not one of whole pipelines on the first ranks.
+        """
+        owners = [member for member in members if layout.owned.get(member)]
+        devices = next(
+            (rank for rank in range(1, len(owners)) if layout.owned[owners[rank]][0] == 0), max(1, len(owners))
+        )
+        replicas = len(owners) // devices
+        rows = [[layout.owned[member] for member in owners[r * devices : (r + 1) * devices]] for r in range(replicas)]
+        whole = [layer for layers in rows[0] for layer in layers] if rows else []
+        if (
+            list(members[: len(owners)]) != owners
+            or len(owners) != devices * replicas
+            or any(row != rows[0] for row in rows)
+            or whole != list(range(layout.num_layers))
+        ):
+            raise CapslogError(
+                f"the layout of {len(owners)} of {len(members)} members is not that of whole, equal pipelines on the "
+                "first ranks; give the members in the order of the seats that it was placed for"
+            )
+        return tuple(layers[0] for layers in rows[0]), devices, replicas
+
+    def reserves(self, layout: Layout) -> dict[Member, Reserve]:
+        """What protection takes on each member beside training."""
+        return reserves(layout.owned, layout.copied, self.layer_bytes, self.gradient_bytes, self.sync, self.reserves_on)
+
+    def _given_if_it_fits(self, seats: Sequence[Seat], limits: _Limits) -> Candidate | None:
+        given = self._given
+        if given is None or given.devices != len(seats):
+            return None
+        excess = given.excess(limits.usable(given.replicas, len(given.cuts)))
+        return given if max(excess, default=0) <= 0 else None
+
+    # -- copies
+
+    def _place_copies(self, candidate: Candidate, seats: Sequence[Seat], limits: _Limits | None) -> Copies:
+        """Copies of a candidate's layers."""
+        pipelines = _pipelines(candidate, seats, len(self.layer_bytes))
+        spare = [seat.member for seat in seats[candidate.devices :]]
+        hosts = {seat.member: seat.host for seat in seats}
+        room = None if limits is None else self._room(candidate, limits)
+        return place_copies(pipelines, hosts, self.redundancy, self._copy_bytes, spare, room)
+
+    def _room(self, candidate: Candidate, limits: _Limits) -> dict[Member, int]:
+        """Bytes that each device has left for copies."""
+        found = {}
+        stages = len(candidate.cuts)
+        for rank, seat in enumerate(limits.seats):
+            held = 0
+            if rank < candidate.devices and candidate.stage_bytes is not None:
+                held = candidate.stage_bytes[rank % stages]
+            found[seat.member] = max(0, limits.of_rank[rank] - held)
+        return found
+
+    def _lost_protection(self, candidate: Candidate, seats: Sequence[Seat], limits: _Limits) -> int:
+        """By how many host losses the copies that find room fall short of what is asked."""
+        return self.redundancy - self._place_copies(candidate, seats, limits).survives
+
+    # -- what is lacking
+
+    def _waiting(self, seats: Sequence[Seat], limits: _Limits) -> str:
+        """What does not fit where, by how much, and what would do."""
+        stages = min(len(seats), len(self.layer_bytes))
+        usable = limits.usable(1, stages)
+        candidate = self._candidates.candidate(1, stages, usable)
+        excess = candidate.excess(usable)
+        stage = max(range(stages), key=lambda number: excess[number])
+        assert candidate.stage_bytes is not None
+        seat, end = seats[stage], [*candidate.cuts[1:], len(self.layer_bytes)][stage]
+        headroom = self._candidates.headroom
+        needed = headroom.reserved(candidate.stage_bytes[stage])
+        smallest = min(seat.capacity for seat in seats if seat.capacity)
+        fewest = self._candidates.fewest_devices(smallest)
+        if fewest is None:
+            wanted = f"devices of more than {format_bytes(smallest)}, since no number of these holds the layers"
+        elif fewest > len(seats):
+            wanted = f"{fewest - len(seats)} more of {format_bytes(smallest)}"
+        else:
+            wanted = "other devices, since the planner's cuts do not fit these"
+        return (
+            f"the job does not fit {len(seats)} device(s): layers {candidate.cuts[stage]} to {end - 1} need "
+            f"{format_bytes(needed)} of the {format_bytes(seat.capacity)} of {seat.member} on {seat.host}, "
+            f"{format_bytes(needed - seat.capacity)} too much; waiting for {wanted}"
+        )
+
+
+class _Limits:
+    """What each seat's device can use, by rank, and by stage of a candidate."""
+
+    def __init__(self, seats: Sequence[Seat], candidates: Candidates) -> None:
+        self.seats = seats
+        usable = candidates.headroom.usable
+        # An unknown capacity limits nothing.
+        self.of_rank = [usable(seat.capacity) if seat.capacity else NEVER - 1 for seat in seats]
+        self.any = candidates.described and any(seat.capacity for seat in seats)
+
+    def usable(self, replicas: int, stages: int) -> list[int] | None:
+        """Per stage, the least that a device of any replica can use; None where nothing limits."""
+        if not self.any:
+            return None
+        return [min(self.of_rank[device : replicas * stages : stages]) for device in range(stages)]
+
+
+def _pipelines(
+    candidate: Candidate, seats: Sequence[Seat], num_layers: int
+) -> list[list[tuple[Member, tuple[int, ...]]]]:
+    """Per replica, its members in stage order with their layers."""
+    stages = len(candidate.cuts)
+    ends = [*candidate.cuts[1:], num_layers]
+    layers = [tuple(range(first, end)) for first, end in zip(candidate.cuts, ends, strict=True)]
+    return [
+        [(seats[replica * stages + stage].member, layers[stage]) for stage in range(stages)]
+        for replica in range(candidate.replicas)
+    ]
+
+
+def state_bytes(profile: Profile) -> tuple[list[int], list[int]] | None:
+    """State and gradient bytes of each layer as a profile tells them; None where it does not.
+
+    A layer's static bytes are its state and one gradient of what is trained, and of these AdamW keeps as much twice
+    more: a third of what exceeds the parameters is the gradient.
+    """
+    states, gradients = [], []
+    for layer in profile.layers:
+        if layer.static_bytes is None or layer.parameter_bytes is None:
+            return None
+        gradient = max(0, layer.static_bytes - layer.parameter_bytes) // 3
+        states.append(layer.static_bytes - gradient)
+        gradients.append(gradient)
+    return states, gradients
+
+
+def describe_reserves(found: Mapping[Member, Reserve]) -> str:
+    """What protection takes, in a sentence: the rank with most of it, and all of them together."""
+    most = max(found.values(), key=lambda reserve: reserve.total)
+    parts = [f"{format_bytes(most.snapshot)} for its own layers at the last boundary"]
+    if most.copies:
+        parts.append(f"{format_bytes(most.copies)} for copies of others'")
+    if most.updates:
+        parts.append(f"{format_bytes(most.updates)} for their gradients")
+    total = sum(reserve.total for reserve in found.values())
+    where = "the device" if most.where == "device" else "the host"
+    return (
+        f"protection takes up to {format_bytes(most.total)} of a rank's memory on {where} beside training "
+        f"({', '.join(parts)}), {format_bytes(total)} over {len(found)} rank(s)"
+    )

@@ -1,0 +1,278 @@
+"""The membership protocol: `step(job, state, event) -> (state, effects)`, one member's whole part in every change.
+
+A pure function without I/O, clocks or randomness: the live runtime, the exhaustive explorer and the simulator run
+this same code. The runtime keeps one `State` per member, feeds it the events of `messages.py` one after the other and
+carries out the effects in the order given; time enters only as `Tick`, a lost peer only as `Broken` and `Suspects`.
+
+What never happens, whatever is lost, late, doubled or wrongly suspected (`rig/world.py` checks it, `docs/elastic.md`
+says it in words):
+
+- Two groups train. A generation comes into being only by compare-and-set on its predecessor, proposed by a voter of
+  the predecessor that has stopped answering it for ever; a step needs the vote of every voter. So when g+1 exists, no
+  step of g can find all its votes any more, unless all had voted before.
+- A settled step is lost. A vote that succeeded here proves nothing about what the others know, but it proves that all
+  of them hold the boundary *before* the step; that boundary is dropped only when the next vote has succeeded.
+- A state that was taken back is mixed with one that was not: states are named by `Stamp`, and the record of a
+  generation says which stamps lie on its past.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from varuna_capslog.membership import changes
+from varuna_capslog.membership import messages as m
+from varuna_capslog.membership.generation import Held, Member, Stamp
+from varuna_capslog.membership.recovery import Decision
+from varuna_capslog.membership.state import Job, Phase, State, Step, newcomer
+
+__all__ = ["Job", "Phase", "State", "newcomer", "step"]
+
+
+def step(job: Job, state: State, event: m.Event) -> Step:
+    """One event at one member. Unknown, late and doubled events change nothing."""
+    if state.phase is Phase.STOPPED:
+        return state, ()
+    match event:
+        case m.Tally():
+            return _tally(job, state, event.generation, event.round, event.values)
+        case m.Heard():
+            return _heard(job, state, event)
+        case m.Computed():
+            return _computed(state, event)
+        case m.Copied():
+            return _copied(state, event)
+        case m.Received():
+            return _received(state, event)
+        case m.StoreSays():
+            return changes.store_says(state, event.record)
+        case m.StoreLost():
+            return changes.store_lost(state)
+        case m.Broken():
+            return changes.broken(state, event)
+        case m.Suspects():
+            return changes.suspects(state, event.members - {state.me})
+        case m.Tick():
+            return changes.tick(state)
+        case m.Enter():
+            return replace(state, wants_in=True), (m.ReadStore(),)
+        case m.Notice():
+            return changes.wish(state, event.change, event.urgent, event.save)
+        case m.Hint():
+            return changes.hint(state, event.change)
+        case m.Asked():
+            return changes.wish(state, ("join", event.member), False)
+        case m.Prepared():
+            return _prepared(state, event)
+        case m.Checkpointed():
+            # One from before a roll-back is void; what else lies on the lineage only grows.
+            newer = event.stamp > state.checkpoint and event.stamp in {stamp for _, stamp in state.held}
+            return (replace(state, checkpoint=event.stamp) if newer else state), ()
+        case m.Farewell():
+            if state.phase is Phase.SERVE and event.generation == state.record.number:
+                return changes.outside(state, state.record, wants_in=False)
+            return state, ()
+
+
+# -- rounds ----------------------------------------------------------------------------------------------------------
+
+
+def _heard(job: Job, state: State, event: m.Heard) -> Step:
+    """Collects a round value by value; a newer generation's value says that there is one, an older one's is dropped."""
+    if event.generation < state.record.number:
+        return state, ()
+    state = replace(state, heard=state.heard | {event})
+    if event.generation > state.record.number:
+        return state, (m.ReadStore(),)
+    return _complete(job, state)
+
+
+def _complete(job: Job, state: State) -> Step:
+    """Acts on the present round once all of its values were heard."""
+    if not state.cast:
+        return state, ()
+    voters = state.record.members if state.round else state.record.participants
+    values = {
+        heard.sender: heard.value
+        for heard in state.heard
+        if heard.generation == state.record.number and heard.round == state.round
+    }
+    if len(values) < len(voters):
+        return state, ()
+    return _tally(job, state, state.record.number, state.round, values)
+
+
+def _tally(job: Job, state: State, generation: int, number: int, values: Mapping[Member, m.Value]) -> Step:
+    """A round of the present generation in which this member has cast is complete."""
+    if generation != state.record.number or number != state.round or not state.cast:
+        return state, ()
+    if state.phase is Phase.GATHER:
+        # Every participant hears the same values in the same order, so every one decides alike.
+        pairs = tuple((member, values[member]) for member in state.record.participants)
+        return _decided(state, job.decide(state.record, pairs))
+    if state.phase is Phase.RUN:
+        votes = [values[member] for member in state.record.members]
+        return _voted(job, state, votes)  # type: ignore[arg-type]
+    return state, ()
+
+
+def _decided(state: State, decision: Decision) -> Step:
+    """Round 0: everybody knows what everybody holds, and decides the same."""
+    base, layout = decision.boundary.stamp, decision.layout
+    state = replace(state, checkpoint=decision.checkpoint)
+    if layout is None:
+        why = decision.waiting or ""
+        if not state.votes:
+            state, more = changes.outside(state, state.record, wants_in=False)
+            return state, (m.Persist(why), *more)
+        waiting = replace(state, phase=Phase.WAIT, regress=decision.for_holders)
+        said = (m.Persist(why), m.Wait(why))
+        if not state.changes:
+            return waiting, said
+        # Wished while values were gathered; there will be no vote to bring it up.
+        waiting, more = changes.stop_answering(replace(waiting, planned=True, regress=False))
+        return waiting, (*said, *more)
+    # Roll-back: what lies beyond the base was never settled, or nobody can complete it.
+    kept = frozenset(entry for entry in state.held if entry[1] == base or entry[1].step < base.step)
+    effects: list[m.Effect] = [m.Drop(state.held - kept)] if len(kept) < len(state.held) else []
+    mine = [move for move in decision.moves if state.me in (move.source, move.target)]
+    generation = state.record.number
+    effects += [m.Send(generation, move.layer, base, move.target) for move in mine if move.source == state.me]
+    effects += [m.Load(generation, move.layer, base) for move in mine if move.source is None]
+    own = frozenset(layout.owned.get(state.me, ()))
+    state = replace(
+        state,
+        phase=Phase.INSTALL if state.votes else Phase.SERVE,
+        held=kept,
+        at=base,
+        base=base,
+        own=own,
+        copies=frozenset(layout.copied.get(state.me, ())),
+        shadows=frozenset(),
+        prepared=frozenset(),
+        missing=frozenset(move.layer for move in mine if move.target == state.me),
+        layout=layout,
+    )
+    state, more = _start(state)
+    return state, (*effects, *more)
+
+
+def _received(state: State, event: m.Received) -> Step:
+    if state.phase is not Phase.INSTALL or event.generation != state.record.number or event.layer not in state.missing:
+        return state, ()
+    held = state.held | {(event.layer, state.at)}
+    return _start(replace(state, held=held, missing=state.missing - {event.layer}))
+
+
+def _start(state: State) -> Step:
+    """All own layers are here: train."""
+    if state.phase is not Phase.INSTALL or state.missing or state.layout is None:
+        return state, ()
+    install = m.Install(state.record.number, state.at, state.layout)
+    state, effects = _next_step(replace(state, phase=Phase.RUN))
+    return state, (install, *effects)
+
+
+def _next_step(state: State) -> Step:
+    number = state.at.step + 1
+    heard = frozenset(
+        heard for heard in state.heard if (heard.generation, heard.round) >= (state.record.number, number)
+    )
+    state = replace(state, round=number, cast=False, computed=False, copied=0, heard=heard)
+    return state, (m.Compute(state.record.number, number),)
+
+
+# -- a step ------------------------------------------------------------------------------------------------------------
+
+
+def _computed(state: State, event: m.Computed) -> Step:
+    if state.phase is not Phase.RUN or (event.generation, event.step) != (state.record.number, state.round):
+        return state, ()
+    if state.computed:
+        return state, ()
+    if state.saving:  # that lies behind: a checkpoint that could not be written is not tried again
+        state = replace(state, save=False, saving=False)
+    if not event.finite:  # what is not finite needs no protection
+        return _cast(replace(state, computed=True), finite=False)
+    return _cast_if_ready(replace(state, computed=True))
+
+
+def _copied(state: State, event: m.Copied) -> Step:
+    if state.phase is not Phase.RUN or (event.generation, event.step) != (state.record.number, state.round):
+        return state, ()
+    follows = frozenset((layer, state.at) for layer in state.copies | state.shadows)
+    return _cast_if_ready(replace(state, copied=event.step, held=state.held | follows))
+
+
+def _cast_if_ready(state: State) -> Step:
+    """The receipt of the copies is part of the vote."""
+    protected = state.copied == state.round or not (state.copies or state.shadows)
+    if not state.computed or state.cast or not protected:
+        return state, ()
+    return _cast(state, finite=True)
+
+
+def _cast(state: State, finite: bool) -> Step:
+    vote = m.Vote(finite, state.changes, state.prepared, state.urgent, state.hints, state.save)
+    number = state.record.number
+    return replace(state, cast=True, voted=(number, state.at)), (m.Cast(number, state.round, vote),)
+
+
+def _voted(job: Job, state: State, votes: Sequence[m.Vote]) -> Step:
+    """The vote on a step, as it came out here. What the others learned of it is unknown."""
+    generation, number = state.record.number, state.round
+    if not all(vote.finite for vote in votes):
+        why = f"step {number} was voted down; nothing was changed"
+        return replace(state, phase=Phase.STOPPED), (m.Discard(generation, number), m.Persist(why))
+    before, after = state.at, Stamp(number, generation)
+    follows = state.own | state.shadows | (state.copies if job.sync else frozenset())
+    held = _kept(state, before) | frozenset((layer, after) for layer in follows)
+    effects: list[m.Effect] = [m.Apply(generation, number, before)]
+    if dropped := state.held - held:
+        effects.append(m.Drop(dropped))
+    if state.record.leaving:
+        effects.append(m.Bid(generation, state.record.leaving))  # said again each step: it may be lost
+    state = replace(state, held=held, at=after)
+    if state.unseen is not None:
+        state, more = changes.adopt(state, state.unseen)
+        return state, (*effects, *more)
+    wished = frozenset[m.Change]().union(*[vote.changes for vote in votes])
+    urgent = any(vote.urgent for vote in votes)
+    # A change that may be cut off waits for the checkpoint, one step long. All remember it, or it would go with the
+    # generation, or with the one that was told.
+    save = any(vote.save for vote in votes)
+    hinted = frozenset[m.Change]().union(*[vote.hints for vote in votes])
+    state = replace(state, changes=state.changes | wished, hints=state.hints | hinted, save=state.save or save)
+    if wished and not save and (urgent or not job.shadows or all(vote.prepared == wished for vote in votes)):
+        state, more = changes.stop_answering(replace(state, planned=True))
+        return state, (*effects, *more)
+    if wished and state.prepared != wished:
+        effects.append(m.Prepare(generation, wished))
+    elif hinted and not wished and job.shadows:
+        effects.append(m.CopyAhead(generation, hinted))
+    if save:
+        effects.append(m.SaveAll(generation))
+        state = replace(state, saving=True)
+    state, more = _next_step(state)
+    return state, (*effects, *more)
+
+
+def _kept(state: State, before: Stamp) -> Held:
+    """What must outlive a vote that succeeded here: the boundary before it, in the roles of this generation.
+
+    All voters hold that boundary, copies included, or they would not have voted; so nothing older is ever needed.
+    """
+    roles = state.own | state.copies | state.shadows
+    return frozenset(entry for entry in state.held if entry[1] == before and entry[0] in roles)
+
+
+def _prepared(state: State, event: m.Prepared) -> Step:
+    if state.phase is not Phase.RUN or event.generation != state.record.number:
+        return state, ()
+    if state.cast or state.copied == state.round:  # too late for this step: Prepare will be said again
+        return state, ()
+    held = state.held | {(layer, state.at) for layer in event.layers}
+    shadows = event.layers - state.own - state.copies
+    # a change for which nothing comes here may take away all that the vote waited for
+    return _cast_if_ready(replace(state, prepared=event.changes, shadows=shadows, held=held))

@@ -1,0 +1,194 @@
+"""From what the survivors hold to where training goes on: the newest boundary, who owns what, and what must move.
+
+Pure: every participant of a generation calls `decide` with the same contributions and gets the same decision, so nobody
+has to lead. Placement of layers is asked from a planner given by the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from varuna_capslog.membership.generation import INITIAL, Generation, Layout, Member, Stamp
+from varuna_capslog.membership.messages import Contribution
+
+__all__ = ["CHECKPOINT", "Boundary", "Decision", "Move", "Place", "Seat", "decide", "list_moves", "newest_boundary"]
+
+CHECKPOINT = None
+"""The source of a move that is read from disk."""
+
+
+class Seat(NamedTuple):
+    """A member as the planner sees it: where it runs and the bytes of its device (0: unknown)."""
+
+    member: Member
+    host: str
+    capacity: int
+
+
+Place = Callable[[Sequence[Seat]], Layout | str]
+"""Seats in rank order -> who owns and copies what, or a sentence that says for what the run must wait."""
+
+
+class Move(NamedTuple):
+    """One layer on its way to a new owner; the source is a member, or CHECKPOINT."""
+
+    layer: int
+    source: Member | None
+    target: Member
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """Where the survivors can resume.
+
+    Attributes:
+        stamp: the newest boundary at which every layer can be had.
+        holders: layer -> members that hold it there, in the order of the contributions.
+        on_disk: the checkpoint is of this boundary, so that layers without a holder come from it.
+        passed_over: newer boundaries, newest first, and the layers that nobody holds there.
+    """
+
+    stamp: Stamp
+    holders: tuple[tuple[Member, ...], ...]
+    on_disk: bool
+    passed_over: tuple[tuple[Stamp, tuple[int, ...]], ...] = ()
+
+    def loses_settled(self, reached: int, voted: int = 0) -> bool:
+        """Whether steps would be lost that had been settled, as far as the survivors can tell.
+
+        Who applied step s saw its vote succeed, so all voters held boundary s-1: that one was settled. Where layers
+        have to come from the checkpoint, even the newest boundary may have been: its holders can all be lost.
+
+        Args:
+            reached: newest step that an earlier founder is known to have applied.
+            voted: newest boundary from which everybody here voted who voted last: those that are gone may have, too.
+        """
+        newest = max(reached, self.passed_over[0][0].step if self.passed_over else 0)
+        lost = self.stamp.step < newest - 1 or (self.stamp.step < newest and not all(self.holders))
+        return lost or self.stamp.step < voted
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What every participant of a generation does after its first round.
+
+    Either `layout` is set, and the generation goes on from `boundary` after `moves`; or it waits, and `waiting` says
+    why: for devices, or (`for_holders`) for members that hold what otherwise only the checkpoint has.
+    """
+
+    boundary: Boundary
+    layout: Layout | None
+    moves: tuple[Move, ...]
+    waiting: str | None = None
+    checkpoint: Stamp = INITIAL
+    for_holders: bool = False
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that travel or are read."""
+        return sum(move.bytes for move in self.moves)
+
+
+def newest_boundary(
+    num_layers: int,
+    held: Mapping[Member, Collection[tuple[int, Stamp]]],
+    valid: Callable[[Stamp], bool],
+    checkpoint: Stamp,
+) -> Boundary:
+    """The newest boundary at which every layer is held by somebody or lies in the checkpoint.
+
+    Args:
+        held: what each survivor holds; the order of members decides the order of holders.
+        valid: whether a stamp lies on the lineage; others are passed by in silence.
+        checkpoint: a complete checkpoint on the lineage, the last resort; it counts as a holder of all its layers.
+    """
+    holders: dict[Stamp, dict[int, list[Member]]] = {checkpoint: {}}
+    verdicts: dict[Stamp, bool] = {checkpoint: True}
+    for member, entries in held.items():
+        for layer, stamp in entries:
+            if stamp not in verdicts:
+                verdicts[stamp] = valid(stamp)
+            if verdicts[stamp]:
+                holders.setdefault(stamp, {}).setdefault(layer, []).append(member)
+    passed: list[tuple[Stamp, tuple[int, ...]]] = []
+    for stamp in sorted(holders, reverse=True):
+        found = holders[stamp]
+        if stamp == checkpoint or len(found) == num_layers:
+            by_layer = tuple(tuple(found.get(layer, ())) for layer in range(num_layers))
+            return Boundary(stamp, by_layer, stamp == checkpoint, tuple(passed))
+        passed.append((stamp, tuple(layer for layer in range(num_layers) if layer not in found)))
+    raise AssertionError("the checkpoint is a boundary")  # it is among the stamps
+
+
+def list_moves(
+    boundary: Boundary, owned: Mapping[Member, Iterable[int]], layer_bytes: Sequence[int]
+) -> tuple[Move, ...]:
+    """Which layers change owner: each goes at most once to each owner that lacks it, and none that is there moves.
+
+    The source is the holder that has sent the fewest bytes so far (the first of equals); the checkpoint only where no
+    holder is left.
+
+    Args:
+        layer_bytes: state of each layer: parameters, buffers, moments.
+    """
+    sent: dict[Member, int] = {}
+    moves = []
+    for target, layers in owned.items():
+        for layer in layers:
+            sources = boundary.holders[layer]
+            if target in sources:
+                continue
+            if sources:
+                source = min(sources, key=lambda member: sent.get(member, 0))
+                sent[source] = sent.get(source, 0) + layer_bytes[layer]
+                moves.append(Move(layer, source, target, layer_bytes[layer]))
+            else:
+                assert boundary.on_disk
+                moves.append(Move(layer, CHECKPOINT, target, layer_bytes[layer]))
+    return tuple(moves)
+
+
+def decide(
+    record: Generation,
+    contributions: Mapping[Member, Contribution],
+    layer_bytes: Sequence[int],
+    place: Place,
+) -> Decision:
+    """What a generation does after its first round.
+
+    Args:
+        contributions: of all participants of `record`, those that leave included: they may be asked to send.
+        place: called with the members' seats only.
+    """
+    known = [value.checkpoint for value in contributions.values()]
+    checkpoint = max((stamp for stamp in known if record.continues(stamp)), default=record.checkpoint)
+    checkpoint = max(checkpoint, record.checkpoint)
+    held = {member: contributions[member].held for member in record.participants}
+    boundary = newest_boundary(len(layer_bytes), held, record.continues, checkpoint)
+    votes = [value.voted for value in contributions.values() if record.continues(value.voted[1])]
+    last = max((generation for generation, _ in votes), default=0)
+    voted = min((stamp.step for generation, stamp in votes if generation == last), default=0)
+    if boundary.loses_settled(record.reached, voted) and not record.regress:
+        return Decision(boundary, None, (), _lack(boundary, record, checkpoint), checkpoint, for_holders=True)
+    if not record.members:
+        return Decision(boundary, None, (), "no device is left", checkpoint)
+    seats = [Seat(member, contributions[member].host, contributions[member].capacity) for member in record.members]
+    layout = place(seats)
+    if isinstance(layout, str):
+        return Decision(boundary, None, (), layout, checkpoint)
+    owned = {member: layout.owned.get(member, ()) for member in record.members}
+    return Decision(boundary, layout, list_moves(boundary, owned, layer_bytes), None, checkpoint)
+
+
+def _lack(boundary: Boundary, record: Generation, checkpoint: Stamp) -> str:
+    """What is waited for, in a sentence."""
+    newest, missing = record.reached, tuple(range(len(boundary.holders)))
+    if boundary.passed_over:
+        newest, missing = boundary.passed_over[0][0].step, boundary.passed_over[0][1]
+    return (
+        f"nobody of {len(record.participants)} member(s) holds layers {', '.join(map(str, missing))} at step {newest}; "
+        f"waiting for one that does, or to go back to the checkpoint of step {checkpoint.step}"
+    )

@@ -1,0 +1,243 @@
+"""Where copies of each layer's state are kept in other ranks' memory, and what they cost there.
+
+`redundancy: k` asks that any k simultaneous host losses are survived without a checkpoint, and that no two neighbours
+in a pipeline hold all copies of a layer. Pure arithmetic on names and bytes, for planners and the protocol's layouts.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.units import format_bytes
+from varuna_capslog.membership.generation import Member
+
+__all__ = ["Copies", "Reserve", "place_copies", "reserves"]
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Who keeps copies of what.
+
+    Attributes:
+        kept: member -> layers of others that it keeps, rising; members that keep none are left out.
+        survives: simultaneous host losses that every layer survives, at most what was asked for.
+        problem: one sentence with the numbers where the request cannot be placed in full; the placement is then the
+            best there is.
+    """
+
+    kept: Mapping[Member, tuple[int, ...]]
+    survives: int
+    problem: str | None = None
+
+
+def place_copies(
+    pipelines: Sequence[Sequence[tuple[Member, Sequence[int]]]],
+    hosts: Mapping[Member, str],
+    redundancy: int,
+    layer_bytes: Sequence[int],
+    spare: Sequence[Member] = (),
+    room_bytes: Mapping[Member, int] | None = None,
+) -> Copies:
+    """Places copies so that every layer has holders on redundancy + 1 hosts, and not only on two neighbours.
+
+    Where hosts are too few every layer still has redundancy + 1 holders, as far as there are members, so that any
+    `redundancy` workers may be lost. Every owner counts as a holder, in all replicas. Layers with the same owners (a
+    stage) share their holders, so that a member sends its copies to few others. The largest stages choose first, each
+    the holder with the fewest bytes so far. A greedy choice is enough: without `room_bytes` the stages do not hinder
+    each other, so what can be placed is.
+
+    Args:
+        pipelines: per replica, its stages in order: (member, layers). A member may run several stages.
+        hosts: of all members, `spare` included; members of one host are lost together.
+        layer_bytes: state of each layer (one version).
+        spare: members without a stage that may hold copies as well.
+        room_bytes: bytes for copies per member, for one version; None: no limit.
+
+    Raises:
+        CapslogError: redundancy is negative, or a layer has no owner.
+    """
+    if redundancy < 0:
+        raise CapslogError(f"redundancy is {redundancy}; it counts host losses, so give 0 or more")
+    owners: dict[int, tuple[Member, ...]] = {}
+    neighbours: set[frozenset[Member]] = set()
+    for stages in pipelines:
+        neighbours.update(frozenset(pair) for pair in pairwise(member for member, _ in stages) if pair[0] != pair[1])
+        for member, layers in stages:
+            for layer in layers:
+                owners[layer] = (*owners.get(layer, ()), member)
+    if sorted(owners) != list(range(len(layer_bytes))):
+        missing = sorted(set(range(len(layer_bytes))) ^ set(owners))
+        raise CapslogError(f"layers {missing[:8]} of {len(layer_bytes)} have no owner or no size; each needs both")
+    groups: dict[tuple[Member, ...], list[int]] = {}
+    for layer in sorted(owners):
+        groups.setdefault(owners[layer], []).append(layer)
+
+    members = tuple(dict.fromkeys([*(member for stages in pipelines for member, _ in stages), *spare]))
+    load = dict.fromkeys(members, 0)
+    for layer, group in owners.items():
+        for member in group:
+            load[member] += layer_bytes[layer]
+    rank_of = {member: rank for rank, member in enumerate(members)}
+    by_load = [(load[member], rank_of[member], member) for member in members]
+    heapq.heapify(by_load)
+    room = None if room_bytes is None else dict(room_bytes)
+    kept: dict[Member, list[int]] = {}
+    survives = redundancy
+    unplaced: list[int] = []
+    paired: list[int] = []
+    sizes = {group: sum(layer_bytes[layer] for layer in layers) for group, layers in groups.items()}
+    for group in sorted(groups, key=lambda group: -sizes[group]):
+        holders = list(group)
+        while redundancy and (short := _short(holders, hosts, redundancy)) + _paired(holders, neighbours):
+            chosen = _lightest(by_load, holders, hosts, neighbours, short, room, sizes[group])
+            if chosen is None and len(set(holders)) <= redundancy:  # hosts are too few: so many workers may be lost
+                chosen = _lightest(by_load, holders, hosts, neighbours, 0, room, sizes[group])
+            if chosen is None:
+                break
+            holders.append(chosen)
+            kept.setdefault(chosen, []).extend(groups[group])
+            load[chosen] += sizes[group]
+            heapq.heappush(by_load, (load[chosen], rank_of[chosen], chosen))
+            if room is not None:
+                room[chosen] = room.get(chosen, 0) - sizes[group]
+        if short := _short(holders, hosts, redundancy):
+            survives = min(survives, redundancy - short)
+            unplaced += groups[group]
+        elif redundancy and _paired(holders, neighbours):
+            paired += groups[group]
+    problem = _problem(redundancy, survives, unplaced, paired, [hosts[member] for member in members], room_bytes)
+    return Copies({member: tuple(sorted(layers)) for member, layers in kept.items()}, survives, problem)
+
+
+def _short(holders: Sequence[Member], hosts: Mapping[Member, str], redundancy: int) -> int:
+    """How many hosts are lacking until the loss of any `redundancy` hosts leaves a holder."""
+    return max(0, redundancy + 1 - len({hosts[member] for member in holders}))
+
+
+def _paired(holders: Sequence[Member], neighbours: Collection[frozenset[Member]]) -> bool:
+    """Whether two neighbours hold everything there is."""
+    return len(set(holders)) == 2 and frozenset(holders) in neighbours
+
+
+def _lightest(
+    by_load: list[tuple[int, int, Member]],
+    holders: Sequence[Member],
+    hosts: Mapping[Member, str],
+    neighbours: Collection[frozenset[Member]],
+    short: int,
+    room: Mapping[Member, int] | None,
+    size: int,
+) -> Member | None:
+    """The next holder, taken out of the heap: on a new host while hosts lack, no neighbour of a single owner if another
+    can be had, the lightest of these.
+    """
+    taken = {hosts[member] for member in holders}
+    passed, found, second = [], None, None
+    while by_load and found is None:
+        entry = heapq.heappop(by_load)
+        member = entry[2]
+        fits = member not in holders and (room is None or room.get(member, 0) >= size)
+        if not fits or (short and hosts[member] in taken):
+            passed.append(entry)
+        elif _paired([*holders, member], neighbours):
+            second = second or entry
+            passed.append(entry)
+        else:
+            found = entry
+    if found is None and second is not None:
+        found = second
+        passed.remove(second)
+    for entry in passed:
+        heapq.heappush(by_load, entry)
+    return None if found is None else found[2]
+
+
+def _problem(
+    redundancy: int,
+    survives: int,
+    unplaced: Sequence[int],
+    paired: Sequence[int],
+    hosts: Sequence[str],
+    room_bytes: Mapping[Member, int] | None,
+) -> str | None:
+    """What cannot be placed, why, and what to do."""
+    count = len(set(hosts))
+    if unplaced and count <= redundancy:
+        return (
+            f"redundancy {redundancy} needs every layer on {redundancy + 1} hosts, but there are {count}: the loss of "
+            f"{survives + 1} of them is not survived without a checkpoint; add {redundancy + 1 - count} host(s), or "
+            f"set redundancy to {survives}"
+        )
+    if unplaced:
+        room = format_bytes(max((room_bytes or {}).values(), default=0))
+        return (
+            f"redundancy {redundancy} finds no room for copies of layers {_some(unplaced)}: the members have at most "
+            f"{room} each for copies; the loss of {survives + 1} host(s) may not be survived without a checkpoint; "
+            "give more host memory, or lower redundancy"
+        )
+    if paired:
+        return (
+            f"layers {_some(paired)} are held by two neighbours of the pipeline only, since there are {len(hosts)} "
+            "device(s) with room: losing both needs the checkpoint; add a device"
+        )
+    return None
+
+
+def _some(layers: Sequence[int]) -> str:
+    rising = sorted(layers)
+    return ", ".join(map(str, rising[:6])) + (f" and {len(rising) - 6} more" if len(rising) > 6 else "")
+
+
+@dataclass(frozen=True)
+class Reserve:
+    """Bytes that protection takes on one rank besides training itself: entries for the memory model.
+
+    Attributes:
+        snapshot: own layers at the previous boundary.
+        copies: others' layers, at the two boundaries that may be needed.
+        updates: others' gradients of the step under way, applied when its vote succeeds (`sync` only).
+        where: "host" or "device", where all of it lies.
+    """
+
+    snapshot: int
+    copies: int
+    updates: int
+    where: str = "host"
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.snapshot + self.copies + self.updates
+
+
+def reserves(
+    owned: Mapping[Member, Iterable[int]],
+    copies: Mapping[Member, Iterable[int]],
+    layer_bytes: Sequence[int],
+    gradient_bytes: Sequence[int],
+    sync: bool,
+    where: str = "host",
+) -> dict[Member, Reserve]:
+    """What the commit rule and the copies cost each rank, in bytes.
+
+    A copy exists twice: at the boundary before the step and, from the vote (`sync`) or the arrival (`async`) on, at the
+    next; a rank's own layers are trained anyway, so only the previous boundary counts.
+
+    Args:
+        layer_bytes: state of each layer: parameters, buffers, moments.
+        gradient_bytes: gradients of each layer as they are sent.
+    """
+
+    def size(layers: Iterable[int], each: Sequence[int]) -> int:
+        return sum(each[layer] for layer in layers)
+
+    found = {}
+    for member in dict.fromkeys([*owned, *copies]):
+        mine, theirs = tuple(owned.get(member, ())), tuple(copies.get(member, ()))
+        updates = size(theirs, gradient_bytes) if sync else 0
+        found[member] = Reserve(size(mine, layer_bytes), 2 * size(theirs, layer_bytes), updates, where)
+    return found

@@ -1,0 +1,136 @@
+"""What one member knows: its `State`, the phases it goes through, and the `Job` that is the same for all.
+
+Data only; `protocol.step` is the one that changes a state.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from enum import Enum
+
+from varuna_capslog.membership import messages as m
+from varuna_capslog.membership.generation import EMPTY, INITIAL, Generation, Held, Layout, Member, Stamp
+from varuna_capslog.membership.recovery import Decision, Place, decide
+
+__all__ = ["Job", "Phase", "State", "Step", "newcomer"]
+
+Step = tuple["State", tuple[m.Effect, ...]]
+"""What an event makes of a state, and what the runtime must do, in order."""
+
+_NOTHING: Held = frozenset()
+
+
+class Phase(Enum):
+    """Where a member stands."""
+
+    OUTSIDE = "outside"  # not in the generation, and not wanted or not yet in
+    GATHER = "gather"  # adopted it, told what it holds, waits to hear what the others hold
+    INSTALL = "install"  # knows its layers, waits for those that must come
+    RUN = "run"  # trains
+    CHANGE = "change"  # answers its generation never again, tries to found the next or hears of it
+    WAIT = "wait"  # the generation is too small for the job; its state is kept
+    SERVE = "serve"  # leaving: sends what others still need
+    STOPPED = "stopped"  # the end: refused step, or no store at a change; all that was held is on disk
+
+    __hash__ = object.__hash__  # members are singletons; Enum's own hash is slow
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """What is the same on every rank for a whole run.
+
+    Attributes:
+        layer_bytes: state of each layer.
+        place: from seats to layout (see `recovery.Place`); deterministic, the same on every rank.
+        sync: `protection: sync`, copies follow each step before its vote; False (`async`): one step behind.
+        shadows: planned changes copy ahead before they commit; False: they commit at the next boundary.
+    """
+
+    layer_bytes: tuple[int, ...]
+    place: Place
+    sync: bool = True
+    shadows: bool = False
+
+    @functools.lru_cache(maxsize=4)  # noqa: B019 (one job per process; all ranks of a simulation ask the same)
+    def decide(self, record: Generation, values: tuple[tuple[Member, m.Contribution], ...]) -> Decision:
+        """`recovery.decide` for this job, remembered: in a simulation every member asks for the same decision."""
+        return decide(record, dict(values), self.layer_bytes, self.place)
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """All that one member knows. Made by `newcomer`, changed by `step` only.
+
+    Attributes:
+        record: the newest generation it adopted, or, OUTSIDE, the newest it saw.
+        round: 0 while it gathers, then the step that is under way.
+        cast: it has cast in this round.
+        computed, copied: what the vote waits for is here (`copied` is the step it is here for).
+        heard: single values of rounds of this generation or later ones, kept until the round is complete.
+        held: all of the training state that it can send, whatever for.
+        at: the boundary of its own layers.
+        base: where this generation began; None before that is decided.
+        own, copies, shadows: layers it trains, keeps copies of, holds ahead of a planned change.
+        missing: own layers still on their way.
+        layout: of the last decided generation, to judge whether the survivors hold everything.
+        suspects: participants that the failure detector takes for lost.
+        changes, urgent: wishes it knows of, until they are part of a generation.
+        hints: members of the generation that may be told to leave.
+        save: its votes ask for a checkpoint before a change begins.
+        saving: that checkpoint comes before the computation that is under way.
+        prepared: the wishes for which its shadows are complete.
+        planned: it stopped because a vote said so; the new generation may be proposed at once.
+        unseen: a newer generation seen while its own vote was out.
+        wants_in: OUTSIDE, it asks to be let in.
+        regress: WAIT, it waits for holders of settled steps, and may go back to the checkpoint instead.
+        checkpoint: the newest complete one that it knows of.
+        voted: generation and boundary of its last vote on a step.
+    """
+
+    me: Member
+    host: str
+    capacity: int = 0
+    phase: Phase = Phase.OUTSIDE
+    record: Generation = EMPTY
+    round: int = 0
+    cast: bool = False
+    computed: bool = False
+    copied: int = 0
+    heard: frozenset[m.Heard] = frozenset()
+    held: Held = _NOTHING
+    at: Stamp = INITIAL
+    base: Stamp | None = None
+    own: frozenset[int] = frozenset()
+    copies: frozenset[int] = frozenset()
+    shadows: frozenset[int] = frozenset()
+    missing: frozenset[int] = frozenset()
+    layout: Layout | None = None
+    suspects: frozenset[Member] = frozenset()
+    changes: frozenset[m.Change] = frozenset()
+    urgent: bool = False
+    hints: frozenset[m.Change] = frozenset()
+    save: bool = False
+    saving: bool = False
+    prepared: frozenset[m.Change] = frozenset()
+    planned: bool = False
+    unseen: Generation | None = None
+    wants_in: bool = False
+    regress: bool = False
+    checkpoint: Stamp = INITIAL
+    voted: tuple[int, Stamp] = (0, INITIAL)
+
+    @property
+    def votes(self) -> bool:
+        """Whether it is a voter of its generation."""
+        return self.me in self.record.members
+
+
+def newcomer(me: Member, host: str, capacity: int = 0, held: Held = _NOTHING, checkpoint: Stamp = INITIAL) -> State:
+    """A process that knows of no generation. Its name must never have been used before.
+
+    Args:
+        held: what earlier members of this run wrote to disk (`Persist`) and this one can read.
+        checkpoint: the newest complete one on disk.
+    """
+    return State(me, host, capacity, held=held, checkpoint=checkpoint)

@@ -1,0 +1,178 @@
+"""A chain from an ordinary module, without edits to it: the way in for models that were never written as a chain.
+
+`Chain.from_module` and `varuna_capslog.model.model_workload` call `chain_from_module`. This room never copies a parameter
+(every layer holds the model's own `Parameter` objects, so tied weights stay tied) and never gives a layer that could
+run on something other than what was captured without saying so.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.model.capture.collapse import collapse_modules
+from varuna_capslog.model.capture.export import export_model
+from varuna_capslog.model.capture.modes import merge_modes
+from varuna_capslog.model.capture.runtime import SequentialSlice
+from varuna_capslog.model.capture.split import split_graph
+from varuna_capslog.model.chain import Chain, Layer
+
+__all__ = ["automatic_cut_points", "chain_from_module", "source_modules"]
+
+
+def chain_from_module(
+    model: nn.Module,
+    cut_points: Sequence[str] | None,
+    example_inputs: Mapping[str, Any] | Sequence[Any] | None = None,
+    *,
+    outputs: Sequence[str] | None = None,
+    name: str | None = None,
+) -> Chain:
+    """Splits `model` before each named submodule, in the order in which its forward runs them.
+
+    An `nn.Sequential` is split between its children: no example is needed, and any input shape runs. Every other model
+    is captured twice by `torch.export` (training and eval mode) with the example's shapes; a layer refuses other
+    shapes.
+
+    Args:
+        model: stays as it is; the chain's layers hold its own parameters and submodules.
+        cut_points: qualified names of submodules (`"layer3.0"`, `"model.layers.2"`); a cut lies *before* each. The
+        layer
+            that begins there has that name; the first layer has the name of the first module that runs. None takes
+            `automatic_cut_points`, less those that never run, and what follows the last block (norm and head).
+        example_inputs: a dict of keyword arguments or a tuple of positional ones. Entries that are not tensors
+            (`use_cache=False`) are fixed in the captured model.
+        outputs: which of the model's output tensors leave the chain (default: all). They are named by their place in
+        the
+            model's result: `logits`, `loss`, `0.1`; a single bare tensor is named `output`.
+        name: the chain's name; default: the model's class.
+
+    Raises:
+        CapslogError: an unknown cut point (the nearest name is suggested), a model whose Python branches on tensor
+        values
+            (the module is named), a module that changes a buffer in its forward, a missing example.
+    """
+    if isinstance(cut_points, str):
+        raise CapslogError(
+            f"cut_points={cut_points!r} is one string; give a list of submodule names, e.g. [{cut_points!r}]"
+        )
+    name = name or type(model).__name__
+    lenient = cut_points is None
+    if cut_points is None:
+        cut_points = automatic_cut_points(model)
+    _check_names(model, cut_points)
+    if isinstance(model, nn.Sequential) and not any("." in cut for cut in cut_points):
+        return _sequential_chain(model, cut_points, name)
+    if example_inputs is None:
+        raise CapslogError(
+            f"{type(model).__name__} is not an nn.Sequential cut between its children, so capturing it needs "
+            "example_inputs: a dict of keyword arguments or a tuple of positional ones"
+        )
+    arguments, keywords = (
+        ((), dict(example_inputs)) if isinstance(example_inputs, Mapping) else (tuple(example_inputs), {})
+    )
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        keywords.setdefault("use_cache", False)  # a Hugging Face decoder's key-value cache is no part of training
+    training = [(module, module.training) for module in model.modules()]
+    try:
+        model.train()
+        captured = export_model(model, arguments, keywords)
+        collapse_modules(captured, model, cut_points)
+        model.eval()
+        try:
+            in_eval = export_model(model, arguments, keywords)
+            collapse_modules(in_eval, model, cut_points)
+        except CapslogError as error:
+            train_only: str | None = f"in eval mode it cannot be captured ({error})"
+        else:
+            train_only = merge_modes(captured, in_eval, model)
+    finally:
+        for module, mode in training:
+            module.training = mode
+    return split_graph(captured, model, cut_points, outputs, train_only, name, lenient)
+
+
+def automatic_cut_points(model: nn.Module) -> list[str]:
+    """Every repeated block: the children of the model's outermost ModuleLists and Sequentials.
+
+    A child that is itself a list of modules of one class (`layer1` of a ResNet within `features`) gives its own
+    children; a model that is an nn.Sequential gives its direct children only, which needs no capture.
+
+    Raises:
+        CapslogError: the model has no such list.
+    """
+    if isinstance(model, nn.Sequential):
+        found = [name for name, _ in model.named_children()]
+    else:
+        found = list(_blocks(model, ""))
+    if not found:
+        raise CapslogError(
+            f"{type(model).__name__} has no ModuleList or Sequential of two or more modules to cut at; "
+            "name the cut points"
+        )
+    return found
+
+
+def _blocks(module: nn.Module, prefix: str) -> Iterator[str]:
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        if not isinstance(child, _LISTS) or len(child) < 2:
+            yield from _blocks(child, f"{path}.")
+            continue
+        for inner_name, inner in child.named_children():
+            inner_path = f"{path}.{inner_name}"
+            if isinstance(inner, _LISTS) and len(inner) > 1 and len({type(block) for block in inner}) == 1:
+                yield from (f"{inner_path}.{block}" for block, _ in inner.named_children())
+            else:
+                yield inner_path
+
+
+_LISTS = (nn.ModuleList, nn.Sequential)
+
+
+def source_modules(layer: Layer) -> tuple[str, ...]:
+    """Qualified names, in the captured model, of the modules that this layer runs (innermost ones, by first use).
+
+    Raises:
+        CapslogError: the layer was not made by `chain_from_module`.
+    """
+    found = getattr(layer.module, "meta", {}).get("source_modules")
+    if found is None:
+        raise CapslogError(
+            f"layer {layer.name!r} does not know the model's module names; make the chain with Chain.from_module"
+        )
+    return tuple(found)
+
+
+def _check_names(model: nn.Module, cut_points: Sequence[str]) -> None:
+    known = [path for path, _ in model.named_modules(remove_duplicate=False) if path]
+    seen: set[str] = set()
+    for cut in cut_points:
+        if cut not in known:
+            near = difflib.get_close_matches(cut, known, n=1, cutoff=0.0)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise CapslogError(f"cut point {cut!r} is not a submodule of {type(model).__name__}{hint}")
+        if cut in seen:
+            raise CapslogError(f"cut point {cut!r} is listed twice; a model is cut once before a module")
+        seen.add(cut)
+
+
+def _sequential_chain(model: nn.Sequential, cut_points: Sequence[str], name: str) -> Chain:
+    slices: list[list[tuple[str, nn.Module]]] = [[]]
+    for child in model.named_children():
+        if child[0] in cut_points and slices[-1]:
+            slices.append([])
+        slices[-1].append(child)
+    if not slices[0]:
+        raise CapslogError("the nn.Sequential has no children, so there is nothing to split")
+    if len(list(model.named_children())) != len(model):
+        raise CapslogError(
+            "the nn.Sequential holds one module twice, so its children's names do not give its order; "
+            "make the second one a module of its own"
+        )
+    return Chain([Layer(part[0][0], SequentialSlice(part)) for part in slices], name=name)

@@ -1,0 +1,152 @@
+"""Gives parts of a captured graph back to the model's own submodules, the largest that keep their meaning.
+
+An export unrolls every module into tensor operations; running the module itself instead keeps what the unrolled form
+lost:
+dropout and batch norm follow train() and eval(), the engine can hook BatchNorm's running statistics, autocast and dtype
+rules stay Python. A module is given its part back only when calling it as `module(x)` is certainly the same.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.model.capture.export import Captured, module_calls
+
+__all__ = ["attribute", "collapse_modules", "mutated_arguments"]
+
+
+def collapse_modules(captured: Captured, model: nn.Module, cut_points: Sequence[str]) -> None:
+    """Replaces, outermost first, each call of a submodule by one `call_module` node; changes the graph in place.
+
+    A call is replaced when no cut point lies inside the module, every call of it in this model had one tensor as its
+    only argument and returned one tensor, and its operations form one run of nodes that take one value from outside
+    (beside the module's own parameters and buffers) and leave one value.
+
+    Raises:
+        CapslogError: a module that is no batch norm changes a buffer or a parameter in its forward.
+    """
+    _refuse_state(captured, model)
+    nodes = [node for node in captured.graph.nodes if node.op in ("call_function", "call_module")]
+    spans: dict[str, list[int]] = {}
+    paths: dict[str, str] = {}
+    for index, node in enumerate(nodes):
+        for key, path in module_calls(node).items():
+            paths[key] = path
+            spans.setdefault(key, []).append(index)
+    done: set[int] = set()
+    for key in sorted(spans, key=lambda key: (spans[key][0], -len(spans[key]), len(paths[key]))):
+        indices, path = spans[key], paths[key]
+        if done & set(indices) or any(cut.startswith(path + ".") for cut in cut_points):
+            continue
+        module = model.get_submodule(path)
+        if id(module) not in captured.simple or indices[-1] - indices[0] + 1 != len(indices):
+            continue
+        part = [nodes[index] for index in indices]
+        if all("inner_stacks" in node.meta or node.target is operator.getitem for node in part):
+            continue  # all of it is one no_grad or autocast block, which may lie around the call instead of inside
+        ends = _single_ends(part, module, captured, model)
+        if ends is None:
+            continue
+        source, result = ends
+        with captured.graph.inserting_before(part[0]):
+            call = captured.graph.call_module(path, (source,))
+        call.meta = {"val": result.meta.get("val"), "nn_module_stack": _stack_at(part[0], key)}
+        call.meta["mutates"] = any(
+            _same_storage(argument, source) for node in part for argument in mutated_arguments(node)
+        )
+        result.replace_all_uses_with(call)
+        for name, node in captured.outputs.items():
+            if node is result:
+                captured.outputs[name] = call
+        for node in reversed(part):
+            captured.graph.erase_node(node)
+        done |= set(indices)
+
+
+def mutated_arguments(node: fx.Node) -> list[fx.Node]:
+    """The values that a node writes into: the `self` of an in-place operation, the input of an in-place module."""
+    if node.op == "call_module":
+        return (
+            [argument for argument in node.args[:1] if isinstance(argument, fx.Node)]
+            if node.meta.get("mutates")
+            else []
+        )
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    written = []
+    for index, argument in enumerate(schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
+        written += [
+            item for item in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(item, fx.Node)
+        ]
+    return written
+
+
+def _single_ends(
+    part: list[fx.Node], module: nn.Module, captured: Captured, model: nn.Module
+) -> tuple[fx.Node, fx.Node] | None:
+    inside, returned = set(part), set(captured.outputs.values())
+    own = {id(tensor) for tensor in [*module.parameters(), *module.buffers()]}
+    sources: list[fx.Node] = []
+    for node in part:
+        for source in node.all_input_nodes:
+            if source in inside or source in sources:
+                continue
+            if source.op == "get_attr":
+                # a constant made by the code is not the module's to keep; leave such a part as operations
+                if source.target in captured.extra or id(attribute(model, str(source.target))) not in own:
+                    return None
+                continue
+            sources.append(source)
+    results = [node for node in part if node in returned or any(user not in inside for user in node.users)]
+    return (sources[0], results[0]) if len(sources) == 1 and len(results) == 1 else None
+
+
+def attribute(model: nn.Module, target: str) -> Any:
+    """The parameter, buffer or submodule of that qualified name."""
+    owner, _, name = target.rpartition(".")
+    return getattr(model.get_submodule(owner), name)
+
+
+def _stack_at(node: fx.Node, key: str) -> dict[str, Any]:
+    stack = node.meta["nn_module_stack"]
+    keys = list(stack)
+    return {name: stack[name] for name in keys[: keys.index(key) + 1]}
+
+
+def _same_storage(a: fx.Node, b: fx.Node) -> bool:
+    first, second = a.meta.get("val"), b.meta.get("val")
+    if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
+        return a is b
+    return first.untyped_storage()._cdata == second.untyped_storage()._cdata
+
+
+def _refuse_state(captured: Captured, model: nn.Module) -> None:
+    held = {}
+    for node in captured.graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "get_attr" and node.target not in captured.extra and isinstance(value, torch.Tensor):
+            held[value.untyped_storage()._cdata] = str(node.target)
+    for node in captured.graph.nodes:
+        for argument in mutated_arguments(node):
+            value = argument.meta.get("val")
+            target = held.get(value.untyped_storage()._cdata) if isinstance(value, torch.Tensor) else None
+            if target is None:
+                continue
+            owner = target.rpartition(".")[0]
+            kind = type(model.get_submodule(owner))
+            if not issubclass(kind, nn.modules.batchnorm._BatchNorm):
+                raise CapslogError(
+                    f"module {owner or 'the model itself'!r} ({kind.__name__}) changes its "
+                    f"{target.rpartition('.')[2]!r} in its forward; a pipeline cannot keep such state in order, "
+                    "only batch norm's running statistics"
+                )

@@ -1,0 +1,286 @@
+"""From a module to one flat graph of its forward, by `torch.export`, with torch's private constructs replaced by ours.
+
+`chain_from_module` calls it once per mode. What comes out has one node per tensor operation, each knowing the modules
+it ran in; parameters and buffers are `get_attr` nodes with their own qualified names. Nothing is split here.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import operator
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export.graph_signature import InputKind, TensorArgument
+from torch.utils import _pytree as pytree
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.model.capture.runtime import Region
+
+__all__ = ["Captured", "export_model", "follow_device", "module_calls", "module_path"]
+
+
+@dataclass
+class Captured:
+    """A model's forward as one graph.
+
+    Attributes:
+        graph: placeholders (the model's tensor inputs), `get_attr` nodes, operations; no output node.
+        inputs: name and node of every tensor input, in order.
+        outputs: name and node of every tensor that the model returns.
+        extra: modules and tensors that the graph refers to and the model lacks, by attribute name.
+        simple: ids of the modules that were only ever called as `module(one tensor)` and returned one tensor.
+    """
+
+    graph: fx.Graph
+    inputs: dict[str, fx.Node]
+    outputs: dict[str, fx.Node]
+    extra: dict[str, Any]
+    simple: set[int] = field(default_factory=set)
+
+
+def export_model(model: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Captured:
+    """Captures `model` in its present mode on these arguments' shapes.
+
+    Raises:
+        CapslogError: torch cannot capture it; names the module that was running and torch's reason.
+    """
+    # torch takes one tensor given under two names for one input, so every input is a tensor of its own
+    arguments, keywords = pytree.tree_map_only(Tensor, lambda tensor: tensor.clone(), (arguments, dict(keywords)))
+    calls: dict[int, bool] = {}
+    running: list[str] = []
+    with _watched(model, calls, running), _quiet():
+        try:
+            program = torch.export.export(model, arguments, keywords, strict=False)
+        except Exception as error:
+            raise CapslogError(_explain(model, running, error)) from error
+    names = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
+    graph, extra = fx.Graph(), {}
+    env: dict[fx.Node, fx.Node] = {}
+    inputs: dict[str, fx.Node] = {}
+    constants = program.constants
+    result: list[Any] = []
+    for node in program.graph.nodes:
+        if node.op == "placeholder":
+            spec = names[node.name]
+            if spec.kind == InputKind.USER_INPUT:
+                if isinstance(spec.arg, TensorArgument):
+                    env[node] = inputs[node.name] = graph.placeholder(node.name)
+                    env[node].meta["val"] = node.meta["val"]
+                continue
+            target = spec.target
+            if spec.kind in (InputKind.CONSTANT_TENSOR, InputKind.CUSTOM_OBJ):
+                target = "constant_" + str(spec.target).replace(".", "_")
+                extra[target] = constants[spec.target]
+            env[node] = graph.create_node("get_attr", target)
+            env[node].meta["val"] = node.meta.get("val")
+        elif node.op == "output":
+            result = list(node.args[0])
+        elif node.op == "get_attr":
+            continue  # bodies of regions, fetched where they are used
+        elif _is_check(node):
+            continue
+        elif (region := _region(node, program.graph_module)) is not None:
+            path = f"region_{sum(key.startswith('region_') for key in extra)}"
+            extra[path] = region
+            passed = [item for item in node.args if isinstance(item, fx.Node) and item.op != "get_attr"]
+            env[node] = graph.call_module(path, tuple(env[item] for item in passed))
+            env[node].meta = {"val": node.meta.get("val"), "nn_module_stack": _common_stack(region)}
+            env[node].meta["inner_stacks"] = [
+                inner.meta.get("nn_module_stack") or {} for inner in _body(region).graph.nodes
+            ]
+        else:
+            env[node] = graph.node_copy(node, lambda old: env[old])
+            made_by = env[node].args[0] if node.target is operator.getitem else None
+            if isinstance(made_by, fx.Node) and "inner_stacks" in made_by.meta:
+                env[node].meta["nn_module_stack"] = made_by.meta["nn_module_stack"]
+    captured = Captured(graph, inputs, {}, extra, {key for key, simple in calls.items() if simple})
+    _name_outputs(captured, program, result, env)
+    _bypass_copies_of_nothing(captured)
+    return captured
+
+
+def module_calls(node: fx.Node) -> dict[str, str]:
+    """The calls that a node ran in, outermost first: call key -> the module's qualified name, the model left out."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return {key: entry[0] for key, entry in stack.items() if entry[0]}
+
+
+def module_path(node: fx.Node) -> str:
+    """Qualified name of the innermost module that a node ran in; "" for the model itself."""
+    calls = module_calls(node)
+    return list(calls.values())[-1] if calls else ""
+
+
+def _name_outputs(captured: Captured, program: Any, result: list[Any], env: Mapping[fx.Node, fx.Node]) -> None:
+    tree = pytree.tree_unflatten(list(range(len(result))), program.call_spec.out_spec)
+    for path, index in pytree.tree_flatten_with_path(tree)[0]:
+        value = result[index]
+        if not isinstance(value, fx.Node):
+            continue
+        parts = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path]
+        name = ".".join(parts) or "output"
+        while name in captured.inputs or name in captured.outputs:
+            name += "_out"
+        captured.outputs[name] = env[value]
+    if not captured.outputs:
+        raise CapslogError("the model returns no tensor, so there is nothing to take a loss of")
+
+
+def _bypass_copies_of_nothing(captured: Captured) -> None:
+    """Lets readers in other modules read the value itself where a module's `x.to(x.dtype)` returned it unchanged.
+
+    The tracer knows a tensor by the last operation that returned it, so a residual connection seems to come out of the
+    middle of the norm that followed. Inside the module the conversion stays: under autocast it may have something to
+    do.
+    """
+    for node in list(captured.graph.nodes):
+        if node.op != "call_function" or not str(node.target).startswith(
+            ("aten.to.", "aten.alias.", "aten.contiguous.")
+        ):
+            continue
+        source, before, after = node.args[0], node.args[0].meta.get("val"), node.meta.get("val")
+        if (
+            before is None
+            or before.dtype != after.dtype
+            or before.untyped_storage()._cdata != after.untyped_storage()._cdata
+        ):
+            continue
+        own = module_calls(node).keys()
+        for user in list(node.users):
+            if str(node.target).startswith("aten.alias.") or not own <= module_calls(user).keys():
+                user.replace_input_with(node, source)
+        for name, value in captured.outputs.items():
+            if value is node:
+                captured.outputs[name] = source
+
+
+@contextmanager
+def _watched(model: nn.Module, calls: dict[int, bool], running: list[str]) -> Iterator[None]:
+    """Notes how every module is called, and which one is running when something fails."""
+    handles = []
+
+    def enter(path: str) -> Any:
+        return lambda module, args: running.append(f"{path!r} ({type(module).__name__})")
+
+    def leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        running.pop()
+        simple = len(args) == 1 and isinstance(args[0], Tensor) and not kwargs and isinstance(output, Tensor)
+        calls[id(module)] = calls.get(id(module), True) and simple
+
+    for path, module in model.named_modules():
+        handles.append(module.register_forward_pre_hook(enter(path or type(model).__name__)))
+        handles.append(module.register_forward_hook(leave, with_kwargs=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch.export logs and prints whole graphs before it raises; our one sentence says what a user needs."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def _explain(model: nn.Module, running: list[str], error: Exception) -> str:
+    where = running[-1] if running else repr(type(model).__name__)
+    reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    if "data-dependent" in reason or "DataDependent" in type(error).__name__:
+        return (
+            f"module {where} cannot be captured: its Python code branches on, or sizes something by, the values of a "
+            f"tensor ({reason[:160]}); use torch.where there, or write this model as a Chain by hand"
+        )
+    if "not a known type" in reason:
+        kind = reason.partition("<class '")[2].partition("'")[0]
+        return f"{where} takes or returns a {kind}, which is no tensor, list, tuple or dict; make it return tensors"
+    return (
+        f"module {where} cannot be captured ({type(error).__name__}: {reason[:300]}); "
+        "mend the example inputs or the module"
+    )
+
+
+def _is_check(node: fx.Node) -> bool:
+    # the export's own assertions fix device and dtype, which autocast and .to(device) may rightly change
+    return node.op == "call_function" and "_assert_tensor_metadata" in str(node.target)
+
+
+def _region(node: fx.Node, root: nn.Module) -> Region | None:
+    kind = getattr(node.target, "__name__", "")
+    if kind == "wrap_with_set_grad_enabled":
+        body = _cleaned_body(root, node.args[1])
+        return Region(body, grad=bool(node.args[0]))
+    if kind == "wrap_with_autocast":
+        body = _cleaned_body(root, node.args[4])
+        return Region(body, autocast=tuple(node.args[:4]))
+    return None
+
+
+def _body(region: Region) -> fx.GraphModule:
+    assert isinstance(region.body, fx.GraphModule)
+    return region.body
+
+
+def _cleaned_body(root: nn.Module, attribute: Any) -> fx.GraphModule:
+    body = root.get_submodule(attribute.target)
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    extra: dict[str, nn.Module] = {}
+    for node in body.graph.nodes:  # type: ignore[union-attr]
+        if _is_check(node) or node.op == "get_attr":
+            continue
+        inner = _region(node, body)
+        if inner is not None:
+            path = f"region_{len(extra)}"
+            extra[path] = inner
+            passed = [item for item in node.args if isinstance(item, fx.Node) and item.op != "get_attr"]
+            env[node] = graph.call_module(path, tuple(env[item] for item in passed))
+            env[node].meta = {"nn_module_stack": _common_stack(inner)}
+            continue
+        env[node] = graph.node_copy(node, lambda old: env[old])
+    follow_device(graph, next((node for node in graph.nodes if node.op == "placeholder"), None))
+    return fx.GraphModule(nn.ModuleDict(extra), graph)
+
+
+def follow_device(graph: fx.Graph, tensor: fx.Node | None) -> None:
+    """Replaces every fixed device in the graph by the device of `tensor`, so that a moved layer works where it is."""
+    users = [node for node in graph.nodes if _has_device(node)]
+    if not users or tensor is None:
+        return
+    last_input = [node for node in graph.nodes if node.op == "placeholder"] or [tensor]
+    with graph.inserting_after(max(tensor, last_input[-1])):
+        device = graph.call_function(getattr, (tensor, "device"))
+    for node in users:
+        swap = lambda item: device if isinstance(item, torch.device) else item  # noqa: E731
+        node.args = pytree.tree_map(swap, node.args)
+        node.kwargs = pytree.tree_map(swap, node.kwargs)
+
+
+def _has_device(node: fx.Node) -> bool:
+    return any(isinstance(leaf, torch.device) for leaf in pytree.tree_leaves((node.args, node.kwargs)))
+
+
+def _common_stack(region: Region) -> dict[str, Any]:
+    stacks = [
+        inner.meta.get("nn_module_stack") or {}
+        for inner in _body(region).graph.nodes
+        if inner.op in ("call_function", "call_module") and inner.target is not getattr
+    ]
+    if not stacks:
+        return {}
+    shared = set.intersection(*(set(stack) for stack in stacks))
+    return {key: value for key, value in stacks[0].items() if key in shared}

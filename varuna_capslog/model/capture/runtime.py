@@ -1,0 +1,140 @@
+"""The few modules that a captured layer is made of beside the model's own: what runs, so nothing here knows of graphs.
+
+They hold no parameters (a layer's parameters keep the model's own names) and refuse what was not captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from varuna_capslog.base.errors import CapslogError
+
+__all__ = ["ByMode", "Guard", "Region", "SequentialSlice"]
+
+
+class Guard(nn.Module):
+    """Refuses inputs of another shape than the captured one, and eval mode where only training was captured.
+
+    Args:
+        layer: the layer's name, for the message.
+        names: its inputs' names.
+        shapes: their captured shapes.
+        train_only: why the layer is right in training mode only, or None.
+    """
+
+    def __init__(
+        self, layer: str, names: Sequence[str], shapes: Sequence[tuple[int, ...]], train_only: str | None
+    ) -> None:
+        super().__init__()
+        self.layer, self.names, self.shapes, self.train_only = layer, tuple(names), tuple(shapes), train_only
+
+    def forward(self, *tensors: Tensor) -> None:
+        """Raises CapslogError, or does nothing."""
+        if self.train_only is not None and not self.training:
+            raise CapslogError(
+                f"layer {self.layer!r} was captured for training only: {self.train_only}; evaluate the model itself"
+            )
+        for name, shape, tensor in zip(self.names, self.shapes, tensors, strict=True):
+            if tuple(tensor.shape) != shape:
+                raise CapslogError(
+                    f"layer {self.layer!r} was captured for {name!r} of shape {list(shape)} but got "
+                    f"{list(tensor.shape)}; capture the model again with example_inputs of that size"
+                )
+
+
+class ByMode(nn.Module):
+    """A function whose constant arguments differ between training and eval: dropout's probability, `training=` flags.
+
+    Args:
+        target: the function.
+        spec: the structure of (args, kwargs).
+        training: its flattened arguments in training; `slots` of them are overwritten by the tensors of the call.
+        evaluation: likewise in eval mode.
+        slots: positions of the tensors among the flattened arguments.
+    """
+
+    def __init__(
+        self,
+        target: Callable[..., Any],
+        spec: pytree.TreeSpec,
+        training: Sequence[Any],
+        evaluation: Sequence[Any],
+        slots: Sequence[int],
+    ) -> None:
+        super().__init__()
+        self.target, self.spec, self.slots = target, spec, tuple(slots)
+        self.in_training, self.in_evaluation = tuple(training), tuple(evaluation)
+
+    def forward(self, *tensors: Any) -> Any:
+        """The function's result for the module's present mode."""
+        leaves = list(self.in_training if self.training else self.in_evaluation)
+        for slot, tensor in zip(self.slots, tensors, strict=True):
+            leaves[slot] = tensor
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        return self.target(*args, **kwargs)
+
+
+class Region(nn.Module):
+    """A part of the graph that runs under its own gradient mode or its own autocast, as the model's code said."""
+
+    def __init__(self, body: nn.Module, grad: bool | None = None, autocast: tuple[Any, ...] | None = None) -> None:
+        super().__init__()
+        self.body, self.grad, self.autocast = body, grad, autocast
+
+    def forward(self, *values: Any) -> Any:
+        """The body's outputs, a tuple."""
+        if self.grad is not None:
+            with torch.set_grad_enabled(self.grad):
+                return self.body(*values)
+        device, dtype, enabled, cache = self.autocast or ("cpu", None, False, None)
+        with torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache):
+            return self.body(*values)
+
+
+class SequentialSlice(nn.Module):
+    """Consecutive children of an nn.Sequential, under their own names.
+
+    The first of them may work in place (`nn.ReLU(inplace=True)`); its input has crossed a cut, where others read it
+    and gradients are taken of it, so it works on a copy. The copy is made for every slice that begins with such a
+    module or with one that may pass its input through (dropout in eval mode).
+    """
+
+    def __init__(self, children: Sequence[tuple[str, nn.Module]]) -> None:
+        super().__init__()
+        for name, child in children:
+            self.add_module(name, child)
+        self._names = tuple(name for name, _ in children)
+        self._copy_input = _may_change_input([child for _, child in children])
+        self.meta = {"source_modules": self._names}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The children's result, one after the other."""
+        if self._copy_input:
+            x = x.clone()
+        for name in self._names:
+            x = self._modules[name](x)  # type: ignore[misc]
+        return x
+
+
+_FRESH_OUTPUT = (
+    nn.Linear,
+    nn.modules.conv._ConvNd,
+    nn.modules.batchnorm._NormBase,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.Embedding,
+)
+
+
+def _may_change_input(children: Sequence[nn.Module]) -> bool:
+    for child in children:
+        if isinstance(child, _FRESH_OUTPUT):
+            return False
+        if any(getattr(module, "inplace", False) for module in child.modules()):
+            return True
+    return False

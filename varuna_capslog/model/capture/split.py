@@ -1,0 +1,301 @@
+"""Cuts a captured graph into the layers of a chain.
+
+Called last by `chain_from_module`. A layer is a run of consecutive nodes; what later layers need of it crosses the cut
+under a readable name. In-place operations never reach a tensor that crossed a cut.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import fx, nn
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.model.capture.collapse import attribute, mutated_arguments
+from varuna_capslog.model.capture.export import Captured, follow_device, module_calls, module_path
+from varuna_capslog.model.capture.runtime import Guard
+from varuna_capslog.model.chain import Chain, Layer
+
+__all__ = ["split_graph"]
+
+
+def split_graph(
+    captured: Captured,
+    model: nn.Module,
+    cut_points: Sequence[str],
+    outputs: Sequence[str] | None,
+    train_only: str | None,
+    name: str,
+    lenient: bool = False,
+) -> Chain:
+    """The chain of a captured model.
+
+    Args:
+        captured: the graph; it is used up.
+        model: whose parameters and modules the layers take.
+        cut_points: submodules to cut before.
+        outputs: names of the wanted outputs, None for all.
+        train_only: why the graph must not run in eval mode, or None.
+        name: the chain's name.
+        lenient: pass over cut points that never run or begin where another one does, instead of refusing them, and cut
+            where weights follow a block that are no block's (the final norm and head).
+
+    Raises:
+        CapslogError: a cut point that never runs or begins where another one does, an unknown output, an in-place
+        change of
+            a value of which two views cross a cut.
+    """
+    wanted = _choose_outputs(captured, outputs)
+    layer_of, names = _assign_layers(captured, model, cut_points, lenient)
+    _protect_boundaries(captured, wanted, layer_of)
+    value_names = _name_values(captured, wanted, layer_of)
+    parts: list[list[fx.Node]] = [[] for _ in names]
+    for node in captured.graph.nodes:
+        if node in layer_of:
+            parts[layer_of[node]].append(node)
+    last_use = {node: max((layer_of[user] for user in node.users if user in layer_of), default=-1) for node in layer_of}
+    layers = []
+    for index, part in enumerate(parts):
+        reads: list[fx.Node] = []
+        for node in part:
+            for source in node.all_input_nodes:
+                if source.op != "get_attr" and layer_of.get(source) != index and source not in reads:
+                    reads.append(source)
+        writes = [(value_names[node], node) for node in part if last_use[node] > index or node in wanted.values()]
+        if index == len(parts) - 1:
+            # a tensor returned under two names, or an input returned as it is, leaves once more under the other name
+            made = {written for written, _ in writes}
+            for output, node in wanted.items():
+                if output not in made and value_names.get(node) != output:
+                    writes.append((output, node))
+                    if layer_of.get(node) != index and node not in reads:
+                        reads.append(node)
+        read_names = [value_names[node] for node in reads]
+        module = _layer_module(
+            captured, model, names[index], part, reads, read_names, [n for _, n in writes], train_only
+        )
+        layers.append(Layer(names[index], module, tuple(read_names), tuple(written for written, _ in writes)))
+    return Chain(layers, inputs=tuple(captured.inputs), outputs=tuple(wanted), name=name)
+
+
+def _choose_outputs(captured: Captured, outputs: Sequence[str] | None) -> dict[str, fx.Node]:
+    for output in outputs or ():
+        if output not in captured.outputs:
+            raise CapslogError(
+                f"outputs={list(outputs or ())} names {output!r}; the model returns {list(captured.outputs)}"
+            )
+    return {output: captured.outputs[output] for output in (captured.outputs if outputs is None else outputs)}
+
+
+def _assign_layers(
+    captured: Captured, model: nn.Module, cut_points: Sequence[str], lenient: bool
+) -> tuple[dict[fx.Node, int], list[str]]:
+    nodes = [node for node in captured.graph.nodes if node.op in ("call_function", "call_module")]
+    starts: dict[int, str] = {}
+    for cut in cut_points:
+        first = next((index for index, node in enumerate(nodes) if _runs_in(node, cut)), None)
+        if lenient and (first is None or first in starts):
+            continue
+        if first is None:
+            hidden = any(
+                _path_in(path, cut)
+                for node in nodes
+                for stack in node.meta.get("inner_stacks", ())
+                for path, _ in stack.values()
+            )
+            why = (
+                "runs inside a torch.no_grad() or autocast block of the model's code; cut before what holds the block"
+                if hidden
+                else "does nothing in this model's forward (never called, or it returns its input); choose another"
+            )
+            raise CapslogError(f"cut point {cut!r} {why}")
+        if first in starts:
+            raise CapslogError(
+                f"cut points {starts[first]!r} and {cut!r} begin at the same operation; keep one of them"
+            )
+        starts[first] = cut
+    if lenient:
+        _cut_after_blocks(nodes, starts, model)
+    if 0 not in starts:
+        first_name = next((path for node in nodes if (path := module_path(node))), "start")
+        while first_name in starts.values():
+            first_name = "start" if first_name != "start" else "start_"
+        starts[0] = first_name
+    names = [starts[begin] for begin in sorted(starts)]
+    layer_of: dict[fx.Node, int] = {}
+    index = -1
+    for position, node in enumerate(nodes):
+        index += position in starts
+        # what unpacks a tuple stays with what made it: only tensors cross a cut
+        source = node.args[0] if node.args and node.target is operator.getitem else None
+        layer_of[node] = layer_of[source] if isinstance(source, fx.Node) and source in layer_of else index
+    return layer_of, names
+
+
+def _cut_after_blocks(nodes: Sequence[fx.Node], starts: dict[int, str], model: nn.Module) -> None:
+    begins = sorted(starts)
+    for begin, following in zip(begins, [*begins[1:], len(nodes)], strict=True):
+        end = 1 + max(index for index in range(begin, following) if _runs_in(nodes[index], starts[begin]))
+        rest = nodes[end:following]
+        name = next((path for node in rest if (path := module_path(node))), None)
+        if name and name not in starts.values() and any(_has_weights(node, model) for node in rest):
+            starts[end] = name
+
+
+def _has_weights(node: fx.Node, model: nn.Module) -> bool:
+    if node.op == "call_module" and module_calls(node):
+        return next(model.get_submodule(module_path(node)).parameters(), None) is not None
+    return any(source.op == "get_attr" for source in node.all_input_nodes)
+
+
+def _path_in(path: str, cut: str) -> bool:
+    return path == cut or path.startswith(cut + ".")
+
+
+def _runs_in(node: fx.Node, cut: str) -> bool:
+    return any(_path_in(path, cut) for path in module_calls(node).values())
+
+
+def _storage(node: fx.Node) -> int | None:
+    value = node.meta.get("val")
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+
+
+def _protect_boundaries(captured: Captured, wanted: dict[str, fx.Node], layer_of: dict[fx.Node, int]) -> None:
+    """Gives an in-place operation on (a view of) a value from an earlier layer a copy, made at the head of its layer.
+
+    Later readers of that value read the copy, as they would have seen the change.
+    """
+    for node in list(captured.graph.nodes):
+        if node not in layer_of:
+            continue
+        index = layer_of[node]
+        for written in mutated_arguments(node):
+            storage = _storage(written)
+            crossing = [
+                other
+                for other in captured.graph.nodes
+                if (other.op == "placeholder" or layer_of.get(other, index) < index)
+                and (other is written or (storage is not None and _storage(other) == storage))
+                and (other in wanted.values() or any(layer_of.get(user, -1) >= index for user in other.users))
+            ]
+            if not crossing:
+                continue
+            if len(crossing) > 1:
+                raise CapslogError(
+                    f"module {module_path(node) or 'the model'!r} changes in place a tensor that crosses the cut "
+                    f"before layer {index} in {len(crossing)} views; cut elsewhere or make that operation out of place"
+                )
+            base = crossing[0]
+            head = next(other for other in captured.graph.nodes if layer_of.get(other) == index)
+            with captured.graph.inserting_before(head):
+                copy = captured.graph.call_function(torch.clone, (base,))
+            copy.meta = {key: base.meta.get(key) for key in ("val",)}
+            copy.meta["nn_module_stack"] = head.meta.get("nn_module_stack")
+            layer_of[copy] = index
+            base.replace_all_uses_with(
+                copy, delete_user_cb=lambda user, i=index, c=copy: user is not c and layer_of[user] >= i
+            )
+            for output, value in wanted.items():
+                if value is base:
+                    wanted[output] = copy
+
+
+def _name_values(
+    captured: Captured, wanted: Mapping[str, fx.Node], layer_of: Mapping[fx.Node, int]
+) -> dict[fx.Node, str]:
+    names = {node: name for name, node in captured.inputs.items()}
+    for name, node in wanted.items():
+        names.setdefault(node, name)
+    taken = set(names.values()) | set(captured.inputs) | set(wanted)
+    for node in captured.graph.nodes:
+        if node in names or not any(layer_of.get(user, -1) > layer_of.get(node, 1 << 60) for user in node.users):
+            continue
+        path = module_path(node)
+        plain = path if node.op == "call_module" and node.target == path else f"{path}.{node.name}".lstrip(".")
+        name, number = plain, 1
+        while name in taken:
+            number += 1
+            name = f"{plain}.{number}"
+        names[node] = name
+        taken.add(name)
+    return names
+
+
+def _layer_module(
+    captured: Captured,
+    model: nn.Module,
+    name: str,
+    part: Sequence[fx.Node],
+    reads: Sequence[fx.Node],
+    read_names: Sequence[str],
+    writes: Sequence[fx.Node],
+    train_only: str | None,
+) -> nn.Module:
+    graph = fx.Graph()
+    env = {node: graph.placeholder(f"value_{index}") for index, node in enumerate(reads)}
+    shapes = [tuple(node.meta["val"].shape) for node in reads]
+    extra = {**captured.extra, "guard": Guard(name, read_names, shapes, train_only)}
+    graph.call_module("guard", tuple(env.values()))
+
+    def here(node: fx.Node) -> fx.Node:
+        if node not in env and node.op == "get_attr":
+            env[node] = graph.create_node("get_attr", node.target)
+        return env[node]
+
+    for node in part:
+        env[node] = graph.node_copy(node, here)
+    results = tuple(here(node) for node in writes)
+    graph.output(results[0] if len(results) == 1 else results)
+    _drop_unused(graph)
+    anchor = next((node for node in graph.nodes if node.op in ("placeholder", "get_attr")), None)
+    follow_device(graph, anchor)
+    for node in graph.nodes:
+        node.meta = {}
+    targets = {str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")}
+    held = {target: extra[target] if target in extra else attribute(model, target) for target in targets}
+    module = fx.GraphModule(held, graph, class_name="CapturedLayer")
+    _keep_persistence(module, model)
+    known = {id(submodule) for submodule in model.modules()}
+    for submodule in module.modules():
+        if id(submodule) not in known:
+            submodule.training = model.training
+    module.meta["source_modules"] = _paths(part)
+    return module
+
+
+def _keep_persistence(module: fx.GraphModule, model: nn.Module) -> None:
+    """A buffer that the model does not save (rotary frequencies, constants of the code) stays out of checkpoints."""
+    for node in module.graph.nodes:
+        if node.op != "get_attr":
+            continue
+        path, _, name = str(node.target).rpartition(".")
+        owner = module.get_submodule(path)
+        if name not in owner._buffers:
+            continue
+        if str(node.target).startswith("constant_") or name in model.get_submodule(path)._non_persistent_buffers_set:
+            owner._non_persistent_buffers_set.add(name)
+
+
+def _drop_unused(graph: fx.Graph) -> None:
+    """Removes operations that nobody reads, but random ones: they move the generator that later layers use."""
+    for node in reversed(list(graph.nodes)):
+        if node.users or node.op in ("placeholder", "output", "call_module"):
+            continue
+        if node.op == "call_function" and (mutated_arguments(node) or _is_random(node)):
+            continue
+        graph.erase_node(node)
+
+
+def _is_random(node: fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def _paths(part: Sequence[fx.Node]) -> tuple[str, ...]:
+    found: dict[str, None] = {}
+    for node in part:
+        if path := module_path(node):
+            found[path] = None
+    return tuple(found)

@@ -1,0 +1,274 @@
+"""A model as an ordered list of layers, and what crosses each cut between them.
+
+Everything else rests on this room: profiles cost a chain's layers, planners cut it, the engine runs its pieces. It
+knows names and parameters but never runs anything; shapes come from `varuna_capslog.model.trace`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from varuna_capslog.base.errors import CapslogError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Chain", "Layer", "SharedParameter", "TensorSpec"]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What a receiver must know of a tensor before it arrives.
+
+    `stride` keeps the memory format (channels_last sent as contiguous changes results; left out, it is contiguous);
+    `requires_grad` says that a gradient of the same shape comes back.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    stride: tuple[int, ...] = ()
+    requires_grad: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.stride) != len(self.shape):
+            object.__setattr__(self, "stride", _contiguous_stride(self.shape))
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorSpec:
+        """The spec of an existing (or fake) tensor; a non-dense layout is described by its contiguous form."""
+        dense = torch.empty_strided(tensor.shape, tensor.stride(), device="meta")
+        stride = tensor.stride() if _is_dense(dense) else _contiguous_stride(tensor.shape)
+        return cls(tuple(tensor.shape), tensor.dtype, tuple(stride), tensor.requires_grad)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensor's elements."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count * self.dtype.itemsize
+
+    def empty(self, device: torch.device | str = "cpu") -> Tensor:
+        """An uninitialised tensor of this spec (without requires_grad)."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+
+    def zeros(self, device: torch.device | str = "cpu") -> Tensor:
+        """A tensor of zeros of this spec (without requires_grad)."""
+        return self.empty(device).zero_()
+
+
+def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    stride, step = [], 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """True when the elements fill one block without gaps or overlaps, in any order of the dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One indivisible piece of a chain.
+
+    Attributes:
+        name: unique in the chain; checkpoints and profiles address the layer by it.
+        module: called as `module(*[tensor for name in reads])`; returns one tensor, or a tuple in the order of
+            `writes`.
+        reads: names of the tensors that it takes.
+        writes: names of the tensors that it returns; a name that existed before is replaced.
+    """
+
+    name: str
+    module: nn.Module
+    reads: tuple[str, ...] = ("x",)
+    writes: tuple[str, ...] = ("x",)
+
+    def __call__(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Runs the layer on its part of `values`; returns what it writes."""
+        result = self.module(*[values[name] for name in self.reads])
+        if isinstance(result, Tensor):
+            result = (result,)
+        if len(result) != len(self.writes):
+            raise CapslogError(
+                f"layer {self.name!r} returned {len(result)} tensors but declares writes={list(self.writes)}; make "
+                "both the same"
+            )
+        return dict(zip(self.writes, result, strict=True))
+
+
+@dataclass(frozen=True)
+class SharedParameter:
+    """One parameter used by several layers: one value, the sum of all its gradients (engine rule 3).
+
+    Attributes:
+        name: its address, `<first layer>.<parameter>`.
+        uses: (layer index, name inside that layer's module), in layer order.
+        num_bytes: bytes of one copy.
+    """
+
+    name: str
+    uses: tuple[tuple[int, str], ...]
+    num_bytes: int
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Indices of the layers that use it, ascending."""
+        return tuple(index for index, _ in self.uses)
+
+
+class Chain:
+    """An ordered list of layers `0..L-1`; a cut lies *before* a layer.
+
+    Args:
+        layers: the layers, in a topological order of the model's graph.
+        inputs: names of the tensors that enter before layer 0 (they travel on as far as a layer reads them).
+        outputs: names of the tensors that leave after layer L-1; the loss reads them.
+
+    Raises:
+        CapslogError: two layers of one name, a layer that reads what nobody wrote, an output that nobody wrote.
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[Layer],
+        inputs: Sequence[str] = ("x",),
+        outputs: Sequence[str] = ("x",),
+        name: str = "model",
+    ) -> None:
+        self.layers = tuple(layers)
+        self.inputs = tuple(inputs)
+        self.outputs = tuple(outputs)
+        self.name = name
+        if not self.layers:
+            raise CapslogError("a chain needs at least one layer, got none")
+        known, names = set(self.inputs), set()
+        for layer in self.layers:
+            if layer.name in names:
+                raise CapslogError(
+                    f"two layers are named {layer.name!r}; checkpoints address layers by name: rename one"
+                )
+            names.add(layer.name)
+            for read in layer.reads:
+                if read not in known:
+                    raise CapslogError(
+                        f"layer {layer.name!r} reads {read!r}, which is neither an input nor written before it; "
+                        f"known there: {sorted(known)}"
+                    )
+            known.update(layer.writes)
+        for output in self.outputs:
+            if output not in known:
+                raise CapslogError(f"the output {output!r} is written by no layer; known at the end: {sorted(known)}")
+
+    @classmethod
+    def from_module(
+        cls,
+        model: nn.Module,
+        cut_points: Sequence[str] | None,
+        example_inputs: Any = None,
+        **options: Any,
+    ) -> Chain:
+        """A chain of an ordinary module, without edits to it; see `varuna_capslog.model.capture.chain_from_module`."""
+        from varuna_capslog.model.capture import chain_from_module
+
+        return chain_from_module(model, cut_points, example_inputs, **options)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    @cached_property
+    def _crossing(self) -> tuple[tuple[str, ...], ...]:
+        live = set(self.outputs)
+        crossing = [self._ordered(live)]
+        for layer in reversed(self.layers):
+            live = (live - set(layer.writes)) | set(layer.reads)
+            crossing.append(self._ordered(live))
+        return tuple(reversed(crossing))
+
+    def _ordered(self, live: set[str]) -> tuple[str, ...]:
+        return tuple(sorted(live))
+
+    def crossing(self, cut: int) -> tuple[str, ...]:
+        """Names of the tensors that cross the cut before layer `cut` (0: what enters, L: what the loss reads),
+        sorted.
+        """
+        return self._crossing[cut]
+
+    @cached_property
+    def shared(self) -> tuple[SharedParameter, ...]:
+        """Parameters used by more than one layer, by first use. Found by identity, so tied modules need no
+        declaration.
+        """
+        uses: dict[int, list[tuple[int, str]]] = {}
+        tensors: dict[int, nn.Parameter] = {}
+        for index, layer in enumerate(self.layers):
+            for name, parameter in layer.module.named_parameters():
+                uses.setdefault(id(parameter), []).append((index, name))
+                tensors[id(parameter)] = parameter
+        return tuple(
+            SharedParameter(
+                f"{self.layers[where[0][0]].name}.{where[0][1]}",
+                tuple(where),
+                tensors[key].numel() * tensors[key].dtype.itemsize,
+            )
+            for key, where in uses.items()
+            if len(where) > 1
+        )
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """Every parameter once, by its address `<layer>.<name>`; a shared one under its first layer."""
+        found: dict[str, nn.Parameter] = {}
+        seen: set[int] = set()
+        for layer in self.layers:
+            for name, parameter in layer.module.named_parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    found[f"{layer.name}.{name}"] = parameter
+        return found
+
+    def num_parameters(self, trainable_only: bool = False) -> int:
+        """Number of scalar parameters, shared ones counted once."""
+        return sum(
+            parameter.numel()
+            for parameter in self.named_parameters().values()
+            if parameter.requires_grad or not trainable_only
+        )
+
+    def run(self, inputs: Mapping[str, Tensor], after_layer: Callable[[int], None] | None = None) -> dict[str, Tensor]:
+        """Runs the whole chain in one autograd graph: the plain, unsplit model (the oracle of every engine test).
+
+        Args:
+            inputs: the tensors named by `self.inputs`.
+            after_layer: called with each layer's index when it is done (progress, seeding).
+        """
+        values = {name: inputs[name] for name in self.inputs}
+        for index, layer in enumerate(self.layers):
+            values.update(layer(values))
+            if after_layer is not None:
+                after_layer(index)
+        return {name: values[name] for name in self.outputs}
+
+    def check_cuts(self, cuts: Sequence[int]) -> None:
+        """Raises CapslogError unless `cuts` (first layer of each stage, beginning with 0) fits this chain."""
+        if not cuts or cuts[0] != 0 or any(b <= a for a, b in pairwise(cuts)) or cuts[-1] >= len(self):
+            raise CapslogError(
+                f"cuts={list(cuts)} do not split a chain of {len(self)} layers: they must begin with 0, grow strictly "
+                f"and end below {len(self)}"
+            )

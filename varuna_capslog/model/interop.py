@@ -1,0 +1,236 @@
+"""Our cut lists in other people's runtimes: stages for torch.distributed.pipelining, module names for torchtitan.
+
+Users of those two call it with a chain and a plan's `cuts`. It never runs a step, and it refuses beforehand, in one
+sentence, what the other side would only find out in the middle of a run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.model.capture import source_modules
+from varuna_capslog.model.chain import Chain, TensorSpec
+from varuna_capslog.model.trace import ShapeTable
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.distributed.pipelining import PipelineStage
+
+__all__ = ["TORCHTITAN_NAMES", "StageModule", "module_fqns_per_model_part", "pipeline_stages"]
+
+TORCHTITAN_NAMES: Mapping[str, str] = {
+    "model.embed_tokens": "tok_embeddings",
+    "model.layers": "layers",
+    "model.norm": "norm",
+    "model.rotary_emb": "rotary_emb",
+}
+"""What torchtitan, in its own models and in its Hugging Face backend, calls the parts of a Hugging Face decoder."""
+
+
+class StageModule(nn.Module):
+    """The layers `first .. end-1` of a chain as one module: tensors in by position, a tensor or a tuple out.
+
+    Takes the tensors that cross the cut before `first` and returns those that cross the cut before `end`, both in the
+    order of `reads` and `writes`; a tensor that only passes through is handed on.
+
+    Args:
+        chain: its layers' modules are used, not copied.
+        first: index of the first layer.
+        end: index after the last one.
+
+    Attributes:
+        reads: names of the tensors that it takes.
+        writes: names of the tensors that it returns.
+    """
+
+    def __init__(self, chain: Chain, first: int, end: int) -> None:
+        super().__init__()
+        self._layers = chain.layers[first:end]
+        self.layers = nn.ModuleList(layer.module for layer in self._layers)
+        self.reads = chain.inputs if first == 0 else chain.crossing(first)
+        self.writes = chain.outputs if end == len(chain) else chain.crossing(end)
+
+    def forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """Runs the layers on the tensors named by `reads`."""
+        values = dict(zip(self.reads, tensors, strict=True))
+        received = {id(tensor) for tensor in tensors}
+        for layer in self._layers:
+            values.update(layer(values))
+        # what passes through needs a node of its own: torch takes the gradient at a stage's inputs and at its outputs
+        results = tuple(
+            values[name].clone() if id(values[name]) in received and values[name].requires_grad else values[name]
+            for name in self.writes
+        )
+        return results[0] if len(results) == 1 else results
+
+
+def pipeline_stages(
+    chain: Chain,
+    cuts: Sequence[int],
+    rank: int,
+    device: torch.device | str,
+    inputs: Mapping[str, TensorSpec] | Sequence[Mapping[str, TensorSpec]],
+    *,
+    num_ranks: int | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> list[PipelineStage]:
+    """This rank's stages of a cut list, ready for torch's schedules: stage s lives on rank s % num_ranks.
+
+    `Schedule1F1B(stages[0], n_microbatches, loss_fn).step(...)` takes the chain's inputs by position in the order of
+    `chain.inputs`, and the loss function gets the chain's outputs (one tensor, or a tuple in the order of
+    `chain.outputs`).
+
+    Args:
+        chain: its layers of this rank are moved to `device`.
+        cuts: first layer of each stage, beginning with 0 (a plan's `cuts`).
+        rank: of this process within `group`.
+        device: where its stages run.
+        inputs: specs of one microbatch's inputs, or one such mapping per microbatch.
+        num_ranks: processes in the pipeline; default: one per stage.
+        group: passed on to torch; default: the world.
+
+    Raises:
+        CapslogError: bad cuts, or what torch's stages cannot do: microbatches of different shapes, a parameter used by
+        two
+            stages, tensors other than floating point between stages (before torch 2.13).
+    """
+    from torch.distributed.pipelining import PipelineStage
+
+    chain.check_cuts(cuts)
+    num_ranks = len(cuts) if num_ranks is None else num_ranks
+    if not 0 <= rank < num_ranks:
+        raise CapslogError(f"rank={rank} is not one of the pipeline's {num_ranks} ranks (0..{num_ranks - 1})")
+    if len(cuts) % num_ranks:
+        raise CapslogError(
+            f"{len(cuts)} stages cannot be dealt evenly to {num_ranks} ranks, as torch's schedules need; "
+            "change the cut list"
+        )
+    if not isinstance(inputs, Mapping):
+        if not inputs:
+            raise CapslogError("inputs is an empty list; give the specs of one microbatch")
+        for number, specs in enumerate(inputs):
+            if dict(specs) != dict(inputs[0]):
+                raise CapslogError(
+                    f"microbatch {number} has inputs of another shape or dtype than microbatch 0; torch's "
+                    "PipelineStage fixes one shape for all microbatches: pad them to one size, or train with capslog's "
+                    "own engine"
+                )
+        inputs = inputs[0]
+    table = ShapeTable(chain, torch.device(device).type).boundaries(inputs)
+    _refuse(chain, cuts, table)
+    bounds = list(pairwise([*cuts, len(chain)]))
+    stages = []
+    for index in range(rank, len(cuts), num_ranks):
+        module = StageModule(chain, *bounds[index]).to(device)
+        before = {**inputs, **table[bounds[index][0]]}
+        after = table[bounds[index][1]]
+        stages.append(
+            PipelineStage(
+                module,
+                index,
+                len(cuts),
+                torch.device(device),
+                input_args=tuple(_example(before[name]) for name in module.reads),
+                output_args=tuple(_example(after[name]) for name in module.writes),
+                group=group,
+            )
+        )
+    return stages
+
+
+def module_fqns_per_model_part(
+    chain: Chain, cuts: Sequence[int], names: Mapping[str, str] | None = None
+) -> list[list[str]]:
+    """The cut list as torchtitan's `parallelism.module_fqns_per_model_part`: the modules of each part, in order of use.
+
+    torchtitan splits a model one level deep: a part keeps the listed children of the model and, of its ModuleLists, the
+    listed items (`layers.3`). A module without parameters whose results are read by several later layers (rotary
+    position embeddings) is listed in every part, since there each part computes its own.
+
+    Args:
+        chain: made by `Chain.from_module`.
+        cuts: first layer of each part, beginning with 0.
+        names: qualified name (or its beginning) -> what torchtitan calls it; `TORCHTITAN_NAMES` for Hugging Face
+        decoders.
+
+    Raises:
+        CapslogError: bad cuts, or a cut inside something that torchtitan keeps whole.
+    """
+    chain.check_cuts(cuts)
+    names = names or {}
+    parametric = {_unit(name, names) for layer in chain.layers for name, _ in layer.module.named_parameters()}
+    readers = Counter(name for layer in chain.layers for name in layer.reads)
+    parts: list[dict[str, None]] = []
+    everywhere: dict[str, None] = {}
+    for first, end in pairwise([*cuts, len(chain)]):
+        part: dict[str, None] = {}
+        for layer in chain.layers[first:end]:
+            for path in source_modules(layer):
+                if any(key.startswith(f"{path}.") for key in names):
+                    continue  # what a renamed container computes itself, such as a mask
+                unit = _unit(path, names)
+                widely_read = any(name.startswith(path) and readers[name] > 1 for name in layer.writes)
+                if unit not in parametric and widely_read:
+                    everywhere[unit] = None
+                else:
+                    part[unit] = None
+        parts.append(part)
+    for number, part in enumerate(parts):
+        for unit in part:
+            if any(unit in later for later in parts[number + 1 :]):
+                hint = "" if names else ", or for a Hugging Face decoder give names=TORCHTITAN_NAMES"
+                raise CapslogError(
+                    f"a cut lies inside {unit!r}, but torchtitan splits only between a model's own children and the "
+                    f"items of its ModuleLists; cut before one of those{hint}"
+                )
+    return [[*part, *everywhere] for part in parts]
+
+
+def _unit(path: str, names: Mapping[str, str]) -> str:
+    pieces = _rename(path, names).split(".")
+    return ".".join(pieces[: 2 if len(pieces) > 1 and pieces[1].isdigit() else 1])
+
+
+def _prefixes(path: str) -> list[str]:
+    pieces = path.split(".")
+    return [".".join(pieces[: count + 1]) for count in range(len(pieces))]
+
+
+def _rename(path: str, names: Mapping[str, str]) -> str:
+    for prefix in reversed(_prefixes(path)):
+        if prefix in names:
+            return names[prefix] + path[len(prefix) :]
+    return path
+
+
+def _example(spec: TensorSpec) -> Tensor:
+    return spec.empty("meta").requires_grad_(spec.requires_grad)
+
+
+def _refuse(chain: Chain, cuts: Sequence[int], table: Sequence[Mapping[str, TensorSpec]]) -> None:
+    stage_of = [sum(cut <= index for cut in cuts) - 1 for index in range(len(chain))]
+    for shared in chain.shared:
+        stages = sorted({stage_of[layer] for layer in shared.layers})
+        if len(stages) > 1:
+            raise CapslogError(
+                f"the parameter {shared.name!r} is used by stages {stages}; torch.distributed.pipelining does not add "
+                "the gradients of shared parameters: choose cuts that keep its layers in one stage, or train with "
+                "capslog's own engine"
+            )
+    if tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) >= (2, 13):
+        return
+    for cut in cuts[1:]:
+        for name, spec in table[cut].items():
+            if not spec.dtype.is_floating_point:
+                raise CapslogError(
+                    f"{name!r} ({spec.dtype}) crosses the cut before layer {cut} ({chain.layers[cut].name!r}); torch "
+                    f"{torch.__version__} passes only floating-point tensors between stages: use torch >= 2.13, or "
+                    "train with capslog's own engine"
+                )

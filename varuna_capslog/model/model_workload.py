@@ -1,0 +1,387 @@
+"""A workload around an ordinary model: what `capslog plan --model package.module:function` and configs without code
+use.
+
+Built by `workload` from the config's `model` section. It captures the model as a chain, makes up data of the right
+shapes from a fixed seed, and takes a loss, so that profiling, planning and a trial training need nothing else. It is
+no way to train on real data: for that, write a `Workload`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import re
+import sys
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.config.reading import Config, Section, section
+from varuna_capslog.model.capture import chain_from_module
+from varuna_capslog.model.chain import Chain, TensorSpec
+from varuna_capslog.model.trace import ShapeTable
+from varuna_capslog.model.workload import DataSource, Minibatch, Workload
+
+__all__ = ["InputSpec", "ModelSection", "ModelWorkload", "config_values", "parse_input", "workload"]
+
+_GRAMMAR = (
+    "NAME=DTYPE[SIZE,...] with an optional :HIGH (whole numbers below HIGH) or :=VALUE, "
+    "as in input_ids=int64[1,128]:50257"
+)
+_PATTERN = re.compile(
+    r"^(?P<name>[A-Za-z_][\w.]*)=(?P<dtype>\w+)\[(?P<sizes>[\d,\s]*)\](?::(?P<fixed>=)?(?P<number>-?[\d.]+))?$"
+)
+_SEED = 20210323
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """One input of a model, as text `NAME=DTYPE[SIZE,...]`, `...:HIGH` or `...:=VALUE`.
+
+    Made-up values are normally distributed for floating types, whole numbers from 0 below `high` for integers (default
+    2:
+    valid for any vocabulary), true or false for bool; `value` fills the tensor with one number instead.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    high: int = 2
+    value: float | None = None
+
+    def make(self, shape: Sequence[int], seed: int) -> Tensor:
+        """A tensor of that shape; equal seeds give equal values."""
+        if self.value is not None:
+            return torch.full(shape, self.value, dtype=self.dtype)
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{_SEED} {self.name} {seed}".encode()))
+        if self.dtype.is_floating_point:
+            return torch.randn(shape, generator=generator).to(self.dtype)
+        high = 2 if self.dtype == torch.bool else self.high
+        return torch.randint(0, high, shape, generator=generator).to(self.dtype)
+
+
+def parse_input(text: str) -> InputSpec:
+    """Reads one `--input`.
+
+    Raises:
+        CapslogError: not of the form; an unknown dtype; a size of 0; a number that does not go with the dtype.
+    """
+    match = _PATTERN.match(text.strip().replace(" ", ""))
+    if match is None:
+        raise CapslogError(f"the input {text!r} is not of the form {_GRAMMAR}")
+    dtype = getattr(torch, match["dtype"], None)
+    if not isinstance(dtype, torch.dtype):
+        raise CapslogError(
+            f"the input {text!r} has the unknown dtype {match['dtype']!r}; write float32, int64, bool, ..."
+        )
+    try:
+        shape = tuple(int(size) for size in match["sizes"].split(","))
+    except ValueError:
+        raise CapslogError(f"the input {text!r} needs at least one size, the batch; write {_GRAMMAR}") from None
+    if min(shape) < 1:
+        raise CapslogError(f"the input {text!r} has a size of 0; every size must be at least 1")
+    if match["number"] is None:
+        return InputSpec(match["name"], dtype, shape)
+    number = float(match["number"])
+    if match["fixed"]:
+        return InputSpec(match["name"], dtype, shape, value=number)
+    if dtype.is_floating_point or dtype == torch.bool or number != int(number) or number < 1:
+        raise CapslogError(f"the input {text!r}: HIGH must be a whole number above 0 and goes with integer dtypes only")
+    return InputSpec(match["name"], dtype, shape, high=int(number))
+
+
+class ModelSection(Section):
+    """The config's `model` section for `workload: varuna_capslog.model_workload:workload`."""
+
+    factory: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+    """`package.module:function`; the function takes `arguments` and returns an nn.Module, a Chain, or a pair of an
+    nn.Module and its example inputs (a dict or a tuple)."""
+
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments for the factory."""
+
+    inputs: list[str] | dict[str, str] = Field(default_factory=list)
+    """Input specs `NAME=DTYPE[SIZE,...]`, or a mapping from name to the rest; the first size is the batch. Empty takes
+    the shapes of the factory's example inputs."""
+
+    cut_points: list[str] | None = None
+    """Submodules to cut before; null cuts before every repeated block."""
+
+    samples: int = Field(1024, gt=0)
+    """Size of the made-up data set."""
+
+
+class DataSection(Section):
+    """The config's `data` section: empty, since the data is made up."""
+
+
+def workload(config: Config) -> ModelWorkload:
+    """The workload that a config's `model` section describes; see `ModelSection`."""
+    settings = section(ModelSection, config.model, "model")
+    section(DataSection, config.data, "data")
+    texts = settings.inputs
+    if isinstance(texts, dict):
+        texts = [f"{name}={rest}" for name, rest in texts.items()]
+    return ModelWorkload(
+        settings.factory,
+        [parse_input(text) for text in texts],
+        settings.cut_points,
+        settings.arguments,
+        config.train.microbatch_size,
+        settings.samples,
+    )
+
+
+def config_values(
+    model: str, inputs: Sequence[str], cut_points: Sequence[str] | None = None, devices: int = 1
+) -> dict[str, Any]:
+    """The config that `--model`, `--input` and `--cut-points` stand for, as plain values for `config.section(Config,
+    ...)`.
+
+    The microbatch size is the batch size of the first input spec (1 without specs); a minibatch holds one microbatch
+    for each device.
+
+    Raises:
+        CapslogError: an input spec that cannot be read.
+    """
+    size = parse_input(inputs[0]).shape[0] if inputs else 1
+    return {
+        "workload": f"{__name__}:workload",
+        "model": {
+            "factory": model,
+            "inputs": list(inputs),
+            "cut_points": None if cut_points is None else list(cut_points),
+        },
+        "train": {"microbatch_size": size, "minibatch_size": size * devices},
+        "pipeline": {"devices": devices},
+    }
+
+
+class ModelWorkload(Workload):
+    """An ordinary model with made-up data.
+
+    The loss is the model's output named `loss` where it has one, else the mean square of its first floating-point
+    output that carries a gradient; each microbatch counts 1 / number of microbatches.
+
+    Args:
+        factory: `package.module:function`, see `ModelSection`.
+        inputs: specs of the model's inputs. The first size of the first input is the batch, as is the first size of
+        every
+            other input that equals it; the run's microbatch size takes its place.
+        cut_points: submodules to cut before, None for every repeated block.
+        arguments: for the factory.
+        microbatch_size: batch size that the model is captured for.
+        samples: size of the made-up data set.
+    """
+
+    def __init__(
+        self,
+        factory: str,
+        inputs: Sequence[InputSpec] = (),
+        cut_points: Sequence[str] | None = None,
+        arguments: Mapping[str, Any] | None = None,
+        microbatch_size: int = 1,
+        samples: int = 1024,
+    ) -> None:
+        self.name = factory
+        self._factory = factory
+        self._arguments = dict(arguments or {})
+        self._cut_points = cut_points
+        self._samples = samples
+        self._specs = tuple(inputs)
+        self._constants: dict[str, Any] = {}
+        self._size = microbatch_size
+        self._captured_size: int | None = None
+
+    def build_chain(self) -> Chain:
+        """Calls the factory and captures what it returns for this run's microbatch size.
+
+        Raises:
+            CapslogError: no such function, it returned something else, or the model cannot be captured.
+        """
+        made = _import(self._factory)(**self._arguments)
+        example: Any = None
+        if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
+            made, example = made
+        if not isinstance(made, (nn.Module, Chain)):
+            raise CapslogError(
+                f"{self._factory!r} returned {type(made).__name__}; it must return an nn.Module, a Chain, or a "
+                "pair of an nn.Module and its example inputs"
+            )
+        self._take_example(made, example)
+        if isinstance(made, Chain):
+            chain = made
+        else:
+            inputs = {spec.name: spec.make(self._shape(spec, self._size), 0) for spec in self._specs}
+            chain = chain_from_module(made, self._cut_points, {**inputs, **self._constants}, name=self._factory)
+            if any(isinstance(layer.module, torch.fx.GraphModule) for layer in chain.layers):
+                self._captured_size = self._size
+        if len(chain.inputs) == len(self._specs) == 1:  # one input needs no name: that of an nn.Sequential is ours
+            self._specs = (dataclasses.replace(self._specs[0], name=chain.inputs[0]),)
+        names = [spec.name for spec in self._specs]
+        if set(chain.inputs) != set(names):
+            raise CapslogError(f"the inputs {names} are not the model's {list(chain.inputs)}; give one spec for each")
+        return self._with_loss(chain)
+
+    def loss(self, outputs: Mapping[str, Tensor], targets: Any, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
+        """The model's own loss or the mean square of its output, times this microbatch's share."""
+        ((name, output),) = outputs.items()
+        value = output if name == "loss" and output.dim() == 0 else output.float().square().mean()
+        return {"loss": value / normalisers["microbatches"]}
+
+    def profile_inputs(self, microbatch_size: int) -> dict[str, TensorSpec]:
+        """Specs of one microbatch.
+
+        Raises:
+            CapslogError: the chain was captured for another microbatch size.
+        """
+        if not self._specs:
+            self.build_chain()  # the shapes are the factory's
+        if self._captured_size not in (None, microbatch_size):
+            raise CapslogError(
+                f"{self._factory} was captured for microbatches of {self._captured_size}, asked for {microbatch_size}; "
+                f"set train.microbatch_size={microbatch_size}"
+            )
+        return {spec.name: TensorSpec(self._shape(spec, microbatch_size), spec.dtype) for spec in self._specs}
+
+    def profile_targets(self, microbatch_size: int) -> tuple[Any, dict[str, float]]:
+        """No targets: labels are inputs of the model."""
+        return None, {"microbatches": 1.0}
+
+    def train_data(self) -> DataSource:
+        """Made-up samples, the same in every process."""
+        if not self._specs:
+            self.build_chain()
+        return _MadeUpData(self, self._samples)
+
+    def import_weights(self, path: Path) -> tuple[dict[str, Tensor], list[str]]:
+        """A state dict of the model itself, as torch.save or safetensors wrote it."""
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            state = load_file(path)
+        else:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+        found: dict[str, Tensor] = {}
+        for address in self.build_chain().named_parameters():
+            # an address is <layer>.<the model's own name>, and a layer may have dots in its name
+            own = next((address[cut + 1 :] for cut in _dots(address) if address[cut + 1 :] in state), None)
+            if own is not None:
+                found[address] = state[own]
+        used = {id(tensor) for tensor in found.values()}
+        return found, [name for name, tensor in state.items() if id(tensor) not in used]
+
+    def specs_of(self, size: int) -> dict[str, TensorSpec]:
+        """Specs of one microbatch of `size` samples."""
+        return {spec.name: TensorSpec(self._shape(spec, size), spec.dtype) for spec in self._specs}
+
+    def make(self, samples: Sequence[int]) -> dict[str, Tensor]:
+        """The inputs of one microbatch that holds these samples."""
+        made = {}
+        for spec in self._specs:
+            if self._has_batch(spec):
+                made[spec.name] = torch.stack([spec.make(spec.shape[1:], sample) for sample in samples])
+            else:
+                made[spec.name] = spec.make(spec.shape, 0)
+        return made
+
+    def _has_batch(self, spec: InputSpec) -> bool:
+        return spec.shape[0] == self._specs[0].shape[0]
+
+    def _shape(self, spec: InputSpec, size: int) -> tuple[int, ...]:
+        return (size, *spec.shape[1:]) if self._has_batch(spec) else spec.shape
+
+    def _take_example(self, model: nn.Module | Chain, example: Any) -> None:
+        if isinstance(example, (tuple, list)):
+            names = _parameter_names(model)
+            example = dict(zip(names, example, strict=False))
+        if isinstance(example, Mapping):
+            self._constants = {name: value for name, value in example.items() if not isinstance(value, Tensor)}
+            if not self._specs:
+                self._specs = tuple(
+                    InputSpec(name, value.dtype, tuple(value.shape), high=_above(value))
+                    for name, value in example.items()
+                    if isinstance(value, Tensor)
+                )
+        if not self._specs:
+            raise CapslogError(
+                f"{self._factory} gave no example inputs, so say their shapes with --input or model.inputs: {_GRAMMAR}"
+            )
+
+    def _with_loss(self, chain: Chain) -> Chain:
+        if "loss" in chain.outputs:
+            output = "loss"
+        else:
+            last = ShapeTable(chain).boundaries(self.specs_of(self._size))[-1]
+            found = [name for name in chain.outputs if last[name].dtype.is_floating_point and last[name].requires_grad]
+            if not found:
+                raise CapslogError(
+                    f"{self._factory}: none of the outputs {list(chain.outputs)} carries a gradient, so "
+                    "there is nothing to train"
+                )
+            output = found[0]
+        return Chain(chain.layers, chain.inputs, (output,), chain.name)
+
+
+class _MadeUpData:
+    """Samples made up from their index; see `InputSpec.make`."""
+
+    def __init__(self, owner: ModelWorkload, samples: int) -> None:
+        self._owner, self._samples = owner, samples
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def minibatch(self, groups: Sequence[Sequence[int]], epoch: int) -> Minibatch:
+        """Every microbatch looks the same."""
+        return Minibatch(
+            inputs=[self._owner.specs_of(len(group)) for group in groups],
+            targets=[None] * len(groups),
+            normalisers={"microbatches": float(len(groups))},
+            sample_ids=[list(group) for group in groups],
+            recipes=[list(group) for group in groups],
+        )
+
+    def load(self, minibatch: Minibatch, microbatch: int) -> dict[str, Tensor]:
+        """Makes the samples up."""
+        return self._owner.make(minibatch.recipes[microbatch])
+
+
+def _import(factory: str) -> Any:
+    module_name, _, function_name = factory.partition(":")
+    if not function_name:
+        raise CapslogError(f"the model {factory!r} is not of the form package.module:function")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise CapslogError(
+            f"the model {factory!r} needs the module {error.name!r}, which is not found; install it or start "
+            "from its folder"
+        ) from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise CapslogError(f"the model {factory!r}: {module_name!r} has no function {function_name!r}")
+    return function
+
+
+def _parameter_names(model: nn.Module | Chain) -> list[str]:
+    return list(model.inputs) if isinstance(model, Chain) else list(inspect.signature(model.forward).parameters)
+
+
+def _above(value: Tensor) -> int:
+    """One more than the largest of the example's whole numbers, at least 2."""
+    return 2 if value.is_floating_point() or value.dtype == torch.bool else max(2, int(value.max()) + 1)
+
+
+def _dots(address: str) -> list[int]:
+    return [index for index, character in enumerate(address) if character == "."]

@@ -1,0 +1,156 @@
+"""What crosses every cut for a given input size, found by one run on fake tensors: no memory, no messages.
+
+The engine posts its receives from these specs and the profilers make dummy neighbours from them. Tracing never touches
+real parameters: it works on a skeleton of the chain whose parameters have shapes only.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.model.chain import Chain, Layer, TensorSpec
+
+__all__ = ["ShapeTable", "autocast_context", "layer_signature"]
+
+
+def autocast_context(device_type: str, precision: str) -> AbstractContextManager[Any]:
+    """The context a layer runs under: nothing for "float32", autocast for "bfloat16"."""
+    if precision == "float32":
+        return nullcontext()
+    if precision == "bfloat16":
+        return torch.autocast(device_type, torch.bfloat16)
+    raise CapslogError(f"precision={precision!r} is unknown; choose float32 or bfloat16")
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, (bool, int, float, str, type(None), torch.dtype)):
+        return value
+    if isinstance(value, (tuple, list)) and all(
+        isinstance(item, (bool, int, float, str, type(None))) for item in value
+    ):
+        return tuple(value)
+    if callable(value) and not isinstance(value, nn.Module):
+        return getattr(value, "__qualname__", None) or id(value)
+    return None
+
+
+def layer_signature(layer: Layer) -> tuple[object, ...]:
+    """Equal for two layers that do the same work on other parameters: classes, plain attributes and parameter shapes.
+
+    Dilation, stride and dropout rates are plain attributes of torch's modules, so a dilated block differs from its
+    plain twin although all shapes agree. Modules that hold state we cannot compare (graph modules, other objects) are
+    equal to themselves only.
+    """
+    parts: list[object] = [len(layer.reads), len(layer.writes)]
+    for name, module in layer.module.named_modules():
+        attributes = []
+        for key, value in sorted(vars(module).items()):
+            if key.startswith("_") and key not in ("_reversed_padding_repeated_twice",):
+                continue
+            plain = _plain(value)
+            if plain is None and value is not None:
+                plain = id(value)
+            attributes.append((key, plain))
+        opaque = id(module) if isinstance(module, torch.fx.GraphModule) else None
+        parts.append((name, type(module).__module__, type(module).__qualname__, opaque, tuple(attributes)))
+    for name, tensor in [*layer.module.named_parameters(), *layer.module.named_buffers()]:
+        parts.append((name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad))
+    return tuple(parts)
+
+
+class ShapeTable:
+    """Specs of the tensors at every cut, cached per input size.
+
+    Equal layers with equal inputs are traced once, so a new image size costs tens of milliseconds and a known one
+    nothing.
+
+    Args:
+        chain: real or on the meta device; it is not changed and not kept.
+        device_type: where the run happens ("cpu" or "cuda"); without a CUDA device the trace runs on fake CPU tensors.
+        precision: "float32" or "bfloat16" (autocast changes the dtypes on the wire).
+    """
+
+    def __init__(self, chain: Chain, device_type: str = "cpu", precision: str = "float32") -> None:
+        self._device = device_type if device_type != "cuda" or torch.cuda.is_available() else "cpu"
+        self._precision = precision
+        # copied together, so that tied modules stay tied, then stripped to shapes
+        modules = [layer.module for layer in chain.layers]
+        memo: dict[int, Any] = {id(p): _meta_parameter(p) for module in modules for p in module.parameters()}
+        memo |= {id(b): b.detach().to("meta") for module in modules for b in module.buffers()}
+        skeletons = copy.deepcopy(modules, memo)
+        self._layers = [
+            Layer(layer.name, module, layer.reads, layer.writes)
+            for layer, module in zip(chain.layers, skeletons, strict=True)
+        ]
+        for layer in self._layers:
+            layer.module.train()
+        self._crossing = [chain.crossing(cut) for cut in range(len(chain) + 1)]
+        self._signatures = [layer_signature(layer) for layer in chain.layers]
+        self._traced: dict[object, tuple[TensorSpec, ...]] = {}
+        self._cache: dict[object, list[dict[str, TensorSpec]]] = {}
+
+    def boundaries(self, inputs: Mapping[str, TensorSpec]) -> list[dict[str, TensorSpec]]:
+        """Specs at cut 0..L (what enters layer 0, ..., what the loss reads), by tensor name.
+
+        Raises:
+            CapslogError: a layer fails on these inputs (its name, the shapes and torch's reason).
+        """
+        key = tuple(sorted(inputs.items()))
+        found = self._cache.get(key)
+        if found is None:
+            found = self._cache[key] = self._trace(inputs)
+        return found
+
+    def _trace(self, inputs: Mapping[str, TensorSpec]) -> list[dict[str, TensorSpec]]:
+        values = dict(inputs)
+        table = [{name: values[name] for name in self._crossing[0]}]
+        for index, layer in enumerate(self._layers):
+            read = tuple(values[name] for name in layer.reads)
+            key = (self._signatures[index], read)
+            written = self._traced.get(key)
+            if written is None:
+                written = self._traced[key] = self._run(layer, read)
+            values.update(zip(layer.writes, written, strict=True))
+            table.append({name: values[name] for name in self._crossing[index + 1]})
+        return table
+
+    def _run(self, layer: Layer, read: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+            state = {
+                name: _fake(tensor, self._device)
+                for name, tensor in [*layer.module.named_parameters(), *layer.module.named_buffers()]
+            }
+            arguments = [spec.empty(self._device).requires_grad_(spec.requires_grad) for spec in read]
+            try:
+                with autocast_context(self._device, self._precision):
+                    result = torch.func.functional_call(layer.module, state, tuple(arguments), tie_weights=True)
+            except CapslogError:
+                raise
+            except Exception as error:
+                shapes = ", ".join(f"{name}{list(spec.shape)}" for name, spec in zip(layer.reads, read, strict=True))
+                raise CapslogError(f"layer {layer.name!r} cannot run on {shapes}: {error}") from error
+            if isinstance(result, Tensor):
+                result = (result,)
+            if len(result) != len(layer.writes):
+                raise CapslogError(
+                    f"layer {layer.name!r} returned {len(result)} tensors but declares writes={list(layer.writes)}"
+                )
+            return tuple(TensorSpec.of(tensor) for tensor in result)
+
+
+def _meta_parameter(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+
+
+def _fake(tensor: Tensor, device: str) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device).requires_grad_(
+        tensor.requires_grad
+    )

@@ -1,0 +1,129 @@
+"""What a config's `workload: package.module:function` must give: a chain, data, a loss, and how to judge the result.
+
+Every command works for any `Workload`; `detr_pipeline` is one. The engine calls a workload only through this interface,
+and a workload never calls the engine.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from varuna_capslog.model.chain import Chain, TensorSpec
+
+__all__ = ["DataSource", "Evaluator", "Minibatch", "Workload"]
+
+
+@dataclass
+class Minibatch:
+    """What is known of one minibatch *before* any pixel or token is read.
+
+    It is a pure function of the data set's index, the epoch and the sample indices, so every rank computes it alone: no
+    shape and no target ever travels between ranks.
+
+    Attributes:
+        inputs: per microbatch (global index), the spec of every chain input.
+        targets: per microbatch, whatever the loss takes; small, on the CPU.
+        normalisers: of the *whole* minibatch (e.g. the number of boxes): the sum over microbatches of the loss with
+            these is the unsplit minibatch's loss.
+        sample_ids: per microbatch, the ids that an error message names (image ids, file names).
+        recipes: per microbatch, private to the data source: what `load` needs to make the tensors.
+    """
+
+    inputs: list[dict[str, TensorSpec]]
+    targets: list[Any]
+    normalisers: dict[str, float] = field(default_factory=dict)
+    sample_ids: list[list[Any]] = field(default_factory=list)
+    recipes: list[Any] = field(default_factory=list)
+
+
+class DataSource(Protocol):
+    """Samples by index. Both methods are deterministic and may be called on any rank, in any order, from any thread."""
+
+    def __len__(self) -> int:
+        """Number of samples."""
+
+    def minibatch(self, groups: Sequence[Sequence[int]], epoch: int) -> Minibatch:
+        """Describes the minibatch whose microbatches hold the samples `groups`; decodes nothing."""
+
+    def load(self, minibatch: Minibatch, microbatch: int) -> dict[str, Tensor]:
+        """The input tensors of one microbatch, on the CPU, exactly as `minibatch.inputs[microbatch]` says."""
+
+
+class Evaluator(Protocol):
+    """Turns outputs into scores. `collect` runs where the last layer lives; `summarize` runs once, on all results."""
+
+    def collect(self, outputs: Mapping[str, Tensor], minibatch: Minibatch, microbatch: int) -> list[Any]:
+        """Plain (picklable, JSON-able) results of one microbatch."""
+
+    def summarize(self, results: list[Any]) -> dict[str, Any]:
+        """Scores of the whole set, e.g. {"AP": 0.42, ...}; the first key is the one that `best` is chosen by (higher
+        wins).
+        """
+
+
+class Workload(ABC):
+    """Built by the config's function from the resolved config. Building one must not open the data set."""
+
+    name: str = "model"
+
+    @abstractmethod
+    def build_chain(self) -> Chain:
+        """A freshly initialised chain on the CPU; the caller has seeded torch. Equal seeds give equal weights."""
+
+    @abstractmethod
+    def loss(self, outputs: Mapping[str, Tensor], targets: Any, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
+        """Scalar parts of one microbatch's share of the minibatch loss. `"loss"` is what is differentiated; all are
+        summed over microbatches and logged.
+        """
+
+    @abstractmethod
+    def profile_inputs(self, microbatch_size: int) -> dict[str, TensorSpec]:
+        """Specs of the largest inputs that the run can meet (or `profile.image_size`), for profiling and planning."""
+
+    def sampled_inputs(self, microbatch_size: int, count: int, seed: int = 0) -> list[dict[str, TensorSpec]]:
+        """Specs of one microbatch out of each of `count` random training minibatches: what is usual, where
+        `profile_inputs` is the largest. Decodes nothing. One entry where all are alike, which is what this one says.
+        """
+        return [self.profile_inputs(microbatch_size)]
+
+    def profile_targets(self, microbatch_size: int) -> tuple[Any, dict[str, float]]:
+        """Targets and normalisers that go with `profile_inputs`, for the loss on the last layer."""
+        return None, {}
+
+    def loss_key(self) -> object:
+        """Equal for two workloads whose losses, on equal outputs, take the same operators and shapes with their profile
+        targets; estimates of several models then share them. By default every workload has its own.
+        """
+        return id(self)
+
+    def train_data(self) -> DataSource:
+        """Opens the training data."""
+        raise NotImplementedError(f"workload {self.name!r} has no training data")
+
+    def val_data(self) -> DataSource | None:
+        """Opens the validation data, or None."""
+        return None
+
+    def evaluator(self) -> Evaluator | None:
+        """What judges `val_data`, or None."""
+        return None
+
+    def sample_files(self, count: int) -> list[Path]:
+        """A few validation files that `predict` can draw on, for the report; [] where there are none."""
+        return []
+
+    def import_weights(self, path: Path) -> tuple[dict[str, Tensor], list[str]]:
+        """Weights of a foreign checkpoint file as {address `<layer>.<name>`: tensor} and the list of skipped
+        entries.
+        """
+        raise NotImplementedError(f"workload {self.name!r} cannot read foreign weights from {path}")
+
+    def predict(self, chain: Chain, images: Sequence[Path], out: Path) -> list[Path]:
+        """Runs a whole trained chain on files and draws what it sees; returns the pictures written into `out`."""
+        raise NotImplementedError(f"workload {self.name!r} has no predict")

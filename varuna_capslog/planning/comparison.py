@@ -1,0 +1,103 @@
+"""Every planner's answer to one question, side by side: peak, margin, simulated step time, search time.
+
+`capslog compare` calls it. A planner that has no answer keeps its row, with the reason: nobody is left out silently.
+"""
+
+from __future__ import annotations
+
+__all__ = ["Row", "compare"]
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from varuna_capslog.base import fields
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.memory.headroom import Headroom
+from varuna_capslog.planners import DEFAULT_MICROBATCHES_PER_STAGE, PLANNER_NAMES, plan
+from varuna_capslog.planning.simulation import Link, simulate_plan
+from varuna_capslog.plans.plan import Plan
+from varuna_capslog.profiles.record import Profile
+
+
+@dataclass(frozen=True)
+class Row:
+    """One planner's answer.
+
+    plan: None where the planner has none.
+    peak_bytes, margin_bytes: of the largest stage, and the least that a stage leaves of its device (below 0: does not
+        fit); None where the memory model or the capacity is missing.
+    step_seconds, bubble_fraction: simulated; None where the profile has no seconds.
+    search_seconds: measured here.
+    reason: why something is missing, a sentence; None where nothing is.
+    """
+
+    planner: str
+    plan: Plan | None = None
+    peak_bytes: int | None = None
+    margin_bytes: int | None = None
+    step_seconds: float | None = None
+    bubble_fraction: float | None = None
+    search_seconds: float | None = None
+    reason: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """For programs; the plan as its cut list and whether it fits."""
+        value = {item.name: getattr(self, item.name) for item in dataclasses.fields(self) if item.name != "plan"}
+        told = {} if self.plan is None else self.plan.to_json()
+        return value | {name: told.get(name) for name in ("cuts", "fits", "stage_bytes")}
+
+
+def compare(
+    profile: Profile,
+    devices: int,
+    *,
+    names: Sequence[str] | None = None,
+    link: Link | None = None,
+    num_microbatches: int | None = None,
+    recompute: bool = True,
+    stage_inputs: str = "host",
+    **options: Any,
+) -> list[Row]:
+    """Asks every planner of `PLANNER_NAMES`, or those of `names`, in that order.
+
+    num_microbatches: of one step of one pipeline; default `DEFAULT_MICROBATCHES_PER_STAGE` per device.
+    options: passed on to `planners.plan` (memory, capacity, schedule, ...).
+
+    Raises CapslogError for unknown names and for what is wrong with the question itself: more devices than layers, or
+    capacities that do not match them.
+    """
+    chosen = list(PLANNER_NAMES) if names is None else list(names)
+    fields.refuse_unknown(chosen, PLANNER_NAMES, "planner")
+    options = {key: value for key, value in options.items() if value is not None}
+    options["num_microbatches"] = num_microbatches or DEFAULT_MICROBATCHES_PER_STAGE * devices
+    options |= {"recompute": recompute, "stage_inputs": stage_inputs, "link": link}
+    plan(profile, devices, planner="varuna", **options)  # raises what every planner would
+    played = {"recompute": recompute, "stage_inputs": stage_inputs, "link": link}
+    return [_row(profile, devices, name, options, played) for name in chosen]
+
+
+def _row(profile: Profile, devices: int, name: str, options: Mapping[str, Any], played: Mapping[str, Any]) -> Row:
+    try:
+        found = plan(profile, devices, planner=name, **options)
+    except CapslogError as error:
+        return Row(name, reason=str(error))
+    reason = "; ".join(found.notes) or None
+    step = bubble = None
+    try:
+        simulated = simulate_plan(profile, found, **played)
+        step, bubble = simulated.step_seconds, simulated.bubble_fraction
+    except CapslogError as error:
+        reason = "; ".join(filter(None, (reason, str(error))))
+    return Row(
+        name, found, found.peak_bytes, _margin(found, Headroom.of(profile)), step, bubble, found.search_seconds, reason
+    )
+
+
+def _margin(found: Plan, headroom: Headroom) -> int | None:
+    """The least that a stage, with what its device must have beyond the peak, leaves of it."""
+    limits = found.capacities_of(found.placement())
+    if found.stage_bytes is None or limits is None:
+        return None
+    return min(limit - headroom.reserved(size) for limit, size in zip(limits, found.stage_bytes, strict=True))

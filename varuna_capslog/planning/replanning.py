@@ -1,0 +1,134 @@
+"""What to run on any number of equal devices, planned when it is first asked, against the clock.
+
+The replay of a preemption trace calls a `Replanner` at every change. It chooses nothing itself: `joint` and the other
+planners do, and the step time is the simulator's.
+"""
+
+from __future__ import annotations
+
+__all__ = ["JOINT", "Replanner"]
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from varuna_capslog.base import fields
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.memory import AUTO
+from varuna_capslog.planners import PLANNER_NAMES, plan
+from varuna_capslog.planners.joint import Device, joint_plan
+from varuna_capslog.planning.simulation import Link, simulate_plan
+from varuna_capslog.planning.trace_replay import Layout
+from varuna_capslog.plans.plan import Plan
+from varuna_capslog.profiles.record import Profile
+
+JOINT = "joint"
+"""The planner that chooses pipelines of different length together; the others plan one pipeline."""
+
+
+@dataclass(frozen=True)
+class Replanner:
+    """Number of devices -> `Layout`, None where nothing fits.
+
+    planner: `joint`, or one of PLANNER_NAMES for one pipeline of as many devices as there are layers, at most.
+    minibatch_size: samples of a step, whatever the number of devices; a multiple of the profile's microbatch size.
+    capacity: bytes of every device; None: no limit.
+    blocks: accumulation blocks, for `joint`; None: every microbatch is one.
+    """
+
+    profile: Profile
+    minibatch_size: int
+    planner: str = JOINT
+    memory: str = AUTO
+    capacity: int | None = None
+    schedule: str = "varuna"
+    recompute: bool = True
+    stage_inputs: str = "host"
+    blocks: int | None = None
+    link: Link | None = None
+    _known: dict[int, Layout | None] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        fields.refuse_unknown([self.planner], [JOINT, *PLANNER_NAMES], "planner")
+        size = self.microbatch_size
+        if self.minibatch_size < size or self.minibatch_size % size:
+            raise CapslogError(
+                f"a minibatch of {self.minibatch_size} samples is not a whole number of the profile's microbatches of "
+                f"{size}; choose a multiple"
+            )
+
+    @property
+    def microbatch_size(self) -> int:
+        """Samples that the profile's seconds are for; 1 where it does not say."""
+        size = self.profile.conditions.get("microbatch_size", 1)
+        return size if isinstance(size, int) else 1
+
+    def __call__(self, devices: int) -> Layout | None:
+        """Plans, or looks up the plan of a number that was asked before; either is timed."""
+        begun = time.perf_counter()
+        if devices in self._known:
+            known = self._known[devices]
+            return None if known is None else replace(known, search_seconds=time.perf_counter() - begun)
+        found = self._joint(devices) if self.planner == JOINT else self._single(devices)
+        if found is not None and found.samples_per_second == float("inf"):
+            raise CapslogError("a step takes no time: all seconds of the profile are 0; profile again")
+        self._known[devices] = found
+        return found
+
+    def _joint(self, devices: int) -> Layout | None:
+        begun = time.perf_counter()
+        answer = joint_plan(
+            self.profile,
+            [Device(self.capacity)] * devices,
+            self.minibatch_size,
+            self.blocks,
+            memory=self.memory,
+            schedule=self.schedule,
+            recompute=self.recompute,
+            stage_inputs=self.stage_inputs,
+            link=self.link,
+        )
+        search_seconds = time.perf_counter() - begun
+        if answer.step_seconds is None:
+            # no fleet was found; the one pipeline that is answered instead may fit all the same
+            return None if answer.plan.fits is False else self._played(answer.plan, search_seconds)
+        stages = [len(one.cuts) for one in answer.pipelines]
+        return self._layout(answer.step_seconds, devices - len(answer.idle), search_seconds, stages)
+
+    def _single(self, devices: int) -> Layout | None:
+        begun = time.perf_counter()
+        stages = min(devices, self.profile.num_layers)
+        microbatches = self.minibatch_size // self.microbatch_size
+        found = plan(
+            self.profile,
+            stages,
+            planner=self.planner,
+            memory=self.memory,
+            capacity=self.capacity,
+            schedule=self.schedule,
+            num_microbatches=microbatches,
+            recompute=self.recompute,
+            stage_inputs=self.stage_inputs,
+            link=self.link,
+        )
+        search_seconds = time.perf_counter() - begun
+        if found.fits is False:
+            return None
+        return self._played(found, search_seconds)
+
+    def _played(self, found: Plan, search_seconds: float) -> Layout:
+        """The layout of one pipeline."""
+        count = self.minibatch_size // self.microbatch_size
+        step = simulate_plan(self.profile, found, num_microbatches=count, recompute=self.recompute, link=self.link)
+        return self._layout(step.step_seconds, len(found.cuts), search_seconds, [len(found.cuts)])
+
+    def _layout(self, step_seconds: float, used: int, search_seconds: float, stages: Sequence[int]) -> Layout:
+        rate = self.minibatch_size / step_seconds if step_seconds > 0 else float("inf")
+        return Layout(rate, used, search_seconds, _describe(stages))
+
+
+def _describe(stages: Sequence[int]) -> str:
+    """`1 pipeline of 4 stages`, `3 pipelines of 8 + 8 + 7 stages`."""
+    count = len(stages)
+    lengths = " + ".join(map(str, sorted(stages, reverse=True)))
+    return f"{count} pipeline{'' if count == 1 else 's'} of {lengths} stage{'' if lengths == '1' else 's'}"

@@ -1,0 +1,355 @@
+"""The plan: where a chain is cut into stages, where they run, and what they are predicted to cost.
+
+Planners make plans, the engine, the simulator and the command line read them; this module is their one text form and
+their one validator. It decides nothing and never imports torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+from varuna_capslog.base import fields, files
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.profiles.record import check_parallel
+
+__all__ = ["Plan", "Shortfall", "Stage", "check_cuts", "read_plan", "write_plan"]
+
+FORMAT = "varuna-capslog/plan/1"
+
+
+@dataclass(frozen=True)
+class Shortfall:
+    """Why a plan does not fit: the stage that lacks most, by how many bytes, and how many devices would do.
+
+    `devices_that_fit` is None where no number of devices up to one per layer would.
+    """
+
+    stage: int
+    bytes: int
+    devices_that_fit: int | None = None
+
+    def __post_init__(self) -> None:
+        _set(self, "stage", fields.whole(self.stage, "stage"))
+        _set(self, "bytes", fields.whole(self.bytes, "bytes", minimum=1))
+        if self.devices_that_fit is not None:
+            _set(self, "devices_that_fit", fields.whole(self.devices_that_fit, "devices_that_fit", minimum=1))
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of the full form: its pipeline, its layers as (first, end) pieces, `end` not included, and its ranks.
+
+    `parallel` is the kind and degree of parallelism inside the stage (as many ranks as its degree); `memory_actions`
+    maps a layer to "recompute" or "offload"; `bytes` and `seconds` are predictions.
+    """
+
+    pipeline: int
+    layers: tuple[tuple[int, int], ...]
+    ranks: tuple[int, ...]
+    parallel: Mapping[str, Any] = field(default_factory=lambda: {"kind": "none", "degree": 1})
+    memory_actions: Mapping[str, str] = field(default_factory=dict)
+    microbatch_size: int | None = None
+    bytes: int | None = None
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        _set(self, "pipeline", fields.whole(self.pipeline, "pipeline"))
+        pieces = tuple(fields.interval(piece, "layers") for piece in fields.listed(self.layers, "layers"))
+        if not pieces or any(a[1] > b[0] for a, b in pairwise(pieces)):
+            raise CapslogError("layers must hold one or more pieces [first, end] in rising order that do not overlap")
+        _set(self, "layers", pieces)
+        ranks = tuple(fields.whole(rank, "ranks") for rank in fields.listed(self.ranks, "ranks"))
+        _set(self, "ranks", ranks)
+        _set(self, "parallel", check_parallel(self.parallel))
+        if len(set(ranks)) != len(ranks) or len(ranks) != self.parallel["degree"]:
+            degree = self.parallel["degree"]
+            raise CapslogError(
+                f"ranks is {list(ranks)}; it must hold {degree} different rank(s), as parallel.degree says"
+            )
+        if not isinstance(self.memory_actions, Mapping):
+            raise CapslogError("memory_actions must be an object that maps layers to recompute or offload")
+        for layer, action in self.memory_actions.items():
+            fields.choice(action, f"memory_actions[{layer!r}]", ("recompute", "offload"))
+        if self.microbatch_size is not None:
+            _set(self, "microbatch_size", fields.whole(self.microbatch_size, "microbatch_size", minimum=1))
+        if self.bytes is not None:
+            _set(self, "bytes", fields.whole(self.bytes, "bytes"))
+        if self.seconds is not None:
+            _set(self, "seconds", fields.seconds(self.seconds, "seconds"))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A plan; the fields are those of the file. Only the number of layers and the cuts must be there.
+
+    cuts: the first layer of each stage of pipeline 0, beginning with 0.
+    stage_bytes, peak_bytes, stage_seconds: predictions for one step; None where no memory model describes the schedule.
+    capacity_bytes: None, one number for all devices, or one per device.
+    fits: None where unknown; shortfall only where it is False.
+    placed: the full form's stages (key "stages"); None means stage s on rank s.
+    notes: sentences for people about what could not be predicted; not part of the file.
+
+    Every instance is valid: the constructor raises CapslogError otherwise.
+    """
+
+    num_layers: int
+    cuts: tuple[int, ...]
+    planner: str | None = None
+    memory_model: str | None = None
+    model: str | None = None
+    profile_digest: str | None = None
+    schedule: str | None = None
+    num_microbatches: int | None = None
+    microbatch_size: int | None = None
+    stage_bytes: tuple[int, ...] | None = None
+    peak_bytes: int | None = None
+    stage_seconds: tuple[float, ...] | None = None
+    capacity_bytes: int | tuple[int, ...] | None = None
+    fits: bool | None = None
+    shortfall: Shortfall | None = None
+    search_seconds: float | None = None
+    placed: tuple[Stage, ...] | None = None
+    microbatches_of_pipeline: tuple[tuple[int, ...], ...] | None = None
+    actions: tuple[tuple[str, ...], ...] | None = None
+    notes: tuple[str, ...] = field(default=(), compare=False)
+
+    def __post_init__(self) -> None:
+        _set(self, "num_layers", fields.whole(self.num_layers, "num_layers", minimum=1))
+        _set(self, "cuts", check_cuts(self.cuts, self.num_layers))
+        for name in ("planner", "memory_model", "model", "profile_digest", "schedule"):
+            if getattr(self, name) is not None:
+                fields.text(getattr(self, name), name)
+        for name in ("num_microbatches", "microbatch_size"):
+            if getattr(self, name) is not None:
+                _set(self, name, fields.whole(getattr(self, name), name, minimum=1))
+        if self.search_seconds is not None:
+            _set(self, "search_seconds", fields.seconds(self.search_seconds, "search_seconds"))
+        self._check_costs()
+        self._check_fit()
+        self._check_full_form()
+
+    def stages(self, pipeline: int = 0) -> list[tuple[int, int]]:
+        """Return the layers (first, end) of each stage of a pipeline, `end` not included.
+
+        Raises CapslogError where a stage holds several pieces of the chain, or where there is no such pipeline.
+        """
+        stages = []
+        for number, stage in enumerate(self._pipeline(pipeline)):
+            if len(stage.layers) != 1:
+                raise CapslogError(f"stage {number} holds {len(stage.layers)} pieces of the chain; one is needed here")
+            stages.append(stage.layers[0])
+        return stages
+
+    def placement(self, pipeline: int = 0) -> list[int]:
+        """Return the rank that runs each stage of a pipeline; stage s on rank s in the short form.
+
+        Raises CapslogError where several ranks share a stage, or where there is no such pipeline.
+        """
+        ranks = []
+        for number, stage in enumerate(self._pipeline(pipeline)):
+            if len(stage.ranks) != 1:
+                raise CapslogError(f"stage {number} runs on {len(stage.ranks)} ranks; one is needed here")
+            ranks.append(stage.ranks[0])
+        return ranks
+
+    def capacities_of(self, ranks: Iterable[int]) -> list[int] | None:
+        """Return the bytes of these ranks' devices; None where there is no limit, or none is known for one of them."""
+        if not isinstance(self.capacity_bytes, tuple):
+            return None if self.capacity_bytes is None else [self.capacity_bytes for _ in ranks]
+        asked = list(ranks)
+        return [self.capacity_bytes[rank] for rank in asked] if max(asked) < len(self.capacity_bytes) else None
+
+    @property
+    def num_pipelines(self) -> int:
+        """How many pipelines the plan describes; 1 in the short form."""
+        return 1 if self.placed is None else 1 + max(stage.pipeline for stage in self.placed)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON form: the short one, with the full form's keys where they are set."""
+        value: dict[str, Any] = {"format": FORMAT} | {key: _plain(getattr(self, key)) for key in _SHORT_KEYS}
+        if self.placed is not None:
+            value["stages"] = _plain(self.placed)
+        if self.microbatches_of_pipeline is not None:
+            value["microbatches_of_pipeline"] = _plain(self.microbatches_of_pipeline)
+        if self.actions is not None:
+            value["actions"] = _plain(self.actions)
+        return value
+
+    @classmethod
+    def from_json(cls, value: Any, where: str = "plan") -> Plan:
+        """Return the plan that a JSON value holds. Raises CapslogError that begins with `where` and names the field."""
+        return fields.within(where, lambda: cls(**_parts(value)))
+
+    def _pipeline(self, pipeline: int) -> list[Stage]:
+        if not 0 <= pipeline < self.num_pipelines:
+            raise CapslogError(f"pipeline {pipeline} is not in the plan, which has {self.num_pipelines}")
+        if self.placed is not None:
+            return [stage for stage in self.placed if stage.pipeline == pipeline]
+        ends = (*self.cuts[1:], self.num_layers)
+        return [Stage(0, (piece,), (rank,)) for rank, piece in enumerate(zip(self.cuts, ends, strict=True))]
+
+    def _check_costs(self) -> None:
+        # Predicted bytes may be below 0: M_a may, and a model's answer is not bent here.
+        whole = partial(fields.whole, minimum=None)
+        for name, check in (("stage_bytes", whole), ("stage_seconds", fields.seconds)):
+            if (costs := getattr(self, name)) is not None:
+                costs = tuple(check(cost, f"{name}[{i}]") for i, cost in enumerate(fields.listed(costs, name)))
+                if len(costs) != len(self.cuts):
+                    raise CapslogError(f"{name} has {len(costs)} entries, but there are {len(self.cuts)} stages")
+                _set(self, name, costs)
+        if self.peak_bytes is not None:
+            _set(self, "peak_bytes", whole(self.peak_bytes, "peak_bytes"))
+            if self.stage_bytes is not None and self.peak_bytes != max(self.stage_bytes):
+                raise CapslogError(
+                    f"peak_bytes is {self.peak_bytes}, but the largest of stage_bytes is {max(self.stage_bytes)}"
+                )
+
+    def _check_fit(self) -> None:
+        if isinstance(self.capacity_bytes, (list, tuple)):
+            rows = enumerate(self.capacity_bytes)
+            capacities = tuple(fields.whole(row, f"capacity_bytes[{i}]", minimum=1) for i, row in rows)
+            if self.placed is None and len(capacities) != len(self.cuts):
+                raise CapslogError(
+                    f"capacity_bytes has {len(capacities)} entries, but there are {len(self.cuts)} devices"
+                )
+            _set(self, "capacity_bytes", capacities)
+        elif self.capacity_bytes is not None:
+            _set(self, "capacity_bytes", fields.whole(self.capacity_bytes, "capacity_bytes", minimum=1))
+        if self.fits is not None and not isinstance(self.fits, bool):
+            raise CapslogError(f"fits is {self.fits!r}; it must be true, false or null")
+        if self.shortfall is not None:
+            if self.fits is not False:
+                raise CapslogError("shortfall is given, but fits is not false")
+            if self.shortfall.stage >= len(self.cuts):
+                raise CapslogError(
+                    f"shortfall.stage is {self.shortfall.stage}, but the last stage is {len(self.cuts) - 1}"
+                )
+
+    def _check_full_form(self) -> None:
+        if self.placed is not None:
+            _set(self, "placed", tuple(fields.listed(self.placed, "stages")))
+            if not self.placed:
+                raise CapslogError("stages is empty; leave it out for one stage per rank")
+            for pipeline in range(self.num_pipelines):
+                pieces = [piece for stage in self._pipeline(pipeline) for piece in stage.layers]
+                _check_cover(pieces, self.num_layers, f"the stages of pipeline {pipeline}")
+            first = [stage.layers for stage in self._pipeline(0)]
+            if all(len(pieces) == 1 for pieces in first) and tuple(pieces[0][0] for pieces in first) != self.cuts:
+                raise CapslogError("stages of pipeline 0 do not begin where cuts says; make the two agree")
+        if self.microbatches_of_pipeline is not None:
+            groups = [
+                tuple(
+                    fields.whole(number, "microbatches_of_pipeline")
+                    for number in fields.listed(group, "microbatches_of_pipeline")
+                )
+                for group in fields.listed(self.microbatches_of_pipeline, "microbatches_of_pipeline")
+            ]
+            together = sorted(number for group in groups for number in group)
+            if len(groups) != self.num_pipelines or together != list(range(self.num_microbatches or len(together))):
+                raise CapslogError(
+                    "microbatches_of_pipeline must give each microbatch to exactly one of the plan's pipelines"
+                )
+            _set(self, "microbatches_of_pipeline", tuple(groups))
+        if self.actions is not None:
+            rows = enumerate(fields.listed(self.actions, "actions"))
+            actions = [
+                tuple(fields.text(a, f"actions[{i}]") for a in fields.listed(row, f"actions[{i}]")) for i, row in rows
+            ]
+            _set(self, "actions", tuple(actions))
+
+
+_SHORT_KEYS = (
+    "planner",
+    "memory_model",
+    "model",
+    "profile_digest",
+    "num_layers",
+    "cuts",
+    "schedule",
+    "num_microbatches",
+    "microbatch_size",
+    "stage_bytes",
+    "peak_bytes",
+    "stage_seconds",
+    "capacity_bytes",
+    "fits",
+    "shortfall",
+    "search_seconds",
+)
+
+
+def check_cuts(cuts: Any, num_layers: int) -> tuple[int, ...]:
+    """Return a cut list as a tuple; it must begin with 0, rise strictly and stay below `num_layers` (CapslogError)."""
+    numbers = tuple(fields.whole(cut, f"cuts[{i}]") for i, cut in enumerate(fields.listed(cuts, "cuts")))
+    if not numbers or numbers[0] != 0:
+        raise CapslogError(f"cuts is {list(numbers)}; it must begin with 0, the first layer of the first stage")
+    for before, cut in pairwise(numbers):
+        if cut <= before:
+            raise CapslogError(
+                f"cuts is {list(numbers)}; {cut} follows {before}, but cuts must rise: each stage holds a layer"
+            )
+    if numbers[-1] >= num_layers:
+        raise CapslogError(
+            f"cuts is {list(numbers)}; no stage can begin at {numbers[-1]}, the last layer is {num_layers - 1}"
+        )
+    return numbers
+
+
+def read_plan(path: str | os.PathLike[str]) -> Plan:
+    """Read a plan file, short or full form. Raises CapslogError naming the file and the field."""
+    return Plan.from_json(files.read_json(path), where=str(path))
+
+
+def write_plan(path: str | os.PathLike[str], plan: Plan) -> None:
+    """Write a plan file atomically."""
+    files.write_json(path, plan.to_json())
+
+
+def _check_cover(pieces: list[tuple[int, int]], num_layers: int, what: str) -> None:
+    """Refuse pieces of the chain that do not hold every layer exactly once."""
+    reached = 0
+    for first, end in sorted(pieces):
+        if first != reached:
+            kind = "twice" if first < reached else "nowhere"
+            raise CapslogError(f"{what} hold layer {min(first, reached)} {kind}; each layer must be in one stage")
+        reached = end
+    if reached != num_layers:
+        raise CapslogError(f"{what} end at layer {reached}, but there are {num_layers} layers")
+
+
+def _parts(value: Any) -> dict[str, Any]:
+    """The constructor's arguments from a JSON value."""
+    if not isinstance(value, Mapping):
+        raise CapslogError("a JSON object is needed; is this a plan?")
+    if value.get("format") != FORMAT:
+        raise CapslogError(f"format is {value.get('format')!r}; this version reads {FORMAT!r}")
+    fields.refuse_unknown(value, ["format", *_SHORT_KEYS, "stages", "microbatches_of_pipeline", "actions"])
+    for name in ("num_layers", "cuts"):
+        if name not in value:
+            raise CapslogError(f"field {name!r} is missing")
+    parts = {name: item for name, item in value.items() if name not in ("format", "stages")}
+    if parts.get("shortfall") is not None:
+        parts["shortfall"] = fields.build(Shortfall, parts["shortfall"], "shortfall")
+    if value.get("stages") is not None:
+        rows = enumerate(fields.listed(value["stages"], "stages"))
+        parts["placed"] = tuple(fields.build(Stage, row, f"stages[{i}]") for i, row in rows)
+    return parts
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it: records as objects, tuples as lists."""
+    if dataclasses.is_dataclass(value):
+        return {item.name: _plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def _set(record: Any, name: str, value: Any) -> None:
+    object.__setattr__(record, name, value)

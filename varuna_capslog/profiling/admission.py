@@ -1,0 +1,129 @@
+"""How much memory a profiling run may need, and how much there is: what keeps runs from being started too many at once.
+
+Bounds come from fake tensors, before anything is real. They are generous: a run that needs less than its bound costs
+only waiting, one that needed more could take the machine down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from varuna_capslog.model.chain import Chain, Layer, TensorSpec
+from varuna_capslog.model.trace import autocast_context, layer_signature
+
+__all__ = ["BoundTable", "free_bytes"]
+
+_CUDA_CONTEXT_BYTES = 1 << 30
+_BOUNDARY_COPIES = 4
+"""Of both boundaries, in the measured stage: in use, kept for a recomputation, posted or under way, gradients."""
+_LARGEST_COPIES = 3
+"""Of the largest parameter: a gradient not yet added, a copy in a kernel's own layout, the update's scratch."""
+_NEIGHBOUR_COPIES = 6
+"""Of both boundaries, in the host memory of the process that plays the neighbours."""
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that new work may take on a device now: what CUDA calls free, or what the system calls available."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    # a container may be granted less than the machine has
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        used = int((group / "memory.current").read_text())
+        cache = next(
+            int(line.split()[1])
+            for line in (group / "memory.stat").read_text().splitlines()
+            if line.startswith("inactive_file ")
+        )
+    except (OSError, ValueError, StopIteration):
+        return available
+    return available if limit == "max" else max(0, min(available, int(limit) - used + cache))
+
+
+class BoundTable:
+    """Upper bounds on the bytes of trimmed runs, from one fake forward per distinct layer.
+
+    A layer counts 4 times its trainable parameters (value, gradient, two moments; on CUDA once more, for AdamW's update
+    of all parameters together), the largest one 3 times more, the frozen ones and its buffers once, and twice what its
+    forward saves (backward holds gradients of at most that size beside it). The loss is not counted. Equal layers are
+    traced once.
+
+    Args:
+        chain: from `skeleton`.
+        specs: what crosses the cuts 0 .. L.
+        blocks: accumulation blocks; from two on a second sum of gradients counts.
+    """
+
+    def __init__(
+        self,
+        chain: Chain,
+        specs: Sequence[Mapping[str, TensorSpec]],
+        device_type: str,
+        precision: str,
+        blocks: int = 1,
+    ) -> None:
+        self._chain, self._specs, self._device_type = chain, specs, device_type
+        self._precision, self._blocks = precision, blocks
+        self._traced: dict[object, int] = {}
+
+    def bound_bytes(self, first: int, end: int) -> int:
+        """Most bytes that the run of layers [first, end) takes on its device (on the CPU: its neighbours included)."""
+        on_cpu = self._device_type == "cpu"
+        crossing = sum(spec.num_bytes for cut in (self._specs[first], self._specs[end]) for spec in cut.values())
+        total = crossing * (_BOUNDARY_COPIES + (_NEIGHBOUR_COPIES if on_cpu else 0))
+        total += 0 if on_cpu else _CUDA_CONTEXT_BYTES
+        for index in range(first, end):
+            total += self._static(self._chain.layers[index]) + 2 * self._saved(index)
+        return total
+
+    def _static(self, layer: Layer) -> int:
+        copies = 4 + (self._blocks > 1) + (self._device_type == "cuda")
+        total = sum(buffer.nbytes for buffer in layer.module.buffers())
+        largest = 0
+        for parameter in layer.module.parameters():
+            size = parameter.numel() * parameter.itemsize
+            total += size * (copies if parameter.requires_grad else 1)
+            largest = max(largest, size)
+        return total + _LARGEST_COPIES * largest
+
+    def _saved(self, index: int) -> int:
+        layer, cut = self._chain.layers[index], self._specs[index]
+        read = tuple(cut[name] for name in layer.reads)
+        key = (layer_signature(layer), read)
+        if key not in self._traced:
+            self._traced[key] = self._trace(layer, read)
+        return self._traced[key]
+
+    def _trace(self, layer: Layer, read: Sequence[TensorSpec]) -> int:
+        """Bytes that a forward saves, its inputs and outputs included."""
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+            state = {
+                name: torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).requires_grad_(
+                    tensor.requires_grad
+                )
+                for name, tensor in [*layer.module.named_parameters(), *layer.module.named_buffers()]
+            }
+            arguments = [spec.empty().requires_grad_(spec.requires_grad) for spec in read]
+            saved: list[Tensor] = list(arguments)
+
+            def pack(tensor: Tensor) -> Tensor:
+                saved.append(tensor)
+                return tensor
+
+            with (
+                torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+                autocast_context("cpu", self._precision),
+            ):
+                written = torch.func.functional_call(layer.module, state, tuple(arguments), tie_weights=True)
+            saved.extend([written] if isinstance(written, Tensor) else written)
+            own = {tensor.untyped_storage()._cdata for tensor in state.values()}
+            sizes = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in saved}
+            return sum(size for key, size in sizes.items() if key not in own)

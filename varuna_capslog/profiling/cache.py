@@ -1,0 +1,119 @@
+"""Measured profiles that are kept between runs: one file per model and conditions.
+
+`measure` asks here before it starts a process. A cache may lose everything at any time, so nothing in it is ever an
+error: a file that cannot be read is measured anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import logging
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.model.chain import Chain
+from varuna_capslog.model.workload import Workload
+from varuna_capslog.profiles.record import Profile, read_profile, write_profile
+
+__all__ = ["folder", "load", "model_digest", "store"]
+
+_log = logging.getLogger(__name__)
+_TOLD = ("profiling", "attention", "seconds", "headroom", "limits")
+"""Conditions that a profile tells beyond those it was asked for under: how it was measured, what the estimate found."""
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+def folder() -> Path:
+    """`varuna-capslog/profiles` under XDG_CACHE_HOME, by default under ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "varuna-capslog" / "profiles"
+
+
+def load(conditions: Mapping[str, Any]) -> Profile | None:
+    """The profile that was stored under exactly these conditions (`model_digest` among them), or None.
+
+    A damaged file is reported in the log and treated as missing; the next `store` replaces it.
+    """
+    path = _path(conditions)
+    if not path.exists():
+        return None
+    try:
+        profile = read_profile(path)
+    except CapslogError as error:
+        _log.warning("the cached profile is damaged and is measured again: %s", error)
+        return None
+    if _lasting(profile.conditions) != dict(conditions):
+        _log.warning("the cached profile %s holds other conditions and is measured again", path)
+        return None
+    return profile
+
+
+def store(profile: Profile) -> None:
+    """Keeps a profile under its conditions, atomically; a folder that cannot be written is reported in the log."""
+    try:
+        write_profile(_path(profile.conditions), profile)
+    except CapslogError as error:
+        _log.warning("the profile is not kept for the next time: %s", error)
+
+
+def _lasting(conditions: Mapping[str, Any]) -> dict[str, Any]:
+    """The conditions without those that are only known afterwards."""
+    return {key: value for key, value in conditions.items() if key not in _TOLD}
+
+
+def _path(conditions: Mapping[str, Any]) -> Path:
+    text = json.dumps(_lasting(conditions), sort_keys=True)
+    return folder() / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+
+
+def model_digest(workload: Workload, chain: Chain) -> str:
+    """SHA-256 of what a model's costs depend on: layers, their modules' classes, settings, shapes and source files.
+
+    Weights do not count. Equal in every process and on every machine with the same files.
+    """
+    digest = hashlib.sha256()
+    sources: set[type] = {type(workload)}
+    for layer in chain.layers:
+        digest.update(repr((layer.name, layer.reads, layer.writes)).encode())
+        for name, module in layer.module.named_modules():
+            sources.add(type(module))
+            digest.update(repr((name, _class_name(type(module)), list(_settings(module)))).encode())
+            if isinstance(module, torch.fx.GraphModule):
+                digest.update(module.code.encode())
+        for name, tensor in [*layer.module.named_parameters(), *layer.module.named_buffers()]:
+            digest.update(repr((name, tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad)).encode())
+    digest.update(repr([(shared.name, shared.layers) for shared in chain.shared]).encode())
+    for file in sorted({file for kind in sources if (file := _source_file(kind)) is not None}):
+        digest.update(file.read_bytes())
+    return f"sha256:{digest.hexdigest()}"
+
+
+def _settings(module: nn.Module) -> Iterator[tuple[str, str]]:
+    """A module's plain attributes as text; what prints an address counts by its class."""
+    for key, value in sorted(vars(module).items()):
+        if not key.startswith("_") and not isinstance(value, nn.Module | torch.Tensor):
+            yield key, _ADDRESS.sub("", repr(value))
+
+
+def _class_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _source_file(kind: type) -> Path | None:
+    """The file that defines a class, if it is not torch's own (its version is a condition of its own)."""
+    if kind.__module__.partition(".")[0] == "torch":
+        return None
+    try:
+        found = inspect.getsourcefile(kind)
+    except (TypeError, OSError):  # a builtin; a class typed into an interpreter
+        return None
+    return Path(found) if found and Path(found).is_file() else None

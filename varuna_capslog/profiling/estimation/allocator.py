@@ -1,0 +1,199 @@
+"""A model of torch's CUDA caching allocator: what a sequence of allocations makes it reserve.
+
+`estimate` replays its traces here, and `headroom` whole sequences of them. Pure Python on numbers: no device, no torch.
+
+Rules and constants are those of torch 2.15 (the constants in its installed header c10/core/AllocatorConfig.h, the
+rules of c10/cuda/CUDACachingAllocator.cpp), with default settings, one stream and a device that never runs out:
+
+- sizes are rounded up to 512 bytes; up to 1 MiB they come from the small pool, above from the large one;
+- the smallest free block of the pool that is large enough is taken, of equal ones that of the lowest address;
+- where there is none the device gives a new segment: 2 MiB for the small pool; for the large one 20 MiB below 10 MiB,
+  else the size rounded up to 2 MiB;
+- a block is split if more than 1 MiB (small pool: 512 bytes or more) would be left; otherwise it is given whole, and
+  what was not asked for counts as allocated;
+- a freed block joins free neighbours of its segment. Segments are never given back.
+
+A full device would have idle segments returned before it refuses, so reserved bytes bound what a run needs from above.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from varuna_capslog.base.errors import CapslogError
+
+__all__ = ["AllocatorPeaks", "CachingAllocator", "Event", "replay", "rounded"]
+
+Event = tuple[int, int]
+"""(key, bytes above 0) for an allocation, (key, 0) for its release; a key may be used again after that."""
+
+_MIB = 1 << 20
+_SMALLEST_BLOCK = 512
+_SMALL_REQUEST = 1 * _MIB
+_SMALL_SEGMENT = 2 * _MIB
+_LARGE_SEGMENT = 20 * _MIB
+_OWN_SEGMENT = 10 * _MIB
+_SEGMENT_STEP = 2 * _MIB
+
+
+@dataclass(frozen=True)
+class AllocatorPeaks:
+    """The most that was allocated and the most that was reserved at once, in bytes; how many segments there were.
+
+    `allocated_bytes` is what `torch.cuda.max_memory_allocated` shows: blocks as they were given, not as asked for.
+    `remainder_bytes` of them, nobody asked for: blocks larger than their request rounded up to 512 bytes.
+    """
+
+    allocated_bytes: int
+    reserved_bytes: int
+    segments: int
+    remainder_bytes: int
+
+
+@dataclass(eq=False)
+class _Block:
+    """A part of a segment, with its neighbours in it."""
+
+    address: int
+    size: int
+    small: bool
+    remainder: int = 0
+    free: bool = True
+    before: _Block | None = None
+    after: _Block | None = None
+
+
+class CachingAllocator:
+    """The allocator's state; begins empty.
+
+    Attributes:
+        allocated_bytes, reserved_bytes: at present.
+        segments: at present.
+    """
+
+    def __init__(self) -> None:
+        self.allocated_bytes = 0
+        self.reserved_bytes = 0
+        self.segments = 0
+        self._remainder = 0
+        self._peak_allocated = self._peak_remainder = 0
+        self._given: dict[int, _Block] = {}
+        # pool (small or not) -> its free blocks, by size and then address; and each by its address
+        self._order: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
+        self._free_at: dict[int, _Block] = {}
+
+    @property
+    def peaks(self) -> AllocatorPeaks:
+        """The peaks so far. Since nothing is given back, the most that was reserved is what is reserved now."""
+        return AllocatorPeaks(self._peak_allocated, self.reserved_bytes, self.segments, self._peak_remainder)
+
+    def allocate(self, key: int, num_bytes: int) -> None:
+        """Takes `num_bytes` (above 0) under a key that holds nothing at present.
+
+        Raises:
+            CapslogError: the key holds a block, or the size is not above 0.
+        """
+        if key in self._given:
+            raise CapslogError(f"key {key} is allocated twice; release it in between")
+        if num_bytes <= 0:
+            raise CapslogError(f"{num_bytes} bytes asked for under key {key}; an allocation must be larger than 0")
+        size = rounded(num_bytes)
+        small = size <= _SMALL_REQUEST
+        order = self._order[small]
+        place = bisect_left(order, (size, 0))
+        block = self._free_at.pop(order.pop(place)[1]) if place < len(order) else self._new_segment(size, small)
+        left = block.size - size
+        if left >= _SMALLEST_BLOCK if small else left > _SMALL_REQUEST:
+            rest = _Block(block.address + size, left, small, before=block, after=block.after)
+            if block.after is not None:
+                block.after.before = rest
+            block.size, block.after = size, rest
+            self._offer(rest)
+        block.free = False
+        self._given[key] = block
+        block.remainder = block.size - size
+        self._remainder += block.remainder
+        self.allocated_bytes += block.size
+        if self.allocated_bytes > self._peak_allocated:
+            self._peak_allocated, self._peak_remainder = self.allocated_bytes, self._remainder
+
+    def release(self, key: int) -> None:
+        """Gives a block back.
+
+        Raises:
+            CapslogError: the key holds nothing.
+        """
+        block = self._given.pop(key, None)
+        if block is None:
+            raise CapslogError(f"key {key} is released, but nothing is allocated under it")
+        self.allocated_bytes -= block.size
+        self._remainder -= block.remainder
+        block.free = True
+        before, after = block.before, block.after
+        if before is not None and before.free:
+            self._withdraw(before)
+            block = _joined(before, block)
+        if after is not None and after.free:
+            self._withdraw(after)
+            block = _joined(block, after)
+        self._offer(block)
+
+    def _new_segment(self, size: int, small: bool) -> _Block:
+        if small:
+            length = _SMALL_SEGMENT
+        elif size < _OWN_SEGMENT:
+            length = _LARGE_SEGMENT
+        else:
+            length = _round_up(size, _SEGMENT_STEP)
+        # segments lie one behind another, but blocks never join across their borders
+        block = _Block(self.reserved_bytes, length, small)
+        self.reserved_bytes += length
+        self.segments += 1
+        return block
+
+    def _offer(self, block: _Block) -> None:
+        insort(self._order[block.small], (block.size, block.address))
+        self._free_at[block.address] = block
+
+    def _withdraw(self, block: _Block) -> None:
+        order = self._order[block.small]
+        del order[bisect_left(order, (block.size, block.address))]
+        del self._free_at[block.address]
+
+
+def _joined(left: _Block, right: _Block) -> _Block:
+    """Two neighbours as one block."""
+    left.size += right.size
+    left.after = right.after
+    if left.after is not None:
+        left.after.before = left
+    return left
+
+
+def replay(events: Iterable[Event]) -> AllocatorPeaks:
+    """The peaks of an allocator that begins empty and carries out `events` in order.
+
+    Raises:
+        CapslogError: an event that cannot follow the ones before it, with its number.
+    """
+    allocator = CachingAllocator()
+    for number, (key, num_bytes) in enumerate(events):
+        try:
+            if num_bytes == 0:
+                allocator.release(key)
+            else:
+                allocator.allocate(key, num_bytes)
+        except CapslogError as error:
+            raise CapslogError(f"event {number}: {error}") from None
+    return allocator.peaks
+
+
+def rounded(num_bytes: int) -> int:
+    """The bytes of the block that a request is cut to: the next multiple of 512."""
+    return _round_up(num_bytes, _SMALLEST_BLOCK)
+
+
+def _round_up(value: int, step: int) -> int:
+    return -(-value // step) * step

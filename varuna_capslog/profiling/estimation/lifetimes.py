@@ -1,0 +1,184 @@
+"""Follows the lifetime of every storage while a program runs on fake tensors: what an allocator would be asked for.
+
+`estimate` runs a stage's real program inside a `Lifetimes`. It knows nothing of stages or devices: what kernels take
+besides their results comes from a function that `quirks` provides.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from varuna_capslog.profiling.estimation.recipes import Recipes
+
+__all__ = ["Lifetimes", "Temporary"]
+
+Temporary = Callable[[Any, Sequence[Any], Mapping[str, Any], Any], int]
+"""(operator, its arguments, its keywords, its result) -> bytes that its kernel takes and gives back while it runs."""
+
+# prim.device asks where a tensor is; it is the most frequent of all
+_prim_device = torch.ops.prim.device.default
+_item = torch.ops.aten._local_scalar_dense.default
+_add = torch.ops.aten.add.Tensor
+_MORE = frozenset({"aten::set_", "aten::resize_", "aten::resize_as_", "aten::_resize_output_"})
+_OWN_USES, _OWN_STORAGE_USES, _OWN_REFERENCES = 4, 2, 4
+"""References (torch's to tensor and storage, Python's) to a gradient that only autograd's buffer holds, as seen from
+within a dispatch mode: the buffer's own and those of the call."""
+
+
+class Lifetimes(TorchDispatchMode):
+    """Records every allocation and release of storages, beginning with those of `held`.
+
+    Enter it inside a `FakeTensorMode`. A storage counts from the operator that makes it until nothing refers to it any
+    more (a weak reference says when).
+
+    Reading a number out of a fake tensor gives 1: programs that count, scale or log go on.
+
+    Args:
+        temporary: what kernels take while they run; None: nothing.
+        held: tensors that are there at the beginning.
+        recipes: shared by runs that do alike; None: its own.
+
+    Attributes:
+        events: (key, bytes) of an allocation and (key, 0) of its release, in order; `allocator.replay` reads them.
+        live_bytes, peak_bytes: at present, and the most so far.
+        observer: is shown every operator with its arguments, keywords and result; None: nobody looks.
+    """
+
+    def __init__(
+        self,
+        temporary: Temporary | None = None,
+        held: Iterable[Tensor] = (),
+        recipes: Recipes | None = None,
+    ) -> None:
+        super().__init__()
+        self._recipes = recipes or Recipes()
+        self._temporary = temporary
+        self._followed: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._made_by: dict[int, int] = {}
+        self._keys = 0
+        self.events: list[tuple[int, int]] = []
+        self.live_bytes = self.peak_bytes = 0
+        self.observer: Callable[[Any, Sequence[Any], Mapping[str, Any], Any], object] | None = None
+        for tensor in held:
+            self._follow(tensor, -1)
+
+    def brief(self, num_bytes: int) -> None:
+        """Something of that size comes and goes at once."""
+        key = self._allocated(num_bytes)
+        if key is not None:
+            self._released(key, num_bytes)
+
+    def lasting(self, num_bytes: int) -> None:
+        """Something of that size comes and stays."""
+        self._allocated(num_bytes)
+
+    def _allocated(self, num_bytes: int) -> int | None:
+        if num_bytes <= 0:
+            return None
+        self._keys += 1
+        self.events.append((self._keys, num_bytes))
+        self.live_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        return self._keys
+
+    def _released(self, key: int, num_bytes: int) -> None:
+        self.events.append((key, 0))
+        self.live_bytes -= num_bytes
+
+    def _follow(self, tensor: Tensor, node: int) -> None:
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        known = self._followed.get(address)
+        if known is not None and known() is not None:
+            return
+        size = storage.nbytes()
+        key = self._allocated(size)
+
+        def gone(_: object, address: int = address, key: int | None = key, size: int = size) -> None:
+            if self._followed.get(address) is reference:
+                del self._followed[address]
+                self._made_by.pop(address, None)
+            if key is not None:
+                self._released(key, size)
+
+        reference = weakref.ref(storage, gone)
+        self._followed[address] = reference
+        self._made_by[address] = node
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is _prim_device:
+            return args[0].fake_device
+        if func is _item:
+            return _one(args[0].dtype)
+        kwargs = kwargs or {}
+        node = torch._C._current_autograd_node()
+        number = -1 if node is None else node._sequence_nr()
+        if func is _add and node is not None and self._adds_in_place(args, kwargs, number):
+            result = args[0]
+        elif _changes_first_only(func):
+            result = args[0] if func._schema.returns else None
+        else:
+            result = self._recipes.call(func, args, kwargs)
+            for part in result if isinstance(result, (tuple, list)) else (result,):
+                if isinstance(part, Tensor):
+                    self._follow(part, number)
+        if self._temporary is not None:
+            self.brief(self._temporary(func, args, kwargs, result))
+        if self.observer is not None:
+            self.observer(func, args, kwargs, result)
+        return result
+
+    def _adds_in_place(self, args: Sequence[Any], kwargs: Mapping[str, Any], node: int) -> bool:
+        """Whether autograd, meeting ordinary tensors, would add this second gradient to the first one in its place.
+
+        For tensors of a subclass, as fake ones are, it makes a new one instead. It adds in place where nobody else
+        holds the first gradient (torch/csrc/autograd/input_buffer.cpp). The sum is autograd's own, not part of a
+        formula, if the second gradient is fresh from the node that has just run and the first one is not.
+        """
+        first, second = args[0], args[1]
+        if kwargs or not isinstance(second, Tensor) or torch.is_grad_enabled():
+            return False
+        if first.shape != second.shape or first.dtype != second.dtype:
+            return False
+        storage = first.untyped_storage()
+        return (
+            first._use_count() <= _OWN_USES
+            and sys.getrefcount(first) <= _OWN_REFERENCES
+            and torch._C._storage_Use_Count(storage._cdata) <= _OWN_STORAGE_USES
+            and self._made_by.get(storage._cdata) != node
+            and _is_dense(first)
+        )
+
+
+@functools.cache
+def _changes_first_only(func: Any) -> bool:
+    """Whether an operator writes into its first argument (a tensor or a list of them) and does nothing else.
+
+    Such a one need not run where there are no values. Those that change a shape or a storage do more.
+    """
+    schema = func._schema
+    if not schema.name.endswith("_") or torch.Tag.inplace_view in func.tags or schema.name in _MORE:
+        return False
+    if "_foreach_" in schema.name or "_fused_" in schema.name:
+        return not schema.returns
+    return len(schema.returns) == 1 and schema.arguments[0].is_write
+
+
+def _one(dtype: torch.dtype) -> bool | int | float:
+    if dtype == torch.bool:
+        return True
+    return 1.0 if dtype.is_floating_point else 1
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.numel() * tensor.itemsize == tensor.untyped_storage().nbytes() or tensor.is_contiguous()

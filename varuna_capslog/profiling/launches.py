@@ -1,0 +1,225 @@
+"""The three orders in which a profile's real runs are launched, and what each of them took.
+
+`packed` (ours): all 2L-1 stage runs in one launch, spread over the workers there are. `capslog`: that paper's trimmed
+partitionings (Sec. III-A), one launch of new processes after the other, the GPUs that are read in parallel. `mcap`:
+whole pipelines, one after the other. `measure` prepares the runs and makes the profile of what comes back.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from varuna_capslog.base.errors import DoesNotFit
+from varuna_capslog.base.units import format_bytes
+from varuna_capslog.model.chain import TensorSpec
+from varuna_capslog.model.workload import Workload
+from varuna_capslog.profiles.record import Observation
+from varuna_capslog.profiles.runs import StageRun, capslog_partitionings, mcap_partitionings
+from varuna_capslog.profiling.conditions import RunConditions
+from varuna_capslog.profiling.pipelines import Pipeline, measure_pipeline
+from varuna_capslog.profiling.trim import TrimmedRun
+from varuna_capslog.profiling.worker import WorkerGroup
+
+__all__ = [
+    "Bounded",
+    "Clock",
+    "FreeBytes",
+    "Progress",
+    "Workers",
+    "in_capslog_order",
+    "in_mcap_order",
+    "in_one_launch",
+]
+
+Progress = Callable[[int, int, str], None]
+"""Called with (runs done, all runs, what has just ended); first with 0 runs done."""
+
+FreeBytes = Callable[[torch.device], int]
+
+Bounded = tuple[TrimmedRun, int]
+"""A run and the most bytes it may take."""
+
+
+@dataclass(frozen=True)
+class Workers:
+    """What processes are started with."""
+
+    source: Callable[[], Workload]
+    devices: Sequence[torch.device]
+    threads: int
+    preload: Sequence[str]
+    conditions: RunConditions
+    free_bytes: FreeBytes
+    names: Sequence[str]
+
+    def group(self, count: int) -> WorkerGroup:
+        """The first `count` workers."""
+        return WorkerGroup(self.source, self.devices[:count], self.threads, self.preload)
+
+
+@dataclass
+class Clock:
+    """When stage runs began and ended: (worker, from, to) in seconds, a list per launch; and how many rounds it took.
+
+    Attributes:
+        began: when the profile was asked for.
+    """
+
+    began: float = field(default_factory=time.perf_counter)
+    launches: list[list[tuple[int, float, float]]] = field(default_factory=list)
+
+    def report(self, order: str, workers: int) -> dict[str, Any]:
+        """What the profile tells of it: the paper's |P| is `launches`, its Mean, Total and E2E are the seconds.
+
+        A round is what one worker does at a time: a launch of the two papers, or a stage run of the packed order.
+        """
+        total = sum(max(end for _, _, end in runs) - min(begin for _, begin, _ in runs) for runs in self.launches)
+        rounds = sum(max(Counter(worker for worker, _, _ in runs).values()) for runs in self.launches)
+        return {
+            "order": order,
+            "workers": workers,
+            "launches": len(self.launches),
+            "stage_runs": sum(len(runs) for runs in self.launches),
+            "rounds": rounds,
+            "mean_seconds": round(total / rounds, 4),
+            "total_seconds": round(total, 3),
+            "end_to_end_seconds": round(time.perf_counter() - self.began, 3),
+        }
+
+
+def in_one_launch(
+    tasks: Sequence[Bounded], group: WorkerGroup, workers: Workers, clock: Clock, progress: Progress
+) -> dict[StageRun, Observation]:
+    """Carry out trimmed runs on the workers there are, as many at once as fit into what is free before the first.
+
+    Raises:
+        DoesNotFit: a run needs more than there is; nothing is tried then.
+        WorkerFailure: a run failed.
+    """
+    devices, names = workers.devices, workers.names
+    left = {device: workers.free_bytes(device) for device in set(devices)}
+    too_big = [task for task in tasks if task[1] > max(left.values())]
+    if too_big:
+        raise DoesNotFit(_refusal(too_big, max(left.values()), names))
+    progress(0, len(tasks), "starting")
+    waiting = list(tasks)
+    found: dict[StageRun, Observation] = {}
+    begun: dict[int, float] = {}
+    intervals: list[tuple[int, float, float]] = []
+    while len(found) < len(tasks):
+        for worker in list(group.idle):
+            task = next((task for task in waiting if task[1] <= left[devices[worker]]), None)
+            if task is not None:
+                waiting.remove(task)
+                left[devices[worker]] -= task[1]
+                begun[worker] = time.perf_counter()
+                group.start(worker, task, workers.conditions)
+        for worker, (run, bound), result in group.finished():
+            intervals.append((worker, begun[worker], time.perf_counter()))
+            left[devices[worker]] += bound
+            found[run.first, run.end] = result
+            progress(len(found), len(tasks), _name((run.first, run.end), names))
+    clock.launches.append(intervals)
+    return found
+
+
+def in_capslog_order(
+    tasks: Sequence[Bounded], workers: Workers, clock: Clock, progress: Progress
+) -> dict[StageRun, Observation]:
+    """Carry out trimmed runs in the launches of CAPSlog, Sec. III-A, each with new processes.
+
+    A GPU whose layers are trimmed away needs no process here, and a measured GPU whose neighbour is measured too gets
+    dummies from its own companion all the same: to either it makes no difference where a tensor comes from.
+
+    Raises as `in_one_launch`, and CapslogError for fewer than 3 workers when the layers outnumber them.
+    """
+    by_run = {(run.first, run.end): (run, bound) for run, bound in tasks}
+    partitionings = capslog_partitionings(len(workers.names), len(workers.devices))
+    found: dict[StageRun, Observation] = {}
+    progress(0, len(partitionings), "starting")
+    for number, partitioning in enumerate(partitionings, start=1):
+        with workers.group(len(partitioning.measured)) as group:
+            group.wait_until_ready()  # one that was early would take two runs, which are then not read in parallel
+            mine = [by_run[run] for run in partitioning.runs]
+            found |= in_one_launch(mine, group, workers, clock, lambda *_: None)
+        progress(number, len(partitionings), f"pipeline {list(partitioning.layers_per_gpu)}")
+    return found
+
+
+def in_mcap_order(
+    specs: Sequence[Mapping[str, TensorSpec]],
+    goal: tuple[Any, Mapping[str, float]],
+    bound_bytes: Callable[[int, int], int],
+    workers: Workers,
+    clock: Clock,
+    progress: Progress,
+) -> dict[StageRun, Observation]:
+    """Carry out mCAP's launches of whole pipelines; of a range that several launches measure the first one counts.
+
+    Args:
+        goal: targets and normalisers of the loss.
+        bound_bytes: the most that a stage may take.
+
+    Raises:
+        DoesNotFit: a whole pipeline needs more than there is, as it did for the paper's dilated models.
+        WorkerFailure: a rank failed.
+        CapslogError: fewer than 3 workers when the layers outnumber them.
+    """
+    partitionings = mcap_partitionings(len(workers.names), len(workers.devices))
+    found: dict[StageRun, Observation] = {}
+    progress(0, len(partitionings), "starting")
+    for number, partitioning in enumerate(partitionings, start=1):
+        devices = workers.devices[: len(partitioning.layers_per_gpu)]
+        stages = partitioning.stages
+        _refuse_what_does_not_fit(stages, devices, bound_bytes, workers.free_bytes)
+        pipeline = Pipeline(tuple(stages), tuple(specs), *goal)
+        begun = time.perf_counter()
+        rows, seconds = measure_pipeline(
+            workers.source, pipeline, workers.conditions, devices, workers.threads, workers.preload
+        )
+        ended = time.perf_counter()
+        clock.launches.append([(rank, max(begun, ended - seconds), ended) for rank in range(len(stages))])
+        for gpu in partitioning.measured:
+            found.setdefault(rows[gpu].layers, rows[gpu])
+        progress(number, len(partitionings), f"pipeline {list(partitioning.layers_per_gpu)}")
+    return found
+
+
+def _refuse_what_does_not_fit(
+    stages: Sequence[StageRun],
+    devices: Sequence[torch.device],
+    bound_bytes: Callable[[int, int], int],
+    free_bytes: FreeBytes,
+) -> None:
+    needed: Counter[torch.device] = Counter()
+    for stage, device in zip(stages, devices, strict=True):
+        needed[device] += bound_bytes(*stage)
+    for device, most in needed.items():
+        free = free_bytes(device)
+        if most > free:
+            raise DoesNotFit(
+                f"mCAP's launch of the whole pipeline {[end - first for first, end in stages]} may need up to "
+                f"{format_bytes(most)} on {device}, where {format_bytes(free)} are free; profile.order=capslog or "
+                "packed keeps one or two layers at a time"
+            )
+
+
+def _refusal(too_big: Sequence[Bounded], free: int, names: Sequence[str]) -> str:
+    shown = ", ".join(
+        f"{_name((run.first, run.end), names)} (up to {format_bytes(bound)})" for run, bound in too_big[:3]
+    )
+    more = f" and {len(too_big) - 3} more" if len(too_big) > 3 else ""
+    return (
+        f"these stages may not fit into the {format_bytes(free)} that are free, and none was tried: {shown}{more}; "
+        "free memory, cut the model finer, or lower train.microbatch_size or profile.image_size"
+    )
+
+
+def _name(run: StageRun, names: Sequence[str]) -> str:
+    return " + ".join(names[run[0] : run[1]])

@@ -1,0 +1,303 @@
+"""Real runs of every layer and every pair of neighbours, into a `Profile`.
+
+`capslog profile` and `prepare` call this. It decides which runs are needed, has them launched (`launches`), and
+computes M_i and M_a from what comes back (CAPSlog, Sec. III-A). It never touches a layer itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from varuna_capslog.base import fields
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.config.reading import Config, load_workload
+from varuna_capslog.engine.probe import CPU_SOURCE, CUDA_SOURCE
+from varuna_capslog.model.chain import Chain, TensorSpec
+from varuna_capslog.model.trace import ShapeTable, layer_signature
+from varuna_capslog.model.workload import Workload
+from varuna_capslog.profiles.record import Observation, Profile, SharedParameter, layers_of_runs
+from varuna_capslog.profiles.runs import StageRun, stage_runs
+from varuna_capslog.profiling import admission, cache
+from varuna_capslog.profiling.admission import BoundTable
+from varuna_capslog.profiling.conditions import RunConditions, conditions_of_run
+from varuna_capslog.profiling.launches import (
+    Clock,
+    FreeBytes,
+    Progress,
+    Workers,
+    in_capslog_order,
+    in_mcap_order,
+    in_one_launch,
+)
+from varuna_capslog.profiling.sizes import shapes_of
+from varuna_capslog.profiling.skeleton import skeleton
+from varuna_capslog.profiling.trim import TrimmedRun
+from varuna_capslog.profiling.worker import WorkerFailure
+
+__all__ = ["Progress", "profile_config", "profile_workload"]
+
+
+def profile_config(
+    config: Config, workers: int | None = None, progress: Progress | None = None, use_cache: bool = True
+) -> Profile:
+    """Profiles the model of a config under the conditions of its training run.
+
+    Args:
+        workers: processes that measure at the same time, each with a light companion; None: one per pipeline device,
+            and always so many in the orders capslog and mcap, which launch pipelines.
+        use_cache: take the profile of the same model and conditions that was measured before, and keep a new one.
+
+    Raises:
+        DoesNotFit: a run needs more memory than there is.
+        CapslogError: there is no such device, or a run failed (which, and why).
+    """
+    workload = load_workload(config)
+    conditions = conditions_of_run(config, workload.profile_inputs(config.train.microbatch_size))
+    order, devices = config.profile.order, config.pipeline.devices
+    launch = _Launch(
+        functools.partial(load_workload, config),
+        (workers or devices) if order == "packed" else devices,
+        config.train.threads,
+        progress,
+        order=order,
+    )
+    return _profile(workload, conditions, launch, use_cache)
+
+
+def profile_workload(
+    workload: Workload,
+    *,
+    device: str = "cpu",
+    microbatch_size: int = 1,
+    precision: str = "float32",
+    recompute: bool = True,
+    stage_inputs: str = "host",
+    workers: int = 1,
+    threads: int = 1,
+    order: str = "packed",
+    merge_equal: bool = False,
+    use_cache: bool = False,
+    progress: Progress | None = None,
+    free_bytes: FreeBytes = admission.free_bytes,
+) -> Profile:
+    """Profiles a workload, also one that no config describes.
+
+    Args:
+        device: "cpu" or "cuda"; with several GPUs the workers take turns.
+        recompute, stage_inputs: of the training that the profile is for; see the config's `pipeline` section.
+        workers, use_cache: as in `profile_config`.
+        threads: CPU threads of each worker.
+        order: "packed", "capslog" or "mcap", of so many `workers`; see `launches`.
+        merge_equal: measure runs that do the same work (equal layers on equal inputs) once. Bytes are the same. In the
+            packed order only.
+        free_bytes: what a device has left.
+
+    Raises:
+        as `profile_config`; also CapslogError where CUDA is in use and the workload cannot be sent to a process.
+    """
+    fields.choice(order, "order", ORDERS)
+    conditions = RunConditions(
+        device, microbatch_size, shapes_of(workload.profile_inputs(microbatch_size)), precision, recompute, stage_inputs
+    )
+    launch = _Launch(_Given(workload), workers, threads, progress, merge_equal, free_bytes, order)
+    return _profile(workload, conditions, launch, use_cache)
+
+
+ORDERS = ("packed", "capslog", "mcap")
+
+
+@dataclass(frozen=True)
+class _Given:
+    """Brings a workload to the workers."""
+
+    workload: Workload
+
+    def __call__(self) -> Workload:
+        return self.workload
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """How the runs are carried out; nothing that the result depends on."""
+
+    source: Callable[[], Workload]
+    workers: int
+    threads: int
+    progress: Progress | None
+    merge_equal: bool = False
+    free_bytes: FreeBytes = admission.free_bytes
+    order: str = "packed"
+
+
+def _profile(workload: Workload, conditions: RunConditions, launch: _Launch, use_cache: bool) -> Profile:
+    if conditions.device == "cuda" and not torch.cuda.is_available():
+        raise CapslogError(
+            "the profile is for device cuda, but there is no CUDA device here; run it where there is one, or set "
+            "profile.device=cpu for numbers of the CPU"
+        )
+    if launch.workers < 1:
+        raise CapslogError(f"workers={launch.workers}; at least one process must measure")
+    chain = skeleton(workload)
+    clock = Clock()
+    described = _describe(workload, chain, conditions, launch)
+    if use_cache:
+        known = cache.load(described)
+        if known is not None:
+            return known
+    names = [layer.name for layer in chain.layers]
+    try:
+        rows = _launched(workload, chain, conditions, launch, names, clock)
+    except WorkerFailure as error:
+        where = "a profiling worker"
+        if error.run is not None:
+            where = f"the run of {' + '.join(names[error.run.first : error.run.end])}"
+        raise CapslogError(f"{where} failed: {error}; nothing was kept of this profile") from error
+    parameter_bytes = [_parameter_bytes(chain, index) for index in range(len(chain))]
+    profile = Profile(
+        layers=layers_of_runs(names, rows, parameter_bytes, grown_from_first=launch.order == "mcap"),
+        model=chain.name,
+        source="measured",
+        conditions={**described, "profiling": clock.report(launch.order, launch.workers)},
+        shared=tuple(SharedParameter(shared.name, shared.num_bytes, shared.layers) for shared in chain.shared),
+        observations=tuple(rows),
+    )
+    if use_cache:
+        cache.store(profile)
+    return profile
+
+
+def _launched(
+    workload: Workload,
+    chain: Chain,
+    conditions: RunConditions,
+    launch: _Launch,
+    names: Sequence[str],
+    clock: Clock,
+) -> list[Observation]:
+    """Carries out the runs of one order; one row for each range of layers."""
+    runs = stage_runs(len(chain))
+    count = min(launch.workers, len(runs)) if launch.order == "packed" else launch.workers
+    workers = Workers(
+        launch.source,
+        _devices(conditions.device, count),
+        launch.threads,
+        _modules(workload, chain),
+        conditions,
+        launch.free_bytes,
+        names,
+    )
+    progress = launch.progress or (lambda done, total, text: None)
+    # in one launch the processes get ready while this one traces shapes
+    with workers.group(count) if launch.order == "packed" else nullcontext() as group:
+        specs = ShapeTable(chain, conditions.device, conditions.precision).boundaries(
+            workload.profile_inputs(conditions.microbatch_size)
+        )
+        bounds = BoundTable(chain, specs, conditions.device, conditions.precision, conditions.blocks)
+        if launch.order == "mcap":
+            goal = workload.profile_targets(conditions.microbatch_size)
+            return list(in_mcap_order(specs, goal, bounds.bound_bytes, workers, clock, progress).values())
+        merge = launch.merge_equal and group is not None
+        twins = _twins(chain, specs, runs) if merge else {run: run for run in runs}
+        tasks = _tasks(workload, conditions, specs, bounds, [run for run in runs if twins[run] == run])
+        if group is None:
+            measured = in_capslog_order(tasks, workers, clock, progress)
+        else:
+            measured = in_one_launch(tasks, group, workers, clock, progress)
+    return [_as_run(measured[twins[run]], run) for run in runs]
+
+
+def _devices(name: str, workers: int) -> list[torch.device]:
+    """The device of each worker."""
+    if name == "cpu":
+        return [torch.device("cpu")] * workers
+    return [torch.device("cuda", worker % torch.cuda.device_count()) for worker in range(workers)]
+
+
+def _modules(workload: Workload, chain: Chain) -> list[str]:
+    """Where the classes of a workload are defined: what every worker would have to import."""
+    kinds = {type(workload), *(type(part) for layer in chain.layers for part in layer.module.modules())}
+    return sorted({kind.__module__ for kind in kinds})
+
+
+def _tasks(
+    workload: Workload,
+    conditions: RunConditions,
+    specs: Sequence[Mapping[str, TensorSpec]],
+    bounds: BoundTable,
+    runs: Sequence[StageRun],
+) -> list[tuple[TrimmedRun, int]]:
+    """The runs with their bounds in bytes, the largest first: as `pack_runs` would, with bytes for seconds."""
+    targets, normalisers = workload.profile_targets(conditions.microbatch_size)
+    last = len(specs) - 1
+    tasks = []
+    for first, end in runs:
+        loss = (targets, normalisers) if end == last else (None, {})
+        run = TrimmedRun(first, end, last, tuple(specs[first : end + 1]), *loss)
+        tasks.append((run, bounds.bound_bytes(first, end)))
+    return sorted(tasks, key=lambda task: -task[1])
+
+
+def _twins(
+    chain: Chain, specs: Sequence[Mapping[str, TensorSpec]], runs: Sequence[StageRun]
+) -> dict[StageRun, StageRun]:
+    """Each run -> the first one that does the same work: equal layers, tensors and neighbours, nothing shared."""
+    tied = {index for shared in chain.shared for index in shared.layers}
+    first_of: dict[object, StageRun] = {}
+    twins = {}
+    for run in runs:
+        first, end = run
+        key: object = run
+        if not tied & set(range(first, end)) and first > 0 and end < len(chain):
+            cuts = tuple(tuple(sorted(cut.items())) for cut in specs[first : end + 1])
+            layers = tuple((layer.reads, layer.writes, layer_signature(layer)) for layer in chain.layers[first:end])
+            key = (cuts, layers)
+        twins[run] = first_of.setdefault(key, run)
+    return twins
+
+
+def _as_run(row: Observation, run: StageRun) -> Observation:
+    return row if row.layers == run else replace(row, layers=run)
+
+
+def _parameter_bytes(chain: Chain, index: int) -> int:
+    return sum(parameter.numel() * parameter.itemsize for parameter in chain.layers[index].module.parameters())
+
+
+def _describe(workload: Workload, chain: Chain, conditions: RunConditions, launch: _Launch) -> dict[str, Any]:
+    """All that the numbers depend on, as JSON has it."""
+    return {
+        "device": conditions.device,
+        "device_name": _device_name(conditions.device),
+        "dtype": conditions.precision,
+        "microbatch_size": conditions.microbatch_size,
+        "input": {name: list(shape) for name, shape in conditions.input.items()},
+        "optimizer": "adamw",
+        "schedule": "varuna" if conditions.recompute else "1f1b",
+        "recompute": conditions.recompute,
+        "stage_inputs": conditions.stage_inputs,
+        "accumulation_blocks": conditions.blocks,
+        "threads": launch.threads,
+        "order": launch.order,
+        "peak_source": CUDA_SOURCE if conditions.device == "cuda" else CPU_SOURCE,
+        "torch": torch.__version__,
+        "model_digest": cache.model_digest(workload, chain),
+    }
+
+
+def _device_name(device: str) -> str:
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine()
+    named = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.machine())

@@ -1,0 +1,194 @@
+"""Whole pipelines, nothing trimmed: what mCAP launches to profile, one process per stage.
+
+`measure` calls `measure_pipeline` once per launch of the order `mcap`. Every stage computes for real on what the stage
+before sends; peaks are read as in the trimmed runs (`trim.observe`).
+"""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing.connection
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from varuna_capslog.engine.communicator import Communicator, PeerLost, connect
+from varuna_capslog.engine.pipeline import Layout
+from varuna_capslog.model.chain import Chain, Layer, TensorSpec
+from varuna_capslog.model.workload import Minibatch, Workload
+from varuna_capslog.profiles.record import Observation
+from varuna_capslog.profiles.runs import StageRun
+from varuna_capslog.profiling.conditions import RunConditions
+from varuna_capslog.profiling.skeleton import real_parameter, skeleton
+from varuna_capslog.profiling.trim import MICROBATCHES, DummyEngine, KnownShapes, dummy_options, observe
+from varuna_capslog.profiling.worker import WorkerFailure, belong_to_parent, end_with_client, process_context, sentence
+from varuna_capslog.schedules import from_strings, insert_recompute
+
+__all__ = ["Pipeline", "measure_pipeline"]
+
+_MESSAGE_SECONDS = 600.0
+_GRACE_SECONDS = 2.0
+"""How long ranks that lost a peer wait for the rank that failed to say why."""
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """One launch: the stages of a whole chain, and what crosses the cuts 0 .. L."""
+
+    stages: tuple[StageRun, ...]
+    specs: tuple[Mapping[str, TensorSpec], ...]
+    targets: Any
+    normalisers: Mapping[str, float]
+
+
+def measure_pipeline(
+    source: Callable[[], Workload],
+    pipeline: Pipeline,
+    conditions: RunConditions,
+    devices: Sequence[torch.device],
+    threads: int,
+    preload: Sequence[str] = (),
+) -> tuple[list[Observation], float]:
+    """Start one process per stage, train, read every stage's peak, end them.
+
+    Args:
+        devices: one per stage.
+        threads: CPU threads of each process.
+
+    Returns:
+        An observation per stage, and the seconds from the moment when all processes were connected.
+
+    Raises:
+        WorkerFailure: a rank failed or died.
+    """
+    context = process_context(source, preload)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    processes, pipes = [], []
+    try:
+        for rank, device in enumerate(devices):
+            ours, theirs = context.Pipe()
+            arguments = (theirs, source, rank, pipeline, conditions, store.port, device, threads)
+            process = context.Process(target=_work, args=arguments, name=f"pipeline-{rank}")
+            process.start()
+            theirs.close()
+            processes.append(process)
+            pipes.append(ours)
+        _collect(pipes)
+        began = time.perf_counter()
+        found = _collect(pipes)
+        return found, time.perf_counter() - began
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.join()
+        for pipe in pipes:
+            pipe.close()
+
+
+def _collect(pipes: Sequence[Connection]) -> list[Any]:
+    """One message of every rank; the first failure that is no mere loss of a peer is the cause."""
+    values: dict[int, Any] = {}
+    lost: str | None = None
+    deadline = None
+    while len(values) < len(pipes):
+        left = [pipe for rank, pipe in enumerate(pipes) if rank not in values]
+        patience = None if deadline is None else max(0.0, deadline - time.monotonic())
+        ready = multiprocessing.connection.wait(left, patience)
+        for connection in ready:
+            rank = pipes.index(connection)
+            try:
+                kind, value = pipes[rank].recv()
+            except (EOFError, OSError):
+                raise WorkerFailure(None, f"the process of stage {rank} died") from None
+            if kind == "failed":
+                raise WorkerFailure(None, f"stage {rank}: {value}")
+            values[rank] = value
+            if kind == "lost":
+                lost = lost or f"stage {rank}: {value}"
+                deadline = deadline or time.monotonic() + _GRACE_SECONDS
+        if not ready:
+            break
+    if lost is not None:
+        raise WorkerFailure(None, lost)
+    return [values[rank] for rank in range(len(pipes))]
+
+
+def _work(
+    pipe: Connection,
+    source: Callable[[], Workload],
+    rank: int,
+    pipeline: Pipeline,
+    conditions: RunConditions,
+    port: int,
+    device: torch.device,
+    threads: int,
+) -> None:
+    belong_to_parent()
+    threading.Thread(target=end_with_client, daemon=True).start()
+    torch.set_num_threads(threads)
+    try:
+        workload = source()
+        chain = _with_real_layers(skeleton(workload), pipeline.stages[rank])
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        communicator = connect(rank, len(pipeline.stages), "127.0.0.1", port, 0, _MESSAGE_SECONDS)
+        pipe.send(("ready", None))
+        pipe.send(("done", _observe(chain, workload, rank, pipeline, conditions, communicator, device)))
+        multiprocessing.connection.wait([pipe])  # others may still need this rank's connections
+    except PeerLost as error:
+        pipe.send(("lost", str(error)))
+    except Exception as error:
+        pipe.send(("failed", sentence(error)))
+
+
+def _with_real_layers(chain: Chain, stage: StageRun) -> Chain:
+    """The whole chain with memory for the parameters of one stage's layers, wherever else these are used."""
+    memo: dict[int, Any] = {}
+    for index, layer in enumerate(chain.layers):
+        for parameter in layer.module.parameters():
+            if stage[0] <= index < stage[1]:
+                memo[id(parameter)] = real_parameter(parameter)
+            else:
+                memo.setdefault(id(parameter), parameter)
+    modules = copy.deepcopy([layer.module for layer in chain.layers], memo)
+    layers = [Layer(old.name, new, old.reads, old.writes) for old, new in zip(chain.layers, modules, strict=True)]
+    return Chain(layers, chain.inputs, chain.outputs, chain.name)
+
+
+def _observe(
+    chain: Chain,
+    workload: Workload,
+    rank: int,
+    pipeline: Pipeline,
+    conditions: RunConditions,
+    communicator: Communicator,
+    device: torch.device,
+) -> Observation:
+    """Train this rank's stage. All stages but the last have two microbatches in flight, as trimmed ones have.
+
+    Varuna's own schedule lets early stages run further ahead; what they then keep waits on the host, but on a CPU would
+    count, so that M_i would depend on where in the pipeline a launch puts a layer. The price: a stage's gradient has
+    arrived when the next activation comes, so that a CPU holds one fewer of those under way than in a trimmed run.
+    """
+    last = len(pipeline.stages) - 1
+    ahead = ("F0", "F1", "B0", "F2", "B1", "F3", "B2", "B3")
+    in_turn = ("F0", "B0", "F1", "B1", "F2", "B2", "F3", "B3")
+    schedule = from_strings([[f"{s}{text}" for text in (ahead if s < last else in_turn)] for s in range(last + 1)])
+    if conditions.recompute:
+        schedule = insert_recompute(schedule)
+    layout = Layout(tuple(first for first, _ in pipeline.stages), tuple(range(last + 1)))
+    shapes = KnownShapes(pipeline.specs)
+    engine = DummyEngine(
+        chain, workload.loss, layout, dummy_options(conditions, schedule), communicator, device, shapes
+    )
+    inputs = dict(pipeline.specs[0])
+    minibatch = Minibatch([inputs] * MICROBATCHES, [pipeline.targets] * MICROBATCHES, dict(pipeline.normalisers))
+    first, end = pipeline.stages[rank]
+    return observe(engine, minibatch, (first, end), (pipeline.specs[first], pipeline.specs[end]), conditions)

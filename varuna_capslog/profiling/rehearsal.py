@@ -1,0 +1,144 @@
+"""A plan rehearsed on fake tensors: every rank's own program of a step, so that its peak is known before the launch.
+
+Where `estimate` runs single layers and pairs between dummies, from which a memory model predicts any stage, this runs
+the stages of one given cut list under its schedule, with all that is in flight: inputs and graphs that wait, receives
+posted ahead, messages sent and not yet confirmed. On the CPU these share the stage's memory. It takes a few seconds and
+therefore confirms a plan, it does not search one.
+"""
+
+from __future__ import annotations
+
+import copy
+import datetime
+from collections.abc import Sequence
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.config.reading import Config
+from varuna_capslog.engine.pipeline import EngineOptions, Layout
+from varuna_capslog.engine.probe import resident_tensors
+from varuna_capslog.model.chain import Chain, Layer
+from varuna_capslog.model.workload import Minibatch
+from varuna_capslog.profiling.estimate import StageEstimator
+from varuna_capslog.profiling.estimation.allocator import replay
+from varuna_capslog.profiling.estimation.hollow import _copied_by_shape, _prepare, _Silent
+from varuna_capslog.profiling.estimation.lifetimes import Lifetimes
+from varuna_capslog.profiling.estimation.quirks import quirks_of
+from varuna_capslog.profiling.skeleton import real_parameter
+from varuna_capslog.profiling.trim import DummyEngine, KnownShapes, TrimmedRun
+
+__all__ = ["rehearse", "rehearse_config"]
+
+_CPU = torch.device("cpu")
+
+
+class _Rank(_Silent):
+    """One rank of a pipeline whose other ranks do not exist."""
+
+    def __init__(self, rank: int, world_size: int, staged: bool) -> None:
+        super().__init__(TrimmedRun(0, 1, 1, ()), staged)
+        self.rank, self.world_size, self._timeout = rank, world_size, datetime.timedelta(0)
+
+
+def rehearse(
+    estimator: StageEstimator, cuts: Sequence[int], schedule: str, num_microbatches: int, recompute: bool = True
+) -> list[int]:
+    """Peak bytes of every stage of a cut list, stage s on rank s, in one step of training after the first.
+
+    Args:
+        estimator: the workload and its conditions.
+        num_microbatches: of a pipeline's step.
+        recompute: as in the config's `pipeline` section.
+
+    Raises:
+        CapslogError: a layer or the loss cannot run on fake tensors; cuts that do not fit the chain.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    estimator.chain.check_cuts(cuts)
+    return [_peak(estimator, mode, cuts, rank, schedule, num_microbatches, recompute) for rank in range(len(cuts))]
+
+
+def rehearse_config(config: Config, cuts: Sequence[int]) -> list[int]:
+    """`rehearse` for the run that a config describes, at the largest inputs that it can meet."""
+    pipeline = config.pipeline
+    estimator = StageEstimator.of_config(config)
+    # more microbatches than any stage has in flight show nothing new; GPipe has all of them
+    count = config.num_microbatches // pipeline.replicas
+    if pipeline.schedule != "gpipe":
+        count = min(count, 3 * len(cuts) + 2)
+    blocks = estimator.conditions.blocks
+    recompute = estimator.conditions.recompute
+    return rehearse(estimator, cuts, pipeline.schedule, -(-count // blocks) * blocks, recompute)
+
+
+def _peak(
+    estimator: StageEstimator,
+    mode: FakeTensorMode,
+    cuts: Sequence[int],
+    rank: int,
+    schedule: str,
+    num_microbatches: int,
+    recompute: bool,
+) -> int:
+    conditions, quirks = estimator.conditions, quirks_of(estimator.conditions.device)
+    ends = [*cuts[1:], len(estimator.chain)]
+    options = EngineOptions(
+        num_microbatches=num_microbatches,
+        num_blocks=conditions.blocks,
+        schedule=schedule,
+        recompute=recompute,
+        stage_inputs=conditions.stage_inputs,
+        precision=conditions.precision,
+        clip_norm=1.0,
+    )
+    targets, normalisers = estimator.workload.profile_targets(conditions.microbatch_size)
+    minibatch = Minibatch(
+        [dict(estimator.specs[0])] * num_microbatches, [targets] * num_microbatches, dict(normalisers)
+    )
+    layout = Layout(tuple(cuts), tuple(range(len(cuts))))
+    with torch.random.fork_rng(devices=[]), mode, quirks.dispatch():
+        with _copied_by_shape():
+            engine = DummyEngine(
+                _with_real_layers(estimator.chain, cuts[rank], ends[rank]),
+                estimator.workload.loss,
+                layout,
+                options,
+                _Rank(rank, len(cuts), quirks.staged),
+                _CPU,
+                KnownShapes(estimator.specs),
+            )
+        _prepare(engine, engine.stages[rank], conditions, quirks)
+        followed = Lifetimes(quirks.temporary, resident_tensors(engine.layers, engine.optimizer))
+        with followed:
+            try:
+                engine.train_step(
+                    2, minibatch, lambda _: {name: spec.empty() for name, spec in estimator.specs[0].items()}
+                )
+            except CapslogError:
+                raise
+            except Exception as error:
+                raise CapslogError(
+                    f"stage {rank} cannot run on fake tensors ({type(error).__name__}: {error}); let its layers depend "
+                    "on shapes only, or set profile.source=measured"
+                ) from error
+        if not quirks.caching:
+            return followed.peak_bytes
+        lasting = [(0, quirks.lasting_bytes)] if quirks.lasting_bytes else []
+        return replay([*lasting, *followed.events]).allocated_bytes
+
+
+def _with_real_layers(chain: Chain, first: int, end: int) -> Chain:
+    """The chain with parameters for layers [first, end), also where others share them; the rest keep shapes alone."""
+    memo: dict[int, object] = {}
+    owned = {id(parameter) for layer in chain.layers[first:end] for parameter in layer.module.parameters()}
+    for index, layer in enumerate(chain.layers):
+        for parameter in layer.module.parameters():
+            if id(parameter) not in memo:
+                memo[id(parameter)] = real_parameter(parameter) if id(parameter) in owned else parameter
+        for buffer in layer.module.buffers():
+            memo[id(buffer)] = torch.empty_like(buffer) if first <= index < end else buffer
+    modules = copy.deepcopy([layer.module for layer in chain.layers], memo)
+    layers = [Layer(old.name, new, old.reads, old.writes) for old, new in zip(chain.layers, modules, strict=True)]
+    return Chain(layers, chain.inputs, chain.outputs, chain.name)

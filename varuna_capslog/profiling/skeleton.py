@@ -1,0 +1,105 @@
+"""Chains without memory: a workload's layers with parameters that have shapes only.
+
+`trim` makes one or two layers of such a chain real at a time; `measure` reads shapes and bytes from it. Nothing here
+changes the workload's own modules.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from varuna_capslog.model.chain import Chain, Layer
+from varuna_capslog.model.workload import Workload
+
+__all__ = ["hollow_module", "real_parameter", "skeleton"]
+
+_Built = TypeVar("_Built")
+_Stripped = dict[int, tuple["weakref.ref[nn.Parameter]", nn.Parameter]]
+
+
+def skeleton(workload: Workload) -> Chain:
+    """The workload's chain with real buffers but all parameters on the meta device.
+
+    While it is built every parameter is moved there as soon as a module registers it, so that a model larger than the
+    host can be profiled; a model that needs its weights while it is built is built whole and then stripped.
+    """
+    chain, stripped = _built(workload.build_chain)
+    modules = [layer.module for layer in chain.layers]
+    return _with_modules(chain, copy.deepcopy(modules, _hollow_memo(modules, stripped)))
+
+
+def hollow_module(build: Callable[[], nn.Module]) -> nn.Module:
+    """The same for one module: what `build` gives, with real buffers and all parameters on the meta device."""
+    module, stripped = _built(build)
+    hollow: nn.Module = copy.deepcopy(module, _hollow_memo([module], stripped))
+    return hollow
+
+
+def _built(build: Callable[[], _Built]) -> tuple[_Built, _Stripped]:
+    torch.manual_seed(0)
+    stripped: _Stripped = {}
+    try:
+        with _parameters_on_meta(stripped):
+            return build(), stripped
+    except Exception:
+        # whatever went wrong: if it was not for the missing weights, this raises it again
+        return build(), stripped
+
+
+def _hollow_memo(modules: Sequence[nn.Module], stripped: _Stripped) -> dict[int, object]:
+    """What a deep copy puts in place of parameters and buffers."""
+    memo: dict[int, object] = {}
+    for module in modules:
+        for parameter in module.parameters():
+            memo[id(parameter)] = _on_meta(parameter, stripped)
+        for buffer in module.buffers():
+            memo[id(buffer)] = buffer
+    return memo
+
+
+@contextmanager
+def _parameters_on_meta(stripped: _Stripped) -> Iterator[None]:
+    original = nn.Module.register_parameter
+
+    def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        original(module, name, None if parameter is None else _on_meta(parameter, stripped))
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+def _on_meta(parameter: nn.Parameter, stripped: _Stripped) -> nn.Parameter:
+    """One parameter of shape only per parameter, so that tied ones stay tied."""
+    if parameter.is_meta:
+        return parameter
+    known = stripped.get(id(parameter))
+    # weakly: weights that the model has let go must leave memory, and their identity may come again
+    if known is None or known[0]() is not parameter:
+        hollow = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+        known = stripped[id(parameter)] = (weakref.ref(parameter), hollow)
+    return known[1]
+
+
+def _with_modules(chain: Chain, modules: Sequence[nn.Module]) -> Chain:
+    layers = [Layer(old.name, new, old.reads, old.writes) for old, new in zip(chain.layers, modules, strict=True)]
+    return Chain(layers, chain.inputs, chain.outputs, chain.name)
+
+
+def real_parameter(parameter: nn.Parameter) -> nn.Parameter:
+    """A parameter of that shape in host memory, of values that keep activations finite."""
+    values = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype)
+    if parameter.dim() > 1:
+        nn.init.normal_(values, std=(parameter.shape[0] / max(parameter.numel(), 1)) ** 0.5)
+    else:
+        values.fill_(0.5)
+    return nn.Parameter(values, requires_grad=parameter.requires_grad)

@@ -1,0 +1,401 @@
+"""One stage alone, its neighbours replaced by dummy tensors: CAPSlog's model trimming (Sec. III-A).
+
+Two ranks train a three-stage pipeline by the engine's own code: the measured rank holds the run's one or two layers,
+the other plays the stage before and the stage after with layers that only hand tensors on. No other layer is ever made
+real. Processes are the business of `worker`, the choice of runs that of `measure`.
+"""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.engine.communicator import Communicator
+from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine
+from varuna_capslog.engine.probe import PeakProbe, resident_tensors, storage_bytes
+from varuna_capslog.engine.stage import LossFunction, MicrobatchContext, Stage
+from varuna_capslog.model.chain import Chain, Layer, TensorSpec
+from varuna_capslog.model.trace import ShapeTable
+from varuna_capslog.model.workload import Minibatch
+from varuna_capslog.profiles.record import Observation
+from varuna_capslog.profiling.conditions import RunConditions
+from varuna_capslog.profiling.skeleton import real_parameter
+from varuna_capslog.schedules import Schedule, from_strings, insert_recompute, to_strings
+
+__all__ = [
+    "MEASURED_RANK",
+    "MICROBATCHES",
+    "NEIGHBOUR_RANK",
+    "DummyEngine",
+    "KnownShapes",
+    "TrimmedRun",
+    "dummy_inputs",
+    "dummy_options",
+    "measure_run",
+    "observe",
+    "play_neighbours",
+    "trimmed_chain",
+    "trimmed_engine",
+]
+
+MEASURED_RANK, NEIGHBOUR_RANK = 1, 0
+MICROBATCHES = 4
+"""From the second one on all gradients are there; the last two then find what a long step would have under way."""
+_TIMED_STEPS = 1
+
+
+@dataclass(frozen=True)
+class TrimmedRun:
+    """Layers [first, end) of a chain of `num_layers`, and all that must be known of the rest.
+
+    Attributes:
+        specs: what crosses the cuts first .. end.
+        targets, normalisers: for the loss, where the run holds the last layer.
+    """
+
+    first: int
+    end: int
+    num_layers: int
+    specs: tuple[Mapping[str, TensorSpec], ...]
+    targets: Any = None
+    normalisers: Mapping[str, float] | None = None
+
+    @property
+    def has_upstream(self) -> bool:
+        """Whether a stage comes before."""
+        return self.first > 0
+
+    @property
+    def has_downstream(self) -> bool:
+        """Whether a stage comes after; else the loss is the run's own."""
+        return self.end < self.num_layers
+
+
+# -- the trimmed pipeline
+
+
+class _HandOn(nn.Module):
+    """A dummy stage: hands its tensors on. It holds what the run shares with layers elsewhere, as their stage would."""
+
+    def __init__(self, shared: Sequence[nn.Parameter] = ()) -> None:
+        super().__init__()
+        self.shared = nn.ParameterList(shared)
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tensors
+
+
+class _ZeroGradients(torch.autograd.Function):
+    """A loss of 0 whose gradients are zeros, without arithmetic."""
+
+    @staticmethod
+    def forward(context: Any, *tensors: Tensor) -> Tensor:
+        context.save_for_backward(*tensors)
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(context: Any, *_: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.zeros_like(tensor) for tensor in context.saved_tensors)
+
+
+def _dummy_loss(outputs: Mapping[str, Tensor], _: Any, __: Mapping[str, float]) -> dict[str, Tensor]:
+    wanted = [tensor for tensor in outputs.values() if tensor.requires_grad]
+    return {"loss": _ZeroGradients.apply(*wanted) if wanted else torch.zeros(())}
+
+
+class KnownShapes(ShapeTable):
+    """Shapes that are known already, such as a trimmed pipeline's from the whole chain's."""
+
+    def __init__(self, specs: Sequence[Mapping[str, TensorSpec]]) -> None:
+        self._specs = [dict(cut) for cut in specs]
+
+    def boundaries(self, inputs: Mapping[str, TensorSpec]) -> list[dict[str, TensorSpec]]:
+        return self._specs
+
+
+class DummyEngine(PipelineEngine):
+    """Dummy values may lead to anything; what counts is that every step is carried out."""
+
+    refuses = False
+
+
+def trimmed_chain(chain: Chain, run: TrimmedRun, real: bool) -> Chain:
+    """The run's layers between dummies.
+
+    Args:
+        chain: from `skeleton`; not changed.
+        real: whether the run's parameters are to have memory (the measured rank) or only those of the dummies.
+    """
+    layers = chain.layers[run.first : run.end]
+    inside = set(range(run.first, run.end))
+    foreign = [use for use in chain.shared if inside & set(use.layers) and set(use.layers) - inside]
+    abroad = {id(_parameter_of(chain, use.uses[0])) for use in foreign}
+    memo: dict[int, Any] = {}
+    for layer in layers:
+        for parameter in layer.module.parameters():
+            if id(parameter) not in memo and (real or id(parameter) in abroad):
+                memo[id(parameter)] = real_parameter(parameter)
+        # not left to deepcopy, which cannot copy a tensor into the fake world of an estimate
+        memo |= {id(buffer): buffer.detach().clone() for buffer in layer.module.buffers()}
+    held = [memo[id(_parameter_of(chain, use.uses[0]))] for use in foreign]
+    modules = copy.deepcopy([layer.module for layer in layers], memo)
+    built = [Layer(old.name, new, old.reads, old.writes) for old, new in zip(layers, modules, strict=True)]
+    enters, leaves = chain.crossing(run.first), chain.crossing(run.end)
+    if run.has_upstream:
+        built.insert(0, Layer("dummy.before", _HandOn([] if run.has_downstream else held), enters, enters))
+    if run.has_downstream:
+        built.append(Layer("dummy.after", _HandOn(held), leaves, leaves))
+    return Chain(built, enters, leaves, chain.name)
+
+
+def _parameter_of(chain: Chain, use: tuple[int, str]) -> nn.Parameter:
+    index, name = use
+    return chain.layers[index].module.get_parameter(name)
+
+
+def dummy_options(conditions: RunConditions, schedule: Schedule, microbatches: int = MICROBATCHES) -> EngineOptions:
+    """How an engine runs so many dummy microbatches (at most 4) in a schedule's order."""
+    return EngineOptions(
+        num_microbatches=microbatches,
+        # more than two blocks are never alive at once
+        num_blocks=1 if conditions.blocks == 1 else microbatches,
+        stage_inputs=conditions.stage_inputs,
+        precision=conditions.precision,
+        clip_norm=1.0,
+        actions=tuple(tuple(row) for row in to_strings(schedule)),
+    )
+
+
+def trimmed_engine(
+    chain: Chain,
+    run: TrimmedRun,
+    conditions: RunConditions,
+    communicator: Communicator,
+    loss: LossFunction,
+    device: torch.device,
+    real: bool,
+    microbatches: int = MICROBATCHES,
+) -> tuple[DummyEngine, Minibatch]:
+    """One rank's engine, and the minibatch of dummy microbatches that it trains on (at most 4)."""
+    trimmed = trimmed_chain(chain, run, real)
+    layout, schedule = _program(run, conditions.recompute, microbatches)
+    options = dummy_options(conditions, schedule, microbatches)
+    specs = [*run.specs[: 1 if run.has_upstream else 0], *run.specs, *run.specs[len(run.specs) - run.has_downstream :]]
+    engine = DummyEngine(trimmed, loss, layout, options, communicator, device, KnownShapes(specs))
+    minibatch = Minibatch(
+        [dict(run.specs[0])] * microbatches, [run.targets] * microbatches, dict(run.normalisers or {})
+    )
+    return engine, minibatch
+
+
+def _program(run: TrimmedRun, recompute: bool, microbatches: int) -> tuple[Layout, Schedule]:
+    """Stages, their ranks and both ranks' actions: the steady state of Varuna's schedule.
+
+    A stage with another behind it has a second microbatch in flight while it recomputes and differentiates the first.
+    The neighbour sends ahead as far as real neighbours would, so that as many receives are posted and sends under way.
+    """
+    count = run.end - run.first
+    if run.has_upstream and run.has_downstream:
+        layout = Layout((0, 1, 1 + count), (NEIGHBOUR_RANK, MEASURED_RANK, NEIGHBOUR_RANK))
+        rows = [
+            "0F0 0F1 2F0 2B0 0F2 2F1 2B1 0B0 0F3 2F2 2B2 0B1 2F3 2B3 0B2 0B3",
+            "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3",
+        ]
+    elif run.has_downstream:
+        layout = Layout((0, count), (MEASURED_RANK, NEIGHBOUR_RANK))
+        rows = ["1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3", "0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3"]
+    elif run.has_upstream:
+        layout = Layout((0, 1), (NEIGHBOUR_RANK, MEASURED_RANK))
+        rows = ["0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3", "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3"]
+    else:
+        layout = Layout((0,), (0,))
+        rows = ["0F0 0B0 0F1 0B1 0F2 0B2 0F3 0B3"]
+    schedule = from_strings([[text for text in row.split() if int(text[-1]) < microbatches] for row in rows])
+    return layout, insert_recompute(schedule) if recompute else schedule
+
+
+# -- steps
+
+
+def play_neighbours(chain: Chain, run: TrimmedRun, conditions: RunConditions, communicator: Communicator) -> None:
+    """The other side of `measure_run`: sends and receives from host memory what the stages around would."""
+    if not run.has_upstream and not run.has_downstream:
+        return
+    cpu = torch.device("cpu")
+    engine, minibatch = trimmed_engine(chain, run, conditions, communicator, _dummy_loss, cpu, real=False)
+    values = dummy_inputs(run.specs[0])
+    for step in range(1, 3 + _TIMED_STEPS):
+        engine.train_step(step, minibatch, lambda microbatch: values)
+
+
+def measure_run(
+    chain: Chain,
+    run: TrimmedRun,
+    conditions: RunConditions,
+    loss: LossFunction,
+    communicator: Communicator,
+    device: torch.device,
+) -> Observation:
+    """Trains one trimmed stage: a step that creates the optimizer's state, a step under the probe, steps against the
+    clock.
+
+    Args:
+        chain: from `skeleton`.
+        loss: the workload's.
+        communicator: of this rank (1) and the one that plays the neighbours (0).
+
+    Returns:
+        Peak bytes of a whole step, update included; static bytes (parameters, gradients, moments, buffers); saved bytes
+        (all that a graph keeps alive between forward and backward, the stage's inputs included); medians of seconds.
+
+    Raises:
+        CapslogError: the loss refuses the dummy values, so that its backward would go unmeasured.
+    """
+    if not run.has_upstream and not run.has_downstream:
+        communicator = Communicator(0, 1, communicator.generation, datetime.timedelta(0))
+    engine, minibatch = trimmed_engine(
+        chain, run, conditions, communicator, loss if not run.has_downstream else _dummy_loss, device, real=True
+    )
+    return observe(engine, minibatch, (run.first, run.end), (run.specs[0], run.specs[-1]), conditions)
+
+
+def observe(
+    engine: PipelineEngine,
+    minibatch: Minibatch,
+    layers: tuple[int, int],
+    boundaries: tuple[Mapping[str, TensorSpec], Mapping[str, TensorSpec]],
+    conditions: RunConditions,
+) -> Observation:
+    """Train the one stage of this rank as `measure_run` says, and read it; the other ranks train as many steps.
+
+    Args:
+        layers: (first, end) of the stage in its whole chain.
+        boundaries: what crosses its first and its last cut.
+    """
+    (stage,) = engine.stages.values()
+    device = engine.device
+    meter = _StageMeter(stage, engine)
+
+    def load(microbatch: int) -> dict[str, Tensor]:
+        return dummy_inputs(boundaries[0])
+
+    with meter.saving():
+        engine.train_step(1, minibatch, load)
+    if meter.refused:
+        raise CapslogError(f"the loss refuses dummy values ({meter.refused}); make it finite on any outputs")
+    with PeakProbe(device, resident_tensors(engine.layers, engine.optimizer)) as probe:
+        engine.train_step(2, minibatch, load, before_commit=meter.count_static)
+    with meter.timing():
+        for step in range(3, 3 + _TIMED_STEPS):
+            engine.train_step(step, minibatch, load)
+    return Observation(
+        layers=layers,
+        device=device.type,
+        microbatch_size=conditions.microbatch_size,
+        input=dict(conditions.input),
+        memory_action="recompute" if conditions.recompute else "none",
+        peak_bytes=probe.peak_bytes,
+        static_bytes=meter.static_bytes,
+        saved_bytes=meter.saved_bytes,
+        transient_bytes=max(0, probe.peak_bytes - meter.static_bytes),
+        boundary_in_bytes=sum(spec.num_bytes for spec in boundaries[0].values()),
+        boundary_out_bytes=sum(spec.num_bytes for spec in boundaries[1].values()),
+        forward_seconds=statistics.median(meter.seconds["forward"]),
+        backward_seconds=statistics.median(meter.seconds["backward"]),
+    )
+
+
+def dummy_inputs(specs: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
+    """Values for the tensors that cross a cut."""
+    return {name: _dummy(spec) for name, spec in specs.items()}
+
+
+def _dummy(spec: TensorSpec) -> Tensor:
+    """Values that most layers take: floats in [0, 1), ones for whole numbers (valid ids, sizes above 0), False."""
+    tensor = spec.empty()
+    if spec.dtype.is_floating_point:
+        return tensor.uniform_()
+    return tensor.fill_(spec.dtype != torch.bool)
+
+
+class _StageMeter:
+    """Reads one stage from outside: what it saves, what it keeps, how long it takes."""
+
+    def __init__(self, stage: Stage, engine: PipelineEngine) -> None:
+        self._stage, self._engine = stage, engine
+        self.static_bytes = 0
+        self.saved_bytes = 0
+        self.refused = ""
+        self.seconds: dict[str, list[float]] = {"forward": [], "backward": []}
+
+    def count_static(self) -> None:
+        """Between backward and update, when all gradients are there."""
+        self.static_bytes = storage_bytes(resident_tensors(self._engine.layers, self._engine.optimizer))
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """While it is open, `saved_bytes` grows to the most that a forward leaves behind for its backward."""
+        own = resident_tensors(self._engine.layers, self._engine.optimizer)
+
+        def watch(call: Callable[..., Any], context: MicrobatchContext, *arguments: Any) -> Any:
+            saved: list[Tensor] = []
+
+            def pack(tensor: Tensor) -> Tensor:
+                saved.append(tensor)
+                return tensor
+
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                result = call(context, *arguments)
+            kept = storage_bytes([*own, *saved, *self._stage.kept(context.index)]) - storage_bytes(own)
+            self.saved_bytes = max(self.saved_bytes, kept)
+            self.refused = self.refused or self._stage.refusals.get(context.index, "")
+            return result
+
+        with self._around(("forward", "recompute"), lambda name: watch):
+            yield
+
+    @contextmanager
+    def timing(self) -> Iterator[None]:
+        """While it is open, `seconds` collects the duration of every forward and backward."""
+        device = self._stage.device
+
+        def clock(name: str) -> Callable[..., Any]:
+            def timed(call: Callable[..., Any], *arguments: Any) -> Any:
+                _finish(device)
+                began = time.perf_counter()
+                result = call(*arguments)
+                _finish(device)
+                self.seconds[name].append(time.perf_counter() - began)
+                return result
+
+            return timed
+
+        with self._around(("forward", "backward"), clock):
+            yield
+
+    @contextmanager
+    def _around(self, names: Sequence[str], wrapper: Callable[[str], Callable[..., Any]]) -> Iterator[None]:
+        """Puts `wrapper(name)` around some methods of this one stage."""
+        for name in names:
+            setattr(self._stage, name, functools.partial(wrapper(name), getattr(self._stage, name)))
+        try:
+            yield
+        finally:
+            for name in names:
+                delattr(self._stage, name)
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

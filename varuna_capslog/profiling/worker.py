@@ -1,0 +1,270 @@
+"""The processes of a profile: workers that measure one trimmed run after another, each with a neighbour of its own.
+
+`measure` starts a `WorkerGroup` and hands out runs. A worker builds the chain's skeleton once and then forks the
+process that plays its neighbours, so that torch is imported once for all. No process outlives the one that started it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.engine.communicator import PeerLost, connect
+from varuna_capslog.model.chain import Chain
+from varuna_capslog.model.workload import Workload
+from varuna_capslog.profiles.record import Observation
+from varuna_capslog.profiling.conditions import RunConditions
+from varuna_capslog.profiling.skeleton import skeleton
+from varuna_capslog.profiling.trim import (
+    MEASURED_RANK,
+    NEIGHBOUR_RANK,
+    TrimmedRun,
+    measure_run,
+    play_neighbours,
+)
+
+__all__ = ["WorkerFailure", "WorkerGroup", "belong_to_parent", "end_with_client", "process_context", "sentence"]
+
+_MESSAGE_SECONDS = 3600.0
+_PR_SET_PDEATHSIG = 1
+
+Task = tuple[TrimmedRun, int]
+"""A run and the most bytes it may take."""
+
+
+class WorkerFailure(CapslogError):
+    """A worker could not be started, or a run did not end. `run` is None for a start."""
+
+    def __init__(self, task: Task | None, reason: str) -> None:
+        super().__init__(reason)
+        self.run = None if task is None else task[0]
+
+
+class WorkerGroup:
+    """Workers that stay for a whole profile; a context manager that ends all of them, however it is left.
+
+    Args:
+        source: makes the workload in every worker.
+        devices: one per worker.
+        threads: CPU threads of each worker; their neighbours have one.
+        preload: modules that are imported once, before the workers part; one that cannot be imported is left out.
+    """
+
+    def __init__(
+        self,
+        source: Callable[[], Workload],
+        devices: Sequence[torch.device],
+        threads: int,
+        preload: Sequence[str] = (),
+    ) -> None:
+        self._context = process_context(source, preload)
+        self._arguments = (source, devices, threads)
+        self._processes: list[BaseProcess] = []
+        self._pipes: list[Connection] = []
+        self._doing: dict[int, Task] = {}
+        self._idle: list[int] = []
+
+    @staticmethod
+    def target() -> Callable[..., None]:
+        """What a process runs: as `_work`, which measures on our own engine."""
+        return _work
+
+    def __enter__(self) -> WorkerGroup:
+        source, devices, threads = self._arguments
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = store
+        try:
+            for number, device in enumerate(devices):
+                ours, theirs = self._context.Pipe()
+                process = self._context.Process(
+                    target=self.target(),
+                    args=(theirs, source, number, store.port, device, threads),
+                    name=f"profile-{number}",
+                )
+                process.start()
+                theirs.close()
+                self._processes.append(process)
+                self._pipes.append(ours)
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+
+    @property
+    def idle(self) -> list[int]:
+        """Workers that are ready for a run."""
+        return self._idle
+
+    def wait_until_ready(self) -> None:
+        """Returns when every worker is idle; to be called before the first run.
+
+        Raises:
+            WorkerFailure: a worker could not be started.
+        """
+        while len(self._idle) < len(self._processes):
+            ended = list(self.finished())
+            assert not ended, "no run is under way"
+
+    def start(self, worker: int, task: Task, conditions: RunConditions) -> None:
+        """Gives an idle worker its next run."""
+        self._idle.remove(worker)
+        self._doing[worker] = task
+        try:
+            self._pipes[worker].send((task[0], conditions))
+        except OSError as error:
+            raise self._died(worker) from error
+
+    def finished(self) -> Iterator[tuple[int, Task, Observation]]:
+        """Waits for news; gives (worker, task, result) of every run that has ended (none: workers became ready).
+
+        Raises:
+            WorkerFailure: a run failed or its worker died.
+        """
+        for ready in multiprocessing.connection.wait(self._pipes):
+            worker = self._pipes.index(ready)  # type: ignore[arg-type]
+            try:
+                kind, value = self._pipes[worker].recv()
+            except (EOFError, OSError) as error:
+                raise self._died(worker) from error
+            if kind == "failed":
+                raise WorkerFailure(self._doing.get(worker), value)
+            self._idle.append(worker)
+            if kind == "done":
+                yield worker, self._doing.pop(worker), value
+
+    def _died(self, worker: int) -> WorkerFailure:
+        process = self._processes[worker]
+        process.join(5)
+        status = process.exitcode
+        how = (
+            f"was killed by {signal.Signals(-status).name}" if status and status < 0 else f"ended with status {status}"
+        )
+        return WorkerFailure(self._doing.get(worker), f"its process {how}")
+
+
+def process_context(source: Callable[[], Workload], preload: Sequence[str]) -> Any:
+    """How to start processes: from a clean server that has imported torch once, or else from this process."""
+    try:
+        pickle.dumps(source)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        if torch.cuda.is_initialized():
+            raise CapslogError(
+                f"the workload cannot be sent to other processes ({error}), and CUDA is in use in this one: define "
+                "the model at the top level of a module"
+            ) from error
+        return multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, *preload])
+    # Ctrl-C is for this process: the server, which is busy importing, would answer it with a traceback.
+    resource_tracker.ensure_running()  # first: it unblocks the signal again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return context
+
+
+def _work(
+    pipe: Connection, source: Callable[[], Workload], number: int, port: int, device: torch.device, threads: int
+) -> None:
+    """A worker: measures the runs that come through `pipe`, until it closes."""
+    belong_to_parent()
+    torch.set_num_threads(1)
+    tasks, theirs = multiprocessing.Pipe()
+    try:
+        workload = source()
+        chain = skeleton(workload)
+        # before any thread or CUDA context exists here
+        neighbour = multiprocessing.get_context("fork").Process(
+            target=_neighbour, args=(theirs, (pipe, tasks), chain, number, port), daemon=True
+        )
+        neighbour.start()
+        theirs.close()
+        threading.Thread(target=end_with_client, daemon=True).start()
+        torch.set_num_threads(threads)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        communicator = connect(MEASURED_RANK, 2, "127.0.0.1", port, number, _MESSAGE_SECONDS)
+        pipe.send(("ready", None))
+        while True:
+            run, conditions = pipe.recv()
+            tasks.send((run, conditions))
+            result = measure_run(chain, run, conditions, workload.loss, communicator, device)
+            pipe.send(("done", result))
+    except (EOFError, BrokenPipeError):
+        return
+    except PeerLost as error:
+        # the neighbour knows why it left
+        pipe.send(("failed", tasks.recv() if tasks.poll(1.0) else str(error)))
+    except Exception as error:
+        pipe.send(("failed", sentence(error)))
+
+
+def sentence(error: Exception) -> str:
+    """What a worker reports of an error: its first line, and its kind where it is not one of ours."""
+    text = str(error).split("\n", 1)[0]
+    return text if isinstance(error, CapslogError) else f"{type(error).__name__}: {text}"
+
+
+def _neighbour(tasks: Connection, foreign: Sequence[Connection], chain: Chain, number: int, port: int) -> None:
+    """What plays the stages around a worker's runs; `foreign` are the worker's own ends of pipes."""
+    belong_to_parent()
+    for connection in foreign:
+        connection.close()
+    try:
+        communicator = connect(NEIGHBOUR_RANK, 2, "127.0.0.1", port, number, _MESSAGE_SECONDS)
+        while True:
+            run, conditions = tasks.recv()
+            play_neighbours(chain, run, conditions, communicator)
+    except (EOFError, PeerLost):
+        return  # the worker is gone or has failed, and says why itself
+    except Exception as error:
+        tasks.send(sentence(error))
+
+
+def end_with_client() -> None:
+    """Ends a worker at once when the process that profiles is gone, also in the middle of a long run."""
+    client = multiprocessing.parent_process()
+    assert client is not None
+    multiprocessing.connection.wait([client.sentinel])
+    os._exit(1)
+
+
+def belong_to_parent() -> None:
+    """Ends with its parent, and leaves Ctrl-C to the process that the user sees."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        parent = os.getppid()
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)

@@ -1,0 +1,359 @@
+"""Judges a run by what its members wrote down, the store's records, and an uninterrupted run of the plain engine.
+
+A pure function of these: it knows nothing of how the run was disturbed, but for the partitions whose sides are watched.
+One breach is a failed run.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from varuna_capslog.membership.generation import Generation, Member, Stamp
+
+__all__ = ["Opened", "Partition", "Segment", "Stepped", "Truth", "judge", "read_segment"]
+
+_MOST = 20
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A member has begun a generation."""
+
+    member: Member
+    generation: int
+    base: Stamp
+    members: tuple[Member, ...]
+    time: float
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """A member has applied a step; `digests` name the states of its own layers after it."""
+
+    member: Member
+    generation: int
+    step: int
+    loss: float
+    grad_norm: float
+    digests: Mapping[str, str]
+    time: float
+
+
+@dataclass(frozen=True)
+class Partition:
+    """One side of the network could not hear the other: `away` is the one without the store."""
+
+    begin: float
+    end: float
+    away: frozenset[Member]
+
+
+@dataclass
+class Segment:
+    """The part of a run between two losses of the store.
+
+    Attributes:
+        first: step of the checkpoint that it began with.
+        founded: every generation in the order of the log, with the time at which an observer had seen it.
+        broken: generations that a member has broken off, by the log; one that ends as its vote says is not among them.
+            None where nobody has looked.
+    """
+
+    first: int = 0
+    opened: list[Opened] = field(default_factory=list)
+    stepped: list[Stepped] = field(default_factory=list)
+    founded: list[tuple[Generation, float]] = field(default_factory=list)
+    broken: set[int] | None = None
+    partitions: list[Partition] = field(default_factory=list)
+
+    @property
+    def records(self) -> dict[int, Generation]:
+        """What the store held, by number."""
+        return {record.number: record for record, _ in self.founded}
+
+    @property
+    def bases(self) -> dict[int, Stamp]:
+        """From where the generations that somebody has begun went on, by number."""
+        return {one.generation: one.base for one in self.opened}
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What the uninterrupted run says: (loss, gradient norm) by step, and the names of its last weights by layer."""
+
+    steps: Mapping[int, tuple[float, float]]
+    weights: Mapping[str, str]
+
+
+def read_segment(lines: Iterable[Mapping[str, Any]], segment: Segment) -> None:
+    """Adds the lines that watched members left."""
+    for line in lines:
+        if line["kind"] == "open":
+            found = Opened(
+                line["member"], line["generation"], Stamp(*line["base"]), tuple(line["members"]), line["time"]
+            )
+            segment.opened.append(found)
+        elif line["kind"] == "step":
+            segment.stepped.append(
+                Stepped(
+                    line["member"],
+                    line["generation"],
+                    line["step"],
+                    line["loss"],
+                    line["grad_norm"],
+                    line["digests"],
+                    line["time"],
+                )
+            )
+
+
+def judge(
+    segments: Sequence[Segment],
+    truth: Truth,
+    weights: Mapping[str, str],
+    last: int,
+    settled_within: int = 1,
+    redundancy: int | None = None,
+) -> list[str]:
+    """What is wrong with a run, in sentences; nothing for one that is as it should be.
+
+    Args:
+        weights: as `truth.weights`, of the run's last checkpoint.
+        last: the step that it ended with.
+        settled_within: the most steps that a change may take back: 1 with `sync`, 2 with `async`.
+        redundancy: so many members may be lost without going back to a checkpoint; None where copies may find no room.
+    """
+    found: list[str] = []
+    digests: dict[tuple[int, str], str] = {}
+    for number, segment in enumerate(segments):
+        name = f"segment {number}: "
+        found += [name + text for text in _equality(segment, truth, digests)]
+        found += [name + text for text in _order(segment)]
+        found += [name + text for text in _votes(segment)]
+        found += [name + text for text in _fences(segment)]
+        found += [name + text for text in _lineage(segment)]
+        found += [name + text for text in _taken_back(segment, settled_within, redundancy)]
+        found += [name + text for text in _sides(segment)]
+    found += _history(segments, last)
+    for layer in sorted(set(truth.weights) | set(weights)):
+        if truth.weights.get(layer) != weights.get(layer):
+            found.append(f"the last weights of layer {layer} differ from the uninterrupted run's")
+    return found if len(found) <= _MOST else [*found[:_MOST], f"and {len(found) - _MOST} more"]
+
+
+def _equality(segment: Segment, truth: Truth, digests: dict[tuple[int, str], str]) -> Iterable[str]:
+    """Every step that anybody ever applied, also those taken back later, has the right numbers and states."""
+    for one in segment.stepped:
+        right = truth.steps.get(one.step)
+        if right != (one.loss, one.grad_norm):
+            yield (
+                f"{one.member} applied step {one.step} of generation {one.generation} with loss {one.loss!r} and "
+                f"gradient norm {one.grad_norm!r}; the uninterrupted run has {right}"
+            )
+        for layer, text in one.digests.items():
+            if digests.setdefault((one.step, layer), text) != text:
+                yield (
+                    f"{one.member} has another state of layer {layer} after step {one.step} of generation "
+                    f"{one.generation} than others"
+                )
+
+
+def _order(segment: Segment) -> Iterable[str]:
+    """A member applies the steps of a generation one by one from its base, and never comes back to an older one; all
+    members agree on base and members."""
+    bases: dict[int, Opened] = {}
+    newest: dict[Member, int] = {}
+    next_step: dict[tuple[Member, int], int] = {}
+    events: list[Opened | Stepped] = [*segment.opened, *segment.stepped]
+    events.sort(key=lambda one: one.time)
+    for one in events:
+        if isinstance(one, Opened):
+            first = bases.setdefault(one.generation, one)
+            if (first.base, first.members) != (one.base, one.members):
+                yield (
+                    f"generation {one.generation} begins at {one.base} for {one.member}, "
+                    f"at {first.base} for {first.member}"
+                )
+            if one.member not in one.members:
+                yield f"{one.member} opened generation {one.generation} without being a member"
+            next_step[(one.member, one.generation)] = one.base.step + 1
+            newest[one.member] = max(newest.get(one.member, 0), one.generation)
+        else:
+            if one.generation < newest.get(one.member, 0):
+                yield (
+                    f"{one.member} applied step {one.step} of generation {one.generation} after it had begun "
+                    f"generation {newest[one.member]}"
+                )
+            expected = next_step.get((one.member, one.generation))
+            if one.step != expected:
+                yield (
+                    f"{one.member} applied step {one.step} of generation {one.generation}, but "
+                    f"{'had not opened it' if expected is None else f'step {expected} was due'}"
+                )
+            next_step[(one.member, one.generation)] = one.step + 1
+
+
+def _votes(segment: Segment) -> Iterable[str]:
+    """A step needs the vote of every member of its generation, and who votes on a step has made the one before.
+
+    So two groups that share a member cannot both train, whatever the clocks say.
+    """
+    opened: dict[int, set[Member]] = defaultdict(set)
+    made: dict[tuple[int, int], set[Member]] = defaultdict(set)
+    members = {one.generation: one.members for one in segment.opened}
+    bases = segment.bases
+    for one in segment.opened:
+        opened[one.generation].add(one.member)
+    for step in segment.stepped:
+        made[step.generation, step.step].add(step.member)
+    for (generation, number), some in sorted(made.items()):
+        if generation not in members:
+            continue  # `_order` says so
+        first = number == bases[generation].step + 1
+        ready = opened[generation] if first else made.get((generation, number - 1), set())
+        for member in sorted(set(members[generation]) - ready):
+            yield (
+                f"{min(some)} applied step {number} of generation {generation} without the vote of {member}, which had "
+                f"{'not begun it' if first else f'not made step {number - 1}'}"
+            )
+
+
+def _fences(segment: Segment) -> Iterable[str]:
+    """Generations never train side by side, and only members of what the store has held train."""
+    numbers = [generation.number for generation, _ in segment.founded]
+    if numbers != sorted(set(numbers)):
+        yield f"the log has generations in the order {numbers}"
+    records = segment.records
+    founded = {generation.number: seen for generation, seen in segment.founded}
+    for began in segment.opened:  # the observer may have heard of it later than its members
+        if began.generation in founded:
+            founded[began.generation] = min(founded[began.generation], began.time)
+            if began.members != records[began.generation].members:
+                yield (
+                    f"{began.member} began generation {began.generation} with {', '.join(began.members)}; "
+                    f"the store has {', '.join(records[began.generation].members)}"
+                )
+    earliest: dict[int, float] = {}
+    for number in sorted(founded, reverse=True):  # a newer one comes after all older ones
+        earliest[number] = min(founded[number], earliest.get(number + 1, founded[number]))
+    late: dict[tuple[Member, int], int] = defaultdict(int)
+    for one in segment.stepped:
+        if one.generation not in records:
+            yield f"{one.member} trained in generation {one.generation}, which the store has never held"
+            continue
+        if one.member not in records[one.generation].members:
+            yield f"{one.member} trained in generation {one.generation} without being a member of it"
+        if one.generation + 1 in earliest and one.time > earliest[one.generation + 1]:
+            late[(one.member, one.generation)] += 1
+    for (member, generation), steps in late.items():
+        if steps > 1:
+            yield f"{member} applied {steps} steps of generation {generation} after the next one was founded"
+
+
+def _lineage(segment: Segment) -> Iterable[str]:
+    """What the store says of the past is what happened, and nobody goes on from what was taken back."""
+    bases = segment.bases
+    told: set[tuple[int, Stamp]] = set()
+    for record, _ in segment.founded:
+        for generation, base in record.lineage:
+            if bases.get(generation, base) != base and (generation, base) not in told:
+                told.add((generation, base))
+                yield (
+                    f"generation {generation} began at {bases[generation]}, but by the record of generation "
+                    f"{record.number} at {base}"
+                )
+        if record.number in bases and not record.continues(bases[record.number]):
+            yield f"generation {record.number} began at {bases[record.number]}, which its record says was taken back"
+
+
+def _taken_back(segment: Segment, settled_within: int, redundancy: int | None) -> Iterable[str]:
+    """A change takes back what was not settled, at most; nothing where nobody was lost and all had made the step, or
+    the change was voted.
+
+    Only a generation that may go back to a checkpoint loses settled steps, and only where more were lost than the
+    redundancy covers.
+    """
+    records = segment.records
+    opened = {one.generation: one for one in segment.opened}
+    made: dict[int, dict[Member, int]] = defaultdict(dict)
+    for one in segment.stepped:
+        made[one.generation][one.member] = max(made[one.generation].get(one.member, 0), one.step)
+    reached, source, trained = -1, 0, 0  # newest step that anybody made, in which generation; the last that made one
+    for number in sorted(opened):
+        base = opened[number].base.step
+        between = [records[k] for k in range(trained + 1, number + 1) if k in records]
+        before = opened[trained].members if trained in opened else ()
+        if base < reached - settled_within:
+            gone = set(before) - set(records[number].participants if number in records else before)
+            if not any(record.regress for record in between):
+                yield (
+                    f"generation {source} had reached step {reached}, but generation {number} went on from step {base}"
+                )
+            elif redundancy is not None and len(gone) <= min(redundancy, len(before) - 1):
+                yield (
+                    f"generation {number} went back from step {reached} to {base}, though of generation {trained} only "
+                    f"{', '.join(sorted(gone)) or 'nobody'} was lost"
+                )
+            reached, source = base, number
+        elif trained in opened and between and all(set(before) <= set(record.participants) for record in between):
+            last = [made[trained].get(member, 0) for member in before]
+            voted = number == trained + 1 and segment.broken is not None and trained not in segment.broken
+            if base < (max(last) if voted else min(last)):
+                yield (
+                    f"generation {number} went on from step {base}, though generation {trained} had made step "
+                    f"{max(last)}, none of its members was lost and "
+                    f"{'it ended by a vote' if voted else 'all of them had made more'}"
+                )
+        if made[number]:
+            trained, newest = number, max(made[number].values())
+            if newest > reached:
+                reached, source = newest, number
+
+
+def _sides(segment: Segment) -> Iterable[str]:
+    """The side of a partition that cannot reach the store ends the vote under way, and trains no more."""
+    members = {one.generation: set(one.members) for one in segment.opened}
+    for partition in segment.partitions:
+        steps: dict[Member, int] = defaultdict(int)
+        for one in segment.stepped:
+            if not partition.begin < one.time < partition.end or one.member not in partition.away:
+                continue
+            if members.get(one.generation, set()) - partition.away:  # else all of them are on this side: see `_fences`
+                steps[one.member] += 1
+        for member, count in steps.items():
+            if count > 1:
+                yield f"{member} applied {count} steps while it was cut off from the rest and from the store"
+
+
+def _history(segments: Sequence[Segment], last: int) -> Iterable[str]:
+    """Going back from the end, every step was made exactly once in what counts."""
+    wanted = last
+    for number in range(len(segments) - 1, -1, -1):
+        segment = segments[number]
+        made = {(one.step, one.generation) for one in segment.stepped}
+        if not segment.opened:
+            if wanted > segment.first:
+                yield f"segment {number}: nobody trained, yet the next one began with step {wanted}"
+            wanted = segment.first if wanted > segment.first else wanted
+            continue
+        bases = segment.bases
+        reaching = [generation for step, generation in made if step == wanted]
+        stamp = Stamp(wanted, max(reaching)) if reaching else Stamp(wanted, 0)
+        while stamp.step > segment.first:
+            if (stamp.step, stamp.generation) not in made:
+                yield f"segment {number}: nobody has applied step {stamp.step} of generation {stamp.generation}"
+                break
+            base = bases.get(stamp.generation)
+            if base is None:
+                yield f"segment {number}: nobody has begun generation {stamp.generation}"
+                break
+            stamp = base if stamp.step - 1 == base.step else Stamp(stamp.step - 1, stamp.generation)
+            if stamp.step < base.step:
+                yield f"segment {number}: generation {stamp.generation} began after the step that it went on from"
+                break
+        wanted = segment.first
+    if wanted != 0:
+        yield f"the history begins with step {wanted}"

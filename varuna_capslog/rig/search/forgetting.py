@@ -1,0 +1,80 @@
+"""What a member's state says about its future: all that is never read again is forgotten.
+
+The search knows a world by these. Two states may become one here only where whatever happens next makes equal states of
+them again; `tests/rig/search/test_forgetting.py` checks it on whole graphs.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+from varuna_capslog.membership import messages as m
+from varuna_capslog.membership.generation import INITIAL, Generation, Held, Stamp
+from varuna_capslog.membership.state import Phase, State
+
+__all__ = ["adopts", "brought", "living", "valid"]
+
+_NONE: frozenset[int] = frozenset()
+_MANY = 100_000
+
+
+def adopts(state: State, newest: Generation) -> Generation:
+    """The record that says what of a member's state is void: its own, or the store's where that is what it takes next.
+
+    What a record voids, all later ones void.
+    """
+    return newest if state.phase in (Phase.CHANGE, Phase.OUTSIDE) else state.record
+
+
+@functools.lru_cache(_MANY)
+def living(state: State, newest: Generation) -> State:
+    """A member's state without what in its phase is written before it is read again.
+
+    Args:
+        newest: the store's record.
+    """
+    record = adopts(state, newest)
+    state = replace(state, held=valid(state.held, record), voted=_voted(state.voted, record))
+    match state.phase:
+        case Phase.RUN:
+            return replace(state, missing=_NONE)
+        case Phase.INSTALL:
+            return replace(state, cast=False, computed=False, copied=0)
+        case Phase.CHANGE if state.record.number < newest.number:  # what it proposes cannot be founded any more
+            leaves = frozenset(change for change in state.changes if change[0] == "leave")
+            state = replace(state, changes=leaves, planned=False, regress=False, base=None)
+    trained = state.phase is Phase.CHANGE and state.base is not None
+    return replace(
+        state,
+        round=0,
+        cast=state.phase is Phase.GATHER,
+        computed=False,
+        copied=0,
+        at=state.at if trained else INITIAL,
+        base=state.base if trained else None,
+        own=_NONE,
+        copies=_NONE,
+        shadows=_NONE,
+        missing=_NONE,
+        saving=False,
+        prepared=frozenset(),
+    )
+
+
+@functools.lru_cache(_MANY)
+def brought(value: m.Value, record: Generation) -> m.Value:
+    """What a member cast in a generation, without what its record voids."""
+    if not isinstance(value, m.Contribution):
+        return value
+    return replace(value, held=valid(value.held, record), voted=_voted(value.voted, record))
+
+
+@functools.lru_cache(_MANY)
+def valid(held: Held, record: Generation) -> Held:
+    """Of what is held, that which lies on a record's past."""
+    return frozenset(entry for entry in held if record.continues(entry[1]))
+
+
+def _voted(voted: tuple[int, Stamp], record: Generation) -> tuple[int, Stamp]:
+    return voted if record.continues(voted[1]) else (0, INITIAL)

@@ -1,0 +1,386 @@
+"""The truth behind the protocol: what is in each member's memory, what the store holds, what was voted, and the rules.
+
+A `World` holds the members' protocol states and plays memory, disk and store for them. It carries out every effect and
+raises `Violation` at the first one that breaks a rule, whatever the members believe. What travels between members is
+left to the two that drive it: `explore` tries every order, `histories` draws one.
+
+The rules, each checked where it could break:
+
+1. No member answers a generation that it has left, nor casts two values in one round; none acts on an unfinished round.
+2. Once a generation is founded, an older one completes at most the vote that was under way: never two groups train.
+3. Equal stamps are equal states: each has one predecessor, and nobody computes with a mixture.
+4. A settled step (all voters hold it) is never lost, unless a generation that may go back was founded in so many words;
+   and that is needed only where more members are gone than the redundancy covers.
+5. A step is applied at most once in the past of any state, and without gaps.
+6. A member sends, drops and claims only what it holds; all members of a generation decide alike.
+7. Members come and go because of a loss or a wish. A hint changes no membership, and copies are made ahead only of
+   what was hinted or wished.
+8. Where a vote asks for a checkpoint, all who act on it write one at that boundary and nobody else does; the change
+   that it was asked for begins after it. Whoever knows of such a wish asks with each vote until there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from varuna_capslog.membership import messages as m
+from varuna_capslog.membership import protocol
+from varuna_capslog.membership.generation import EMPTY, INITIAL, Generation, Layout, Member, Stamp
+from varuna_capslog.membership.recovery import Seat
+from varuna_capslog.membership.redundancy import place_copies
+from varuna_capslog.membership.state import Job, Phase, State, Step
+
+__all__ = ["Violation", "World", "even_places", "make_job"]
+
+Transition = Callable[[Job, State, m.Event], Step]
+
+
+class Violation(AssertionError):
+    """A rule of the protocol is broken; the message names the rule, the member and the event."""
+
+
+def even_places(
+    num_layers: int, redundancy: int, fewest: int = 1, replicas: int = 1
+) -> Callable[[Sequence[Seat]], Layout | str]:
+    """A planner for the rig: layers dealt out evenly in rank order, copies by `place_copies`.
+
+    Args:
+        fewest: with fewer members the run waits.
+        replicas: wanted; as many pipelines as there are members for, at most this many.
+    """
+
+    def place(seats: Sequence[Seat]) -> Layout | str:
+        if len(seats) < fewest:
+            return f"{len(seats)} device(s); {fewest} are needed"
+        pipelines = min(replicas, max(1, len(seats) // fewest))
+        owned: dict[Member, tuple[int, ...]] = {}
+        rows: list[list[tuple[Member, Sequence[int]]]] = []
+        size = len(seats) // pipelines
+        for number in range(pipelines):
+            part = seats[number * size : (number + 1) * size]
+            stages = min(len(part), num_layers)
+            cuts = [stage * num_layers // stages for stage in range(stages)] + [num_layers]
+            row = [(part[stage].member, tuple(range(cuts[stage], cuts[stage + 1]))) for stage in range(stages)]
+            owned.update(row)
+            rows.append(list(row))
+        spare = [seat.member for seat in seats if seat.member not in owned]
+        hosts = {seat.member: seat.host for seat in seats}
+        copies = place_copies(rows, hosts, redundancy, [1] * num_layers, spare)
+        return Layout(num_layers, owned, copies.kept, copies.problem)
+
+    return place
+
+
+def make_job(
+    num_layers: int, redundancy: int = 1, sync: bool = True, shadows: bool = False, fewest: int = 1, replicas: int = 1
+) -> Job:
+    """A job for the rig: layers of one byte, placed by `even_places`."""
+    return Job((1,) * num_layers, even_places(num_layers, redundancy, fewest, replicas), sync, shadows)
+
+
+class World:
+    """Members, memories, disk and store.
+
+    Args:
+        redundancy: what rule 4 holds the placement to.
+        transition: the protocol, or a broken one.
+        compare: the store compares before it sets; False is a broken store.
+    """
+
+    def __init__(self, job: Job, redundancy: int, transition: Transition = protocol.step, compare: bool = True) -> None:
+        self.job, self.redundancy, self.transition, self.compare = job, redundancy, transition, compare
+        self.states: list[State] = []
+        self.alive: list[bool] = []
+        self.memory: list[frozenset[tuple[int, Stamp]]] = []
+        self.left: list[int] = []  # newest generation that a member has left for ever
+        self.index: dict[Member, int] = {}
+        self.records: dict[int, Generation] = {0: EMPTY}
+        self.record = EMPTY
+        self.disk: frozenset[Stamp] = frozenset([INITIAL])
+        self.saves: dict[Stamp, frozenset[int]] = {}  # who has written its share of a checkpoint that a vote asked for
+        self.casts: dict[tuple[int, int], dict[Member, m.Value]] = {}
+        # ghosts: nobody in the model can see these
+        self.parents: dict[Stamp, Stamp] = {}
+        self.bases: dict[int, Stamp] = {}
+        self.rounds: dict[int, int] = {}  # generation -> newest step that all have voted for
+        self.behind: dict[int, int] = {}  # generation -> votes completed after its successor was founded
+        self.settled = INITIAL
+        self.protected: tuple[Member, ...] = ()  # members of the newest generation that voted on a step
+        self.wished: frozenset[m.Change] = frozenset()  # what anybody was told
+        self.hinted: frozenset[m.Change] = frozenset()
+        self.asks: frozenset[tuple[int, m.Change]] = frozenset()  # who knows that this change wants a checkpoint first
+
+    def add(self, state: State, memory: frozenset[tuple[int, Stamp]] | None = None) -> int:
+        """Lets a process into the world; `memory` is what it really holds (by default what it claims)."""
+        self.index[state.me] = len(self.states)
+        self.states.append(state)
+        self.alive.append(True)
+        self.memory.append(state.held if memory is None else memory)
+        self.left.append(-1)
+        return len(self.states) - 1
+
+    # -- events --------------------------------------------------------------------------------------------------------
+
+    def feed(self, i: int, event: m.Event) -> None:
+        """One event at one member, and all that it does because of it.
+
+        Raises:
+            Violation: a rule is broken.
+        """
+        before = self.states[i]
+        state, effects = self.transition(self.job, before, event)
+        self._told(i, event, state)
+        if isinstance(event, m.Received) and event.layer in before.missing and event.layer not in state.missing:
+            self._store(i, (event.layer, before.at))
+        elif isinstance(event, m.Copied | m.Prepared):
+            for entry in state.held - before.held:
+                self._store(i, entry)
+        self.states[i] = state
+        self._saves_as_asked(i, event, before, effects)
+        if self.asks:  # what it gave up as a wish it need not ask for
+            self.asks = frozenset(ask for ask in self.asks if ask[0] != i or ask[1] in state.changes)
+        for effect in effects:
+            self._perform(i, effect, before)
+        if state.held is not before.held and not state.held <= self.memory[i]:
+            self._fail(6, i, event, f"claims {sorted(state.held - self.memory[i])}, which is not in its memory")
+        if state.phase is Phase.RUN and state.record.number not in self.bases:
+            self._fail(6, i, event, "trains in a generation whose base nobody decided")
+
+    def _told(self, i: int, event: m.Event, state: State) -> None:
+        """Ghosts: what was wished and hinted, and who knows that a checkpoint is to come first."""
+        match event:
+            case m.Notice(change):
+                self.wished |= {change}
+                if event.save and change in state.changes:
+                    self.asks |= {(i, change)}
+            case m.Asked(member):
+                self.wished |= {("join", member)}
+            case m.Hint(change):
+                self.hinted |= {change}
+            case m.Computed() if i in self.saves.get(state.at, ()) and state.at.generation == state.record.number:
+                self.asks = frozenset(ask for ask in self.asks if ask[0] != i)
+
+    def _saves_as_asked(self, i: int, event: m.Event, before: State, effects: Sequence[m.Effect]) -> None:
+        state, number = self.states[i], before.record.number
+        applied = [effect for effect in effects if isinstance(effect, m.Apply)]
+        said = any(isinstance(effect, m.SaveAll) for effect in effects)
+        if not applied:
+            if said:
+                self._fail(8, i, event, "writes a checkpoint without a vote")
+            return
+        votes = [vote for vote in self.casts[number, before.round].values() if isinstance(vote, m.Vote)]
+        asked = any(vote.save for vote in votes)
+        if asked and state.planned:
+            self._fail(8, i, event, "begins a change before the checkpoint that was asked for")
+        if state.planned and not any(vote.changes for vote in votes):
+            self._fail(7, i, event, "begins a change that nobody wishes")
+        goes_on = state.phase is Phase.RUN and state.record.number == number
+        if said != (asked and goes_on):
+            self._fail(8, i, event, f"{'writes a' if said else 'does not write the'} checkpoint; asked for: {asked}")
+        if asked and goes_on:
+            wished = frozenset[m.Change]().union(*[vote.changes for vote in votes if vote.save])
+            self.asks |= {(i, change) for change in wished & state.changes}
+
+    def _store(self, i: int, entry: tuple[int, Stamp]) -> None:
+        self.memory[i] |= {entry}
+
+    def _fail(self, rule: int, i: int, cause: Any, text: str) -> None:
+        raise Violation(f"rule {rule}: {self.states[i].me} {text} (at {cause})")
+
+    def _perform(self, i: int, effect: m.Effect, before: State) -> None:
+        match effect:
+            case m.Cast():
+                self._cast(i, effect)
+            case m.Apply():
+                self._apply(i, effect)
+            case m.Drop():
+                if not effect.held <= self.memory[i]:
+                    self._fail(6, i, effect, "drops what it does not hold")
+                self.memory[i] -= effect.held
+            case m.Send():
+                if (effect.layer, effect.stamp) not in self.memory[i]:
+                    self._fail(6, i, effect, "sends what it does not hold")
+                self._decided(i, effect.generation, effect.stamp, effect)
+            case m.Load():
+                if effect.stamp not in self.disk:
+                    self._fail(6, i, effect, "loads a checkpoint that does not exist")
+                self._decided(i, effect.generation, effect.stamp, effect)
+            case m.Install():
+                self._install(i, effect)
+            case m.Abort():
+                self.left[i] = max(self.left[i], effect.generation)
+            case m.CompareAndSet():
+                if effect.expected > self.left[i] and self.states[i].me in self.records[effect.expected].members:
+                    self._fail(1, i, effect, "founds a successor of a generation that it still answers")
+                self._is_wished(i, effect)
+            case m.CopyAhead():
+                if not effect.changes <= self.hinted:
+                    self._fail(7, i, effect, "copies ahead what nobody has hinted")
+            case m.Prepare():
+                if not effect.changes <= self.wished:
+                    self._fail(7, i, effect, "prepares what nobody wishes")
+            case m.SaveAll():
+                self._save(i, effect)
+            case _:
+                pass
+        self.emit(i, effect)
+
+    def _is_wished(self, i: int, effect: m.CompareAndSet) -> None:
+        """Whoever goes or comes by this record is lost, as far as its founder knows, or somebody wished it."""
+        before, after = self.records[effect.expected], effect.record
+        leave = {member for kind, member in self.wished if kind == "leave"}
+        join = {member for kind, member in self.wished if kind == "join"}
+        for member in set(before.members) - set(after.members) - leave - self.states[i].suspects:
+            self._fail(7, i, effect, f"founds a generation without {member}, which is not lost and was not to leave")
+        for member in set(after.members) - set(before.members) - join - {self.states[i].me}:
+            self._fail(7, i, effect, f"lets {member} in, which nobody asked for")
+
+    def _save(self, i: int, effect: m.SaveAll) -> None:
+        """A member's share is written; the checkpoint is complete with the last one."""
+        stamp = self.states[i].at
+        if stamp.generation != effect.generation:
+            self._fail(8, i, effect, f"writes a checkpoint of {stamp}")
+        self.saves[stamp] = self.saves.get(stamp, frozenset()) | {i}
+        if len(self.saves[stamp]) == len(self.records[effect.generation].members):
+            self.disk |= {stamp}
+
+    def is_saving(self, i: int) -> bool:
+        """Whether a member writes a checkpoint with others and cannot compute before it is complete."""
+        at, number = self.states[i].at, self.states[i].record.number
+        return at.generation == number and i in self.saves.get(at, ()) and at not in self.disk
+
+    def compute(self, i: int, step: int) -> None:
+        """The end of a member's computation; what it wrote before that step is complete."""
+        number, at = self.states[i].record.number, self.states[i].at
+        if at.generation == number and i in self.saves.get(at, ()) and self.states[i].checkpoint != at:
+            self.feed(i, m.Checkpointed(at))
+        self.feed(i, m.Computed(number, step))
+
+    def emit(self, i: int, effect: m.Effect) -> None:
+        """What leaves the member: for the one who drives the world."""
+
+    # -- rounds --------------------------------------------------------------------------------------------------------
+
+    def _cast(self, i: int, effect: m.Cast) -> None:
+        me, number = self.states[i].me, effect.generation
+        if number <= self.left[i]:
+            self._fail(1, i, effect, f"answers generation {number}, which it has left")
+        record = self.records[number]
+        voters = record.members if effect.round else record.participants
+        if me not in voters:
+            self._fail(1, i, effect, "has no vote there")
+        self.left[i] = max(self.left[i], number - 1)
+        if isinstance(effect.value, m.Vote):
+            self._wishes(i, effect, effect.value)
+        values = self.casts.setdefault((number, effect.round), {})
+        if me in values and values[me] != effect.value:
+            self._fail(1, i, effect, "casts a second value in the same round")
+        if me in values:
+            return
+        values[me] = effect.value
+        if effect.round and len(values) == len(voters) and self.is_unanimous(number, effect.round):
+            self._voted(i, effect, record)
+
+    def _wishes(self, i: int, effect: m.Cast, vote: m.Vote) -> None:
+        if not vote.changes <= self.wished or not vote.hints <= self.hinted:
+            self._fail(7, i, effect, "votes for a change that nobody wishes, or hints at")
+        forgotten = {change for j, change in self.asks if j == i} & vote.changes
+        if forgotten and not vote.save:
+            self._fail(8, i, effect, f"does not ask for the checkpoint that is to come before {sorted(forgotten)}")
+
+    def is_complete(self, number: int, turn: int) -> bool:
+        """Whether all have cast in a round."""
+        record = self.records[number]
+        voters = record.members if turn else record.participants
+        return len(self.casts.get((number, turn), ())) == len(voters)
+
+    def is_unanimous(self, number: int, turn: int) -> bool:
+        """Whether a vote is complete and nobody is against the step."""
+        votes = self.casts.get((number, turn), {}).values()
+        return self.is_complete(number, turn) and all(isinstance(vote, m.Vote) and vote.finite for vote in votes)
+
+    def _voted(self, i: int, effect: m.Cast, record: Generation) -> None:
+        """The last vote on a step is cast; who will hear of it is open."""
+        number = record.number
+        if number < self.record.number:
+            self.behind[number] = self.behind.get(number, 0) + 1
+            if self.behind[number] > 1:
+                self._fail(2, i, effect, f"trains on although generation {self.record.number} was founded")
+        if effect.round != self.rounds.get(number, self.bases[number].step) + 1:
+            self._fail(5, i, effect, f"completes step {effect.round} after {self.rounds.get(number)}")
+        at = self.states[i].at
+        for member in record.members:
+            other = self.states[self.index[member]]
+            if other.record.number == number and other.at != at:
+                self._fail(3, i, effect, f"votes from {at}, {member} from {other.at}")
+        self.rounds[number] = effect.round
+        if number == max(self.bases):
+            self.settled = at  # all of them voted from this boundary
+            self.protected = record.members
+
+    def _apply(self, i: int, effect: m.Apply) -> None:
+        state, after = self.states[i], Stamp(effect.step, effect.generation)
+        if not self.is_unanimous(effect.generation, effect.step):
+            self._fail(1, i, effect, "applies a step that not all have voted for")
+        if effect.step != effect.before.step + 1:
+            self._fail(5, i, effect, f"applies step {effect.step} to the boundary after step {effect.before.step}")
+        if self.parents.setdefault(after, effect.before) != effect.before:
+            self._fail(3, i, effect, f"makes {after} from {effect.before}; others made it from {self.parents[after]}")
+        follows = state.own | state.shadows | (state.copies if self.job.sync else frozenset())
+        for layer in follows:
+            if (layer, effect.before) not in self.memory[i]:
+                self._fail(3, i, effect, f"applies the step to layer {layer}, which it does not hold at the boundary")
+        self.memory[i] |= {(layer, after) for layer in follows}
+
+    # -- generations ---------------------------------------------------------------------------------------------------
+
+    def compare_and_set(self, effect: m.CompareAndSet) -> None:
+        """The store's one operation."""
+        if effect.expected != self.record.number and self.compare:
+            return
+        if effect.record.number in self.records and effect.record != self.records[effect.record.number]:
+            # Only a broken store can come here; what members believe then differs from what was.
+            raise Violation(f"rule 2: two records claim to be generation {effect.record.number}")
+        self.record = effect.record
+        self.records[effect.record.number] = effect.record
+
+    def park(self) -> None:
+        """The authority on who died closes a generation whose voters have all ended."""
+        assert not any(self.alive[self.index[member]] for member in self.record.members)
+        self.compare_and_set(m.CompareAndSet(self.record.number, self.record.parked()))
+
+    def _install(self, i: int, effect: m.Install) -> None:
+        state = self.states[i]
+        self._decided(i, effect.generation, effect.base, effect)
+        for layer in state.own:
+            if (layer, effect.base) not in self.memory[i]:
+                self._fail(6, i, effect, f"begins without layer {layer}")
+
+    def _decided(self, i: int, number: int, base: Stamp, effect: m.Effect) -> None:
+        """A member acts on the decision of its generation's first round."""
+        if not self.is_complete(number, 0):
+            self._fail(1, i, effect, "acts on an unfinished round")
+        if number in self.bases:
+            if self.bases[number] != base:
+                self._fail(6, i, effect, f"goes on from {base}, others from {self.bases[number]}")
+            return
+        newest = number > max(self.bases, default=-1)
+        self.bases[number] = base
+        if not newest or self.settled in self._past(base):
+            return
+        record = self.records[number]
+        if not record.regress:
+            self._fail(4, i, effect, f"goes on from {base} and loses {self.settled}, which was settled")
+        gone = set(self.protected) - set(record.participants)
+        if len(gone) <= min(self.redundancy, len(self.protected) - 1):
+            self._fail(4, i, effect, f"goes back from {self.settled} to {base} though only {sorted(gone)} are gone")
+        self.settled = base
+
+    def _past(self, stamp: Stamp) -> set[Stamp]:
+        """A state's whole past, itself included."""
+        found = {stamp}
+        while stamp in self.parents:
+            stamp = self.parents[stamp]
+            found.add(stamp)
+        return found

@@ -1,0 +1,73 @@
+"""A host of a chaos run: an ordinary supervisor, `Host`, in a process of its own that chaos may kill or stop.
+
+Forked by a nursery of the rig, so that a machine that comes back need not import anything first.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from varuna_capslog.base.errors import CapslogError
+
+__all__ = ["ENTRY", "MODULES", "main"]
+
+ENTRY = "varuna_capslog.rig.watch:main"
+MODULES = (
+    "varuna_capslog.start.member_worker",
+    "varuna_capslog.elastic.member.runtime",
+    "varuna_capslog.rig.relayed",
+    "torch.utils.tensorboard",
+    "torch._dynamo",
+    "torch._subclasses.fake_tensor",
+    "rich.progress",
+)
+
+
+def main(order: Mapping[str, Any]) -> int:
+    """Supervises `order["workers"]` workers of the run in `order["run_dir"]` until the host has no more to do."""
+    if order.get("namespace"):
+        from varuna_capslog.rig.namespaces import join
+
+        join(str(order["namespace"]))  # before there is any other thread
+    from varuna_capslog.base.supervisor import Interrupted, WorkerFailed
+    from varuna_capslog.config.reading import load_config
+    from varuna_capslog.elastic.host.fork_server import PRELOADED
+    from varuna_capslog.elastic.host.host import Host
+    from varuna_capslog.elastic.network import network_variables
+    from varuna_capslog.elastic.store.torch_store import StoreGone
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    run_dir = Path(order["run_dir"])
+    config = load_config(run_dir / "config.yaml")
+
+    def say(line: str) -> None:
+        sys.stdout.write(f"{time.time():.3f} {line}\n")
+
+    host = Host(
+        run_dir,
+        ENTRY,
+        num_workers=int(order["workers"]),
+        name=str(order["name"]),
+        store=str(order["store"]),
+        environment={**network_variables(str(order["store"])), **order["environment"]},
+        settings=config.elastic,
+        say=say,
+        sources=None,
+        modules=(*PRELOADED, *MODULES, config.workload.partition(":")[0]),
+    )
+    try:
+        end = host.run()
+    except Interrupted as error:
+        say(str(error))
+        return 130
+    except (WorkerFailed, StoreGone, CapslogError) as error:
+        say(str(error))
+        return 1
+    say(f"host ends: {end.how}, pid {os.getpid()}")
+    return 0

@@ -1,0 +1,162 @@
+"""The training that chaos is let loose on by default: a few small layers with all that makes equality hard.
+
+Running statistics, dropout and a parameter that the first and the last layer share; a step takes milliseconds. The data
+are made from the samples' numbers. `data.pause_seconds` and `model.block_seconds` make a step as long as wished without
+costing a processor; they change no number.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from varuna_capslog.config.reading import section
+from varuna_capslog.config.settings import Config, Section
+from varuna_capslog.model.chain import Chain, Layer, TensorSpec
+from varuna_capslog.model.workload import DataSource, Minibatch, Workload
+
+__all__ = ["CONFIG", "Toy", "workload"]
+
+INPUTS = 12
+
+CONFIG = """\
+workload: varuna_capslog.rig.toy:workload
+train:
+  epochs: 1000000
+  minibatch_size: 16
+  microbatch_size: 4
+  accumulation_blocks: 2
+  lr: 1e-3
+  evaluate_every: null
+  checkpoint_every: 200
+  log_every: 1000
+pipeline:
+  timeout_seconds: 5
+  verify_every: 50
+profile:
+  source: estimated
+device: cpu
+"""
+"""A config file that trains it."""
+
+
+class _Model(Section):
+    blocks: int = 6
+    """Layers between the first and the last."""
+
+    dim: int = 16
+    """Width of all of them."""
+
+    dropout: float = 0.1
+    """Of each block."""
+
+    block_seconds: float = 0.0
+    """That a block's forward pass sleeps: work that more devices share, and that needs no processor."""
+
+
+class _Data(Section):
+    samples: int = 256
+    """Of an epoch."""
+
+    pause_seconds: float = 0.0
+    """What reading one microbatch takes besides."""
+
+
+class _Stem(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.project, self.norm = nn.Linear(INPUTS, dim), nn.BatchNorm1d(dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.project(x))
+
+
+class _Block(nn.Module):
+    def __init__(self, dim: int, dropout: float, seconds: float) -> None:
+        super().__init__()
+        self.linear, self.norm, self.dropout = nn.Linear(dim, dim), nn.BatchNorm1d(dim), nn.Dropout(dropout)
+        self.seconds = seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.seconds:
+            time.sleep(self.seconds)
+        return x + self.dropout(F.gelu(self.norm(self.linear(x))))
+
+
+class _Head(nn.Module):
+    """Gives the inputs back, with the stem's own weights."""
+
+    def __init__(self, dim: int, stem: _Stem) -> None:
+        super().__init__()
+        self.scale, self.weight = nn.Parameter(torch.ones(dim)), stem.project.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.scale) @ self.weight
+
+
+class _Numbers:
+    def __init__(self, data: _Data) -> None:
+        self._data = data
+
+    def __len__(self) -> int:
+        return self._data.samples
+
+    def minibatch(self, groups: Sequence[Sequence[int]], epoch: int) -> Minibatch:
+        return Minibatch(
+            [{"x": TensorSpec((len(group), INPUTS))} for group in groups],
+            [_rows(group).roll(1, 1) for group in groups],
+            {"samples": float(sum(len(group) for group in groups))},
+            [list(group) for group in groups],
+            [list(group) for group in groups],
+        )
+
+    def load(self, minibatch: Minibatch, microbatch: int) -> dict[str, Tensor]:
+        if self._data.pause_seconds:
+            time.sleep(self._data.pause_seconds)
+        return {"x": _rows(minibatch.recipes[microbatch])}
+
+
+def _rows(samples: Sequence[int]) -> Tensor:
+    place = torch.arange(1, INPUTS + 1, dtype=torch.float32)
+    return torch.sin(torch.tensor(samples, dtype=torch.float32)[:, None] * place)
+
+
+class Toy(Workload):
+    """See the module."""
+
+    name = "toy"
+
+    def __init__(self, config: Config) -> None:
+        self.model = section(_Model, config.model, "model")
+        self.data = section(_Data, config.data, "data")
+
+    def build_chain(self) -> Chain:
+        stem = _Stem(self.model.dim)
+        model = self.model
+        blocks = [
+            Layer(f"block.{k}", _Block(model.dim, model.dropout, model.block_seconds)) for k in range(model.blocks)
+        ]
+        return Chain([Layer("stem", stem), *blocks, Layer("head", _Head(model.dim, stem))], name=self.name)
+
+    def loss(self, outputs: Mapping[str, Tensor], targets: Any, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
+        (found,) = outputs.values()
+        return {"loss": F.mse_loss(found, targets, reduction="sum") / (INPUTS * normalisers["samples"])}
+
+    def profile_inputs(self, microbatch_size: int) -> dict[str, TensorSpec]:
+        return {"x": TensorSpec((microbatch_size, INPUTS))}
+
+    def profile_targets(self, microbatch_size: int) -> tuple[Any, dict[str, float]]:
+        return torch.zeros(microbatch_size, INPUTS), {"samples": float(microbatch_size)}
+
+    def train_data(self) -> DataSource:
+        return _Numbers(self.data)
+
+
+def workload(config: Config) -> Toy:
+    """What a config names."""
+    return Toy(config)

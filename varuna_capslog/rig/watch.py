@@ -1,0 +1,117 @@
+"""A member under observation: an ordinary one that leaves a line for every generation it opens and step it applies.
+
+The lines outlive the member, whatever ends it; `judge` reads them. A fault may be armed in it while it runs, at a point
+that it has not come to yet. SIGUSR2 has it write what all its threads are doing into its log. It changes nothing of
+what a member does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from varuna_capslog.elastic.member.pipeline_work import PipelineWork
+from varuna_capslog.elastic.member.work import LayerState, Opening
+from varuna_capslog.engine.communicator import Communicator
+from varuna_capslog.rig.faults import VARIABLE, Fault
+from varuna_capslog.training.layer_state import digest
+
+__all__ = ["SEGMENT", "WatchedWork", "arm", "armed", "main", "records_folder"]
+
+SEGMENT = "CAPSLOG_CHAOS_SEGMENT"
+"""Names the part of the run between two losses of the store, in which no member's name is used twice."""
+
+DIGEST_BYTES = 4 << 20
+"""Models up to this size have every layer's state compared after every step; larger ones at the end only."""
+
+
+def records_folder(run_dir: Path) -> Path:
+    """Where the members' lines are: one file `<segment>-<member>.jsonl` each."""
+    return run_dir / "chaos" / "records"
+
+
+class WatchedWork(PipelineWork):
+    """See the module."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        folder = records_folder(self.run_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{os.environ.get(SEGMENT, '0')}-{self.me}.jsonl"
+        self._records = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        self._opened = 0
+        self._own: Sequence[int] = ()
+        self._digests = sum(self.layer_bytes) <= DIGEST_BYTES
+
+    def open(self, opening: Opening, communicator: Communicator, states: Mapping[int, LayerState]) -> None:
+        super().open(opening, communicator, states)
+        self._opened, self._own = opening.number, sorted(states)
+        cuts = list(self._running.layout.cuts)
+        self._record(
+            "open", generation=opening.number, base=list(opening.base), members=list(opening.members), cuts=cuts
+        )
+
+    def apply(self, step: int) -> None:
+        verdict = self._verdict
+        assert verdict is not None
+        super().apply(step)
+        digests = {index: digest(self.state(index, copy=False)).hex() for index in self._own} if self._digests else {}
+        loss = verdict.parts["loss"]
+        self._record(
+            "step", generation=self._opened, step=step, loss=loss, grad_norm=verdict.grad_norm, digests=digests
+        )
+
+    def _record(self, kind: str, **what: Any) -> None:
+        line = json.dumps({"kind": kind, "time": time.time(), "member": self.me, **what}, separators=(",", ":"))
+        os.write(self._records, line.encode() + b"\n")  # at once, so that no line is torn by a kill
+
+
+def arm(run_dir: Path, segment: str, fault: Fault) -> None:
+    """Has a fault wait in a member: at the next time that it comes to the fault's point."""
+    folder = run_dir / "chaos" / "armed"
+    folder.mkdir(parents=True, exist_ok=True)
+    fresh = folder / f"{segment}-{fault.member}.new"
+    fresh.write_text(json.dumps(fault.to_json()))
+    os.replace(fresh, folder / f"{segment}-{fault.member}.json")
+
+
+def armed(member: str, run_dir: Path) -> Callable[[str], None]:
+    """A function that is told every point that `member` comes to, and looks whether a fault waits for it there."""
+    path = run_dir / "chaos" / "armed" / f"{os.environ.get(SEGMENT, '0')}-{member}.json"
+
+    def probe(point: str) -> None:
+        if not path.exists():
+            return
+        try:
+            fault = Fault(**json.loads(path.read_text()))
+        except FileNotFoundError:  # taken back
+            return
+        if fault.point != point:
+            return
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(path, path.with_suffix(".fired"))
+            fault.happen(run_dir / "chaos")
+
+    return probe
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The entry of a watched member; like `elastic.worker.main`."""
+    from varuna_capslog.elastic.member import pipeline_work
+    from varuna_capslog.rig import faults, relayed
+    from varuna_capslog.start import member_worker as worker
+
+    faulthandler.register(signal.SIGUSR2, file=sys.stderr, all_threads=True)
+    os.environ.setdefault(VARIABLE, "[]")
+    pipeline_work.PipelineWork = WatchedWork  # type: ignore[misc]
+    faults.install = lambda member, run_dir, environment=None: armed(member, run_dir)
+    relayed.install()
+    return worker.main(arguments)

@@ -1,0 +1,269 @@
+"""The process of one rank: `python -m varuna_capslog.start.worker RUN_DIR`, started by the supervisor or by torchrun.
+
+It connects, runs, and ends in one of three ways: done (0), asked to stop at a step boundary (130), or failed, with one
+sentence in `workers/<rank>.error.json` and on stderr. Everything it needs stands in RUN_DIR and in torchrun's
+variables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from varuna_capslog.base.errors import CapslogError
+
+if TYPE_CHECKING:
+    import torch
+
+    from varuna_capslog.engine.communicator import Communicator
+    from varuna_capslog.training.run import Run
+
+__all__ = ["choose_device", "failure_kind", "leave", "main", "run_worker"]
+
+
+class _Wish:
+    """Whether somebody asked this rank to stop; SIGINT sets it, a step boundary reads it."""
+
+    def __init__(self) -> None:
+        self.stop = False
+        signal.signal(signal.SIGINT, self._hear)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self.stop = True
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the worker of the RUN_DIR given on the command line; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        "python -m varuna_capslog.start.worker", description="One rank of a prepared run."
+    )
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--evaluate", action="store_true", help="score the best checkpoint instead of training")
+    given = parser.parse_args(arguments)
+    return run_worker(given.run_dir, evaluate=given.evaluate)
+
+
+def run_worker(run_dir: Path, evaluate: bool = False, prepare: Callable[[], object] | None = None) -> int:
+    """One rank of the run in `run_dir`; rank, world size and rendezvous come from torchrun's variables.
+
+    Args:
+        evaluate: score the best checkpoint and write evaluation.json instead of training.
+        prepare: called on rank 0, once all ranks are connected, to put config and plan into `run_dir`; None when the
+            launcher has done so.
+
+    Returns:
+        0, or 130 when the run was asked to stop. A failure ends the process with its own status.
+    """
+    from varuna_capslog.base import files
+
+    rank = int(os.environ.get("RANK", "0"))
+    wish = _Wish()
+    if evaluate:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing to save: Ctrl-C ends it at once
+    place: dict[str, Any] = {"rank": rank, "pid": os.getpid(), "host": socket.gethostname(), "stage": None}
+    state: dict[str, Any] = {"step": None, "doing": None}
+    try:
+        return _work(run_dir, rank, wish, place, state, evaluate, prepare)
+    except Exception as error:
+        cause = say_cause(str(place.get("name", f"rank {rank}")), error)
+        report = {
+            "rank": rank,
+            "stage": place["stage"],
+            "step": state["step"],
+            "microbatch": _microbatch(state["doing"]),
+            "kind": failure_kind(error),
+            "peer": getattr(error, "peer", None),
+            "cause": cause,
+            "time": time.time(),
+        }
+        with contextlib.suppress(CapslogError):
+            files.write_json(run_dir / "workers" / f"{rank}.error.json", report)
+        leave(error.exit_status if isinstance(error, CapslogError) else 1)
+
+
+def say_cause(who: str, error: Exception) -> str:
+    """Writes into this process's log, from the handler of `error`, why it ends; returns the cause in a sentence."""
+    known = isinstance(error, CapslogError)
+    cause = str(error) if known else f"{type(error).__name__}: {error}"
+    with contextlib.suppress(OSError):  # the log may lie on a disk that is full
+        if not known or os.environ.get("CAPSLOG_DEBUG"):
+            traceback.print_exc()
+        sys.stderr.write(f"{who}: {cause}\n")
+    return cause
+
+
+def leave(status: int) -> NoReturn:
+    """Ends this process at once, everything written.
+
+    Not by `sys.exit`: after a failure gloo's threads may wait for ever for peers that are gone, and after success a
+    thread of C++ that wants the interpreter while it ends aborts the process now and then ("terminate called without
+    an active exception", seen in one run of eight), which would make a failure of a finished run.
+    """
+    for stream in (sys.stderr, sys.stdout):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    os._exit(status)
+
+
+def failure_kind(error: Exception) -> str:
+    """What sort of failure a worker reports; see `failures`."""
+    from varuna_capslog.base.errors import DoesNotFit, StepRefused
+    from varuna_capslog.engine.communicator import PeerLost
+
+    if isinstance(error, PeerLost):
+        return "peer"
+    if isinstance(error, StepRefused):
+        return "step_refused"
+    if isinstance(error, DoesNotFit):
+        return "does_not_fit"
+    return "user" if isinstance(error, CapslogError) else "defect"
+
+
+def _microbatch(doing: str | None) -> int | None:
+    digits = "".join(character if character.isdigit() else " " for character in doing or "").split()
+    return int(digits[-1]) if len(digits) == 2 else None
+
+
+def _work(
+    run_dir: Path,
+    rank: int,
+    wish: _Wish,
+    place: dict[str, Any],
+    state: dict[str, Any],
+    evaluate: bool,
+    prepare: Callable[[], object] | None,
+) -> int:
+    import torch
+
+    from varuna_capslog.base import files
+    from varuna_capslog.config.reading import load_config, load_workload
+    from varuna_capslog.start.prepare import latest_plan
+    from varuna_capslog.training.run import Run, layout_of
+
+    if rank == 0 and not evaluate:  # whose output may be JSON
+        # what the data room repairs in annotation files is for the user's eyes, not for a log
+        logging.basicConfig(stream=sys.stdout, format="%(message)s")
+    if prepare is not None:
+        # a store and a group of their own: the run's timeout is not known yet
+        with _connected(rank, "prepare", 60.0) as communicator:
+            communicator.together(lambda: prepare() if rank == 0 else None)
+    config = load_config(run_dir / "config.yaml")
+    torch.set_num_threads(config.train.threads)
+    planned = latest_plan(run_dir)
+    if planned is None:
+        raise CapslogError(f"{run_dir} holds no plan-<generation>.json; start the run with `capslog train`")
+    generation, plan = planned
+    layout = layout_of(plan, config.pipeline.replicas)
+    place["stage"] = stages[0] if len(stages := layout.stages_of(rank)) == 1 else stages
+    place["name"] = layout.describe(rank)
+    files.write_json(
+        run_dir / "workers" / f"{rank}.json", {key: place[key] for key in ("rank", "pid", "host", "stage")}
+    )
+    device = choose_device(config.device, int(os.environ.get("LOCAL_RANK", rank)))
+    if config.pipeline.transport == "nccl":
+        _check_nccl(device)
+    with _connected(rank, f"run-{generation}", config.pipeline.timeout_seconds) as communicator:
+        run = Run(config, plan, load_workload(config), communicator, device, generation, lambda: wish.stop, state)
+        try:
+            if evaluate:
+                return _evaluate(run, run_dir)
+            return _train(run, run_dir)
+        finally:
+            run.close()
+
+
+def _train(run: Run, run_dir: Path) -> int:
+    from varuna_capslog.training.journal import Journal
+
+    journal: Journal | None = None
+    found = run.resume()
+    try:
+        if run.communicator.rank == 0:
+            world_size, log_every = run.communicator.world_size, run.config.train.log_every
+            journal = Journal(run_dir, run.total_steps, run.step + 1, run.generation, world_size, log_every)
+            if found is None:
+                journal.event("start", step=0)
+            else:
+                journal.say(f"resumed after step {found.step} from {found.path}")
+                journal.event("resume", step=found.step, path=str(found.path))
+        end = run.train(journal)
+        if journal is not None:
+            journal.event("stop", step=end.step, asked=end.stopped)
+    finally:
+        if journal is not None:
+            journal.close()
+    return 130 if end.stopped else 0
+
+
+def _evaluate(run: Run, run_dir: Path) -> int:
+    from varuna_capslog.base import files
+    from varuna_capslog.training.checkpoint import best_checkpoint
+
+    run.take_weights(best_checkpoint(run.checkpoints))
+    scores = run.evaluate()
+    if scores is None:
+        raise CapslogError(f"the workload {run.config.workload!r} has no validation data or no evaluator")
+    if run.communicator.rank == 0:
+        files.write_json(run_dir / "evaluation.json", scores)
+    return 0
+
+
+@contextlib.contextmanager
+def _connected(rank: int, generation: str, timeout_seconds: float) -> Iterator[Communicator]:
+    from varuna_capslog.engine.communicator import connect
+
+    # torchrun's agent serves the store itself, and every restart of the group needs names of its own
+    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    communicator = connect(
+        rank,
+        int(os.environ.get("WORLD_SIZE", "1")),
+        os.environ.get("MASTER_ADDR", "127.0.0.1"),
+        int(os.environ.get("MASTER_PORT", "0")),
+        f"{generation}-{restart}",
+        timeout_seconds,
+        host_store=rank == 0 and not hosted,
+    )
+    yield communicator
+    # only after success: a failed rank ends its process, which tells the others at once
+    communicator.barrier()
+    communicator.close()
+
+
+def _check_nccl(device: torch.device) -> None:
+    import torch
+
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if device.type != "cuda" or here > torch.cuda.device_count():
+        raise CapslogError(
+            f"pipeline.transport=nccl needs one GPU per rank, but {here} ranks run here on {device.type} with "
+            f"{torch.cuda.device_count()} GPUs; set pipeline.transport=gloo"
+        )
+
+
+def choose_device(wish: str, local_rank: int) -> Any:
+    """The torch.device for `device: wish`. Raises CapslogError for CUDA where there is none."""
+    import torch
+
+    if wish == "cuda" and not torch.cuda.is_available():
+        raise CapslogError("device=cuda, but torch sees no CUDA device here; set device=cpu or auto")
+    if wish == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+if __name__ == "__main__":
+    leave(main())

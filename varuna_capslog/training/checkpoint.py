@@ -1,0 +1,294 @@
+"""Checkpoints on disk, addressed by layer and parameter name, so that any of them loads under any plan.
+
+A checkpoint is a folder `step-XXXXXXXX` with one file per layer and a manifest of sizes and digests. It is written
+beside its place and renamed when everything is on disk: a crash or a full disk leaves the previous one as it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import shutil
+import time
+import zipfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from varuna_capslog.base import files
+from varuna_capslog.base.errors import CapslogError, DiskFailed
+from varuna_capslog.engine.communicator import Communicator
+from varuna_capslog.engine.layers import EngineLayer
+from varuna_capslog.engine.optimizer import StageOptimizer
+from varuna_capslog.model.chain import Chain
+from varuna_capslog.training.layer_state import capture, split_address, to_checkpoint
+
+__all__ = [
+    "Checkpoint",
+    "digest_of",
+    "latest_checkpoint",
+    "load_chain",
+    "load_layers",
+    "open_checkpoint",
+    "prune",
+    "save_checkpoint",
+    "sync_folder",
+    "write_synced",
+]
+
+FORMAT = "varuna-capslog/checkpoint/1"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint on disk; `manifest` is its JSON."""
+
+    path: Path
+    manifest: Mapping[str, Any]
+
+    @property
+    def step(self) -> int:
+        """The last optimizer step that it contains."""
+        return int(self.manifest["step"])
+
+    def layer(self, name: str) -> dict[str, Any]:
+        """One layer's {"parameters", "buffers", "optimizer"}, on the CPU; its digest is checked.
+
+        Raises:
+            CapslogError: the layer is not there, or its file is damaged.
+        """
+        entry = self.manifest["layers"].get(name)
+        if entry is None:
+            raise CapslogError(
+                f"{self.path}: has no layer {name!r}; it was written for another model (its layers: "
+                f"{', '.join(list(self.manifest['layers'])[:8])}, ...)"
+            )
+        file = self.path / entry["file"]
+        try:
+            if digest_of(file) != entry["digest"]:
+                raise CapslogError(
+                    f"{file}: damaged (its digest differs from the manifest's); resume from an older checkpoint"
+                )
+            loaded: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+        except (OSError, RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+            raise CapslogError(f"{file}: cannot be read ({error}); resume from an older checkpoint") from error
+        return loaded
+
+
+def save_checkpoint(
+    folder: Path,
+    step: int,
+    generation: int,
+    chain: Chain,
+    layers: Sequence[EngineLayer],
+    optimizer: StageOptimizer,
+    communicator: Communicator,
+    writes: bool,
+    extra: Mapping[str, Any],
+) -> Path:
+    """Writes a checkpoint together with all ranks; every rank calls it at the same step boundary.
+
+    Args:
+        folder: the run's `checkpoints/`.
+        writes: True on the ranks of one replica; together they hold every layer once.
+        extra: further entries of the manifest (config digest, data position, ...).
+
+    Raises:
+        CapslogError: on every rank, when any rank could not write (full disk, no permission); nothing was replaced.
+    """
+    final = folder / f"step-{step:08d}"
+    partial = folder / f".partial-step-{step:08d}-g{generation}"
+
+    def write_layers() -> tuple[str | None, dict[str, Any]]:
+        entries: dict[str, Any] = {}
+        try:
+            partial.mkdir(parents=True, exist_ok=True)
+            if writes:
+                for layer in layers:
+                    file = f"layer-{layer.index:04d}.pt"
+                    state = to_checkpoint(capture(layer, optimizer, copy=False), chain, layer.index)
+                    entries[layer.name] = {"file": file, **write_synced(partial / file, state)}
+        except OSError as error:
+            return f"{error.strerror or error}", entries
+        return None, entries
+
+    gathered = communicator.gather(communicator.together(write_layers))
+    problem: str | None = None
+    problems = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(gathered) if text]
+    if not problems and communicator.rank == 0:
+        try:
+            order = {name: entry for _, theirs in gathered for name, entry in theirs.items()}
+            shared = {use.name: [[index, name] for index, name in use.uses] for use in chain.shared}
+            files.write_json(
+                partial / "manifest.json",
+                {
+                    "format": FORMAT,
+                    "model": chain.name,
+                    "step": step,
+                    "generation": generation,
+                    "time": time.time(),
+                    "shared": shared,
+                    **extra,
+                    "layers": {layer.name: order[layer.name] for layer in chain.layers},
+                },
+            )
+            sync_folder(partial)
+            replaced = folder / f".partial-replaced-{step:08d}"  # `prune` removes it, should we not come to it
+            if final.exists():
+                os.replace(final, replaced)
+            os.replace(partial, final)
+            sync_folder(folder)
+            shutil.rmtree(replaced, ignore_errors=True)
+        except (OSError, CapslogError) as error:  # the latter from the manifest
+            problem = f"{getattr(error, 'strerror', None) or error}"
+    if not problems:
+        problems = [f"rank 0: {text}" for text in communicator.gather(problem) if text]
+    if problems:
+        if communicator.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise DiskFailed(
+            f"the checkpoint of step {step} could not be written to {folder} ({'; '.join(problems)}); the previous "
+            "one is untouched: make room and resume"
+        )
+    return final
+
+
+def write_synced(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Saves with torch and syncs; returns size and digest for the manifest. Raises OSError, also for a full disk."""
+    with open(path, "wb") as file:
+        try:
+            torch.save(state, file)
+        except RuntimeError as error:
+            # torch's zip writer reports a failed write as a RuntimeError
+            raise OSError(None, str(error).splitlines()[0]) from error
+        file.flush()
+        os.fsync(file.fileno())
+    return {"bytes": path.stat().st_size, "digest": digest_of(path)}
+
+
+def digest_of(path: Path) -> str:
+    """SHA-256 of a file."""
+    with open(path, "rb") as file:
+        digest = hashlib.sha256()
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def sync_folder(folder: Path) -> None:
+    """Puts a folder's entries on the disk, so that a rename survives a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """A checkpoint folder, with its manifest read and the sizes of its files checked.
+
+    Raises:
+        CapslogError: not a checkpoint, another format, or files missing or cut short.
+    """
+    manifest = files.read_json(path / "manifest.json")
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise CapslogError(f"{path}/manifest.json: format is not {FORMAT!r}; give a folder written by this program")
+    for name, entry in manifest["layers"].items():
+        file = path / entry["file"]
+        if not file.is_file() or file.stat().st_size != entry["bytes"]:
+            raise CapslogError(f"{file}: missing or cut short (layer {name!r}); resume from an older checkpoint")
+    return Checkpoint(path, manifest)
+
+
+def latest_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The newest complete checkpoint in a run's `checkpoints/` (None if there is none), and what was passed over."""
+    skipped: list[str] = []
+    for path in sorted(folder.glob("step-*"), reverse=True):
+        try:
+            return open_checkpoint(path), skipped
+        except CapslogError as error:
+            skipped.append(str(error))
+    return None, skipped
+
+
+def best_checkpoint(folder: Path) -> Checkpoint:
+    """The checkpoint with the best score in a run's `checkpoints/`, or the newest if the run was never evaluated.
+
+    Raises:
+        CapslogError: there is none.
+    """
+    best = folder / "best.json"
+    if best.is_file():
+        return open_checkpoint(folder / f"step-{files.read_json(best)['step']:08d}")
+    latest, skipped = latest_checkpoint(folder)
+    if latest is None:
+        raise CapslogError("; ".join(skipped) or f"{folder} holds no checkpoint yet; train first")
+    return latest
+
+
+def prune(folder: Path, keep: int, spare: Iterable[int] = ()) -> None:
+    """Removes all but the `keep` newest checkpoints and the steps in `spare`, and leftovers of broken-off writes."""
+    spared = {f"step-{step:08d}" for step in spare}
+    for path in sorted(folder.glob("step-*"))[:-keep]:
+        if path.name not in spared:
+            shutil.rmtree(path, ignore_errors=True)
+    for path in folder.glob(".partial-*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def load_layers(checkpoint: Checkpoint, layers: Sequence[EngineLayer], optimizer: StageOptimizer | None) -> None:
+    """Loads these layers' parameters, buffers and (with `optimizer`) moments.
+
+    Raises:
+        CapslogError: a layer or parameter is missing or has another shape (both are named).
+    """
+    cache: dict[str, dict[str, Any]] = {}
+
+    def state_of(name: str) -> dict[str, Any]:
+        if name not in cache:
+            cache[name] = checkpoint.layer(name)
+        return cache[name]
+
+    moments: dict[str, Mapping[str, Tensor]] = {}
+    for layer in layers:
+        for name, parameter in layer.parameters.items():
+            address = layer.address(name)
+            owner, inner = split_address(address, layer.name, name, checkpoint)
+            _copy(parameter, state_of(owner)["parameters"].get(inner), address, checkpoint.path)
+            if inner in state_of(owner)["optimizer"]:
+                moments[address] = state_of(owner)["optimizer"][inner]
+        for name, buffer in layer.buffers.items():
+            _copy(buffer, state_of(layer.name)["buffers"].get(name), f"{layer.name}.{name}", checkpoint.path)
+    if optimizer is not None:
+        optimizer.load(moments)
+
+
+def _copy(target: Tensor, value: Tensor | None, address: str, where: Path) -> None:
+    if value is None:
+        raise CapslogError(f"{where}: has no {address!r}; it was written for another model")
+    if value.shape != target.shape:
+        raise CapslogError(
+            f"{where}: {address!r} has shape {list(value.shape)}, the model wants {list(target.shape)}; use init_from "
+            "with init_skip to leave it out"
+        )
+    with torch.no_grad():
+        target.copy_(value)
+
+
+def load_chain(checkpoint: Checkpoint, chain: Chain) -> None:
+    """Loads a whole chain's parameters and buffers on one device (prediction, export)."""
+    for layer in chain.layers:
+        state = checkpoint.layer(layer.name)
+        own = dict(layer.module.named_parameters())
+        for name, value in state["parameters"].items():
+            if name not in own:
+                raise CapslogError(f"{checkpoint.path}: the model's layer {layer.name!r} has no parameter {name!r}")
+            _copy(own[name], value, f"{layer.name}.{name}", checkpoint.path)
+        buffers = dict(layer.module.named_buffers())
+        for name, value in state["buffers"].items():
+            _copy(buffers[name], value, f"{layer.name}.{name}", checkpoint.path)

@@ -1,0 +1,75 @@
+"""What must not change between a checkpoint and the run that continues it, and the sentence for one that does.
+
+Asked twice: before a run's folder is written to, so that a refused command leaves it as it was, and by every rank
+before it loads. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from varuna_capslog.base import files
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.config.settings import Config
+
+__all__ = ["check_continues", "check_folder", "run_constants"]
+
+
+def run_constants(config: Config) -> dict[str, Any]:
+    """The keys of `train` that fix the losses, and their values."""
+    train = config.train
+    return {
+        "seed": train.seed,
+        "minibatch_size": train.minibatch_size,
+        "microbatch_size": train.microbatch_size,
+        "accumulation_blocks": config.num_blocks,
+        "precision": train.precision,
+    }
+
+
+def check_continues(config: Config, model: str | None, manifest: Mapping[str, Any], path: Path) -> None:
+    """Raises CapslogError if the checkpoint at `path` is not one that a run of `config` can continue.
+
+    Args:
+        model: the chain's name, None where it is not known.
+        manifest: the checkpoint's.
+    """
+    if model is not None and manifest.get("model") != model:
+        raise CapslogError(
+            f"{path} was written for the model {manifest.get('model')!r}, the config builds {model!r}; choose another "
+            "run_dir, or begin from it with init_from"
+        )
+    before = manifest.get("constants", {})
+    for name, value in run_constants(config).items():
+        if name in before and before[name] != value:
+            raise CapslogError(
+                f"{path} was written with train.{name}={before[name]}, the config says {value}; losses would not "
+                "continue: set it back, or begin a new run with init_from"
+            )
+
+
+def check_folder(config: Config, model: str | None) -> None:
+    """Raises CapslogError if `config.resume` and what `run_dir/checkpoints` holds do not go together.
+
+    A damaged checkpoint is no matter here: the ranks say which ones they pass over.
+    """
+    folder = config.run_dir / "checkpoints"
+    found = sorted(folder.glob("step-*"), reverse=True)
+    if config.resume == "never":
+        if found:
+            # Their steps would be taken for this run's by the next resume, and pruned with them.
+            raise CapslogError(
+                f"resume=never, but {folder} holds the checkpoints of an earlier run; choose another run_dir, or "
+                "remove them"
+            )
+        return
+    for path in found if config.resume == "auto" else [Path(config.resume)]:
+        try:
+            manifest = files.read_json(path / "manifest.json")
+        except CapslogError:
+            continue
+        if isinstance(manifest, dict):
+            check_continues(config, model, manifest, path)
+            return

@@ -1,0 +1,122 @@
+"""Which samples make which step, and their tensors ahead of time.
+
+The order is a pure function of (seed, step): resuming is asking for the next step. Every rank derives the description
+of a minibatch itself; only ranks that hold the first stage load tensors, in background threads.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.engine.seeds import mix
+from varuna_capslog.model.workload import DataSource, Minibatch
+
+__all__ = ["Feed", "evaluation_groups"]
+
+_SHUFFLE = 0x5348
+
+
+class Feed:
+    """Training minibatches by step, counted from 1.
+
+    Args:
+        minibatch_size, microbatch_size: samples.
+        local: global indices of the microbatches that this rank loads (empty: none).
+        workers: loading threads.
+
+    Raises:
+        CapslogError: fewer samples than one minibatch.
+    """
+
+    def __init__(
+        self,
+        source: DataSource,
+        minibatch_size: int,
+        microbatch_size: int,
+        seed: int,
+        local: Sequence[int],
+        workers: int = 2,
+    ) -> None:
+        self._source, self._seed = source, seed
+        self._minibatch_size, self._microbatch_size = minibatch_size, microbatch_size
+        self.steps_per_epoch = len(source) // minibatch_size
+        if self.steps_per_epoch == 0:
+            raise CapslogError(
+                f"the training data has {len(source)} samples, fewer than train.minibatch_size={minibatch_size}; "
+                "lower it"
+            )
+        self._local = list(local)
+        self._minibatches: OrderedDict[int, Minibatch] = OrderedDict()
+        self._order: tuple[int, list[int]] = (-1, [])
+        self._loads: OrderedDict[tuple[int, int], Future[dict[str, Tensor]]] = OrderedDict()
+        self._ahead = max(2 * workers, 4)
+        self._pool = ThreadPoolExecutor(workers, "load") if self._local else None
+
+    def epoch(self, step: int) -> int:
+        """The epoch that a step belongs to, counted from 0."""
+        return (step - 1) // self.steps_per_epoch
+
+    def minibatch(self, step: int) -> Minibatch:
+        """The description of a step's minibatch; the last few are kept."""
+        found = self._minibatches.get(step)
+        if found is None:
+            found = self._source.minibatch(self._groups(step), self.epoch(step))
+            self._minibatches[step] = found
+            while len(self._minibatches) > 4:
+                self._minibatches.popitem(last=False)
+        return found
+
+    def _groups(self, step: int) -> list[list[int]]:
+        epoch = self.epoch(step)
+        if self._order[0] != epoch:
+            generator = torch.Generator().manual_seed(mix(self._seed, _SHUFFLE, epoch))
+            self._order = (epoch, torch.randperm(len(self._source), generator=generator).tolist())
+        at = (step - 1) % self.steps_per_epoch * self._minibatch_size
+        samples = self._order[1][at : at + self._minibatch_size]
+        return _split(samples, self._microbatch_size)
+
+    def loader(self, step: int) -> Callable[[int], dict[str, Tensor]]:
+        """A function that gives the inputs of this step's microbatches; the ones that come next are loading
+        meanwhile.
+        """
+
+        def load(microbatch: int) -> dict[str, Tensor]:
+            assert self._pool is not None
+            position = self._local.index(microbatch)
+            upcoming = ((step, index) for index in self._local[position:])
+            following = ((step + 1, index) for index in self._local)
+            for key in [*upcoming, *following][: self._ahead]:
+                if key not in self._loads:
+                    minibatch = self.minibatch(key[0])
+                    self._loads[key] = self._pool.submit(self._source.load, minibatch, key[1])
+            return self._loads.pop((step, microbatch)).result()
+
+        return load
+
+    def close(self) -> None:
+        """Stops the loading threads."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def evaluation_groups(
+    count: int, microbatch_size: int, per_minibatch: int, replica: int, replicas: int
+) -> Iterator[list[list[int]]]:
+    """This replica's share of an evaluation over `count` samples: minibatches of at most `per_minibatch` microbatches.
+
+    Whole minibatches are dealt out in turn, so the padding of an image never depends on the number of replicas.
+    """
+    size = microbatch_size * per_minibatch
+    for number, start in enumerate(range(0, count, size)):
+        if number % replicas == replica:
+            yield _split(list(range(start, min(start + size, count))), microbatch_size)
+
+
+def _split(samples: Sequence[int], size: int) -> list[list[int]]:
+    return [list(samples[at : at + size]) for at in range(0, len(samples), size)]

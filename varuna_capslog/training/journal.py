@@ -1,0 +1,139 @@
+"""What a run writes for people and programs: metrics.jsonl, events.jsonl, TensorBoard, and the line on the terminal.
+
+Only rank 0 keeps a journal. JSON Lines files are append-only, so a crash loses at most the line being written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from varuna_capslog.base import files
+
+if TYPE_CHECKING:
+    from varuna_capslog.engine.pipeline import StepResult
+
+__all__ = ["Journal", "step_record"]
+
+
+def step_record(result: StepResult, seconds: float, epoch: int, minibatch_size: int) -> dict[str, Any]:
+    """What metrics.jsonl holds of a step, but for generation and world size, which the journal adds."""
+    parts = dict(result.parts)
+    return {
+        "step": result.step,
+        "epoch": epoch,
+        "loss": parts.pop("loss"),
+        "parts": parts,
+        "lr": result.learning_rate,
+        "grad_norm": result.grad_norm,
+        "step_seconds": seconds,
+        "samples_per_second": minibatch_size / seconds,
+    }
+
+
+class Journal:
+    """The record of a run.
+
+    Args:
+        run_dir: the run's folder.
+        total_steps: where the progress bar ends; None if only time limits the run.
+        first_step: the step this process begins with, counted from 1.
+        log_every: steps between refreshes of terminal and TensorBoard.
+    """
+
+    def __init__(
+        self, run_dir: Path, total_steps: int | None, first_step: int, generation: int, world_size: int, log_every: int
+    ) -> None:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+
+        self._run_dir, self._generation, self._world_size, self._log_every = run_dir, generation, world_size, log_every
+        self._console = Console(file=sys.stdout)
+        self._live = self._console.is_terminal
+        self._progress = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("{task.description}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not self._live,
+        )
+        self._task = self._progress.add_task("starting", total=total_steps, completed=first_step - 1)
+        self._progress.start()
+        self._board: Any = None
+        with contextlib.suppress(ImportError):
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step)
+        self._printed = 0.0
+
+    def change(self, generation: int, world_size: int) -> None:
+        """From now on another generation writes."""
+        self._generation, self._world_size = generation, world_size
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        """Adds one step's line; `record` holds step, loss, parts, lr, grad_norm, step_seconds, samples_per_second,
+        ...
+        """
+        line = {**record, "time": time.time(), "generation": self._generation, "world_size": self._world_size}
+        files.append_jsonl(self._run_dir / "metrics.jsonl", line)
+        step = int(record["step"])
+        text = (
+            f"loss {record['loss']:.4f}  |grad| {record['grad_norm']:.3g}  lr {record['lr']:.2g}  "
+            f"{record['samples_per_second']:.1f} samples/s"
+        )
+        self._progress.update(self._task, completed=step, description=text)
+        if step % self._log_every == 0 and self._board is not None:
+            for name in ("loss", "lr", "grad_norm", "step_seconds", "samples_per_second"):
+                self._board.add_scalar(f"train/{name}", record[name], step)
+            for name, value in record.get("parts", {}).items():
+                self._board.add_scalar(f"parts/{name}", value, step)
+        now = time.monotonic()
+        if not self._live and (now - self._printed > 10 or self._printed == 0.0):
+            self._printed = now
+            total = self._progress.tasks[self._task].total
+            self._console.print(f"step {step}{f' of {total:.0f}' if total else ''}  {text}", highlight=False)
+
+    def scores(self, step: int, scores: Mapping[str, Any]) -> None:
+        """Adds an evaluation: evaluations.jsonl, TensorBoard, one line for people."""
+        files.append_jsonl(
+            self._run_dir / "evaluations.jsonl",
+            {"step": step, "generation": self._generation, "time": time.time(), "scores": dict(scores)},
+        )
+        numbers = {name: value for name, value in scores.items() if isinstance(value, (int, float))}
+        if self._board is not None:
+            for name, value in numbers.items():
+                self._board.add_scalar(f"val/{name}", value, step)
+        shown = "  ".join(f"{name} {value:.3f}" for name, value in list(numbers.items())[:6])
+        self.say(f"step {step}: {shown}")
+
+    def event(self, kind: str, **details: Any) -> None:
+        """Adds a line to events.jsonl."""
+        files.append_jsonl(
+            self._run_dir / "events.jsonl",
+            {"kind": kind, "time": time.time(), "generation": self._generation, **details},
+        )
+
+    def say(self, text: str) -> None:
+        """One line on the terminal, above the progress bar."""
+        self._console.print(text, highlight=False)
+
+    def close(self) -> None:
+        """Stops the progress bar and flushes TensorBoard."""
+        self._progress.stop()
+        if self._board is not None:
+            self._board.close()

@@ -1,0 +1,275 @@
+"""`plugin.profile`: what each piece of a CutPoint model costs on Varuna, by trimming, as a `Profile`.
+
+Every run is a Varuna job of up to three stages of which only the middle one computes: one piece, or two neighbours
+(CAPSlog, Sec. III-A). Which runs, on which worker and into which record is `profiles`' business; the processes are in
+`profile_worker`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import platform
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.engine.probe import CPU_SOURCE, CUDA_SOURCE
+from varuna_capslog.model.chain import TensorSpec
+from varuna_capslog.profiles.record import Observation, Profile, SharedParameter, layers_of_runs
+from varuna_capslog.profiles.runs import StageRun, stage_runs
+from varuna_capslog.profiling import admission
+from varuna_capslog.profiling.conditions import RunConditions
+from varuna_capslog.profiling.launches import Clock, Progress, Workers, in_one_launch
+from varuna_capslog.profiling.trim import TrimmedRun
+from varuna_capslog.profiling.worker import WorkerFailure
+from varuna_capslog.varuna_plugin.install import install, installed_patches, uninstall
+from varuna_capslog.varuna_plugin.splitting.tracing import Trace, trace_model
+
+__all__ = ["MakeOptimizer", "Subject", "profile"]
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What every worker is given: the model and all that is known of it.
+
+    Attributes:
+        build: gives the model.
+        batch: inputs of one microbatch, on the CPU.
+        trace: of the model on that batch.
+        optimizer: makes the optimizer of a stage.
+    """
+
+    build: Callable[[], nn.Module]
+    batch: Mapping[str, Any]
+    trace: Trace
+    chunk_size: int
+    optimizer: MakeOptimizer
+    loss: Literal["mean", "sum"]
+    timeout_seconds: float
+
+    def __call__(self) -> Subject:
+        return self
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A model that is there already."""
+
+    model: nn.Module
+
+    def __call__(self) -> nn.Module:
+        return self.model
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer that is profiled where none is given."""
+    return torch.optim.AdamW(parameters)
+
+
+def profile(
+    model: nn.Module | Callable[[], nn.Module],
+    get_batch_fn: Callable[..., Mapping[str, Any]],
+    chunk_size: int,
+    *,
+    optimizer: MakeOptimizer = adamw,
+    device: str = "cpu",
+    workers: int = 1,
+    threads: int = 1,
+    loss: Literal["mean", "sum"] = "mean",
+    timeout_seconds: float = 600.0,
+    progress: Progress | None = None,
+) -> Profile:
+    """Profiles a model with CutPoints on the installed Varuna; not inside a job, it starts processes of its own.
+
+    The model runs once, whole, in this process (as when a Varuna is built) for the shapes at its cuts. After that no
+    process makes more than two neighbouring pieces real. Rows mean what `capslog profile`'s mean; bytes are the
+    device's, so that what Varuna keeps in host memory counts nowhere.
+
+    Args:
+        model: the model, or a function that builds it; a function defined at the top level of a module is cheapest.
+        get_batch_fn: as for Varuna; its batches should be as large as the run's largest.
+        chunk_size: samples of a microbatch.
+        optimizer: makes one from parameters; default torch's AdamW.
+        device: "cpu" or "cuda", of the stages that are measured; their neighbours need none.
+        workers: runs at a time; on the CPU each has two light companions.
+        threads: CPU threads of a measured stage.
+        loss: as for `configure`.
+        timeout_seconds: longest wait of a run for a message.
+
+    Raises:
+        DoesNotFit: a run may need more memory than there is; nothing was tried.
+        CapslogError: no fitting Varuna, a model without CutPoints, no such device, or a run failed: which, and why.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise CapslogError("there is no CUDA device here; profile with device='cpu', or where there is one")
+    if workers < 1 or chunk_size < 1:
+        raise CapslogError(f"workers={workers}, chunk_size={chunk_size}: both must be at least 1")
+    build: Callable[[], nn.Module] = _Given(model) if isinstance(model, nn.Module) else model
+    commit, subject = _traced(build, get_batch_fn, chunk_size, optimizer, loss, timeout_seconds)
+    whole, trace = build(), subject.trace
+    names, sizes = _names(trace), {name: _num_bytes(tensor) for name, tensor in whole.named_parameters()}
+    conditions = RunConditions(device, chunk_size, _described(subject.batch))
+    clock = Clock()
+    rows = _measured(subject, conditions, names, (whole, sizes), (workers, threads), clock, progress)
+    del whole
+    by_piece = [
+        sum(sizes[name] for name, pieces in trace.parameters.items() if i in pieces) for i in range(trace.num_pieces)
+    ]
+    return Profile(
+        layers=layers_of_runs(names, rows, by_piece),
+        model=getattr(model, "__name__", None) or type(model).__name__,
+        source="measured",
+        conditions={
+            "engine": "varuna",
+            "varuna": commit,
+            "device": device,
+            "device_name": torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
+            "dtype": "float32",
+            "microbatch_size": chunk_size,
+            "input": conditions.input,
+            "optimizer": _optimizer_name(optimizer),
+            "schedule": "varuna",
+            "recompute": True,
+            "stage_inputs": "host",
+            "threads": threads,
+            "order": "packed",
+            "peak_source": CUDA_SOURCE if device == "cuda" else CPU_SOURCE,
+            "torch": torch.__version__,
+            "profiling": clock.report("packed", workers),
+        },
+        shared=tuple(
+            SharedParameter(name, sizes[name], pieces) for name, pieces in trace.parameters.items() if len(pieces) > 1
+        ),
+        observations=tuple(rows),
+    )
+
+
+def _traced(
+    build: Callable[[], nn.Module],
+    get_batch_fn: Callable[..., Mapping[str, Any]],
+    chunk_size: int,
+    optimizer: MakeOptimizer,
+    loss: Literal["mean", "sum"],
+    timeout_seconds: float,
+) -> tuple[str, Subject]:
+    """Varuna's commit, and the subject; Varuna is left as it was found."""
+    installed = bool(installed_patches())
+    with contextlib.redirect_stdout(io.StringIO()):  # Varuna prints while it is imported
+        found = install()
+        try:
+            from varuna import CutPoint
+
+            batch = get_batch_fn(chunk_size, device="cpu")
+            trace = trace_model(build(), batch, CutPoint)
+        finally:
+            if not installed:
+                uninstall()
+    if not trace.cuts:
+        raise CapslogError("the model's forward passes no CutPoint; place some between its layers")
+    return found.commit, Subject(build, batch, trace, chunk_size, optimizer, loss, timeout_seconds)
+
+
+def _measured(
+    subject: Subject,
+    conditions: RunConditions,
+    names: Sequence[str],
+    model: tuple[nn.Module, Mapping[str, int]],
+    workers: tuple[int, int],
+    clock: Clock,
+    progress: Progress | None,
+) -> list[Observation]:
+    """One row for each piece and each two neighbours."""
+    from varuna_capslog.varuna_plugin.profiling.worker import VarunaWorkers
+
+    count, threads = workers
+    runs = stage_runs(subject.trace.num_pieces)
+    specs = _cut_specs(subject)
+    tasks = []
+    for first, end in runs:
+        run = TrimmedRun(first, end, subject.trace.num_pieces, tuple(specs[first : end + 1]))
+        tasks.append((run, _bound_bytes(subject.trace, model[1], specs, (first, end), conditions.device)))
+    tasks.sort(key=lambda task: -task[1])
+    devices = [_device(conditions.device, number) for number in range(min(count, len(tasks)))]
+    modules = sorted({type(module).__module__ for module in model[0].modules()})
+    source: Any = subject  # where our own engine's workers get a workload
+    described = Workers(source, devices, threads, modules, conditions, admission.free_bytes, names)
+    try:
+        with VarunaWorkers(source, devices, threads, modules) as group:
+            found = in_one_launch(tasks, group, described, clock, progress or (lambda *_: None))
+    except WorkerFailure as error:
+        where = "a profiling worker"
+        if error.run is not None:
+            where = f"the run of {' + '.join(names[error.run.first : error.run.end])}"
+        raise CapslogError(f"{where} failed: {error}; nothing was kept of this profile") from error
+    return [found[run] for run in runs]
+
+
+def _device(kind: str, number: int) -> torch.device:
+    return torch.device("cpu") if kind == "cpu" else torch.device("cuda", number % torch.cuda.device_count())
+
+
+def _cut_specs(subject: Subject) -> list[dict[str, TensorSpec]]:
+    """What crosses the cuts 0 .. K + 1, by position; nothing behind the loss."""
+    given = {
+        str(index): TensorSpec.of(leaf)
+        for index, leaf in enumerate(pytree.tree_leaves(dict(subject.batch)))
+        if isinstance(leaf, Tensor)
+    }
+    cuts = [{str(index): spec for index, spec in enumerate(cut.tensors)} for cut in subject.trace.cuts]
+    return [given, *cuts, {}]
+
+
+def _bound_bytes(
+    trace: Trace, sizes: Mapping[str, int], specs: Sequence[Mapping[str, TensorSpec]], run: StageRun, device: str
+) -> int:
+    """The most that a run takes: all that its operations make, gradients of as much, the parameters as `admission` has
+    them, and copies of what crosses its cuts in three processes.
+    """
+    pieces = set(range(*run))
+    held = [sizes[name] for name, used in trace.parameters.items() if pieces & set(used)]
+    crossing = sum(spec.num_bytes for cut in (specs[run[0]], specs[run[1]]) for spec in cut.values())
+    made = sum(trace.made_bytes[piece] for piece in pieces)
+    copies = 5 if device == "cuda" else 4
+    return copies * sum(held) + 3 * max(held, default=0) + 2 * made + 12 * crossing
+
+
+def _names(trace: Trace) -> list[str]:
+    """A piece is called after the first module that runs wholly inside it."""
+    names: list[str] = []
+    for piece in range(trace.num_pieces):
+        inside = next((call.module for call in trace.calls if call.first == call.last == piece), None)
+        # a CutPoint's own call ends in the next piece
+        name = f"piece {piece}" if inside is None else inside
+        names.append(f"{name} ({piece})" if name in names else name)
+    return names
+
+
+def _described(value: Any, name: str = "") -> dict[str, list[int]]:
+    """Shapes of the tensors among the inputs, by dotted names."""
+    if isinstance(value, Tensor):
+        return {name: list(value.shape)}
+    if isinstance(value, Mapping):
+        entries = list(value.items())
+    else:
+        entries = list(enumerate(value)) if isinstance(value, (list, tuple)) else []
+    found: dict[str, list[int]] = {}
+    for key, item in entries:
+        found |= _described(item, f"{name}.{key}" if name else str(key))
+    return found
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.itemsize
+
+
+def _optimizer_name(make: MakeOptimizer) -> str:
+    made = make([nn.Parameter(torch.zeros(1))])
+    return type(made).__name__.lower()

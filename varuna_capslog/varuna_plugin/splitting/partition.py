@@ -1,0 +1,131 @@
+"""Which stage holds what: a trace cut into stages. Pure data and pure functions; the same on every rank.
+
+Stages are runs of pieces (what lies between CutPoints). A parameter or buffer belongs to every stage that uses it; the
+first of them is its owner, which counts it once in the gradient norm and whose file holds it in a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.plans.plan import check_cuts
+from varuna_capslog.varuna_plugin.splitting.tracing import CutSpec, Trace
+
+__all__ = ["Partition", "TieGroup", "tie_groups", "uniform_cuts"]
+
+
+def uniform_cuts(num_pieces: int, num_stages: int) -> tuple[int, ...]:
+    """Varuna's own split: equally many pieces per stage, rounded down; the last stage takes the rest.
+
+    Raises CapslogError where there are fewer pieces than stages.
+    """
+    if num_pieces < num_stages:
+        raise CapslogError(
+            f"the model has {num_pieces - 1} CutPoints, so {num_pieces} pieces, but {num_stages} stages; place more "
+            "CutPoints or use fewer stages"
+        )
+    return tuple(stage * (num_pieces // num_stages) for stage in range(num_stages))
+
+
+@dataclass(frozen=True)
+class TieGroup:
+    """Parameters that have one value and one gradient: one used by several stages, or several declared as shared.
+
+    Attributes:
+        names: the parameters.
+        stages: all stages that hold one of them, ascending; the first counts it in the norm.
+    """
+
+    names: tuple[str, ...]
+    stages: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A trace and the first piece of each stage.
+
+    Raises CapslogError unless the cuts fit the number of pieces.
+    """
+
+    trace: Trace
+    cuts: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        try:
+            object.__setattr__(self, "cuts", check_cuts(self.cuts, self.trace.num_pieces))
+        except CapslogError as error:
+            raise CapslogError(
+                f"{error} (the model has {len(self.trace.cuts)} CutPoints, so pieces 0 to {len(self.trace.cuts)})"
+            ) from None
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of one pipeline."""
+        return len(self.cuts)
+
+    def pieces(self, stage: int) -> range:
+        """The pieces of a stage."""
+        end = self.cuts[stage + 1] if stage + 1 < len(self.cuts) else self.trace.num_pieces
+        return range(self.cuts[stage], end)
+
+    def stage_of(self, piece: int) -> int:
+        """The stage that holds a piece."""
+        return sum(cut <= piece for cut in self.cuts) - 1
+
+    @cached_property
+    def stages_of(self) -> dict[str, tuple[int, ...]]:
+        """Every parameter and buffer: the stages that use it, ascending."""
+        return {
+            name: tuple(sorted({self.stage_of(piece) for piece in pieces}))
+            for name, pieces in (*self.trace.parameters.items(), *self.trace.buffers.items())
+        }
+
+    @cached_property
+    def home(self) -> dict[str, int]:
+        """Every parameter and buffer: the piece whose checkpoint file holds it, the first that uses it."""
+        return {name: pieces[0] for name, pieces in (*self.trace.parameters.items(), *self.trace.buffers.items())}
+
+    def entry(self, stage: int) -> CutSpec | None:
+        """The cut before a stage; None for the first."""
+        return self.trace.cuts[self.cuts[stage] - 1] if stage > 0 else None
+
+    def exit(self, stage: int) -> CutSpec | None:
+        """The cut behind a stage; None for the last."""
+        return self.entry(stage + 1) if stage + 1 < self.num_stages else None
+
+
+def tie_groups(partition: Partition, declared: Iterable[Sequence[str]] = ()) -> tuple[TieGroup, ...]:
+    """All ties, by first name.
+
+    Args:
+        declared: Varuna's `shared_weights`: names of parameters with equal values whose gradients belong together.
+
+    Raises CapslogError for a declared name that the model has not.
+    """
+    leader = {name: name for name in partition.trace.parameters}
+
+    def find(name: str) -> str:
+        while leader[name] != name:
+            name = leader[name]
+        return name
+
+    for names in declared:
+        for name in names:
+            if name not in leader:
+                raise CapslogError(
+                    f"shared_weights names {name!r}, which is no parameter of the model (or the second name of one "
+                    "that is already the same tensor: leave it out)"
+                )
+            leader[find(name)] = find(names[0])
+    classes: dict[str, list[str]] = {}
+    for name in partition.trace.parameters:
+        classes.setdefault(find(name), []).append(name)
+    groups = []
+    for names in classes.values():
+        stages = sorted({stage for name in names for stage in partition.stages_of[name]})
+        if len(names) > 1 or len(stages) > 1:
+            groups.append(TieGroup(tuple(sorted(names)), tuple(stages)))
+    return tuple(sorted(groups, key=lambda group: group.names))

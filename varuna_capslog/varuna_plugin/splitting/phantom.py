@@ -1,0 +1,158 @@
+"""What a stage sees instead of values that other stages compute.
+
+Varuna runs the whole `forward` of a model on every stage; what lies before the stage's first cut works on these. A
+phantom takes part in any tensor code and gives phantoms; code that asks it for a number or a decision is told that the
+value lives on another stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from varuna_capslog.base.errors import CapslogError
+
+__all__ = ["Phantom", "describe_structure", "find_phantom", "make_phantoms"]
+
+
+class Phantom:
+    """A value of another stage.
+
+    Args:
+        source: where it comes from, for messages.
+        dims: number of dimensions, where known; its `shape` can then be unpacked.
+        length: number of entries, where known; it can then be unpacked itself.
+    """
+
+    def __init__(self, source: str, dims: int | None = None, length: int | None = None) -> None:
+        self.__dict__.update(_source=source, _dims=dims, _length=length)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, arguments: tuple[Any, ...] = (), keywords: dict[str, Any] | None = None
+    ) -> Any:
+        found = find_phantom((arguments, keywords or {}))
+        return Phantom(found._source if found is not None else "another stage")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name == "shape" and self._dims is not None:
+            return Phantom(self._source, length=self._dims)
+        if name == "ndim" and self._dims is not None:
+            return self._dims
+        return Phantom(self._source)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Ignored: whatever is set here is set on the stage that has the value."""
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return Phantom(self._source)
+
+    def __getitem__(self, key: Any) -> Any:
+        return Phantom(self._source)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Ignored, like `__setattr__`."""
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._length is None:
+            raise self._refusal("its entries (unpack the result of a module or the shape of one)")
+        return iter([Phantom(self._source) for _ in range(self._length)])
+
+    def __len__(self) -> int:
+        if self._length is None:
+            raise self._refusal("its length")
+        return int(self._length)
+
+    def __bool__(self) -> bool:
+        raise self._refusal("a decision")
+
+    def __int__(self) -> int:
+        raise self._refusal("a number")
+
+    def __float__(self) -> float:
+        raise self._refusal("a number")
+
+    def __index__(self) -> int:
+        raise self._refusal("a number")
+
+    def __repr__(self) -> str:
+        return f"Phantom({self._source})"
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __eq__(self, other: object) -> Any:
+        return Phantom(self._source)
+
+    def __ne__(self, other: object) -> Any:
+        return Phantom(self._source)
+
+    def _refusal(self, wanted: str) -> CapslogError:
+        return CapslogError(
+            f"the model's forward asks {self._source}, which another stage computes, for {wanted}; take it from the "
+            "model's inputs, or move that code into a module before the cut"
+        )
+
+
+def _operator(name: str) -> Callable[..., Phantom]:
+    def operate(self: Phantom, *others: Any) -> Phantom:
+        return Phantom(self._source)
+
+    operate.__name__ = name
+    return operate
+
+
+_BINARY = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+for _name in (
+    *(f"__{kind}{name}__" for name in _BINARY for kind in ("", "r", "i")),
+    *(f"__{name}__" for name in ("neg", "pos", "abs", "invert", "lt", "le", "gt", "ge")),
+):
+    setattr(Phantom, _name, _operator(_name))
+
+
+def describe_structure(value: Any) -> Any:
+    """A plain description of a module's result: ("tensor", dims), ("tuple", [...]), ("list", [...]), ("dict", {...}),
+    ("none",) or ("value",).
+    """
+    if isinstance(value, Tensor):
+        return ("tensor", value.dim())
+    if value is None:
+        return ("none",)
+    if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
+        return ("tuple" if isinstance(value, tuple) else "list", [describe_structure(item) for item in value])
+    if type(value) is dict:
+        return ("dict", {key: describe_structure(item) for key, item in value.items()})
+    return ("value",)
+
+
+def make_phantoms(structure: Any, source: str) -> Any:
+    """Phantoms in the described structure."""
+    kind = structure[0]
+    if kind == "tensor":
+        return Phantom(source, dims=structure[1])
+    if kind == "none":
+        return None
+    if kind in ("tuple", "list"):
+        items = [make_phantoms(item, source) for item in structure[1]]
+        return tuple(items) if kind == "tuple" else items
+    if kind == "dict":
+        return {key: make_phantoms(item, source) for key, item in structure[1].items()}
+    return Phantom(source)
+
+
+def find_phantom(value: Any) -> Phantom | None:
+    """The first phantom inside tuples, lists and dictionaries, or None."""
+    if isinstance(value, Phantom):
+        return value
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (tuple, list)):
+        for item in value:
+            found = find_phantom(item)
+            if found is not None:
+                return found
+    return None

@@ -1,0 +1,247 @@
+"""A model reduced to one stage: foreign parameters freed, foreign modules skipped, its two CutPoints brought to life.
+
+Replaces `PartitionedModel.initialize` and all that it calls. The trace is taken on one rank and given to the others, so
+nothing is written into the current folder and every rank has the same partition.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.varuna_plugin.drawing import Draws
+from varuna_capslog.varuna_plugin.options import current
+from varuna_capslog.varuna_plugin.splitting.boundary import Entry, Exit
+from varuna_capslog.varuna_plugin.splitting.partition import Partition, TieGroup, tie_groups
+from varuna_capslog.varuna_plugin.splitting.phantom import Phantom, make_phantoms
+from varuna_capslog.varuna_plugin.splitting.shapes import CutShapes
+from varuna_capslog.varuna_plugin.splitting.tracing import Trace, trace_model
+from varuna_capslog.varuna_plugin.wire import Bundle, Room
+
+__all__ = ["ANCHOR", "StageRun", "initialize", "reduce_to_stage"]
+
+_log = logging.getLogger(__name__)
+
+ANCHOR = "capslog_anchor"
+"""Name of the empty parameter of a stage that has none of its own: optimizers refuse empty lists."""
+
+_TRACED_SAMPLES = 2
+"""One sample would fail in batch normalisation over features."""
+
+
+class StageRun:
+    """What the plugin knows of one rank's stage, and where its forward stands.
+
+    Attributes:
+        partition, stage: which pieces these are.
+        ties: all ties of the model; each rank acts on those of its stage.
+        entry, exit: the stage's CutPoints, None at the pipeline's ends.
+        trimmed: whether dummy tensors stand for what the stage would compute.
+        bundle_type: of what leaves the stage.
+        rooms: of the messages in each direction, by (task, "in" or "out").
+        active: whether the forward has reached the stage's own code.
+        left: whether it has reached the cut behind.
+        gradients_sent: whether the backward under way has sent gradients to the stage before.
+        draws: where random numbers must not depend on the cuts.
+    """
+
+    def __init__(self, partition: Partition, stage: int, ties: Sequence[TieGroup]) -> None:
+        self.partition, self.stage, self.ties = partition, stage, tuple(ties)
+        self.trimmed = False
+        self.bundle_type = Bundle
+        self.rooms = defaultdict[tuple[int, str], Room](Room)
+        self.entry: Entry | None = None
+        self.exit: Exit | None = None
+        self.active = self.left = self.gradients_sent = False
+        self.draws: Draws | None = None
+        self._norms: list[nn.Module] | None = None
+
+    def begin(self) -> None:
+        """A forward begins."""
+        self.active, self.left = self.stage == 0, False
+
+    def norms(self, model: nn.Module) -> list[nn.Module]:
+        """The modules of the stage that keep running statistics; looked for once."""
+        if self._norms is None:
+            norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
+            self._norms = [module for module in norms if module._buffers.get("running_mean") is not None]
+        return self._norms
+
+
+def initialize(self: Any, get_batch_fn: Callable[..., Any], from_cache: bool = False) -> None:
+    """Replaces `PartitionedModel.initialize`; `from_cache` has no meaning here, since nothing is cached in files.
+
+    Raises CapslogError on every rank: the trace failed, the ranks have different models or cut lists, or the cuts do
+    not fit the model.
+    """
+    from varuna.partitioned_model import CutPoint
+
+    options = current()
+    trace = options.trace or _shared_trace(self.module, get_batch_fn, CutPoint)
+    partition = _agreed_partition(trace, self.module, self.num_stages)
+    if trace.moving and self.num_stages > 1:
+        raise CapslogError(
+            f"a forward changes the buffers {', '.join(trace.moving[:3])}, which are no running statistics; Varuna "
+            "runs most forwards twice and would change them twice: keep such state out of the model"
+        )
+    run = StageRun(partition, self.stage, tie_groups(partition, self.shared_weights or ()))
+    play = _reduce(self.module, run, CutPoint)
+    self.capslog = run
+    points = {name: module for name, module in self.module.named_modules() if isinstance(module, CutPoint)}
+    self.pre_cp = _wake(self, points, run.partition.entry(self.stage), self.stage)
+    self.post_cp = _wake(self, points, run.partition.exit(self.stage), self.stage + 1)
+    if self.pre_cp is not None:
+        run.entry = self.pre_cp.cp_func = Entry(self.pre_cp, partition.entry(self.stage), run)  # type: ignore[arg-type]
+    if self.post_cp is not None:
+        run.exit = self.post_cp.cp_func = Exit(self.post_cp, partition.exit(self.stage), run)  # type: ignore[arg-type]
+    play(torch.device(self.device))
+    # what the rest of Varuna reads
+    self.num_cutpoints = len(trace.cuts)
+    self.cuts_per_stage = len(partition.pieces(self.stage))
+    self.ordered_modules = {name: points[name] for name in (cut.name for cut in trace.cuts)}
+    self.param_name_to_pstage = self.parameter_names_to_cuts()
+    self.shared_weight_stages = None
+    self.forward_input_shapes, self.backward_grad_shapes = [], []
+    self.model_pruned = True
+    _log.info("stage %d of %d holds pieces %s", self.stage, self.num_stages, list(partition.pieces(self.stage)))
+
+
+def _reduce(model: nn.Module, run: StageRun, cut_type: type[nn.Module]) -> Callable[[torch.device], None]:
+    """Leaves of the model what the stage needs; gives what is to be called when its CutPoints live."""
+    options = current()
+    interest = options.stages_of_interest
+    if interest is None:
+        reduce_to_stage(model, run)
+        return lambda device: None
+    if max(interest) >= run.partition.num_stages:
+        raise CapslogError(
+            f"stages_of_interest={list(interest)}, but the stages are 0 to {run.partition.num_stages - 1}"
+        )
+    from varuna_capslog.varuna_plugin.profiling import trimming
+
+    run.ties = trimming.interesting_ties(run.ties, interest)
+    if run.stage in interest:
+        reduce_to_stage(model, run)
+        return lambda device: None
+    run.trimmed = True
+    names = tuple(cut.name for cut in run.partition.trace.cuts)
+    if options.trace is not None:
+        known = [cut.tensors for cut in options.trace.cuts]
+        shapes: trimming.Shapes = lambda inputs: known  # noqa: E731
+    else:
+        shapes = CutShapes(model, cut_type, names)
+    reduce_to_stage(model, run, trimming.kept_names(run.partition, run.ties, run.stage))
+    return lambda device: trimming.play_stage(model, run, shapes, device)
+
+
+def _agreed_partition(trace: Trace, model: nn.Module, num_stages: int) -> Partition:
+    """The partition that every rank has configured; a rank that fails tells the others, so that nobody waits."""
+    mine: tuple[Any, str | None] = (None, None)
+    partition = None
+    try:
+        partition = Partition(trace, current().cuts_for(trace.num_pieces, num_stages))
+        if list(trace.parameters) != [name for name, _ in model.named_parameters()]:
+            raise CapslogError("its model has other parameters than rank 0's; build the same model on every rank")
+        mine = (partition.cuts, None)
+    except CapslogError as error:
+        mine = (None, str(error))
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    for rank, (cuts, problem) in enumerate(everyone):
+        if problem is not None:
+            raise CapslogError(f"rank {rank}: {problem}")
+        if cuts != everyone[0][0]:
+            raise CapslogError(
+                f"rank {rank} is configured with cuts={list(cuts)}, rank 0 with {list(everyone[0][0])}; configure the "
+                "same on every rank"
+            )
+    assert partition is not None
+    return partition
+
+
+def _shared_trace(model: nn.Module, get_batch: Callable[..., Any], cut_type: type[nn.Module]) -> Trace:
+    """Taken by rank 0 and sent to all; a failure there is an error everywhere, so that nobody waits."""
+    message: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            message = [trace_model(model, get_batch(_TRACED_SAMPLES, device="cpu"), cut_type)]
+        except Exception as error:
+            cause = str(error) if isinstance(error, CapslogError) else f"{type(error).__name__}: {error}"
+            message = [f"the model cannot be traced on get_batch_fn({_TRACED_SAMPLES}, device='cpu'): {cause}"]
+            _log.debug("tracing failed", exc_info=True)
+    dist.broadcast_object_list(message, src=0)
+    if isinstance(message[0], str):
+        raise CapslogError(message[0])
+    trace: Trace = message[0]
+    return trace
+
+
+def _wake(partitioned: Any, points: dict[str, Any], spec: Any, index: int) -> Any:
+    """The stage's CutPoint, told what Varuna tells it."""
+    if spec is None:
+        return None
+    point = points[spec.name]
+    point.cp_index, point.stage, point.num_stages = index, partitioned.stage, partitioned.num_stages
+    point.set_ret_val_func, point.device, point.fp16 = partitioned.set_ret_val, partitioned.device, False
+    return point
+
+
+def reduce_to_stage(model: nn.Module, run: StageRun, kept: set[str] | None = None) -> None:
+    """Frees every parameter and buffer that the stage does not use, and skips modules before its first cut.
+
+    The names of what is left do not change, so that checkpoints are the same for any cut list.
+
+    Args:
+        kept: what stays instead of what the stage uses.
+    """
+    foreign = {
+        name
+        for name, stages in run.partition.stages_of.items()
+        if (run.stage not in stages if kept is None else name not in kept)
+    }
+    named = {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    for path, module in model.named_modules():
+        for store in (module._parameters, module._buffers):
+            for key, tensor in list(store.items()):
+                if tensor is not None and named[id(tensor)] in foreign:
+                    del store[key]
+                    module.__dict__[key] = Phantom(f"{path}.{key}" if path else key, dims=tensor.dim())
+                    # other references (an LSTM's list of its weights) must not keep the memory
+                    tensor.data = tensor.data.new_empty(0)
+    for name, structure in _skipped_modules(run.partition, run.stage).items():
+        _guard(model.get_submodule(name), name, structure, run)
+    if next(model.parameters(), None) is None:
+        model.register_parameter(ANCHOR, nn.Parameter(torch.zeros(0)))
+
+
+def _skipped_modules(partition: Partition, stage: int) -> dict[str, Any]:
+    """Outermost modules that some call runs wholly before the stage's first cut, with what they return."""
+    first = partition.cuts[stage]
+    calls = partition.trace.calls
+    found: dict[str, Any] = {}
+    for call in calls:
+        parent = None if call.parent is None else calls[call.parent]
+        if call.last < first and (parent is None or parent.last >= first):
+            if call.module in found and found[call.module] != call.structure:
+                found[call.module] = ("value",)
+            found.setdefault(call.module, call.structure)
+    return found
+
+
+def _guard(module: nn.Module, name: str, structure: Any, run: StageRun) -> None:
+    """Makes the module give phantoms as long as the forward has not reached the stage's own code."""
+    real = module.forward
+
+    def forward(*arguments: Any, **keywords: Any) -> Any:
+        if run.active:
+            return real(*arguments, **keywords)
+        return make_phantoms(structure, f"the result of {name!r}")
+
+    module.forward = forward

@@ -1,0 +1,270 @@
+"""Which pieces of a model use which parameters and buffers, and what crosses each CutPoint, from one real forward.
+
+The model runs once, whole, on a small batch; every operation is watched below the level of modules, so that it does not
+matter by what name or through what view a parameter is used. Nothing of the model changes: gradients are not kept,
+buffers are copies, random numbers are put back. A *piece* is what lies between two CutPoints, counted from 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.model.chain import TensorSpec
+from varuna_capslog.varuna_plugin.splitting.phantom import describe_structure
+
+__all__ = ["Call", "CutSpec", "Trace", "flatten_cut", "trace_model"]
+
+
+@dataclass(frozen=True)
+class CutSpec:
+    """What crosses one cut.
+
+    Attributes:
+        structure: of the CutPoint's arguments.
+        present: per leaf of the structure, whether it is a tensor (else None).
+        tensors: shape, dtype, stride and requires_grad of the tensors in the traced run; only dtype and requires_grad
+            hold for other batches.
+    """
+
+    name: str
+    structure: Any
+    present: tuple[bool, ...]
+    tensors: tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a module: pieces at its begin and end, the call that made it (an index), its result's structure."""
+
+    module: str
+    parent: int | None
+    first: int
+    last: int
+    structure: Any
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Everything that partitioning needs to know of a model; plain data, the same on every rank.
+
+    Attributes:
+        cuts: in the order in which the forward reaches them; cut i separates piece i from piece i + 1.
+        parameters, buffers: name -> pieces that use it, ascending; one name per tensor, its first.
+        calls: in order of their begin.
+        moving: buffers that a forward changes, other than running statistics.
+        made_bytes: by piece, of all that its operations made: no forward can leave more behind.
+    """
+
+    cuts: tuple[CutSpec, ...]
+    parameters: Mapping[str, tuple[int, ...]]
+    buffers: Mapping[str, tuple[int, ...]]
+    calls: tuple[Call, ...]
+    moving: tuple[str, ...] = ()
+    made_bytes: tuple[int, ...] = ()
+
+    @property
+    def num_pieces(self) -> int:
+        """One more than there are cuts."""
+        return len(self.cuts) + 1
+
+
+def flatten_cut(arguments: tuple[Any, ...], name: str) -> tuple[list[Tensor], tuple[bool, ...], Any]:
+    """The tensors among a CutPoint's arguments, which leaves are tensors, and the structure around them.
+
+    Raises CapslogError for a leaf that is neither a tensor nor None.
+    """
+    leaves, structure = pytree.tree_flatten(arguments)
+    for leaf in leaves:
+        if leaf is not None and not isinstance(leaf, Tensor):
+            raise CapslogError(
+                f"CutPoint {name!r} is given a {type(leaf).__name__}; only tensors (also in tuples, lists and "
+                "dictionaries) and None can cross a cut"
+            )
+    return [leaf for leaf in leaves if leaf is not None], tuple(leaf is not None for leaf in leaves), structure
+
+
+class _Uses(TorchDispatchMode):
+    """Notes in which piece a known storage is an operation's argument, and how much each piece makes."""
+
+    def __init__(self, names: Mapping[int, Sequence[str]]) -> None:
+        super().__init__()
+        self.names, self.piece = names, 0
+        self.seen: dict[str, set[int]] = {}
+        self.made: dict[int, int] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = set()
+        for leaf in pytree.tree_leaves((args, kwargs or {})):
+            if isinstance(leaf, Tensor):
+                given.add(_storage(leaf))
+                for name in self.names.get(_storage(leaf), ()):
+                    self.seen.setdefault(name, set()).add(self.piece)
+        result = function(*args, **(kwargs or {}))
+        new = {_storage(leaf): leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)}
+        made = sum(leaf.untyped_storage().nbytes() for storage, leaf in new.items() if storage and storage not in given)
+        self.made[self.piece] = self.made.get(self.piece, 0) + made
+        return result
+
+
+def _storage(tensor: Tensor) -> int:
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # sparse and wrapped tensors have none
+        return 0
+
+
+def trace_model(model: nn.Module, inputs: Mapping[str, Any], cut_type: type[nn.Module]) -> Trace:
+    """Runs `model(**inputs)` once and reports what it saw.
+
+    Args:
+        cut_type: Varuna's CutPoint, whose `forward` calls `cp_func` where that is set.
+
+    Raises:
+        CapslogError: a CutPoint is reached twice, or is given something that cannot travel.
+    """
+    with _copied_buffers(model) as before:
+        names: dict[int, list[str]] = {}
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            names.setdefault(_storage(tensor), []).append(name)
+        uses, cuts = _Uses(names), list[CutSpec]()
+        with contextlib.ExitStack() as on:
+            on.enter_context(_watched_cuts(model, cut_type, uses, cuts))
+            calls = on.enter_context(_watched_calls(model, uses))
+            on.enter_context(torch.random.fork_rng(devices=[]))
+            on.enter_context(torch.enable_grad())
+            on.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _never))
+            on.enter_context(uses)
+            model(**inputs)
+        moving = _moving(model, before)
+    buffers = [name for name, _ in model.named_buffers()]
+    return Trace(
+        cuts=tuple(cuts),
+        parameters=_owned([name for name, _ in model.named_parameters()], uses.seen),
+        buffers=_owned(buffers, uses.seen),
+        calls=tuple(calls),
+        moving=tuple(moving),
+        made_bytes=tuple(uses.made.get(piece, 0) for piece in range(len(cuts) + 1)),
+    )
+
+
+def _never(packed: Any) -> Tensor:
+    raise CapslogError("the model computes gradients inside its forward, which Varuna cannot split")
+
+
+def _owned(names: Sequence[str], seen: Mapping[str, set[int]]) -> dict[str, tuple[int, ...]]:
+    """Pieces of each name. What no piece used stays with the name before it in the model: somebody must keep it."""
+    result: dict[str, tuple[int, ...]] = {}
+    unused: list[str] = []
+    before: int | None = None
+    for name in names:
+        if name in seen:
+            result[name] = tuple(sorted(seen[name]))
+            before = result[name][0]
+            for waiting in unused:
+                result[waiting] = (before,)
+            unused = []
+        elif before is None:
+            unused.append(name)
+        else:
+            result[name] = (before,)
+    return result | dict.fromkeys(unused, (0,))
+
+
+@contextlib.contextmanager
+def _copied_buffers(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Buffers replaced by copies inside the block; gives the real ones by name."""
+    real: dict[int, Tensor] = {}
+    copies: dict[int, Tensor] = {}
+    places = []
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                real[id(buffer)] = buffer
+                copy = copies.setdefault(id(buffer), buffer.clone())
+                places.append((module, name, buffer))
+                module._buffers[name] = copy
+    by_copy = {id(copy): real[key] for key, copy in copies.items()}
+    try:
+        yield {name: by_copy[id(copy)] for name, copy in model.named_buffers()}
+    finally:
+        for module, name, buffer in places:
+            module._buffers[name] = buffer
+
+
+def _moving(model: nn.Module, before: Mapping[str, Tensor]) -> list[str]:
+    statistics = {
+        f"{name}.{key}" if name else key
+        for name, module in model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._NormBase)
+        for key in ("running_mean", "running_var", "num_batches_tracked")
+    }
+    return [
+        name
+        for name, now in model.named_buffers()
+        if name not in statistics and name in before and not torch.equal(now.nan_to_num(), before[name].nan_to_num())
+    ]
+
+
+@contextlib.contextmanager
+def _watched_cuts(model: nn.Module, cut_type: type[nn.Module], uses: _Uses, cuts: list[CutSpec]) -> Iterator[None]:
+    """Every CutPoint reports what it is given and moves on to the next piece."""
+    points = {name: module for name, module in model.named_modules() if isinstance(module, cut_type)}
+    reached: set[str] = set()
+
+    def watch(name: str) -> Any:
+        def report(*arguments: Any) -> Any:
+            if name in reached:
+                raise CapslogError(f"CutPoint {name!r} is reached twice in one forward; use one CutPoint per place")
+            reached.add(name)
+            tensors, present, structure = flatten_cut(arguments, name)
+            cuts.append(CutSpec(name, structure, present, tuple(TensorSpec.of(tensor) for tensor in tensors)))
+            uses.piece += 1
+            return arguments[0] if len(arguments) == 1 else arguments
+
+        return report
+
+    for name, point in points.items():
+        point.cp_func = watch(name)
+    try:
+        yield
+    finally:
+        for point in points.values():
+            point.cp_func = None  # type: ignore[assignment]
+
+
+@contextlib.contextmanager
+def _watched_calls(model: nn.Module, uses: _Uses) -> Iterator[list[Call]]:
+    """Notes every call of a submodule."""
+    calls: list[Call] = []
+    stack: list[int] = []
+    handles = []
+
+    def begin(name: str) -> Any:
+        def hook(module: nn.Module, arguments: Any) -> None:
+            stack.append(len(calls))
+            calls.append(Call(name, stack[-2] if len(stack) > 1 else None, uses.piece, uses.piece, None))
+
+        return hook
+
+    def end(module: nn.Module, arguments: Any, result: Any) -> None:
+        index = stack.pop()
+        call = calls[index]
+        calls[index] = Call(call.module, call.parent, call.first, uses.piece, describe_structure(result))
+
+    for name, module in model.named_modules():
+        if name:
+            handles += [module.register_forward_pre_hook(begin(name)), module.register_forward_hook(end)]
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
