@@ -7,7 +7,7 @@ from setuptools import find_packages, setup
 HERE = Path(__file__).parent
 VERSION = next(
     line.split('"')[1]
-    for line in (HERE / "varuna_capslog" / "__init__.py").read_text(encoding="utf-8").splitlines()
+    for line in (HERE / "varuna_capslog" / "base" / "version.py").read_text(encoding="utf-8").splitlines()
     if line.startswith("__version__")
 )
 

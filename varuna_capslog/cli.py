@@ -13,8 +13,8 @@ from typing import Annotated, NoReturn
 
 import typer
 
-import varuna_capslog
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.version import __version__
 from varuna_capslog.commands import COMMANDS, SETTINGS
 
 __all__ = ["app", "main", "program"]
@@ -33,7 +33,7 @@ for _command in COMMANDS:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(varuna_capslog.__version__)
+        typer.echo(__version__)
         raise typer.Exit
 
 

@@ -50,7 +50,7 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_file(tmp_path: Path) -> No
     )
     for wait in (0.1, 0.15, 0.21):
         path.unlink(missing_ok=True)
-        environment = {**os.environ, "PYTHONPATH": str(Path(files.__file__).parents[1])}
+        environment = {**os.environ, "PYTHONPATH": str(Path(files.__file__).parents[2])}
         writer = subprocess.Popen([sys.executable, "-c", program, str(path)], env=environment)
         deadline = time.monotonic() + 20
         while not path.exists() and time.monotonic() < deadline:

@@ -22,7 +22,7 @@ from varuna_capslog.config.reading import (
 )
 
 GIB = 2**30
-CONFIGS = sorted((Path(__file__).parents[1] / "configs").rglob("*.yaml"))
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))
 
 
 def write(folder: Path, text: str) -> Path:

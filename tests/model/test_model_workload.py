@@ -204,7 +204,7 @@ def test_train_runs_captured_layers_and_its_loss_is_the_unsplit_models(tmp_path:
         "train: {max_steps: 1, minibatch_size: 4, microbatch_size: 2, evaluate_every: null}\n"
         f"pipeline: {{devices: 1, cuts: [0, 2]}}\nrun_dir: {tmp_path / 'run'}\ndevice: cpu\n"
     )
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     done = subprocess.run(
         [sys.executable, "-c", "from varuna_capslog.cli import main; main()", "train", str(config), "--nproc", "1"],
         cwd=root, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}, capture_output=True, text=True,

@@ -1,7 +1,7 @@
 """The keys of a run's config: what a user may write, what each key means, and which keys must agree.
 
-`varuna_capslog.config.reading` reads files into these models and words their errors. Nothing here imports torch or opens a
-file.
+`varuna_capslog.config.reading` reads files into these models and words their errors. Nothing here imports torch or
+opens a file.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ from __future__ import annotations
 import platform
 from importlib import metadata
 
-import varuna_capslog
 from varuna_capslog.base.units import format_bytes
+from varuna_capslog.base.version import __version__
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.reports import markup
 from varuna_capslog.reports.changes import changes_in_short
@@ -152,7 +152,7 @@ def _versions(run: RunRecord) -> dict[str, str]:
         torch = f", torch {metadata.version('torch')}"
     except metadata.PackageNotFoundError:
         torch = ""
-    rows["Report made with"] = f"varuna-capslog {varuna_capslog.__version__}, Python {platform.python_version()}{torch}"
+    rows["Report made with"] = f"varuna-capslog {__version__}, Python {platform.python_version()}{torch}"
     return rows
 
 

@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import varuna_capslog
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.supervisor import reserve
+from varuna_capslog.base.version import __version__
 from varuna_capslog.config.reading import load_config
 from varuna_capslog.config.settings import Config
 from varuna_capslog.membership.generation import Member
@@ -107,7 +107,7 @@ class Outcome:
             "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "seed": options.seed,
             "versions": {
-                "varuna_capslog": varuna_capslog.__version__,
+                "varuna_capslog": __version__,
                 "commit": _commit(),
                 "torch": torch.__version__,
                 "python": platform.python_version(),

@@ -22,7 +22,7 @@ from varuna_capslog.elastic.member.held_state import recover
 from varuna_capslog.elastic.network import network_variables
 from varuna_capslog.elastic.store.torch_store import StoreGone, open_store
 from varuna_capslog.membership.generation import Stamp
-from varuna_capslog.start.prepare import latest_plan
+from varuna_capslog.plans.folder import latest_plan
 
 __all__ = ["check_elastic", "join_run", "run_here", "starting_point", "wait_for_store"]
 

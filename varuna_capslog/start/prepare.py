@@ -11,7 +11,6 @@ import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from varuna_capslog.base import fields, files
@@ -23,14 +22,15 @@ from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planners import PLANNER_NAMES
 from varuna_capslog.planners import plan as search
 from varuna_capslog.planners.seconds import Link
-from varuna_capslog.plans.plan import Plan, Shortfall, Stage, read_plan, write_plan
+from varuna_capslog.plans.folder import latest_plan, plan_path
+from varuna_capslog.plans.plan import Plan, Shortfall, Stage, write_plan
 from varuna_capslog.profiles.record import write_profile
 from varuna_capslog.training.constants import check_folder
 
 if TYPE_CHECKING:
     from varuna_capslog.profiles.record import Profile
 
-__all__ = ["latest_plan", "plan_run", "prepare_run", "profile_run"]
+__all__ = ["plan_run", "prepare_run", "profile_run"]
 
 
 def prepare_run(config: Config, show: bool = True) -> Plan:
@@ -57,7 +57,7 @@ def prepare_run(config: Config, show: bool = True) -> Plan:
         write_profile(config.run_dir / "profile.json", profile)
     last = latest_plan(config.run_dir)
     if last is None or not _same(last[1], plan):
-        write_plan(_plan_path(config.run_dir, 0 if last is None else last[0] + 1), plan)
+        write_plan(plan_path(config.run_dir, 0 if last is None else last[0] + 1), plan)
     if plan.fits is False:
         raise DoesNotFit("; ".join(plan.notes) or "no plan fits the given capacity; add devices or capacity")
     return plan
@@ -145,16 +145,6 @@ def _confirmed(
     return dataclasses.replace(plan, fits=False, shortfall=Shortfall(stage, worst, devices), notes=(*plan.notes, lack))
 
 
-def latest_plan(run_dir: Path) -> tuple[int, Plan] | None:
-    """Generation and plan of a run's newest plan file, or None where there is none yet."""
-    generations = [
-        int(number) for path in run_dir.glob("plan-*.json") if (number := path.stem.removeprefix("plan-")).isdigit()
-    ]
-    if not generations:
-        return None
-    return max(generations), read_plan(_plan_path(run_dir, max(generations)))
-
-
 def _needs_profile(config: Config) -> bool:
     """Given cuts are run without a prediction, unless there is a capacity that they must keep to.
 
@@ -196,10 +186,6 @@ def _same(one: Plan, other: Plan) -> bool:
     ignored = ("search_seconds", "profile_digest")
     left, right = one.to_json(), other.to_json()
     return all(left[key] == right[key] for key in left.keys() | right.keys() if key not in ignored)
-
-
-def _plan_path(run_dir: Path, generation: int) -> Path:
-    return run_dir / f"plan-{generation}.json"
 
 
 @contextmanager

@@ -148,7 +148,7 @@ def _work(
 
     from varuna_capslog.base import files
     from varuna_capslog.config.reading import load_config, load_workload
-    from varuna_capslog.start.prepare import latest_plan
+    from varuna_capslog.plans.folder import latest_plan
     from varuna_capslog.training.run import Run, layout_of
 
     if rank == 0 and not evaluate:  # whose output may be JSON

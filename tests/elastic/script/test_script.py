@@ -36,7 +36,7 @@ from varuna_capslog.membership.generation import INITIAL, Generation, Layout, St
 from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.rig.script_chaos import judge_script
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 ELASTIC, PLAIN = ROOT / "examples" / "ddp_elastic.py", ROOT / "examples" / "ddp_plain.py"
 
 

@@ -32,7 +32,7 @@ from varuna_capslog.membership.generation import EMPTY
 from varuna_capslog.rig.etcd_servers import EtcdServers
 from varuna_capslog.start.elastic_host import wait_for_store
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 EXAMPLE = ROOT / "examples" / "ddp_elastic.py"
 
 

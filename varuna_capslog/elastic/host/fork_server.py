@@ -1,8 +1,9 @@
 """Workers that need not load anything: a process that has imported everything forks one whenever the host asks.
 
-`python -m varuna_capslog.elastic.host.fork_server ENTRY MODULE...` reads one JSON line per wished worker and writes one per fork
-and, as soon as the system knows it, one per end. `Nursery` is the host's side of these pipes. The nursery runs no
-operation and starts no thread, since a fork would copy its locks but not its threads; nor does it judge an end.
+`python -m varuna_capslog.elastic.host.fork_server ENTRY MODULE...` reads one JSON line per wished worker, and writes
+one line per fork and, as soon as the system knows it, one per end. `Nursery` is the host's side of these pipes. The
+nursery runs no operation and starts no thread, since a fork would copy its locks but not its threads; nor does it judge
+an end.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ def outlook(devices: int, run_dir: Path | str) -> str:
 def _limits(devices: int, run_dir: Path) -> Iterator[str]:
     """What the run's config and model make of so many; nothing for a script, which has neither."""
     from varuna_capslog.config.reading import load_config
-    from varuna_capslog.start.prepare import latest_plan
+    from varuna_capslog.plans.folder import latest_plan
 
     planned = latest_plan(run_dir)
     if planned is None or not (run_dir / "config.yaml").is_file():

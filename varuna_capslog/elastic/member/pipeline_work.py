@@ -38,9 +38,9 @@ from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Minibatch, Workload
 from varuna_capslog.planners import plan as planned
+from varuna_capslog.plans.folder import latest_plan
 from varuna_capslog.plans.plan import Plan, write_plan
 from varuna_capslog.profiles.record import Profile
-from varuna_capslog.start.prepare import latest_plan
 from varuna_capslog.training import layer_state
 from varuna_capslog.training.checkpoint import open_checkpoint, prune, save_checkpoint
 from varuna_capslog.training.constants import run_constants

@@ -1,0 +1,1 @@
+"""What the estimator knows of a device: allocator, workspaces of kernels, launch times; and the run on fake tensors."""

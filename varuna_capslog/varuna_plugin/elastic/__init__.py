@@ -1,0 +1,1 @@
+"""Live morphing for a training that runs on Varuna's own engine."""

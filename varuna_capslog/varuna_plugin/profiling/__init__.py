@@ -1,0 +1,1 @@
+"""Profiles measured through Varuna's own pipeline, stage by stage."""

@@ -1,0 +1,1 @@
+"""How a model with Varuna's cut points is split at any list of cuts."""

@@ -1,0 +1,175 @@
+"""One direction: a room imports only rooms below it, and no modules import each other in a circle.
+
+Imports inside functions count, and so do names of modules in strings (they are imported later); imports under
+TYPE_CHECKING do not. The list of rooms is read from docs/architecture.md, so that the page cannot become untrue.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FACADE = ("varuna_capslog", "varuna_capslog.chain", "varuna_capslog.model_workload")
+"""Modules that stand above all rooms: the package itself, and import paths that saved configs and programs have."""
+AT_MOST = 22
+"""Files at one level of a room, `__init__.py` included."""
+
+
+def rooms() -> list[str]:
+    """The rooms from the ground up, as docs/architecture.md lists them."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    table = page.split("## Rooms", 1)[1].split("\n## ", 1)[0]
+    return re.findall(r"^\| `([a-z_]+)(?:/|\.py)` \|", table, re.MULTILINE)
+
+
+def modules(root: Path) -> dict[str, Path]:
+    """Every module of the library and the workload below `root`: dotted name -> file."""
+    found = {}
+    for package in ("varuna_capslog", "detr_pipeline"):
+        for path in sorted((root / package).rglob("*.py")):
+            name = ".".join(path.relative_to(root).with_suffix("").parts)
+            found[name.removesuffix(".__init__")] = path
+    return found
+
+
+def imports(name: str, path: Path, known: dict[str, Path]) -> Iterator[tuple[str, int]]:
+    """(module, line) of everything that a module imports from `known`, or names in a string."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    typing = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        for statement in node.body
+        for inner in ast.walk(statement)
+    }
+    for node in ast.walk(tree):
+        targets: list[str] = []
+        if id(node) in typing:
+            continue
+        if isinstance(node, ast.Import):
+            targets = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*above, *([base] if base else [])])
+            targets = [f"{base}.{alias.name}" if f"{base}.{alias.name}" in known else base for alias in node.names]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            targets = [node.value.partition(":")[0]]
+        for target in targets:
+            if target in known and target != name:
+                yield target, node.lineno
+
+
+def upward(root: Path, order: list[str]) -> list[str]:
+    """One line per import of a room that stands above the importing one, or that the list lacks."""
+    known, found = modules(root), []
+
+    def height(module: str) -> int:
+        if module in FACADE or not module.startswith("varuna_capslog"):
+            return len(order)
+        room = module.split(".")[1]
+        assert room in order, f"{module} is in no room of docs/architecture.md"
+        return order.index(room)
+
+    for name, path in known.items():
+        if name in FACADE:
+            continue
+        for target, line in imports(name, path, known):
+            if target.startswith("detr_pipeline") and name.startswith("detr_pipeline"):
+                continue
+            if height(target) > height(name) or (target in FACADE and name.startswith("varuna_capslog")):
+                found.append(f"{path.relative_to(root)}:{line} imports {target}, which stands above it")
+    return found
+
+
+def circles(root: Path) -> list[str]:
+    """One line per import that is part of a circle of modules, with its file and line."""
+    known = modules(root)
+    graph = {
+        name: {
+            target: line
+            for target, line in imports(name, path, known)
+            # a module does not import the package that it is in
+            if not (name.startswith(target + ".") and known[target].name == "__init__.py")
+        }
+        for name, path in known.items()
+    }
+
+    def reached(start: str) -> set[str]:
+        seen, waiting = set(), [start]
+        while waiting:
+            for target in graph[waiting.pop()]:
+                if target not in seen:
+                    seen.add(target)
+                    waiting.append(target)
+        return seen
+
+    below = {name: reached(name) for name in graph}
+    return [
+        f"{known[name].relative_to(root)}:{line} imports {target}, which imports {name} again"
+        for name, targets in graph.items()
+        for target, line in targets.items()
+        if name in below[target]
+    ]
+
+
+def test_no_room_imports_a_room_above_it():
+    assert upward(ROOT, rooms()) == []
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    assert circles(ROOT) == []
+
+
+def test_the_rooms_on_the_page_are_the_rooms_of_the_house():
+    folder = ROOT / "varuna_capslog"
+    there = {path.relative_to(folder).parts[0].removesuffix(".py") for path in folder.rglob("*.py")}
+    there -= {"__init__", *(module.rpartition(".")[2] for module in FACADE)}
+    assert there == set(rooms())
+
+
+def test_no_level_of_a_room_has_too_many_files():
+    crowded = {
+        str(folder.relative_to(ROOT)): count
+        for folder in (path for path in (ROOT / "varuna_capslog").rglob("*") if path.is_dir())
+        if (count := len(list(folder.glob("*.py")))) > AT_MOST
+    }
+    assert crowded == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("from varuna_capslog.start import prepare\n", ":1 imports varuna_capslog.start.prepare"),
+        ("def f():\n    import varuna_capslog.cli\n", ":2 imports varuna_capslog.cli"),
+        ("NAME = 'varuna_capslog.start.prepare:main'\n", ":1 imports varuna_capslog.start.prepare"),
+        ("import varuna_capslog.chain\n", ":1 imports varuna_capslog.chain"),
+        ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import varuna_capslog.cli\n", None),
+    ],
+    ids=["module", "inside a function", "string", "facade", "types only"],
+)
+def test_an_upward_import_is_named_with_file_and_line(tmp_path, text, expected):
+    for name in ("chain", "cli", "start/prepare", "base/wrong"):
+        path = tmp_path / "varuna_capslog" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text if name == "base/wrong" else "")
+    found = upward(tmp_path, ["base", "start", "cli"])
+    assert [line.removesuffix(", which stands above it") for line in found] == ([f"varuna_capslog/base/wrong.py{expected}"] if expected else [])
+
+
+def test_a_circle_is_named_with_file_and_line(tmp_path):
+    folder = tmp_path / "varuna_capslog" / "base"
+    folder.mkdir(parents=True)
+    (folder / "one.py").write_text("from varuna_capslog.base import two\n")
+    (folder / "two.py").write_text("def f():\n    from varuna_capslog.base.one import x\n")
+    assert circles(tmp_path) == [
+        "varuna_capslog/base/one.py:1 imports varuna_capslog.base.two, which imports varuna_capslog.base.one again",
+        "varuna_capslog/base/two.py:2 imports varuna_capslog.base.one, which imports varuna_capslog.base.two again",
+    ]

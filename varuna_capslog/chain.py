@@ -1,0 +1,3 @@
+"""The import path of `Chain` and `Layer` in programs written before the package had rooms; new ones use the package."""
+
+from varuna_capslog.model.chain import *  # noqa: F403
