@@ -1,7 +1,7 @@
 """A chain from an ordinary module, without edits to it: the way in for models that were never written as a chain.
 
 `Chain.from_module` and `varuna_capslog.model.model_workload` call `chain_from_module`. This room never copies a
-parameter (every layer holds the model's own `Parameter` objects, so tied weights stay tied) and never gives a layer that
+parameter (each layer holds the model's own `Parameter` objects, so tied weights stay tied) and never gives a layer that
 could run on something other than what was captured without saying so.
 """
 
