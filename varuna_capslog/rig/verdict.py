@@ -67,6 +67,7 @@ def truth_of(config: Config, last: int, reached: int) -> Truth:
                 update={
                     "max_steps": max(1, last, reached),
                     "checkpoint_every": last if reached > last > 0 else None,
+                    "checkpoint_keep": max(1, reached),  # the one of `last` too, however far the run had come
                     "max_seconds": None,
                 }
             ),
