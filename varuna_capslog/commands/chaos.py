@@ -67,11 +67,11 @@ def chaos(
     as_json: AsJson = False,
 ) -> None:
     """Disturb a training and judge it: all losses, gradient norms and weights must be as if nothing had been."""
-    _run(_Arguments(**locals()))  # all of the parameters and nothing else: this is the first statement
+    _run(_ChaosArguments(**locals()))  # all of the parameters and nothing else: this is the first statement
 
 
 @dataclass(frozen=True)
-class _Arguments:
+class _ChaosArguments:
     """The command line of `chaos`, which says what each field means."""
 
     config: str | None
@@ -93,7 +93,7 @@ class _Arguments:
     as_json: bool
 
 
-def _run(given: _Arguments) -> None:
+def _run(given: _ChaosArguments) -> None:
     import shutil
     import tempfile
 
@@ -124,7 +124,7 @@ def _run(given: _Arguments) -> None:
         raise CapslogError(f"the run failed: {outcome.breaches[0]}; everything it wrote is in {folder}")
 
 
-def _options(given: _Arguments) -> ChaosOptions:
+def _options(given: _ChaosArguments) -> ChaosOptions:
     from varuna_capslog.base import fields, units
     from varuna_capslog.rig.outcome import ChaosOptions
     from varuna_capslog.rig.schedule import weights_of
@@ -152,7 +152,9 @@ def _options(given: _Arguments) -> ChaosOptions:
     )
 
 
-def _preemptions(given: _Arguments, settings: Config, options: ChaosOptions, say: Callable[[str], None]) -> Preemptions:
+def _preemptions(
+    given: _ChaosArguments, settings: Config, options: ChaosOptions, say: Callable[[str], None]
+) -> Preemptions:
     from varuna_capslog.base import units
     from varuna_capslog.planning.trace_replay import read_trace
     from varuna_capslog.rig.preemptions import Preemptions, rents
@@ -162,7 +164,7 @@ def _preemptions(given: _Arguments, settings: Config, options: ChaosOptions, say
     return Preemptions(settings, options, rented, given.scale, units.parse_seconds(given.notice, "notice"), say)
 
 
-def _settings(given: _Arguments, folder: Path, devices: int) -> Config:
+def _settings(given: _ChaosArguments, folder: Path, devices: int) -> Config:
     from varuna_capslog.config.reading import load_config
     from varuna_capslog.rig.toy import toy_config
 

@@ -58,11 +58,11 @@ def script(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done and stop.")] = False,
 ) -> None:
     """Run a data-parallel program on workers that may come and go. Ctrl-C stops after the step; the same continues."""
-    _begin(_Arguments(**locals()))  # all of the parameters and nothing else: this is the first statement
+    _begin(_ScriptArguments(**locals()))  # all of the parameters and nothing else: this is the first statement
 
 
 @dataclass(frozen=True)
-class _Arguments:
+class _ScriptArguments:
     """The command line of `script`, which says what each field means."""
 
     file: Path
@@ -81,7 +81,7 @@ class _Arguments:
     dry_run: bool
 
 
-def _begin(given: _Arguments) -> None:
+def _begin(given: _ScriptArguments) -> None:
     if given.serve is not None and given.store is not None:
         raise CapslogError("--serve and --store exclude each other; one machine serves, all others join")
     if given.store is None and given.serve is None and given.nnodes > 1:
@@ -121,7 +121,7 @@ def _settings(pairs: list[str]) -> Elastic:
     return section(Elastic, found, "elastic")
 
 
-def _run(given: _Arguments, folder: Path, settings: Elastic) -> None:
+def _run(given: _ScriptArguments, folder: Path, settings: Elastic) -> None:
     from varuna_capslog.base.supervisor import Interrupted
     from varuna_capslog.elastic.host.terminal import Terminal
     from varuna_capslog.start.script_host import join_script, run_script
@@ -150,7 +150,7 @@ def _run(given: _Arguments, folder: Path, settings: Elastic) -> None:
         raise Interrupted(f"all devices have left, the run is parked; the same command continues it in {folder}", 143)
 
 
-def _disturb(given: _Arguments, folder: Path, settings: Elastic, faults: int) -> None:
+def _disturb(given: _ScriptArguments, folder: Path, settings: Elastic, faults: int) -> None:
     from varuna_capslog.base import files, units
     from varuna_capslog.base.supervisor import Interrupted
     from varuna_capslog.rig.script_chaos import Disturber, judge_script
