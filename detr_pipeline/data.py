@@ -21,7 +21,7 @@ from torch import Tensor
 
 from detr_pipeline.coco import CocoIndex, read_coco
 from detr_pipeline.digits import DIGIT_NAMES, DigitsConfig, digits_dataset, picture_sizes
-from detr_pipeline.transforms import AugmentConfig, Recipe, apply, largest_size, plan, plan_validation
+from detr_pipeline.transforms import AugmentConfig, ImageRecipe, apply, largest_size, plan, plan_validation
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.settings import Section
 from varuna_capslog.model.chain import TensorSpec
@@ -209,7 +209,7 @@ class _Decode:
     """Private part of a microbatch's description: which samples, and what to do to each."""
 
     samples: tuple[int, ...]
-    recipes: tuple[Recipe, ...]
+    recipes: tuple[ImageRecipe, ...]
 
 
 class CocoSource:
@@ -295,7 +295,7 @@ class CocoSource:
     def _sample_id(self, sample: int) -> str:
         return f"{self.index.file_names[sample]} (image id {self.index.image_ids[sample]})"
 
-    def _plan(self, sample: int, epoch: int) -> Recipe:
+    def _plan(self, sample: int, epoch: int) -> ImageRecipe:
         boxes, _ = self.index.targets(sample)
         width, height = int(self.index.widths[sample]), int(self.index.heights[sample])
         if self.split == "val":
@@ -303,7 +303,7 @@ class CocoSource:
         rng = np.random.default_rng([self.seed, epoch, sample])
         return plan(rng, width, height, boxes, self.config.augment)
 
-    def _target(self, sample: int, recipe: Recipe) -> dict[str, Any]:
+    def _target(self, sample: int, recipe: ImageRecipe) -> dict[str, Any]:
         _, labels = self.index.targets(sample)
         return {
             "labels": torch.from_numpy(self._class_of_label[labels[recipe.kept]]),
@@ -312,7 +312,7 @@ class CocoSource:
             "image_id": self.index.image_ids[sample],
         }
 
-    def _decode(self, sample: int, recipe: Recipe) -> Tensor:
+    def _decode(self, sample: int, recipe: ImageRecipe) -> Tensor:
         path = self.images / self.index.file_names[sample]
         image_id = self.index.image_ids[sample]
         image = read_image(path, f"image id {image_id}")
@@ -370,6 +370,6 @@ def prepare_image(path: Path, config: DataConfig) -> tuple[dict[str, Tensor], Im
     return {"images": apply(recipe, image)[None], "sizes": torch.tensor([recipe.size])}, image
 
 
-def _largest(recipes: Iterable[Recipe]) -> tuple[int, int]:
+def _largest(recipes: Iterable[ImageRecipe]) -> tuple[int, int]:
     sizes = [recipe.size for recipe in recipes]
     return max(h for h, _ in sizes), max(w for _, w in sizes)

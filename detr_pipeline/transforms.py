@@ -24,7 +24,7 @@ __all__ = [
     "IMAGENET_MEAN",
     "IMAGENET_STD",
     "AugmentConfig",
-    "Recipe",
+    "ImageRecipe",
     "apply",
     "largest_size",
     "plan",
@@ -71,7 +71,7 @@ class AugmentConfig(Section):
 
 
 @dataclass(frozen=True, eq=False)
-class Recipe:
+class ImageRecipe:
     """What happens to one image.
 
     Attributes:
@@ -107,7 +107,7 @@ def resized_size(height: int, width: int, scale: int, max_size: int | None) -> t
 
 def plan(
     rng: np.random.Generator, width: int, height: int, boxes: NDArray[np.float64], config: AugmentConfig
-) -> Recipe:
+) -> ImageRecipe:
     """Draws one training augmentation: flip, then either a resize or a resize, a crop and a resize.
 
     Args:
@@ -127,7 +127,7 @@ def plan(
     return _recipe(boxes, width, height, flip, resize, (top, left, crop_height, crop_width), size)
 
 
-def plan_validation(width: int, height: int, boxes: NDArray[np.float64], config: AugmentConfig) -> Recipe:
+def plan_validation(width: int, height: int, boxes: NDArray[np.float64], config: AugmentConfig) -> ImageRecipe:
     """The one resize of evaluation and prediction; arguments as in `plan`."""
     size = resized_size(height, width, config.val_scale, config.max_size)
     return _recipe(boxes, width, height, False, None, None, size)
@@ -154,7 +154,7 @@ def _recipe(
     resize: tuple[int, int] | None,
     crop: tuple[int, int, int, int] | None,
     size: tuple[int, int],
-) -> Recipe:
+) -> ImageRecipe:
     moved = np.asarray(boxes, dtype=np.float64).reshape(-1, 4)
     kept = np.arange(len(moved))
     if flip:
@@ -170,10 +170,10 @@ def _recipe(
     # The final resize scales image and box alike, so fractions of the seen part are fractions of the result.
     moved = moved / [seen_width, seen_height, seen_width, seen_height]
     centres, spans = (moved[:, :2] + moved[:, 2:]) / 2, moved[:, 2:] - moved[:, :2]
-    return Recipe(flip, resize, crop, size, np.concatenate([centres, spans], axis=1), kept)
+    return ImageRecipe(flip, resize, crop, size, np.concatenate([centres, spans], axis=1), kept)
 
 
-def apply(recipe: Recipe, image: Image.Image) -> Tensor:
+def apply(recipe: ImageRecipe, image: Image.Image) -> Tensor:
     """The pixels of an RGB image after the recipe: [3, h, w] float32, normalised with ImageNet's mean and deviation."""
     if recipe.flip:
         image = F.horizontal_flip(image)

@@ -16,7 +16,7 @@ from varuna_capslog.profiles.record import Profile
 from varuna_capslog.profiles.runs import capslog_partitionings, mcap_partitionings, stage_runs
 from varuna_capslog.profiling import launches
 from varuna_capslog.profiling.conditions import RunConditions
-from varuna_capslog.profiling.launches import Clock, Workers, in_capslog_order
+from varuna_capslog.profiling.launches import LaunchTimes, Workers, in_capslog_order
 from varuna_capslog.profiling.measure import profile_workload
 from varuna_capslog.profiling.trim import TrimmedRun
 from varuna_capslog.profiling.worker import Task, WorkerGroup
@@ -113,7 +113,7 @@ def test_a_worker_that_is_ready_early_leaves_the_others_their_runs(monkeypatch: 
     conditions = RunConditions("cpu", 1, {})
     workers = Workers(Wide, [torch.device("cpu")] * GPUS, 1, (), conditions, lambda device: 1 << 30, "abc")
     tasks = [(TrimmedRun(first, end, LAYERS, ()), 1) for first, end in stage_runs(LAYERS)]
-    clock = Clock()
+    clock = LaunchTimes()
     found = in_capslog_order(tasks, workers, clock, lambda *told: None)
     assert sorted(found) == sorted(stage_runs(LAYERS))
     assert [len({worker for worker, _, _ in runs}) for runs in clock.launches] == [
@@ -122,7 +122,7 @@ def test_a_worker_that_is_ready_early_leaves_the_others_their_runs(monkeypatch: 
 
 
 def test_the_clock_adds_launches_up() -> None:
-    clock = Clock()
+    clock = LaunchTimes()
     clock.launches = [[(0, 1.0, 2.0), (1, 1.5, 4.0)], [(0, 10.0, 11.0), (0, 11.0, 12.0), (1, 10.0, 10.5)]]
     report = clock.report("packed", 2)
     assert (report["launches"], report["stage_runs"], report["rounds"]) == (2, 5, 3)

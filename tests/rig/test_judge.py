@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 
 from varuna_capslog.membership.generation import Generation, Stamp
-from varuna_capslog.rig.chaos import toy_config, truth_of
-from varuna_capslog.rig.judge import Opened, Partition, Segment, Stepped, Truth, judge, read_segment
+from varuna_capslog.rig.judge import NetworkPartition, Opened, Segment, Stepped, Truth, judge, read_segment
 
 LOSS = {step: (1.0 / step, 0.5 / step) for step in range(1, 9)}
 TRUTH = Truth(LOSS, {"stem": "w0", "head": "w1"})
@@ -103,7 +101,7 @@ def lost_settled_step(run):
 
 
 def both_sides(run):
-    run.partitions = [Partition(0.9, 3.5, frozenset({"b"}))]
+    run.partitions = [NetworkPartition(0.9, 3.5, frozenset({"b"}))]
 
 
 def without_a_vote(run):
@@ -210,7 +208,7 @@ def test_every_breach_is_found(breach, words):
 
 def test_one_vote_under_way_may_end_behind_a_cut_and_a_regress_may_go_back_farther():
     run = good_run()
-    run.partitions = [Partition(2.5, 4.0, frozenset({"b"}))]
+    run.partitions = [NetworkPartition(2.5, 4.0, frozenset({"b"}))]
     assert judge([run], TRUTH, WEIGHTS, 8) == []
     assert goes_back(good_run(), None) == []
 
@@ -249,9 +247,9 @@ def test_a_change_that_was_broken_off_may_take_back_a_step_that_not_all_have_mad
 
 def test_a_generation_that_is_wholly_behind_a_cut_goes_on_until_another_is_founded():
     run = good_run()
-    run.partitions = [Partition(5.9, 7.9, frozenset({"a"}))]  # generation 2 is a alone
+    run.partitions = [NetworkPartition(5.9, 7.9, frozenset({"a"}))]  # generation 2 is a alone
     assert judge([run], TRUTH, WEIGHTS, 8) == []
-    run.partitions = [Partition(8.9, 11.5, frozenset({"a"}))]  # generation 3 is a and c
+    run.partitions = [NetworkPartition(8.9, 11.5, frozenset({"a"}))]  # generation 3 is a and c
     assert any("a applied 3 steps while it was cut off" in text for text in judge([run], TRUTH, WEIGHTS, 8))
 
 
@@ -293,12 +291,3 @@ def test_lines_of_members_are_read():
     read_segment(lines, run)
     assert run.opened == [opened("a", 1, (0, 0), ("a",), 1.0)]
     assert run.stepped == [Stepped("a", 1, 1, 1.0, 0.5, {}, 2.0)]
-
-
-def test_the_uninterrupted_run_comes_as_far_as_any_member_did(tmp_path: Path) -> None:
-    """A run may end while it makes up for steps that a loss has taken back."""
-    config = toy_config(tmp_path, ["train.checkpoint_every=1", "pipeline.devices=1"])
-    short, long = truth_of(config, 2, 2), truth_of(config, 2, 4)
-    assert sorted(long.steps) == [1, 2, 3, 4]
-    assert {step: long.steps[step] for step in (1, 2)} == short.steps
-    assert long.weights == short.weights

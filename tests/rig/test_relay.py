@@ -7,28 +7,9 @@ import threading
 import time
 
 import pytest
-import torch
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.elastic.store import torch_store as stores
-from varuna_capslog.elastic.store.torch_store import serve_store
-from varuna_capslog.engine.communicator import connect_group
 from varuna_capslog.rig.relay import Line, Relay
-from varuna_capslog.rig.relayed import VARIABLE, RelayedStore, install, rewrite
-
-
-@pytest.fixture(scope="module")
-def relay():
-    found = Relay()
-    yield found
-    found.close()
-
-
-@pytest.fixture
-def line(relay):
-    found = Line(relay.address)
-    yield found
-    found.close()
 
 
 class Pair:
@@ -137,72 +118,3 @@ def test_wrong_orders_are_refused_and_a_lost_relay_is_said(line):
     with pytest.raises(CapslogError, match="relay"):
         lost.register("a", "127.0.0.1:1")
     lost.close()
-
-
-def test_a_blob_keeps_all_but_its_port():
-    sockaddr = socket.AF_INET.to_bytes(2, "little") + (4711).to_bytes(2, "big") + socket.inet_aton("127.0.0.1")
-    blob = b"\x7f\x00\x00\x01head" + sockaddr + b"tail"  # the address alone, without family and port, is none
-    changed = rewrite(blob, "127.0.0.1:4711", "127.0.0.1:4712")
-    assert changed == blob.replace((4711).to_bytes(2, "big"), (4712).to_bytes(2, "big"))
-
-
-def test_a_host_whose_supervisor_was_started_again_is_cut_by_its_machine(line, relay, monkeypatch):
-    """The second supervisor of machine `again` is called again.2; cuts of `again` once did not reach its workers."""
-    monkeypatch.setattr(stores, "open_store", stores.open_store)
-    monkeypatch.setenv("CAPSLOG_HOST", "again.2")
-    monkeypatch.setenv(VARIABLE, f"again@{relay.address}")
-    server, port = serve_store()
-    install()
-    store = stores.open_store(f"127.0.0.1:{port}", server.identity)
-    store.put("address/again.2-1", "127.0.0.1:4713")
-    assert line.through("again", "127.0.0.1:4713") == "127.0.0.1:4713"
-    assert line.through("other", "127.0.0.1:4713") != "127.0.0.1:4713"
-    store.close()
-    server.close()
-
-
-def test_gloo_groups_of_two_hosts_are_cut_with_their_network(line, relay):
-    """If gloo ever hands its addresses round in another way, this sum arrives in spite of the cut."""
-    server, port = serve_store()
-    groups, lines = {}, []
-
-    def join(rank):
-        store = RelayedStore("127.0.0.1", port, server.identity)
-        lines.append(Line(relay.address))
-        store.relay(lines[-1], f"gloo{rank}")
-        groups[rank] = (store, connect_group(store.rendezvous(), "try", rank, 2, 5.0))
-
-    def together(work):
-        found = {}
-        threads = [threading.Thread(target=lambda rank=rank: found.update({rank: work(rank)})) for rank in (0, 1)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(10.0)
-        return found
-
-    together(join)
-    assert sorted(groups) == [0, 1], f"torch {torch.__version__}: gloo's addresses have another form"
-
-    def added(rank):
-        tensor = torch.ones(1) * (rank + 1)
-        groups[rank][1]._group.allreduce([tensor]).wait()
-        return float(tensor)
-
-    assert together(added) == {0: 3.0, 1: 3.0}
-    ways = {("gloo0", "gloo1"), ("gloo1", "gloo0")}
-    line.disturb(ways)
-    tensors = [torch.ones(1), torch.ones(1)]
-    pending = [groups[rank][1]._group.allreduce([tensors[rank]]) for rank in (0, 1)]
-    time.sleep(0.2)
-    assert not any(work.is_completed() for work in pending)
-    line.heal(ways)
-    for work in pending:
-        work.wait()
-    assert [float(tensor) for tensor in tensors] == [2.0, 2.0]
-    for store, group in groups.values():
-        group.abort()
-        store.close()
-    for one in lines:
-        one.close()
-    server.close()

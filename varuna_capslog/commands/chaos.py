@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +14,8 @@ from varuna_capslog.commands.arguments import AsJson, Overrides, print_json
 
 if TYPE_CHECKING:
     from varuna_capslog.config.settings import Config
-    from varuna_capslog.rig.chaos import Outcome
+    from varuna_capslog.rig.outcome import ChaosOptions, ChaosOutcome
+    from varuna_capslog.rig.preemptions import Preemptions
 
 __all__ = ["chaos"]
 
@@ -64,63 +67,56 @@ def chaos(
     as_json: AsJson = False,
 ) -> None:
     """Disturb a training and judge it: all losses, gradient norms and weights must be as if nothing had been."""
+    _run(_ChaosArguments(**locals()))  # all of the parameters and nothing else: this is the first statement
+
+
+@dataclass(frozen=True)
+class _ChaosArguments:
+    """The command line of `chaos`, which says what each field means."""
+
+    config: str | None
+    overrides: list[str] | None
+    seed: int
+    faults: int
+    duration: str | None
+    mean: str
+    kinds: str | None
+    hosts: int
+    workers: int
+    network: str
+    store: str
+    output: Path | None
+    results: Path | None
+    trace: Path | None
+    scale: float
+    notice: str
+    as_json: bool
+
+
+def _run(given: _ChaosArguments) -> None:
     import shutil
-    import sys
     import tempfile
 
-    from varuna_capslog.base import fields, files, units
-    from varuna_capslog.rig.chaos import Chaos, Options
+    from varuna_capslog.base import files
+    from varuna_capslog.rig.chaos import Chaos
     from varuna_capslog.rig.namespaces import enter
-    from varuna_capslog.rig.schedule import weights_of
 
-    fields.choice(network, "network", ("loopback", "relay", "namespaces"))
-    fields.choice(store, "store", ("tcp", "etcd"))
-    if trace is not None:
-        hosts, network = 1, "loopback"
-    if store == "etcd" and network != "loopback":
-        raise CapslogError(f"{network} does not reach etcd's servers; give --network loopback with --store etcd")
-    weights = weights_of(kinds, network != "loopback")
-    if network == "namespaces":
-        if kinds is not None and weights.get("delay"):
-            raise CapslogError("fault class 'delay' needs --network relay: namespaces cut ways, but delay nothing")
-        weights.pop("delay", None)
-        enter(sys.argv[1:])
-    folder = output or Path(tempfile.mkdtemp(prefix="capslog-chaos-"))
-    changes = list(overrides or ())
-    if config is not None and "=" in config:
-        changes.insert(0, config)
-        config = None
-    settings = _settings(config, changes, folder, hosts * workers)
-    options = Options(
-        seed,
-        faults,
-        None if duration is None else units.parse_seconds(duration, "duration"),
-        units.parse_seconds(mean, "mean"),
-        weights,
-        hosts,
-        workers,
-        network,
-        store,
-    )
+    options = _options(given)
+    if options.network == "namespaces":
+        enter()
+    folder = given.output or Path(tempfile.mkdtemp(prefix="capslog-chaos-"))
+    settings = _settings(given, folder, options.hosts * options.workers)
     say = lambda line: typer.echo(line, err=True)  # noqa: E731
-    if trace is None:
-        run = Chaos(settings, options, say)
-    else:
-        from varuna_capslog.planning.trace_replay import read_trace
-        from varuna_capslog.rig.preemptions import Preemptions, rents
-
-        span = None if duration is None else units.parse_seconds(duration, "duration")
-        rented = rents(read_trace(trace), workers, scale, span)
-        run = Preemptions(settings, options, rented, scale, units.parse_seconds(notice, "notice"), say)
+    run = Chaos(settings, options, say) if given.trace is None else _preemptions(given, settings, options, say)
     outcome = run.run()
     found = outcome.to_json() | run.summary()
-    if trace is not None:
-        found |= {"trace": trace.name}
-    if results is not None:
-        files.append_jsonl(results, found)
-    if output is None and outcome.passed:
+    if given.trace is not None:
+        found |= {"trace": given.trace.name}
+    if given.results is not None:
+        files.append_jsonl(given.results, found)
+    if given.output is None and outcome.passed:
         shutil.rmtree(folder, ignore_errors=True)
-    if as_json:
+    if given.as_json:
         print_json(found)
     else:
         _print(outcome, found)
@@ -128,17 +124,61 @@ def chaos(
         raise CapslogError(f"the run failed: {outcome.breaches[0]}; everything it wrote is in {folder}")
 
 
-def _settings(config: str | None, overrides: list[str], folder: Path, devices: int) -> Config:
-    from varuna_capslog.config.reading import load_config
-    from varuna_capslog.rig.chaos import toy_config
+def _options(given: _ChaosArguments) -> ChaosOptions:
+    from varuna_capslog.base import fields, units
+    from varuna_capslog.rig.outcome import ChaosOptions
+    from varuna_capslog.rig.schedule import weights_of
 
+    fields.choice(given.network, "network", ("loopback", "relay", "namespaces"))
+    fields.choice(given.store, "store", ("tcp", "etcd"))
+    hosts, network = (given.hosts, given.network) if given.trace is None else (1, "loopback")
+    if given.store == "etcd" and network != "loopback":
+        raise CapslogError(f"{network} does not reach etcd's servers; give --network loopback with --store etcd")
+    weights = weights_of(given.kinds, network != "loopback")
+    if network == "namespaces":
+        if given.kinds is not None and weights.get("delay"):
+            raise CapslogError("fault class 'delay' needs --network relay: namespaces cut ways, but delay nothing")
+        weights.pop("delay", None)
+    return ChaosOptions(
+        seed=given.seed,
+        faults=given.faults,
+        seconds=None if given.duration is None else units.parse_seconds(given.duration, "duration"),
+        mean_seconds=units.parse_seconds(given.mean, "mean"),
+        weights=weights,
+        hosts=hosts,
+        workers=given.workers,
+        network=network,
+        store=given.store,
+    )
+
+
+def _preemptions(
+    given: _ChaosArguments, settings: Config, options: ChaosOptions, say: Callable[[str], None]
+) -> Preemptions:
+    from varuna_capslog.base import units
+    from varuna_capslog.planning.trace_replay import read_trace
+    from varuna_capslog.rig.preemptions import Preemptions, rents
+
+    assert given.trace is not None
+    rented = rents(read_trace(given.trace), options.workers, given.scale, options.seconds)
+    return Preemptions(settings, options, rented, given.scale, units.parse_seconds(given.notice, "notice"), say)
+
+
+def _settings(given: _ChaosArguments, folder: Path, devices: int) -> Config:
+    from varuna_capslog.config.reading import load_config
+    from varuna_capslog.rig.toy import toy_config
+
+    config, changes = given.config, list(given.overrides or ())
+    if config is not None and "=" in config:  # the first override, as no file was given
+        changes.insert(0, config)
+        config = None
     forced = [f"run_dir={folder}", f"pipeline.devices={devices}", "elastic.enabled=true"]
     if config is None:
-        return toy_config(folder, [*forced, *overrides])
-    return load_config(Path(config), [*forced, *overrides])
+        return toy_config(folder, [*forced, *changes])
+    return load_config(Path(config), [*forced, *changes])
 
 
-def _print(outcome: Outcome, found: dict[str, Any]) -> None:
+def _print(outcome: ChaosOutcome, found: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 

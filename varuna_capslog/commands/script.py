@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.commands.host import check_address
 
 if TYPE_CHECKING:
@@ -56,34 +58,57 @@ def script(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done and stop.")] = False,
 ) -> None:
     """Run a data-parallel program on workers that may come and go. Ctrl-C stops after the step; the same continues."""
-    from varuna_capslog.base.errors import CapslogError
+    _begin(_ScriptArguments(**locals()))  # all of the parameters and nothing else: this is the first statement
 
-    if serve is not None and store is not None:
+
+@dataclass(frozen=True)
+class _ScriptArguments:
+    """The command line of `script`, which says what each field means."""
+
+    file: Path
+    arguments: list[str] | None
+    nproc: int
+    run_dir: Path | None
+    elastic: list[str] | None
+    serve: str | None
+    store: str | None
+    nnodes: int
+    name: str | None
+    wait: float
+    chaos: int | None
+    seed: int
+    mean: str
+    dry_run: bool
+
+
+def _begin(given: _ScriptArguments) -> None:
+    if given.serve is not None and given.store is not None:
         raise CapslogError("--serve and --store exclude each other; one machine serves, all others join")
-    if store is None and serve is None and nnodes > 1:
-        raise CapslogError(f"--nnodes {nnodes} needs --serve HOST:PORT here, --store HOST:PORT on the others")
-    for address in (serve, store):
+    if given.store is None and given.serve is None and given.nnodes > 1:
+        raise CapslogError(f"--nnodes {given.nnodes} needs --serve HOST:PORT here, --store HOST:PORT on the others")
+    for address in (given.serve, given.store):
         if address is not None:
             check_address(address)
-    if chaos is not None and (serve is not None or store is not None):
+    if given.chaos is not None and (given.serve is not None or given.store is not None):
         raise CapslogError("--chaos disturbs a run on this machine alone; leave --serve and --store away")
-    if not file.is_file():
-        raise CapslogError(f"there is no script {file}; check the path")
-    folder, settings = run_dir or Path("runs") / file.stem, _settings(elastic or [])
-    if dry_run:
-        part = f"join the store at {store}" if store else f"serve the store at {serve or '127.0.0.1'}"
-        typer.echo(f"would {part}; {nproc} worker(s) here run {file}, run_dir {folder}, {nnodes} machine(s) to begin")
-        return
-    if chaos is not None:
-        _disturb(file, arguments or [], folder, nproc, settings, chaos, seed, mean)
-        return
-    _run(file, arguments or [], folder, nproc, settings, serve, store, nnodes, name, wait)
+    if not given.file.is_file():
+        raise CapslogError(f"there is no script {given.file}; check the path")
+    folder, settings = given.run_dir or Path("runs") / given.file.stem, _settings(given.elastic or [])
+    if given.dry_run:
+        part = f"join the store at {given.store}" if given.store else f"serve the store at {given.serve or '127.0.0.1'}"
+        typer.echo(
+            f"would {part}; {given.nproc} worker(s) here run {given.file}, run_dir {folder}, {given.nnodes} machine(s) "
+            "to begin"
+        )
+    elif given.chaos is not None:
+        _disturb(given, folder, settings, given.chaos)
+    else:
+        _run(given, folder, settings)
 
 
 def _settings(pairs: list[str]) -> Elastic:
     import yaml
 
-    from varuna_capslog.base.errors import CapslogError
     from varuna_capslog.config.reading import section
     from varuna_capslog.config.settings import Elastic
 
@@ -96,25 +121,15 @@ def _settings(pairs: list[str]) -> Elastic:
     return section(Elastic, found, "elastic")
 
 
-def _run(
-    file: Path,
-    arguments: list[str],
-    folder: Path,
-    nproc: int,
-    settings: Elastic,
-    serve: str | None,
-    store: str | None,
-    nnodes: int,
-    name: str | None,
-    wait: float,
-) -> None:
+def _run(given: _ScriptArguments, folder: Path, settings: Elastic) -> None:
     from varuna_capslog.base.supervisor import Interrupted
     from varuna_capslog.elastic.host.terminal import Terminal
     from varuna_capslog.start.script_host import join_script, run_script
 
-    if store is not None:
+    file, arguments, nproc, name = given.file, given.arguments or [], given.nproc, given.name
+    if given.store is not None:
         say = lambda line: typer.echo(f"capslog: {line}")  # noqa: E731
-        end = join_script(file, arguments, folder, nproc, store, say, name=name, wait_seconds=wait)
+        end = join_script(file, arguments, folder, nproc, given.store, say, name=name, wait_seconds=given.wait)
         if end.how == "left":
             raise Interrupted("all workers of this machine have left; the same command joins the run again", 143)
         say("the run has ended")
@@ -128,29 +143,27 @@ def _run(
             settings,
             terminal.say,
             name=name,
-            serve_at=serve or "127.0.0.1:0",
-            hosts=nnodes,
+            serve_at=given.serve or "127.0.0.1:0",
+            hosts=given.nnodes,
         )
     if end.how == "left":
         raise Interrupted(f"all devices have left, the run is parked; the same command continues it in {folder}", 143)
 
 
-def _disturb(
-    file: Path, arguments: list[str], folder: Path, nproc: int, settings: Elastic, faults: int, seed: int, mean: str
-) -> None:
+def _disturb(given: _ScriptArguments, folder: Path, settings: Elastic, faults: int) -> None:
     from varuna_capslog.base import files, units
-    from varuna_capslog.base.errors import CapslogError
     from varuna_capslog.base.supervisor import Interrupted
     from varuna_capslog.rig.script_chaos import Disturber, judge_script
     from varuna_capslog.rig.tally import by_class
     from varuna_capslog.start.script_host import run_script
 
+    file, arguments, nproc, seed = given.file, given.arguments or [], given.nproc, given.seed
     if nproc < 2:
         raise CapslogError(f"--chaos needs at least --nproc 2, so that somebody is left; not {nproc}")
     if (folder / "metrics.jsonl").exists():
         raise CapslogError(f"{folder} holds a run already; chaos needs a folder of its own: give --run-dir")
     say = lambda line: typer.echo(line, err=True)  # noqa: E731
-    disturber = Disturber(folder, faults, seed, units.parse_seconds(mean, "mean"), say)
+    disturber = Disturber(folder, faults, seed, units.parse_seconds(given.mean, "mean"), say)
     try:
         run_script(file, arguments, folder, nproc, settings, begun=disturber.start)
     except Interrupted:  # it was stopped when all faults had struck

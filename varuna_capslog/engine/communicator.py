@@ -22,7 +22,7 @@ from torch import Tensor
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.chain import TensorSpec
 
-__all__ = ["Communicator", "PeerLost", "Receive", "Send", "connect", "connect_group"]
+__all__ = ["Communicator", "PeerLost", "PendingReceive", "PendingSend", "connect", "connect_group"]
 
 Value = TypeVar("Value")
 
@@ -98,7 +98,7 @@ def connect_group(
     return Communicator(rank, world_size, prefix, timeout, cast("dist.ProcessGroup | None", group))
 
 
-class Send:
+class PendingSend:
     """A message under way; keeps its memory until `wait`."""
 
     def __init__(self, communicator: Communicator, work: dist.Work | None, peer: int, buffer: Tensor) -> None:
@@ -111,7 +111,7 @@ class Send:
             self._work = None
 
 
-class Receive:
+class PendingReceive:
     """A posted receive; `wait` gives the tensor on the rank's device."""
 
     def __init__(
@@ -222,8 +222,8 @@ class Communicator:
         self.abort()
         return PeerLost(f"{self._name(self.rank)} was {doing}: {reason}", peer)
 
-    def send(self, tensor: Tensor, peer: int, tag: int) -> Send:
-        """Starts sending; the tensor must not change before `Send.wait`.
+    def send(self, tensor: Tensor, peer: int, tag: int) -> PendingSend:
+        """Starts sending; the tensor must not change before `PendingSend.wait`.
 
         Args:
             tensor: dense, any dtype, CPU or CUDA.
@@ -238,15 +238,15 @@ class Communicator:
             torch.cuda.current_stream(host.device).synchronize()
             host = pinned
         if host.numel() == 0:
-            return Send(self, None, peer, host)
+            return PendingSend(self, None, peer, host)
         group, number = self._route(self.rank, peer)
         try:
             work = group.send([_wire(host)], number, tag)
         except RuntimeError as error:
             raise self._lost(error, doing, peer) from error
-        return Send(self, work, peer, host)
+        return PendingSend(self, work, peer, host)
 
-    def receive(self, spec: TensorSpec, peer: int, tag: int, device: torch.device) -> Receive:
+    def receive(self, spec: TensorSpec, peer: int, tag: int, device: torch.device) -> PendingReceive:
         """Posts a receive of a tensor of `spec`; it lands on `device`."""
         doing = f"waiting for {self._name(peer)}"
         self._check_open(doing, peer)
@@ -254,13 +254,13 @@ class Communicator:
         where = torch.device("cpu") if staged else device
         buffer = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=where, pin_memory=staged)
         if buffer.numel() == 0:
-            return Receive(self, None, peer, buffer, device)
+            return PendingReceive(self, None, peer, buffer, device)
         group, number = self._route(peer, self.rank)
         try:
             work = group.recv([_wire(buffer)], number, tag)
         except RuntimeError as error:
             raise self._lost(error, doing, peer) from error
-        return Receive(self, work, peer, buffer, device)
+        return PendingReceive(self, work, peer, buffer, device)
 
     def sum_(self, slots: Tensor) -> Tensor:
         """Adds float64 vectors of all ranks, in place. Exact, whatever the order, when every slot is filled by one

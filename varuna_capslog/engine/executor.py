@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.engine.communicator import Communicator, Receive, Send
+from varuna_capslog.engine.communicator import Communicator, PendingReceive, PendingSend
 from varuna_capslog.engine.stage import MicrobatchContext, Stage
 from varuna_capslog.model.chain import TensorSpec
 from varuna_capslog.schedules import Action, Lowered, Message, Recv
@@ -191,9 +191,9 @@ class _Transfers:
         self._of = executor
         self._contexts = contexts
         self._pending = deque(item for item in executor._program if isinstance(item, Recv))
-        self._posted: dict[Message, list[tuple[str, Receive]]] = {}
+        self._posted: dict[Message, list[tuple[str, PendingReceive]]] = {}
         self._posted_bytes = 0
-        self._under_way: dict[int, deque[list[Send]]] = {}
+        self._under_way: dict[int, deque[list[PendingSend]]] = {}
         self._confirmed: dict[int, int] = {}
         self._post()
 

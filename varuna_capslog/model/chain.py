@@ -20,7 +20,7 @@ from varuna_capslog.base.errors import CapslogError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Chain", "Layer", "SharedParameter", "TensorSpec"]
+__all__ = ["Chain", "Layer", "TensorSpec", "TiedParameter"]
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class SharedParameter:
+class TiedParameter:
     """One parameter used by several layers: one value, the sum of all its gradients (engine rule 3).
 
     Attributes:
@@ -212,7 +212,7 @@ class Chain:
         return self._crossing[cut]
 
     @cached_property
-    def shared(self) -> tuple[SharedParameter, ...]:
+    def shared(self) -> tuple[TiedParameter, ...]:
         """Parameters used by more than one layer, by first use. Found by identity, so tied modules need no
         declaration.
         """
@@ -223,7 +223,7 @@ class Chain:
                 uses.setdefault(id(parameter), []).append((index, name))
                 tensors[id(parameter)] = parameter
         return tuple(
-            SharedParameter(
+            TiedParameter(
                 f"{self.layers[where[0][0]].name}.{where[0][1]}",
                 tuple(where),
                 tensors[key].numel() * tensors[key].dtype.itemsize,

@@ -22,14 +22,14 @@ from varuna_capslog.model.workload import Workload
 from varuna_capslog.profiles.record import Observation
 from varuna_capslog.profiles.runs import StageRun, capslog_partitionings, mcap_partitionings
 from varuna_capslog.profiling.conditions import RunConditions
-from varuna_capslog.profiling.pipelines import Pipeline, measure_pipeline
+from varuna_capslog.profiling.pipelines import PipelineLaunch, measure_pipeline
 from varuna_capslog.profiling.trim import TrimmedRun
 from varuna_capslog.profiling.worker import WorkerGroup
 
 __all__ = [
     "Bounded",
-    "Clock",
     "FreeBytes",
+    "LaunchTimes",
     "Progress",
     "Workers",
     "in_capslog_order",
@@ -64,7 +64,7 @@ class Workers:
 
 
 @dataclass
-class Clock:
+class LaunchTimes:
     """When stage runs began and ended: (worker, from, to) in seconds, a list per launch; and how many rounds it took.
 
     Attributes:
@@ -94,7 +94,7 @@ class Clock:
 
 
 def in_one_launch(
-    tasks: Sequence[Bounded], group: WorkerGroup, workers: Workers, clock: Clock, progress: Progress
+    tasks: Sequence[Bounded], group: WorkerGroup, workers: Workers, clock: LaunchTimes, progress: Progress
 ) -> dict[StageRun, Observation]:
     """Carry out trimmed runs on the workers there are, as many at once as fit into what is free before the first.
 
@@ -130,7 +130,7 @@ def in_one_launch(
 
 
 def in_capslog_order(
-    tasks: Sequence[Bounded], workers: Workers, clock: Clock, progress: Progress
+    tasks: Sequence[Bounded], workers: Workers, clock: LaunchTimes, progress: Progress
 ) -> dict[StageRun, Observation]:
     """Carry out trimmed runs in the launches of CAPSlog, Sec. III-A, each with new processes.
 
@@ -157,7 +157,7 @@ def in_mcap_order(
     goal: tuple[Any, Mapping[str, float]],
     bound_bytes: Callable[[int, int], int],
     workers: Workers,
-    clock: Clock,
+    clock: LaunchTimes,
     progress: Progress,
 ) -> dict[StageRun, Observation]:
     """Carry out mCAP's launches of whole pipelines; of a range that several launches measure the first one counts.
@@ -178,7 +178,7 @@ def in_mcap_order(
         devices = workers.devices[: len(partitioning.layers_per_gpu)]
         stages = partitioning.stages
         _refuse_what_does_not_fit(stages, devices, bound_bytes, workers.free_bytes)
-        pipeline = Pipeline(tuple(stages), tuple(specs), *goal)
+        pipeline = PipelineLaunch(tuple(stages), tuple(specs), *goal)
         begun = time.perf_counter()
         rows, seconds = measure_pipeline(
             workers.source, pipeline, workers.conditions, devices, workers.threads, workers.preload

@@ -29,8 +29,8 @@ from varuna_capslog.profiling import admission, cache
 from varuna_capslog.profiling.admission import BoundTable
 from varuna_capslog.profiling.conditions import RunConditions, conditions_of_run
 from varuna_capslog.profiling.launches import (
-    Clock,
     FreeBytes,
+    LaunchTimes,
     Progress,
     Workers,
     in_capslog_order,
@@ -146,7 +146,7 @@ def _profile(workload: Workload, conditions: RunConditions, launch: _Launch, use
     if launch.workers < 1:
         raise CapslogError(f"workers={launch.workers}; at least one process must measure")
     chain = skeleton(workload)
-    clock = Clock()
+    clock = LaunchTimes()
     described = _describe(workload, chain, conditions, launch)
     if use_cache:
         known = cache.load(described)
@@ -180,7 +180,7 @@ def _launched(
     conditions: RunConditions,
     launch: _Launch,
     names: Sequence[str],
-    clock: Clock,
+    clock: LaunchTimes,
 ) -> list[Observation]:
     """Carries out the runs of one order; one row for each range of layers."""
     runs = stage_runs(len(chain))

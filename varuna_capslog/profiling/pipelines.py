@@ -30,7 +30,7 @@ from varuna_capslog.profiling.trim import MICROBATCHES, DummyEngine, KnownShapes
 from varuna_capslog.profiling.worker import WorkerFailure, belong_to_parent, end_with_client, process_context, sentence
 from varuna_capslog.schedules import from_strings, insert_recompute
 
-__all__ = ["Pipeline", "measure_pipeline"]
+__all__ = ["PipelineLaunch", "measure_pipeline"]
 
 _MESSAGE_SECONDS = 600.0
 _GRACE_SECONDS = 2.0
@@ -38,7 +38,7 @@ _GRACE_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class PipelineLaunch:
     """One launch: the stages of a whole chain, and what crosses the cuts 0 .. L."""
 
     stages: tuple[StageRun, ...]
@@ -49,7 +49,7 @@ class Pipeline:
 
 def measure_pipeline(
     source: Callable[[], Workload],
-    pipeline: Pipeline,
+    pipeline: PipelineLaunch,
     conditions: RunConditions,
     devices: Sequence[torch.device],
     threads: int,
@@ -124,7 +124,7 @@ def _work(
     pipe: Connection,
     source: Callable[[], Workload],
     rank: int,
-    pipeline: Pipeline,
+    pipeline: PipelineLaunch,
     conditions: RunConditions,
     port: int,
     device: torch.device,
@@ -166,7 +166,7 @@ def _observe(
     chain: Chain,
     workload: Workload,
     rank: int,
-    pipeline: Pipeline,
+    pipeline: PipelineLaunch,
     conditions: RunConditions,
     communicator: Communicator,
     device: torch.device,

@@ -34,7 +34,7 @@ __all__ = ["rehearse", "rehearse_config"]
 _CPU = torch.device("cpu")
 
 
-class _Rank(_Silent):
+class _RehearsedRank(_Silent):
     """One rank of a pipeline whose other ranks do not exist."""
 
     def __init__(self, rank: int, world_size: int, staged: bool) -> None:
@@ -105,7 +105,7 @@ def _peak(
                 estimator.workload.loss,
                 layout,
                 options,
-                _Rank(rank, len(cuts), quirks.staged),
+                _RehearsedRank(rank, len(cuts), quirks.staged),
                 _CPU,
                 KnownShapes(estimator.specs),
             )

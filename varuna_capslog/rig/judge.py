@@ -13,7 +13,7 @@ from typing import Any
 
 from varuna_capslog.membership.generation import Generation, Member, Stamp
 
-__all__ = ["Opened", "Partition", "Segment", "Stepped", "Truth", "judge", "read_segment"]
+__all__ = ["NetworkPartition", "Opened", "Segment", "Stepped", "Truth", "judge", "read_segment"]
 
 _MOST = 20
 
@@ -43,7 +43,7 @@ class Stepped:
 
 
 @dataclass(frozen=True)
-class Partition:
+class NetworkPartition:
     """One side of the network could not hear the other: `away` is the one without the store."""
 
     begin: float
@@ -67,7 +67,7 @@ class Segment:
     stepped: list[Stepped] = field(default_factory=list)
     founded: list[tuple[Generation, float]] = field(default_factory=list)
     broken: set[int] | None = None
-    partitions: list[Partition] = field(default_factory=list)
+    partitions: list[NetworkPartition] = field(default_factory=list)
 
     @property
     def records(self) -> dict[int, Generation]:

@@ -27,19 +27,16 @@ _CLONE_NEWNET = 0x40000000
 _READY_SECONDS = 5.0
 
 
-def enter(command: Sequence[str]) -> None:
-    """Begins this program anew in a network of its own, unless it is in one already.
-
-    Args:
-        command: the program's arguments.
+def enter() -> None:
+    """Begins this program anew, with the same command line, in a network of its own, unless it is in one already.
 
     Raises:
         CapslogError: this machine does not allow it.
     """
     if _INSIDE in os.environ:
         return
-    unshare = [*how_to_enter(), sys.executable, "-m", "varuna_capslog.cli", *command]
-    os.execvpe(unshare[0], unshare, {**os.environ, _INSIDE: "1"})
+    command = [*how_to_enter(), sys.executable, *sys.orig_argv[1:]]
+    os.execvpe(command[0], command, {**os.environ, _INSIDE: "1"})
 
 
 def how_to_enter() -> list[str]:

@@ -19,8 +19,10 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.settings import Config
 from varuna_capslog.membership.generation import Member
 from varuna_capslog.planning.trace_replay import TraceEvent
-from varuna_capslog.rig.chaos import Chaos, Hung, Options
+from varuna_capslog.rig.chaos import Chaos
 from varuna_capslog.rig.judge import Segment
+from varuna_capslog.rig.outcome import ChaosOptions
+from varuna_capslog.rig.recovery import Hung
 from varuna_capslog.rig.tally import Hit
 
 __all__ = ["Goodput", "Preemptions", "Rent", "goodput", "rents"]
@@ -132,7 +134,7 @@ class Preemptions(Chaos):
     def __init__(
         self,
         config: Config,
-        options: Options,
+        options: ChaosOptions,
         trace: Sequence[Rent],
         scale: float,
         notice_seconds: float,
@@ -143,72 +145,64 @@ class Preemptions(Chaos):
         self.goodput: Goodput | None = None
         self.losses = 0
 
-    def _go(self, began: float) -> None:
-        field = self.field
-        field.begin()
-        self._until(lambda: bool(field.step_times), "its first step", _SETTLE_SECONDS)
+    def _disturb(self, began: float) -> None:
+        machines, members, recovery = self.machines, self.machines.members, self.recovery
+        machines.begin()
+        recovery.until(lambda: bool(machines.records.step_times), "its first step", _SETTLE_SECONDS)
         first = self.trace[0]
-        field.target = first.count
-        field.tell({"kind": "request", "devices": first.count})
-        self._until(lambda: len(field.voters()) == first.count, f"{first.count} members", _SETTLE_SECONDS)
-        self._wait(1.0)
-        nodes: dict[str, Member | None] = dict(zip(first.joined, sorted(field.voters()), strict=True))
+        machines.target = first.count
+        machines.request(first.count)
+        recovery.until(lambda: len(members.voters()) == first.count, f"{first.count} members", _SETTLE_SECONDS)
+        recovery.wait(1.0)
+        nodes: dict[str, Member | None] = dict(zip(first.joined, sorted(members.voters()), strict=True))
         counts = [(time.time(), first.count)]
         began = time.monotonic()
         for rent in self.trace[1:]:
             for node in rent.left if self.notice else ():
                 self._pass(nodes, began + rent.seconds - self.notice)
-                self._tell(nodes.get(node))
+                member = nodes.get(node)
+                if member is not None:
+                    machines.notice(member, "trace", deadline=self.notice)
             self._pass(nodes, began + rent.seconds)
-            field.target = rent.count
+            machines.target = rent.count
             for node in rent.left:
                 self._end_of(nodes.pop(node))
             nodes.update(dict.fromkeys(rent.joined))
             counts.append((time.time(), rent.count))
             if rent.joined:
-                field.tell({"kind": "request", "devices": rent.count})
-            self.say(f"{rent.seconds:7.1f} s  step {field.step:6d}  {rent.count:2d} devices")
+                machines.request(rent.count)
+            self.say(f"{rent.seconds:7.1f} s  step {machines.records.step:6d}  {rent.count:2d} devices")
         self._pass(nodes, time.monotonic() + 2.0)
         end = time.time()
-        if not field.stop(60.0):
-            raise Hung("the run was asked to stop and did not within 60 s")
-        self.goodput = goodput(field.segment, counts, end)
+        self._stop()
+        self.goodput = goodput(machines.records.segment, counts, end)
 
     def _pass(self, nodes: dict[str, Member | None], until: float) -> None:
-        """Lets time pass; newcomers are given to the nodes that wait for one, in order."""
+        """Lets time pass; new members are given to the nodes that wait for one, in order."""
         while True:
+            roster = self.machines.members.roster
             taken = set(nodes.values())
-            free = [
-                member
-                for member in self.field.roster.members
-                if member not in taken and member not in self.field.roster.noticed
-            ]
+            free = [member for member in roster.members if member not in taken and member not in roster.noticed]
             for node, member in nodes.items():
-                if free and (member is None or member in self.field.roster.dead):
+                if free and (member is None or member in roster.dead):
                     nodes[node] = free.pop(0)
             if time.monotonic() >= until:
                 return
-            self._turn()
+            self.recovery.turn()
             self._check_progress()
 
     def _check_progress(self) -> None:
-        times = self.field.step_times
+        times = self.machines.records.step_times
         if times and time.time() - times[-1] > self.options.hang_seconds:
             raise Hung(f"no step within {self.options.hang_seconds:g} s")
-
-    def _tell(self, member: Member | None) -> None:
-        if member is not None:
-            self.field.tell(
-                {"kind": "notice", "member": member, "urgent": False, "deadline": self.notice, "source": "trace"}
-            )
 
     def _end_of(self, member: Member | None) -> None:
         self.losses += 1
         if member is None:
             return
         self.hits.append(Hit(len(self.hits), "leave" if self.notice else "crash", time.time(), (member,)))
-        if member in self.field.roster.members:  # it has not left in time, or was not told
-            self.field.signal(member, signal.SIGKILL)
+        if member in self.machines.members.roster.members:  # it has not left in time, or had no notice
+            self.machines.members.signal(member, signal.SIGKILL)
 
     def summary(self) -> dict[str, Any]:
         """The numbers for a results file."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
 
-__all__ = ["KINDS", "NETWORK", "POINTS", "STORE", "Fault", "schedule", "weights_of"]
+__all__ = ["KINDS", "NETWORK", "POINTS", "STORE", "ScheduledFault", "schedule", "weights_of"]
 
 KINDS: Mapping[str, float] = {
     "kill": 6.0,
@@ -67,7 +67,7 @@ POINTS: Mapping[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class Fault:
+class ScheduledFault:
     """One fault to come.
 
     Attributes:
@@ -125,7 +125,7 @@ def weights_of(text: str | None, network: bool) -> dict[str, float]:
     return found
 
 
-def schedule(seed: int, weights: Mapping[str, float], mean_seconds: float) -> Iterator[Fault]:
+def schedule(seed: int, weights: Mapping[str, float], mean_seconds: float) -> Iterator[ScheduledFault]:
     """Faults without end, the same for the same arguments.
 
     Args:
@@ -141,7 +141,7 @@ def schedule(seed: int, weights: Mapping[str, float], mean_seconds: float) -> It
         kind = draw.choices(kinds, shares)[0]
         points = POINTS.get(kind, ("",))
         lasts = {"pause": 3.0, "freeze": 6.0, "cut": 8.0, "half-open": 8.0, "store-cut": 8.0}.get(kind, 3.0)
-        yield Fault(
+        yield ScheduledFault(
             number=number,
             kind=kind,
             after=draw.expovariate(1.0 / mean_seconds) if mean_seconds else 0.0,

@@ -24,7 +24,7 @@ from varuna_capslog.elastic.host.host import Host
 from varuna_capslog.elastic.host.roster import Roster
 from varuna_capslog.elastic.store.torch_store import MembershipStore, StoreGone, open_store
 from varuna_capslog.membership.generation import Member
-from varuna_capslog.rig.schedule import Fault, schedule
+from varuna_capslog.rig.schedule import ScheduledFault, schedule
 from varuna_capslog.rig.tally import Hit
 
 __all__ = ["KINDS", "Disturber", "judge_script"]
@@ -118,7 +118,7 @@ class Disturber:
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(files.read_json(self._run_dir / "workers" / f"{member}.json")["pid"]), number)
 
-    def _strike(self, store: MembershipStore, fault: Fault) -> None:
+    def _strike(self, store: MembershipStore, fault: ScheduledFault) -> None:
         voters = self._members[max(self._members)]
         wanted = min(2 if fault.kind == "double" else 1, len(voters) - 1)
         names = [voters[index] for index in fault.pick(len(voters), wanted)]

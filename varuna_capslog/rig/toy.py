@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from varuna_capslog.config.reading import section
+from varuna_capslog.config.reading import load_config, section
 from varuna_capslog.config.settings import Config, Section
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 from varuna_capslog.model.workload import DataSource, Minibatch, Workload
 
-__all__ = ["CONFIG", "Toy", "workload"]
+__all__ = ["CONFIG", "Toy", "toy_config", "workload"]
 
 INPUTS = 12
 
@@ -76,7 +77,7 @@ class _Stem(nn.Module):
         return self.norm(self.project(x))
 
 
-class _Block(nn.Module):
+class _ToyBlock(nn.Module):
     def __init__(self, dim: int, dropout: float, seconds: float) -> None:
         super().__init__()
         self.linear, self.norm, self.dropout = nn.Linear(dim, dim), nn.BatchNorm1d(dim), nn.Dropout(dropout)
@@ -139,7 +140,7 @@ class Toy(Workload):
         stem = _Stem(self.model.dim)
         model = self.model
         blocks = [
-            Layer(f"block.{k}", _Block(model.dim, model.dropout, model.block_seconds)) for k in range(model.blocks)
+            Layer(f"block.{k}", _ToyBlock(model.dim, model.dropout, model.block_seconds)) for k in range(model.blocks)
         ]
         return Chain([Layer("stem", stem), *blocks, Layer("head", _Head(model.dim, stem))], name=self.name)
 
@@ -160,3 +161,11 @@ class Toy(Workload):
 def workload(config: Config) -> Toy:
     """What a config names."""
     return Toy(config)
+
+
+def toy_config(run_dir: Path, overrides: list[str]) -> Config:
+    """The config of this training for a run in `run_dir`; the file itself is written there."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    path = run_dir / "toy.yaml"
+    path.write_text(CONFIG, encoding="utf-8")
+    return load_config(path, [f"run_dir={run_dir}", *overrides])

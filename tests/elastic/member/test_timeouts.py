@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from varuna_capslog.elastic.host.roster import Roster
-from varuna_capslog.elastic.member.timeouts import Patience, Waiting
+from varuna_capslog.elastic.member.timeouts import Patience, WaitingTime
 from varuna_capslog.membership import protocol
 from varuna_capslog.membership.generation import Generation
 from varuna_capslog.membership.state import Phase, State
@@ -27,7 +27,7 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
-        self.waiting = Waiting(PATIENCE)
+        self.waiting = WaitingTime(PATIENCE)
 
     def moves(self, at: float, state: State) -> None:
         self.now = at

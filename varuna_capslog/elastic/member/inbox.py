@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from varuna_capslog.elastic.host.hooks import notice_of
-from varuna_capslog.elastic.member.peers import Message, Peers
+from varuna_capslog.elastic.member.peers import PeerMessage, Peers
 from varuna_capslog.elastic.notices import callback
 from varuna_capslog.elastic.store.torch_store import MembershipStore, StoreGone
 from varuna_capslog.engine.communicator import Communicator
@@ -34,7 +34,7 @@ class Senses:
 
     Attributes:
         peers: for sending.
-        inbox: ("mail", Message), ("log", entry), ("lost", member) or ("store lost", why), in the order of hearing.
+        inbox: ("mail", PeerMessage), ("log", entry), ("lost", member) or ("store lost", why), in the order of hearing.
 
     Raises:
         StoreGone: the store does not answer.
@@ -102,7 +102,7 @@ class Senses:
                 return found
         return None
 
-    def _got(self, message: Message) -> None:
+    def _got(self, message: PeerMessage) -> None:
         with self._lock:
             self._unreachable -= {message.sender}
         self.inbox.put(("mail", message))

@@ -26,7 +26,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.elastic.network import first_endpoint
 from varuna_capslog.membership.generation import Member
 
-__all__ = ["Message", "Peers", "local_address"]
+__all__ = ["PeerMessage", "Peers", "local_address"]
 
 _LENGTH = struct.Struct("!Q")
 _MAX_HEADER = 64 << 20
@@ -36,7 +36,7 @@ _MAX_PARTS = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class PeerMessage:
     """What arrived: from whom, of which kind, a JSON header and tensors on the CPU."""
 
     sender: Member
@@ -61,7 +61,7 @@ class Peers:
         me: Member,
         token: str,
         find: Callable[[Member], str | None],
-        take: Callable[[Message], None],
+        take: Callable[[PeerMessage], None],
         lost: Callable[[Member], None],
         address: str = "127.0.0.1",
     ) -> None:
@@ -140,7 +140,7 @@ class Peers:
             while True:
                 header = _read_header(connection)
                 tensors = _read_tensors(connection, header.pop("tensors"))
-                self._take(Message(sender, header.pop("kind"), header, tensors))
+                self._take(PeerMessage(sender, header.pop("kind"), header, tensors))
         except (OSError, EOFError, ValueError, KeyError, CapslogError):
             pass
         finally:

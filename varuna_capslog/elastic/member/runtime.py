@@ -25,8 +25,8 @@ from varuna_capslog.elastic.member.groups import Groups
 from varuna_capslog.elastic.member.holdings import Holdings
 from varuna_capslog.elastic.member.inbox import Senses
 from varuna_capslog.elastic.member.notice_policy import Departures
-from varuna_capslog.elastic.member.peers import Message
-from varuna_capslog.elastic.member.timeouts import Patience, Waiting
+from varuna_capslog.elastic.member.peers import PeerMessage
+from varuna_capslog.elastic.member.timeouts import Patience, WaitingTime
 from varuna_capslog.elastic.member.training import Training
 from varuna_capslog.elastic.member.wire import decode, encode
 from varuna_capslog.elastic.member.work import LayerState, Opening, Work
@@ -105,7 +105,7 @@ class Runtime:
         self.seats: dict[Member, Seat] = {}
         self._events: deque[m.Event] = deque()
         self._feeding = False
-        self._mail: list[Message] = []
+        self._mail: list[PeerMessage] = []
         self._first = FirstRound()
         self._round: dict[Member, m.Contribution] = {}
         self._looked = 0
@@ -113,7 +113,7 @@ class Runtime:
         self._before: tuple[Member, ...] = ()
         self._end: End | None = None
         self._refused: str | None = None
-        self._waiting = Waiting(self._patience)
+        self._waiting = WaitingTime(self._patience)
         self.story = Story()
 
     # -- the loop -----------------------------------------------------------------------------------------------------
@@ -488,7 +488,7 @@ class Runtime:
         mail, self._mail = self._mail, []
         self._mail = [message for message in mail if not self._take(message)]
 
-    def _take(self, message: Message) -> bool:
+    def _take(self, message: PeerMessage) -> bool:
         """Whether a message is done with; False keeps it for later."""
         generation, number = int(message.header["generation"]), self.state.record.number
         phase = self.state.phase

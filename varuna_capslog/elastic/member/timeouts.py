@@ -12,7 +12,7 @@ from typing import Protocol
 from varuna_capslog.elastic.host.roster import Roster
 from varuna_capslog.membership.state import Phase, State
 
-__all__ = ["Patience", "Waiting"]
+__all__ = ["Patience", "WaitingTime"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class _Steps(Protocol):
     usual_seconds: float
 
 
-class Waiting:
+class WaitingTime:
     """Since when one member has waited for what must happen next. All times are `time.monotonic`'s."""
 
     def __init__(self, patience: Patience) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.engine.communicator import Communicator, Receive, Send
+from varuna_capslog.engine.communicator import Communicator, PendingReceive, PendingSend
 from varuna_capslog.engine.pipeline import PipelineEngine
 from varuna_capslog.engine.probe import resident_tensors
 from varuna_capslog.engine.stage import LossFunction, MicrobatchContext, Stage
@@ -280,14 +280,14 @@ class _Silent(Communicator):
         super().__init__(0 if alone else MEASURED_RANK, 1 if alone else 2, 0, datetime.timedelta(0))
         self._staged = staged
 
-    def send(self, tensor: Tensor, peer: int, tag: int) -> Send:
+    def send(self, tensor: Tensor, peer: int, tag: int) -> PendingSend:
         kept = torch.empty(0) if self._staged else tensor.detach()
-        return Send(self, None, peer, kept)
+        return PendingSend(self, None, peer, kept)
 
-    def receive(self, spec: TensorSpec, peer: int, tag: int, device: torch.device) -> Receive:
+    def receive(self, spec: TensorSpec, peer: int, tag: int, device: torch.device) -> PendingReceive:
         if self._staged:
             return _Staged(self, spec, peer, device)
-        return Receive(self, None, peer, spec.empty(device), device)
+        return PendingReceive(self, None, peer, spec.empty(device), device)
 
     def sum_(self, slots: Tensor) -> Tensor:
         return slots
@@ -297,7 +297,7 @@ class _Silent(Communicator):
         return [["loss"] if value is None else value] * self.world_size
 
 
-class _Staged(Receive):
+class _Staged(PendingReceive):
     """A receive that lands in host memory first."""
 
     def __init__(self, communicator: Communicator, spec: TensorSpec, peer: int, device: torch.device) -> None:

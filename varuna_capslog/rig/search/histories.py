@@ -69,7 +69,7 @@ class History:
 
 
 @dataclass
-class Outcome:
+class HistoryOutcome:
     """What happened in a history."""
 
     events: int = 0
@@ -124,7 +124,7 @@ class _Course(World):
         self.cut: set[int] = set()
         self.store_cut = False
         self.store_up = True
-        self.outcome = Outcome()
+        self.outcome = HistoryOutcome()
         self.sent: dict[tuple[int, int], set[int]] = {}
         self.offers: dict[tuple[int, int], dict[int, int]] = {}
         self.followers: tuple[Layout | None, dict[Member, list[int]], dict[int, int]] = (None, {}, {})
@@ -427,7 +427,7 @@ class _Course(World):
         return "waits" if waiting and not any(state.wants_in for state in here) else ""
 
 
-def play(history: History, transition: Transition = protocol.step, compare: bool = True) -> Outcome:
+def play(history: History, transition: Transition = protocol.step, compare: bool = True) -> HistoryOutcome:
     """Plays a history to its end.
 
     Raises:

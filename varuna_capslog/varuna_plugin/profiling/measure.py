@@ -25,7 +25,7 @@ from varuna_capslog.profiles.record import Observation, Profile, SharedParameter
 from varuna_capslog.profiles.runs import StageRun, stage_runs
 from varuna_capslog.profiling import admission
 from varuna_capslog.profiling.conditions import RunConditions
-from varuna_capslog.profiling.launches import Clock, Progress, Workers, in_one_launch
+from varuna_capslog.profiling.launches import LaunchTimes, Progress, Workers, in_one_launch
 from varuna_capslog.profiling.trim import TrimmedRun
 from varuna_capslog.profiling.worker import WorkerFailure
 from varuna_capslog.varuna_plugin.install import install, installed_patches, uninstall
@@ -60,7 +60,7 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class _Given:
+class _GivenModel:
     """A model that is there already."""
 
     model: nn.Module
@@ -112,12 +112,12 @@ def profile(
         raise CapslogError("there is no CUDA device here; profile with device='cpu', or where there is one")
     if workers < 1 or chunk_size < 1:
         raise CapslogError(f"workers={workers}, chunk_size={chunk_size}: both must be at least 1")
-    build: Callable[[], nn.Module] = _Given(model) if isinstance(model, nn.Module) else model
+    build: Callable[[], nn.Module] = _GivenModel(model) if isinstance(model, nn.Module) else model
     commit, subject = _traced(build, get_batch_fn, chunk_size, optimizer, loss, timeout_seconds)
     whole, trace = build(), subject.trace
     names, sizes = _names(trace), {name: _num_bytes(tensor) for name, tensor in whole.named_parameters()}
     conditions = RunConditions(device, chunk_size, _described(subject.batch))
-    clock = Clock()
+    clock = LaunchTimes()
     rows = _measured(subject, conditions, names, (whole, sizes), (workers, threads), clock, progress)
     del whole
     by_piece = [
@@ -183,7 +183,7 @@ def _measured(
     names: Sequence[str],
     model: tuple[nn.Module, Mapping[str, int]],
     workers: tuple[int, int],
-    clock: Clock,
+    clock: LaunchTimes,
     progress: Progress | None,
 ) -> list[Observation]:
     """One row for each piece and each two neighbours."""

@@ -43,7 +43,7 @@ def observe(trainer: Any, inputs: Mapping[str, Any], layers: tuple[int, int], co
         layers: (first, end) pieces of the stage.
     """
     stage = trainer.partitioned_model.capslog
-    meter = _Meter(trainer)
+    meter = _RankMeter(trainer)
     stage.bundle_type = _OffDevice
     try:
         with meter.saving():
@@ -94,7 +94,7 @@ def _uncounted(tensor: Tensor) -> Tensor:
     return memory.as_strided(spec.shape, spec.stride).copy_(tensor)
 
 
-class _Meter:
+class _RankMeter:
     """One rank's Varuna, read from outside.
 
     Attributes:

@@ -1,6 +1,6 @@
 """A host of a chaos run: an ordinary supervisor, `Host`, in a process of its own that chaos may kill or stop.
 
-Forked by a nursery of the rig, so that a machine that comes back need not import anything first.
+It is forked by a nursery of the rig, so that a machine that comes back need not import anything first.
 """
 
 from __future__ import annotations

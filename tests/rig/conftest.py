@@ -1,0 +1,21 @@
+"""A relay for a module's tests."""
+
+from __future__ import annotations
+
+import pytest
+
+from varuna_capslog.rig.relay import Line, Relay
+
+
+@pytest.fixture(scope="module")
+def relay():
+    found = Relay()
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def line(relay):
+    found = Line(relay.address)
+    yield found
+    found.close()

@@ -1,0 +1,31 @@
+"""The numbers of a chaos run by fault class, computed by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from varuna_capslog.rig.tally import Hit, by_class, quantile
+
+
+@pytest.mark.parametrize(("share", "value"), [(0.0, 1.0), (0.5, 3.0), (0.9, 5.0), (1.0, 5.0)])
+def test_a_quantile_is_one_of_the_values(share, value):
+    assert quantile([5.0, 1.0, 3.0, 2.0, 4.0], share) == value
+
+
+def test_classes_are_counted_apart_and_faults_without_recovery_have_no_times():
+    hits = [
+        Hit(0, "kill", 0.0, recovered=1.0, gap=2.0),
+        Hit(1, "kill", 0.0, recovered=3.0),
+        Hit(2, "kill", 0.0),
+        Hit(3, "bulk", 0.0),
+    ]
+    assert by_class(hits) == [
+        {"kind": "bulk", "count": 1, "recovered": 0},
+        {
+            "kind": "kill",
+            "count": 3,
+            "recovered": 2,
+            "recovered_seconds": {"p50": 2.0, "p90": 3.0, "max": 3.0},
+            "gap_seconds": {"p50": 2.0, "p90": 2.0, "max": 2.0},
+        },
+    ]

@@ -1,0 +1,93 @@
+"""How the machines of a chaos run reach the store and each other, and how these ways are cut, slowed and healed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from varuna_capslog.rig.namespaces import Namespaces
+from varuna_capslog.rig.relay import Line, Relay, Way
+from varuna_capslog.rig.relayed import VARIABLE
+
+__all__ = ["STORE_HOST", "Access", "MachineNetwork"]
+
+STORE_HOST = "store"
+"""The name by which ways mean the store."""
+
+
+@dataclass(frozen=True)
+class Access:
+    """What a machine needs in order to reach the others.
+
+    Attributes:
+        store: the store's address as this machine must call it.
+        namespace: path of the network namespace to enter; None: none.
+        environment: variables for the machine's workers.
+    """
+
+    store: str
+    namespace: str | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+class MachineNetwork:
+    """The network of a run.
+
+    Args:
+        kind: "loopback": nothing can be disturbed; "relay": all that hosts say to each other goes through one process;
+            "namespaces": every machine has a network namespace of its own, and this process is the router between them,
+            see `namespaces.enter`.
+        machines: their names.
+    """
+
+    def __init__(self, kind: str, machines: Sequence[str]) -> None:
+        self._stack = contextlib.ExitStack()
+        self._relay: Relay | None = None
+        self._line: Line | None = None
+        self._spaces: Namespaces | None = None
+        if kind == "relay":
+            self._relay = Relay()
+            self._stack.callback(self._relay.close)
+            self._line = Line(self._relay.address)
+            self._stack.callback(self._line.close)
+        elif kind == "namespaces":
+            self._spaces = Namespaces(machines, STORE_HOST)
+            self._stack.callback(self._spaces.close)
+
+    def register_store(self, address: str) -> None:
+        """The store is at this address from now on."""
+        if self._line is not None:
+            self._line.register(STORE_HOST, address)
+
+    def access(self, machine: str, store: str) -> Access:
+        """What this machine needs to reach the others, and the store at the address `store`."""
+        if self._line is not None and self._relay is not None:
+            return Access(
+                self._line.through(machine, store), environment={VARIABLE: f"{machine}@{self._relay.address}"}
+            )
+        if self._spaces is not None:
+            port = store.rpartition(":")[2]
+            return Access(f"{self._spaces.gateway(machine)}:{port}", self._spaces.path(machine))
+        return Access(store)
+
+    def disturb(self, ways: set[Way], delay: float | None = None) -> None:
+        """See `Line.disturb`; namespaces cannot delay."""
+        if self._spaces is not None:
+            assert delay is None
+            self._spaces.disturb(ways)
+            return
+        assert self._line is not None
+        self._line.disturb(ways, delay)
+
+    def heal(self, ways: set[Way]) -> None:
+        """See `Line.heal`."""
+        if self._spaces is not None:
+            self._spaces.heal(ways)
+            return
+        assert self._line is not None
+        self._line.heal(ways)
+
+    def close(self) -> None:
+        """Ends the relay, or the namespaces."""
+        self._stack.close()

@@ -1,0 +1,260 @@
+"""The faults of a chaos run, one method for each kind, as they strike the members, machines, network and store."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+
+from varuna_capslog.membership.generation import Member
+from varuna_capslog.rig import faults
+from varuna_capslog.rig.judge import NetworkPartition
+from varuna_capslog.rig.machines.machines import Machines, machine_of
+from varuna_capslog.rig.machines.network import STORE_HOST
+from varuna_capslog.rig.recovery import Hung, Recovery
+from varuna_capslog.rig.schedule import ScheduledFault
+from varuna_capslog.rig.tally import Hit
+from varuna_capslog.rig.watch import arm
+
+__all__ = ["READY_SECONDS", "Strikes"]
+
+READY_SECONDS = 90.0
+"""Longest wait for a run that begins, or begins again."""
+
+_FIRE_SECONDS = 10.0
+
+
+class Strikes:
+    """Lets faults happen to a run.
+
+    Args:
+        say: called with a line before something that takes long.
+
+    Attributes:
+        store_losses: how often the store was lost, and the run begun again.
+    """
+
+    def __init__(self, machines: Machines, recovery: Recovery, say: Callable[[str], None]) -> None:
+        self._machines, self._recovery, self._say = machines, recovery, say
+        self._members, self._records = machines.members, machines.records
+        self.store_losses = 0
+
+    def wait_until_ready(self, fault: ScheduledFault) -> None:
+        """Waits until the run trains with as many members as this fault needs, and one more; all but one at most."""
+        most = self._machines.target
+        wanted = min(most, {"bulk": fault.count + 1, "kill": 2}.get(fault.kind, 3))
+        until = time.monotonic() + 20.0
+
+        def ready() -> bool:
+            voters, step_times = self._members.voters(), self._records.step_times
+            trains = bool(step_times) and time.time() - step_times[-1] < 2.0
+            enough = len(voters) >= (wanted if time.monotonic() < until else 2)
+            spread = len({machine_of(member) for member in voters}) > 1 or fault.kind not in ("host", "freeze")
+            return trains and enough and (spread or time.monotonic() > until)
+
+        self._recovery.until(ready, f"where {fault.kind} can strike", 20.0 + self._recovery.hang_seconds)
+
+    def strike(self, fault: ScheduledFault) -> Hit | None:
+        """Lets a fault happen and waits until the run has recovered. None where it found no victim.
+
+        Raises:
+            Hung: the run has not recovered.
+        """
+        machines, members = self._machines, self._members
+        machines.replenish_at = time.monotonic() + fault.rejoin
+        voters = members.voters()
+        wanted = {"bulk": fault.count, "kill": 1, "stop": 1, "pause": 1, "notice": 1, "urgent": 1}.get(fault.kind, 2)
+        names = [voters[index] for index in fault.pick(len(voters), min(wanted, max(1, len(voters) - 1)))]
+        if not names:
+            return None
+        hit = Hit(fault.number, fault.kind, time.time(), generation=members.roster.generation.number)
+        match fault.kind:
+            case "kill" | "bulk":
+                return self._lose(hit, names)
+            case "stop":
+                return self._lose(hit, names, signal.SIGSTOP)
+            case "double":
+                return self._twice(hit, names, fault.delay)
+            case "pause":
+                return self._pause(hit, names[0], fault.lasts)
+            case "notice" | "urgent":
+                machines.notice(names[0], "chaos", urgent=fault.kind == "urgent")
+                return self._recovery.recover(hit, names)
+            case "notice-kill":
+                machines.notice(names[0], "chaos")
+                machines.agenda.later(fault.delay, lambda: members.signal(names[-1], signal.SIGKILL))
+                return self._recovery.recover(hit, names)
+            case "join-kill":
+                return self._join_kill(hit, fault, names)
+            case "before-apply" | "in-apply" | "in-step" | "in-change" | "in-leave":
+                return self._at_point(hit, fault, names)
+            case "host" if len({machine_of(member) for member in voters}) == 1:
+                return None  # no worker would be left to go on
+            case "host":
+                return self._host(hit, machine_of(names[0]))
+            case "freeze":
+                return self._freeze(hit, machine_of(names[0]), fault.lasts)
+            case "store" if machines.store.is_cluster:
+                return self._store_server(hit, names[0], fault)
+            case "store":
+                return self._store(hit, names[0])
+            case _:
+                return self._network(hit, fault, names)
+
+    # -- members -------------------------------------------------------------------------------------------------------
+
+    def _lose(self, hit: Hit, names: list[Member], number: int = signal.SIGKILL) -> Hit:
+        for name in names:
+            self._members.signal(name, number)
+        return self._recovery.recover(hit, names)
+
+    def _twice(self, hit: Hit, names: list[Member], delay: float) -> Hit:
+        self._members.signal(names[0], signal.SIGKILL)
+        self._machines.agenda.later(delay, lambda: self._members.signal(names[-1], signal.SIGKILL))
+        hit.note = f"{1000 * delay:.0f} ms apart"
+        return self._recovery.recover(hit, names)
+
+    def _pause(self, hit: Hit, name: Member, seconds: float) -> Hit:
+        self._members.signal(name, signal.SIGSTOP)
+        self._machines.agenda.later(seconds, lambda: self._members.signal(name, signal.SIGCONT))
+        hit.victims, hit.note = (name,), f"for {seconds:.1f} s"
+        return self._recovery.recover(hit, [], until=hit.time + seconds)
+
+    def _join_kill(self, hit: Hit, fault: ScheduledFault, names: list[Member]) -> Hit:
+        asked = self._members.asked
+        before = set(asked)
+        self._members.signal(names[0], signal.SIGKILL)
+        self._machines.replenish_at = 0.0
+        until = time.monotonic() + _FIRE_SECONDS
+        while set(asked) <= before and time.monotonic() < until:
+            self._recovery.turn()
+        self._recovery.wait(fault.delay)
+        hit.time = time.time()
+        for name in names[1:]:
+            self._members.signal(name, signal.SIGKILL)
+        return self._recovery.recover(hit, names)
+
+    def _at_point(self, hit: Hit, fault: ScheduledFault, names: list[Member]) -> Hit | None:
+        segment, run_dir = str(self._records.number), self._machines.run_dir
+        do = "stop" if fault.stops else "kill"
+        arm(run_dir, segment, faults.Fault(names[0], fault.point, do))
+        changes = fault.kind in ("in-change", "in-leave")
+        for name in names[1:] if changes else ():
+            if fault.kind == "in-change":
+                self._members.signal(name, signal.SIGKILL)
+            else:
+                self._machines.notice(name, "chaos")
+        path = run_dir / "chaos" / "armed" / f"{segment}-{names[0]}.json"
+        until = time.monotonic() + _FIRE_SECONDS
+
+        def passed() -> bool:
+            """Whether the change is over without it: not every member comes to every point of it."""
+            newer = self._members.roster.generation.number > hit.generation
+            return changes and newer and self._is_past(hit, names[1:])
+
+        while path.exists() and not passed() and time.monotonic() < until:
+            self._recovery.turn()
+        hit.note = f"{do} at {fault.point!r}"
+        if path.exists():
+            path.unlink(missing_ok=True)
+            if not changes:
+                return None
+            names, hit.note = names[1:], f"{names[0]} did not come to {fault.point!r}"
+        elif not changes:
+            hit.time = path.with_suffix(".fired").stat().st_ctime
+            names = names[:1]
+        return self._recovery.recover(hit, names)
+
+    def _is_past(self, hit: Hit, gone: list[Member]) -> bool:
+        """Whether a step has been made without those that are gone."""
+        last = self._records.segment.stepped[-1]
+        return last.time > hit.time and not set(gone) & set(self._members.of(last.generation))
+
+    # -- machines ------------------------------------------------------------------------------------------------------
+
+    def _members_on(self, machine: str) -> list[Member]:
+        return [member for member in self._members.roster.members if machine_of(member) == machine]
+
+    def _host(self, hit: Hit, machine: str) -> Hit:
+        victims = self._members_on(machine)
+        self._machines.signal(machine, signal.SIGKILL)
+        return self._recovery.recover(hit, victims)
+
+    def _freeze(self, hit: Hit, machine: str, seconds: float) -> Hit:
+        machines = self._machines
+        machines.signal(machine, signal.SIGSTOP, everything=True)
+        machines.agenda.later(seconds, lambda: machines.signal(machine, signal.SIGCONT, everything=True))
+        hit.victims, hit.note = tuple(self._members_on(machine)), f"for {seconds:.1f} s"
+        return self._recovery.recover(hit, [], until=hit.time + seconds, excused=frozenset(hit.victims))
+
+    # -- store and network ---------------------------------------------------------------------------------------------
+
+    def _store(self, hit: Hit, name: Member) -> Hit:
+        """No generation can follow: all members write what they hold to disk and end, and the run is begun again."""
+        machines, records = self._machines, self._records
+        before = records.step
+        self._say("      the store is lost")
+        machines.replaces = False
+        machines.store.lose()
+        self._recovery.wait(0.2)
+        self._members.signal(name, signal.SIGKILL)
+        if not machines.until_ended(self._recovery.hang_seconds):
+            raise Hung("the run did not stop after the loss of the store and a member")
+        machines.replaces = True
+        steps = len(records.step_times)
+        machines.begin()
+        self._recovery.until(lambda: len(records.step_times) > steps, "a step after its new start", READY_SECONDS)
+        self.store_losses += 1
+        hit.victims = (name,)
+        hit.recovered = records.step_times[-1] - hit.time
+        first = records.segment.first
+        hit.note = f"began again at step {first}, {before - first} step(s) back"
+        return hit
+
+    def _store_server(self, hit: Hit, name: Member, fault: ScheduledFault) -> Hit:
+        """One of three: the others elect a leader, and a member that is lost meanwhile is replaced as ever."""
+        self._recovery.until(lambda: self._machines.store.is_whole, "a whole store", READY_SECONDS)
+        number = int(fault.whom[2] * 3) % 3
+        hit.time = time.time()
+        self._machines.lose_store_server(number, fault.lasts)
+        self._members.signal(name, signal.SIGKILL)
+        hit.note = f"server {number} for {fault.lasts:.1f} s"
+        return self._recovery.recover(hit, [name])
+
+    def _network(self, hit: Hit, fault: ScheduledFault, names: list[Member]) -> Hit | None:
+        network = self._machines.network
+        away = machine_of(names[0])
+        others = [name for name in self._machines.by_name if name != away]
+        if not others:
+            return None
+        other = machine_of(names[-1])
+        other = other if other != away else others[int(fault.whom[2] * len(others)) % len(others)]
+        delay = None
+        if fault.kind == "cut":
+            ways = {way for name in (*others, STORE_HOST) for way in ((away, name), (name, away))}
+        elif fault.kind == "store-cut":
+            ways = {(away, STORE_HOST), (STORE_HOST, away)}
+        elif fault.kind == "half-open":
+            ways = {(away, other)}
+        else:
+            ways, delay = {(away, other), (other, away)}, fault.size
+        victims = frozenset(self._members_on(away))
+        network.disturb(ways, delay)
+        hit.time = time.time()
+        healed: list[float] = []
+
+        def heal() -> None:
+            healed.append(time.time())
+            network.heal(ways)
+
+        self._machines.agenda.later(fault.lasts, heal)
+        sign, whom = ("|" if delay is None else "~"), (other if len(ways) <= 2 else "all")
+        hit.note = f"{away} {sign} {whom} for {fault.lasts:.1f} s"
+        if fault.kind in ("cut", "half-open"):
+            found = self._recovery.recover(hit, [], until=hit.time + fault.lasts, excused=victims)
+        else:
+            found = self._recovery.recover(hit, [], until=hit.time)
+        self._recovery.until(lambda: bool(healed), "the end of a disturbance", 30.0)
+        if fault.kind == "cut":
+            self._records.segment.partitions.append(NetworkPartition(hit.time, healed[0], victims))
+        return found

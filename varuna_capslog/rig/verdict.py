@@ -1,0 +1,93 @@
+"""What a chaos run is compared with: an uninterrupted run of the same config in one process, by the plain engine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from varuna_capslog.base import files
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.config.reading import load_workload
+from varuna_capslog.config.settings import Config
+from varuna_capslog.rig.judge import Segment, Truth, judge
+from varuna_capslog.start.prepare import prepare_run
+from varuna_capslog.training.checkpoint import open_checkpoint
+from varuna_capslog.training.layer_state import digest, from_checkpoint
+from varuna_capslog.training.run import build_chain
+
+__all__ = ["breaches_of", "truth_of", "weights_of_run"]
+
+
+def breaches_of(config: Config, segments: Sequence[Segment], last: int, reached: int) -> list[str]:
+    """What is wrong with a run in the config's folder, in sentences; empty for one that came through.
+
+    Args:
+        last, reached: see `truth_of`.
+
+    Raises:
+        CapslogError: the uninterrupted run failed, or a checkpoint cannot be read.
+    """
+    truth = truth_of(config, last, reached)
+    weights = weights_of_run(config, Path(config.run_dir), last)
+    within = 1 if config.elastic.protection == "sync" else 2
+    limited = config.pipeline.capacity is not None  # copies may find no room
+    redundancy = None if limited else config.elastic.redundancy
+    return judge(segments, truth, weights, last, within, redundancy)
+
+
+def truth_of(config: Config, last: int, reached: int) -> Truth:
+    """What the plain engine makes of the same config in one process, without any fault.
+
+    Args:
+        last: the step whose weights are compared.
+        reached: the newest step that any member made; more than `last` where a run ended while it made up for a loss.
+
+    Raises:
+        CapslogError: the uninterrupted run failed.
+    """
+    folder = Path(config.run_dir) / "chaos" / "truth"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    data = {key: value for key, value in config.data.items() if key != "pause_seconds"}
+    model = {key: value for key, value in config.model.items() if key != "block_seconds"}
+    plain = config.model_copy(
+        update={
+            "run_dir": folder,
+            "data": data,
+            "model": model,
+            "elastic": config.elastic.model_copy(update={"enabled": False}),
+            "pipeline": config.pipeline.model_copy(
+                update={"devices": 1, "replicas": 1, "cuts": None, "capacity": None, "verify_every": 0}
+            ),
+            "train": config.train.model_copy(
+                update={
+                    "max_steps": max(1, last, reached),
+                    "checkpoint_every": last if reached > last > 0 else None,
+                    "checkpoint_keep": max(1, reached),  # the one of `last` too, however far the run had come
+                    "max_seconds": None,
+                }
+            ),
+        }
+    )
+    prepare_run(plain, show=False)
+    command = [sys.executable, "-m", "varuna_capslog.start.worker", str(folder)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise CapslogError(f"the uninterrupted run failed with {done.returncode}: {done.stderr.strip()[-500:]}")
+    rows = files.read_jsonl(folder / "metrics.jsonl")
+    numbers = {row["step"]: (row["loss"], row["grad_norm"]) for row in rows}
+    return Truth(numbers, weights_of_run(plain, folder, last))
+
+
+def weights_of_run(config: Config, run_dir: Path, step: int) -> dict[str, str]:
+    """A digest of the state of every layer in the checkpoint of a step. Raises CapslogError where there is none."""
+    chain, _ = build_chain(config, load_workload(config))
+    checkpoint = open_checkpoint(run_dir / "checkpoints" / f"step-{step:08d}")
+    return {
+        layer.name: digest(from_checkpoint(checkpoint, chain, index)).hex() for index, layer in enumerate(chain.layers)
+    }
