@@ -70,7 +70,7 @@ class Train(Section):
     """Decoupled weight decay of AdamW, on every parameter."""
 
     lr_drop_epochs: int | None = Field(None, gt=0)
-    """The learning rate is multiplied by lr_drop_factor every this many epochs; null means never."""
+    """The learning rate is multiplied by lr_drop_factor every so many epochs; null means never."""
 
     lr_drop_steps: int | None = Field(None, gt=0)
     """The same in optimizer steps; only one of the two may be set."""
@@ -91,7 +91,7 @@ class Train(Section):
     """Steps between checkpoints; null writes one at each evaluation and at the end only."""
 
     checkpoint_keep: int = Field(2, gt=0)
-    """How many of the newest checkpoints stay on disk (the best one always stays)."""
+    """How many of the newest checkpoints stay on disk (the best one stays besides)."""
 
     evaluate_every: int | None = Field(0, ge=0)
     """Steps between evaluations on the validation data; 0 evaluates at the end only, null never."""
@@ -191,8 +191,8 @@ class Profiling(Section):
     """Real runs of trimmed stages, or an estimate without the device."""
 
     order: Literal["packed", "capslog", "mcap"] = "packed"
-    """How measured runs are launched. packed spreads all runs over the workers of one launch. capslog (trimmed) and
-    mcap (whole) launch pipelines of pipeline.devices processes one after the other, as their papers do."""
+    """How measured runs are launched: packed spreads all over the workers of one launch; capslog and mcap launch
+    pipelines of pipeline.devices processes one after the other, trimmed or whole, as those papers do."""
 
 
 class Elastic(Section):
@@ -206,32 +206,33 @@ class Elastic(Section):
     layer is on redundancy + 1 hosts, or on as many workers if there are too few hosts; 0 keeps no copies."""
 
     protection: Literal["sync", "async"] = "sync"
-    """sync: copies make each step together with their owners, and a loss costs at most the step in progress. async:
+    """sync: copies make each step together with their owners, and a loss costs at most the step under way. async:
     copies follow in the background, and a loss costs at most two steps."""
 
     hang_seconds: float = Field(10.0, gt=0)
-    """How long a worker may take to notice a fault that others have seen, before it is killed and counts as lost. A
+    """How long a worker may take to notice a fault that others have seen, before it is ended and counts as lost. A
     worker notices between two messages, so this must exceed the longest forward or backward of a microbatch."""
 
     stopped_seconds: float = Field(1.0, gt=0)
-    """How long a worker's process may be stopped (by a signal or a debugger) before it counts as lost."""
+    """How long a worker's process may stand still (stopped by a signal or a debugger) before it counts as lost."""
 
     lease_seconds: float = Field(3.0, gt=0)
-    """How long a host may be silent before all its workers count as lost. A host sends a sign four times as often."""
+    """How long a host may be silent before the others count all its workers as lost. It sends a
+    sign four times as often."""
 
     patience_seconds: float = Field(1.0, gt=0)
-    """How long a change waits for missing workers before it continues without them. It waits three times as long for
-    lost layers before the run goes back to a checkpoint, unless all workers that had them are known to have ended.
-    Losses should usually be noticed sooner than this."""
+    """How long a change waits for missing workers before it goes on without them. It waits three times
+    as long for lost layers before the run goes back to a checkpoint, unless all workers that had them are known to have
+    ended. Losses should usually be noticed sooner than this."""
 
     replace_lost: bool = False
     """Whether a host starts a new worker on the device of a lost one."""
 
     shadows: bool = True
-    """Whether a planned change is prepared by copying layers while training continues; otherwise the step waits."""
+    """Whether a planned change is prepared by copying layers while training goes on; otherwise the step waits."""
 
     min_devices: int = Field(1, gt=0)
-    """With fewer devices than this the run keeps its state and waits until more devices have joined."""
+    """With fewer devices than this the run waits, all state kept, until more have joined."""
 
 
 class Config(Section):
@@ -247,25 +248,25 @@ class Config(Section):
     """The data's own keys, checked by the workload."""
 
     train: Train = Field(default_factory=Train)
-    """Length, batch sizes and optimizer."""
+    """Length, portions and optimizer."""
 
     pipeline: Pipeline = Field(default_factory=Pipeline)
     """Cuts, placement and schedule."""
 
     profile: Profiling = Field(default_factory=Profiling)
-    """Conditions of the profile and how it is made."""
+    """Conditions of the profile."""
 
     elastic: Elastic = Field(default_factory=Elastic)
     """What happens when devices leave or join."""
 
     run_dir: Path = Path("runs/run")
-    """Folder for all files of the run; by default runs/ and the config file's name."""
+    """Folder of everything the run writes; by default runs/ and the config file's name."""
 
     device: Literal["cpu", "cuda", "auto"] = "auto"
-    """Where the workers compute; auto uses CUDA if there is a GPU."""
+    """Where the workers compute; auto takes CUDA where there is one."""
 
     engine: Literal["capslog", "varuna"] = "capslog"
-    """Which engine runs the plan: capslog (our own), or an installed Microsoft Varuna."""
+    """What runs the plan: our engine, or an installed Microsoft Varuna."""
 
     resume: str = "auto"
     """auto continues run_dir's last checkpoint if there is one, never starts anew, else the path of a checkpoint."""
