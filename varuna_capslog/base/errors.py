@@ -10,7 +10,7 @@ __all__ = ["CapslogError", "ConfigError", "DiskFailed", "DoesNotFit", "StepRefus
 
 
 class CapslogError(ValueError):
-    """A mistake in a config, a file or a cluster that its owner can mend. The command exits with `exit_status`."""
+    """A mistake in a config, a file or a cluster that the user can correct. The command exits with `exit_status`."""
 
     exit_status = 2
 
@@ -20,8 +20,9 @@ class ConfigError(CapslogError):
 
 
 class DiskFailed(CapslogError):
-    """A run's folder takes no more (full, over quota, read-only), or a checkpoint cannot be written: that fails all
-    members of a run alike, since they share the folder.
+    """The run's folder cannot be written (full, over quota, read-only), or a checkpoint cannot be written.
+
+    This stops every member of a run, because all members share the folder.
     """
 
 

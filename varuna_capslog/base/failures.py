@@ -1,6 +1,7 @@
-"""How workers fail, and which of many failures is the cause: what they wrote, what their end shows, one sentence.
+"""How workers fail, and which of several failures is the cause.
 
-The supervisor gathers failures and asks here which one to name. Nothing here starts, signals or waits for a process.
+A failure is known from the report that the worker wrote, or from the way its process ended. The supervisor collects the
+failures and asks this module which one to name. Nothing here starts, signals or waits for a process.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ class Failure:
         kind: "user", "step_refused", "peer" (another rank went away), "defect", ... as the worker wrote it; "signal",
             "exit" and "hang" are the supervisor's.
         time: seconds since the epoch.
-        peer: the rank that it was waiting for, where it complains of another one.
+        peer: the rank that the worker was waiting for, if its failure names another rank.
         after_step: the last step that the run finished, where the step of the failure is unknown.
-        member: its name, where workers have names instead of ranks.
+        member: the worker's name, if workers have names instead of ranks.
     """
 
     rank: int
@@ -60,10 +61,10 @@ class Failure:
 
 
 def read_failure(path: Path, rank: int, stage: Any, member: str | None = None) -> Failure | None:
-    """What a worker wrote before it ended; None where it wrote nothing, or only half of it.
+    """The failure that a worker wrote before it ended; None if the file is missing or incomplete.
 
     Args:
-        stage: where the report does not name one.
+        stage: used if the report names no stage.
     """
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
@@ -79,19 +80,19 @@ def read_failure(path: Path, rank: int, stage: Any, member: str | None = None) -
             member=member,
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None  # none there, or torn by the very failure it was to tell of
+        return None  # missing, or cut off by the same failure that it was to report
 
 
 def is_consequence(failure: Failure) -> bool:
-    """Whether it only tells of another rank."""
+    """Whether this failure only reports that another rank is gone."""
     return failure.kind in _SECONDARY_KINDS
 
 
 def root_cause(failures: Iterable[Failure]) -> Failure:
-    """The failure to name: no consequence of another, rather with a word than without, and the earliest of these."""
+    """The failure to name: no consequence of another one, if possible with a report, and then the earliest."""
     return min(failures, key=lambda failure: (_distance(failure), failure.time))
 
 
 def _distance(failure: Failure) -> int:
-    # An end without a word is often a crash over a lost neighbour.
+    # A process that ends without a report has often crashed because a neighbour was lost.
     return 2 if is_consequence(failure) else int(failure.kind == "exit")

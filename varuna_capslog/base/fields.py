@@ -1,7 +1,7 @@
 """Checks for values that come from a file: what profile and plan records have in common.
 
 Records (profiles/record.py, plan.py) call these from their constructors, so that no invalid record exists, whether it
-came from a file or from code. Knows nothing about any one file.
+came from a file or from code. This module knows nothing about any particular file format.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 def is_full(error: OSError) -> bool:
-    """Whether it says that the file system takes no more, whoever writes."""
+    """Whether the error means that no process can write to the file system (full, over quota, read-only)."""
     return error.errno in _FULL
 
 
@@ -103,7 +103,7 @@ def append_jsonl(path: str | os.PathLike[str], record: dict[str, Any]) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         try:
-            # Another process may be half-way through its line, which must not be taken for a torn one.
+            # Another process may be writing its line at this moment; it must not be treated as an incomplete line.
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             size = os.fstat(descriptor).st_size
             if size and os.pread(descriptor, 1, size - 1) != b"\n":
@@ -117,7 +117,7 @@ def append_jsonl(path: str | os.PathLike[str], record: dict[str, Any]) -> None:
 
 
 def last_lines(path: str | os.PathLike[str], size: int = 1 << 16) -> list[dict[str, Any]]:
-    """Return the objects in the last `size` bytes of a line file, oldest first; what is cut or torn is left out.
+    """Return the objects in the last `size` bytes of a line file, oldest first; incomplete lines are left out.
 
     Raises CapslogError where the file cannot be read.
     """
@@ -162,7 +162,7 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def write_failure(what: str, error: OSError) -> CapslogError:
-    """What to raise where something could not be written: DiskFailed where nobody could have."""
+    """The error for a failed write: DiskFailed if no process can write to the file system."""
     kind = DiskFailed if is_full(error) else CapslogError
     return kind(f"{what}: {error.strerror or error}; free space or choose another path")
 

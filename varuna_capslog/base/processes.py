@@ -1,6 +1,6 @@
 """What starting and ending processes of one machine needs from the system: death with the parent, groups, states.
 
-Supervisors and the nursery use it. It knows nothing of runs.
+Supervisors and the fork server use it. It knows nothing about runs.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def signal_group(pid: int, number: int) -> None:
 
 
 def signal_name(number: int) -> str:
-    """SIGKILL for 9."""
+    """The name of a signal, such as SIGKILL for 9."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -63,7 +63,7 @@ def signal_name(number: int) -> str:
 
 
 def last_line(log: Path) -> str:
-    """The last words in a worker's log, for one that ended without another sign."""
+    """The last line of a worker's log, for a worker that ended without a report."""
     try:
         lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
     except OSError:
@@ -72,7 +72,7 @@ def last_line(log: Path) -> str:
 
 
 def write_unless_there(path: Path, value: dict[str, Any]) -> None:
-    """Write what is known of a worker, unless it was quicker to write its own file, which knows more."""
+    """Write what is known about a worker, unless the worker has already written its own file, which has more facts."""
     temporary = path.with_suffix(".new")
     temporary.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
     with contextlib.suppress(FileExistsError):  # link() never replaces

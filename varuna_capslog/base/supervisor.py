@@ -1,7 +1,7 @@
 """Starts the workers of a run on this machine, watches them, and ends all of them when one fails.
 
 `capslog train` calls it; any command line can be a worker, so its tests need no engine. It never touches a tensor or a
-process group, and no worker outlives it, however it ends.
+process group, and no worker outlives it, however the supervisor ends.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ __all__ = ["Interrupted", "Supervisor", "WorkerFailed", "reserve"]
 
 POLL_SECONDS = 0.05
 SETTLE_SECONDS = 1.0  # a worker's neighbours often die before it does: wait for the cause to be written
-HANG_SECONDS = 5.0  # where all complain of a silent rank: wait for those who only wait for it, too
-STOPPED_SECONDS = 10.0  # a worker may be stopped (SIGSTOP) for so long; those who wait for it give up later than that
+HANG_SECONDS = 5.0  # where all workers report a silent rank: wait also for the workers that only wait for it
+STOPPED_SECONDS = 10.0  # a worker may be stopped (SIGSTOP) for this long; the workers that wait for it give up later
 EXIT_STATUS = {"user": 2, "does_not_fit": 3, "step_refused": 4, "interrupted": 130}
 
 
@@ -44,7 +44,7 @@ class WorkerFailed(CapslogError):
 
     Args:
         log: the worker's.
-        everywhere: all workers say the same, so that naming one would mislead.
+        everywhere: all workers report the same cause, so that naming one worker would mislead.
     """
 
     def __init__(self, failure: Failure, log: Path, everywhere: bool = False) -> None:
@@ -167,10 +167,10 @@ class Supervisor:
         return self._workers[rank].returncode not in expected
 
     def _fail(self, asked: bool) -> None:
-        """Gathers what the workers say of the failure, ends all of them and raises its root cause."""
+        """Collects the failure reports of the workers, ends all workers and raises the root cause."""
         self._settle(SETTLE_SECONDS, self.num_workers)
         if all(is_consequence(failure) for failure in self._failures(asked)):
-            # Nobody is to blame but a rank that says nothing. Others may still wait for one that waits for it.
+            # The cause is a rank that reports nothing. Other ranks may still wait for a rank that waits for it.
             self._settle(HANG_SECONDS, self.num_workers - 1)
         failures = self._failures(asked)
         if all(is_consequence(failure) for failure in failures):
@@ -193,14 +193,14 @@ class Supervisor:
             time.sleep(POLL_SECONDS)
 
     def _failures(self, asked: bool) -> list[Failure]:
-        """What the workers wrote, and what the end of those shows that wrote nothing."""
+        """The failures that workers reported; for workers without a report, what the end of the process shows."""
         failures = [failure for rank in range(self.num_workers) if (failure := self._reported(rank)) is not None]
         reported = {failure.rank for failure in failures}
         silent = [rank for rank in self._ended if self._is_failure(rank, asked) and rank not in reported]
         return failures + [self._seen(rank, failures) for rank in silent]
 
     def _hanging(self, complaints: Sequence[Failure]) -> list[Failure]:
-        """The rank that all others wait for: it still runs, or is stopped, and has said nothing; [] if all ended."""
+        """The rank that all others wait for: it still runs or is stopped, and has reported nothing; [] if all ended."""
         silent = [rank for rank in range(self.num_workers) if rank not in self._ended]
         if not silent:
             return []
@@ -220,7 +220,7 @@ class Supervisor:
         return read_failure(self.folder / f"{rank}.error.json", rank, self._stage(rank))
 
     def _seen(self, rank: int, others: Sequence[Failure]) -> Failure:
-        """What the end of a worker that wrote nothing shows."""
+        """The failure that the end of a worker without a report shows."""
         status = self._workers[rank].returncode
         steps = [failure.step for failure in others if failure.step is not None]
         kind, cause = "signal", f"was killed by {signal_name(-status)}"
@@ -253,7 +253,7 @@ class Supervisor:
         return f"interrupted: {how}{reached}; the same command continues the run in {self.run_dir}"
 
     def _stopped_for_long(self) -> bool:
-        """Whether a worker has been stopped for STOPPED_SECONDS: the others would wait for it in vain."""
+        """Whether a worker has been stopped for STOPPED_SECONDS: the other workers would wait for it for ever."""
         now = time.monotonic()
         stopped = [rank for rank, worker in enumerate(self._workers) if is_stopped(worker.pid)]
         self._stopped = {rank: self._stopped.get(rank, now) for rank in stopped if rank not in self._ended}
@@ -296,7 +296,7 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _empty_folder(self) -> Iterator[None]:
-        """`workers/` of our own, without what an earlier run left there."""
+        """Makes `workers/` empty, without the files of an earlier run."""
         with reserve(self.run_dir):
             for suffix in ("json", "log"):
                 for stale in self.folder.glob(f"*.{suffix}"):

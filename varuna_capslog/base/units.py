@@ -1,7 +1,7 @@
 """Byte counts, rates and durations as people write them ("16GiB", "1GiB/s", "0.1ms") and as numbers.
 
-The command line, the config reader and every message about memory come here. Nothing here guesses: a unit that people
-read in two ways is refused.
+The command line, the config reader and every message about memory come here. Nothing here guesses: an ambiguous unit
+is refused.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def parse_bytes(value: str | int | float, name: str = "byte count") -> int:
 
 
 def parse_capacity(value: str | int | float) -> int | list[int]:
-    """Return the capacity of every device (one size) or of each device in turn (sizes parted by commas), in bytes.
+    """Return the capacity of every device (one size) or of each device in turn (sizes separated by commas), in bytes.
 
     `16GiB*3,24GiB` stands for three devices of 16 GiB and one of 24.
     """
@@ -64,7 +64,7 @@ def parse_capacity(value: str | int | float) -> int | list[int]:
 
 
 def parse_numbers(value: str, name: str) -> list[float]:
-    """Return numbers above 0 parted by commas; `1*3,0.5` stands for 1,1,1,0.5. Raises CapslogError naming `name`."""
+    """Return numbers above 0 separated by commas; `1*3,0.5` stands for 1,1,1,0.5. Raises CapslogError naming `name`."""
     numbers = []
     for part in _repeated(value, name):
         try:
@@ -107,7 +107,7 @@ def parse_seconds(value: str | int | float, name: str = "duration") -> float:
 
 
 def format_bytes(count: int) -> str:
-    """Return `count` bytes for people, in the largest binary unit that keeps it at 1 or above: 6646312345 -> 6.19 GiB.
+    """Return `count` bytes as text, in the largest binary unit that keeps it at 1 or above: 6646312345 -> 6.19 GiB.
 
     Two decimals at most, so it is not meant to be parsed back; files hold whole bytes.
     """

@@ -43,7 +43,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as people mean it: 1e-4 is a number, dates and 12:30 are text, a key written twice is an error."""
+    """A YAML loader for which 1e-4 is a number, dates and 12:30 are text, and a repeated key is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -58,7 +58,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes whatever `_Loader` or another reader would take for something other than text."""
+    """Quotes every text that `_Loader` or another reader would read as another type."""
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -107,14 +107,14 @@ def section(model: type[Model], values: Mapping[str, Any], where: str) -> Model:
 
     Args:
         model: the section's class, best derived from `Section`.
-        values: what the config holds there. Types are strict: the text "3" is no number, the number 1 no truth value.
+        values: the config's values. Types are strict: the text "3" is not a number, the number 1 is not a boolean.
         where: the section's key, such as "model"; error messages name `where.key`.
 
     Raises:
         ConfigError: the first problem, naming key, value and rule.
     """
     try:
-        # By way of JSON, strict types still take a list for a tuple and text for a path, as YAML has neither.
+        # In JSON mode strict types accept a list for a tuple and text for a path, because YAML has neither.
         return model.model_validate_json(json.dumps(values, default=str), strict=True)
     except ValidationError as error:
         raise ConfigError(_explain(model, error, where)) from None

@@ -36,7 +36,7 @@ class Section(BaseModel):
 
 
 class Train(Section):
-    """How long, in which portions and with which optimizer the model is trained."""
+    """How long the model is trained, with which batch sizes and which optimizer."""
 
     epochs: int | None = Field(None, gt=0)
     """Passes over the training data; null means as many as max_steps or max_seconds allow (1 when neither is set)."""
@@ -148,8 +148,8 @@ class Pipeline(Section):
     nccl needs one GPU per rank."""
 
     memory: str = "auto"
-    """Memory model that predicts a stage's peak: additive, composition, gpipe, 1f1b or varuna. auto takes the
-    schedule's own where the profile holds what it needs, as every profile made here does, else additive."""
+    """Memory model that predicts a stage's peak: additive, composition, gpipe, 1f1b or varuna. auto uses the
+    schedule's own model if the profile has the fields for it (every profile made by capslog has), else additive."""
 
     timeout_seconds: float = Field(30.0, gt=0)
     """Longest wait for another rank before the step is given up with an error."""
@@ -179,7 +179,7 @@ class Pipeline(Section):
 
 
 class Profiling(Section):
-    """What the per-layer costs are taken for."""
+    """The conditions under which the costs of the layers are measured or estimated."""
 
     image_size: list[Annotated[int, Field(gt=0)]] | None = Field(None, min_length=2, max_length=2)
     """[height, width] in pixels to profile at; null means the largest padded size that the run can meet."""
@@ -202,27 +202,28 @@ class Elastic(Section):
     """Whether the run may change its members while it trains; otherwise the loss of a worker ends it."""
 
     redundancy: int = Field(1, ge=0)
-    """Simultaneous losses of hosts that are survived without going back to a checkpoint. Each layer's state is then
-    held on one host more than that, or where hosts are too few by one worker more; 0 keeps no copies."""
+    """Simultaneous losses of hosts that are survived without going back to a checkpoint. The state of each
+    layer is on redundancy + 1 hosts, or on as many workers if there are too few hosts; 0 keeps no copies."""
 
     protection: Literal["sync", "async"] = "sync"
     """sync: copies make each step together with their owners, and a loss costs at most the step under way. async:
     copies follow in the background, and a loss costs at most two steps."""
 
     hang_seconds: float = Field(10.0, gt=0)
-    """How long a worker may take to notice a fault that others have seen, before it is ended and counts as lost. It
-    notices between two messages, so this must exceed the longest forward or backward of a microbatch."""
+    """How long a worker may take to notice a fault that others have seen, before it is ended and counts as lost. A
+    worker notices between two messages, so this must exceed the longest forward or backward of a microbatch."""
 
     stopped_seconds: float = Field(1.0, gt=0)
     """How long a worker's process may stand still (stopped by a signal or a debugger) before it counts as lost."""
 
     lease_seconds: float = Field(3.0, gt=0)
-    """How long a host may be silent before the others count all its workers as lost. It speaks four times as often."""
+    """How long a host may be silent before the others count all its workers as lost. It sends a
+    sign four times as often."""
 
     patience_seconds: float = Field(1.0, gt=0)
-    """How long a change waits for missing workers before it goes on without them. Three times as long lost layers are
-    waited for before the run goes back to a checkpoint, unless all that had them are known to have ended. Losses should
-    usually be noticed sooner than this."""
+    """How long a change waits for missing workers before it goes on without them. It waits three times
+    as long for lost layers before the run goes back to a checkpoint, unless all workers that had them are known to have
+    ended. Losses should usually be noticed sooner than this."""
 
     replace_lost: bool = False
     """Whether a host starts a new worker on the device of a lost one."""
@@ -235,7 +236,7 @@ class Elastic(Section):
 
 
 class Config(Section):
-    """Everything one run is made of; `run_dir/config.yaml` holds the resolved form."""
+    """All keys of one run; `run_dir/config.yaml` holds the resolved form."""
 
     workload: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
     """`package.module:function`; the function takes this config and returns a Workload."""

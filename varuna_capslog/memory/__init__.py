@@ -1,7 +1,7 @@
 """From a profile to the peak of any stage: one memory model per file, each with its equation.
 
-Planners ask a model for stage costs and for the schedules it describes. A model never answers for a schedule it does
-not describe: there is no number without a model.
+Planners ask a model for stage costs and for the schedules that it describes. For a schedule that a model does not
+describe, it gives no number.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The composition model: a stage's peak from what its layers leave behind one after the other, and what each needs for
-itself.
+"""The composition model: a stage's peak from the bytes that its layers save one after the other and the bytes that each
+layer needs while it works.
 
     M(l, m) = static(l, m) + max of:  T(l)                          the first layer is at work
                                       saved(l, k) + T(k | k-1)      layer k is at work, k = l+1 .. m-1
@@ -12,11 +12,11 @@ the run's layers:
     T(l)         = P[l] - static[l]
     T(k | k-1)   = P[k-1, k] - static[k-1, k] - saved[k-1]
 
-The increments come from pairs because a layer keeps something else beside a neighbour than alone: a frozen layer that
-another frozen one follows in the same stage keeps nothing. M_i + sum M_a, in these terms T(l) + sum of max(0, saved +
-T - T of the layer before), adds up maxima that are never there at one time; this takes the largest of them.
+The increments come from pairs because a layer saves other bytes beside a neighbour than alone: a frozen layer that
+another frozen one follows in the same stage saves nothing. M_i + sum M_a, in these terms T(l) + sum of max(0, saved +
+T - T of the layer before), adds up maxima that never occur at the same time; this model takes the largest of them.
 
-Like the additive model it holds for one live graph. What several graphs or inputs take besides is `inflight`'s.
+Like the additive model it holds for one live graph. `inflight` adds the bytes of several graphs or inputs.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class RangeCosts:
 
 @dataclass(frozen=True)
 class Composition:
-    """What every range of layers takes with one microbatch in flight. All [L, L + 1] in bytes, 0 where end <= first.
+    """The bytes of every range of layers with one microbatch in flight. All [L, L + 1] in bytes, 0 where end <= first.
 
     static: parameters, gradients, optimizer state.
     saved: what a forward keeps for its backward, the range's inputs included.

@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 __all__ = ["NEVER", "RaisedCosts", "RunShape", "StageCosts", "full_matrix", "peaks_of"]
 
 NEVER = 1 << 62
-"""Bytes of a stage that may not be. The bytes of real stages stay below a quarter of it."""
+"""The bytes of a stage that is not allowed. The bytes of real stages stay below a quarter of this number."""
 
 
 @dataclass(frozen=True)
 class RunShape:
-    """What of a run, besides its cuts, decides what a stage keeps in memory.
+    """The properties of a run that, besides its cuts, decide how many bytes a stage keeps.
 
     num_microbatches: of one step of one pipeline; None where it is not known: as many as the pipeline can take.
     schedule: "gpipe", "1f1b" or "varuna" (which always recomputes).

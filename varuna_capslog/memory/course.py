@@ -1,4 +1,4 @@
-"""What a stage holds at every moment of a step, from the timed actions of a schedule.
+"""The bytes that a stage holds at every moment of a step, from the timed actions of a schedule.
 
     bytes(t) = static + live graphs * saved + waiting inputs * input + what the action under way needs besides
 
@@ -29,7 +29,7 @@ Course: TypeAlias = list[tuple[float, int]]
 
 @dataclass(frozen=True)
 class StageMemory:
-    """What one stage's bytes are made of, for one microbatch.
+    """The parts of one stage's bytes, for one microbatch.
 
     static_bytes: parameters, gradients, optimizer state and buffers: always there.
     saved_bytes: a whole graph between forward and backward.

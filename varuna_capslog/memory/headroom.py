@@ -1,7 +1,7 @@
-"""What a device must have beyond the peak of its stage, as a profile states it.
+"""The bytes that a device must have beyond the peak of its stage, as a profile states them.
 
 An estimate knows what a stage allocates; a device also holds the context, buffers of communication, and segments that
-its allocator cannot hand out. Planners compare what is reserved with the capacity:
+its allocator cannot hand out. Planners compare the reserved bytes with the capacity:
 
     reserved = allocated * fragmentation + fixed_bytes
 """
@@ -28,7 +28,7 @@ class Headroom(NamedTuple):
 
     @classmethod
     def of(cls, profile: Profile) -> Headroom:
-        """That which the profile's conditions state, else none."""
+        """The headroom in the profile's conditions; without an entry, no headroom."""
         stated = profile.conditions.get("headroom")
         if stated is None:
             return cls()
@@ -43,7 +43,7 @@ class Headroom(NamedTuple):
         return cls(fixed, fragmentation)
 
     def reserved(self, peak_bytes: int) -> int:
-        """What a stage of this peak takes of its device."""
+        """The bytes that a stage of this peak reserves on its device."""
         return math.ceil(peak_bytes * self.fragmentation) + self.fixed_bytes
 
     def usable(self, capacity: int) -> int:

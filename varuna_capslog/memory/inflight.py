@@ -1,4 +1,4 @@
-"""Memory models of a schedule: what a stage holds of the microbatches that are under way besides the one at work.
+"""Memory models of a schedule: the bytes of the microbatches in flight, beside the one that a stage computes.
 
     M(s; l, m) = static(l, m) + transient(l, m) + g_s saved(l, m) + i_s in(l) + o_s out(m)
 
@@ -11,7 +11,7 @@ that the schedule has in flight on stage s (`schedules.in_flight_limits`), so k_
 
     gpipe   k_s = M          1f1b   k_s = min(S - s, M)          varuna   recomputes; k_s = min(3 (S - 1 - s), M)
 
-Where the device is the CPU, host memory is the same memory: inputs count wherever they are said to wait, and so do the
+Where the device is the CPU, host memory is the same memory: inputs count wherever they wait, and so do the
 outputs sent ahead that no message of the next stage has confirmed yet, o_s = k_s - k_(s+1) while a backward runs. On
 CUDA what is sent waits in pinned host memory, o_s = 0. Known limit, on the CPU alone: before a stage's first backward
 nothing is confirmed, so one that peaks in a forward or a recomputation may hold up to k_s outputs.
@@ -39,7 +39,7 @@ Bytes = NDArray[np.int64]
 
 
 class Waiting(NamedTuple):
-    """What a stage's device holds of other microbatches while one is at work: numbers of graphs, inputs, outputs."""
+    """What a stage's device holds for the microbatches that wait: numbers of graphs, inputs, outputs."""
 
     graphs: int
     inputs: int
@@ -49,9 +49,9 @@ class Waiting(NamedTuple):
 def waiting(run: RunShape, stages: int, one_memory: bool) -> list[Waiting]:
     """Return g_s, i_s and o_s of every stage.
 
-    one_memory: the device is the CPU, so that what waits on the host waits beside it.
+    one_memory: the device is the CPU, so that tensors that wait on the host are in the same memory.
 
-    Raises CapslogError for GPipe without a number of microbatches, which decides what it holds.
+    Raises CapslogError for GPipe without a number of microbatches, on which its memory depends.
     """
     if run.num_microbatches is None and run.schedule == "gpipe":
         raise CapslogError(
@@ -169,7 +169,7 @@ def _boundary(row: Observation, name: str, model: str) -> int:
 
 
 def _with_one_in_flight(row: Observation, profile: Profile) -> Observation:
-    """The row without what its run held of other microbatches.
+    """The row without the bytes that its run held for other microbatches.
 
     A run that another stage follows had a second microbatch in flight, one that holds the last layer had none: so it is
     in the program of `profiles.trim`, which measuring and estimating carry out. A profile that names no source says

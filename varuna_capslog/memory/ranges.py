@@ -1,7 +1,7 @@
 """The ranges of layers that can be a stage within some bytes, and their bytes at every place of a pipeline.
 
-What `StageCosts.matrix` says, for searches that ask at a hundred places: of a thousand layers few ranges are short
-enough to matter, and only those are weighed. `planners.exact_general` reads them.
+These are values of `StageCosts.matrix`, for searches that need them at a hundred places of a pipeline: of a thousand
+layers few ranges are short enough to matter, and only those are computed. `planners.exact_general` reads them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Ranges:
 
 @dataclass(frozen=True)
 class _Asked(Ranges):
-    """Ranges whose bytes follow no rule: the costs are asked at every place."""
+    """Ranges whose bytes follow no rule: they are computed at every place."""
 
     costs: StageCosts | None = None
     stages: int = 1

@@ -25,7 +25,7 @@ FORMAT = "varuna-capslog/plan/1"
 
 @dataclass(frozen=True)
 class Shortfall:
-    """Why a plan does not fit: the stage that lacks most, by how many bytes, and how many devices would do.
+    """Why a plan does not fit: the stage that lacks most bytes, their number, and how many devices would be enough.
 
     `devices_that_fit` is None where no number of devices up to one per layer would.
     """
@@ -195,7 +195,7 @@ class Plan:
         return [Stage(0, (piece,), (rank,)) for rank, piece in enumerate(zip(self.cuts, ends, strict=True))]
 
     def _check_costs(self) -> None:
-        # Predicted bytes may be below 0: M_a may, and a model's answer is not bent here.
+        # Predicted bytes may be below 0, because M_a may be; a model's answer is not changed here.
         whole = partial(fields.whole, minimum=None)
         for name, check in (("stage_bytes", whole), ("stage_seconds", fields.seconds)):
             if (costs := getattr(self, name)) is not None:

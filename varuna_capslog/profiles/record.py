@@ -40,7 +40,7 @@ _OF_LAYER = ("added_bytes", *_BYTE_PARTS, *_SECONDS)
 
 @dataclass(frozen=True)
 class LayerProfile:
-    """One layer's cost for one microbatch. Bytes are whole numbers; None means that nobody measured it.
+    """One layer's cost for one microbatch. Bytes are whole numbers; None means: not measured.
 
     isolated_bytes: peak of a stage that holds this layer alone (M_i of CAPSlog, Sec. III-A).
     added_bytes: rise of a stage's peak when this layer joins the one before it (M_a); may be negative; None for layer
@@ -93,7 +93,7 @@ class SharedParameter:
 class Observation:
     """One run of one stage: layers (first, end), `end` not included, under one condition, and what it took.
 
-    `input` is whatever describes the input's size (a shape, or names to shapes). `parallel` is the kind ("none",
+    `input` describes the input's size (a shape, or names to shapes). `parallel` is the kind ("none",
     "data", "tensor") and degree of parallelism inside the stage. `memory_action` is "none", "recompute" or "offload".
     `boundary_in_bytes` and `boundary_out_bytes` cross the cuts before and behind the stage in the forward direction.
     """
@@ -125,7 +125,7 @@ class Observation:
 
     @property
     def condition(self) -> str:
-        """All that must be equal in rows that are used together, as text."""
+        """The conditions that must be equal in rows that are used together, as text."""
         parts = [self.device, self.microbatch_size, self.input, dict(self.parallel), self.memory_action]
         return json.dumps(parts, sort_keys=True)
 

@@ -14,7 +14,7 @@ __all__ = ["write_report"]
 def write_report(run_dir: Path) -> Path:
     """Writes `run_dir/report/`, index.html with its pictures beside it, and returns the page's path.
 
-    What a file of the run does not tell (missing, unreadable) is said in the section that needs it. An earlier report
+    If a file of the run is missing or unreadable, the section that needs it says so. An earlier report
     in the folder is replaced; other files there stay.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The section on a run whose members changed: who left, was lost or came, why, and what each change cost.
+"""The section on a run whose members changed: which members left, were lost or joined, why, and at which cost.
 
 `page` calls it for runs with such events only; it reads what the members and the hosts wrote into events.jsonl.
 """
@@ -28,7 +28,7 @@ _NATURES = ("lost", "left", "joined")
 
 @dataclass(frozen=True)
 class _Change:
-    """A generation that began, and what the hosts had told before it."""
+    """A generation that began, and the notices and losses that the hosts had recorded before it."""
 
     event: Event
     words: str
@@ -92,7 +92,7 @@ def change_section(run: RunRecord, folder: Path) -> Markup | None:
 
 
 def _changes(events: Sequence[Event]) -> list[_Change]:
-    """Every generation that began, with the notices and losses that were told since the one before."""
+    """Every generation that began, with the notices and losses that were recorded since the one before."""
     found: list[_Change] = []
     told: dict[str, str] = {}
     for event in events:

@@ -1,6 +1,6 @@
 """The picture of a run whose members changed: the memory of every stage before and after each change.
 
-`changes` calls it. It draws what it is given and judges nothing.
+`changes` calls it. It draws the given numbers and judges nothing.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from varuna_capslog.reports.style import ALARM, AMBER, BLUE, GREEN, GREY, INK, P
 __all__ = ["COLOURS", "MOST_GENERATIONS", "Era", "draw_generations"]
 
 MOST_GENERATIONS = 16
-"""More than so many beside each other cannot be read."""
+"""More generations than this beside each other cannot be read."""
 COLOURS = {"lost": ALARM, "left": AMBER, "joined": GREEN}
-"""What a change was, in the colour of its line."""
+"""The colour of a change's line, by the kind of change."""
 
 _MOST_WORDS = 8
-"""More generations than so many leave no room for words under them, only for their numbers."""
+"""More generations than this leave no space for words under them, only for their numbers."""
 _INSIDE = WIDTH - 0.9
 
 
@@ -34,7 +34,7 @@ class Era:
         steps: the first and the last one that it made; None where no step is known.
         why: what began it, in few words.
         change: "lost", "left", "joined", or anything else for another reason.
-        predicted, measured: bytes of each stage; None where nobody knows.
+        predicted, measured: bytes of each stage; None if unknown.
         capacity: of each stage's device in bytes, or None.
     """
 
@@ -126,7 +126,7 @@ def draw_generations(path: Path, eras: Sequence[Era]) -> None:
 
 
 def _words(era: Era, count: int, room: float) -> str:
-    """What stands under a generation: its number, its steps, what began it."""
+    """The text under a generation: its number, its steps, and its cause."""
     if count > _MOST_WORDS:
         return str(era.number)
     longest = round(room / 0.068)

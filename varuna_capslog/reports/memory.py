@@ -1,6 +1,6 @@
-"""Pictures of memory: the peak of each stage, predicted beside measured, and what each layer weighs, with the cuts.
+"""Pictures of memory: the peak of each stage, predicted beside measured, and the bytes of each layer, with the cuts.
 
-`page` calls them with numbers in bytes. They draw what they are given and judge nothing.
+`page` calls them with numbers in bytes. They draw the given numbers and judge nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from varuna_capslog.reports.style import ALARM, AMBER, BLUE, GREY, INK, PALE, WI
 __all__ = ["draw_layers", "draw_stage_peaks", "shows_capacity"]
 
 _MOST_ABOVE = 2.5
-"""A capacity higher than so many times the highest bar is not drawn: the bars would shrink to nothing."""
+"""A capacity higher than this many times the highest bar is not drawn: the bars would shrink to nothing."""
 
 
 def shows_capacity(capacity: Sequence[int] | None, peaks: Sequence[int]) -> bool:

@@ -1,4 +1,4 @@
-"""The report's page: its sections in reading order, each with its pictures, tables and what it could not tell.
+"""The report's page: its sections in reading order, each with its pictures, tables and missing facts.
 
 `write_report` calls it with a run's record. It writes only into `report/` and leaves files of other names there alone.
 """

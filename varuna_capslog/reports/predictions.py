@@ -1,6 +1,6 @@
-"""Pictures of what a run's best checkpoint sees, on files of the user's own or on samples of the validation data.
+"""Pictures with the predictions of a run's best checkpoint, on the user's files or on samples of the validation data.
 
-`capslog predict` and `capslog report` call it. The model is small enough by now to run on one device; nothing is
+`capslog predict` and `capslog report` call it. The model runs on one device here; nothing is
 trained.
 """
 

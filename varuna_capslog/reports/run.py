@@ -1,4 +1,4 @@
-"""A run directory as plain records: what its files tell, and one sentence for each file that tells nothing.
+"""A run directory as plain records: the content of its files, and one sentence for each file that cannot be used.
 
 The page and the pictures read a run only through here. Nothing here draws, and nothing a crash can do to a run's files
 (a torn line, a step written twice, a file that is not there yet) stops the reading.
@@ -29,7 +29,7 @@ R = TypeVar("R", bound="StepLine | Evaluation")
 
 @dataclass(frozen=True)
 class StepLine:
-    """One line of metrics.jsonl. A number that the line lacks or that is none is None.
+    """One line of metrics.jsonl. A number that is missing or invalid is None.
 
     peak_bytes: measured peak per stage, on the steps where it was taken; peak_source says how.
     """
@@ -78,7 +78,7 @@ class RunRecord:
 
     plans: by generation; plan: the newest one, and its generation.
     steps, evaluations: rising in step, the last line of a step counts; last_step is the step of the last line.
-    problems: by file name, why it tells nothing (not written, not readable), or what of it was left out.
+    problems: by file name, why the file cannot be used (not written, not readable), or which part was left out.
     """
 
     run_dir: Path
@@ -96,7 +96,7 @@ class RunRecord:
 
     @property
     def layer_names(self) -> list[str] | None:
-        """Names of the plan's layers (of the profile's where there is no plan), or None where no file tells them."""
+        """Names of the plan's layers (of the profile's where there is no plan), or None if no file has them."""
         if self.profile is None or (self.plan is not None and self.plan.num_layers != self.profile.num_layers):
             return None
         return [layer.name for layer in self.profile.layers]
@@ -127,7 +127,7 @@ class RunRecord:
         return statistics.median(seconds) if seconds else None
 
     def reason(self, name: str) -> str:
-        """Why the file whose name begins with `name` tells nothing, as the rest of a sentence without its stop."""
+        """Why the file whose name begins with `name` cannot be used, as the rest of a sentence without its stop."""
         for file, problem in self.problems.items():
             if file.startswith(name):
                 return problem.rstrip(".")
@@ -264,7 +264,7 @@ def _event(line: dict[str, Any]) -> Event | None:
 
 
 def _last_of_each_step(lines: list[R]) -> tuple[R, ...]:
-    """A resumed run repeats the steps after its checkpoint; what it wrote last is what its weights went through."""
+    """A resumed run repeats the steps after its checkpoint; its last line for a step belongs to its weights."""
     by_step = {line.step: line for line in lines}
     return tuple(by_step[step] for step in sorted(by_step))
 

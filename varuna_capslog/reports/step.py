@@ -109,7 +109,7 @@ def _stage_seconds(run: RunRecord, plan: Plan) -> tuple[StageSeconds, str | None
 
 
 def _other_conditions(run: RunRecord) -> list[str]:
-    """What makes the profile's seconds those of other microbatches than the run's."""
+    """The differences between the profile's microbatches and the run's, because of which the seconds do not apply."""
     profiled = run.profile.conditions.get("microbatch_size") if run.profile is not None else None
     ran = run.plan.microbatch_size if run.plan is not None else None
     if isinstance(profiled, int) and ran is not None and profiled != ran:

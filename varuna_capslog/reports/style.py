@@ -78,7 +78,7 @@ _SETTINGS: dict[Any, Any] = {
 
 @contextmanager
 def picture(path: Path, height: float) -> Iterator[Figure]:
-    """Gives a figure of the house's width and `height` inches to draw on, then saves it as PNG.
+    """Gives a figure of the common width and `height` inches to draw on, then saves it as PNG.
 
     Raises:
         CapslogError: the file cannot be written.

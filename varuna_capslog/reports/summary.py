@@ -1,6 +1,6 @@
 """The head of a report: the run in one table, and its stages with the layers each of them holds.
 
-`page` calls it. It only words what the files say; a fact that no file tells is left out.
+`page` calls it. It only puts the content of the files into words; a fact that is in no file is left out.
 """
 
 from __future__ import annotations

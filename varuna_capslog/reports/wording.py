@@ -1,4 +1,4 @@
-"""Numbers as a report writes them: bytes, seconds, scores, times, and what is not known.
+"""Numbers as a report writes them: bytes, seconds, scores, times, and unknown values.
 
 The page's sections call these so that one kind of number looks alike everywhere. Pictures have axes instead.
 """
@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 __all__ = ["UNKNOWN", "duration", "in_units", "moment", "percent", "plain", "plural", "significant"]
 
 UNKNOWN = "\N{EN DASH}"
-"""What a table shows for a number that no file tells."""
+"""The text of a table for a number that is in no file."""
 
 
 def duration(seconds: float | None) -> str:

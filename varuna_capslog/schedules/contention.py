@@ -1,7 +1,7 @@
 """Plays lowered programs on fewer cores than ranks: ranks that compute at the same time slow each other down.
 
-`simulate` calls it where it is told the speeds. It is processor sharing: at any moment all ranks that compute go at one
-speed, which depends on their number alone. Messages move at their own pace; nobody here decides what runs when.
+`simulate` calls it if its caller gives speeds. It is processor sharing: at any moment all ranks that compute have one
+speed, which depends only on their number. Messages have a speed of their own. The order of actions is not decided here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from varuna_capslog.schedules.lower import Lowered, Message, Recv, Send
 
 @dataclass(frozen=True)
 class Contended:
-    """What was played: per rank its actions with begin and end, and every message with begin and end, in seconds."""
+    """The result: per rank its actions with begin and end, and every message with begin and end, in seconds."""
 
     actions: list[list[tuple[Action, float, float]]]
     messages: list[tuple[int, int, Message, float, float]]

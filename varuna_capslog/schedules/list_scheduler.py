@@ -1,8 +1,8 @@
 """The one list scheduler behind all generators.
 
 It plays a step in unit costs (forward 1, recompute 1, backward 2, messages 0) and lets every idle rank take the best
-action that is ready; the order in which a rank took them is its list. The generators choose limits and rules; nobody
-else calls it, and real durations never enter, so that a schedule depends on nothing but stages, microbatches and
+action that is ready; the order in which a rank took them is its list. The generators choose limits and rules; only
+they call it. Real durations never enter, so that a schedule depends only on stages, microbatches and
 placement.
 """
 
@@ -92,7 +92,7 @@ class _Step:
         return end
 
     def _gradient_end(self, stage: int) -> int | None:
-        """When the gradient for the stage's next backward arrives; None while nobody has started to compute it."""
+        """When the gradient for the stage's next backward arrives; None while no rank has started to compute it."""
         microbatch = len(self.backward_ends[stage])
         if microbatch >= len(self.forward_ends[stage]):
             return None

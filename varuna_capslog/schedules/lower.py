@@ -88,7 +88,7 @@ def lower(schedule: Sequence[Sequence[Action]], has_gradient: Sequence[bool] | N
         schedule: one list of actions per rank.
         has_gradient: for the cuts before stages 1, 2, ..., S-1: does a gradient cross it? Default: every cut.
 
-    Raises `CapslogError` when `has_gradient` has another length or when an action needs a message that nobody sends.
+    Raises `CapslogError` when `has_gradient` has another length or when an action needs a message that no rank sends.
     """
     placement = placement_of(schedule)
     num_stages = len(placement)
@@ -157,7 +157,7 @@ def lower(schedule: Sequence[Sequence[Action]], has_gradient: Sequence[bool] | N
 def in_turn(lowered: Lowered) -> Iterator[tuple[int, Instruction]]:
     """Every instruction with its rank, in one order in which each receive comes after its send.
 
-    The order does not depend on seconds: rank after rank goes on until it must wait for a message. The programs must
+    The order does not depend on seconds: each rank in turn runs until it must wait for a message. The programs must
     not deadlock (`find_deadlock`).
     """
     programs = lowered.programs
@@ -192,7 +192,7 @@ def find_deadlock(lowered: Lowered, buffered_sends: bool = True) -> str | None:
     delivered: dict[tuple[int, int], int] = {}
 
     def advance(rank: int) -> bool:
-        """Lets the rank run until it must wait; did it move?"""
+        """Lets the rank run until it must wait; returns whether it advanced."""
         before = at[rank]
         while at[rank] < len(programs[rank]):
             instruction = programs[rank][at[rank]]

@@ -1,8 +1,8 @@
 """The one validator of schedules.
 
 The engine and the command call it on every schedule that comes from a file or a generator. It knows every kind of
-action, also those the engine cannot run yet, and it checks each rank's list by itself: whether ranks wait for each
-other in a circle is `find_deadlock`'s question.
+action, also those the engine cannot run yet, and it checks each rank's list alone:
+`find_deadlock` checks whether ranks wait for each other in a circle.
 """
 
 from __future__ import annotations

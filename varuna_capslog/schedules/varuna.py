@@ -17,9 +17,9 @@ from varuna_capslog.schedules.list_scheduler import list_schedule
 def varuna_limits(num_stages: int, num_microbatches: int) -> list[int]:
     """Microbatches in flight per stage: 3 (S - 1 - s), at least 1 and at most M.
 
-    What waits in flight is only a stage's input (no graph), so the limit is wider than 1F1B's. A microbatch is away
-    from a stage for up to three units per deeper stage (one forward, one backward of two); in unit costs fewer in
-    flight slow the step down and more gain nothing.
+    A microbatch in flight keeps only the stage's input (no graph), so the limit is wider than 1F1B's. A microbatch is
+    away from a stage for up to three units per deeper stage (one forward, one backward of two); in unit costs a smaller
+    limit makes the step longer, and a larger one does not make it shorter.
     """
     return [max(1, min(num_microbatches, 3 * (num_stages - 1 - stage))) for stage in range(num_stages)]
 

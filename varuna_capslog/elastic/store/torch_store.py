@@ -87,7 +87,7 @@ class MembershipStore(Protocol):
         """
 
     def append(self, entry: Entry) -> None:
-        """Add an entry to the log, exactly once. Kinds are listed in `docs/elastic.md`; "generation" is refused."""
+        """Add an entry to the log, exactly once. Kinds: `docs/membership-protocol.md`; "generation" is refused."""
 
     def follow(self, take: Callable[[Entry], None], lost: Callable[[str], None], start: int = 0) -> Callable[[], None]:
         """Have every entry from number `start` on told in order, by a thread of its own, as soon as it is there.
