@@ -168,7 +168,7 @@ def test_plan_of_an_ordinary_module_needs_no_config(toy, tmp_path, monkeypatch, 
     seen = []
 
     def profile_config(config, workers, progress):
-        from varuna_capslog.config.reading import load_workload
+        from varuna_capslog.model.workload import load_workload
 
         seen.append((config.train.microbatch_size, len(load_workload(config).build_chain())))
         return Profile.from_json(PROFILE)

@@ -21,7 +21,8 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from varuna_capslog.config.reading import load_config, load_workload  # noqa: E402
+from varuna_capslog.config.reading import load_config  # noqa: E402
+from varuna_capslog.model.workload import load_workload  # noqa: E402
 from varuna_capslog.planners import plan  # noqa: E402
 from varuna_capslog.profiling.estimate import Memo, StageEstimator, estimate_config  # noqa: E402
 

@@ -16,8 +16,9 @@ from typing import Any
 
 from published import CONFIGURATIONS, FIGURE_10, FIGURE_12, GPUS, MEMORY_BYTES, OUT_OF_MEMORY, PEAKS
 
-from varuna_capslog.config.reading import load_config, load_workload
+from varuna_capslog.config.reading import load_config
 from varuna_capslog.memory import MEMORY_MODELS, RunShape
+from varuna_capslog.model.workload import load_workload
 from varuna_capslog.planners import PLANNERS, plan
 from varuna_capslog.planners.mcap import count_cut_lists
 from varuna_capslog.planning.simulation import Link, simulate_plan

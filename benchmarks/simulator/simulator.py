@@ -33,11 +33,11 @@ from common import (
     write_json,
 )
 
-from varuna_capslog.config.reading import load_config, load_workload
+from varuna_capslog.config.reading import load_config
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
-from varuna_capslog.model.workload import Minibatch, Workload
+from varuna_capslog.model.workload import Minibatch, Workload, load_workload
 from varuna_capslog.planners import plan
 from varuna_capslog.planning.simulation import UPDATE_RATE, Link, simulate_plan
 from varuna_capslog.plans.plan import Plan

@@ -21,8 +21,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 from common import write_json
 
-from varuna_capslog.config.reading import Config, dump_config, load_workload, section
+from varuna_capslog.config.reading import Config, dump_config, section
 from varuna_capslog.memory.headroom import Headroom
+from varuna_capslog.model.workload import load_workload
 from varuna_capslog.planners import plan
 from varuna_capslog.profiles.record import Observation
 from varuna_capslog.profiling.estimate import StageEstimator, estimate_config

@@ -17,9 +17,9 @@ from varuna_capslog.config.reading import (
     Section,
     dump_config,
     load_config,
-    load_workload,
     section,
 )
+from varuna_capslog.model.workload import load_workload
 
 GIB = 2**30
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").rglob("*.yaml"))
@@ -353,6 +353,9 @@ def workload(config):
 
 def nothing(config):
     return 3
+
+def broken(config):
+    return 1 // 0
 """
 
 
@@ -364,6 +367,10 @@ def nothing(config):
         ("workloads_of_test:worklod", "has no function 'worklod'; did you mean 'workload'?"),
         ("workloads_of_test:nothing", "returned int; it must return a varuna_capslog.model.workload.Workload"),
         ("needs_of_test:f", "needs the module 'no_such_library_x', which is not installed"),
+        # These once ended as "unexpected TypeError ... this is a defect", and sys.exit ended the command in silence.
+        ("os:system", "failed on this config with TypeError"),
+        ("workloads_of_test:broken", "failed on this config with ZeroDivisionError"),
+        ("sys:exit", "failed on this config with SystemExit"),
     ],
 )
 def test_a_workload_that_cannot_be_built_is_one_sentence(tmp_path, monkeypatch, workload, expected):

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.config.reading import Config, load_config, load_workload, section
+from varuna_capslog.config.reading import Config, load_config, section
 from varuna_capslog.model.chain import Chain, Layer
 from varuna_capslog.model.model_workload import InputSpec, ModelWorkload, config_values, parse_input, workload
+from varuna_capslog.model.workload import load_workload
 from varuna_capslog.profiling.skeleton import skeleton
 
 HERE = "tests.model.test_model_workload"

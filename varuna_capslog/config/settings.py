@@ -126,7 +126,7 @@ class Pipeline(Section):
     """Copies of the whole pipeline that share each minibatch; devices * replicas workers run."""
 
     planner: str = "exact"
-    """Which planner chooses the cuts: varuna, mcap-bf, mcap-bo, capslog, capslog-tb or exact."""
+    """Which planner chooses the cuts: varuna, mcap-bf, mcap-bo, capslog, capslog-tb, exact or throughput."""
 
     cuts: list[Annotated[int, Field(ge=0)]] | None = None
     """First layer of each stage, beginning with 0; null means that the planner chooses."""

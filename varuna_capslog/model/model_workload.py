@@ -47,8 +47,7 @@ class InputSpec:
     """One input of a model, as text `NAME=DTYPE[SIZE,...]`, `...:HIGH` or `...:=VALUE`.
 
     Made-up values are normally distributed for floating types, whole numbers from 0 below `high` for integers (default
-    2:
-    valid for any vocabulary), true or false for bool; `value` fills the tensor with one number instead.
+    2, valid for any vocabulary), true or false for bool; `value` fills the tensor with one number instead.
     """
 
     name: str
@@ -174,8 +173,7 @@ class ModelWorkload(Workload):
     Args:
         factory: `package.module:function`, see `ModelSection`.
         inputs: specs of the model's inputs. The first size of the first input is the batch, as is the first size of
-        every
-            other input that equals it; the run's microbatch size takes its place.
+            every other input that equals it; the run's microbatch size takes its place.
         cut_points: submodules to cut before, None for every repeated block.
         arguments: for the factory.
         microbatch_size: batch size that the model is captured for.

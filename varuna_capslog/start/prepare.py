@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from varuna_capslog.base import fields, files
 from varuna_capslog.base.errors import CapslogError, DoesNotFit
 from varuna_capslog.base.units import format_bytes
-from varuna_capslog.config.reading import Config, dump_config, load_workload
+from varuna_capslog.config.reading import Config, dump_config
 from varuna_capslog.memory import AUTO, MEMORY_MODELS
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planners import PLANNER_NAMES
@@ -171,6 +171,8 @@ def _needs_profile(config: Config) -> bool:
 
 
 def _given_cuts(config: Config) -> Plan:
+    from varuna_capslog.model.workload import load_workload  # imports torch, which planning from a profile does without
+
     cuts, devices = config.pipeline.cuts or [0], config.pipeline.devices
     chain = load_workload(config).build_chain()
     chain.check_cuts(cuts)

@@ -147,7 +147,8 @@ def _work(
     import torch
 
     from varuna_capslog.base import files
-    from varuna_capslog.config.reading import load_config, load_workload
+    from varuna_capslog.config.reading import load_config
+    from varuna_capslog.model.workload import load_workload
     from varuna_capslog.start.prepare import latest_plan
     from varuna_capslog.training.run import Run, layout_of
 
