@@ -193,8 +193,14 @@ def test_given_cuts_are_predicted_and_judged() -> None:
     assert plan.shortfall is not None
     assert (plan.shortfall.stage, plan.shortfall.devices_that_fit) == (1, 2)
     assert plan.search_seconds is None
-    for cuts in ([0], [1, 2], [0, 0], [0, 3], [0, 1, 2]):
-        with pytest.raises(CapslogError, match="give the first layer of each device's stage"):
+    for cuts, message in (
+        ([0], "give the first layer of each device's stage"),
+        ([0, 1, 2], "give the first layer of each device's stage"),
+        ([1, 2], "it must begin with 0"),
+        ([0, 0], "0 follows 0, but cuts must rise"),
+        ([0, 3], "no stage can begin at 3, the last layer is 2"),
+    ):
+        with pytest.raises(CapslogError, match=message):
             planners.plan(observed_profile(), 2, cuts=cuts)
 
 

@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.config.settings import Config
 from varuna_capslog.engine.optimizer import LearningRate
+from varuna_capslog.plans.plan import Plan
 
-__all__ = ["EngineOptions", "Layout", "StepResult"]
+__all__ = ["EngineOptions", "Layout", "StepResult", "layout_of"]
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,42 @@ class Layout:
             return f"rank {rank} (idle)"
         what = f"stage {stages[0]}" if len(stages) == 1 else f"stages {', '.join(map(str, stages))}"
         return f"rank {rank} ({what}{f', replica {rank // self.devices}' if self.replicas > 1 else ''})"
+
+
+def layout_of(plan: Plan, config: Config) -> Layout:
+    """The engine's layout of a plan, in the replicas of `config`.
+
+    Raises:
+        CapslogError: the plan says something that the engine cannot run, or would run otherwise; it names the field.
+    """
+    if plan.num_pipelines != 1:
+        raise CapslogError(f"the plan has {plan.num_pipelines} pipelines; this engine runs one plan in equal replicas")
+    for number, stage in enumerate(plan.placed or ()):
+        if stage.parallel["kind"] != "none":
+            raise CapslogError(
+                f"the plan wants {stage.parallel['kind']!r} parallelism inside a stage; this engine has none"
+            )
+        if stage.memory_actions:
+            raise CapslogError(
+                f"the plan wants memory actions for single layers ({dict(stage.memory_actions)}); not run here"
+            )
+        if len(stage.layers) != 1:
+            pieces = [list(piece) for piece in stage.layers]
+            raise CapslogError(
+                f"stages[{number}].layers is {pieces}; this engine runs stages of one range of layers, so give each "
+                "range a stage of its own"
+            )
+        if stage.microbatch_size not in (None, config.train.microbatch_size):
+            raise CapslogError(
+                f"stages[{number}].microbatch_size is {stage.microbatch_size}, but train.microbatch_size is "
+                f"{config.train.microbatch_size}; this engine runs one size on all stages, so make the two agree"
+            )
+    if plan.actions is None and plan.schedule not in (None, config.pipeline.schedule):
+        raise CapslogError(
+            f"schedule is {plan.schedule!r} in the plan, but pipeline.schedule is {config.pipeline.schedule!r}; "
+            "make the two agree, or plan again with this config"
+        )
+    return Layout(tuple(plan.cuts), tuple(plan.placement()), config.pipeline.replicas)
 
 
 @dataclass(frozen=True)

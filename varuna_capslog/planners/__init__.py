@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
@@ -146,13 +145,12 @@ def usable_bytes(profile: Profile, capacity: int | Sequence[int] | None, devices
 
 def _checked(cuts: Sequence[int], devices: int, num_layers: int) -> list[int]:
     """The given cut list, checked."""
-    cuts = [fields.whole(cut, "cuts") for cut in fields.listed(cuts, "cuts")]
-    if len(cuts) != devices or cuts[0] != 0 or any(a >= b for a, b in pairwise([*cuts, num_layers])):
+    checked = fields.cut_list(cuts, num_layers)
+    if len(checked) != devices:
         raise CapslogError(
-            f"cuts is {cuts} for {devices} devices and {num_layers} layers; give the first layer of each device's "
-            "stage: begin with 0, rise, and stay below the number of layers"
+            f"cuts is {list(checked)} for {devices} devices; give the first layer of each device's stage"
         )
-    return cuts
+    return list(checked)
 
 
 def _capacities(capacity: int | Sequence[int] | None, devices: int) -> list[int] | None:

@@ -18,7 +18,7 @@ from varuna_capslog.base import fields, files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.profiles.record import check_parallel
 
-__all__ = ["Plan", "Shortfall", "Stage", "check_cuts", "read_plan", "write_plan"]
+__all__ = ["Plan", "Shortfall", "Stage", "read_plan", "write_plan"]
 
 FORMAT = "varuna-capslog/plan/1"
 
@@ -121,7 +121,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         _set(self, "num_layers", fields.whole(self.num_layers, "num_layers", minimum=1))
-        _set(self, "cuts", check_cuts(self.cuts, self.num_layers))
+        _set(self, "cuts", fields.cut_list(self.cuts, self.num_layers))
         for name in ("planner", "memory_model", "model", "profile_digest", "schedule"):
             if getattr(self, name) is not None:
                 fields.text(getattr(self, name), name)
@@ -133,6 +133,7 @@ class Plan:
         self._check_costs()
         self._check_fit()
         self._check_full_form()
+        self._check_ranks()
 
     def stages(self, pipeline: int = 0) -> list[tuple[int, int]]:
         """Return the layers (first, end) of each stage of a pipeline, `end` not included.
@@ -263,6 +264,28 @@ class Plan:
             ]
             _set(self, "actions", tuple(actions))
 
+    def _check_ranks(self) -> None:
+        """Refuse `fits` where the stages of one rank together are said to hold more than its device has."""
+        if not self.fits or self.capacity_bytes is None:
+            return
+        stages_of: dict[int, list[int]] = {}
+        held: dict[int, int] = {}
+        for pipeline in range(self.num_pipelines):
+            for number, stage in enumerate(self._pipeline(pipeline)):
+                size = stage.bytes
+                if size is None and pipeline == 0 and number < len(self.stage_bytes or ()):
+                    size = (self.stage_bytes or ())[number]
+                for rank in stage.ranks:
+                    stages_of.setdefault(rank, []).append(number)
+                    held[rank] = held.get(rank, 0) + (size or 0)
+        for rank, size in held.items():
+            limits = self.capacities_of([rank])
+            if limits is not None and size > limits[0]:
+                raise CapslogError(
+                    f"fits is true, but rank {rank} has {limits[0]} bytes of capacity and its stage(s) "
+                    f"{', '.join(map(str, stages_of[rank]))} hold {size} together; plan again, or set fits to false"
+                )
+
 
 _SHORT_KEYS = (
     "planner",
@@ -282,23 +305,6 @@ _SHORT_KEYS = (
     "shortfall",
     "search_seconds",
 )
-
-
-def check_cuts(cuts: Any, num_layers: int) -> tuple[int, ...]:
-    """Return a cut list as a tuple; it must begin with 0, rise strictly and stay below `num_layers` (CapslogError)."""
-    numbers = tuple(fields.whole(cut, f"cuts[{i}]") for i, cut in enumerate(fields.listed(cuts, "cuts")))
-    if not numbers or numbers[0] != 0:
-        raise CapslogError(f"cuts is {list(numbers)}; it must begin with 0, the first layer of the first stage")
-    for before, cut in pairwise(numbers):
-        if cut <= before:
-            raise CapslogError(
-                f"cuts is {list(numbers)}; {cut} follows {before}, but cuts must rise: each stage holds a layer"
-            )
-    if numbers[-1] >= num_layers:
-        raise CapslogError(
-            f"cuts is {list(numbers)}; no stage can begin at {numbers[-1]}, the last layer is {num_layers - 1}"
-        )
-    return numbers
 
 
 def read_plan(path: str | os.PathLike[str]) -> Plan:
