@@ -239,7 +239,7 @@ def test_train_exits_3_before_any_worker_starts(toy, tmp_path, monkeypatch, caps
 
 def test_train_refuses_cuts_that_the_chain_does_not_have(toy, capsys):
     assert run("train", toy, "pipeline.cuts=[0,7]") == 2
-    assert "cuts=[0, 7] do not split a chain of 4 layers" in sentence(capsys)
+    assert "these cuts do not split a chain of 4 layers: cuts is [0, 7]; no stage can begin at 7" in sentence(capsys)
 
 
 def test_train_refuses_workers_that_replicas_do_not_divide(toy, capsys):

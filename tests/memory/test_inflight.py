@@ -10,10 +10,10 @@ import pytest
 
 from tests.memory.chains import profile_of, random_chain, run_stage
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.memory import MEMORY_MODELS, NEVER, RunShape
+from varuna_capslog.memory import MEMORY_MODELS, NEVER
 from varuna_capslog.memory.costs import full_matrix
 from varuna_capslog.memory.inflight import Waiting, waiting
-from varuna_capslog.schedules import graph_keeping_forwards, make_schedule
+from varuna_capslog.schedules import RunShape, graph_keeping_forwards, make_schedule
 
 SCHEDULES = [("gpipe", False), ("gpipe", True), ("1f1b", False), ("1f1b", True), ("varuna", True)]
 
@@ -143,6 +143,6 @@ def test_missing_boundaries_are_named() -> None:
 def test_a_model_describes_its_own_schedule() -> None:
     for name in ("gpipe", "1f1b", "varuna"):
         for other in ("gpipe", "1f1b", "varuna"):
-            gap = MEMORY_MODELS[name].gap(other, False, "device")
+            gap = MEMORY_MODELS[name].gap(RunShape(None, other, False, "device"))
             assert (gap is None) == (name == other)
             assert gap is None or f"use memory model '{other}'" in gap

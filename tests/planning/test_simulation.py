@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.planning.simulation import UPDATE_RATE, Link, Simulation, simulate_plan, stage_seconds
+from varuna_capslog.planners.seconds import Link
+from varuna_capslog.planning.simulation import UPDATE_RATE, Simulation, simulate_plan, stage_seconds
 from varuna_capslog.plans.plan import Plan, Stage
 from varuna_capslog.profiles.record import LayerProfile, Profile
 from varuna_capslog.reports.perfetto import trace_events

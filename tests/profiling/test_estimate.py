@@ -17,7 +17,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import load_config
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 from varuna_capslog.model.workload import Workload
-from varuna_capslog.planners import plan
+from varuna_capslog.planning.search import plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.profiling import estimate
 from varuna_capslog.profiling.estimate import Memo, StageEstimator, estimate_config, estimate_stage, estimate_workload

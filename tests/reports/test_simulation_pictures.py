@@ -8,8 +8,9 @@ import pytest
 from matplotlib.figure import Figure
 
 from tests.reports.test_pictures import assert_legible, figures  # noqa: F401  (a fixture)
+from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.comparison import Row
-from varuna_capslog.planning.simulation import UPDATE_RATE, Link, Simulation, simulate_plan
+from varuna_capslog.planning.simulation import UPDATE_RATE, Simulation, simulate_plan
 from varuna_capslog.planning.trace_replay import Layout, TraceEvent, replay
 from varuna_capslog.plans.plan import Plan, Stage
 from varuna_capslog.profiles.record import LayerProfile, Profile

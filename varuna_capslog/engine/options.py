@@ -12,6 +12,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.settings import Config
 from varuna_capslog.engine.optimizer import LearningRate
 from varuna_capslog.plans.plan import Plan
+from varuna_capslog.schedules import RunShape
 
 __all__ = ["EngineOptions", "Layout", "StepResult", "layout_of"]
 
@@ -92,21 +93,16 @@ def layout_of(plan: Plan, config: Config) -> Layout:
 
 
 @dataclass(frozen=True)
-class EngineOptions:
-    """Everything a step depends on besides model, layout and data; the same on every rank, constant for a run.
+class EngineOptions(RunShape):
+    """The whole step's shape (the replicas divide its blocks) and all else that a step depends on besides model, layout
+    and data; the same on every rank, constant for a run.
 
     Attributes:
-        num_microbatches: per step, over all replicas.
-        num_blocks: accumulation blocks, a multiple of the replicas.
-        schedule, recompute, stage_inputs, transport: see the config's `pipeline` section.
+        transport: see the config's `pipeline` section.
         clip_norm: largest global gradient norm, 0 = no clipping.
     """
 
     num_microbatches: int
-    num_blocks: int = 1
-    schedule: str = "varuna"
-    recompute: bool = True
-    stage_inputs: str = "host"
     transport: str = "gloo"
     precision: str = "float32"
     seed: int = 0

@@ -13,26 +13,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["NEVER", "RaisedCosts", "RunShape", "StageCosts", "full_matrix", "peaks_of"]
+__all__ = ["NEVER", "RaisedCosts", "StageCosts", "full_matrix", "peaks_of"]
 
 NEVER = 1 << 62
 """Bytes of a stage that may not be. The bytes of real stages stay below a quarter of it."""
-
-
-@dataclass(frozen=True)
-class RunShape:
-    """What of a run, besides its cuts, decides what a stage keeps in memory.
-
-    num_microbatches: of one step of one pipeline; None where it is not known: as many as the pipeline can take.
-    schedule: "gpipe", "1f1b" or "varuna" (which always recomputes).
-    recompute: whether forwards keep the stage's inputs only.
-    stage_inputs: where inputs kept for recomputation wait, "host" or "device".
-    """
-
-    num_microbatches: int | None = None
-    schedule: str = "varuna"
-    recompute: bool = True
-    stage_inputs: str = "host"
 
 
 class StageCosts(Protocol):

@@ -29,9 +29,9 @@ from numpy.typing import NDArray
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory.composition import Composition, compose, observed, only_ranges
-from varuna_capslog.memory.costs import RunShape, peaks_of
+from varuna_capslog.memory.costs import peaks_of
 from varuna_capslog.profiles.record import Observation, Profile
-from varuna_capslog.schedules import ALWAYS_RECOMPUTE, in_flight_limits
+from varuna_capslog.schedules import RunShape, in_flight_limits
 
 __all__ = ["InflightCosts", "Waiting", "gap", "stage_costs", "waiting"]
 
@@ -59,7 +59,7 @@ def waiting(run: RunShape, stages: int, one_memory: bool) -> list[Waiting]:
         )
     # Without a number: more than any stage of the other schedules can have in flight.
     in_flight = in_flight_limits(run.schedule, stages, run.num_microbatches or 3 * stages)
-    recompute = run.recompute or run.schedule in ALWAYS_RECOMPUTE
+    recompute = run.recomputes
     kept = one_memory or run.stage_inputs == "device"
     return [
         Waiting(
@@ -126,7 +126,7 @@ def stage_costs(model: str, profile: Profile, run: RunShape) -> InflightCosts:
     Raises CapslogError naming the run or field that the profile lacks for memory model `model`, and as `waiting`.
     """
     waiting(run, 1, one_memory=False)
-    recompute = run.recompute or run.schedule in ALWAYS_RECOMPUTE
+    recompute = run.recomputes
     single, pair = observed(profile, model, "recompute" if recompute else "none")
     one_memory = single[0].device == "cpu"
     rows = [_with_one_in_flight(row, profile) for row in (*single, *pair)]
@@ -136,11 +136,12 @@ def stage_costs(model: str, profile: Profile, run: RunShape) -> InflightCosts:
     return _costs(parts, inputs, outputs, run, one_memory)
 
 
-def gap(model: str, schedule: str, recompute: bool, stage_inputs: str) -> str | None:
+def gap(model: str, run: RunShape) -> str | None:
     """Return why the model of one schedule does not describe another, or None."""
-    if schedule == model:
+    if run.schedule == model:
         return None
-    return f"memory model '{model}' describes schedule '{model}', not '{schedule}'; use memory model '{schedule}'"
+    other = run.schedule
+    return f"memory model '{model}' describes schedule '{model}', not '{other}'; use memory model '{other}'"
 
 
 def _costs(
