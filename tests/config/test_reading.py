@@ -368,9 +368,9 @@ def broken(config):
         ("workloads_of_test:nothing", "returned int; it must return a varuna_capslog.model.workload.Workload"),
         ("needs_of_test:f", "needs the module 'no_such_library_x', which is not installed"),
         # These once ended as "unexpected TypeError ... this is a defect", and sys.exit ended the command in silence.
-        ("os:system", "failed on this config with TypeError"),
-        ("workloads_of_test:broken", "failed on this config with ZeroDivisionError"),
-        ("sys:exit", "failed on this config with SystemExit"),
+        ("os:system", "failed with TypeError"),
+        ("workloads_of_test:broken", "failed with ZeroDivisionError"),
+        ("sys:exit", "failed with SystemExit"),
     ],
 )
 def test_a_workload_that_cannot_be_built_is_one_sentence(tmp_path, monkeypatch, workload, expected):

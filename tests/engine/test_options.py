@@ -9,7 +9,7 @@ import pytest
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import Config, section
 from varuna_capslog.engine.options import Layout, layout_of
-from varuna_capslog.plans.plan import Plan, Stage
+from varuna_capslog.plans.plan import Plan, PlanStage
 
 
 def config_of(**pipeline: Any) -> Config:
@@ -17,8 +17,8 @@ def config_of(**pipeline: Any) -> Config:
     return section(Config, {"workload": "a.b:c", "train": train, "pipeline": pipeline}, "")
 
 
-def stages(**first: Any) -> tuple[Stage, ...]:
-    return (Stage(0, ((0, 1),), (1,), **first), Stage(0, ((1, 3),), (0,)))
+def stages(**first: Any) -> tuple[PlanStage, ...]:
+    return (PlanStage(0, ((0, 1),), (1,), **first), PlanStage(0, ((1, 3),), (0,)))
 
 
 def test_a_plan_becomes_its_cuts_and_ranks_in_the_replicas_of_the_config() -> None:
@@ -32,18 +32,18 @@ def test_a_plan_becomes_its_cuts_and_ranks_in_the_replicas_of_the_config() -> No
     [
         # These three were once dropped without a word, and another plan was trained.
         (
-            Plan(3, (0, 1), placed=(Stage(0, ((0, 1), (2, 3)), (0,)), Stage(0, ((1, 2),), (1,)))),
+            Plan(3, (0, 1), placed=(PlanStage(0, ((0, 1), (2, 3)), (0,)), PlanStage(0, ((1, 2),), (1,)))),
             r"stages\[0\]\.layers is \[\[0, 1\], \[2, 3\]\]",
         ),
         (Plan(3, (0, 1), placed=stages(microbatch_size=1)), r"stages\[0\]\.microbatch_size is 1"),
         (Plan(3, (0, 1), schedule="gpipe"), "schedule is 'gpipe' in the plan, but pipeline.schedule is 'varuna'"),
         (Plan(3, (0, 1), placed=stages(memory_actions={"0": "offload"})), "memory actions for single layers"),
         (
-            Plan(3, (0,), placed=(Stage(0, ((0, 3),), (0, 1), parallel={"kind": "data", "degree": 2}),)),
+            Plan(3, (0,), placed=(PlanStage(0, ((0, 3),), (0, 1), parallel={"kind": "data", "degree": 2}),)),
             "'data' parallelism inside a stage",
         ),
         (
-            Plan(3, (0,), placed=(Stage(0, ((0, 3),), (0,)), Stage(1, ((0, 3),), (1,)))),
+            Plan(3, (0,), placed=(PlanStage(0, ((0, 3),), (0,)), PlanStage(1, ((0, 3),), (1,)))),
             "the plan has 2 pipelines",
         ),
     ],

@@ -24,7 +24,7 @@ from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.membership.redundancy import Protection, Reserve
 from varuna_capslog.planners.seconds import Link, step_player
 from varuna_capslog.planning.simulation import UPDATE_RATE, simulate_plan
-from varuna_capslog.plans.plan import Plan, Stage
+from varuna_capslog.plans.plan import Plan, PlanStage
 from varuna_capslog.profiles import LayerProfile, Profile
 from varuna_capslog.schedules import RunShape
 
@@ -203,7 +203,9 @@ def test_the_step_is_the_simulators_with_several_pipelines_exchange_and_update()
     cuts = (0, 2, 4)
     spans = [tuple(span) for span in pairwise([*cuts, 5])]
     placed = tuple(
-        Stage(replica, (span,), (3 * replica + number,)) for replica in range(2) for number, span in enumerate(spans)
+        PlanStage(replica, (span,), (3 * replica + number,))
+        for replica in range(2)
+        for number, span in enumerate(spans)
     )
     plan = Plan(5, cuts, schedule="varuna", placed=placed)
     played = simulate_plan(profile, plan, num_microbatches=4, recompute=True, link=SLOW)
@@ -483,7 +485,7 @@ def test_the_runs_own_plan_is_taken_where_as_many_devices_are_there_and_it_fits(
     seats = seats_of([0] * 3)
     assert shape_of(placer, placer(seats), seats)[0] == (0, 2, 4)
     cuts = (0, 2, 3, 4, 5, 6)  # three stages on each of two devices: not one that six devices would run
-    spans = tuple(Stage(0, (span,), (n % 2,)) for n, span in enumerate(pairwise([*cuts, 7])))
+    spans = tuple(PlanStage(0, (span,), (n % 2,)) for n, span in enumerate(pairwise([*cuts, 7])))
     other = Placer.of_config(config, plain(7), [30] * 7, plan=Plan(7, cuts, placed=spans))
     seats = seats_of([0] * 6)
     assert shape_of(other, other(seats), seats)[0] == (0, 1, 2, 3, 4, 5)

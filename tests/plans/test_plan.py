@@ -9,7 +9,7 @@ import pytest
 
 from tests.values import changed
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.plans.plan import Plan, Shortfall, Stage, read_plan, write_plan
+from varuna_capslog.plans.plan import Plan, PlanStage, Shortfall, read_plan, write_plan
 
 SHORT: dict[str, Any] = {
     "format": "varuna-capslog/plan/1",
@@ -162,7 +162,7 @@ def test_records_made_in_code_pass_the_same_checks() -> None:
         Plan(num_layers=3, cuts=(1,))
     with pytest.raises(CapslogError, match="shortfall is given"):
         Plan(num_layers=3, cuts=(0,), shortfall=Shortfall(0, 1))
-    plan = Plan(num_layers=3, cuts=[0, 1], placed=[Stage(0, [[0, 1]], [1]), Stage(0, [[1, 3]], [0])])  # type: ignore[arg-type]
+    plan = Plan(num_layers=3, cuts=[0, 1], placed=[PlanStage(0, [[0, 1]], [1]), PlanStage(0, [[1, 3]], [0])])  # type: ignore[arg-type]
     assert plan.placement() == [1, 0]
 
 

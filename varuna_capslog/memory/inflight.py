@@ -33,12 +33,12 @@ from varuna_capslog.memory.costs import peaks_of
 from varuna_capslog.profiles.record import Observation, Profile
 from varuna_capslog.schedules import RunShape, in_flight_limits
 
-__all__ = ["InflightCosts", "Waiting", "gap", "stage_costs", "waiting"]
+__all__ = ["InFlight", "InflightCosts", "gap", "stage_costs", "waiting"]
 
 Bytes = NDArray[np.int64]
 
 
-class Waiting(NamedTuple):
+class InFlight(NamedTuple):
     """What a stage's device holds of other microbatches while one is at work: numbers of graphs, inputs, outputs."""
 
     graphs: int
@@ -46,7 +46,7 @@ class Waiting(NamedTuple):
     outputs: int
 
 
-def waiting(run: RunShape, stages: int, one_memory: bool) -> list[Waiting]:
+def waiting(run: RunShape, stages: int, one_memory: bool) -> list[InFlight]:
     """Return g_s, i_s and o_s of every stage.
 
     one_memory: the device is the CPU, so that what waits on the host waits beside it.
@@ -62,7 +62,7 @@ def waiting(run: RunShape, stages: int, one_memory: bool) -> list[Waiting]:
     recompute = run.recomputes
     kept = one_memory or run.stage_inputs == "device"
     return [
-        Waiting(
+        InFlight(
             graphs=0 if recompute else here - 1,
             inputs=here - 1 if recompute and kept else 0,
             outputs=max(0, here - after) if one_memory else 0,

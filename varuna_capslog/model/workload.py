@@ -21,7 +21,7 @@ from varuna_capslog.base.errors import CapslogError, ConfigError
 from varuna_capslog.config.settings import Config
 from varuna_capslog.model.chain import Chain, TensorSpec
 
-__all__ = ["DataSource", "Evaluator", "Minibatch", "Workload", "load_workload"]
+__all__ = ["DataSource", "Evaluator", "Minibatch", "Workload", "call_function", "load_workload"]
 
 
 @dataclass
@@ -135,45 +135,57 @@ class Workload(ABC):
 
 
 def load_workload(config: Config) -> Workload:
-    """Imports `config.workload` (modules of the current folder included) and calls it with the config.
+    """Imports `config.workload` and calls it with the config.
 
     Raises:
-        ConfigError: no such module or function, it is not callable, it gave no Workload, or it refused the config or
-            failed on it.
+        ConfigError: as `call_function`, or it gave no Workload.
     """
-    where = f"{config.source}: " if config.source else ""
-    prefix = f"{where}workload={config.workload!r}"
-    module_name, _, function_name = config.workload.partition(":")
+    name = f"workload={config.workload!r}"
+    try:
+        workload = call_function(config.workload, name, config)
+        if not isinstance(workload, Workload):
+            raise ConfigError(
+                f"{name} returned {type(workload).__name__}; it must return a varuna_capslog.model.workload.Workload"
+            )
+    except ConfigError as error:
+        raise ConfigError(f"{config.source}: {error}" if config.source else str(error)) from error
+    return workload
+
+
+def call_function(name: str, what: str, *arguments: Any, **keywords: Any) -> Any:
+    """Imports a user's `package.module:function` (modules of the current folder included) and calls it.
+
+    Args:
+        what: what the function is to the user; every sentence about it begins so.
+
+    Raises:
+        ConfigError: no such module or function, it is not callable, or it failed.
+        CapslogError: what it raised itself.
+    """
+    module_name, _, function_name = name.partition(":")
+    if not function_name:
+        raise ConfigError(f"{what} is not of the form package.module:function")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not (module_name + ".").startswith(error.name + "."):
-            raise ConfigError(
-                f"{prefix} needs the module {error.name!r}, which is not installed; install it"
-            ) from error
+            raise ConfigError(f"{what} needs the module {error.name!r}, which is not installed; install it") from error
         raise ConfigError(
-            f"{prefix}: there is no module {error.name!r}; install its package or start from the folder that holds it"
+            f"{what}: there is no module {error.name!r}; install its package or start from the folder that holds it"
         ) from None
     function = getattr(module, function_name, None)
     if not callable(function):
-        near = difflib.get_close_matches(function_name, [name for name in vars(module) if not name.startswith("_")], 1)
+        near = difflib.get_close_matches(function_name, [known for known in vars(module) if not known.startswith("_")])
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"{prefix}: {module_name!r} has no function {function_name!r}{hint}")
+        raise ConfigError(f"{what}: {module_name!r} has no function {function_name!r}{hint}")
     try:
-        workload = function(config)
-    except ConfigError as error:
-        raise ConfigError(f"{where}{error}") from error
+        return function(*arguments, **keywords)
     except CapslogError:
         raise
     except (Exception, SystemExit) as error:  # any function may be named here, such as os.system or sys.exit
         raise ConfigError(
-            f"{prefix} failed on this config with {type(error).__name__}: {error}; name a function that takes the "
-            "config and returns a varuna_capslog.model.workload.Workload, or mend this one (CAPSLOG_DEBUG=1 shows where)"
+            f"{what} failed with {type(error).__name__}: {error}; name another function, or mend this one or what "
+            "it is given (CAPSLOG_DEBUG=1 shows where)"
         ) from error
-    if not isinstance(workload, Workload):
-        raise ConfigError(
-            f"{prefix} returned {type(workload).__name__}; it must return a varuna_capslog.model.workload.Workload"
-        )
-    return workload

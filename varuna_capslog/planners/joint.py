@@ -22,12 +22,12 @@ from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planners.fleet import Fleet, compose, enough_seconds, least_seconds
 from varuna_capslog.planners.pipelines import Pipelines
 from varuna_capslog.planners.seconds import Link
-from varuna_capslog.planners.templates import Kind, combinations
-from varuna_capslog.plans.plan import Plan, Stage
+from varuna_capslog.planners.templates import DeviceKind, combinations
+from varuna_capslog.plans.plan import Plan, PlanStage
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import DEFAULT_RUN, RunShape
 
-__all__ = ["Device", "JointPlan", "NoFleet", "Pipeline", "best_fleet"]
+__all__ = ["Device", "JointPipeline", "JointPlan", "NoFleet", "best_fleet"]
 
 _MANY_STAGES = 16
 """Stages of a pipeline that are always weighed; more only where the blocks are too few to use the devices otherwise."""
@@ -61,7 +61,7 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class JointPipeline:
     """One pipeline of the answer: its devices in stage order, its cuts, its blocks, and what it takes.
 
     step_seconds: of the simulator for this pipeline's microbatches, and the exchange of gradients.
@@ -85,7 +85,7 @@ class JointPlan:
     """
 
     plan: Plan
-    pipelines: tuple[Pipeline, ...]
+    pipelines: tuple[JointPipeline, ...]
     step_seconds: float | None
     bound_seconds: float | None
     max_stages: int
@@ -142,14 +142,14 @@ def best_fleet(
     choices = [profiles] if isinstance(profiles, Profile) else list(profiles)
     if not choices or not devices:
         raise CapslogError("a joint plan needs at least one profile and one device")
-    answers: list[_Search] = []
-    found: list[tuple[_Search, _Composed]] = []
+    answers: list[_FleetSearch] = []
+    found: list[tuple[_FleetSearch, _Composed]] = []
     for profile in choices:
         for number in _numbers_of_blocks(profile, minibatch_size, len(devices)) if blocks is None else [blocks]:
             count, size = _microbatches(profile, minibatch_size)
             number = fields.whole(number, "blocks", minimum=1)
             step = replace(run, num_microbatches=count, microbatch_size=size, num_blocks=number)
-            answers.append(_Search(profile, devices, step, memory, link, max_stages))
+            answers.append(_FleetSearch(profile, devices, step, memory, link, max_stages))
             if (fleet := answers[-1].best_fleet()) is not None:
                 found.append((answers[-1], fleet))
                 break
@@ -184,7 +184,7 @@ class _Composed:
     shares: list[tuple[int, int]]
 
 
-class _Search:
+class _FleetSearch:
     """The search for one profile."""
 
     def __init__(
@@ -219,10 +219,10 @@ class _Search:
         else:
             self.max_stages = min(most, max(_MANY_STAGES, 2 * -(-len(self.devices) // self.blocks)))
         headroom = Headroom.of(self.profile)
-        members: dict[Kind, list[int]] = {}
+        members: dict[DeviceKind, list[int]] = {}
         for rank, one in enumerate(self.devices):
             usable = None if one.capacity is None else headroom.usable(one.capacity)
-            members.setdefault(Kind(usable, one.speed), []).append(rank)
+            members.setdefault(DeviceKind(usable, one.speed), []).append(rank)
         self.merged = False
         while len(members) > 2 and _number_of_templates(members, self.max_stages) > (
             _MANY_TEMPLATES if len(members) <= _MANY_KINDS else _MANY_TEMPLATES / 5
@@ -304,7 +304,7 @@ class _Search:
             column = self.pipelines.column(number, share)
             assert column is not None
             placed = tuple(pools[kind].pop(0) for kind in column.kinds)
-            pipelines.append(Pipeline(placed, column.cuts, share, column.step_seconds, column.stage_bytes))
+            pipelines.append(JointPipeline(placed, column.cuts, share, column.step_seconds, column.stage_bytes))
         idle = tuple(sorted(number for pool in pools for number in pool))
         return JointPlan(
             self._plan(pipelines, time.perf_counter() - begun), tuple(pipelines), self._composed.step_seconds,
@@ -312,7 +312,7 @@ class _Search:
             self.blocks,
         )  # fmt: skip
 
-    def _plan(self, pipelines: Sequence[Pipeline], search_seconds: float) -> Plan:
+    def _plan(self, pipelines: Sequence[JointPipeline], search_seconds: float) -> Plan:
         num_layers = self.profile.num_layers
         of_block = self.run.microbatches // self.blocks
         stages, microbatches, begin = [], [], 0
@@ -323,7 +323,7 @@ class _Search:
             for stage, (first, end, rank) in enumerate(zip(one.cuts, ends, one.devices, strict=True)):
                 took = float(forward[0, stage] + backward[0, stage])
                 stages.append(
-                    Stage(number, ((first, end),), (rank,), bytes=max(0, one.stage_bytes[stage]), seconds=took)
+                    PlanStage(number, ((first, end),), (rank,), bytes=max(0, one.stage_bytes[stage]), seconds=took)
                 )
             microbatches.append(tuple(range(begin, begin + one.blocks * of_block)))
             begin += one.blocks * of_block
@@ -355,11 +355,11 @@ class _Search:
         )  # fmt: skip
 
 
-def _strength(kind: Kind) -> tuple[float, int]:
+def _strength(kind: DeviceKind) -> tuple[float, int]:
     return -kind.speed, -(kind.capacity or NEVER)
 
 
-def _number_of_templates(members: Mapping[Kind, Sequence[int]], most: int) -> int:
+def _number_of_templates(members: Mapping[DeviceKind, Sequence[int]], most: int) -> int:
     """How many templates of at most `most` devices there are, the empty one included."""
     ways = [1] + [0] * most
     for ranks in members.values():
@@ -367,10 +367,10 @@ def _number_of_templates(members: Mapping[Kind, Sequence[int]], most: int) -> in
     return sum(ways)
 
 
-def _with_two_merged(members: Mapping[Kind, list[int]]) -> dict[Kind, list[int]]:
+def _with_two_merged(members: Mapping[DeviceKind, list[int]]) -> dict[DeviceKind, list[int]]:
     """The kinds with two of them made one, those whose devices lose the smallest share of memory and speed by it."""
 
-    def loss(pair: tuple[Kind, Kind]) -> float:
+    def loss(pair: tuple[DeviceKind, DeviceKind]) -> float:
         weaker = _weaker(*pair)
         kept = [_share(weaker.capacity, kind.capacity) * weaker.speed / kind.speed for kind in pair]
         return sum(len(members[kind]) * (1 - share) for kind, share in zip(pair, kept, strict=True))
@@ -381,9 +381,9 @@ def _with_two_merged(members: Mapping[Kind, list[int]]) -> dict[Kind, list[int]]
     return rest | {weaker: [*rest.get(weaker, []), *members[pair[0]], *members[pair[1]]]}
 
 
-def _weaker(one: Kind, other: Kind) -> Kind:
+def _weaker(one: DeviceKind, other: DeviceKind) -> DeviceKind:
     limits = [kind.capacity for kind in (one, other) if kind.capacity is not None]
-    return Kind(min(limits, default=None), min(one.speed, other.speed))
+    return DeviceKind(min(limits, default=None), min(one.speed, other.speed))
 
 
 def _share(part: int | None, whole: int | None) -> float:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from varuna_capslog.memory import MEMORY_MODELS, NEVER, StageCosts
 from varuna_capslog.memory.costs import RaisedCosts
 from varuna_capslog.planners.seconds import LayerSeconds, Link
-from varuna_capslog.planners.templates import Kind, Template, Templates, without
+from varuna_capslog.planners.templates import DeviceKind, Template, Templates, without
 from varuna_capslog.planners.throughput import fastest_cuts
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
@@ -50,7 +50,7 @@ class Pipelines:
     def __init__(
         self,
         profile: Profile,
-        kinds: Sequence[Kind],
+        kinds: Sequence[DeviceKind],
         templates: Sequence[Template],
         memory: str,
         run: RunShape,

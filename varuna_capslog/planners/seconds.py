@@ -16,7 +16,15 @@ from numpy.typing import NDArray
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.profiles.record import Profile
-from varuna_capslog.schedules import Message, Recv, Send, graph_keeping_forwards, in_turn, lower, make_schedule
+from varuna_capslog.schedules import (
+    Message,
+    Recv,
+    SendInstruction,
+    graph_keeping_forwards,
+    in_turn,
+    lower,
+    make_schedule,
+)
 
 __all__ = ["LayerSeconds", "Link", "StepPlayer", "step_player"]
 
@@ -125,7 +133,7 @@ class StepPlayer:
         for rank, instruction in in_turn(lower(actions)):
             if isinstance(instruction, Recv):
                 self._order.append(("recv", rank, numbers[instruction.message], 0))
-            elif isinstance(instruction, Send):
+            elif isinstance(instruction, SendInstruction):
                 number = numbers[instruction.message] = len(numbers)
                 self._order.append(("send", rank, number, instruction.peer))
             elif instruction not in left_out:

@@ -17,7 +17,7 @@ from varuna_capslog.memory.costs import StageCosts
 from varuna_capslog.planners.seconds import LayerSeconds
 from varuna_capslog.schedules import RunShape, in_flight_limits
 
-__all__ = ["Kind", "Template", "Templates", "combinations", "without"]
+__all__ = ["DeviceKind", "Template", "Templates", "combinations", "without"]
 
 Floats = NDArray[np.float64]
 Template = tuple[int, ...]
@@ -25,7 +25,7 @@ Template = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Kind:
+class DeviceKind:
     """Devices that are alike: usable bytes (None: no limit) and speed (1: the profile's seconds hold)."""
 
     capacity: int | None
@@ -55,7 +55,7 @@ class Templates:
     def __init__(
         self,
         templates: Sequence[Template],
-        kinds: Sequence[Kind],
+        kinds: Sequence[DeviceKind],
         costs: StageCosts,
         seconds: LayerSeconds,
         run: RunShape,

@@ -76,7 +76,7 @@ def fastest_cuts(
 
     Of lists with equal step times the smallest peak wins, then the smallest list.
     """
-    search = _Search(costs, seconds, run, devices, capacities, speeds)
+    search = _CutSearch(costs, seconds, run, devices, capacities, speeds)
     if not np.isfinite(search.bounds.step[0][0]):
         return None
     best: _Ranked | None = None
@@ -122,7 +122,7 @@ class _Ranked:
 class _Bounds:
     """Per stage s and layer l, what the stages s .. S-1 that hold layers l .. L-1 add at least; inf where none fits.
 
-    [S + 1] rows of [L + 1]. step: from the begin of stage s to its end, see `_Search._bounds`. round_trip: of one
+    [S + 1] rows of [L + 1]. step: from the begin of stage s to its end, see `_CutSearch._bounds`. round_trip: of one
     microbatch from stage s to the last and back. work: seconds that the busiest of these stages computes.
     """
 
@@ -131,7 +131,7 @@ class _Bounds:
     work: list[Floats]
 
 
-class _Search:
+class _CutSearch:
     """One search: the seconds of every stage at every position, the bounds, and what is done with them."""
 
     def __init__(

@@ -18,7 +18,7 @@ from varuna_capslog.base import fields, files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.profiles.record import check_parallel
 
-__all__ = ["Plan", "Shortfall", "Stage", "read_plan", "write_plan"]
+__all__ = ["Plan", "PlanStage", "Shortfall", "read_plan", "write_plan"]
 
 FORMAT = "varuna-capslog/plan/1"
 
@@ -42,7 +42,7 @@ class Shortfall:
 
 
 @dataclass(frozen=True)
-class Stage:
+class PlanStage:
     """One stage of the full form: its pipeline, its layers as (first, end) pieces, `end` not included, and its ranks.
 
     `parallel` is the kind and degree of parallelism inside the stage (as many ranks as its degree); `memory_actions`
@@ -114,7 +114,7 @@ class Plan:
     fits: bool | None = None
     shortfall: Shortfall | None = None
     search_seconds: float | None = None
-    placed: tuple[Stage, ...] | None = None
+    placed: tuple[PlanStage, ...] | None = None
     microbatches_of_pipeline: tuple[tuple[int, ...], ...] | None = None
     actions: tuple[tuple[str, ...], ...] | None = None
     notes: tuple[str, ...] = field(default=(), compare=False)
@@ -187,13 +187,13 @@ class Plan:
         """Return the plan that a JSON value holds. Raises CapslogError that begins with `where` and names the field."""
         return fields.within(where, lambda: cls(**_parts(value)))
 
-    def _pipeline(self, pipeline: int) -> list[Stage]:
+    def _pipeline(self, pipeline: int) -> list[PlanStage]:
         if not 0 <= pipeline < self.num_pipelines:
             raise CapslogError(f"pipeline {pipeline} is not in the plan, which has {self.num_pipelines}")
         if self.placed is not None:
             return [stage for stage in self.placed if stage.pipeline == pipeline]
         ends = (*self.cuts[1:], self.num_layers)
-        return [Stage(0, (piece,), (rank,)) for rank, piece in enumerate(zip(self.cuts, ends, strict=True))]
+        return [PlanStage(0, (piece,), (rank,)) for rank, piece in enumerate(zip(self.cuts, ends, strict=True))]
 
     def _check_costs(self) -> None:
         # Predicted bytes may be below 0: M_a may, and a model's answer is not bent here.
@@ -344,7 +344,7 @@ def _parts(value: Any) -> dict[str, Any]:
         parts["shortfall"] = fields.build(Shortfall, parts["shortfall"], "shortfall")
     if value.get("stages") is not None:
         rows = enumerate(fields.listed(value["stages"], "stages"))
-        parts["placed"] = tuple(fields.build(Stage, row, f"stages[{i}]") for i, row in rows)
+        parts["placed"] = tuple(fields.build(PlanStage, row, f"stages[{i}]") for i, row in rows)
     return parts
 
 

@@ -17,7 +17,7 @@ __all__ = [
     "Recv",
     "RunShape",
     "Schedule",
-    "Send",
+    "SendInstruction",
     "TimedAction",
     "TimedMessage",
     "Timeline",
@@ -55,7 +55,7 @@ from varuna_capslog.schedules.actions import (
 )
 from varuna_capslog.schedules.gpipe import gpipe_limits, gpipe_schedule
 from varuna_capslog.schedules.list_scheduler import check_placement
-from varuna_capslog.schedules.lower import Lowered, Message, Recv, Send, find_deadlock, in_turn, lower
+from varuna_capslog.schedules.lower import Lowered, Message, Recv, SendInstruction, find_deadlock, in_turn, lower
 from varuna_capslog.schedules.one_f_one_b import one_f_one_b_limits, one_f_one_b_schedule
 from varuna_capslog.schedules.recompute import graph_keeping_forwards, insert_recompute
 from varuna_capslog.schedules.shape import ALWAYS_RECOMPUTE, DEFAULT_RUN, RunShape

@@ -22,7 +22,7 @@ from varuna_capslog.planners import PLANNER_NAMES
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.search import plan as search
 from varuna_capslog.planning.verdict import rehearsed
-from varuna_capslog.plans.plan import Plan, Stage, read_plan, write_plan
+from varuna_capslog.plans.plan import Plan, PlanStage, read_plan, write_plan
 from varuna_capslog.profiles.record import write_profile
 from varuna_capslog.schedules import RunShape
 from varuna_capslog.training.constants import check_folder
@@ -147,7 +147,7 @@ def _given_cuts(config: Config) -> Plan:
     several = None
     if len(cuts) > devices:  # stages go round the ranks, as in interleaved schedules
         several = tuple(
-            Stage(0, ((first, end),), (number % devices,))
+            PlanStage(0, ((first, end),), (number % devices,))
             for number, (first, end) in enumerate(zip(cuts, ends, strict=True))
         )
     return Plan(
