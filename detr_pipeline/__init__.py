@@ -18,7 +18,7 @@ def workload(config: Config) -> DetrWorkload:
     """The DETR workload of a resolved config; its `model` and `data` sections are checked, no data set is opened.
 
     Raises:
-        varuna_capslog.config.settings.ConfigError: a wrong key or value under `model` or `data`.
+        varuna_capslog.base.errors.ConfigError: a wrong key or value under `model` or `data`.
     """
     from detr_pipeline.task import DetrWorkload
 

@@ -48,7 +48,7 @@ class DetrWorkload(Workload):
         config: the resolved config; its `model` and `data` sections are checked here.
 
     Raises:
-        varuna_capslog.config.settings.ConfigError: a wrong key or value in either.
+        varuna_capslog.base.errors.ConfigError: a wrong key or value in either.
     """
 
     def __init__(self, config: Config) -> None:

@@ -169,7 +169,7 @@ def test_plan_of_an_ordinary_module_needs_no_config(toy, tmp_path, monkeypatch, 
     seen = []
 
     def profile_config(config, workers, progress):
-        from varuna_capslog.config.reading import load_workload
+        from varuna_capslog.model.workload import load_workload
 
         seen.append((config.train.microbatch_size, len(load_workload(config).build_chain())))
         return Profile.from_json(PROFILE)
@@ -240,7 +240,7 @@ def test_train_exits_3_before_any_worker_starts(toy, tmp_path, monkeypatch, caps
 
 def test_train_refuses_cuts_that_the_chain_does_not_have(toy, capsys):
     assert run("train", toy, "pipeline.cuts=[0,7]") == 2
-    assert "cuts=[0, 7] do not split a chain of 4 layers" in sentence(capsys)
+    assert "these cuts do not split a chain of 4 layers: cuts is [0, 7]; no stage can begin at 7" in sentence(capsys)
 
 
 def test_train_refuses_workers_that_replicas_do_not_divide(toy, capsys):

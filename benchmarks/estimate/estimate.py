@@ -21,8 +21,9 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from varuna_capslog.config.reading import load_config, load_workload  # noqa: E402
-from varuna_capslog.planners import plan  # noqa: E402
+from varuna_capslog.config.reading import load_config  # noqa: E402
+from varuna_capslog.model.workload import load_workload  # noqa: E402
+from varuna_capslog.planning.search import plan  # noqa: E402
 from varuna_capslog.profiling.estimate import Memo, StageEstimator, estimate_config  # noqa: E402
 
 CONFIGS = ("rn50_e6", "rn50_d_e6", "rn101_e6", "rn101_d_e6", "rn101_e12", "rn101_d_e12")

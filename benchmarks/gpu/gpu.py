@@ -36,7 +36,7 @@ from varuna_capslog.engine.probe import PeakProbe, resident_tensors  # noqa: E40
 from varuna_capslog.model.chain import Chain, TensorSpec  # noqa: E402
 from varuna_capslog.model.trace import ShapeTable, layer_signature  # noqa: E402
 from varuna_capslog.model.workload import DataSource, Minibatch, Workload  # noqa: E402
-from varuna_capslog.planners import plan  # noqa: E402
+from varuna_capslog.planning.search import plan  # noqa: E402
 from varuna_capslog.profiles.record import Profile  # noqa: E402
 from varuna_capslog.profiling.estimate import estimate_workload  # noqa: E402
 from varuna_capslog.profiling.skeleton import skeleton  # noqa: E402

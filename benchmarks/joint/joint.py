@@ -13,8 +13,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from varuna_capslog.planners.joint import Device, JointPlan, joint_plan
+from varuna_capslog.planners.joint import Device, JointPlan
 from varuna_capslog.planners.seconds import Link
+from varuna_capslog.planning.search import joint_plan
 from varuna_capslog.profiles.record import LayerProfile, Profile
 
 GIB = 1024**3

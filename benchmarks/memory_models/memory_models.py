@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from ranges import PAPER, estimator_of, exact_ranges, profile_of, requested_bytes
 
-from varuna_capslog.memory import MEMORY_MODELS, RunShape
+from varuna_capslog.memory import MEMORY_MODELS
 from varuna_capslog.memory.composition import RangeCosts
 from varuna_capslog.planners.capslog import capslog_cuts
 from varuna_capslog.planners.exact import exact_cuts
@@ -26,6 +26,7 @@ from varuna_capslog.planners.varuna import varuna_cuts
 from varuna_capslog.profiles.record import Profile, read_profile, write_profile
 from varuna_capslog.profiling.estimate import Memo
 from varuna_capslog.profiling.estimation.allocator import replay
+from varuna_capslog.schedules import RunShape
 
 GIB, MIB = 1 << 30, 1 << 20
 MODELS = ("additive", "composition")

@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from varuna_capslog.config.reading import Config, load_config, load_workload
+from varuna_capslog.config.reading import Config, load_config
 from varuna_capslog.memory.costs import NEVER
+from varuna_capslog.model.workload import load_workload
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.profiling.estimate import Memo, StageEstimate, StageEstimator, estimate_config
 

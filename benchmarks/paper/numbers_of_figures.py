@@ -16,15 +16,19 @@ from typing import Any
 
 from published import CONFIGURATIONS, FIGURE_10, FIGURE_12, GPUS, MEMORY_BYTES, OUT_OF_MEMORY, PEAKS
 
-from varuna_capslog.config.reading import load_config, load_workload
-from varuna_capslog.memory import MEMORY_MODELS, RunShape
-from varuna_capslog.planners import PLANNERS, plan
+from varuna_capslog.config.reading import load_config
+from varuna_capslog.memory import MEMORY_MODELS
+from varuna_capslog.model.workload import load_workload
+from varuna_capslog.planners import PLANNERS
 from varuna_capslog.planners.mcap import count_cut_lists
-from varuna_capslog.planning.simulation import Link, simulate_plan
+from varuna_capslog.planners.seconds import Link
+from varuna_capslog.planning.search import plan
+from varuna_capslog.planning.simulation import simulate_plan
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.profiles.runs import capslog_partitionings, mcap_partitionings, pack_runs, stage_runs
 from varuna_capslog.profiling.estimate import Memo, StageEstimator, estimate_config
+from varuna_capslog.schedules import RunShape
 
 __all__ = [
     "GB",
@@ -168,7 +172,7 @@ def figure_10(models: Mapping[str, Model]) -> Rows:
             for planner in ("varuna", "capslog", "throughput"):
                 if planner == "throughput":
                     found = plan(
-                        model.profile, GPUS, planner=planner, capacity=MEMORY_BYTES, num_microbatches=8, link=link
+                        model.profile, GPUS, planner=planner, capacity=MEMORY_BYTES, run=RunShape(8), link=link
                     )
                 else:
                     found = model.plan(planner)

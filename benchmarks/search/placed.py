@@ -11,9 +11,10 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
-from varuna_capslog.memory.costs import NEVER, RunShape
+from varuna_capslog.memory.costs import NEVER
 from varuna_capslog.memory.inflight import InflightCosts
 from varuna_capslog.planners.exact import exact_cuts
+from varuna_capslog.schedules import RunShape
 
 RUNS = {
     "1f1b, 64 microbatches": RunShape(64, "1f1b", False),

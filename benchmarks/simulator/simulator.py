@@ -33,16 +33,18 @@ from common import (
     write_json,
 )
 
-from varuna_capslog.config.reading import load_config, load_workload
+from varuna_capslog.config.reading import load_config
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
-from varuna_capslog.model.workload import Minibatch, Workload
-from varuna_capslog.planners import plan
-from varuna_capslog.planning.simulation import UPDATE_RATE, Link, simulate_plan
+from varuna_capslog.model.workload import Minibatch, Workload, load_workload
+from varuna_capslog.planners.seconds import Link
+from varuna_capslog.planning.search import plan
+from varuna_capslog.planning.simulation import UPDATE_RATE, simulate_plan
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import LayerProfile, Profile
 from varuna_capslog.profiling.measure import profile_workload
+from varuna_capslog.schedules import RunShape
 
 SIZE = TransformerSize(blocks=8, dim=128, sequence=64, microbatch_size=4)
 DETR = (
@@ -277,7 +279,7 @@ def cut_lists(profile: Profile, ranks: int) -> dict[str, tuple[int, ...]]:
         name: plan(profile, ranks, planner=name, memory="additive").cuts for name in ("varuna", "capslog", "exact")
     }
     found["throughput"] = plan(
-        profile, ranks, planner="throughput", memory="additive", schedule="1f1b", recompute=False, stage_inputs="host"
+        profile, ranks, planner="throughput", memory="additive", run=RunShape(None, "1f1b", False)
     ).cuts
     last = profile.num_layers
     found["early"] = (0, *range(last // (2 * ranks), last // (2 * ranks) + ranks - 1))

@@ -22,14 +22,15 @@ from typing import Any
 
 from sleepers import measured_steps
 
-from varuna_capslog.memory import RunShape, resolve
+from varuna_capslog.memory import resolve
 from varuna_capslog.memory.headroom import Headroom
-from varuna_capslog.planners import plan
-from varuna_capslog.planners.seconds import LayerSeconds
-from varuna_capslog.planners.throughput import Run, fastest_cuts
-from varuna_capslog.planning.simulation import Link, simulate_plan
+from varuna_capslog.planners.seconds import LayerSeconds, Link
+from varuna_capslog.planners.throughput import fastest_cuts
+from varuna_capslog.planning.search import plan
+from varuna_capslog.planning.simulation import simulate_plan
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile, read_profile
+from varuna_capslog.schedules import RunShape
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ("rn50_e6", "rn50_d_e6", "rn101_e6", "rn101_d_e6", "rn101_e12", "rn101_d_e12")
@@ -115,7 +116,7 @@ def certificate(profile: Profile, link: Link) -> tuple[float, bool, float]:
     _, costs = resolve("auto", profile, RunShape(MICROBATCHES))
     usable = [Headroom.of(profile).usable(CAPACITY)] * DEVICES
     begun = time.process_time()
-    best = fastest_cuts(costs, LayerSeconds.of_profile(profile, link), Run("varuna", MICROBATCHES), DEVICES, usable)
+    best = fastest_cuts(costs, LayerSeconds.of_profile(profile, link), RunShape(MICROBATCHES), DEVICES, usable)
     if best is None:
         raise SystemExit(f"{profile.model}: nothing fits {CAPACITY // GIB} GiB")
     return best.bound_seconds, best.proven, time.process_time() - begun
@@ -169,7 +170,7 @@ def measured(config: Path, ranks: int, rounds: int, steps: int, overrides: list[
         plans = plans_of(profile, ranks, None, microbatches, Link())
         # A cap between the smallest peak and that of the fastest cuts, so that memory is felt.
         cap = (plans["exact"].peak_bytes + plans["throughput"].peak_bytes) // 2
-        plans["throughput, capped"] = plan(profile, ranks, "throughput", capacity=cap, num_microbatches=microbatches)
+        plans["throughput, capped"] = plan(profile, ranks, "throughput", capacity=cap, run=RunShape(microbatches))
         times: dict[str, list[float]] = {name: [] for name in plans}
         for number in range(rounds):
             for name in list(plans) if number % 2 == 0 else list(plans)[::-1]:

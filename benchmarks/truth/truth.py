@@ -21,9 +21,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 from common import write_json
 
-from varuna_capslog.config.reading import Config, dump_config, load_workload, section
+from varuna_capslog.config.reading import Config, dump_config, section
 from varuna_capslog.memory.headroom import Headroom
-from varuna_capslog.planners import plan
+from varuna_capslog.model.workload import load_workload
+from varuna_capslog.planning.search import plan
 from varuna_capslog.profiles.record import Observation
 from varuna_capslog.profiling.estimate import StageEstimator, estimate_config
 from varuna_capslog.profiling.estimation.headroom import state_headroom
@@ -31,6 +32,7 @@ from varuna_capslog.profiling.rehearsal import rehearse
 from varuna_capslog.profiling.sizes import shapes_of
 from varuna_capslog.profiling.trim import RunConditions, TrimmedRun
 from varuna_capslog.profiling.worker import WorkerGroup
+from varuna_capslog.schedules import RunShape
 
 MIB = 1 << 20
 HEADROOM = {name: state_headroom("cpu", "gloo", [])[name] for name in ("fixed_bytes", "fragmentation")}
@@ -210,11 +212,7 @@ def whole_run(wanted: str, places: Sequence[float], options: Mapping[str, Any]) 
         found = plan(
             profile,
             len(cuts),
-            schedule=pipeline.schedule,
-            num_microbatches=config.num_microbatches,
-            microbatch_size=config.train.microbatch_size,
-            recompute=pipeline.recompute,
-            stage_inputs=pipeline.stage_inputs,
+            run=RunShape.of_config(config),
             cuts=cuts,
         )
         assert found.stage_bytes is not None, found.notes

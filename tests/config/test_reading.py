@@ -17,9 +17,9 @@ from varuna_capslog.config.reading import (
     Section,
     dump_config,
     load_config,
-    load_workload,
     section,
 )
+from varuna_capslog.model.workload import load_workload
 
 GIB = 2**30
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))
@@ -131,8 +131,8 @@ def test_what_only_a_run_with_changing_members_needs_is_asked_of_no_other(tmp_pa
         ("pipeline: {recompute: 1}", "pipeline.recompute is 1 but must be a valid boolean"),
         ("pipeline: {schedule: 1f1c}", "pipeline.schedule is \"1f1c\" but must be 'gpipe', '1f1b' or 'varuna'"),
         ("pipeline: {cuts: [0, x]}", 'pipeline.cuts[1] is "x" but must be a valid integer'),
-        ("pipeline: {cuts: [1, 2]}", "pipeline.cuts=[1, 2] must begin with 0"),
-        ("pipeline: {cuts: [0, 2, 2, 3]}", "must begin with 0 and grow strictly"),
+        ("pipeline: {cuts: [1, 2]}", "pipeline.cuts is [1, 2]; it must begin with 0"),
+        ("pipeline: {cuts: [0, 2, 2, 3]}", "pipeline.cuts is [0, 2, 2, 3]; 2 follows 2, but cuts must rise"),
         ("pipeline: {cuts: [0, 2, 5]}", "3 stages for pipeline.devices=2"),
         ("pipeline: {capacity: 16G}", "16GiB"),
         ("pipeline: {capacity: [1GiB, huge]}", "pipeline.capacity[1] is 'huge'"),
@@ -353,6 +353,9 @@ def workload(config):
 
 def nothing(config):
     return 3
+
+def broken(config):
+    return 1 // 0
 """
 
 
@@ -364,6 +367,10 @@ def nothing(config):
         ("workloads_of_test:worklod", "has no function 'worklod'; did you mean 'workload'?"),
         ("workloads_of_test:nothing", "returned int; it must return a varuna_capslog.model.workload.Workload"),
         ("needs_of_test:f", "needs the module 'no_such_library_x', which is not installed"),
+        # These once ended as "unexpected TypeError ... this is a defect", and sys.exit ended the command in silence.
+        ("os:system", "failed with TypeError"),
+        ("workloads_of_test:broken", "failed with ZeroDivisionError"),
+        ("sys:exit", "failed with SystemExit"),
     ],
 )
 def test_a_workload_that_cannot_be_built_is_one_sentence(tmp_path, monkeypatch, workload, expected):

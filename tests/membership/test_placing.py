@@ -17,15 +17,16 @@ from tests.planners.instances import exhaustive, peaks
 from tests.planners.timed import chain
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import Config, section
-from varuna_capslog.membership.candidates import Candidates, Steps
+from varuna_capslog.membership.candidates import Candidates
 from varuna_capslog.membership.generation import Layout
 from varuna_capslog.membership.placing import Placer, describe_reserves, state_bytes
 from varuna_capslog.membership.recovery import Seat
-from varuna_capslog.membership.redundancy import Reserve
+from varuna_capslog.membership.redundancy import Protection, Reserve
 from varuna_capslog.planners.seconds import Link, step_player
 from varuna_capslog.planning.simulation import UPDATE_RATE, simulate_plan
-from varuna_capslog.plans.plan import Plan, Stage
+from varuna_capslog.plans.plan import Plan, PlanStage
 from varuna_capslog.profiles import LayerProfile, Profile
+from varuna_capslog.schedules import RunShape
 
 GIB = 1 << 30
 FAST, SLOW = Link(), Link(bandwidth=40.0, latency_seconds=0.01)
@@ -36,9 +37,23 @@ def seats_of(capacities: Sequence[int], hosts: Sequence[str] | None = None) -> l
     return [Seat(f"m{number}", names[number], size) for number, size in enumerate(capacities)]
 
 
-def placer_of(profile: Profile | None, steps: Steps, **options: object) -> Placer:
+def steps_of(
+    num_microbatches: int,
+    num_blocks: int = 1,
+    microbatch_size: int | None = None,
+    schedule: str = "varuna",
+    recompute: bool = True,
+) -> RunShape:
+    return RunShape(num_microbatches, schedule, recompute, "host", microbatch_size, num_blocks)
+
+
+def placer_of(profile: Profile | None, steps: RunShape, **options: object) -> Placer:
     sizes = options.pop("layer_bytes", None) or [30] * (profile.num_layers if profile else 1)
-    return Placer(profile, sizes, steps, **{"link": FAST, "reserves_on": "host", **options})  # type: ignore[arg-type]
+    kept = {name: options.pop(name) for name in ("redundancy", "sync", "reserves_on") if name in options}
+    protection = Protection(**{"reserves_on": "host", **kept})  # type: ignore[arg-type]
+    least = options.pop("min_devices", 1)
+    chosen = {"link": FAST, "beside": protection.beside(sizes), **options}  # type: ignore[arg-type]
+    return Placer(Candidates(profile, sizes, steps, **chosen), protection, min_devices=least)  # type: ignore[arg-type]
 
 
 def plain(layers: int, seconds: bool = True, **fields: object) -> Profile:
@@ -59,7 +74,7 @@ def shape_of(placer: Placer, layout: Layout | str, seats: Sequence[Seat]) -> tup
 
 
 def by_trying_all(
-    profile: Profile, steps: Steps, capacities: Sequence[int], link: Link, most: int
+    profile: Profile, steps: RunShape, capacities: Sequence[int], link: Link, most: int
 ) -> tuple[tuple[int, ...], int, int] | None:
     """The smallest peak cut list of every shape by enumeration, its step by the simulator, and the quickest of all."""
     isolated = [layer.isolated_bytes for layer in profile.layers]
@@ -112,7 +127,7 @@ def test_the_quickest_of_all_replicas_stages_and_cuts_that_fit_is_placed() -> No
         if rng.random() < 0.5:
             profile = dataclasses.replace(profile, conditions={"microbatch_size": 1, UPDATE_RATE: rng.choice([0, 0.3])})
         blocks = rng.choice([1, 2, 4, 6])
-        steps = Steps(blocks * rng.choice([1, 2]), blocks, 1, rng.choice(["gpipe", "1f1b", "varuna"]))
+        steps = steps_of(blocks * rng.choice([1, 2]), blocks, 1, rng.choice(["gpipe", "1f1b", "varuna"]))
         size = rng.choice([0, 30, 40, 60])
         capacities = [size] * rng.randint(1, 7)
         if rng.random() < 0.5:
@@ -138,7 +153,7 @@ def test_no_cut_list_is_faster_than_the_bound() -> None:
     tight = 0
     for _ in range(60):
         profile = chain(rng, rng.randint(1, 6))
-        steps = Steps(rng.choice([1, 2, 5, 8]), 1, 1, rng.choice(["gpipe", "1f1b", "varuna"]), rng.random() < 0.5)
+        steps = steps_of(rng.choice([1, 2, 5, 8]), 1, 1, rng.choice(["gpipe", "1f1b", "varuna"]), rng.random() < 0.5)
         memory = "additive" if steps.recompute or steps.schedule == "varuna" else "auto"
         candidates = Candidates(profile, [1] * profile.num_layers, steps, memory=memory, link=rng.choice([FAST, SLOW]))
         for stages in range(1, profile.num_layers + 1):
@@ -156,7 +171,7 @@ def test_no_cut_list_that_fits_unequal_devices_is_faster_than_their_bound() -> N
     for _ in range(80):
         profile = chain(rng, rng.randint(2, 6))
         candidates = Candidates(
-            profile, [1] * profile.num_layers, Steps(rng.choice([1, 4, 9]), 1, 1), memory="additive"
+            profile, [1] * profile.num_layers, steps_of(rng.choice([1, 4, 9]), 1, 1), memory="additive"
         )
         for stages in range(2, profile.num_layers + 1):
             usable = [rng.randint(10, 50) for _ in range(stages)]
@@ -184,11 +199,13 @@ def test_every_stage_but_the_last_repeats_at_least_all_forwards_but_one() -> Non
 def test_the_step_is_the_simulators_with_several_pipelines_exchange_and_update() -> None:
     profile = chain(random.Random(3), 5)
     profile = dataclasses.replace(profile, conditions={"microbatch_size": 1, UPDATE_RATE: 0.2})
-    candidates = Candidates(profile, [1] * 5, Steps(8, 2), link=SLOW)
+    candidates = Candidates(profile, [1] * 5, steps_of(8, 2), link=SLOW)
     cuts = (0, 2, 4)
     spans = [tuple(span) for span in pairwise([*cuts, 5])]
     placed = tuple(
-        Stage(replica, (span,), (3 * replica + number,)) for replica in range(2) for number, span in enumerate(spans)
+        PlanStage(replica, (span,), (3 * replica + number,))
+        for replica in range(2)
+        for number, span in enumerate(spans)
     )
     plan = Plan(5, cuts, schedule="varuna", placed=placed)
     played = simulate_plan(profile, plan, num_microbatches=4, recompute=True, link=SLOW)
@@ -198,7 +215,7 @@ def test_the_step_is_the_simulators_with_several_pipelines_exchange_and_update()
 def test_answers_do_not_depend_on_what_was_asked_before() -> None:
     profile = chain(random.Random(11), 9)
     questions = [[60] * n for n in range(1, 13)] + [[80, 60, 0] * n for n in range(1, 4)]
-    steps = Steps(12, 6, 1)
+    steps = steps_of(12, 6, 1)
     fresh = [placer_of(profile, steps, memory="additive")(seats_of(caps)) for caps in questions]
     for seed in range(3):
         placer = placer_of(profile, steps, memory="additive")
@@ -215,7 +232,7 @@ def test_answers_do_not_depend_on_what_was_asked_before() -> None:
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_any_number_of_devices_gets_whole_pipelines_on_the_first_ranks(replicas: int) -> None:
     layers = 5
-    placer = placer_of(plain(layers), Steps(12, 6, 1), max_replicas=replicas)
+    placer = placer_of(plain(layers), steps_of(12, 6, 1), max_replicas=replicas)
     for count in range(1, layers * replicas + 3):
         seats = seats_of([0] * count)
         layout = placer(seats)
@@ -232,7 +249,7 @@ def test_any_number_of_devices_gets_whole_pipelines_on_the_first_ranks(replicas:
 
 
 def test_a_layout_of_other_ranks_or_of_parts_is_refused() -> None:
-    placer = placer_of(plain(4), Steps(4, 2, 1), max_replicas=1)
+    placer = placer_of(plain(4), steps_of(4, 2, 1), max_replicas=1)
     seats = seats_of([0] * 3)
     layout = placer(seats)
     assert isinstance(layout, Layout)
@@ -252,14 +269,14 @@ def test_a_layout_of_other_ranks_or_of_parts_is_refused() -> None:
 
 def test_without_seconds_one_pipeline_of_as_many_stages_as_possible() -> None:
     for profile in (plain(4, seconds=False), None):
-        placer = placer_of(profile, Steps(8, 8), layer_bytes=[100, 1, 1, 1])
+        placer = placer_of(profile, steps_of(8, 8), layer_bytes=[100, 1, 1, 1])
         for count, stages in ((1, 1), (3, 3), (4, 4), (6, 4)):
             seats = seats_of([0] * count)
             assert shape_of(placer, placer(seats), seats)[1:] == (stages, 1)
 
 
 def test_without_a_profile_the_layers_bytes_are_cut_and_no_capacity_is_compared() -> None:
-    placer = placer_of(None, Steps(8), layer_bytes=[50, 1, 1, 1, 45])
+    placer = placer_of(None, steps_of(8), layer_bytes=[50, 1, 1, 1, 45])
     seats = seats_of([1, 1])
     assert shape_of(placer, placer(seats), seats)[0] == (0, 1)
 
@@ -267,10 +284,10 @@ def test_without_a_profile_the_layers_bytes_are_cut_and_no_capacity_is_compared(
 @pytest.mark.parametrize(
     ("profile", "steps", "options", "message"),
     [
-        (plain(3), Steps(4), {"layer_bytes": [1, 1]}, "profile has 3 layers, the chain 2"),
-        (plain(3), Steps(4), {"planner": "mcap-bo"}, "takes too long while a run stands still"),
-        (plain(3), Steps(4), {"planner": "best"}, "planner"),
-        (plain(3), Steps(4), {"memory": "best"}, "memory model"),
+        (plain(3), steps_of(4), {"layer_bytes": [1, 1]}, "profile has 3 layers, the chain 2"),
+        (plain(3), steps_of(4), {"planner": "mcap-bo"}, "takes too long while a run stands still"),
+        (plain(3), steps_of(4), {"planner": "best"}, "planner"),
+        (plain(3), steps_of(4), {"memory": "best"}, "memory model"),
     ],
 )
 def test_what_cannot_be_placed_with_is_refused_at_once(profile, steps, options, message) -> None:
@@ -280,7 +297,7 @@ def test_what_cannot_be_placed_with_is_refused_at_once(profile, steps, options, 
 
 def test_blocks_that_do_not_divide_the_microbatches_are_refused() -> None:
     with pytest.raises(CapslogError, match="3 accumulation blocks do not divide the 8 microbatches"):
-        Steps(8, 3)
+        steps_of(8, 3)
 
 
 def test_the_throughput_planner_is_asked_where_it_is_configured() -> None:
@@ -290,8 +307,8 @@ def test_the_throughput_planner_is_asked_where_it_is_configured() -> None:
                      backward_seconds=2.0) for n in range(5)
     ]  # fmt: skip
     profile, seats = Profile(tuple(rows)), seats_of([0, 0])
-    by_time = placer_of(profile, Steps(16), planner="throughput")
-    by_bytes = placer_of(profile, Steps(16), planner="exact")
+    by_time = placer_of(profile, steps_of(16), planner="throughput")
+    by_bytes = placer_of(profile, steps_of(16), planner="exact")
     assert shape_of(by_bytes, by_bytes(seats), seats)[0] == (0, 3)
     assert shape_of(by_time, by_time(seats), seats)[0] == (0, 2)
 
@@ -300,7 +317,7 @@ def test_the_throughput_planner_is_asked_where_it_is_configured() -> None:
 
 
 def test_what_does_not_fit_says_where_how_much_and_how_many_devices_would_do() -> None:
-    placer = placer_of(plain(6), Steps(6, 1, 1), memory="additive")
+    placer = placer_of(plain(6), steps_of(6, 1, 1), memory="additive")
     found = placer(seats_of([200, 200]))
     assert found == (
         "the job does not fit 2 device(s): layers 0 to 2 need 300 B of the 200 B of m0 on h0, 100 B too much; "
@@ -315,7 +332,7 @@ def test_the_number_of_devices_that_is_waited_for_is_enough_and_no_more() -> Non
     tried = 0
     for _ in range(40):
         profile = chain(rng, rng.randint(3, 8))
-        placer = placer_of(profile, Steps(4, 1, 1), memory="additive")
+        placer = placer_of(profile, steps_of(4, 1, 1), memory="additive")
         size = rng.randint(15, 60)
         found = [placer(seats_of([size] * count)) for count in range(1, profile.num_layers + 1)]
         for count, answer in enumerate(found, start=1):
@@ -329,34 +346,34 @@ def test_the_number_of_devices_that_is_waited_for_is_enough_and_no_more() -> Non
 
 def test_headroom_counts() -> None:
     tight = {"headroom": {"fixed_bytes": 50, "fragmentation": 1.5}}
-    assert isinstance(placer_of(plain(4), Steps(4))(seats_of([200, 200])), Layout)
-    assert "need 350 B of the 200 B" in str(placer_of(plain(4, **tight), Steps(4))(seats_of([200, 200])))
-    assert isinstance(placer_of(plain(4, **tight), Steps(4))(seats_of([350, 350])), Layout)
+    assert isinstance(placer_of(plain(4), steps_of(4))(seats_of([200, 200])), Layout)
+    assert "need 350 B of the 200 B" in str(placer_of(plain(4, **tight), steps_of(4))(seats_of([200, 200])))
+    assert isinstance(placer_of(plain(4, **tight), steps_of(4))(seats_of([350, 350])), Layout)
 
 
 def test_gradients_that_wait_for_other_pipelines_count() -> None:
     """Four blocks on two pipelines: each keeps the gradients of a second one until the exchange, 20 bytes here."""
     seats = seats_of([200, 200])
-    two = placer_of(plain(2), Steps(4, 2, 1), memory="additive")
+    two = placer_of(plain(2), steps_of(4, 2, 1), memory="additive")
     assert shape_of(two, two(seats), seats)[1:] == (1, 2)
-    four = placer_of(plain(2), Steps(4, 4, 1), memory="additive")
+    four = placer_of(plain(2), steps_of(4, 4, 1), memory="additive")
     assert shape_of(four, four(seats), seats)[1:] == (2, 1)
-    counted = placer_of(plain(2, accumulation_blocks=2), Steps(4, 4, 1), memory="additive")
+    counted = placer_of(plain(2, accumulation_blocks=2), steps_of(4, 4, 1), memory="additive")
     assert shape_of(counted, counted(seats), seats)[1:] == (1, 2)
 
 
 def test_a_run_that_the_memory_model_does_not_describe_is_compared_with_no_capacity() -> None:
-    placer = placer_of(plain(4), Steps(4, 1, 1, "gpipe", recompute=False), memory="additive")
+    placer = placer_of(plain(4), steps_of(4, 1, 1, "gpipe", recompute=False), memory="additive")
     assert isinstance(placer(seats_of([1])), Layout)
-    other = placer_of(plain(4), Steps(4, 1, microbatch_size=2), memory="additive")
+    other = placer_of(plain(4), steps_of(4, 1, microbatch_size=2), memory="additive")
     assert isinstance(other(seats_of([1])), Layout)
 
 
 def test_fewer_devices_than_the_run_asks_for_are_waited_for() -> None:
-    placer = placer_of(plain(4), Steps(4), min_devices=3)
+    placer = placer_of(plain(4), steps_of(4), min_devices=3)
     assert placer(seats_of([0])) == "1 device(s) are left, but elastic.min_devices is 3; waiting for 2 more"
     assert isinstance(placer(seats_of([0] * 3)), Layout)
-    assert placer_of(plain(4), Steps(4))([]) == "no device is left; waiting for one"
+    assert placer_of(plain(4), steps_of(4))([]) == "no device is left; waiting for one"
 
 
 # -- copies
@@ -368,7 +385,7 @@ def test_any_losses_of_hosts_up_to_the_redundancy_leave_every_layer_held(redunda
     held = 0
     for _ in range(40):
         profile = chain(rng, rng.randint(2, 7))
-        placer = placer_of(profile, Steps(6, 6, 1), memory="additive", redundancy=redundancy)
+        placer = placer_of(profile, steps_of(6, 6, 1), memory="additive", redundancy=redundancy)
         hosts = [f"h{rng.randrange(5)}" for _ in range(rng.randint(1, 9))]
         layout = placer(seats_of([0] * len(hosts), hosts))
         assert isinstance(layout, Layout)
@@ -385,7 +402,7 @@ def test_any_losses_of_hosts_up_to_the_redundancy_leave_every_layer_held(redunda
 
 
 def test_on_one_host_copies_protect_against_the_loss_of_a_worker() -> None:
-    placer = placer_of(plain(6), Steps(8), redundancy=1)
+    placer = placer_of(plain(6), steps_of(8), redundancy=1)
     layout = placer(seats_of([0] * 4, ["here"] * 4))
     assert isinstance(layout, Layout)
     for lost in range(4):
@@ -395,7 +412,7 @@ def test_on_one_host_copies_protect_against_the_loss_of_a_worker() -> None:
 
 
 def test_idle_members_keep_copies() -> None:
-    placer = placer_of(plain(2), Steps(4), redundancy=1)
+    placer = placer_of(plain(2), steps_of(4), redundancy=1)
     layout = placer(seats_of([0] * 3))
     assert isinstance(layout, Layout)
     assert "m2" not in layout.owned
@@ -405,7 +422,7 @@ def test_idle_members_keep_copies() -> None:
 def test_reserves_on_the_device_count_against_its_capacity() -> None:
     """A stage of 2 layers takes 200 B, its snapshot 60 B, copies of 2 others 2 x 60 B and 20 B for their gradients."""
     seats = seats_of([400] * 2)
-    device = placer_of(plain(4), Steps(4, 1, 1), memory="additive", reserves_on="device")
+    device = placer_of(plain(4), steps_of(4, 1, 1), memory="additive", reserves_on="device")
     layout = device(seats)
     assert isinstance(layout, Layout)
     assert sorted(layout.copied) == ["m0", "m1"]
@@ -416,7 +433,7 @@ def test_reserves_on_the_device_count_against_its_capacity() -> None:
     assert "finds no room for copies" in str(lacking.problem)
     assert not lacking.covers(frozenset(["m0"]))
     assert "260 B of the 259 B" in str(device(seats_of([259] * 2)))
-    host = placer_of(plain(4), Steps(4, 1, 1), memory="additive")
+    host = placer_of(plain(4), steps_of(4, 1, 1), memory="additive")
     assert isinstance(host(seats_of([200] * 2)), Layout)
 
 
@@ -431,7 +448,7 @@ def test_a_slower_placement_is_taken_where_only_its_copies_find_room() -> None:
     options = {"memory": "additive", "layer_bytes": [10, 300, 10], "reserves_on": "device"}
     slow_exchange = Link(bandwidth=10.0)
     profile = Profile(tuple(dataclasses.replace(row, boundary_bytes=0) for row in rows))
-    placer = placer_of(profile, Steps(6, 2, 1), link=slow_exchange, **options)
+    placer = placer_of(profile, steps_of(6, 2, 1), link=slow_exchange, **options)
     roomy, tight = seats_of([2000] * 3), seats_of([500] * 3)
     assert shape_of(placer, placer(roomy), roomy)[1:] == (3, 1)
     # a stage of one layer takes 100 B beside its snapshot; a copy of the middle layer's state 2 x 300 B and 100 B
@@ -439,7 +456,7 @@ def test_a_slower_placement_is_taken_where_only_its_copies_find_room() -> None:
     assert isinstance(layout, Layout)
     assert shape_of(placer, layout, tight)[1:] == (1, 2)
     assert layout.problem is None
-    single = placer_of(profile, Steps(6, 2, 1), link=slow_exchange, max_replicas=1, **options)
+    single = placer_of(profile, steps_of(6, 2, 1), link=slow_exchange, max_replicas=1, **options)
     layout = single(tight)
     assert isinstance(layout, Layout)
     assert "finds no room for copies of layers 1" in str(layout.problem)
@@ -448,8 +465,8 @@ def test_a_slower_placement_is_taken_where_only_its_copies_find_room() -> None:
 def test_snapshots_are_part_of_the_stage_that_is_cut() -> None:
     """Layer 0 has a large state: with its snapshot beside it, the even cut is another."""
     sizes = [300, 30, 30, 30]
-    on_host = placer_of(plain(4), Steps(4, 1, 1), memory="additive", layer_bytes=sizes)
-    on_device = placer_of(plain(4), Steps(4, 1, 1), memory="additive", layer_bytes=sizes, reserves_on="device")
+    on_host = placer_of(plain(4), steps_of(4, 1, 1), memory="additive", layer_bytes=sizes)
+    on_device = placer_of(plain(4), steps_of(4, 1, 1), memory="additive", layer_bytes=sizes, reserves_on="device")
     seats = seats_of([0, 0])
     assert shape_of(on_host, on_host(seats), seats)[0] == (0, 2)
     assert shape_of(on_device, on_device(seats), seats)[0] == (0, 1)
@@ -468,7 +485,7 @@ def test_the_runs_own_plan_is_taken_where_as_many_devices_are_there_and_it_fits(
     seats = seats_of([0] * 3)
     assert shape_of(placer, placer(seats), seats)[0] == (0, 2, 4)
     cuts = (0, 2, 3, 4, 5, 6)  # three stages on each of two devices: not one that six devices would run
-    spans = tuple(Stage(0, (span,), (n % 2,)) for n, span in enumerate(pairwise([*cuts, 7])))
+    spans = tuple(PlanStage(0, (span,), (n % 2,)) for n, span in enumerate(pairwise([*cuts, 7])))
     other = Placer.of_config(config, plain(7), [30] * 7, plan=Plan(7, cuts, placed=spans))
     seats = seats_of([0] * 6)
     assert shape_of(other, other(seats), seats)[0] == (0, 1, 2, 3, 4, 5)
@@ -485,7 +502,7 @@ def test_a_config_gives_the_placer_its_run() -> None:
         "",
     )
     placer = Placer.of_config(config, plain(4), [30] * 4)
-    assert (placer.redundancy, placer.sync, placer.min_devices) == (2, False, 2)
+    assert (placer.protection, placer.min_devices) == (Protection(2, False, "device"), 2)
     seats = seats_of([0] * 4)
     assert shape_of(placer, placer(seats), seats)[1:] == (1, 4)
 
@@ -509,5 +526,5 @@ def test_reserves_in_words() -> None:
 
 
 def test_bounds_are_finite_numbers() -> None:
-    candidates = Candidates(plain(5), [1] * 5, Steps(4, 2))
+    candidates = Candidates(plain(5), [1] * 5, steps_of(4, 2))
     assert all(np.isfinite(candidates.bound_ticks(r, s)) for r in (1, 2) for s in range(1, 6))

@@ -8,8 +8,8 @@ import pytest
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory.additive import AdditiveCosts, gap, stage_costs
-from varuna_capslog.memory.costs import RunShape
 from varuna_capslog.profiles import LayerProfile, Profile
+from varuna_capslog.schedules import RunShape
 
 
 def test_every_stage_is_the_sum_of_the_equation() -> None:
@@ -35,6 +35,6 @@ def test_statistics_of_unequal_length_are_refused() -> None:
 
 @pytest.mark.parametrize("schedule", ["varuna", "1f1b", "gpipe"])
 def test_only_one_live_graph_is_described(schedule: str) -> None:
-    assert gap(schedule, recompute=True, stage_inputs="host") is None
-    assert f"schedule '{schedule}' without recomputation" in (gap(schedule, recompute=False, stage_inputs="host") or "")
-    assert "kept on the device" in (gap(schedule, recompute=True, stage_inputs="device") or "")
+    assert gap(RunShape(None, schedule)) is None
+    assert f"schedule '{schedule}' without recomputation" in (gap(RunShape(None, schedule, False)) or "")
+    assert "kept on the device" in (gap(RunShape(None, schedule, True, "device")) or "")

@@ -10,8 +10,9 @@ import pytest
 
 from tests.memory.chains import SHORT, profile_of, random_chain, run_stage
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.memory import MEMORY_MODELS, NEVER, RunShape, composition
+from varuna_capslog.memory import MEMORY_MODELS, NEVER, composition
 from varuna_capslog.memory.composition import compose, observed
+from varuna_capslog.schedules import RunShape
 
 
 def test_every_range_equals_a_run_of_it() -> None:
@@ -80,8 +81,8 @@ def test_bytes_beyond_the_search_are_refused() -> None:
 
 
 def test_describes_one_live_graph_only() -> None:
-    assert composition.gap("varuna", True, "host") is None
-    assert "memory model 'composition' describes" in (composition.gap("1f1b", False, "host") or "")
+    assert composition.gap(RunShape()) is None
+    assert "memory model 'composition' describes" in (composition.gap(RunShape(None, "1f1b", False)) or "")
 
 
 def test_a_short_profile_feeds_additive_alone() -> None:

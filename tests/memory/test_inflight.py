@@ -10,10 +10,10 @@ import pytest
 
 from tests.memory.chains import profile_of, random_chain, run_stage
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.memory import MEMORY_MODELS, NEVER, RunShape
+from varuna_capslog.memory import MEMORY_MODELS, NEVER
 from varuna_capslog.memory.costs import full_matrix
-from varuna_capslog.memory.inflight import Waiting, waiting
-from varuna_capslog.schedules import graph_keeping_forwards, make_schedule
+from varuna_capslog.memory.inflight import InFlight, waiting
+from varuna_capslog.schedules import RunShape, graph_keeping_forwards, make_schedule
 
 SCHEDULES = [("gpipe", False), ("gpipe", True), ("1f1b", False), ("1f1b", True), ("varuna", True)]
 
@@ -87,11 +87,11 @@ def test_peaks_are_those_of_the_run_and_what_waits(name: str, recompute: bool, s
 
 def test_equation_of_1f1b() -> None:
     """Sec. 3.2 of PipeDream-Flush: at most S - s microbatches in flight on stage s, and never more than there are."""
-    assert waiting(RunShape(8, "1f1b", False), 4, False) == [Waiting(k, 0, 0) for k in (3, 2, 1, 0)]
-    assert waiting(RunShape(2, "1f1b", False), 4, False) == [Waiting(k, 0, 0) for k in (1, 1, 1, 0)]
+    assert waiting(RunShape(8, "1f1b", False), 4, False) == [InFlight(k, 0, 0) for k in (3, 2, 1, 0)]
+    assert waiting(RunShape(2, "1f1b", False), 4, False) == [InFlight(k, 0, 0) for k in (1, 1, 1, 0)]
     assert waiting(RunShape(None, "1f1b", False), 4, False) == waiting(RunShape(64, "1f1b", False), 4, False)
-    assert waiting(RunShape(8, "1f1b", True, "device"), 4, False) == [Waiting(0, k, 0) for k in (3, 2, 1, 0)]
-    assert waiting(RunShape(8, "1f1b", True, "host"), 4, False) == [Waiting(0, 0, 0)] * 4
+    assert waiting(RunShape(8, "1f1b", True, "device"), 4, False) == [InFlight(0, k, 0) for k in (3, 2, 1, 0)]
+    assert waiting(RunShape(8, "1f1b", True, "host"), 4, False) == [InFlight(0, 0, 0)] * 4
 
 
 def test_varuna_on_cuda_is_the_composition_wherever_a_stage_stands() -> None:
@@ -143,6 +143,6 @@ def test_missing_boundaries_are_named() -> None:
 def test_a_model_describes_its_own_schedule() -> None:
     for name in ("gpipe", "1f1b", "varuna"):
         for other in ("gpipe", "1f1b", "varuna"):
-            gap = MEMORY_MODELS[name].gap(other, False, "device")
+            gap = MEMORY_MODELS[name].gap(RunShape(None, other, False, "device"))
             assert (gap is None) == (name == other)
             assert gap is None or f"use memory model '{other}'" in gap

@@ -9,9 +9,10 @@ import pytest
 
 from tests.memory.chains import profile_of, random_chain
 from tests.planners.instances import table
-from varuna_capslog.memory import MEMORY_MODELS, RunShape
+from varuna_capslog.memory import MEMORY_MODELS
 from varuna_capslog.memory.costs import NEVER, StageCosts
 from varuna_capslog.memory.ranges import Ranges, ranges_within
+from varuna_capslog.schedules import RunShape
 
 RUNS = [("gpipe", False), ("gpipe", True), ("1f1b", False), ("1f1b", True), ("varuna", True), ("composition", True)]
 

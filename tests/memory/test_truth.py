@@ -13,12 +13,13 @@ from tests.profiling.workloads import Megabytes
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine
 from varuna_capslog.engine.probe import PeakProbe, resident_tensors
-from varuna_capslog.memory import MEMORY_MODELS, RunShape
+from varuna_capslog.memory import MEMORY_MODELS
 from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.profiles import Observation, Profile
 from varuna_capslog.profiles.record import layers_of_runs
 from varuna_capslog.profiles.runs import stage_runs
 from varuna_capslog.profiling.trim import MEASURED_RANK
+from varuna_capslog.schedules import RunShape
 
 SIZE, MICROBATCHES, CUTS = 16, 4, (0, 2, 4, 6)
 

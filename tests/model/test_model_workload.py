@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.config.reading import Config, load_config, load_workload, section
+from varuna_capslog.config.reading import Config, load_config, section
 from varuna_capslog.model.chain import Chain, Layer
 from varuna_capslog.model.model_workload import InputSpec, ModelWorkload, config_values, parse_input, workload
+from varuna_capslog.model.workload import load_workload
 from varuna_capslog.profiling.skeleton import skeleton
 
 HERE = "tests.model.test_model_workload"
@@ -177,7 +178,8 @@ def test_weights_of_the_model_itself_are_imported(tmp_path: Path) -> None:
         ({"factory": f"{HERE}:scorer"}, "--input or model.inputs"),
         ({"factory": f"{HERE}:nothing", "inputs": SPECS}, "returned int"),
         ({"factory": f"{HERE}:absent", "inputs": SPECS}, "no function 'absent'"),
-        ({"factory": "no_such_package:model", "inputs": SPECS}, "'no_such_package', which is not found"),
+        ({"factory": "no_such_package:model", "inputs": SPECS}, "there is no module 'no_such_package'; install"),
+        ({"factory": "os:system", "inputs": SPECS}, "the model 'os:system' failed with TypeError"),
         ({"factory": f"{HERE}:scorer", "inputs": SPECS, "cut_points": ["heat"]}, "did you mean 'head'"),
         ({"factory": f"{HERE}:chain", "inputs": ["x=float32[1,6]", "y=float32[1,6]"]}, "not the model's"),
         ({"factory": f"{HERE}:scorer", "imputs": SPECS}, "imputs"),

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from tests.planners.instances import TableCosts, exhaustive, table
-from varuna_capslog.memory import NEVER, RunShape
+from varuna_capslog.memory import NEVER
 from varuna_capslog.memory.inflight import InflightCosts
 from varuna_capslog.planners import exact_general
 from varuna_capslog.planners.exact import exact_cuts, fewest_devices
+from varuna_capslog.schedules import RunShape
 
 KINDS = ["any", "ties", "growing", "falling"]
 

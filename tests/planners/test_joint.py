@@ -11,14 +11,16 @@ import numpy as np
 import pytest
 
 from tests.planners.timed import chain, cut_lists, simulated
-from varuna_capslog import planners
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.planners.fleet import compose, least_seconds
-from varuna_capslog.planners.joint import Device, JointPlan, joint_plan
+from varuna_capslog.planners.joint import Device, JointPlan
 from varuna_capslog.planners.seconds import Link
-from varuna_capslog.planning.simulation import Link as Blocking
+from varuna_capslog.planners.seconds import Link as Blocking
+from varuna_capslog.planning import search
+from varuna_capslog.planning.search import joint_plan
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles import LayerProfile, Profile
+from varuna_capslog.schedules import RunShape
 
 LINKS = (None, Link(100.0, 0.01), Link(None, 0.2), Blocking(100.0, 0.01, copy_bandwidth=60.0))
 
@@ -126,7 +128,7 @@ def test_no_fleet_is_more_than_one_percent_faster_and_none_beats_the_bound() -> 
         blocks = rng.choice([1, 2, 3])
         microbatches = blocks * rng.choice([1, 2])
         schedule, link = rng.choice(["varuna", "1f1b"]), rng.choice(LINKS)
-        found = joint_plan(profile, devices, microbatches, blocks, schedule=schedule, link=link)
+        found = joint_plan(profile, devices, microbatches, blocks, RunShape(schedule=schedule), link=link)
         best = best_by_trying_all(profile, devices, microbatches, blocks, schedule, link)
         if found.step_seconds is None:
             assert best == float("inf")
@@ -275,9 +277,9 @@ def test_a_large_fleet_is_close_to_its_relaxation() -> None:
     ("change", "message"),
     [
         ({"minibatch_size": 7, "profiles": equal_layers(4, microbatch_size=2)}, "not a whole number of microbatches"),
-        ({"blocks": 3}, "3 blocks do not divide the 8 microbatches"),
+        ({"blocks": 3}, "3 accumulation blocks do not divide the 8 microbatches"),
         ({"devices": []}, "at least one profile and one device"),
-        ({"schedule": "1f1b", "recompute": False}, "needs peaks"),
+        ({"run": RunShape(schedule="1f1b", recompute=False)}, "needs peaks"),
         ({"profiles": Profile((LayerProfile("a", 1),))}, "no forward_seconds"),
     ],
 )
@@ -293,4 +295,4 @@ def test_one_device_is_a_plan_of_one_stage() -> None:
     found = joint_plan(equal_layers(4), [Device(40)], 8)
     (pipeline,) = found.pipelines
     assert (pipeline.cuts, pipeline.blocks, found.step_seconds) == ((0,), 8, 4 * 3.0 * 8)
-    assert planners.plan(equal_layers(4), 1, capacity=40).fits
+    assert search.plan(equal_layers(4), 1, capacity=40).fits

@@ -10,8 +10,8 @@ import pytest
 from tests.planners.timed import Positional, chain, cut_lists, seconds_of, simulated
 from varuna_capslog.planners.pareto import pareto_front
 from varuna_capslog.planners.seconds import Link
-from varuna_capslog.planners.throughput import Run, fastest_cuts
-from varuna_capslog.schedules import SCHEDULES
+from varuna_capslog.planners.throughput import fastest_cuts
+from varuna_capslog.schedules import SCHEDULES, RunShape
 
 
 def front_by_trying_all(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
@@ -31,7 +31,8 @@ def test_every_point_of_the_front_and_no_other() -> None:
         stages = rng.randint(1, min(layers, 4))
         profile = chain(rng, layers)
         costs = Positional([rng.randint(1, 30) for _ in range(layers)], [rng.randint(0, 9) for _ in range(layers)])
-        run = Run(rng.choice(SCHEDULES), rng.choice([2, 6]), rng.random() < 0.5)
+        schedule, microbatches, recompute = rng.choice(SCHEDULES), rng.choice([2, 6]), rng.random() < 0.5
+        run = RunShape(microbatches, schedule, recompute)
         link = rng.choice([None, Link(20.0, 0.01)])
         capacities = [rng.randint(60, 150) for _ in range(stages)] if rng.random() < 0.5 else None
         lists = [
@@ -65,7 +66,7 @@ def test_a_hasty_front_holds_nothing_that_another_point_beats() -> None:
     for _ in range(40):
         profile = chain(rng, 12)
         costs = Positional([rng.randint(1, 30) for _ in range(12)], [0] * 12)
-        run, link = Run("varuna", 6, True), Link(20.0, 0.01)
+        run, link = RunShape(6), Link(20.0, 0.01)
         front = pareto_front(costs, seconds_of(profile, link), run, 5, width=1)
         peaks, steps = [point.peak_bytes for point in front], [point.step_seconds for point in front]
         assert peaks == sorted(set(peaks))

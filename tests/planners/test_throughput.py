@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from tests.planners.timed import Positional, chain, cut_lists, seconds_of, simulated
-from varuna_capslog import planners
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory.additive import AdditiveCosts
 from varuna_capslog.planners.seconds import LayerSeconds, Link, step_player
-from varuna_capslog.planners.throughput import Fastest, Run, fastest_cuts
-from varuna_capslog.planning.simulation import Link as Blocking
+from varuna_capslog.planners.seconds import Link as Blocking
+from varuna_capslog.planners.throughput import Fastest, fastest_cuts
+from varuna_capslog.planning import search
 from varuna_capslog.profiles import LayerProfile, Profile
-from varuna_capslog.schedules import SCHEDULES
+from varuna_capslog.schedules import SCHEDULES, RunShape
 
 LINKS = (
     None,
@@ -41,16 +41,17 @@ def test_the_player_of_many_lists_is_the_simulator(schedule: str, recompute: boo
             assert player.seconds_of_one(seconds.of_cuts(np.array([cuts]), speeds)) == step
 
 
-def instance(rng: random.Random, most_layers: int = 9) -> tuple[Profile, Positional, Run, int, Link | None]:
+def instance(rng: random.Random, most_layers: int = 9) -> tuple[Profile, Positional, RunShape, int, Link | None]:
     layers = rng.randint(1, most_layers)
     stages = rng.randint(1, min(layers, 5))
     costs = Positional([rng.randint(1, 30) for _ in range(layers)], [rng.randint(0, 9) for _ in range(layers)])
-    run = Run(rng.choice(SCHEDULES), rng.choice([1, 2, 5, 8]), rng.random() < 0.5)
+    schedule, microbatches, recompute = rng.choice(SCHEDULES), rng.choice([1, 2, 5, 8]), rng.random() < 0.5
+    run = RunShape(microbatches, schedule, recompute)
     return chain(rng, layers), costs, run, stages, rng.choice(LINKS)
 
 
 def best_by_trying_all(
-    profile: Profile, costs: Positional, run: Run, lists: list[list[int]], link: Link | None, speeds: list[float]
+    profile: Profile, costs: Positional, run: RunShape, lists: list[list[int]], link: Link | None, speeds: list[float]
 ) -> float:
     return min(
         simulated(profile, cuts, run.schedule, run.num_microbatches, run.recompute, link, speeds) for cuts in lists
@@ -112,19 +113,19 @@ def uneven() -> Profile:
 
 def test_time_and_memory_pull_the_cut_to_different_sides() -> None:
     profile = uneven()
-    assert planners.plan(profile, 2, "exact", num_microbatches=8).cuts == (0, 4)
-    fast = planners.plan(profile, 2, "throughput", num_microbatches=8)
+    assert search.plan(profile, 2, "exact", run=RunShape(8)).cuts == (0, 4)
+    fast = search.plan(profile, 2, "throughput", run=RunShape(8))
     assert fast.cuts == (0, 1)
     assert fast.peak_bytes == 41
     assert fast.planner == "throughput"
-    assert planners.plan(profile, 2, "throughput", num_microbatches=8, capacity=40).cuts == (0, 2)
-    assert planners.plan(profile, 2, "throughput", num_microbatches=8, capacity=22).cuts == (0, 4)
+    assert search.plan(profile, 2, "throughput", run=RunShape(8), capacity=40).cuts == (0, 2)
+    assert search.plan(profile, 2, "throughput", run=RunShape(8), capacity=22).cuts == (0, 4)
 
 
 def test_does_not_fit_is_answered_with_the_smallest_peak_and_the_shortfall() -> None:
-    plan = planners.plan(uneven(), 2, "throughput", num_microbatches=8, capacity=20)
+    plan = search.plan(uneven(), 2, "throughput", run=RunShape(8), capacity=20)
     assert plan.fits is False
-    assert plan.cuts == planners.plan(uneven(), 2, "exact").cuts
+    assert plan.cuts == search.plan(uneven(), 2, "exact").cuts
     assert plan.shortfall is not None
     assert plan.shortfall.bytes == 2
 
@@ -135,21 +136,21 @@ def test_a_slow_link_moves_the_cut_to_where_little_crosses() -> None:
         for i, crossing in enumerate([1, 100, 100, 100, 1])
     ]
     profile = Profile(tuple(layers))
-    assert planners.plan(profile, 2, "throughput", num_microbatches=4).cuts in ((0, 2), (0, 3))
-    assert planners.plan(profile, 2, "throughput", num_microbatches=4, link=Link(5.0)).cuts == (0, 1)
+    assert search.plan(profile, 2, "throughput", run=RunShape(4)).cuts in ((0, 2), (0, 3))
+    assert search.plan(profile, 2, "throughput", run=RunShape(4), link=Link(5.0)).cuts == (0, 1)
 
 
 def test_equally_fast_lists_are_told_apart_by_their_peak() -> None:
     seconds = LayerSeconds(np.array([0.0, 1, 1, 2]), np.array([0.0, 2, 2, 4]), np.zeros(4), np.zeros(4))
     costs = AdditiveCosts.of_statistics([5, 7, 6], [0, 7, 6])  # layer 1 takes no time
-    assert fastest_cuts(costs, seconds, Run("1f1b", 4, False), 2) == Fastest((0, 2), 15.0, 15.0, 12)
+    assert fastest_cuts(costs, seconds, RunShape(4, "1f1b", False), 2) == Fastest((0, 2), 15.0, 15.0, 12)
 
 
 def test_more_microbatches_make_an_even_split_worth_more() -> None:
     """One microbatch visits the stages one after the other: any cut is as fast. Many fill the pipeline."""
     profile = chain(random.Random(5), 8)
     costs = AdditiveCosts.of_statistics([1] * 8, [0] + [0] * 7)
-    one, many = (fastest_cuts(costs, seconds_of(profile), Run("1f1b", count, False), 3) for count in (1, 64))
+    one, many = (fastest_cuts(costs, seconds_of(profile), RunShape(count, "1f1b", False), 3) for count in (1, 64))
     assert one is not None
     assert many is not None
     whole = sum(profile.column("forward_seconds")) + sum(profile.column("backward_seconds"))
@@ -160,9 +161,9 @@ def test_more_microbatches_make_an_even_split_worth_more() -> None:
 def test_what_the_profile_lacks_is_named() -> None:
     bare = Profile((LayerProfile("a", 1), LayerProfile("b", 1, 1)))
     with pytest.raises(CapslogError, match=r"no forward_seconds for layers\[0\] \(a\)"):
-        planners.plan(bare, 2, "throughput")
+        search.plan(bare, 2, "throughput")
     with pytest.raises(CapslogError, match="no boundary_bytes"):
-        planners.plan(uneven(), 2, "throughput", link=Link(1e9))
+        search.plan(uneven(), 2, "throughput", link=Link(1e9))
     with pytest.raises(CapslogError, match="bandwidth is 0"):
         Link(0)
 
@@ -171,7 +172,7 @@ def test_forty_eight_layers_on_twenty_four_devices_are_bounded() -> None:
     """Too many for the beam: the answer says how far it could be from the best, and holds what it promises."""
     profile = chain(random.Random(6), 48)
     costs = AdditiveCosts.of_statistics(profile.column("isolated_bytes"), profile.column("added_bytes"))
-    found = fastest_cuts(costs, seconds_of(profile), Run("varuna", 8, True), 24, [60] * 24)
+    found = fastest_cuts(costs, seconds_of(profile), RunShape(8), 24, [60] * 24)
     assert found is not None
     assert max(costs.peaks(found.cuts)) <= 60
     assert found.step_seconds == pytest.approx(simulated(profile, found.cuts, "varuna", 8, True))

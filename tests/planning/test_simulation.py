@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.planning.simulation import UPDATE_RATE, Link, Simulation, simulate_plan, stage_seconds
-from varuna_capslog.plans.plan import Plan, Stage
+from varuna_capslog.planners.seconds import Link
+from varuna_capslog.planning.simulation import UPDATE_RATE, Simulation, simulate_plan, stage_seconds
+from varuna_capslog.plans.plan import Plan, PlanStage
 from varuna_capslog.profiles.record import LayerProfile, Profile
 from varuna_capslog.reports.perfetto import trace_events
 
@@ -80,9 +81,9 @@ def test_equal_stages_have_the_known_bubble(name: str, stages: int) -> None:
 
 def test_pipelines_of_different_length_end_together() -> None:
     stages = (
-        Stage(0, ((0, 2),), (0,)),
-        Stage(0, ((2, 4),), (1,)),
-        Stage(1, ((0, 4),), (2,)),
+        PlanStage(0, ((0, 2),), (0,)),
+        PlanStage(0, ((2, 4),), (1,)),
+        PlanStage(1, ((0, 4),), (2,)),
     )
     plan = make_plan(placed=stages, microbatches_of_pipeline=((0, 1), (2,)), num_microbatches=3)
     found = simulate_plan(make_profile(**{UPDATE_RATE: 0.05}), plan, recompute=False, link=Link(100.0, 0.0))
@@ -139,11 +140,11 @@ def simulation(request: pytest.FixtureRequest) -> Simulation:
     if request.param == "interleaved":
         parts |= {
             "cuts": (0, 1, 2, 3),
-            "placed": tuple(Stage(0, ((n, n + 1),), (n % 2,)) for n in range(4)),
+            "placed": tuple(PlanStage(0, ((n, n + 1),), (n % 2,)) for n in range(4)),
         }
     elif request.param == "two pipelines":
         pieces = [(0, (0, 2), 0), (0, (2, 4), 1), (1, (0, 1), 2), (1, (1, 4), 3)]
-        parts |= {"placed": tuple(Stage(number, (layers,), (rank,)) for number, layers, rank in pieces)}
+        parts |= {"placed": tuple(PlanStage(number, (layers,), (rank,)) for number, layers, rank in pieces)}
     return simulate_plan(profile, make_plan(**parts), link=Link(1000.0, 0.001))
 
 

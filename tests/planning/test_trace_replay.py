@@ -10,17 +10,18 @@ import pytest
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.planning.replanning import Replanner
-from varuna_capslog.planning.trace_replay import Layout, Pauses, Prices, TraceEvent, read_trace, replay
+from varuna_capslog.planning.trace_replay import Deployment, Pauses, Prices, TraceEvent, read_trace, replay
 from varuna_capslog.profiles.record import LayerProfile, Profile
+from varuna_capslog.schedules import RunShape
 
 
-def linear(devices: int) -> Layout | None:
+def linear(devices: int) -> Deployment | None:
     """10 samples/s for each device in pairs; one device is too few; planning takes half a second."""
     used = devices - devices % 2
-    return Layout(10.0 * used, used, 0.5) if devices >= 2 else None
+    return Deployment(10.0 * used, used, 0.5) if devices >= 2 else None
 
 
-def instant(devices: int) -> Layout | None:
+def instant(devices: int) -> Deployment | None:
     """The same without a search."""
     found = linear(devices)
     return None if found is None else replace(found, search_seconds=0.0)
@@ -180,7 +181,7 @@ def four_layers() -> Profile:
 
 
 def test_one_pipeline_uses_at_most_a_device_per_layer() -> None:
-    plan = Replanner(four_layers(), 8, planner="exact", schedule="gpipe", recompute=False)
+    plan = Replanner(four_layers(), 8, planner="exact", run=RunShape(schedule="gpipe", recompute=False))
     for devices, used in ((1, 1), (2, 2), (4, 4), (7, 4)):
         layout = plan(devices)
         assert layout is not None

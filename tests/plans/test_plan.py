@@ -9,7 +9,7 @@ import pytest
 
 from tests.values import changed
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.plans.plan import Plan, Shortfall, Stage, read_plan, write_plan
+from varuna_capslog.plans.plan import Plan, PlanStage, Shortfall, read_plan, write_plan
 
 SHORT: dict[str, Any] = {
     "format": "varuna-capslog/plan/1",
@@ -162,5 +162,47 @@ def test_records_made_in_code_pass_the_same_checks() -> None:
         Plan(num_layers=3, cuts=(1,))
     with pytest.raises(CapslogError, match="shortfall is given"):
         Plan(num_layers=3, cuts=(0,), shortfall=Shortfall(0, 1))
-    plan = Plan(num_layers=3, cuts=[0, 1], placed=[Stage(0, [[0, 1]], [1]), Stage(0, [[1, 3]], [0])])  # type: ignore[arg-type]
+    plan = Plan(num_layers=3, cuts=[0, 1], placed=[PlanStage(0, [[0, 1]], [1]), PlanStage(0, [[1, 3]], [0])])  # type: ignore[arg-type]
     assert plan.placement() == [1, 0]
+
+
+def two_stages_on_each_rank(**more: Any) -> dict[str, Any]:
+    """Stages 0 and 2 on rank 0, 1 and 3 on rank 1, each of 6 bytes."""
+    stages = [place(0, [[number, number + 1]], [number % 2], bytes=6) for number in range(4)]
+    return {"format": SHORT["format"], "num_layers": 4, "cuts": [0, 1, 2, 3], "stages": stages, **more}
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        # One stage per rank: the short form's bytes over its own capacity.
+        (
+            changed(changed(changed(SHORT, "shortfall", to=None), "fits", to=True), "capacity_bytes", to=[8, 8, 8]),
+            "rank 1 has 8 bytes of capacity and its stage(s) 1 hold 9 together",
+        ),
+        # Each of the stages fits its device, and the two of rank 0 together do not.
+        (
+            two_stages_on_each_rank(capacity_bytes=[11, 12], fits=True),
+            "rank 0 has 11 bytes of capacity and its stage(s) 0, 2 hold 12 together",
+        ),
+    ],
+)
+def test_a_plan_that_says_fits_over_its_own_capacity_is_refused(value: dict[str, Any], message: str) -> None:
+    """Such a plan was once accepted: stages were compared with nothing, least of all those that share a rank."""
+    with pytest.raises(CapslogError) as error:
+        Plan.from_json(value)
+    assert "fits is true, but " + message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"capacity_bytes": [12, 12], "fits": True},
+        {"capacity_bytes": 11, "fits": False},
+        {"capacity_bytes": 11, "fits": None},
+        {"capacity_bytes": None, "fits": True},
+        {"capacity_bytes": [12], "fits": True},  # no capacity is known for rank 1
+    ],
+)
+def test_what_fits_or_claims_nothing_is_accepted(more: dict[str, Any]) -> None:
+    assert Plan.from_json(two_stages_on_each_rank(**more)).fits == more["fits"]

@@ -17,7 +17,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import load_config
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 from varuna_capslog.model.workload import Workload
-from varuna_capslog.planners import plan
+from varuna_capslog.planning.search import plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.profiling import estimate
 from varuna_capslog.profiling.estimate import Memo, StageEstimator, estimate_config, estimate_stage, estimate_workload
@@ -94,7 +94,7 @@ def test_convolutions_and_running_statistics_meet_it_too() -> None:
 
 @pytest.mark.skipif("512" not in torch.backends.cpu.get_cpu_capability(), reason="the table holds for AVX-512")
 def test_a_small_detr_meets_it_from_the_frozen_stem_to_the_matched_loss() -> None:
-    from varuna_capslog.config.reading import load_workload
+    from varuna_capslog.model.workload import load_workload
 
     compare(load_workload(load_config(PLAIN, SMALL)), 1, 1e-3)
 
@@ -232,7 +232,7 @@ def test_the_numbers_of_the_paper_from_shapes_alone() -> None:
 
 
 def workload_of(path: str) -> Workload:
-    from varuna_capslog.config.reading import load_workload
+    from varuna_capslog.model.workload import load_workload
 
     return load_workload(load_config(path))
 

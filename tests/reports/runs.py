@@ -14,10 +14,11 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 
-from varuna_capslog import planners
 from varuna_capslog.config.reading import Config, dump_config
+from varuna_capslog.planning import search
 from varuna_capslog.plans.plan import Plan, write_plan
 from varuna_capslog.profiles.record import LayerProfile, Profile, write_profile
+from varuna_capslog.schedules import RunShape
 
 MIB = 2**20
 START = 1_753_000_000.0
@@ -105,14 +106,12 @@ def write_run(
     (folder / "config.yaml").write_text(dump_config(config))
     profile = make_profile(num_layers, times)
     write_profile(folder / "profile.json", profile)
-    plan = planners.plan(
+    plan = search.plan(
         profile,
         stages,
         planner="exact",
         capacity=capacity,
-        schedule="varuna",
-        num_microbatches=microbatches,
-        microbatch_size=1,
+        run=RunShape(microbatches, microbatch_size=1),
     )
     if schedule != "varuna":
         plan = Plan.from_json(plan.to_json() | {"schedule": schedule})

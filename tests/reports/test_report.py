@@ -17,7 +17,7 @@ from tests.reports.page_reader import Page
 from tests.reports.runs import CLASSES, make_profile, write_run
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.plans.plan import Plan, Stage, write_plan
+from varuna_capslog.plans.plan import Plan, PlanStage, write_plan
 from varuna_capslog.profiles.record import Profile, SharedParameter, write_profile
 from varuna_capslog.reports import write_report
 from varuna_capslog.reports.wording import UNKNOWN
@@ -214,6 +214,7 @@ def test_broken_lines_are_counted_and_left_out(small: Path) -> None:
 def test_the_newest_plan_counts_and_only_its_peaks(small: Path) -> None:
     old = json.loads((small / "plan-0.json").read_text())
     new = old | {"cuts": [0, 2], "stage_bytes": [3 * GIB, 5 * GIB], "peak_bytes": 5 * GIB, "planner": "capslog"}
+    new |= {"stage_seconds": None, "capacity_bytes": 6 * GIB}
     (small / "plan-9.json").write_text(json.dumps(old))
     (small / "plan-10.json").write_text(json.dumps(new))
     peaks = {1: (9, [9 * GIB, 9 * GIB]), 2: (10, [4 * GIB, 4 * GIB]), 3: (11, [2 * GIB, 5 * GIB])}
@@ -311,7 +312,7 @@ def test_stages_that_share_a_rank_get_no_error(small: Path) -> None:
     plan = Plan(
         num_layers=6, cuts=(0, 1, 3, 5), model="m", schedule="gpipe", num_microbatches=2, stage_bytes=(GIB,) * 4,
         capacity_bytes=(8 * GIB, 6 * GIB),
-        placed=tuple(Stage(0, ((a, b),), (rank,)) for a, b, rank in ((0, 1, 0), (1, 3, 1), (3, 5, 0), (5, 6, 1))),
+        placed=tuple(PlanStage(0, ((a, b),), (rank,)) for a, b, rank in ((0, 1, 0), (1, 3, 1), (3, 5, 0), (5, 6, 1))),
     )  # fmt: skip
     write_plan(small / "plan-1.json", plan)
     row = {"step": 2, "loss": 1.0, "generation": 1, "peak_bytes": [2 * GIB, 3 * GIB, 2 * GIB, 3 * GIB]}
@@ -393,7 +394,8 @@ def changed(small: Path) -> Path:
     spans = {0: (1, 20), 1: (21, 30), 2: (31, 32), 3: (33, 60)}
     plan = files.read_json(small / "plan-0.json")
     for generation in (1, 2, 3):
-        one = plan if generation == 3 else plan | {"cuts": [0], "stage_bytes": [sum(plan["stage_bytes"])]}
+        alone = {"cuts": [0], "stage_bytes": [sum(plan["stage_bytes"])], "stage_seconds": None}
+        one = plan if generation == 3 else plan | alone
         one = one if generation == 3 else one | {"peak_bytes": sum(plan["stage_bytes"]), "capacity_bytes": None}
         files.write_json(small / f"plan-{generation}.json", one)
     rows = []

@@ -8,10 +8,11 @@ import pytest
 from matplotlib.figure import Figure
 
 from tests.reports.test_pictures import assert_legible, figures  # noqa: F401  (a fixture)
+from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.comparison import Row
-from varuna_capslog.planning.simulation import UPDATE_RATE, Link, Simulation, simulate_plan
-from varuna_capslog.planning.trace_replay import Layout, TraceEvent, replay
-from varuna_capslog.plans.plan import Plan, Stage
+from varuna_capslog.planning.simulation import UPDATE_RATE, Simulation, simulate_plan
+from varuna_capslog.planning.trace_replay import Deployment, TraceEvent, replay
+from varuna_capslog.plans.plan import Plan, PlanStage
 from varuna_capslog.profiles.record import LayerProfile, Profile
 from varuna_capslog.reports.comparison import draw_comparison
 from varuna_capslog.reports.gantt import draw_simulation
@@ -30,7 +31,7 @@ def simulation(stages: int, microbatches: int, ranks: int, pipelines: int = 1, k
         for n in range(stages)
     ]  # fmt: skip
     placed = [
-        Stage(number, ((stage, stage + 1),), (number * ranks + stage % ranks,))
+        PlanStage(number, ((stage, stage + 1),), (number * ranks + stage % ranks,))
         for number in range(pipelines)
         for stage in range(stages)
     ]
@@ -92,7 +93,11 @@ def test_a_comparison_of_nothing_known(tmp_path: Path, figures: list[Figure]) ->
 def test_replays(tmp_path: Path, figures: list[Figure]) -> None:  # noqa: F811
     events = [TraceEvent(0.0, "add", f"n{n}") for n in range(9)]
     events += [TraceEvent(600.0 * n, "remove", f"n{n}") for n in range(1, 9)]
-    found = replay(events, lambda devices: Layout(devices * 3.0, devices - devices % 2, 0.001) if devices > 2 else None)
+
+    def deployed(devices: int) -> Deployment | None:
+        return Deployment(devices * 3.0, devices - devices % 2, 0.001) if devices > 2 else None
+
+    found = replay(events, deployed)
     draw_replay(tmp_path / "x.png", found)
     assert_legible(figures[0])
     above, below = figures[0].axes

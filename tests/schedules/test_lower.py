@@ -16,7 +16,7 @@ from varuna_capslog.schedules import (
     Message,
     Recv,
     Schedule,
-    Send,
+    SendInstruction,
     find_deadlock,
     lower,
     make_schedule,
@@ -85,12 +85,12 @@ def test_what_is_sent_is_what_must_cross(name: str, shape: tuple[int, int, list[
     assert set(messages) == expected
     for (source, destination), channel in lowered.channels.items():
         assert all(_endpoints(message, placement) == (source, destination) for message in channel)
-        assert [one.message for one in _of(lowered, source, Send, destination)] == channel
+        assert [one.message for one in _of(lowered, source, SendInstruction, destination)] == channel
         assert [one.message for one in _of(lowered, destination, Recv, source)] == channel
     for rank, program in enumerate(lowered.programs):
         assert [one for one in program if isinstance(one, Action)] == schedule[rank]
         for index, one in enumerate(program):
-            if isinstance(one, Send):  # directly after the action that made it
+            if isinstance(one, SendInstruction):  # directly after the action that made it
                 m = one.message
                 kind, stage = ("F", m.boundary - 1) if m.kind == "activation" else ("B", m.boundary)
                 assert program[index - 1] == Action(stage, kind, m.microbatch)
@@ -101,8 +101,10 @@ def test_what_is_sent_is_what_must_cross(name: str, shape: tuple[int, int, list[
     assert find_deadlock(lowered) is None
 
 
-def _of(lowered: Lowered, rank: int, kind: type[Send] | type[Recv], peer: int) -> list[Send | Recv]:
-    messages = [one for one in lowered.programs[rank] if isinstance(one, Send | Recv)]
+def _of(
+    lowered: Lowered, rank: int, kind: type[SendInstruction] | type[Recv], peer: int
+) -> list[SendInstruction | Recv]:
+    messages = [one for one in lowered.programs[rank] if isinstance(one, SendInstruction | Recv)]
     return [one for one in messages if isinstance(one, kind) and one.peer == peer]
 
 
@@ -161,7 +163,9 @@ def test_a_receiver_in_another_order_than_the_sender_is_found() -> None:
     """Without tags the wrong tensor would be taken for the right one; the finder refuses the pair."""
     first, second = Message("activation", 1, 0), Message("activation", 1, 1)
     lowered = Lowered(
-        [[Send(first, 1), Send(second, 1)], [Recv(second, 0), Recv(first, 0)]], {(0, 1): [first, second]}, [0, 1]
+        [[SendInstruction(first, 1), SendInstruction(second, 1)], [Recv(second, 0), Recv(first, 0)]],
+        {(0, 1): [first, second]},
+        [0, 1],
     )
     found = find_deadlock(lowered)
     assert found is not None

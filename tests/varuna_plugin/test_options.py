@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import varuna_capslog.varuna_plugin as plugin
-from varuna_capslog import planners
 from varuna_capslog.base.errors import CapslogError, DoesNotFit
-from varuna_capslog.plans.plan import Plan, Stage, write_plan
+from varuna_capslog.planning import search
+from varuna_capslog.plans.plan import Plan, PlanStage, write_plan
 from varuna_capslog.profiles.record import LayerProfile, Profile, write_profile
 from varuna_capslog.varuna_plugin import options
 
@@ -52,11 +52,11 @@ def test_a_plan_for_another_model_or_world_is_refused() -> None:
 
 
 def test_what_varuna_cannot_run_is_refused() -> None:
-    twice = Plan(num_layers=2, cuts=(0, 1), placed=(Stage(0, ((0, 1),), (0,)), Stage(0, ((1, 2),), (0,))))
+    twice = Plan(num_layers=2, cuts=(0, 1), placed=(PlanStage(0, ((0, 1),), (0,)), PlanStage(0, ((1, 2),), (0,))))
     with pytest.raises(CapslogError, match="several stages on a rank"):
         plugin.configure(cuts=twice)
     recompute = {"1": "recompute"}
-    actions = (Stage(0, ((0, 1),), (0,)), Stage(0, ((1, 2),), (1,), memory_actions=recompute))
+    actions = (PlanStage(0, ((0, 1),), (0,)), PlanStage(0, ((1, 2),), (1,), memory_actions=recompute))
     with pytest.raises(CapslogError, match="memory actions"):
         plugin.configure(cuts=Plan(num_layers=2, cuts=(0, 1), placed=actions))
     for wrong in ({"cuts": [0, 1.5]}, {"cuts": []}, {"loss": "max"}, {"timeout_seconds": 0}):
@@ -99,7 +99,7 @@ def test_cuts_are_searched_for_as_many_stages_as_varuna_has(tmp_path: Path) -> N
             assert max(sum(LAYERS[a:b]) for a, b in itertools.pairwise((*cuts, 7))) == best
     # another planner, other cuts: equally many layers
     plugin.configure(profile=profile, planner="varuna")
-    assert options.current().cuts_for(7, 3) == planners.plan(profile, 3, planner="varuna").cuts != cuts
+    assert options.current().cuts_for(7, 3) == search.plan(profile, 3, planner="varuna").cuts != cuts
 
 
 def test_what_does_not_fit_is_said_before_anything_is_built() -> None:

@@ -10,11 +10,12 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, TypeVar
 
 from varuna_capslog.base.errors import CapslogError
 
-__all__ = ["build", "choice", "interval", "listed", "refuse_unknown", "seconds", "text", "whole", "within"]
+__all__ = ["build", "choice", "cut_list", "interval", "listed", "refuse_unknown", "seconds", "text", "whole", "within"]
 
 T = TypeVar("T")
 
@@ -90,6 +91,26 @@ def listed(value: Any, name: str) -> list[Any]:
     if not isinstance(value, (list, tuple)):
         raise CapslogError(f"{name} is {_kind(value)}; it must be a list")
     return list(value)
+
+
+def cut_list(cuts: Any, num_layers: int | None, name: str = "cuts") -> tuple[int, ...]:
+    """Return the first layer of each stage as a tuple: it begins with 0, rises strictly and stays below `num_layers`.
+
+    num_layers: None where it is not known yet.
+    """
+    numbers = tuple(whole(cut, f"{name}[{i}]") for i, cut in enumerate(listed(cuts, name)))
+    if not numbers or numbers[0] != 0:
+        raise CapslogError(f"{name} is {list(numbers)}; it must begin with 0, the first layer of the first stage")
+    for before, cut in pairwise(numbers):
+        if cut <= before:
+            raise CapslogError(
+                f"{name} is {list(numbers)}; {cut} follows {before}, but cuts must rise: each stage holds a layer"
+            )
+    if num_layers is not None and numbers[-1] >= num_layers:
+        raise CapslogError(
+            f"{name} is {list(numbers)}; no stage can begin at {numbers[-1]}, the last layer is {num_layers - 1}"
+        )
+    return numbers
 
 
 def interval(value: Any, name: str) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from varuna_capslog.base.errors import CapslogError
 
 if TYPE_CHECKING:
     from varuna_capslog.config.reading import Config
-    from varuna_capslog.planning.simulation import Link
+    from varuna_capslog.planners.seconds import Link
     from varuna_capslog.plans.plan import Plan
     from varuna_capslog.profiles.record import Profile
 
@@ -92,7 +92,7 @@ def blocks_of(config: Config | None) -> int | None:
 def link_of(bandwidth: str | None, latency: str, copy_bandwidth: str | None = None) -> Link:
     """The link that --bandwidth, --latency and --copy-bandwidth describe."""
     from varuna_capslog.base import units
-    from varuna_capslog.planning.simulation import Link
+    from varuna_capslog.planners.seconds import Link
 
     return Link(
         None if bandwidth is None else units.parse_rate(bandwidth, "--bandwidth"),
@@ -114,20 +114,16 @@ def print_plan(plan: Plan, profile: Profile | None = None) -> None:
     from rich.table import Table
 
     from varuna_capslog.base.units import format_bytes
-    from varuna_capslog.memory.headroom import Headroom
+    from varuna_capslog.planning.verdict import judge_plan
 
-    headroom = Headroom() if profile is None else Headroom.of(profile)
     table = Table(title=f"{plan.planner or 'given cuts'}: {len(plan.cuts)} stages of {plan.num_layers} layers")
     for heading in ("stage", "rank", "layers", "from", "to", "peak", "margin"):
         table.add_column(heading, justify="left" if heading in ("from", "to") else "right")
-    ranks = plan.placement()
-    capacities = plan.capacities_of(ranks)
+    ranks, verdict = plan.placement(), judge_plan(plan, profile)
     for stage, (first, end) in enumerate(plan.stages()):
         names = [profile.layers[index].name for index in (first, end - 1)] if profile else [str(first), str(end - 1)]
         peak = None if plan.stage_bytes is None else plan.stage_bytes[stage]
-        margin = ""
-        if peak is not None and capacities is not None:
-            margin = format_bytes(capacities[stage] - headroom.reserved(peak))
+        margin = "" if verdict is None else format_bytes(verdict.margins[stage])
         shown = "unknown" if peak is None else format_bytes(peak)
         table.add_row(str(stage), str(ranks[stage]), str(end - first), *names, shown, margin)
     console = Console()

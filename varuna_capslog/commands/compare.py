@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -60,20 +61,32 @@ def compare(
 ) -> None:
     """Ask every planner: peak, margin to the capacity, simulated step time and search time of each."""
     from varuna_capslog.base import units
+    from varuna_capslog.memory import AUTO
     from varuna_capslog.planning.comparison import compare as ask
+    from varuna_capslog.schedules import DEFAULT_RUN, RunShape
 
     if config is None and profile is None:
         raise CapslogError("nothing to compare for: give a CONFIG file or --profile FILE")
-    options: dict[str, Any] = {"memory": memory, "schedule": schedule, "num_microbatches": microbatches}
-    if capacity is not None:
-        options["capacity"] = units.parse_capacity(capacity)
-    costs = _profile(config, overrides, profile, devices, options, as_json)
-    count = options.pop("devices", devices)
-    if count is None:
+    settings, run, limit = None, DEFAULT_RUN, None
+    if config is not None:
+        from varuna_capslog.config.reading import load_config
+
+        changes = [] if devices is None else [f"pipeline.devices={devices}"]
+        settings = load_config(config, [*(overrides or ()), *changes, "pipeline.cuts=null"])
+        pipeline = settings.pipeline
+        devices, limit, memory = pipeline.devices, pipeline.capacity, memory or pipeline.memory
+        run = RunShape.of_config(settings).share(pipeline.replicas)
+    limit = limit if capacity is None else units.parse_capacity(capacity)
+    if schedule is not None:
+        run = dataclasses.replace(run, schedule=schedule)
+    if microbatches is not None:
+        run = dataclasses.replace(run, num_microbatches=microbatches, num_blocks=1)
+    costs = profile_of(profile, settings, show=not as_json)
+    if devices is None:
         raise CapslogError("--profile without a CONFIG needs --devices N, the number of devices to plan for")
-    link = link_of(bandwidth, latency)
     names = None if planners is None else [name.strip() for name in planners.split(",")]
-    rows = ask(costs, count, names=names, link=link, **options)
+    link = link_of(bandwidth, latency)
+    rows = ask(costs, devices, names=names, run=run, memory=memory or AUTO, capacity=limit, link=link)
     if output is not None:
         from varuna_capslog.base import files
         from varuna_capslog.reports.comparison import draw_comparison
@@ -83,43 +96,9 @@ def compare(
     if as_json:
         print_json([row.to_json() for row in rows])
         return
-    _print(rows, costs, count)
+    _print(rows, costs, devices)
     if output is not None:
         typer.echo(f"written to {output}: comparison.png, comparison.json")
-
-
-def _profile(
-    config: Path | None,
-    overrides: list[str] | None,
-    profile: Path | None,
-    devices: int | None,
-    options: dict[str, Any],
-    as_json: bool,
-) -> Profile:
-    """The profile; what the flags leave open is filled in from the config."""
-    settings = None
-    if config is not None:
-        from varuna_capslog.config.reading import load_config
-
-        changes = [] if devices is None else [f"pipeline.devices={devices}"]
-        settings = load_config(config, [*(overrides or ()), *changes, "pipeline.cuts=null"])
-        pipeline = settings.pipeline
-        found = {
-            "memory": pipeline.memory,
-            "schedule": pipeline.schedule,
-            "num_microbatches": settings.num_microbatches // pipeline.replicas,
-        }
-        for name, value in found.items():
-            if options[name] is None:
-                options[name] = value
-        options.setdefault("capacity", pipeline.capacity)
-        options |= {
-            "devices": pipeline.devices,
-            "microbatch_size": settings.train.microbatch_size,
-            "recompute": pipeline.recompute,
-            "stage_inputs": pipeline.stage_inputs,
-        }
-    return profile_of(profile, settings, show=not as_json)
 
 
 def _print(rows: Sequence[Row], profile: Profile, devices: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,7 +23,7 @@ from varuna_capslog.commands.arguments import (
 )
 
 if TYPE_CHECKING:
-    from varuna_capslog.commands.plan_time import Request
+    from varuna_capslog.commands.plan_time import PlanRequest
     from varuna_capslog.config.reading import Config
     from varuna_capslog.planners.seconds import Link
     from varuna_capslog.plans.plan import Plan
@@ -156,7 +157,7 @@ def plan(
 
 
 def _plan_one(
-    request: Request, config: Config | None, planner: int | str | None, output: Path | None, as_json: bool
+    request: PlanRequest, config: Config | None, planner: int | str | None, output: Path | None, as_json: bool
 ) -> None:
     """One pipeline by one planner."""
     profile = request.only_profile()
@@ -201,57 +202,44 @@ def _request(
     minibatch: int | None,
     link: Link,
     show: bool,
-) -> Request:
+) -> PlanRequest:
     """What is planned for: from the config, or from the flags and what a profile says of its run."""
     from varuna_capslog.base import units
-    from varuna_capslog.commands.plan_time import Request
+    from varuna_capslog.commands.plan_time import PlanRequest
     from varuna_capslog.config.settings import Pipeline
     from varuna_capslog.profiles.record import read_profile
-    from varuna_capslog.schedules import SCHEDULES
+    from varuna_capslog.schedules import SCHEDULES, RunShape
     from varuna_capslog.start.prepare import profile_run
 
     read = [read_profile(path) for path in profiles or ()]
     if config is not None:
         pipeline = config.pipeline
-        return Request(
+        return PlanRequest(
             read or [profile_run(config, show)],
             pipeline.devices,
+            RunShape(None, pipeline.schedule, pipeline.recompute, pipeline.stage_inputs),
             pipeline.memory,
             pipeline.capacity,
-            pipeline.schedule,
-            pipeline.recompute,
-            pipeline.stage_inputs,
             config.train.minibatch_size,
             link,
         )
     defaults = Pipeline()
     memory, capacity = str(given.get("memory", defaults.memory)), given.get("capacity")
-    return Request(
+    return PlanRequest(
         read,
         int(given["devices"]),
+        RunShape.of_conditions(read[0].conditions, memory if memory in SCHEDULES else defaults.schedule),
         memory,
         None if capacity is None else units.parse_capacity(capacity),
-        memory if memory in SCHEDULES else defaults.schedule,
-        bool(read[0].conditions.get("recompute", defaults.recompute)),
-        str(read[0].conditions.get("stage_inputs", defaults.stage_inputs)),
         minibatch,
         link,
     )
 
 
-def _of_profile(request: Request, profile: Profile, planner: int | str | None) -> Plan:
+def _of_profile(request: PlanRequest, profile: Profile, planner: int | str | None) -> Plan:
     from varuna_capslog.config.settings import Pipeline
-    from varuna_capslog.planners import plan as search
+    from varuna_capslog.planning.search import plan as search
 
-    return search(
-        profile,
-        request.devices,
-        planner=str(planner or Pipeline().planner),
-        memory=request.memory,
-        capacity=request.capacity,
-        schedule=request.schedule,
-        num_microbatches=None if request.minibatch_size is None else request.microbatches(profile),
-        recompute=request.recompute,
-        stage_inputs=request.stage_inputs,
-        link=request.link,
-    )
+    count = None if request.minibatch_size is None else request.microbatches(profile)
+    run, name = dataclasses.replace(request.run, num_microbatches=count), str(planner or Pipeline().planner)
+    return search(profile, request.devices, name, request.memory, request.capacity, run, request.link)

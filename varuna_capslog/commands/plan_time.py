@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,23 +17,25 @@ if TYPE_CHECKING:
     from varuna_capslog.planners.seconds import Link
     from varuna_capslog.planners.throughput import Fastest
     from varuna_capslog.profiles.record import Profile
+    from varuna_capslog.schedules import RunShape
 
-__all__ = ["Request", "plan_front", "plan_jointly"]
+__all__ = ["PlanRequest", "plan_front", "plan_jointly"]
 
 PICTURES = (".png",)
 
 
 @dataclass(frozen=True)
-class Request:
-    """What is planned for: the flags and the config, resolved to values of the library."""
+class PlanRequest:
+    """What is planned for: the flags and the config, resolved to values of the library.
+
+    run: how a step is run; the numbers of it depend on the profile and are not set.
+    """
 
     profiles: list[Profile]
     devices: int
+    run: RunShape
     memory: str
     capacity: int | list[int] | None
-    schedule: str
-    recompute: bool
-    stage_inputs: str
     minibatch_size: int | None
     link: Link | None
 
@@ -55,19 +57,18 @@ class Request:
         return self.profiles[0]
 
 
-def plan_front(request: Request, output: Path | None, as_json: bool) -> None:
+def plan_front(request: PlanRequest, output: Path | None, as_json: bool) -> None:
     """Prints the front of one pipeline; writes it as a picture (.png) or as JSON. Exit status 3 if nothing fits."""
-    from varuna_capslog.memory import MEMORY_MODELS, RunShape, resolve
-    from varuna_capslog.planners import plan, usable_bytes
+    from varuna_capslog.memory import MEMORY_MODELS, resolve
     from varuna_capslog.planners.pareto import pareto_front
     from varuna_capslog.planners.seconds import LayerSeconds
-    from varuna_capslog.planners.throughput import Run
+    from varuna_capslog.planning.search import plan, usable_bytes
 
     profile = request.only_profile()
     count = request.microbatches(profile)
-    shape = RunShape(count, request.schedule, request.recompute, request.stage_inputs)
-    memory, costs = resolve(request.memory, profile, shape)
-    if (gap := MEMORY_MODELS[memory].gap(request.schedule, request.recompute, request.stage_inputs)) is not None:
+    run = replace(request.run, num_microbatches=count)
+    memory, costs = resolve(request.memory, profile, run)
+    if (gap := MEMORY_MODELS[memory].gap(run)) is not None:
         raise CapslogError(f"there is no front without peaks: {gap}")
     if request.devices > profile.num_layers:
         raise CapslogError(
@@ -75,20 +76,16 @@ def plan_front(request: Request, output: Path | None, as_json: bool) -> None:
         )
     given = request.capacity
     capacities = usable_bytes(profile, given, request.devices)
-    run = Run(request.schedule, count, request.recompute)
     front = pareto_front(costs, LayerSeconds.of_profile(profile, request.link), run, request.devices, capacities)
     if not front:
-        answer = plan(
-            profile, request.devices, "exact", request.memory, given, request.schedule, count, None,
-            request.recompute, request.stage_inputs,
-        )  # fmt: skip
+        answer = plan(profile, request.devices, "exact", request.memory, given, run)
         raise DoesNotFit("; ".join(answer.notes))
-    title = f"{profile.model or 'profile'}: {request.devices} stages, {count} microbatches, {request.schedule}"
+    title = f"{profile.model or 'profile'}: {request.devices} stages, {count} microbatches, {run.schedule}"
     value = {
         "model": profile.model,
         "profile_digest": profile.digest,
         "devices": request.devices,
-        "schedule": request.schedule,
+        "schedule": run.schedule,
         "num_microbatches": count,
         "memory_model": memory,
         "front": [_point(point) for point in front],
@@ -107,10 +104,13 @@ def plan_front(request: Request, output: Path | None, as_json: bool) -> None:
         _print_front(front, title)
 
 
-def plan_jointly(request: Request, speeds: str | None, blocks: int | None, output: Path | None, as_json: bool) -> None:
+def plan_jointly(
+    request: PlanRequest, speeds: str | None, blocks: int | None, output: Path | None, as_json: bool
+) -> None:
     """Prints the pipelines for N devices and writes the plan in full form. Exit status 3 if nothing fits."""
     from varuna_capslog.base.units import parse_numbers
-    from varuna_capslog.planners.joint import Device, joint_plan
+    from varuna_capslog.planners.joint import Device
+    from varuna_capslog.planning.search import joint_plan
     from varuna_capslog.plans.plan import write_plan
 
     number = request.devices
@@ -128,10 +128,8 @@ def plan_jointly(request: Request, speeds: str | None, blocks: int | None, outpu
         devices,
         request.minibatch_size,
         blocks,
+        request.run,
         request.memory,
-        request.schedule,
-        request.recompute,
-        request.stage_inputs,
         request.link,
     )
     if output is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,41 +12,40 @@ from varuna_capslog.commands.arguments import blocks_of, print_json
 
 if TYPE_CHECKING:
     from varuna_capslog.config.reading import Config
-    from varuna_capslog.planning.simulation import Link
+    from varuna_capslog.planners.seconds import Link
     from varuna_capslog.planning.trace_replay import Pauses, Prices, Replay
     from varuna_capslog.profiles.record import Profile
+    from varuna_capslog.schedules import RunShape
 
-__all__ = ["print_replay", "replay_trace"]
+__all__ = ["ReplayFlags", "print_replay", "replay_trace"]
 
 
-def replay_trace(
-    trace: Path,
-    profile: Profile,
-    settings: Config | None,
-    *,
-    planner: str | None,
-    schedule: str | None,
-    recompute: bool | None,
-    stage_inputs: str,
-    minibatch: int | None,
-    capacity: int | None,
-    devices: int | None,
-    duration_seconds: float | None,
-    link: Link,
-    pauses: Pauses,
-    prices: Prices,
-) -> Replay:
-    """Reads the trace and replays it; what is None comes from the config, or is the command's default."""
+@dataclass(frozen=True)
+class ReplayFlags:
+    """What the flags of --trace say; what is None comes from the config, or is the command's default."""
+
+    trace: Path
+    planner: str | None
+    minibatch: int | None
+    capacity: int | None
+    devices: int | None
+    duration_seconds: float | None
+    pauses: Pauses
+    prices: Prices
+
+
+def replay_trace(flags: ReplayFlags, profile: Profile, settings: Config | None, run: RunShape, link: Link) -> Replay:
+    """Reads the trace and replays it with a step that is run like `run`."""
     from varuna_capslog.planners import DEFAULT_MICROBATCHES_PER_STAGE
     from varuna_capslog.planning.replanning import JOINT, Replanner
     from varuna_capslog.planning.trace_replay import most_nodes, read_trace, replay
 
-    events = read_trace(trace)
-    most = devices or most_nodes(events)
+    events = read_trace(flags.trace)
+    most = flags.devices or most_nodes(events)
+    minibatch, capacity = flags.minibatch, flags.capacity
     size = profile.conditions.get("microbatch_size", 1)
     if settings is not None:
         pipeline = settings.pipeline
-        schedule = schedule or pipeline.schedule
         minibatch = minibatch or settings.train.minibatch_size
         if capacity is None and isinstance(pipeline.capacity, int):
             capacity = pipeline.capacity
@@ -55,15 +55,20 @@ def replay_trace(
     answer = Replanner(
         profile,
         minibatch,
-        planner=planner or JOINT,
+        planner=flags.planner or JOINT,
         capacity=capacity,
-        schedule=schedule or "varuna",
-        recompute=bool(profile.conditions.get("recompute", True)) if recompute is None else recompute,
-        stage_inputs=stage_inputs,
+        run=run,
         blocks=blocks_of(settings),
         link=link,
     )
-    return replay(events, answer, devices=most, pauses=pauses, prices=prices, duration_seconds=duration_seconds)
+    return replay(
+        events,
+        answer,
+        devices=most,
+        pauses=flags.pauses,
+        prices=flags.prices,
+        duration_seconds=flags.duration_seconds,
+    )
 
 
 def print_replay(found: Replay, trace: Path, output: Path | None, as_json: bool) -> None:

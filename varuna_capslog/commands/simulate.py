@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from varuna_capslog.planning.simulation import Simulation
     from varuna_capslog.plans.plan import Plan
     from varuna_capslog.profiles.record import Profile
+    from varuna_capslog.schedules import RunShape
 
 __all__ = ["simulate"]
 
@@ -103,8 +106,10 @@ def simulate(
     as_json: AsJson = False,
 ) -> None:
     """Play one step of a plan: step time, bubbles, memory over time; with --trace, goodput and cost on spot nodes."""
-    from varuna_capslog.base import fields, units
+    from varuna_capslog.base import units
+    from varuna_capslog.commands.replay import ReplayFlags, print_replay, replay_trace
     from varuna_capslog.planning.simulation import simulate_plan
+    from varuna_capslog.planning.trace_replay import Pauses, Prices
 
     if config is None and profile is None:
         raise CapslogError(
@@ -119,38 +124,24 @@ def simulate(
 
         settings = load_config(config, overrides or ())
     costs = profile_of(profile, settings, show=not as_json)
-    if settings is not None and recompute is None:
-        recompute = settings.pipeline.recompute
-    if stage_inputs is None:
-        known = costs.conditions.get("stage_inputs", "host") if settings is None else settings.pipeline.stage_inputs
-        stage_inputs = str(known)
-    fields.choice(stage_inputs, "stage_inputs", ("host", "device"))
+    run = _run(settings, costs, {"schedule": schedule, "recompute": recompute, "stage_inputs": stage_inputs})
     if trace is not None:
-        from varuna_capslog.commands.replay import print_replay, replay_trace
-        from varuna_capslog.planning.trace_replay import Pauses, Prices
-
-        found = replay_trace(
+        flags = ReplayFlags(
             trace,
-            costs,
-            settings,
-            planner=planner,
-            schedule=schedule,
-            recompute=recompute,
-            stage_inputs=stage_inputs,
-            minibatch=minibatch,
-            capacity=None if capacity is None else units.parse_bytes(capacity, "capacity"),
-            devices=devices,
-            duration_seconds=None if duration is None else units.parse_seconds(duration),
-            link=link,
-            pauses=Pauses(
+            planner,
+            minibatch,
+            None if capacity is None else units.parse_bytes(capacity, "capacity"),
+            devices,
+            None if duration is None else units.parse_seconds(duration),
+            Pauses(
                 units.parse_seconds(planned_pause, "planned-pause"),
                 units.parse_seconds(crash_pause, "crash-pause"),
                 units.parse_seconds(restart_pause, "restart-pause"),
                 units.parse_seconds(notice, "notice"),
             ),
-            prices=Prices(spot_price, on_demand_price),
+            Prices(spot_price, on_demand_price),
         )
-        print_replay(found, trace, output, as_json)
+        print_replay(replay_trace(flags, costs, settings, run, link), trace, output, as_json)
         return
     played = _plan(settings, costs, plan)
     step = simulate_plan(
@@ -158,8 +149,8 @@ def simulate(
         played,
         schedule=schedule,
         num_microbatches=microbatches,
-        recompute=recompute,
-        stage_inputs=stage_inputs,
+        recompute=run.recompute,
+        stage_inputs=run.stage_inputs,
         link=link,
         speeds=None if cores is None else [1.0] * cores,
     )
@@ -168,6 +159,23 @@ def simulate(
             f"pipeline.replicas={settings.pipeline.replicas}: one replica is played, and the exchange of gradients "
             "between replicas takes no time here"
         )
+    _show(step, played, output, as_json)
+
+
+def _run(settings: Config | None, costs: Profile, flags: Mapping[str, Any]) -> RunShape:
+    """How a step is run: as the flags say, else the config, else as the profile was taken."""
+    from varuna_capslog.schedules import RunShape
+
+    if settings is None:
+        run = RunShape.of_conditions(costs.conditions)
+    else:
+        pipeline = settings.pipeline
+        run = RunShape(None, pipeline.schedule, pipeline.recompute, pipeline.stage_inputs)
+    return dataclasses.replace(run, **{name: value for name, value in flags.items() if value is not None})
+
+
+def _show(step: Simulation, played: Plan, output: Path | None, as_json: bool) -> None:
+    """Prints the step as a table or JSON, and writes its files into a folder if asked to."""
     if output is not None:
         _write(output, step, played)
     if as_json:

@@ -7,13 +7,11 @@ data set and never guesses what a misspelt key was meant to be (it suggests).
 from __future__ import annotations
 
 import difflib
-import importlib
 import json
 import re
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin
+from typing import Any, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -21,9 +19,6 @@ from pydantic.fields import FieldInfo
 
 from varuna_capslog.base.errors import ConfigError
 from varuna_capslog.config.settings import Config, Elastic, Pipeline, Profiling, Section, Train
-
-if TYPE_CHECKING:
-    from varuna_capslog.model.workload import Workload
 
 __all__ = [
     "Config",
@@ -35,7 +30,6 @@ __all__ = [
     "Train",
     "dump_config",
     "load_config",
-    "load_workload",
     "section",
 ]
 
@@ -118,45 +112,6 @@ def section(model: type[Model], values: Mapping[str, Any], where: str) -> Model:
         return model.model_validate_json(json.dumps(values, default=str), strict=True)
     except ValidationError as error:
         raise ConfigError(_explain(model, error, where)) from None
-
-
-def load_workload(config: Config) -> Workload:
-    """Imports `config.workload` (modules of the current folder included) and calls it with the config.
-
-    Raises:
-        ConfigError: no such module or function, it is not callable, it gave no Workload, or it refused the config.
-    """
-    from varuna_capslog.model.workload import Workload
-
-    where = f"{config.source}: " if config.source else ""
-    prefix = f"{where}workload={config.workload!r}"
-    module_name, _, function_name = config.workload.partition(":")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (module_name + ".").startswith(error.name + "."):
-            raise ConfigError(
-                f"{prefix} needs the module {error.name!r}, which is not installed; install it"
-            ) from error
-        raise ConfigError(
-            f"{prefix}: there is no module {error.name!r}; install its package or start from the folder that holds it"
-        ) from None
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        near = _nearest(function_name, [name for name in vars(module) if not name.startswith("_")])
-        hint = f"; did you mean {near!r}?" if near else ""
-        raise ConfigError(f"{prefix}: {module_name!r} has no function {function_name!r}{hint}")
-    try:
-        workload = function(config)
-    except ConfigError as error:
-        raise ConfigError(f"{where}{error}") from error
-    if not isinstance(workload, Workload):
-        raise ConfigError(
-            f"{prefix} returned {type(workload).__name__}; it must return a varuna_capslog.model.workload.Workload"
-        )
-    return workload
 
 
 def _read(path: Path) -> dict[str, Any]:

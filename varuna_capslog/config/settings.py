@@ -6,13 +6,12 @@ opens a file.
 
 from __future__ import annotations
 
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 
-from varuna_capslog.base import units
+from varuna_capslog.base import fields, units
 
 __all__ = ["Config", "Elastic", "Pipeline", "Profiling", "Section", "Train"]
 
@@ -126,7 +125,7 @@ class Pipeline(Section):
     """Copies of the whole pipeline that share each minibatch; devices * replicas workers run."""
 
     planner: str = "exact"
-    """Which planner chooses the cuts: varuna, mcap-bf, mcap-bo, capslog, capslog-tb or exact."""
+    """Which planner chooses the cuts: varuna, mcap-bf, mcap-bo, capslog, capslog-tb, exact or throughput."""
 
     cuts: list[Annotated[int, Field(ge=0)]] | None = None
     """First layer of each stage, beginning with 0; null means that the planner chooses."""
@@ -161,10 +160,7 @@ class Pipeline(Section):
     def _agree(self) -> Pipeline:
         cuts = self.cuts
         if cuts is not None:
-            if not cuts or cuts[0] != 0 or any(b <= a for a, b in pairwise(cuts)):
-                raise ValueError(
-                    f"pipeline.cuts={cuts} must begin with 0 and grow strictly; list each stage's first layer"
-                )
+            fields.cut_list(cuts, None, "pipeline.cuts")
             if len(cuts) % self.devices:
                 raise ValueError(
                     f"pipeline.cuts={cuts} gives {len(cuts)} stages for pipeline.devices={self.devices}; "

@@ -17,8 +17,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.communicator import Communicator, PendingReceive, PendingSend
 from varuna_capslog.engine.stage import MicrobatchContext, Stage
 from varuna_capslog.model.chain import TensorSpec
-from varuna_capslog.schedules import Action, Lowered, Message, Recv
-from varuna_capslog.schedules import Send as SendInstruction
+from varuna_capslog.schedules import Action, Lowered, Message, Recv, SendInstruction
 
 __all__ = ["Executor", "message_specs"]
 

@@ -8,9 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.config.settings import Config
 from varuna_capslog.engine.optimizer import LearningRate
+from varuna_capslog.plans.plan import Plan
+from varuna_capslog.schedules import RunShape
 
-__all__ = ["EngineOptions", "Layout", "StepResult"]
+__all__ = ["EngineOptions", "Layout", "StepResult", "layout_of"]
 
 
 @dataclass(frozen=True)
@@ -52,22 +56,53 @@ class Layout:
         return f"rank {rank} ({what}{f', replica {rank // self.devices}' if self.replicas > 1 else ''})"
 
 
+def layout_of(plan: Plan, config: Config) -> Layout:
+    """The engine's layout of a plan, in the replicas of `config`.
+
+    Raises:
+        CapslogError: the plan says something that the engine cannot run, or would run otherwise; it names the field.
+    """
+    if plan.num_pipelines != 1:
+        raise CapslogError(f"the plan has {plan.num_pipelines} pipelines; this engine runs one plan in equal replicas")
+    for number, stage in enumerate(plan.placed or ()):
+        if stage.parallel["kind"] != "none":
+            raise CapslogError(
+                f"the plan wants {stage.parallel['kind']!r} parallelism inside a stage; this engine has none"
+            )
+        if stage.memory_actions:
+            raise CapslogError(
+                f"the plan wants memory actions for single layers ({dict(stage.memory_actions)}); not run here"
+            )
+        if len(stage.layers) != 1:
+            pieces = [list(piece) for piece in stage.layers]
+            raise CapslogError(
+                f"stages[{number}].layers is {pieces}; this engine runs stages of one range of layers, so give each "
+                "range a stage of its own"
+            )
+        if stage.microbatch_size not in (None, config.train.microbatch_size):
+            raise CapslogError(
+                f"stages[{number}].microbatch_size is {stage.microbatch_size}, but train.microbatch_size is "
+                f"{config.train.microbatch_size}; this engine runs one size on all stages, so make the two agree"
+            )
+    if plan.actions is None and plan.schedule not in (None, config.pipeline.schedule):
+        raise CapslogError(
+            f"schedule is {plan.schedule!r} in the plan, but pipeline.schedule is {config.pipeline.schedule!r}; "
+            "make the two agree, or plan again with this config"
+        )
+    return Layout(tuple(plan.cuts), tuple(plan.placement()), config.pipeline.replicas)
+
+
 @dataclass(frozen=True)
-class EngineOptions:
-    """Everything a step depends on besides model, layout and data; the same on every rank, constant for a run.
+class EngineOptions(RunShape):
+    """The whole step's shape (the replicas divide its blocks) and all else that a step depends on besides model, layout
+    and data; the same on every rank, constant for a run.
 
     Attributes:
-        num_microbatches: per step, over all replicas.
-        num_blocks: accumulation blocks, a multiple of the replicas.
-        schedule, recompute, stage_inputs, transport: see the config's `pipeline` section.
+        transport: see the config's `pipeline` section.
         clip_norm: largest global gradient norm, 0 = no clipping.
     """
 
     num_microbatches: int
-    num_blocks: int = 1
-    schedule: str = "varuna"
-    recompute: bool = True
-    stage_inputs: str = "host"
     transport: str = "gloo"
     precision: str = "float32"
     seed: int = 0

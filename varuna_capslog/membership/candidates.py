@@ -14,19 +14,19 @@ from numpy.typing import NDArray
 
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.memory import AUTO, MEMORY_MODELS, NEVER, RunShape, StageCosts, resolve
+from varuna_capslog.memory import AUTO, MEMORY_MODELS, NEVER, StageCosts, resolve
 from varuna_capslog.memory.composition import RangeCosts
 from varuna_capslog.memory.costs import RaisedCosts
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planners import PLANNER_NAMES, PLANNERS
 from varuna_capslog.planners.exact import exact_cuts, fewest_devices
 from varuna_capslog.planners.seconds import LayerSeconds, Link, step_player
-from varuna_capslog.planners.throughput import Run, fastest_cuts
+from varuna_capslog.planners.throughput import fastest_cuts
 from varuna_capslog.planning.simulation import UPDATE_RATE
 from varuna_capslog.profiles.record import Profile
-from varuna_capslog.schedules import ALWAYS_RECOMPUTE
+from varuna_capslog.schedules import RunShape
 
-__all__ = ["Candidate", "Candidates", "Steps"]
+__all__ = ["Candidate", "Candidates"]
 
 Floats = NDArray[np.float64]
 
@@ -38,30 +38,6 @@ _NARROW = 32
 
 _TICK = 1e-9
 """Seconds in which step times are compared, so that all members see the same ties."""
-
-
-@dataclass(frozen=True)
-class Steps:
-    """What of a run decides how its pipelines step and what they hold. See the keys of `pipeline` and `train`.
-
-    num_microbatches: of one step, over all replicas.
-    num_blocks: accumulation blocks; replicas divide it.
-    microbatch_size: None: that of the profile.
-    """
-
-    num_microbatches: int
-    num_blocks: int = 1
-    microbatch_size: int | None = None
-    schedule: str = "varuna"
-    recompute: bool = True
-    stage_inputs: str = "host"
-
-    def __post_init__(self) -> None:
-        if self.num_blocks < 1 or self.num_microbatches % self.num_blocks:
-            raise CapslogError(
-                f"{self.num_blocks} accumulation blocks do not divide the {self.num_microbatches} microbatches of a "
-                "step; choose a number that does"
-            )
 
 
 @dataclass(frozen=True)
@@ -101,7 +77,8 @@ class Candidates:
     Args:
         profile: of the chain; None: `layer_bytes` are the layers' weights, and neither bytes nor seconds are predicted.
         layer_bytes: state of each layer.
-        planner, memory: as in `planners.plan`.
+        run: the whole step, over all replicas, which divide its blocks.
+        planner, memory: as in `search.plan`.
         beside: bytes on the device beside training, per layer that a rank owns; default none.
         link: between ranks, in a pipeline and across; None: transfers take no time.
 
@@ -112,7 +89,7 @@ class Candidates:
 
     profile: Profile | None
     layer_bytes: Sequence[int]
-    steps: Steps
+    run: RunShape
     planner: str = "exact"
     memory: str = AUTO
     max_replicas: int | None = None
@@ -148,11 +125,11 @@ class Candidates:
         self._parameters = _running(known if len(known) == self.num_layers else [0] * self.num_layers)
         rate = None if profile is None or len(known) < self.num_layers else profile.conditions.get(UPDATE_RATE)
         self._update_rate = float(rate) if isinstance(rate, (int, float)) else 0.0
-        self._recompute = self.steps.recompute or self.steps.schedule in ALWAYS_RECOMPUTE
+        self._microbatches = self.run.microbatches
         profiled = None if profile is None else profile.conditions.get("microbatch_size")
-        same_size = None in (profiled, self.steps.microbatch_size) or profiled == self.steps.microbatch_size
+        same_size = None in (profiled, self.run.microbatch_size) or profiled == self.run.microbatch_size
         self.described = profile is not None and same_size
-        self._costs = {replicas: self._costs_of(replicas) for replicas in self._replicas(self.steps.num_blocks)}
+        self._costs = {replicas: self._costs_of(replicas) for replicas in self._replicas(self.run.num_blocks)}
         self._of_stages: dict[int, tuple[Floats, Floats]] = {}
         self._bounds: dict[int, Floats] = {}
         self._smallest: dict[tuple[int, int], list[int]] = {}
@@ -164,16 +141,16 @@ class Candidates:
         if not self.timed:
             return [1]
         most = min(most, self.max_replicas or most)
-        return [number for number in range(1, most + 1) if self.steps.num_blocks % number == 0]
+        return [number for number in range(1, most + 1) if self.run.num_blocks % number == 0]
 
     def _costs_of(self, replicas: int) -> StageCosts:
         """Bytes of every stage of one of so many pipelines, all that the device holds beside training included."""
-        profile, steps = self.profile, self.steps
+        profile = self.profile
         if profile is None:
             return RangeCosts(_ranges(self.layer_bytes, NEVER))
-        shape = RunShape(steps.num_microbatches // replicas, steps.schedule, steps.recompute, steps.stage_inputs)
+        shape = self.run.share(replicas)
         memory, costs = resolve(self.memory, profile, shape)
-        if MEMORY_MODELS[memory].gap(steps.schedule, steps.recompute, steps.stage_inputs) is not None:
+        if MEMORY_MODELS[memory].gap(shape) is not None:
             self.described = False
         more = self._waiting_blocks(replicas) * _ranges([layer.parameter_bytes or 0 for layer in profile.layers], 0)
         if self.beside is not None:
@@ -184,7 +161,7 @@ class Candidates:
         """Gradients that wait beside those the profile has: a single pipeline adds its blocks as they end, several keep
         all of theirs until the exchange.
         """
-        share = self.steps.num_blocks // replicas
+        share = self.run.num_blocks // replicas
         here = min(share, 2) - 1 if replicas == 1 else share - 1
         profiled = self.profile.conditions.get("accumulation_blocks", 1) if self.profile is not None else 1
         return max(0, here - (1 if isinstance(profiled, int) and profiled > 1 else 0))
@@ -247,7 +224,7 @@ class Candidates:
         """(replicas, stages), those with the smallest bound first; of equals those that use most devices."""
         shapes = [
             (replicas, stages)
-            for replicas in self._replicas(min(devices, self.steps.num_blocks))
+            for replicas in self._replicas(min(devices, self.run.num_blocks))
             for stages in range(1, min(devices // replicas, self.num_layers) + 1)
         ]
         return sorted(shapes, key=lambda shape: (self.bound_ticks(*shape), -shape[0] * shape[1], shape[0]))
@@ -288,16 +265,15 @@ class Candidates:
             return PLANNERS[self.planner](costs, stages, usable)
         if self._seconds is None:
             return exact_cuts(costs, stages, usable)
-        run = Run(self.steps.schedule, self.steps.num_microbatches // replicas, self._recompute)
-        found = fastest_cuts(costs, self._seconds, run, stages, usable, width=_NARROW)
+        found = fastest_cuts(costs, self._seconds, self.run.share(replicas), stages, usable, width=_NARROW)
         return exact_cuts(costs, stages, usable) if found is None else found.cuts
 
     def _step_ticks(self, replicas: int, cuts: tuple[int, ...]) -> int | None:
         """The step of one pipeline by the simulator, the exchange with the others, and the slowest update."""
         if self._seconds is None:
             return None
-        microbatches = self.steps.num_microbatches // replicas
-        player = step_player(self.steps.schedule, len(cuts), microbatches, self._recompute)
+        microbatches = self._microbatches // replicas
+        player = step_player(self.run.schedule, len(cuts), microbatches, self.run.recomputes)
         seconds = player.seconds_of_one(self._seconds.of_cuts(np.array([cuts])))
         weights = np.diff(self._parameters[[*cuts, self.num_layers]]).max()
         return round((seconds + self._after(replicas, float(weights))) / _TICK)
@@ -307,7 +283,7 @@ class Candidates:
         one by one, then it updates.
         """
         assert self.link is not None
-        blocks = self.steps.num_blocks
+        blocks = self.run.num_blocks
         foreign = blocks - blocks // replicas
         exchange = foreign * self.link.seconds(round(parameter_bytes)) if foreign and parameter_bytes else 0.0
         return exchange + self._update_rate * parameter_bytes
@@ -338,13 +314,13 @@ class Candidates:
             size = self.num_layers
             inner, last = np.zeros((size, size + 1)), np.zeros(size)
             if self._seconds is not None:
-                microbatches = self.steps.num_microbatches // replicas
+                microbatches = self._microbatches // replicas
                 forward, backward = self._seconds.forward, self._seconds.backward
                 passed = (forward + backward)[:-1, None]
                 both = (forward + backward)[None, :] - passed
                 last = np.maximum(microbatches * both[:, -1] + passed[:, 0], forward[-1] + backward[-1])
                 inner = microbatches * both + passed
-                if self._recompute:
+                if self.run.recomputes:
                     inner = inner + (microbatches - 1) * (forward[None, :] - forward[:-1, None])
             inner[np.tri(size, size + 1, dtype=np.bool_)] = np.inf
             self._of_stages[replicas] = inner, last

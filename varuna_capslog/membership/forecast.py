@@ -9,12 +9,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from varuna_capslog.base.units import format_bytes
 from varuna_capslog.config.reading import Config
 from varuna_capslog.membership.placing import Placer, describe_reserves, state_bytes
 from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.memory.headroom import Headroom
-from varuna_capslog.plans.plan import Plan, Shortfall
+from varuna_capslog.planning.verdict import Verdict, judge
+from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 
 __all__ = ["with_reserves"]
@@ -28,7 +28,7 @@ def with_reserves(config: Config, profile: Profile, plan: Plan, find: Callable[.
     fit. Copies that find no room are said, not refused: the run trains without that protection.
 
     Args:
-        find: `planners.plan` for this run, without capacity and cuts.
+        find: `search.plan` for this run, without capacity and cuts.
 
     Raises:
         CapslogError: as `Placer`: what a run that changes its members cannot be planned with.
@@ -46,29 +46,22 @@ def with_reserves(config: Config, profile: Profile, plan: Plan, find: Callable[.
         for rank in range(len(plan.cuts) * replicas)
     ]
 
-    def lacking(cuts: Sequence[int]) -> list[int]:
-        """Bytes by which each stage exceeds its device."""
-        held = placer.of_cuts(cuts, replicas, seats)[1]
-        if held is None or capacities is None:
-            return [0]
-        return [headroom.reserved(used) - size for used, size in zip(held, capacities, strict=True)]
+    def judged(cuts: Sequence[int]) -> Verdict | None:
+        """Whether stages with what lies beside them fit their devices."""
+        return judge(placer.of_cuts(cuts, replicas, seats)[1], capacities, headroom)
 
-    lack = ""
-    if plan.fits and max(lacking(plan.cuts)) > 0:
+    lack, verdict = "", judged(plan.cuts)
+    if plan.fits and verdict is not None and not verdict.fits:
         cuts = placer.cuts_of(len(plan.cuts), replicas, seats)
-        if pipeline.cuts is None and max(lacking(cuts)) <= 0:
+        other = judged(cuts)
+        if pipeline.cuts is None and other is not None and other.fits:
             found = find(capacity=pipeline.capacity, cuts=list(cuts))
             plan = dataclasses.replace(found, planner=plan.planner, search_seconds=plan.search_seconds)
         else:
-            assert capacities is not None
-            lacks = lacking(plan.cuts)
-            stage = max(range(len(lacks)), key=lambda number: lacks[number])
-            plan = dataclasses.replace(plan, fits=False, shortfall=Shortfall(stage, lacks[stage], None))
-            size = capacities[stage]
+            plan = dataclasses.replace(plan, fits=False, shortfall=verdict.shortfall(None))
             lack = (
-                f"does not fit with elastic.enabled: stage {stage} needs {format_bytes(size + lacks[stage])} of "
-                f"{format_bytes(size)} where a snapshot of its layers lies beside it; add devices or capacity, or set "
-                "elastic.enabled to false"
+                f"does not fit with elastic.enabled: {verdict.need} where a snapshot of its layers lies beside it; add "
+                "devices or capacity, or set elastic.enabled to false"
             )
     layout, _ = placer.of_cuts(plan.cuts, replicas, seats)
     told = [lack, describe_reserves(placer.reserves(layout)), layout.problem]

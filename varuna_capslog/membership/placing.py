@@ -13,18 +13,18 @@ from typing import Literal
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.units import format_bytes
 from varuna_capslog.config.reading import Config
-from varuna_capslog.membership.candidates import Candidate, Candidates, Steps
+from varuna_capslog.membership.candidates import Candidate, Candidates
 from varuna_capslog.membership.generation import Layout, Member
 from varuna_capslog.membership.recovery import Seat
-from varuna_capslog.membership.redundancy import Copies, Reserve, place_copies, reserves
-from varuna_capslog.memory import AUTO, NEVER
+from varuna_capslog.membership.redundancy import Copies, Protection, Reserve, place_copies, reserves
+from varuna_capslog.memory import NEVER
 from varuna_capslog.planners.seconds import Link
+from varuna_capslog.planning.verdict import judge
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
+from varuna_capslog.schedules import RunShape
 
 __all__ = ["Placer", "describe_reserves", "state_bytes"]
-
-Where = Literal["host", "device"]
 
 
 class Placer:
@@ -36,51 +36,31 @@ class Placer:
     that with fewest replicas. Without seconds it is one pipeline of as many stages as possible.
 
     Args:
-        profile: of the chain; None: cut by `layer_bytes`, compare nothing with a capacity.
-        layer_bytes, gradient_bytes: per layer, the state and what its gradients take as they are sent. Gradients by
-            default as AdamW's state has them, a third.
-        steps, planner, memory, link: see `Candidates`.
-        redundancy, sync: simultaneous losses of hosts to survive; whether copies make each step with their owners.
-        reserves_on: where snapshots and copies lie. On the "device", as the pipeline engine's do, they count against
-            its capacity: snapshots in every stage, and of two placements the one whose copies find room is taken.
+        candidates: every pipeline that could be; where reserves lie on the device, its `beside` counts the snapshots.
+        protection: which copies are kept. On the device, of two placements the one whose copies find room is taken.
+        gradient_bytes: per layer, what its gradients take as they are sent. By default as AdamW's state has them, a
+            third of the layer's state.
         given: (cuts, replicas) of the run's own plan, taken where exactly as many devices are there as it is for, and
             it fits them. They need not be what a planner would choose.
         min_devices: with fewer the run waits.
-        max_replicas: of the pipeline; None: as many as there are blocks.
-
-    Raises:
-        CapslogError: as `Candidates`.
     """
 
     def __init__(
         self,
-        profile: Profile | None,
-        layer_bytes: Sequence[int],
-        steps: Steps,
+        candidates: Candidates,
+        protection: Protection,
         *,
-        planner: str = "exact",
-        memory: str = AUTO,
-        redundancy: int = 1,
-        sync: bool = True,
-        reserves_on: Where = "device",
-        min_devices: int = 1,
-        max_replicas: int | None = None,
         gradient_bytes: Sequence[int] | None = None,
-        link: Link | None = None,
         given: tuple[Sequence[int], int] | None = None,
+        min_devices: int = 1,
     ) -> None:
-        self.layer_bytes = tuple(layer_bytes)
-        self.gradient_bytes = tuple(gradient_bytes or (-(-size // 3) for size in layer_bytes))
-        self.redundancy, self.sync, self.reserves_on = redundancy, sync, reserves_on
-        self.min_devices = min_devices
-        beside = self.layer_bytes if reserves_on == "device" else None
-        self._candidates = Candidates(
-            profile, self.layer_bytes, steps, planner, memory, max_replicas, beside, link
-        )  # fmt: skip
+        self._candidates, self.protection, self.min_devices = candidates, protection, min_devices
+        self.layer_bytes = tuple(candidates.layer_bytes)
+        self.gradient_bytes = tuple(gradient_bytes or (-(-size // 3) for size in self.layer_bytes))
         self._given = None if given is None else self._candidates.of_cuts(given[1], tuple(given[0]))
         # A copy's two boundaries, and the gradients that wait for the vote.
         self._copy_bytes = [
-            2 * state + (gradient if sync else 0)
+            2 * state + (gradient if protection.sync else 0)
             for state, gradient in zip(self.layer_bytes, self.gradient_bytes, strict=True)
         ]
 
@@ -91,36 +71,31 @@ class Placer:
         profile: Profile | None,
         layer_bytes: Sequence[int],
         gradient_bytes: Sequence[int] | None = None,
-        reserves_on: Where = "device",
+        reserves_on: Literal["host", "device"] = "device",
         link: Link | None = None,
         max_replicas: int | None = None,
         plan: Plan | None = None,
     ) -> Placer:
-        """The placer of a run; `plan` is the run's own, with one stage per device (others are not taken)."""
+        """The placer of a run; `plan` is the run's own, with one stage per device (others are not taken).
+
+        Raises:
+            CapslogError: as `Candidates`.
+        """
         pipeline, elastic = config.pipeline, config.elastic
         one_each = plan is not None and plan.placed is None and len(plan.cuts) == pipeline.devices
-        return cls(
+        protection = Protection(elastic.redundancy, elastic.protection == "sync", reserves_on)
+        candidates = Candidates(
             profile,
-            layer_bytes,
-            Steps(
-                config.num_microbatches,
-                config.num_blocks,
-                config.train.microbatch_size,
-                pipeline.schedule,
-                pipeline.recompute,
-                pipeline.stage_inputs,
-            ),
-            planner=pipeline.planner,
-            memory=pipeline.memory,
-            redundancy=elastic.redundancy,
-            sync=elastic.protection == "sync",
-            reserves_on=reserves_on,
-            min_devices=elastic.min_devices,
-            max_replicas=max_replicas,
-            gradient_bytes=gradient_bytes,
-            link=link,
-            given=(plan.cuts, pipeline.replicas) if plan is not None and one_each else None,
+            tuple(layer_bytes),
+            RunShape.of_config(config),
+            pipeline.planner,
+            pipeline.memory,
+            max_replicas,
+            protection.beside(layer_bytes),
+            link,
         )
+        given = (plan.cuts, pipeline.replicas) if plan is not None and one_each else None
+        return cls(candidates, protection, gradient_bytes=gradient_bytes, given=given, min_devices=elastic.min_devices)
 
     def prepare(self, devices: int) -> None:
         """Weighs ahead of time all that up to `devices` devices could be, while nobody waits.
@@ -140,11 +115,11 @@ class Placer:
                 f"{lack} more"
             )
         limits = _Limits(seats, self._candidates)
-        on_device = self.reserves_on == "device" and limits.any
+        on_device = self._limited_copies(limits)
         found = self._given_if_it_fits(seats, limits)
         if found is None:
             # What hosts are too few for, no placement protects from.
-            least = max(0, self.redundancy - (len({seat.host for seat in seats}) - 1))
+            least = max(0, self.protection.redundancy - (len({seat.host for seat in seats}) - 1))
             found = self._candidates.quickest(
                 len(seats),
                 limits.usable,
@@ -170,7 +145,9 @@ class Placer:
         return self._candidates.candidate(replicas, stages, usable).cuts
 
     def _layout(self, found: Candidate, seats: Sequence[Seat], limits: _Limits) -> Layout:
-        copies = self._place_copies(found, seats, limits if self.reserves_on == "device" and limits.any else None)
+        copies = self._place_copies(
+            found, seats, limits if self.protection.reserves_on == "device" and limits.any else None
+        )
         owned = {member: layers for row in _pipelines(found, seats, len(self.layer_bytes)) for member, layers in row}
         return Layout(len(self.layer_bytes), owned, dict(copies.kept), copies.problem)
 
@@ -200,7 +177,14 @@ class Placer:
 
     def reserves(self, layout: Layout) -> dict[Member, Reserve]:
         """What protection takes on each member beside training."""
-        return reserves(layout.owned, layout.copied, self.layer_bytes, self.gradient_bytes, self.sync, self.reserves_on)
+        return reserves(
+            layout.owned,
+            layout.copied,
+            self.layer_bytes,
+            self.gradient_bytes,
+            self.protection.sync,
+            self.protection.reserves_on,
+        )
 
     def _given_if_it_fits(self, seats: Sequence[Seat], limits: _Limits) -> Candidate | None:
         given = self._given
@@ -211,13 +195,17 @@ class Placer:
 
     # -- copies
 
+    def _limited_copies(self, limits: _Limits) -> bool:
+        """Whether copies lie where memory is limited."""
+        return self.protection.reserves_on == "device" and limits.any
+
     def _place_copies(self, candidate: Candidate, seats: Sequence[Seat], limits: _Limits | None) -> Copies:
         """Copies of a candidate's layers."""
         pipelines = _pipelines(candidate, seats, len(self.layer_bytes))
         spare = [seat.member for seat in seats[candidate.devices :]]
         hosts = {seat.member: seat.host for seat in seats}
         room = None if limits is None else self._room(candidate, limits)
-        return place_copies(pipelines, hosts, self.redundancy, self._copy_bytes, spare, room)
+        return place_copies(pipelines, hosts, self.protection.redundancy, self._copy_bytes, spare, room)
 
     def _room(self, candidate: Candidate, limits: _Limits) -> dict[Member, int]:
         """Bytes that each device has left for copies."""
@@ -232,7 +220,7 @@ class Placer:
 
     def _lost_protection(self, candidate: Candidate, seats: Sequence[Seat], limits: _Limits) -> int:
         """By how many host losses the copies that find room fall short of what is asked."""
-        return self.redundancy - self._place_copies(candidate, seats, limits).survives
+        return self.protection.redundancy - self._place_copies(candidate, seats, limits).survives
 
     # -- what is lacking
 
@@ -241,12 +229,11 @@ class Placer:
         stages = min(len(seats), len(self.layer_bytes))
         usable = limits.usable(1, stages)
         candidate = self._candidates.candidate(1, stages, usable)
-        excess = candidate.excess(usable)
-        stage = max(range(stages), key=lambda number: excess[number])
-        assert candidate.stage_bytes is not None
+        capacities = [seat.capacity or NEVER for seat in seats[:stages]]  # an unknown capacity limits nothing
+        verdict = judge(candidate.stage_bytes, capacities, self._candidates.headroom)
+        assert verdict is not None
+        stage = verdict.worst
         seat, end = seats[stage], [*candidate.cuts[1:], len(self.layer_bytes)][stage]
-        headroom = self._candidates.headroom
-        needed = headroom.reserved(candidate.stage_bytes[stage])
         smallest = min(seat.capacity for seat in seats if seat.capacity)
         fewest = self._candidates.fewest_devices(smallest)
         if fewest is None:
@@ -257,8 +244,8 @@ class Placer:
             wanted = "other devices, since the planner's cuts do not fit these"
         return (
             f"the job does not fit {len(seats)} device(s): layers {candidate.cuts[stage]} to {end - 1} need "
-            f"{format_bytes(needed)} of the {format_bytes(seat.capacity)} of {seat.member} on {seat.host}, "
-            f"{format_bytes(needed - seat.capacity)} too much; waiting for {wanted}"
+            f"{format_bytes(verdict.needed[stage])} of the {format_bytes(seat.capacity)} of {seat.member} on "
+            f"{seat.host}, {format_bytes(verdict.lacking)} too much; waiting for {wanted}"
         )
 
 

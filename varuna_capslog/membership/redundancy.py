@@ -10,12 +10,32 @@ import heapq
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Literal
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.units import format_bytes
 from varuna_capslog.membership.generation import Member
 
-__all__ = ["Copies", "Reserve", "place_copies", "reserves"]
+__all__ = ["Copies", "Protection", "Reserve", "place_copies", "reserves"]
+
+
+@dataclass(frozen=True)
+class Protection:
+    """What a run keeps twice, so that losses cost no state.
+
+    redundancy: simultaneous losses of hosts to survive.
+    sync: whether copies make each step together with their owners, or follow in the background.
+    reserves_on: where snapshots and copies lie. On the "device", as the pipeline engine's do, they count against its
+        capacity; on the "host" they do not.
+    """
+
+    redundancy: int = 1
+    sync: bool = True
+    reserves_on: Literal["host", "device"] = "device"
+
+    def beside(self, layer_bytes: Sequence[int]) -> Sequence[int] | None:
+        """Bytes that each layer's snapshot takes on the device beside training; None where it lies on the host."""
+        return layer_bytes if self.reserves_on == "device" else None
 
 
 @dataclass(frozen=True)

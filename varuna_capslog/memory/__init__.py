@@ -13,11 +13,11 @@ from typing import NamedTuple
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory import additive, composition, inflight
-from varuna_capslog.memory.costs import NEVER, RunShape, StageCosts
+from varuna_capslog.memory.costs import NEVER, StageCosts
 from varuna_capslog.profiles.record import Profile
-from varuna_capslog.schedules import SCHEDULES
+from varuna_capslog.schedules import SCHEDULES, RunShape
 
-__all__ = ["AUTO", "MEMORY_MODELS", "NEVER", "MemoryModel", "RunShape", "StageCosts", "resolve"]
+__all__ = ["AUTO", "MEMORY_MODELS", "NEVER", "MemoryModel", "StageCosts", "resolve"]
 
 
 class MemoryModel(NamedTuple):
@@ -25,11 +25,11 @@ class MemoryModel(NamedTuple):
 
     stage_costs: from a profile and a run to the bytes of every stage. Raises CapslogError naming what the profile
         lacks for it.
-    gap: from (schedule, recompute, stage_inputs) to None, or to the sentence that says why it does not describe this.
+    gap: from a run to None, or to the sentence that says why it does not describe this run.
     """
 
     stage_costs: Callable[[Profile, RunShape], StageCosts]
-    gap: Callable[[str, bool, str], str | None]
+    gap: Callable[[RunShape], str | None]
 
 
 MEMORY_MODELS = {

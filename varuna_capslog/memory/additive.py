@@ -17,8 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.memory.costs import NEVER, RunShape, peaks_of
+from varuna_capslog.memory.costs import NEVER, peaks_of
 from varuna_capslog.profiles.record import Profile
+from varuna_capslog.schedules import RunShape
 
 __all__ = ["AdditiveCosts", "gap", "stage_costs"]
 
@@ -74,16 +75,16 @@ def stage_costs(profile: Profile, run: RunShape) -> AdditiveCosts:
     return AdditiveCosts.of_statistics(profile.column("isolated_bytes"), profile.column("added_bytes"))
 
 
-def gap(schedule: str, recompute: bool, stage_inputs: str) -> str | None:
-    """Return why this model does not describe a schedule, as a sentence that names the model to use, or None.
+def gap(run: RunShape) -> str | None:
+    """Return why this model does not describe a run, as a sentence that names the model to use, or None.
 
     Recomputation with stage inputs on the host leaves one graph alive at a time in any schedule; otherwise the number
     of live graphs, or of inputs on the device, depends on the stage's position, which M_i and M_a do not know.
     """
-    if recompute and stage_inputs == "host":
+    if run.recompute and run.stage_inputs == "host":
         return None
-    cause = "without recomputation" if not recompute else "with stage inputs kept on the device"
+    cause = "without recomputation" if not run.recompute else "with stage inputs kept on the device"
     return (
         f"memory model 'additive' describes stages that keep one live graph (recomputation, stage inputs on the host), "
-        f"but schedule '{schedule}' {cause} keeps several; use memory model '{schedule}' for numbers"
+        f"but schedule '{run.schedule}' {cause} keeps several; use memory model '{run.schedule}' for numbers"
     )

@@ -30,8 +30,9 @@ from numpy.typing import NDArray
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory import additive
-from varuna_capslog.memory.costs import NEVER, RunShape, peaks_of
+from varuna_capslog.memory.costs import NEVER, peaks_of
 from varuna_capslog.profiles.record import Observation, Profile
+from varuna_capslog.schedules import RunShape
 
 __all__ = ["Composition", "RangeCosts", "compose", "gap", "observed", "stage_costs"]
 
@@ -138,9 +139,9 @@ def only_ranges(matrix: Bytes) -> Bytes:
     return np.where(np.tri(*matrix.shape, dtype=np.bool_), NEVER, matrix)
 
 
-def gap(schedule: str, recompute: bool, stage_inputs: str) -> str | None:
-    """Return why this model does not describe a schedule, or None; as `additive.gap`."""
-    cause = additive.gap(schedule, recompute, stage_inputs)
+def gap(run: RunShape) -> str | None:
+    """Return why this model does not describe a run, or None; as `additive.gap`."""
+    cause = additive.gap(run)
     return None if cause is None else cause.replace("'additive'", "'composition'", 1)
 
 

@@ -13,26 +13,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["NEVER", "RaisedCosts", "RunShape", "StageCosts", "full_matrix", "peaks_of"]
+__all__ = ["NEVER", "RaisedCosts", "StageCosts", "full_matrix", "peaks_of"]
 
 NEVER = 1 << 62
 """The bytes of a stage that is not allowed. The bytes of real stages stay below a quarter of this number."""
-
-
-@dataclass(frozen=True)
-class RunShape:
-    """The properties of a run that, besides its cuts, decide how many bytes a stage keeps.
-
-    num_microbatches: of one step of one pipeline; None where it is not known: as many as the pipeline can take.
-    schedule: "gpipe", "1f1b" or "varuna" (which always recomputes).
-    recompute: whether forwards keep the stage's inputs only.
-    stage_inputs: where inputs kept for recomputation wait, "host" or "device".
-    """
-
-    num_microbatches: int | None = None
-    schedule: str = "varuna"
-    recompute: bool = True
-    stage_inputs: str = "host"
 
 
 class StageCosts(Protocol):

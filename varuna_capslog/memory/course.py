@@ -19,9 +19,8 @@ from typing import TypeAlias
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory import additive, inflight
-from varuna_capslog.memory.costs import RunShape
 from varuna_capslog.profiles.record import Profile
-from varuna_capslog.schedules import Schedule, TimedAction, graph_keeping_forwards
+from varuna_capslog.schedules import RunShape, Schedule, TimedAction, graph_keeping_forwards
 
 Course: TypeAlias = list[tuple[float, int]]
 """(seconds since the step's begin, bytes from then on), in time order; two entries may have one time."""

@@ -29,24 +29,24 @@ from numpy.typing import NDArray
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory.composition import Composition, compose, observed, only_ranges
-from varuna_capslog.memory.costs import RunShape, peaks_of
+from varuna_capslog.memory.costs import peaks_of
 from varuna_capslog.profiles.record import Observation, Profile
-from varuna_capslog.schedules import ALWAYS_RECOMPUTE, in_flight_limits
+from varuna_capslog.schedules import RunShape, in_flight_limits
 
-__all__ = ["InflightCosts", "Waiting", "gap", "stage_costs", "waiting"]
+__all__ = ["InFlight", "InflightCosts", "gap", "stage_costs", "waiting"]
 
 Bytes = NDArray[np.int64]
 
 
-class Waiting(NamedTuple):
-    """What a stage's device holds for the microbatches that wait: numbers of graphs, inputs, outputs."""
+class InFlight(NamedTuple):
+    """What a stage's device holds of other microbatches while one is at work: numbers of graphs, inputs, outputs."""
 
     graphs: int
     inputs: int
     outputs: int
 
 
-def waiting(run: RunShape, stages: int, one_memory: bool) -> list[Waiting]:
+def waiting(run: RunShape, stages: int, one_memory: bool) -> list[InFlight]:
     """Return g_s, i_s and o_s of every stage.
 
     one_memory: the device is the CPU, so that tensors that wait on the host are in the same memory.
@@ -59,10 +59,10 @@ def waiting(run: RunShape, stages: int, one_memory: bool) -> list[Waiting]:
         )
     # Without a number: more than any stage of the other schedules can have in flight.
     in_flight = in_flight_limits(run.schedule, stages, run.num_microbatches or 3 * stages)
-    recompute = run.recompute or run.schedule in ALWAYS_RECOMPUTE
+    recompute = run.recomputes
     kept = one_memory or run.stage_inputs == "device"
     return [
-        Waiting(
+        InFlight(
             graphs=0 if recompute else here - 1,
             inputs=here - 1 if recompute and kept else 0,
             outputs=max(0, here - after) if one_memory else 0,
@@ -126,7 +126,7 @@ def stage_costs(model: str, profile: Profile, run: RunShape) -> InflightCosts:
     Raises CapslogError naming the run or field that the profile lacks for memory model `model`, and as `waiting`.
     """
     waiting(run, 1, one_memory=False)
-    recompute = run.recompute or run.schedule in ALWAYS_RECOMPUTE
+    recompute = run.recomputes
     single, pair = observed(profile, model, "recompute" if recompute else "none")
     one_memory = single[0].device == "cpu"
     rows = [_with_one_in_flight(row, profile) for row in (*single, *pair)]
@@ -136,11 +136,12 @@ def stage_costs(model: str, profile: Profile, run: RunShape) -> InflightCosts:
     return _costs(parts, inputs, outputs, run, one_memory)
 
 
-def gap(model: str, schedule: str, recompute: bool, stage_inputs: str) -> str | None:
+def gap(model: str, run: RunShape) -> str | None:
     """Return why the model of one schedule does not describe another, or None."""
-    if schedule == model:
+    if run.schedule == model:
         return None
-    return f"memory model '{model}' describes schedule '{model}', not '{schedule}'; use memory model '{schedule}'"
+    other = run.schedule
+    return f"memory model '{model}' describes schedule '{model}', not '{other}'; use memory model '{other}'"
 
 
 def _costs(

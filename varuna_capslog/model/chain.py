@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
 
 if TYPE_CHECKING:
@@ -267,8 +267,6 @@ class Chain:
 
     def check_cuts(self, cuts: Sequence[int]) -> None:
         """Raises CapslogError unless `cuts` (first layer of each stage, beginning with 0) fits this chain."""
-        if not cuts or cuts[0] != 0 or any(b <= a for a, b in pairwise(cuts)) or cuts[-1] >= len(self):
-            raise CapslogError(
-                f"cuts={list(cuts)} do not split a chain of {len(self)} layers: they must begin with 0, grow strictly "
-                f"and end below {len(self)}"
-            )
+        fields.within(
+            f"these cuts do not split a chain of {len(self)} layers", lambda: fields.cut_list(cuts, len(self))
+        )

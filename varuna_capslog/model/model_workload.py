@@ -9,10 +9,8 @@ no way to train on real data: for that, write a `Workload`.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import inspect
 import re
-import sys
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +26,7 @@ from varuna_capslog.config.reading import Config, Section, section
 from varuna_capslog.model.capture import chain_from_module
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.trace import ShapeTable
-from varuna_capslog.model.workload import DataSource, Minibatch, Workload
+from varuna_capslog.model.workload import DataSource, Minibatch, Workload, call_function
 
 __all__ = ["InputSpec", "ModelSection", "ModelWorkload", "config_values", "parse_input", "workload"]
 
@@ -47,8 +45,7 @@ class InputSpec:
     """One input of a model, as text `NAME=DTYPE[SIZE,...]`, `...:HIGH` or `...:=VALUE`.
 
     Made-up values are normally distributed for floating types, whole numbers from 0 below `high` for integers (default
-    2:
-    valid for any vocabulary), true or false for bool; `value` fills the tensor with one number instead.
+    2, valid for any vocabulary), true or false for bool; `value` fills the tensor with one number instead.
     """
 
     name: str
@@ -174,8 +171,7 @@ class ModelWorkload(Workload):
     Args:
         factory: `package.module:function`, see `ModelSection`.
         inputs: specs of the model's inputs. The first size of the first input is the batch, as is the first size of
-        every
-            other input that equals it; the run's microbatch size takes its place.
+            every other input that equals it; the run's microbatch size takes its place.
         cut_points: submodules to cut before, None for every repeated block.
         arguments: for the factory.
         microbatch_size: batch size that the model is captured for.
@@ -205,9 +201,9 @@ class ModelWorkload(Workload):
         """Calls the factory and captures what it returns for this run's microbatch size.
 
         Raises:
-            CapslogError: no such function, it returned something else, or the model cannot be captured.
+            CapslogError: no such function, it failed or returned something else, or the model cannot be captured.
         """
-        made = _import(self._factory)(**self._arguments)
+        made = call_function(self._factory, f"the model {self._factory!r}", **self._arguments)
         example: Any = None
         if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
             made, example = made
@@ -353,25 +349,6 @@ class _MadeUpData:
     def load(self, minibatch: Minibatch, microbatch: int) -> dict[str, Tensor]:
         """Makes the samples up."""
         return self._owner.make(minibatch.recipes[microbatch])
-
-
-def _import(factory: str) -> Any:
-    module_name, _, function_name = factory.partition(":")
-    if not function_name:
-        raise CapslogError(f"the model {factory!r} is not of the form package.module:function")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise CapslogError(
-            f"the model {factory!r} needs the module {error.name!r}, which is not found; install it or start "
-            "from its folder"
-        ) from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise CapslogError(f"the model {factory!r}: {module_name!r} has no function {function_name!r}")
-    return function
 
 
 def _parameter_names(model: nn.Module | Chain) -> list[str]:

@@ -1,11 +1,14 @@
 """What a config's `workload: package.module:function` must give: a chain, data, a loss, and how to judge the result.
 
-Every command works for any `Workload`; `detr_pipeline` is one. The engine calls a workload only through this interface,
-and a workload never calls the engine.
+Every command works for any `Workload`; `detr_pipeline` is one. `load_workload` finds the function and calls it. The
+engine calls a workload only through this interface, and a workload never calls the engine.
 """
 
 from __future__ import annotations
 
+import difflib
+import importlib
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,9 +17,11 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from varuna_capslog.base.errors import CapslogError, ConfigError
+from varuna_capslog.config.settings import Config
 from varuna_capslog.model.chain import Chain, TensorSpec
 
-__all__ = ["DataSource", "Evaluator", "Minibatch", "Workload"]
+__all__ = ["DataSource", "Evaluator", "Minibatch", "Workload", "call_function", "load_workload"]
 
 
 @dataclass
@@ -127,3 +132,60 @@ class Workload(ABC):
     def predict(self, chain: Chain, images: Sequence[Path], out: Path) -> list[Path]:
         """Runs a whole trained chain on files and draws what it sees; returns the pictures written into `out`."""
         raise NotImplementedError(f"workload {self.name!r} has no predict")
+
+
+def load_workload(config: Config) -> Workload:
+    """Imports `config.workload` and calls it with the config.
+
+    Raises:
+        ConfigError: as `call_function`, or it gave no Workload.
+    """
+    name = f"workload={config.workload!r}"
+    try:
+        workload = call_function(config.workload, name, config)
+        if not isinstance(workload, Workload):
+            raise ConfigError(
+                f"{name} returned {type(workload).__name__}; it must return a varuna_capslog.model.workload.Workload"
+            )
+    except ConfigError as error:
+        raise ConfigError(f"{config.source}: {error}" if config.source else str(error)) from error
+    return workload
+
+
+def call_function(name: str, what: str, *arguments: Any, **keywords: Any) -> Any:
+    """Imports a user's `package.module:function` (modules of the current folder included) and calls it.
+
+    Args:
+        what: what the function is to the user; every sentence about it begins so.
+
+    Raises:
+        ConfigError: no such module or function, it is not callable, or it failed.
+        CapslogError: what it raised itself.
+    """
+    module_name, _, function_name = name.partition(":")
+    if not function_name:
+        raise ConfigError(f"{what} is not of the form package.module:function")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (module_name + ".").startswith(error.name + "."):
+            raise ConfigError(f"{what} needs the module {error.name!r}, which is not installed; install it") from error
+        raise ConfigError(
+            f"{what}: there is no module {error.name!r}; install its package or start from the folder that holds it"
+        ) from None
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        near = difflib.get_close_matches(function_name, [known for known in vars(module) if not known.startswith("_")])
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"{what}: {module_name!r} has no function {function_name!r}{hint}")
+    try:
+        return function(*arguments, **keywords)
+    except CapslogError:
+        raise
+    except (Exception, SystemExit) as error:  # any function may be named here, such as os.system or sys.exit
+        raise ConfigError(
+            f"{what} failed with {type(error).__name__}: {error}; name another function, or mend this one or what "
+            "it is given (CAPSLOG_DEBUG=1 shows where)"
+        ) from error

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,17 +17,17 @@ from numpy.typing import NDArray
 
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.units import format_bytes
-from varuna_capslog.memory import AUTO, MEMORY_MODELS, NEVER, RunShape, resolve
+from varuna_capslog.memory import AUTO, MEMORY_MODELS, NEVER, resolve
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planners.fleet import Fleet, compose, enough_seconds, least_seconds
 from varuna_capslog.planners.pipelines import Pipelines
 from varuna_capslog.planners.seconds import Link
-from varuna_capslog.planners.templates import Kind, combinations
-from varuna_capslog.plans.plan import Plan, Shortfall, Stage
+from varuna_capslog.planners.templates import DeviceKind, combinations
+from varuna_capslog.plans.plan import Plan, PlanStage
 from varuna_capslog.profiles.record import Profile
+from varuna_capslog.schedules import DEFAULT_RUN, RunShape
 
-__all__ = ["Device", "JointPlan", "Pipeline", "joint_plan"]
+__all__ = ["Device", "JointPipeline", "JointPlan", "NoFleet", "best_fleet"]
 
 _MANY_STAGES = 16
 """Stages of a pipeline that are always weighed; more only where the blocks are too few to use the devices otherwise."""
@@ -61,7 +61,7 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class JointPipeline:
     """One pipeline of the answer: its devices in stage order, its cuts, its blocks, and what it takes.
 
     step_seconds: of the simulator for this pipeline's microbatches, and the exchange of gradients.
@@ -76,7 +76,7 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class JointPlan:
-    """The answer of `joint_plan`.
+    """The answer of `best_fleet`, and of `search.joint_plan` also where nothing fits.
 
     step_seconds: of the slowest pipeline; None where nothing fits. bound_seconds: no fleet of pipelines of at most
     `max_stages` stages, in any order of the devices and with any cuts, takes less; None where nothing fits, or where
@@ -85,7 +85,7 @@ class JointPlan:
     """
 
     plan: Plan
-    pipelines: tuple[Pipeline, ...]
+    pipelines: tuple[JointPipeline, ...]
     step_seconds: float | None
     bound_seconds: float | None
     max_stages: int
@@ -93,25 +93,40 @@ class JointPlan:
     blocks: int
 
 
-def joint_plan(
+@dataclass(frozen=True)
+class NoFleet:
+    """Nothing fits these devices: what is needed to say what is missing.
+
+    run: the whole step, with the fewest blocks that were tried. memory: the memory model's name, resolved.
+    stage_bytes: from a cut list to the bytes of each stage of one pipeline, with the gradients of blocks that wait.
+    """
+
+    profile: Profile
+    devices: Sequence[Device]
+    run: RunShape
+    memory: str
+    max_stages: int
+    stage_bytes: Callable[[Sequence[int]], list[int]]
+
+
+def best_fleet(
     profiles: Profile | Sequence[Profile],
     devices: Sequence[Device],
     minibatch_size: int,
     blocks: int | None = None,
+    run: RunShape = DEFAULT_RUN,
     memory: str = AUTO,
-    schedule: str = "varuna",
-    recompute: bool = True,
-    stage_inputs: str = "host",
     link: Link | None = None,
     max_stages: int | None = None,
-) -> JointPlan:
+) -> JointPlan | NoFleet:
     """Choose pipelines, their devices, cuts and microbatches for a step of `minibatch_size` samples.
 
     profiles: one, or one per microbatch size (condition `microbatch_size`, 1 where there is none) to choose from.
     blocks: `train.accumulation_blocks`; default: every microbatch is a block, or where that fits no memory as many as
     there are devices, or one. A pipeline owns whole blocks, so there are never more pipelines than blocks, and among
     others it keeps the gradients of each of its blocks until all are exchanged, which counts as memory.
-    memory, schedule, recompute, stage_inputs: as in `planners.plan`.
+    run: its schedule, recompute and stage_inputs are read; the numbers and sizes are chosen here.
+    memory: as in `search.plan`.
     link: between neighbouring stages, and between the pipelines for the gradients of other blocks; None costs nothing.
     max_stages: of one pipeline; default min(L, N, 16), and more where the blocks are so few that shorter pipelines
     would leave devices idle.
@@ -119,7 +134,7 @@ def joint_plan(
     Where devices are of very many kinds, similar ones are taken for the weaker of them.
 
     A device is left idle only if using it would lengthen the step, or there are fewer blocks and layers than devices.
-    Where nothing fits, the plan is the smallest-peak pipeline over all devices with `fits` False and the shortfall.
+    Where nothing fits, the answer is what is needed to say what is missing.
 
     Raises CapslogError for sizes that do not divide, no devices, and profiles without seconds.
     """
@@ -127,29 +142,19 @@ def joint_plan(
     choices = [profiles] if isinstance(profiles, Profile) else list(profiles)
     if not choices or not devices:
         raise CapslogError("a joint plan needs at least one profile and one device")
-    answers: list[_Search] = []
-    found: list[tuple[_Search, _Composed]] = []
+    answers: list[_FleetSearch] = []
+    found: list[tuple[_FleetSearch, _Composed]] = []
     for profile in choices:
         for number in _numbers_of_blocks(profile, minibatch_size, len(devices)) if blocks is None else [blocks]:
-            answers.append(
-                _Search(
-                    profile,
-                    devices,
-                    minibatch_size,
-                    number,
-                    memory,
-                    schedule,
-                    recompute,
-                    stage_inputs,
-                    link,
-                    max_stages,
-                )
-            )
+            count, size = _microbatches(profile, minibatch_size)
+            number = fields.whole(number, "blocks", minimum=1)
+            step = replace(run, num_microbatches=count, microbatch_size=size, num_blocks=number)
+            answers.append(_FleetSearch(profile, devices, step, memory, link, max_stages))
             if (fleet := answers[-1].best_fleet()) is not None:
                 found.append((answers[-1], fleet))
                 break
     if not found:
-        return answers[-1].nothing_fits(begun)
+        return answers[-1].nothing_fits()
     answer, _ = min(found, key=lambda one: one[1].step_seconds)
     bounds = [one.bound_seconds for one, _ in found if one.bound_seconds is not None and not one.merged]
     return answer.result(begun, min(bounds) if len(bounds) == len(found) else None)
@@ -179,40 +184,26 @@ class _Composed:
     shares: list[tuple[int, int]]
 
 
-class _Search:
+class _FleetSearch:
     """The search for one profile."""
 
     def __init__(
         self,
         profile: Profile,
         devices: Sequence[Device],
-        minibatch_size: int,
-        blocks: int,
+        run: RunShape,
         memory: str,
-        schedule: str,
-        recompute: bool,
-        stage_inputs: str,
         link: Link | None,
         max_stages: int | None,
     ) -> None:
-        self.profile, self.devices = profile, list(devices)
-        self.num_microbatches, self.microbatch_size = _microbatches(profile, minibatch_size)
-        self.shape = RunShape(self.num_microbatches, schedule, recompute, stage_inputs)
-        self.memory, _ = resolve(memory, profile, self.shape)
-        if (gap := MEMORY_MODELS[self.memory].gap(schedule, recompute, stage_inputs)) is not None:
+        self.profile, self.devices, self.run = profile, list(devices), run
+        self.blocks = run.num_blocks
+        self.memory, _ = resolve(memory, profile, run)
+        if (gap := MEMORY_MODELS[self.memory].gap(run)) is not None:
             raise CapslogError(f"a joint plan needs peaks, but {gap}")
-        self.blocks = fields.whole(blocks, "blocks", minimum=1)
-        if self.num_microbatches % self.blocks:
-            raise CapslogError(
-                f"{self.blocks} blocks do not divide the {self.num_microbatches} microbatches of a step; "
-                "choose a number that does"
-            )
-        self.of_block = self.num_microbatches // self.blocks
         self._choose_kinds(max_stages)
-        self.pipelines = Pipelines(
-            profile, self.kinds, combinations(self.counts, self.max_stages), self.memory, self.shape, self.blocks,
-            self.of_block, link or Link(),
-        )  # fmt: skip
+        templates = combinations(self.counts, self.max_stages)
+        self.pipelines = Pipelines(profile, self.kinds, templates, self.memory, run, link or Link())
         self.bound_seconds: float | None = None
         self._composed: _Composed | None = None
 
@@ -228,10 +219,10 @@ class _Search:
         else:
             self.max_stages = min(most, max(_MANY_STAGES, 2 * -(-len(self.devices) // self.blocks)))
         headroom = Headroom.of(self.profile)
-        members: dict[Kind, list[int]] = {}
+        members: dict[DeviceKind, list[int]] = {}
         for rank, one in enumerate(self.devices):
             usable = None if one.capacity is None else headroom.usable(one.capacity)
-            members.setdefault(Kind(usable, one.speed), []).append(rank)
+            members.setdefault(DeviceKind(usable, one.speed), []).append(rank)
         self.merged = False
         while len(members) > 2 and _number_of_templates(members, self.max_stages) > (
             _MANY_TEMPLATES if len(members) <= _MANY_KINDS else _MANY_TEMPLATES / 5
@@ -313,7 +304,7 @@ class _Search:
             column = self.pipelines.column(number, share)
             assert column is not None
             placed = tuple(pools[kind].pop(0) for kind in column.kinds)
-            pipelines.append(Pipeline(placed, column.cuts, share, column.step_seconds, column.stage_bytes))
+            pipelines.append(JointPipeline(placed, column.cuts, share, column.step_seconds, column.stage_bytes))
         idle = tuple(sorted(number for pool in pools for number in pool))
         return JointPlan(
             self._plan(pipelines, time.perf_counter() - begun), tuple(pipelines), self._composed.step_seconds,
@@ -321,8 +312,9 @@ class _Search:
             self.blocks,
         )  # fmt: skip
 
-    def _plan(self, pipelines: Sequence[Pipeline], search_seconds: float) -> Plan:
+    def _plan(self, pipelines: Sequence[JointPipeline], search_seconds: float) -> Plan:
         num_layers = self.profile.num_layers
+        of_block = self.run.microbatches // self.blocks
         stages, microbatches, begin = [], [], 0
         for number, one in enumerate(pipelines):
             speeds = [self.devices[rank].speed for rank in one.devices]
@@ -331,10 +323,10 @@ class _Search:
             for stage, (first, end, rank) in enumerate(zip(one.cuts, ends, one.devices, strict=True)):
                 took = float(forward[0, stage] + backward[0, stage])
                 stages.append(
-                    Stage(number, ((first, end),), (rank,), bytes=max(0, one.stage_bytes[stage]), seconds=took)
+                    PlanStage(number, ((first, end),), (rank,), bytes=max(0, one.stage_bytes[stage]), seconds=took)
                 )
-            microbatches.append(tuple(range(begin, begin + one.blocks * self.of_block)))
-            begin += one.blocks * self.of_block
+            microbatches.append(tuple(range(begin, begin + one.blocks * of_block)))
+            begin += one.blocks * of_block
         capacities = [one.capacity for one in self.devices]
         limited = all(capacity is not None for capacity in capacities)
         return Plan(
@@ -344,9 +336,9 @@ class _Search:
             memory_model=self.memory,
             model=self.profile.model,
             profile_digest=self.profile.digest,
-            schedule=self.shape.schedule,
-            num_microbatches=self.num_microbatches,
-            microbatch_size=self.microbatch_size,
+            schedule=self.run.schedule,
+            num_microbatches=self.run.num_microbatches,
+            microbatch_size=self.run.microbatch_size,
             peak_bytes=max(peak for one in pipelines for peak in one.stage_bytes),
             capacity_bytes=tuple(capacity or 0 for capacity in capacities) if limited else None,
             fits=True,
@@ -355,35 +347,19 @@ class _Search:
             microbatches_of_pipeline=tuple(microbatches),
         )
 
-    def nothing_fits(self, begun: float) -> JointPlan:
-        """The smallest-peak pipeline over as many devices as there are layers, and what it lacks."""
-        from varuna_capslog.planners import plan
-
-        strongest = sorted(self.devices, key=lambda one: one.capacity or NEVER, reverse=True)
-        used = strongest[: self.profile.num_layers]
-        answer = plan(
-            self.profile, len(used), "exact", self.memory, [one.capacity or NEVER - 1 for one in used],
-            self.shape.schedule, self.num_microbatches, self.microbatch_size, self.shape.recompute,
-            self.shape.stage_inputs,
+    def nothing_fits(self) -> NoFleet:
+        """What to judge where no fleet was found."""
+        return NoFleet(
+            self.profile, self.devices, self.run, self.memory, self.max_stages,
+            lambda cuts: self.pipelines.stage_bytes(cuts, self.blocks).tolist(),
         )  # fmt: skip
-        if answer.fits:  # but for the gradients of a second block, which the planner of one pipeline does not know
-            usable = [NEVER if one.capacity is None else Headroom.of(self.profile).usable(one.capacity) for one in used]
-            excess = (self.pipelines.stage_bytes(answer.cuts, self.blocks) - np.array(usable)).tolist()
-            lack = (
-                f"stage {excess.index(max(excess))} needs {format_bytes(max(excess))} more for the gradients that wait"
-            )
-            notes = (f"does not fit: {lack} until all {self.blocks} accumulation blocks are added; use 1 block",)
-            shortfall = Shortfall(excess.index(max(excess)), max(1, max(excess)))
-            answer = replace(answer, fits=False, shortfall=shortfall, notes=notes)
-        answer = replace(answer, planner="joint", search_seconds=time.perf_counter() - begun)
-        return JointPlan(answer, (), None, None, self.max_stages, (), self.blocks)
 
 
-def _strength(kind: Kind) -> tuple[float, int]:
+def _strength(kind: DeviceKind) -> tuple[float, int]:
     return -kind.speed, -(kind.capacity or NEVER)
 
 
-def _number_of_templates(members: Mapping[Kind, Sequence[int]], most: int) -> int:
+def _number_of_templates(members: Mapping[DeviceKind, Sequence[int]], most: int) -> int:
     """How many templates of at most `most` devices there are, the empty one included."""
     ways = [1] + [0] * most
     for ranks in members.values():
@@ -391,10 +367,10 @@ def _number_of_templates(members: Mapping[Kind, Sequence[int]], most: int) -> in
     return sum(ways)
 
 
-def _with_two_merged(members: Mapping[Kind, list[int]]) -> dict[Kind, list[int]]:
+def _with_two_merged(members: Mapping[DeviceKind, list[int]]) -> dict[DeviceKind, list[int]]:
     """The kinds with two of them made one, those whose devices lose the smallest share of memory and speed by it."""
 
-    def loss(pair: tuple[Kind, Kind]) -> float:
+    def loss(pair: tuple[DeviceKind, DeviceKind]) -> float:
         weaker = _weaker(*pair)
         kept = [_share(weaker.capacity, kind.capacity) * weaker.speed / kind.speed for kind in pair]
         return sum(len(members[kind]) * (1 - share) for kind, share in zip(pair, kept, strict=True))
@@ -405,9 +381,9 @@ def _with_two_merged(members: Mapping[Kind, list[int]]) -> dict[Kind, list[int]]
     return rest | {weaker: [*rest.get(weaker, []), *members[pair[0]], *members[pair[1]]]}
 
 
-def _weaker(one: Kind, other: Kind) -> Kind:
+def _weaker(one: DeviceKind, other: DeviceKind) -> DeviceKind:
     limits = [kind.capacity for kind in (one, other) if kind.capacity is not None]
-    return Kind(min(limits, default=None), min(one.speed, other.speed))
+    return DeviceKind(min(limits, default=None), min(one.speed, other.speed))
 
 
 def _share(part: int | None, whole: int | None) -> float:

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 from varuna_capslog.memory.costs import NEVER, StageCosts
 from varuna_capslog.planners.seconds import LayerSeconds
-from varuna_capslog.planners.throughput import Fastest, Run, fastest_cuts
+from varuna_capslog.planners.throughput import Fastest, fastest_cuts
+from varuna_capslog.schedules import RunShape
 
 __all__ = ["pareto_front"]
 
@@ -18,7 +19,7 @@ __all__ = ["pareto_front"]
 def pareto_front(
     costs: StageCosts,
     seconds: LayerSeconds,
-    run: Run,
+    run: RunShape,
     devices: int,
     capacities: Sequence[int] | None = None,
     speeds: Sequence[float] | None = None,

@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from varuna_capslog.memory import MEMORY_MODELS, NEVER, RunShape, StageCosts
+from varuna_capslog.memory import MEMORY_MODELS, NEVER, StageCosts
 from varuna_capslog.memory.costs import RaisedCosts
 from varuna_capslog.planners.seconds import LayerSeconds, Link
-from varuna_capslog.planners.templates import Kind, Template, Templates, without
-from varuna_capslog.planners.throughput import Run, fastest_cuts
+from varuna_capslog.planners.templates import DeviceKind, Template, Templates, without
+from varuna_capslog.planners.throughput import fastest_cuts
 from varuna_capslog.profiles.record import Profile
+from varuna_capslog.schedules import RunShape
 
 __all__ = ["Column", "Pipelines"]
 
@@ -43,34 +44,36 @@ class Column:
 class Pipelines:
     """Every pipeline that some of the devices could be, for one profile.
 
-    blocks: of a step, each of `of_block` microbatches. shape: of the run; its number of microbatches is not read.
+    run: the whole step, whose blocks the pipelines share out.
     """
 
     def __init__(
         self,
         profile: Profile,
-        kinds: Sequence[Kind],
+        kinds: Sequence[DeviceKind],
         templates: Sequence[Template],
         memory: str,
-        shape: RunShape,
-        blocks: int,
-        of_block: int,
+        run: RunShape,
         link: Link,
     ) -> None:
         self.kinds, self.templates = list(kinds), list(templates)
         self.sizes = np.array(templates, dtype=np.int64)
-        self.blocks, self.of_block, self.seconds = blocks, of_block, LayerSeconds.of_profile(profile, link)
-        self._profile, self._memory, self._shape, self._link = profile, memory, shape, link
+        self.blocks, self.of_block = run.num_blocks, run.microbatches // run.num_blocks
+        self.seconds = LayerSeconds.of_profile(profile, link)
+        self._profile, self._memory, self._run, self._link = profile, memory, run, link
         weights = np.array([layer.parameter_bytes or 0 for layer in profile.layers], dtype=np.int64)
         self._parameter_bytes: NDArray[np.int64] = np.concatenate([[0], np.cumsum(weights)])
         self._of_share: dict[int, Templates] = {}
         self._columns: dict[tuple[int, int], Column | None] = {}
         self._wide: set[tuple[int, int]] = set()
 
-    def _costs(self, microbatches: int) -> StageCosts:
-        """The bytes of every stage of a pipeline that runs so many microbatches."""
-        shape = replace(self._shape, num_microbatches=microbatches)
-        return MEMORY_MODELS[self._memory].stage_costs(self._profile, shape)
+    def _of_blocks(self, share: int) -> RunShape:
+        """The step of a pipeline that runs so many of the blocks."""
+        return replace(self._run, num_microbatches=share * self.of_block, num_blocks=share)
+
+    def _costs(self, share: int) -> StageCosts:
+        """The bytes of every stage of a pipeline with `share` blocks."""
+        return MEMORY_MODELS[self._memory].stage_costs(self._profile, self._of_blocks(share))
 
     def _copy_bytes(self, share: int) -> NDArray[np.int64]:
         """[L, L + 1]: bytes of the gradients that wait beside the first block's, where a pipeline has `share` blocks.
@@ -90,10 +93,9 @@ class Pipelines:
     def bounds(self, share: int) -> NDArray[np.float64]:
         """Bounds of all templates with `share` blocks."""
         if share not in self._of_share:
-            microbatches = share * self.of_block
             self._of_share[share] = Templates(
-                self.templates, self.kinds, self._costs(microbatches), self.seconds, self._shape.schedule,
-                self._shape.recompute, microbatches, self._copy_bytes(share),
+                self.templates, self.kinds, self._costs(share), self.seconds, self._of_blocks(share),
+                self._copy_bytes(share),
             )  # fmt: skip
         # The stage with most parameters has at least an even part of them.
         least = self._exchange_seconds(share, float(self._parameter_bytes[-1])) / self.sizes.sum(axis=1)
@@ -101,7 +103,7 @@ class Pipelines:
 
     def stage_bytes(self, cuts: Sequence[int], share: int) -> NDArray[np.int64]:
         """Bytes of each stage of a cut list with `share` blocks."""
-        costs = RaisedCosts(self._costs(share * self.of_block), self._copy_bytes(share))
+        costs = RaisedCosts(self._costs(share), self._copy_bytes(share))
         return np.array(costs.peaks(cuts), dtype=np.int64)
 
     def column(self, number: int, share: int, wide: bool = False) -> Column | None:
@@ -131,10 +133,9 @@ class Pipelines:
 
     def _laid_out(self, order: Sequence[int], share: int, beam: int) -> Column | None:
         kinds = [self.kinds[kind] for kind in order]
-        microbatches = share * self.of_block
-        costs = RaisedCosts(self._costs(microbatches), self._copy_bytes(share))
+        costs = RaisedCosts(self._costs(share), self._copy_bytes(share))
         capacities = [NEVER - 1 if kind.capacity is None else kind.capacity for kind in kinds]
-        run = Run(self._shape.schedule, microbatches, self._shape.recompute)
+        run = self._of_blocks(share)
         speeds = [kind.speed for kind in kinds]
         best = fastest_cuts(costs, self.seconds, run, len(kinds), capacities, speeds, beam)
         if best is None:

@@ -16,7 +16,15 @@ from numpy.typing import NDArray
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.profiles.record import Profile
-from varuna_capslog.schedules import Message, Recv, Send, graph_keeping_forwards, in_turn, lower, make_schedule
+from varuna_capslog.schedules import (
+    Message,
+    Recv,
+    SendInstruction,
+    graph_keeping_forwards,
+    in_turn,
+    lower,
+    make_schedule,
+)
 
 __all__ = ["LayerSeconds", "Link", "StepPlayer", "step_player"]
 
@@ -29,23 +37,30 @@ class Link:
     """What lies between two neighbouring stages: bytes per second (None: no limit) and seconds per message.
 
     One link per ordered pair of stages, as in `schedules.simulate`: messages of one direction go one after the other.
+
+    copy_bandwidth: bytes per second at which the sender's rank itself copies what it sends, and cannot compute
+        meanwhile (gloo: into host memory and the socket); `latency_seconds` is then the rank's own time too. None:
+        sending costs the rank nothing.
     """
 
     bandwidth: float | None = None
     latency_seconds: float = 0.0
+    copy_bandwidth: float | None = None
 
     def __post_init__(self) -> None:
         if self.bandwidth is not None and not 0 < self.bandwidth < float("inf"):
             raise CapslogError(f"bandwidth is {self.bandwidth}; give bytes per second above 0, or none for no limit")
         fields.seconds(self.latency_seconds, "latency_seconds")
+        if self.copy_bandwidth is not None and not 0 < self.copy_bandwidth < float("inf"):
+            raise CapslogError(f"copy_bandwidth is {self.copy_bandwidth}; give bytes per second above 0, or none")
 
     def seconds(self, count: int) -> float:
         """Return the seconds that `count` bytes take."""
         return self.latency_seconds + (0.0 if self.bandwidth is None else count / self.bandwidth)
 
     def handover_seconds(self, count: int) -> float:
-        """Return what sending `count` bytes costs the sending device, which cannot compute meanwhile: nothing here."""
-        return 0.0
+        """Return what sending `count` bytes costs the sending device, which cannot compute meanwhile."""
+        return 0.0 if self.copy_bandwidth is None else self.latency_seconds + count / self.copy_bandwidth
 
 
 @dataclass(frozen=True)
@@ -118,7 +133,7 @@ class StepPlayer:
         for rank, instruction in in_turn(lower(actions)):
             if isinstance(instruction, Recv):
                 self._order.append(("recv", rank, numbers[instruction.message], 0))
-            elif isinstance(instruction, Send):
+            elif isinstance(instruction, SendInstruction):
                 number = numbers[instruction.message] = len(numbers)
                 self._order.append(("send", rank, number, instruction.peer))
             elif instruction not in left_out:

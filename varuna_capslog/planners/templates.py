@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from varuna_capslog.memory.costs import StageCosts
 from varuna_capslog.planners.seconds import LayerSeconds
-from varuna_capslog.schedules import ALWAYS_RECOMPUTE, in_flight_limits
+from varuna_capslog.schedules import RunShape, in_flight_limits
 
-__all__ = ["Kind", "Template", "Templates", "combinations", "without"]
+__all__ = ["DeviceKind", "Template", "Templates", "combinations", "without"]
 
 Floats = NDArray[np.float64]
 Template = tuple[int, ...]
@@ -25,7 +25,7 @@ Template = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Kind:
+class DeviceKind:
     """Devices that are alike: usable bytes (None: no limit) and speed (1: the profile's seconds hold)."""
 
     capacity: int | None
@@ -41,7 +41,7 @@ def combinations(counts: Sequence[int], most: int) -> list[Template]:
 
 
 class Templates:
-    """Bounds and layouts of all templates for `microbatches` per step, and `copies` more sets of gradients per device.
+    """Bounds and layouts of all templates for the microbatches of `run`, with `copy_bytes` more on each device.
 
     seconds_of[i]: no order of the devices of templates[i] and no cut list that fits takes less; inf where none fits.
 
@@ -55,17 +55,15 @@ class Templates:
     def __init__(
         self,
         templates: Sequence[Template],
-        kinds: Sequence[Kind],
+        kinds: Sequence[DeviceKind],
         costs: StageCosts,
         seconds: LayerSeconds,
-        schedule: str,
-        recompute: bool,
-        microbatches: int,
+        run: RunShape,
         copy_bytes: NDArray[np.int64] | None = None,
     ) -> None:
         self.kinds, self._costs, self._seconds = kinds, costs, seconds
-        self._schedule, self._microbatches, self._copy_bytes = schedule, microbatches, copy_bytes
-        self._recompute = recompute or schedule in ALWAYS_RECOMPUTE
+        self._schedule, self._microbatches, self._copy_bytes = run.schedule, run.microbatches, copy_bytes
+        self._recompute = run.recomputes
         self._forward = seconds.forward[None, :] - seconds.forward[:-1, None]
         self._both = self._forward + seconds.backward[None, :] - seconds.backward[:-1, None]
         num_layers = costs.num_layers

@@ -19,9 +19,9 @@ from varuna_capslog.planners.exact import exact_cuts
 from varuna_capslog.planners.seconds import LayerSeconds, Link, StepPlayer, step_player
 from varuna_capslog.planners.varuna import varuna_cuts
 from varuna_capslog.profiles.record import Profile
-from varuna_capslog.schedules import in_flight_limits
+from varuna_capslog.schedules import RunShape, in_flight_limits
 
-__all__ = ["Fastest", "Run", "fastest_cuts", "throughput_cuts"]
+__all__ = ["Fastest", "fastest_cuts", "throughput_cuts"]
 
 Floats = NDArray[np.float64]
 Cuts = NDArray[np.intp]
@@ -37,15 +37,6 @@ _HASTY_CHANGES, _CHANGES = 3, 1000
 
 _LONGEST_MOVE = 12
 """Neighbouring cuts that are moved together, at most."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """What of a run decides its step time, besides the cuts: schedule and microbatches of one step of one pipeline."""
-
-    schedule: str = "varuna"
-    num_microbatches: int = 8
-    recompute: bool = True
 
 
 @dataclass(frozen=True)
@@ -69,7 +60,7 @@ class Fastest:
 def fastest_cuts(
     costs: StageCosts,
     seconds: LayerSeconds,
-    run: Run,
+    run: RunShape,
     devices: int,
     capacities: Sequence[int] | None = None,
     speeds: Sequence[float] | None = None,
@@ -77,6 +68,7 @@ def fastest_cuts(
 ) -> Fastest | None:
     """Return the cut list of `devices` stages, 1 <= devices <= L, with the smallest step time; None if none fits.
 
+    run: of one pipeline; its number of microbatches must be known.
     capacities: usable bytes of the device of each stage; None means no limit. The bytes of a stage may depend on its
     position (`StageCosts`).
     speeds: of the device of each stage; its seconds are those of the profile divided by it.
@@ -84,7 +76,7 @@ def fastest_cuts(
 
     Of lists with equal step times the smallest peak wins, then the smallest list.
     """
-    search = _Search(costs, seconds, run, devices, capacities, speeds)
+    search = _CutSearch(costs, seconds, run, devices, capacities, speeds)
     if not np.isfinite(search.bounds.step[0][0]):
         return None
     best: _Ranked | None = None
@@ -104,9 +96,14 @@ def fastest_cuts(
 
 
 def throughput_cuts(
-    profile: Profile, costs: StageCosts, run: Run, devices: int, capacities: Sequence[int] | None, link: Link | None
+    profile: Profile,
+    costs: StageCosts,
+    run: RunShape,
+    devices: int,
+    capacities: Sequence[int] | None,
+    link: Link | None,
 ) -> list[int]:
-    """Return what `planners.plan` asks of this planner: the fastest cut list, or the smallest peak where none fits.
+    """Return what `find_cuts` asks of this planner: the fastest cut list, or the smallest peak where none fits.
 
     Raises CapslogError naming the first layer whose seconds (or bytes that cross a cut) the profile lacks.
     """
@@ -125,7 +122,7 @@ class _Ranked:
 class _Bounds:
     """Per stage s and layer l, what the stages s .. S-1 that hold layers l .. L-1 add at least; inf where none fits.
 
-    [S + 1] rows of [L + 1]. step: from the begin of stage s to its end, see `_Search._bounds`. round_trip: of one
+    [S + 1] rows of [L + 1]. step: from the begin of stage s to its end, see `_CutSearch._bounds`. round_trip: of one
     microbatch from stage s to the last and back. work: seconds that the busiest of these stages computes.
     """
 
@@ -134,24 +131,25 @@ class _Bounds:
     work: list[Floats]
 
 
-class _Search:
+class _CutSearch:
     """One search: the seconds of every stage at every position, the bounds, and what is done with them."""
 
     def __init__(
         self,
         costs: StageCosts,
         seconds: LayerSeconds,
-        run: Run,
+        run: RunShape,
         devices: int,
         capacities: Sequence[int] | None,
         speeds: Sequence[float] | None,
     ) -> None:
-        self.costs, self.seconds, self.run, self.devices = costs, seconds, run, devices
+        self.costs, self.seconds, self.devices = costs, seconds, devices
         self.capacities, self.speeds = capacities, speeds
+        self.num_microbatches = run.microbatches
         self.num_layers = costs.num_layers
-        self.player: StepPlayer = step_player(run.schedule, devices, run.num_microbatches, run.recompute)
-        limits = in_flight_limits(run.schedule, devices, run.num_microbatches)
-        self.rounds = [1 + (run.num_microbatches - 1) // limit for limit in limits]
+        self.player: StepPlayer = step_player(run.schedule, devices, self.num_microbatches, run.recomputes)
+        limits = in_flight_limits(run.schedule, devices, self.num_microbatches)
+        self.rounds = [1 + (self.num_microbatches - 1) // limit for limit in limits]
         forward = seconds.forward[None, :] - seconds.forward[:-1, None]
         both = forward + seconds.backward[None, :] - seconds.backward[:-1, None]
         self._forward, self._both = forward, both
@@ -176,18 +174,18 @@ class _Search:
         sends = self.seconds.handover
         speed = 1.0 if self.speeds is None else self.speeds[stage]
         one = self._both[first] / speed
-        again = self.player.forwards[stage] - self.run.num_microbatches
-        work = one * self.run.num_microbatches + self._forward[first] * (again / speed)
+        again = self.player.forwards[stage] - self.num_microbatches
+        work = one * self.num_microbatches + self._forward[first] * (again / speed)
         # What follows the last backward is part of the way back.
-        work = work + self.run.num_microbatches * sends
-        work += (self.run.num_microbatches - 1) * sends[:-1][first][..., None]
+        work = work + self.num_microbatches * sends
+        work += (self.num_microbatches - 1) * sends[:-1][first][..., None]
         return work, one, 2 * np.maximum(self.seconds.transfer, sends), self._fits[stage][first]
 
     def least(self, stage: int, work: Floats, one: Floats, both_ways: Floats) -> Floats:
         """What the stage's own work, link and limit of microbatches in flight make of the step, from its begin."""
         one_trip = one + both_ways + self.bounds_after(stage)
         by_limit = self.rounds[stage] * one_trip
-        by_link = one_trip + (self.run.num_microbatches - 1) * self.seconds.transfer
+        by_link = one_trip + (self.num_microbatches - 1) * self.seconds.transfer
         return np.maximum(work, np.maximum(by_limit, by_link))
 
     def bounds_after(self, stage: int) -> Floats:
@@ -234,7 +232,7 @@ class _Search:
         estimate round trip + (M - 1) / M x the busiest stage's work, which is the step of a pipeline that never waits.
         Lists whose bound is not below the incumbent are left out for good reason and not counted.
         """
-        bounds, num_microbatches = self.bounds, self.run.num_microbatches
+        bounds, num_microbatches = self.bounds, self.num_microbatches
         prefix = np.zeros((1, 0), dtype=np.intp)
         first = np.zeros(1, dtype=np.intp)
         passed, least, busiest = np.zeros(1), np.zeros(1), np.zeros(1)

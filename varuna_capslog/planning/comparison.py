@@ -8,17 +8,21 @@ from __future__ import annotations
 __all__ = ["Row", "compare"]
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.memory.headroom import Headroom
-from varuna_capslog.planners import DEFAULT_MICROBATCHES_PER_STAGE, PLANNER_NAMES, plan
-from varuna_capslog.planning.simulation import Link, simulate_plan
+from varuna_capslog.memory import AUTO
+from varuna_capslog.planners import DEFAULT_MICROBATCHES_PER_STAGE, PLANNER_NAMES
+from varuna_capslog.planners.seconds import Link
+from varuna_capslog.planning.search import plan
+from varuna_capslog.planning.simulation import simulate_plan
+from varuna_capslog.planning.verdict import judge_plan
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
+from varuna_capslog.schedules import DEFAULT_RUN, RunShape
 
 
 @dataclass(frozen=True)
@@ -54,50 +58,43 @@ def compare(
     devices: int,
     *,
     names: Sequence[str] | None = None,
+    run: RunShape = DEFAULT_RUN,
+    memory: str = AUTO,
+    capacity: int | Sequence[int] | None = None,
     link: Link | None = None,
-    num_microbatches: int | None = None,
-    recompute: bool = True,
-    stage_inputs: str = "host",
-    **options: Any,
 ) -> list[Row]:
     """Asks every planner of `PLANNER_NAMES`, or those of `names`, in that order.
 
-    num_microbatches: of one step of one pipeline; default `DEFAULT_MICROBATCHES_PER_STAGE` per device.
-    options: passed on to `planners.plan` (memory, capacity, schedule, ...).
+    run: of one pipeline; where its number of microbatches is not known, `DEFAULT_MICROBATCHES_PER_STAGE` per device.
+    memory, capacity, link: as in `search.plan`.
 
     Raises CapslogError for unknown names and for what is wrong with the question itself: more devices than layers, or
     capacities that do not match them.
     """
     chosen = list(PLANNER_NAMES) if names is None else list(names)
     fields.refuse_unknown(chosen, PLANNER_NAMES, "planner")
-    options = {key: value for key, value in options.items() if value is not None}
-    options["num_microbatches"] = num_microbatches or DEFAULT_MICROBATCHES_PER_STAGE * devices
-    options |= {"recompute": recompute, "stage_inputs": stage_inputs, "link": link}
-    plan(profile, devices, planner="varuna", **options)  # raises what every planner would
-    played = {"recompute": recompute, "stage_inputs": stage_inputs, "link": link}
-    return [_row(profile, devices, name, options, played) for name in chosen]
+    if run.num_microbatches is None:
+        run = dataclasses.replace(run, num_microbatches=DEFAULT_MICROBATCHES_PER_STAGE * devices)
+
+    def ask(name: str) -> Plan:
+        return plan(profile, devices, name, memory, capacity, run, link)
+
+    ask("varuna")  # raises what every planner would
+    return [_row(profile, name, ask, run, link) for name in chosen]
 
 
-def _row(profile: Profile, devices: int, name: str, options: Mapping[str, Any], played: Mapping[str, Any]) -> Row:
+def _row(profile: Profile, name: str, ask: Callable[[str], Plan], run: RunShape, link: Link | None) -> Row:
     try:
-        found = plan(profile, devices, planner=name, **options)
+        found = ask(name)
     except CapslogError as error:
         return Row(name, reason=str(error))
     reason = "; ".join(found.notes) or None
     step = bubble = None
     try:
-        simulated = simulate_plan(profile, found, **played)
+        simulated = simulate_plan(profile, found, recompute=run.recompute, stage_inputs=run.stage_inputs, link=link)
         step, bubble = simulated.step_seconds, simulated.bubble_fraction
     except CapslogError as error:
         reason = "; ".join(filter(None, (reason, str(error))))
-    return Row(
-        name, found, found.peak_bytes, _margin(found, Headroom.of(profile)), step, bubble, found.search_seconds, reason
-    )
-
-
-def _margin(found: Plan, headroom: Headroom) -> int | None:
-    """The least that a stage, with what its device must have beyond the peak, leaves of it."""
-    limits = found.capacities_of(found.placement())
-    if found.stage_bytes is None or limits is None:
-        return None
-    return min(limit - headroom.reserved(size) for limit, size in zip(limits, found.stage_bytes, strict=True))
+    verdict = judge_plan(found, profile)
+    margin = None if verdict is None else min(verdict.margins)
+    return Row(name, found, found.peak_bytes, margin, step, bubble, found.search_seconds, reason)

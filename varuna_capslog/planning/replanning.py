@@ -15,12 +15,15 @@ from dataclasses import dataclass, field, replace
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory import AUTO
-from varuna_capslog.planners import PLANNER_NAMES, plan
-from varuna_capslog.planners.joint import Device, joint_plan
-from varuna_capslog.planning.simulation import Link, simulate_plan
-from varuna_capslog.planning.trace_replay import Layout
+from varuna_capslog.planners import PLANNER_NAMES
+from varuna_capslog.planners.joint import Device
+from varuna_capslog.planners.seconds import Link
+from varuna_capslog.planning.search import joint_plan, plan
+from varuna_capslog.planning.simulation import simulate_plan
+from varuna_capslog.planning.trace_replay import Deployment
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
+from varuna_capslog.schedules import DEFAULT_RUN, RunShape
 
 JOINT = "joint"
 """The planner that chooses pipelines of different length together; the others plan one pipeline."""
@@ -28,11 +31,12 @@ JOINT = "joint"
 
 @dataclass(frozen=True)
 class Replanner:
-    """Number of devices -> `Layout`, None where nothing fits.
+    """Number of devices -> `Deployment`, None where nothing fits.
 
     planner: `joint`, or one of PLANNER_NAMES for one pipeline of as many devices as there are layers, at most.
     minibatch_size: samples of a step, whatever the number of devices; a multiple of the profile's microbatch size.
     capacity: bytes of every device; None: no limit.
+    run: its schedule, recompute and stage_inputs are read.
     blocks: accumulation blocks, for `joint`; None: every microbatch is one.
     """
 
@@ -41,12 +45,10 @@ class Replanner:
     planner: str = JOINT
     memory: str = AUTO
     capacity: int | None = None
-    schedule: str = "varuna"
-    recompute: bool = True
-    stage_inputs: str = "host"
+    run: RunShape = DEFAULT_RUN
     blocks: int | None = None
     link: Link | None = None
-    _known: dict[int, Layout | None] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _known: dict[int, Deployment | None] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         fields.refuse_unknown([self.planner], [JOINT, *PLANNER_NAMES], "planner")
@@ -63,7 +65,7 @@ class Replanner:
         size = self.profile.conditions.get("microbatch_size", 1)
         return size if isinstance(size, int) else 1
 
-    def __call__(self, devices: int) -> Layout | None:
+    def __call__(self, devices: int) -> Deployment | None:
         """Plans, or looks up the plan of a number that was asked before; either is timed."""
         begun = time.perf_counter()
         if devices in self._known:
@@ -75,56 +77,43 @@ class Replanner:
         self._known[devices] = found
         return found
 
-    def _joint(self, devices: int) -> Layout | None:
+    def _joint(self, devices: int) -> Deployment | None:
         begun = time.perf_counter()
         answer = joint_plan(
             self.profile,
             [Device(self.capacity)] * devices,
             self.minibatch_size,
             self.blocks,
-            memory=self.memory,
-            schedule=self.schedule,
-            recompute=self.recompute,
-            stage_inputs=self.stage_inputs,
-            link=self.link,
+            self.run,
+            self.memory,
+            self.link,
         )
         search_seconds = time.perf_counter() - begun
         if answer.step_seconds is None:
             # no fleet was found; the one pipeline that is answered instead may fit all the same
             return None if answer.plan.fits is False else self._played(answer.plan, search_seconds)
         stages = [len(one.cuts) for one in answer.pipelines]
-        return self._layout(answer.step_seconds, devices - len(answer.idle), search_seconds, stages)
+        return self._deployment(answer.step_seconds, devices - len(answer.idle), search_seconds, stages)
 
-    def _single(self, devices: int) -> Layout | None:
+    def _single(self, devices: int) -> Deployment | None:
         begun = time.perf_counter()
         stages = min(devices, self.profile.num_layers)
-        microbatches = self.minibatch_size // self.microbatch_size
-        found = plan(
-            self.profile,
-            stages,
-            planner=self.planner,
-            memory=self.memory,
-            capacity=self.capacity,
-            schedule=self.schedule,
-            num_microbatches=microbatches,
-            recompute=self.recompute,
-            stage_inputs=self.stage_inputs,
-            link=self.link,
-        )
+        run = replace(self.run, num_microbatches=self.minibatch_size // self.microbatch_size)
+        found = plan(self.profile, stages, self.planner, self.memory, self.capacity, run, self.link)
         search_seconds = time.perf_counter() - begun
         if found.fits is False:
             return None
         return self._played(found, search_seconds)
 
-    def _played(self, found: Plan, search_seconds: float) -> Layout:
-        """The layout of one pipeline."""
+    def _played(self, found: Plan, search_seconds: float) -> Deployment:
+        """The deployment of one pipeline."""
         count = self.minibatch_size // self.microbatch_size
-        step = simulate_plan(self.profile, found, num_microbatches=count, recompute=self.recompute, link=self.link)
-        return self._layout(step.step_seconds, len(found.cuts), search_seconds, [len(found.cuts)])
+        step = simulate_plan(self.profile, found, num_microbatches=count, recompute=self.run.recompute, link=self.link)
+        return self._deployment(step.step_seconds, len(found.cuts), search_seconds, [len(found.cuts)])
 
-    def _layout(self, step_seconds: float, used: int, search_seconds: float, stages: Sequence[int]) -> Layout:
+    def _deployment(self, step_seconds: float, used: int, search_seconds: float, stages: Sequence[int]) -> Deployment:
         rate = self.minibatch_size / step_seconds if step_seconds > 0 else float("inf")
-        return Layout(rate, used, search_seconds, _describe(stages))
+        return Deployment(rate, used, search_seconds, _describe(stages))
 
 
 def _describe(stages: Sequence[int]) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 __all__ = [
     "UPDATE_RATE",
-    "Link",
     "PipelineStep",
     "Simulation",
     "StageSeconds",
@@ -23,15 +22,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.memory import RunShape
 from varuna_capslog.memory.course import Course, memory_courses, peak_of, stage_memory
 from varuna_capslog.planners import DEFAULT_MICROBATCHES_PER_STAGE
-from varuna_capslog.planners import seconds as planners
+from varuna_capslog.planners.seconds import Link
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import (
-    ALWAYS_RECOMPUTE,
     Action,
+    RunShape,
     Schedule,
     TimedAction,
     Timeline,
@@ -43,27 +41,6 @@ from varuna_capslog.schedules import (
 
 UPDATE_RATE = "update_seconds_per_parameter_byte"
 """Where a profile's conditions say what norm, clipping and optimizer cost: seconds per byte of parameters."""
-
-
-@dataclass(frozen=True)
-class Link(planners.Link):
-    """How tensors travel between two ranks: the planners' link, and what sending costs the sender.
-
-    copy_bandwidth: bytes per second at which the sender's rank itself copies what it sends, and cannot compute
-        meanwhile (gloo: into host memory and the socket); `latency_seconds` is then the rank's own time too. None:
-        sending costs the rank nothing.
-    """
-
-    copy_bandwidth: float | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.copy_bandwidth is not None and not 0.0 < self.copy_bandwidth < float("inf"):
-            raise CapslogError(f"copy_bandwidth is {self.copy_bandwidth}; give bytes per second above 0, or none")
-
-    def handover_seconds(self, size: int) -> float:
-        """What sending `size` bytes costs the sender's rank."""
-        return 0.0 if self.copy_bandwidth is None else self.latency_seconds + size / self.copy_bandwidth
 
 
 @dataclass(frozen=True)
@@ -199,8 +176,9 @@ def simulate_plan(
     notes = _conditions(profile, plan)
     name = schedule or plan.schedule or "varuna"
     if recompute is None:
-        recompute = bool(profile.conditions.get("recompute", True))
-    recompute = recompute or name in ALWAYS_RECOMPUTE
+        recompute = RunShape.of_conditions(profile.conditions).recompute
+    run = RunShape(None, name, recompute, stage_inputs)
+    recompute = run.recomputes
     counts = _microbatches(plan, num_microbatches, notes)
 
     steps = []
@@ -231,7 +209,6 @@ def simulate_plan(
     if update is None:
         notes.append(f"the profile's conditions have no {UPDATE_RATE}: the optimizer's time is not counted")
     step_seconds = together + (update or 0.0)
-    run = RunShape(None, name, recompute, stage_inputs)
     pipelines: list[PipelineStep] = []
     for rows, actions, timeline, seconds, stages in steps:
         whole = _with_updates(timeline, seconds.update, together, step_seconds)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 __all__ = [
     "Change",
-    "Layout",
+    "Deployment",
     "Pauses",
     "Prices",
     "Replay",
@@ -43,7 +43,7 @@ class TraceEvent:
 
 
 @dataclass(frozen=True)
-class Layout:
+class Deployment:
     """What runs on some number of devices.
 
     samples_per_second: of the simulated step.
@@ -58,7 +58,7 @@ class Layout:
     description: str = ""
 
 
-LayoutOf = Callable[[int], Layout | None]
+DeploymentOf = Callable[[int], Deployment | None]
 """Number of devices -> what to run on them, None where nothing fits."""
 
 
@@ -234,7 +234,7 @@ def read_trace(path: str | os.PathLike[str]) -> list[TraceEvent]:
 
 def replay(
     events: Sequence[TraceEvent],
-    layout_of: LayoutOf,
+    layout_of: DeploymentOf,
     *,
     devices: int | None = None,
     pauses: Pauses | None = None,
@@ -265,7 +265,7 @@ def replay(
     changes: list[Change] = []
     present: list[str] = []
     rented: list[str] = []
-    layout: Layout | None = None
+    layout: Deployment | None = None
     trained = False
     now = paused_until = 0.0
     samples = ideal = paused = stopped = device_seconds = idle_seconds = 0.0
@@ -332,7 +332,9 @@ def replay(
     )
 
 
-def _pause(before: Layout | None, after: Layout | None, left: int, trained: bool, pauses: Pauses) -> tuple[str, float]:
+def _pause(
+    before: Deployment | None, after: Deployment | None, left: int, trained: bool, pauses: Pauses
+) -> tuple[str, float]:
     """The kind of a change and its pause in seconds."""
     if after is None:
         return ("none" if before is None else "stop"), 0.0

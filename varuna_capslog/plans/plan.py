@@ -18,7 +18,7 @@ from varuna_capslog.base import fields, files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.profiles.record import check_parallel
 
-__all__ = ["Plan", "Shortfall", "Stage", "check_cuts", "read_plan", "write_plan"]
+__all__ = ["Plan", "PlanStage", "Shortfall", "read_plan", "write_plan"]
 
 FORMAT = "varuna-capslog/plan/1"
 
@@ -42,7 +42,7 @@ class Shortfall:
 
 
 @dataclass(frozen=True)
-class Stage:
+class PlanStage:
     """One stage of the full form: its pipeline, its layers as (first, end) pieces, `end` not included, and its ranks.
 
     `parallel` is the kind and degree of parallelism inside the stage (as many ranks as its degree); `memory_actions`
@@ -114,14 +114,14 @@ class Plan:
     fits: bool | None = None
     shortfall: Shortfall | None = None
     search_seconds: float | None = None
-    placed: tuple[Stage, ...] | None = None
+    placed: tuple[PlanStage, ...] | None = None
     microbatches_of_pipeline: tuple[tuple[int, ...], ...] | None = None
     actions: tuple[tuple[str, ...], ...] | None = None
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         _set(self, "num_layers", fields.whole(self.num_layers, "num_layers", minimum=1))
-        _set(self, "cuts", check_cuts(self.cuts, self.num_layers))
+        _set(self, "cuts", fields.cut_list(self.cuts, self.num_layers))
         for name in ("planner", "memory_model", "model", "profile_digest", "schedule"):
             if getattr(self, name) is not None:
                 fields.text(getattr(self, name), name)
@@ -133,6 +133,7 @@ class Plan:
         self._check_costs()
         self._check_fit()
         self._check_full_form()
+        self._check_ranks()
 
     def stages(self, pipeline: int = 0) -> list[tuple[int, int]]:
         """Return the layers (first, end) of each stage of a pipeline, `end` not included.
@@ -186,13 +187,13 @@ class Plan:
         """Return the plan that a JSON value holds. Raises CapslogError that begins with `where` and names the field."""
         return fields.within(where, lambda: cls(**_parts(value)))
 
-    def _pipeline(self, pipeline: int) -> list[Stage]:
+    def _pipeline(self, pipeline: int) -> list[PlanStage]:
         if not 0 <= pipeline < self.num_pipelines:
             raise CapslogError(f"pipeline {pipeline} is not in the plan, which has {self.num_pipelines}")
         if self.placed is not None:
             return [stage for stage in self.placed if stage.pipeline == pipeline]
         ends = (*self.cuts[1:], self.num_layers)
-        return [Stage(0, (piece,), (rank,)) for rank, piece in enumerate(zip(self.cuts, ends, strict=True))]
+        return [PlanStage(0, (piece,), (rank,)) for rank, piece in enumerate(zip(self.cuts, ends, strict=True))]
 
     def _check_costs(self) -> None:
         # Predicted bytes may be below 0, because M_a may be; a model's answer is not changed here.
@@ -263,6 +264,28 @@ class Plan:
             ]
             _set(self, "actions", tuple(actions))
 
+    def _check_ranks(self) -> None:
+        """Refuse `fits` where the stages of one rank together are said to hold more than its device has."""
+        if not self.fits or self.capacity_bytes is None:
+            return
+        stages_of: dict[int, list[int]] = {}
+        held: dict[int, int] = {}
+        for pipeline in range(self.num_pipelines):
+            for number, stage in enumerate(self._pipeline(pipeline)):
+                size = stage.bytes
+                if size is None and pipeline == 0 and number < len(self.stage_bytes or ()):
+                    size = (self.stage_bytes or ())[number]
+                for rank in stage.ranks:
+                    stages_of.setdefault(rank, []).append(number)
+                    held[rank] = held.get(rank, 0) + (size or 0)
+        for rank, size in held.items():
+            limits = self.capacities_of([rank])
+            if limits is not None and size > limits[0]:
+                raise CapslogError(
+                    f"fits is true, but rank {rank} has {limits[0]} bytes of capacity and its stage(s) "
+                    f"{', '.join(map(str, stages_of[rank]))} hold {size} together; plan again, or set fits to false"
+                )
+
 
 _SHORT_KEYS = (
     "planner",
@@ -282,23 +305,6 @@ _SHORT_KEYS = (
     "shortfall",
     "search_seconds",
 )
-
-
-def check_cuts(cuts: Any, num_layers: int) -> tuple[int, ...]:
-    """Return a cut list as a tuple; it must begin with 0, rise strictly and stay below `num_layers` (CapslogError)."""
-    numbers = tuple(fields.whole(cut, f"cuts[{i}]") for i, cut in enumerate(fields.listed(cuts, "cuts")))
-    if not numbers or numbers[0] != 0:
-        raise CapslogError(f"cuts is {list(numbers)}; it must begin with 0, the first layer of the first stage")
-    for before, cut in pairwise(numbers):
-        if cut <= before:
-            raise CapslogError(
-                f"cuts is {list(numbers)}; {cut} follows {before}, but cuts must rise: each stage holds a layer"
-            )
-    if numbers[-1] >= num_layers:
-        raise CapslogError(
-            f"cuts is {list(numbers)}; no stage can begin at {numbers[-1]}, the last layer is {num_layers - 1}"
-        )
-    return numbers
 
 
 def read_plan(path: str | os.PathLike[str]) -> Plan:
@@ -338,7 +344,7 @@ def _parts(value: Any) -> dict[str, Any]:
         parts["shortfall"] = fields.build(Shortfall, parts["shortfall"], "shortfall")
     if value.get("stages") is not None:
         rows = enumerate(fields.listed(value["stages"], "stages"))
-        parts["placed"] = tuple(fields.build(Stage, row, f"stages[{i}]") for i, row in rows)
+        parts["placed"] = tuple(fields.build(PlanStage, row, f"stages[{i}]") for i, row in rows)
     return parts
 
 

@@ -130,7 +130,7 @@ class StageEstimator:
     def of_config(cls, config: Config, speed: Speed | None = None, memo: Memo | None = None) -> StageEstimator:
         """The estimator for the training run that a config describes, at the largest inputs that it can meet."""
         # here, for scripts on machines without the config library
-        from varuna_capslog.config.reading import load_workload
+        from varuna_capslog.model.workload import load_workload
 
         workload = load_workload(config)
         inputs = workload.profile_inputs(config.train.microbatch_size)

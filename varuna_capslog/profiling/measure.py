@@ -18,11 +18,11 @@ import torch
 
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.config.reading import Config, load_workload
+from varuna_capslog.config.reading import Config
 from varuna_capslog.engine.probe import CPU_SOURCE, CUDA_SOURCE
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.trace import ShapeTable, layer_signature
-from varuna_capslog.model.workload import Workload
+from varuna_capslog.model.workload import Workload, load_workload
 from varuna_capslog.profiles.record import Observation, Profile, SharedParameter, layers_of_runs
 from varuna_capslog.profiles.runs import StageRun, stage_runs
 from varuna_capslog.profiling import admission, cache

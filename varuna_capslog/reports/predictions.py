@@ -24,7 +24,7 @@ def draw(config: Config, images: Sequence[Path], out: Path) -> list[Path]:
     Raises:
         CapslogError: no checkpoint, one of another model, or a picture that cannot be read.
     """
-    from varuna_capslog.config.reading import load_workload
+    from varuna_capslog.model.workload import load_workload
     from varuna_capslog.training.checkpoint import best_checkpoint, load_chain
 
     workload = load_workload(config)
@@ -38,7 +38,7 @@ def draw_samples(config: Config) -> list[Path]:
     """Draws a few validation pictures into `predictions/`, replacing older ones; [] where there is nothing to draw
     on.
     """
-    from varuna_capslog.config.reading import load_workload
+    from varuna_capslog.model.workload import load_workload
 
     if not any((config.run_dir / "checkpoints").glob("step-*")):
         return []

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.config.reading import load_workload
 from varuna_capslog.config.settings import Config
+from varuna_capslog.model.workload import load_workload
 from varuna_capslog.rig.judge import Segment, Truth, judge
 from varuna_capslog.start.prepare import prepare_run
 from varuna_capslog.training.checkpoint import open_checkpoint

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 __all__ = [
     "ALWAYS_RECOMPUTE",
+    "DEFAULT_RUN",
     "KINDS",
     "SCHEDULES",
     "Action",
     "Lowered",
     "Message",
     "Recv",
+    "RunShape",
     "Schedule",
-    "Send",
+    "SendInstruction",
     "TimedAction",
     "TimedMessage",
     "Timeline",
@@ -53,18 +55,16 @@ from varuna_capslog.schedules.actions import (
 )
 from varuna_capslog.schedules.gpipe import gpipe_limits, gpipe_schedule
 from varuna_capslog.schedules.list_scheduler import check_placement
-from varuna_capslog.schedules.lower import Lowered, Message, Recv, Send, find_deadlock, in_turn, lower
+from varuna_capslog.schedules.lower import Lowered, Message, Recv, SendInstruction, find_deadlock, in_turn, lower
 from varuna_capslog.schedules.one_f_one_b import one_f_one_b_limits, one_f_one_b_schedule
 from varuna_capslog.schedules.recompute import graph_keeping_forwards, insert_recompute
+from varuna_capslog.schedules.shape import ALWAYS_RECOMPUTE, DEFAULT_RUN, RunShape
 from varuna_capslog.schedules.simulate import TimedAction, TimedMessage, Timeline, simulate
 from varuna_capslog.schedules.validate import validate
 from varuna_capslog.schedules.varuna import varuna_limits, varuna_schedule
 
 SCHEDULES = ("gpipe", "1f1b", "varuna")
 """The names that `make_schedule` knows."""
-
-ALWAYS_RECOMPUTE = frozenset({"varuna"})
-"""Schedules that recompute whatever `recompute` says."""
 
 
 def make_schedule(

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from varuna_capslog.schedules.actions import Action
-from varuna_capslog.schedules.lower import Lowered, Message, Recv, Send
+from varuna_capslog.schedules.lower import Lowered, Message, Recv, SendInstruction
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ def speed_of(active: int, speeds: Sequence[float]) -> float:
 
 
 @dataclass
-class _Rank:
+class _CoreUser:
     """Where a rank stands: the instruction it works on, the work left in it (seconds of a lone rank), and its begin."""
 
     at: int = 0
@@ -57,7 +57,7 @@ def play_contended(
         speeds: `speeds[k - 1]` is the speed of each of k working ranks.
     """
     programs = lowered.programs
-    ranks = [_Rank() for _ in programs]
+    ranks = [_CoreUser() for _ in programs]
     actions: list[list[tuple[Action, float, float]]] = [[] for _ in programs]
     messages: list[tuple[int, int, Message, float, float]] = []
     link_free: dict[tuple[int, int], float] = {}
@@ -75,13 +75,13 @@ def play_contended(
                         if isinstance(instruction, Recv):
                             if arrival.get(instruction.message, float("inf")) > now:
                                 break
-                        elif isinstance(instruction, Send):
+                        elif isinstance(instruction, SendInstruction):
                             rank.left, rank.begun = handover_seconds[instruction.message.boundary - 1], now
                         else:
                             rank.left, rank.begun = cost[instruction], now
                     if rank.left is not None and rank.left > 0.0:
                         break
-                    if isinstance(instruction, Send):
+                    if isinstance(instruction, SendInstruction):
                         link = (number, instruction.peer)
                         begin = max(rank.begun, link_free.get(link, 0.0))
                         end = max(begin + transfer_seconds[instruction.message.boundary - 1], now)

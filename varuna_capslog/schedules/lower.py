@@ -7,7 +7,7 @@ tensors: a message stands for all that crosses one cut for one microbatch in one
 
 from __future__ import annotations
 
-__all__ = ["Lowered", "Message", "Recv", "Send", "find_deadlock", "in_turn", "lower"]
+__all__ = ["Lowered", "Message", "Recv", "SendInstruction", "find_deadlock", "in_turn", "lower"]
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
+class SendInstruction:
     """The rank hands `message`, complete with the action before, to rank `peer`. Prints as `0SEND_F2`."""
 
     message: Message
@@ -58,7 +58,7 @@ class Recv:
         return f"{stage}RECV_{'F' if activation else 'B'}{self.message.microbatch}"
 
 
-Instruction: TypeAlias = Action | Send | Recv
+Instruction: TypeAlias = Action | SendInstruction | Recv
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def lower(schedule: Sequence[Sequence[Action]], has_gradient: Sequence[bool] | N
                 received[peer] = end
             program.append(action)
             if action.kind in "FBI" and (sent := sent_by(action)):
-                program.append(Send(*sent))
+                program.append(SendInstruction(*sent))
         for (source, destination), messages in channels.items():
             if destination == rank and received.get(source, 0) < len(messages):
                 lost = messages[received.get(source, 0)]
@@ -171,7 +171,7 @@ def in_turn(lowered: Lowered) -> Iterator[tuple[int, Instruction]]:
                 instruction = program[at[rank]]
                 if isinstance(instruction, Recv) and instruction.message not in sent:
                     break
-                if isinstance(instruction, Send):
+                if isinstance(instruction, SendInstruction):
                     sent.add(instruction.message)
                 at[rank] += 1
                 moved = True
@@ -196,7 +196,7 @@ def find_deadlock(lowered: Lowered, buffered_sends: bool = True) -> str | None:
         before = at[rank]
         while at[rank] < len(programs[rank]):
             instruction = programs[rank][at[rank]]
-            if isinstance(instruction, Send):
+            if isinstance(instruction, SendInstruction):
                 if not buffered_sends and not _is_at(programs, at, instruction.peer, Recv(instruction.message, rank)):
                     break
                 in_transit.setdefault((rank, instruction.peer), []).append(instruction.message)
@@ -234,7 +234,7 @@ def _describe(
     delivered: dict[tuple[int, int], int],
 ) -> str:
     instruction = programs[rank][at[rank]]
-    assert isinstance(instruction, Send | Recv)
+    assert isinstance(instruction, SendInstruction | Recv)
     message, peer = instruction.message, instruction.peer
     if isinstance(instruction, Recv):
         pending = in_transit.get((peer, rank), [])[delivered.get((peer, rank), 0) :]

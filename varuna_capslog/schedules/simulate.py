@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.schedules.actions import KINDS, Action, placement_of
 from varuna_capslog.schedules.contention import play_contended
-from varuna_capslog.schedules.lower import Lowered, Message, Recv, Send, find_deadlock, in_turn, lower
+from varuna_capslog.schedules.lower import Lowered, Message, Recv, SendInstruction, find_deadlock, in_turn, lower
 from varuna_capslog.schedules.recompute import graph_keeping_forwards
 
 
@@ -173,7 +173,7 @@ def _play(
     for rank, instruction in in_turn(lowered):
         if isinstance(instruction, Recv):
             clock[rank] = max(clock[rank], arrival[instruction.message])
-        elif isinstance(instruction, Send):
+        elif isinstance(instruction, SendInstruction):
             link, cut = (rank, instruction.peer), instruction.message.boundary - 1
             begin = max(clock[rank], link_free.get(link, 0.0))
             clock[rank] += handovers[cut]

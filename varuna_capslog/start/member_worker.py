@@ -99,13 +99,14 @@ def report_failures(run_dir: Path, me: str, part: Callable[[Wish], int]) -> int:
 def _take_part(run_dir: Path, me: str, wish: Wish) -> int:
     import torch
 
-    from varuna_capslog.config.reading import load_config, load_workload
+    from varuna_capslog.config.reading import load_config
     from varuna_capslog.elastic.member.peers import local_address
     from varuna_capslog.elastic.member.pipeline_work import PipelineWork
     from varuna_capslog.elastic.member.runtime import Runtime
     from varuna_capslog.elastic.member.timeouts import Patience
     from varuna_capslog.elastic.store.torch_store import open_store
     from varuna_capslog.membership.generation import Stamp
+    from varuna_capslog.model.workload import load_workload
     from varuna_capslog.plans.plan import read_plan
     from varuna_capslog.profiles.record import read_profile
     from varuna_capslog.start.worker import choose_device

@@ -6,25 +6,25 @@ the engine; a plan that does not fit ends here.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from varuna_capslog.base import fields, files
 from varuna_capslog.base.errors import CapslogError, DoesNotFit
-from varuna_capslog.base.units import format_bytes
-from varuna_capslog.config.reading import Config, dump_config, load_workload
+from varuna_capslog.config.reading import Config, dump_config
 from varuna_capslog.memory import AUTO, MEMORY_MODELS
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planners import PLANNER_NAMES
-from varuna_capslog.planners import plan as search
 from varuna_capslog.planners.seconds import Link
+from varuna_capslog.planning.search import plan as search
+from varuna_capslog.planning.verdict import rehearsed
 from varuna_capslog.plans.folder import latest_plan, plan_path
-from varuna_capslog.plans.plan import Plan, Shortfall, Stage, write_plan
+from varuna_capslog.plans.plan import Plan, PlanStage, write_plan
 from varuna_capslog.profiles.record import write_profile
+from varuna_capslog.schedules import RunShape
 from varuna_capslog.training.constants import check_folder
 
 if TYPE_CHECKING:
@@ -96,11 +96,7 @@ def plan_run(config: Config, profile: Profile | None, link: Link | None = None) 
         pipeline.devices,
         planner=pipeline.planner,
         memory=pipeline.memory,
-        schedule=pipeline.schedule,
-        num_microbatches=config.num_microbatches // pipeline.replicas,
-        microbatch_size=config.train.microbatch_size,
-        recompute=pipeline.recompute,
-        stage_inputs=pipeline.stage_inputs,
+        run=RunShape.of_config(config).share(pipeline.replicas),
         link=link,
         cuts=pipeline.cuts,
     )
@@ -110,39 +106,10 @@ def plan_run(config: Config, profile: Profile | None, link: Link | None = None) 
 
         plan, snapshots = with_reserves(config, profile, plan, find)
     if plan.fits and pipeline.capacity is not None and profile.source == "estimated":
-        return _confirmed(config, profile, plan, find, snapshots)
+        from varuna_capslog.profiling.rehearsal import rehearse_config
+
+        return rehearsed(plan, rehearse_config(config, plan.cuts), snapshots, Headroom.of(profile), find)
     return plan
-
-
-def _confirmed(
-    config: Config, profile: Profile, plan: Plan, find: Callable[..., Plan], snapshots: Sequence[int]
-) -> Plan:
-    """A plan that fits by its memory model, after a rehearsal of every rank's own program.
-
-    snapshots: bytes that each stage keeps of itself beside it.
-
-    What a schedule keeps in flight shares the memory of a CPU's stages, and no sum over layers knows all of it.
-    """
-    from varuna_capslog.profiling.rehearsal import rehearse_config
-
-    peaks = rehearse_config(config, plan.cuts)
-    headroom = Headroom.of(profile)
-    capacities = plan.capacities_of(plan.placement())
-    assert capacities is not None, "only a plan with a capacity is confirmed"
-    needed = [headroom.reserved(peak + more) for peak, more in zip(peaks, snapshots, strict=True)]
-    excess = [one - size for one, size in zip(needed, capacities, strict=True)]
-    plan = dataclasses.replace(plan, stage_bytes=tuple(peaks), peak_bytes=max(peaks))
-    worst = max(excess)
-    if worst <= 0:
-        return plan
-    stage = excess.index(worst)
-    lack = (
-        f"does not fit: stage {stage} needs {format_bytes(capacities[stage] + worst)} of "
-        f"{format_bytes(capacities[stage])} when its own program is rehearsed"
-    )
-    less = find(capacity=max(1, min(capacities) - worst)).shortfall
-    devices = None if less is None else less.devices_that_fit
-    return dataclasses.replace(plan, fits=False, shortfall=Shortfall(stage, worst, devices), notes=(*plan.notes, lack))
 
 
 def _needs_profile(config: Config) -> bool:
@@ -161,6 +128,8 @@ def _needs_profile(config: Config) -> bool:
 
 
 def _given_cuts(config: Config) -> Plan:
+    from varuna_capslog.model.workload import load_workload  # imports torch, which planning from a profile does without
+
     cuts, devices = config.pipeline.cuts or [0], config.pipeline.devices
     chain = load_workload(config).build_chain()
     chain.check_cuts(cuts)
@@ -168,7 +137,7 @@ def _given_cuts(config: Config) -> Plan:
     several = None
     if len(cuts) > devices:  # stages go round the ranks, as in interleaved schedules
         several = tuple(
-            Stage(0, ((first, end),), (number % devices,))
+            PlanStage(0, ((first, end),), (number % devices,))
             for number, (first, end) in enumerate(zip(cuts, ends, strict=True))
         )
     return Plan(
@@ -183,7 +152,7 @@ def _given_cuts(config: Config) -> Plan:
 
 
 def _same(one: Plan, other: Plan) -> bool:
-    ignored = ("search_seconds", "profile_digest")
+    ignored = ("search_seconds", "profile_digest", "stage_seconds")  # they differ whenever the model is profiled again
     left, right = one.to_json(), other.to_json()
     return all(left[key] == right[key] for key in left.keys() | right.keys() if key not in ignored)
 

@@ -147,9 +147,11 @@ def _work(
     import torch
 
     from varuna_capslog.base import files
-    from varuna_capslog.config.reading import load_config, load_workload
+    from varuna_capslog.config.reading import load_config
+    from varuna_capslog.engine.options import layout_of
+    from varuna_capslog.model.workload import load_workload
     from varuna_capslog.plans.folder import latest_plan
-    from varuna_capslog.training.run import Run, layout_of
+    from varuna_capslog.training.run import Run
 
     if rank == 0 and not evaluate:  # whose output may be JSON
         # what the data room repairs in annotation files is for the user's eyes, not for a log
@@ -164,7 +166,7 @@ def _work(
     if planned is None:
         raise CapslogError(f"{run_dir} holds no plan-<generation>.json; start the run with `capslog train`")
     generation, plan = planned
-    layout = layout_of(plan, config.pipeline.replicas)
+    layout = layout_of(plan, config)
     place["stage"] = stages[0] if len(stages := layout.stages_of(rank)) == 1 else stages
     place["name"] = layout.describe(rank)
     files.write_json(

@@ -22,7 +22,8 @@ from varuna_capslog.base.errors import CapslogError, StepRefused
 from varuna_capslog.config.settings import Config
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.optimizer import LearningRate
-from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine, StepResult
+from varuna_capslog.engine.options import layout_of
+from varuna_capslog.engine.pipeline import EngineOptions, PipelineEngine, StepResult
 from varuna_capslog.engine.probe import PeakProbe, resident_tensors
 from varuna_capslog.model.chain import Chain
 from varuna_capslog.model.workload import Minibatch, Workload
@@ -46,7 +47,6 @@ __all__ = [
     "build_chain",
     "check_multipliers",
     "engine_options",
-    "layout_of",
     "seed_weights",
     "total_steps",
 ]
@@ -62,22 +62,6 @@ class RunEnd:
     step: int
     stopped: bool
     scores: Mapping[str, Any] | None
-
-
-def layout_of(plan: Plan, replicas: int) -> Layout:
-    """The engine's layout of a plan. Raises CapslogError for forms that the engine cannot run."""
-    if plan.num_pipelines != 1:
-        raise CapslogError(f"the plan has {plan.num_pipelines} pipelines; this engine runs one plan in equal replicas")
-    for stage in plan.placed or ():
-        if stage.parallel["kind"] != "none":
-            raise CapslogError(
-                f"the plan wants {stage.parallel['kind']!r} parallelism inside a stage; this engine has none"
-            )
-        if stage.memory_actions:
-            raise CapslogError(
-                f"the plan wants memory actions for single layers ({dict(stage.memory_actions)}); not run here"
-            )
-    return Layout(tuple(plan.cuts), tuple(plan.placement()), replicas)
 
 
 def engine_options(config: Config, steps_per_epoch: int | None, plan: Plan | None = None) -> EngineOptions:
@@ -187,7 +171,7 @@ class Run:
         self._state: dict[str, Any] = {} if state is None else state
 
     def _make_engine(self, chain: Chain, source: Any, options: EngineOptions) -> PipelineEngine:
-        layout = layout_of(self.plan, self.config.pipeline.replicas)
+        layout = layout_of(self.plan, self.config)
         if self.config.engine == "capslog":
             return PipelineEngine(chain, self.workload.loss, layout, options, self.communicator, self.device)
         from varuna_capslog.varuna_plugin.engine import VarunaEngine

@@ -16,6 +16,7 @@ from varuna_capslog.base import fields, units
 from varuna_capslog.base.errors import CapslogError, DoesNotFit
 from varuna_capslog.base.units import format_bytes
 from varuna_capslog.memory import AUTO, MEMORY_MODELS
+from varuna_capslog.planning.search import plan as search_plan
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile, read_profile
 
@@ -92,7 +93,7 @@ class Search:
                 f"devices={self.devices}, but Varuna was started with {num_stages} stages; start with another "
                 "--nstages, or leave devices out"
             )
-        plan = planners.plan(
+        plan = search_plan(
             self.profile,
             num_stages,
             planner=self.planner,

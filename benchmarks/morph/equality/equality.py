@@ -106,7 +106,8 @@ def compare(folder: Path, truth: Path) -> dict[str, object]:
 
 def count_shares(folder: Path, applied: Sequence[Mark]) -> dict[str, int]:
     """How often the samples of each step were used by the last generation in which somebody applied it."""
-    from varuna_capslog.config.reading import load_config, load_workload
+    from varuna_capslog.config.reading import load_config
+    from varuna_capslog.model.workload import load_workload
     from varuna_capslog.training.feed import Feed
 
     files = sorted((folder / "shares").glob("*"))

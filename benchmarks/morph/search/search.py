@@ -21,12 +21,14 @@ from typing import Any
 import numpy as np
 
 from varuna_capslog.config.reading import load_config
-from varuna_capslog.membership.candidates import Steps
+from varuna_capslog.membership.candidates import Candidates
 from varuna_capslog.membership.generation import Layout
 from varuna_capslog.membership.placing import Placer, state_bytes
 from varuna_capslog.membership.recovery import Seat
+from varuna_capslog.membership.redundancy import Protection
 from varuna_capslog.planners.seconds import Link, step_player
 from varuna_capslog.profiles.record import Profile
+from varuna_capslog.schedules import RunShape
 from varuna_capslog.start.prepare import profile_run
 
 ROOT = Path(__file__).parents[3]
@@ -63,9 +65,9 @@ def placer_of(profile: Profile, run: tuple[int, int], link: Link | None, planner
     sizes = state_bytes(profile)
     assert sizes is not None
     microbatches, blocks = run
-    return Placer(
-        profile, sizes[0], Steps(microbatches, blocks, 1), planner=planner, gradient_bytes=sizes[1], link=link
-    )
+    step = RunShape(microbatches, microbatch_size=1, num_blocks=blocks)
+    candidates = Candidates(profile, tuple(sizes[0]), step, planner, beside=sizes[0], link=link)
+    return Placer(candidates, Protection(), gradient_bytes=sizes[1])
 
 
 def measure(profile: Profile, run: tuple[int, int], link: Link | None, planner: str, questions: int) -> dict[str, Any]:

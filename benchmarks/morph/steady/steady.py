@@ -173,7 +173,8 @@ def ratio(mine: list[tuple[float, float]], base: list[tuple[float, float]], whic
 
 def protected_bytes(config_path: Path, overrides: list[str], devices: int) -> dict[str, int]:
     """State of the model, and what travels per step for its copies: one gradient per parameter that is trained."""
-    from varuna_capslog.config.reading import load_config, load_workload
+    from varuna_capslog.config.reading import load_config
+    from varuna_capslog.model.workload import load_workload
     from varuna_capslog.training import layer_state
     from varuna_capslog.training.run import build_chain
 

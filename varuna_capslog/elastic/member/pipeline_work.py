@@ -37,10 +37,11 @@ from varuna_capslog.membership.placing import Placer
 from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Minibatch, Workload
-from varuna_capslog.planners import plan as planned
+from varuna_capslog.planning.search import plan as planned
 from varuna_capslog.plans.folder import latest_plan
 from varuna_capslog.plans.plan import Plan, write_plan
 from varuna_capslog.profiles.record import Profile
+from varuna_capslog.schedules import RunShape
 from varuna_capslog.training import layer_state
 from varuna_capslog.training.checkpoint import open_checkpoint, prune, save_checkpoint
 from varuna_capslog.training.constants import run_constants
@@ -229,11 +230,7 @@ class PipelineWork:
                 devices,
                 planner=pipeline.planner,
                 memory=pipeline.memory,
-                schedule=pipeline.schedule,
-                num_microbatches=count,
-                microbatch_size=self.config.train.microbatch_size,
-                recompute=pipeline.recompute,
-                stage_inputs=pipeline.stage_inputs,
+                run=dataclasses.replace(RunShape.of_config(self.config), num_microbatches=count, num_blocks=1),
                 cuts=cuts,
             )
         write_plan(path, plan)

@@ -26,10 +26,12 @@ from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.elastic.member.work import Followed, LayerState, Opening, Outcome
 from varuna_capslog.engine.communicator import Communicator, PeerLost
-from varuna_capslog.membership.candidates import Steps
+from varuna_capslog.membership.candidates import Candidates
 from varuna_capslog.membership.generation import Generation, Layout, Member, Stamp
 from varuna_capslog.membership.placing import Placer
 from varuna_capslog.membership.recovery import Seat
+from varuna_capslog.membership.redundancy import Protection
+from varuna_capslog.schedules import RunShape
 from varuna_capslog.varuna_plugin import building, checkpoint, piece_state
 from varuna_capslog.varuna_plugin.checkpoint_files import read_tensors
 from varuna_capslog.varuna_plugin.drawing import Draws
@@ -90,17 +92,17 @@ class VarunaWork:
                 "profile this model"
             )
         count = job.num_microbatches
-        self.placer = Placer(
+        protection = Protection(job.elastic.redundancy, job.elastic.protection == "sync")
+        candidates = Candidates(
             job.profile,
             self.layer_bytes,
-            Steps(count, 1, job.chunk_size if job.profile is not None else None),
-            planner=job.planner,
-            memory=job.memory,
-            redundancy=job.elastic.redundancy,
-            sync=job.elastic.protection == "sync",
-            min_devices=job.elastic.min_devices,
+            RunShape(count, microbatch_size=job.chunk_size if job.profile is not None else None),
+            job.planner,
+            job.memory,
             max_replicas=1,
+            beside=protection.beside(self.layer_bytes),
         )
+        self.placer = Placer(candidates, protection, min_devices=job.elastic.min_devices)
         self.checkpoints = job.run_dir / "checkpoints"
         os.makedirs(building.temporary_folder(), exist_ok=True)
         self._names = [piece_state.names_of(self.trace, piece) for piece in range(self.trace.num_pieces)]

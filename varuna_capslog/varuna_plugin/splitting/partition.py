@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.plans.plan import check_cuts
 from varuna_capslog.varuna_plugin.splitting.tracing import CutSpec, Trace
 
 __all__ = ["Partition", "TieGroup", "tie_groups", "uniform_cuts"]
@@ -55,7 +55,7 @@ class Partition:
 
     def __post_init__(self) -> None:
         try:
-            object.__setattr__(self, "cuts", check_cuts(self.cuts, self.trace.num_pieces))
+            object.__setattr__(self, "cuts", fields.cut_list(self.cuts, self.trace.num_pieces))
         except CapslogError as error:
             raise CapslogError(
                 f"{error} (the model has {len(self.trace.cuts)} CutPoints, so pieces 0 to {len(self.trace.cuts)})"

@@ -1,0 +1,102 @@
+"""The verdict: one record says what fits, what is missing and what would do, for every command that asks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.memory.headroom import Headroom
+from varuna_capslog.planning.comparison import compare
+from varuna_capslog.planning.search import plan
+from varuna_capslog.planning.verdict import Verdict, capacities_of_devices, judge, judge_plan, rehearsed
+from varuna_capslog.plans.plan import Plan, Shortfall
+from varuna_capslog.profiles import LayerProfile, Profile
+
+TENTH = Headroom(3, 1.1)
+
+
+def test_what_is_needed_is_the_peak_and_its_headroom() -> None:
+    found = judge([10, 20, 30], [20, 25, 30], TENTH)
+    assert found == Verdict((10, 20, 30), (14, 25, 36), (20, 25, 30))
+    assert (found.margins, found.fits, found.worst, found.lacking) == ([6, 0, -6], False, 2, 6)
+    assert found.need == "stage 2 needs 36 B of 30 B"
+    assert found.shortfall(5) == Shortfall(2, 6, 5)
+    assert found.sentence(5) == (
+        "does not fit: stage 2 needs 36 B of 30 B, 6 B too much (30 B and its headroom); "
+        "5 device(s) of 20 B would do with planner exact"
+    )
+    assert found.sentence(None).startswith("nothing fits: stage 2 needs 36 B of 30 B, 6 B too much (30 B and")
+
+
+def test_a_device_that_is_used_up_to_the_last_byte_fits() -> None:
+    found = judge([10, 20], [14, 25], TENTH)
+    assert found is not None
+    assert (found.fits, found.lacking, min(found.margins)) == (True, 0, 0)
+
+
+@pytest.mark.parametrize(("peaks", "capacities"), [(None, [1]), ([1], None), (None, None)])
+def test_there_is_no_verdict_without_peaks_and_capacities(peaks: Any, capacities: Any) -> None:
+    assert judge(peaks, capacities, Headroom()) is None
+
+
+def test_capacities_are_one_number_or_one_for_each_device() -> None:
+    assert capacities_of_devices(5, 2) == [5, 5]
+    assert capacities_of_devices([5, 6], 2) == [5, 6]
+    assert capacities_of_devices(None, 2) is None
+    with pytest.raises(CapslogError, match="3 capacities for 2 devices"):
+        capacities_of_devices([1, 2, 3], 2)
+
+
+def profile_with_headroom() -> Profile:
+    layers = [LayerProfile(f"l{i}", 10, 10 if i else None, forward_seconds=1.0, backward_seconds=2.0) for i in range(4)]
+    return Profile(tuple(layers), conditions={"headroom": {"fixed_bytes": 3, "fragmentation": 1.1}})
+
+
+def test_every_answer_about_one_plan_is_the_same_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    """Four places once decided whether a plan fits, and two more computed the margins that they did not show."""
+    from varuna_capslog.commands.arguments import print_plan
+
+    profile = profile_with_headroom()
+    for capacity in (25, 24):
+        found = plan(profile, 2, capacity=capacity)
+        verdict = judge_plan(found, profile)
+        assert verdict is not None
+        assert verdict.margins == [capacity - 25, capacity - 25]
+        assert found.fits is verdict.fits is (capacity == 25)
+        (row,) = compare(profile, 2, names=["exact"], capacity=capacity)
+        assert row.margin_bytes == min(verdict.margins)
+        print_plan(found, profile)
+        assert f"{capacity - 25} B" in capsys.readouterr().out
+        if not found.fits:
+            assert found.shortfall == verdict.shortfall(4)
+            assert verdict.need in found.notes[0]
+
+
+def test_a_plan_that_its_rehearsal_exceeds_does_not_fit() -> None:
+    profile = profile_with_headroom()
+    asked: list[int] = []
+
+    def find(capacity: int) -> Plan:
+        asked.append(capacity)
+        return plan(profile, 2, capacity=capacity)
+
+    found = plan(profile, 2, capacity=30)
+    assert found.fits
+    smaller = rehearsed(found, [19, 21], [1, 0], Headroom.of(profile), find)
+    assert (smaller.fits, smaller.stage_bytes, smaller.peak_bytes, asked) == (True, (19, 21), 21, [])
+    larger = rehearsed(found, [19, 21], [1, 5], Headroom.of(profile), find)
+    assert (larger.fits, larger.peak_bytes) == (False, 21)
+    assert (larger.shortfall, asked) == (Shortfall(1, 2, None), [28])
+    assert larger.notes[-1] == "does not fit: stage 1 needs 32 B of 30 B when its own program is rehearsed"
+
+
+def test_a_plan_of_a_profile_with_seconds_says_what_each_stage_takes(tmp_path: Path) -> None:
+    found = plan(profile_with_headroom(), 2)
+    assert found.stage_seconds == (6.0, 6.0)
+    assert json.loads(json.dumps(found.to_json()))["stage_seconds"] == [6.0, 6.0]
+    bare = Profile(tuple(LayerProfile(f"l{i}", 10, 10 if i else None) for i in range(4)))
+    assert plan(bare, 2).stage_seconds is None

@@ -1,0 +1,188 @@
+"""From a profile and a number of devices to a plan: the planner's cuts, what they cost, and whether they fit.
+
+The command, the start of a run and a running elastic training call `plan`, and `joint_plan` for several pipelines. The
+planners choose, `verdict` judges; nothing here imports torch, so that a plan is re-decided in milliseconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+
+from varuna_capslog.base import fields
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.units import format_bytes
+from varuna_capslog.memory import AUTO, MEMORY_MODELS, NEVER, resolve
+from varuna_capslog.memory.headroom import Headroom
+from varuna_capslog.planners import PLANNER_NAMES, find_cuts
+from varuna_capslog.planners.joint import Device, JointPlan, NoFleet, best_fleet
+from varuna_capslog.planners.seconds import Link
+from varuna_capslog.planning.simulation import stage_seconds
+from varuna_capslog.planning.verdict import capacities_of_devices, judge, what_would_do
+from varuna_capslog.plans.plan import Plan, Shortfall
+from varuna_capslog.profiles.record import Profile
+from varuna_capslog.schedules import DEFAULT_RUN, RunShape
+
+__all__ = ["joint_plan", "plan", "usable_bytes"]
+
+
+def plan(
+    profile: Profile,
+    devices: int,
+    planner: str = "exact",
+    memory: str = AUTO,
+    capacity: int | Sequence[int] | None = None,
+    run: RunShape = DEFAULT_RUN,
+    link: Link | None = None,
+    cuts: Sequence[int] | None = None,
+) -> Plan:
+    """Cut the profiled chain into one stage per device.
+
+    planner, memory: a name in PLANNER_NAMES and one in MEMORY_MODELS, or "auto" (see `memory.AUTO`).
+    capacity: bytes of every device, or one number per device; None plans for the smallest peak alone, and fits is true.
+        Where the profile states a headroom, what is compared is a stage's peak with it (`memory.headroom`).
+    run: of one pipeline. Where the memory model does not describe its schedule, recomputation and stage inputs, the cut
+        list is planned all the same, but `fits` and the predicted bytes are None and `notes` says why. The number and
+        the size of the microbatches are written into the plan; the size must be the one that the profile holds for, and
+        schedules that keep several microbatches on a device need the number.
+    link: between two stages, for planners that need seconds; None means transfers that take no time.
+    cuts: the first layer of each stage, to predict a given cut list; `planner` is not asked then.
+
+    A plan that does not fit is an answer too: fits is False and `shortfall` names the stage that lacks most and the
+    smallest number of devices (of the smallest capacity given, cut by `exact`) that would do.
+
+    Raises CapslogError for more devices than layers, unknown names, capacities or cuts that do not match the devices,
+    and a memory model that the profile cannot feed.
+    """
+    devices = fields.whole(devices, "devices", minimum=1)
+    fields.refuse_unknown([planner], PLANNER_NAMES, "planner")
+    if devices > profile.num_layers:
+        raise CapslogError(
+            f"{devices} devices but only {profile.num_layers} layers; every stage holds at least one layer, "
+            f"so use at most {profile.num_layers} devices or a chain with more cut points"
+        )
+    capacities = capacities_of_devices(capacity, devices)
+    usable = usable_bytes(profile, capacity, devices)
+    memory, costs = resolve(memory, profile, run)
+
+    search_seconds = None
+    if cuts is not None:
+        chosen = list(fields.cut_list(cuts, profile.num_layers))
+        if len(chosen) != devices:
+            raise CapslogError(f"cuts is {chosen} for {devices} devices; give the first layer of each device's stage")
+    else:
+        begun = time.perf_counter()
+        chosen = find_cuts(planner, profile, costs, run, devices, usable, link)
+        search_seconds = time.perf_counter() - begun
+
+    notes = _gaps(profile, memory, run)
+    stage_bytes, fits, shortfall = None, None, None
+    if not notes:
+        stage_bytes = tuple(costs.peaks(chosen))
+        verdict = judge(stage_bytes, capacities, Headroom.of(profile))
+        fits = verdict is None or verdict.fits
+        if verdict is not None and not fits:
+            enough = what_would_do(costs, verdict.capacities, Headroom.of(profile))
+            shortfall, notes = verdict.shortfall(enough), [verdict.sentence(enough)]
+    return Plan(
+        num_layers=profile.num_layers,
+        cuts=tuple(chosen),
+        planner=None if search_seconds is None else planner,
+        memory_model=memory,
+        model=profile.model,
+        profile_digest=profile.digest,
+        schedule=run.schedule,
+        num_microbatches=run.num_microbatches,
+        microbatch_size=run.microbatch_size,
+        stage_bytes=stage_bytes,
+        peak_bytes=None if stage_bytes is None else max(stage_bytes),
+        stage_seconds=_stage_seconds(profile, chosen),
+        capacity_bytes=_as_given(capacity, capacities),
+        fits=fits,
+        shortfall=shortfall,
+        search_seconds=search_seconds,
+        notes=tuple(notes),
+    )
+
+
+def joint_plan(
+    profiles: Profile | Sequence[Profile],
+    devices: Sequence[Device],
+    minibatch_size: int,
+    blocks: int | None = None,
+    run: RunShape = DEFAULT_RUN,
+    memory: str = AUTO,
+    link: Link | None = None,
+    max_stages: int | None = None,
+) -> JointPlan:
+    """The answer of `planners.joint.best_fleet`, which explains the arguments.
+
+    Where nothing fits, the plan is the smallest-peak pipeline over all devices with `fits` False and the shortfall.
+    """
+    begun = time.perf_counter()
+    found = best_fleet(profiles, devices, minibatch_size, blocks, run, memory, link, max_stages)
+    if isinstance(found, JointPlan):
+        return found
+    answer = dataclasses.replace(_smallest_peak(found), planner="joint", search_seconds=time.perf_counter() - begun)
+    return JointPlan(answer, (), None, None, found.max_stages, (), found.run.num_blocks)
+
+
+def _smallest_peak(found: NoFleet) -> Plan:
+    """The smallest-peak pipeline over as many devices as there are layers, and what it lacks."""
+    profile, blocks = found.profile, found.run.num_blocks
+    used = sorted(found.devices, key=lambda one: one.capacity or NEVER, reverse=True)[: profile.num_layers]
+    capacities = [one.capacity or NEVER - 1 for one in used]
+    answer = plan(profile, len(used), "exact", found.memory, capacities, found.run)
+    if not answer.fits:
+        return answer
+    # It lacks the gradients of a second block, which the planner of one pipeline does not know.
+    usable = [NEVER if one.capacity is None else Headroom.of(profile).usable(one.capacity) for one in used]
+    verdict = judge(found.stage_bytes(answer.cuts), usable, Headroom())
+    assert verdict is not None
+    lack = f"stage {verdict.worst} needs {format_bytes(verdict.lacking)} more for the gradients that wait"
+    note = f"does not fit: {lack} until all {blocks} accumulation blocks are added; use 1 block"
+    shortfall = Shortfall(verdict.worst, max(1, verdict.lacking))
+    return dataclasses.replace(answer, fits=False, shortfall=shortfall, notes=(note,))
+
+
+def usable_bytes(profile: Profile, capacity: int | Sequence[int] | None, devices: int) -> list[int] | None:
+    """What a stage's peak may be on each device: the capacity (as `plan` takes it) less the profile's headroom."""
+    capacities = capacities_of_devices(capacity, devices)
+    headroom = Headroom.of(profile)
+    return None if capacities is None else [headroom.usable(size) for size in capacities]
+
+
+def _as_given(capacity: int | Sequence[int] | None, capacities: list[int] | None) -> int | tuple[int, ...] | None:
+    """The checked capacities in the form in which they were given: one number, or one per device."""
+    if capacities is None:
+        return None
+    return tuple(capacities) if isinstance(capacity, (list, tuple)) else capacities[0]
+
+
+def _stage_seconds(profile: Profile, cuts: Sequence[int]) -> tuple[float, ...] | None:
+    """Seconds of the forward and the backward of one microbatch on each stage; None where the profile lacks some."""
+    if any(None in (layer.forward_seconds, layer.backward_seconds) for layer in profile.layers):
+        return None
+    stages = list(zip(cuts, [*cuts[1:], profile.num_layers], strict=True))
+    found = stage_seconds(profile, stages)
+    return tuple(forward + backward for forward, backward in zip(found.forward, found.backward, strict=True))
+
+
+def _gaps(profile: Profile, memory: str, run: RunShape) -> list[str]:
+    """Why the memory model has no numbers for this run; empty if it has."""
+    gaps = []
+    if (gap := MEMORY_MODELS[memory].gap(run)) is not None:
+        gaps.append(f"fits and peak_bytes are unknown: {gap}")
+    gaps += [
+        f"fits and peak_bytes are unknown: the estimate is too low for {limit}; measure the profile instead "
+        "(profile.source=measured)"
+        for limit in profile.conditions.get("limits", [])
+    ]
+    profiled = profile.conditions.get("microbatch_size")
+    if None not in (run.microbatch_size, profiled) and run.microbatch_size != profiled:
+        gaps.append(
+            f"fits and peak_bytes are unknown: the profile holds for microbatch_size {profiled}, "
+            f"not {run.microbatch_size}; profile with that size"
+        )
+    return gaps

@@ -1,0 +1,136 @@
+"""Does it fit, what is missing, and what would do: the one place that says so.
+
+`search` judges every plan here, `prepare` a plan whose ranks were rehearsed, `comparison` and the tables of the command
+show the margins, and the elastic run judges what its members hold. A device needs the peak of its stage and the
+profile's headroom (`memory.headroom`). Nothing is planned, profiled or rehearsed here: what needs that is passed in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from varuna_capslog.base import fields
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.units import format_bytes
+from varuna_capslog.memory import StageCosts
+from varuna_capslog.memory.headroom import Headroom
+from varuna_capslog.planners.exact import fewest_devices
+from varuna_capslog.plans.plan import Plan, Shortfall
+from varuna_capslog.profiles.record import Profile
+
+__all__ = ["Verdict", "capacities_of_devices", "judge", "judge_plan", "rehearsed", "what_would_do"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Stages and their devices, in stage order, in bytes.
+
+    peaks: what each stage holds at most. needed: what its device must have, the headroom included. capacities: what
+    the device has.
+    """
+
+    peaks: tuple[int, ...]
+    needed: tuple[int, ...]
+    capacities: tuple[int, ...]
+
+    @property
+    def margins(self) -> list[int]:
+        """What each stage leaves of its device; below 0 where it does not fit."""
+        return [has - needed for has, needed in zip(self.capacities, self.needed, strict=True)]
+
+    @property
+    def fits(self) -> bool:
+        """Whether every stage fits its device."""
+        return min(self.margins) >= 0
+
+    @property
+    def worst(self) -> int:
+        """The stage that leaves least of its device, the first of equals."""
+        margins = self.margins
+        return margins.index(min(margins))
+
+    @property
+    def lacking(self) -> int:
+        """Bytes that the worst stage lacks; 0 where all fit."""
+        return max(0, -min(self.margins))
+
+    @property
+    def need(self) -> str:
+        """The worst stage for people: `stage 1 needs 8 GiB of 7 GiB`."""
+        worst = self.worst
+        return f"stage {worst} needs {format_bytes(self.needed[worst])} of {format_bytes(self.capacities[worst])}"
+
+    def shortfall(self, devices_that_fit: int | None) -> Shortfall:
+        """What a plan file says of a plan that does not fit."""
+        return Shortfall(self.worst, self.lacking, devices_that_fit)
+
+    def sentence(self, devices_that_fit: int | None) -> str:
+        """What is missing and what would do, for a plan that does not fit."""
+        peak, needed = self.peaks[self.worst], self.needed[self.worst]
+        beside = f" ({format_bytes(peak)} and its headroom)" if needed != peak else ""
+        lack = f"{self.need}, {format_bytes(self.lacking)} too much{beside}"
+        if devices_that_fit is None:
+            return f"nothing fits: {lack}, and no number of devices would do, since each stage holds at least one layer"
+        size = format_bytes(min(self.capacities))
+        return f"does not fit: {lack}; {devices_that_fit} device(s) of {size} would do with planner exact"
+
+
+def judge(peaks: Sequence[int] | None, capacities: Sequence[int] | None, headroom: Headroom) -> Verdict | None:
+    """The verdict on stages of these peaks; None where the peaks or the capacities are not known."""
+    if peaks is None or capacities is None:
+        return None
+    return Verdict(tuple(peaks), tuple(headroom.reserved(peak) for peak in peaks), tuple(capacities))
+
+
+def judge_plan(plan: Plan, profile: Profile | None) -> Verdict | None:
+    """The verdict on a plan of one pipeline by its own bytes; without a profile no headroom is known, and none counts.
+
+    None where the plan has no bytes or no capacity.
+    """
+    headroom = Headroom() if profile is None else Headroom.of(profile)
+    return judge(plan.stage_bytes, plan.capacities_of(plan.placement()), headroom)
+
+
+def what_would_do(costs: StageCosts, capacities: Sequence[int], headroom: Headroom) -> int | None:
+    """The smallest number of devices, each of the smallest of these capacities, that `exact` fits; None: none would."""
+    return fewest_devices(costs, headroom.usable(min(capacities)))
+
+
+def rehearsed(
+    plan: Plan, peaks: Sequence[int], beside: Sequence[int], headroom: Headroom, find: Callable[..., Plan]
+) -> Plan:
+    """A plan that fits by its memory model, judged again by the peaks that a rehearsal of every rank's program gave.
+
+    What a schedule keeps in flight shares the memory of a CPU's stages, and no sum over layers knows all of it.
+
+    Args:
+        peaks: rehearsed, per stage.
+        beside: bytes that lie on the device of each stage beside training, such as snapshots.
+        find: plans the same run for another `capacity`, to say how many devices would do.
+    """
+    together = [peak + more for peak, more in zip(peaks, beside, strict=True)]
+    verdict = judge(together, plan.capacities_of(plan.placement()), headroom)
+    assert verdict is not None, "only a plan with a capacity is rehearsed"
+    found = dataclasses.replace(plan, fits=None, stage_bytes=tuple(peaks), peak_bytes=max(peaks))
+    if verdict.fits:
+        return dataclasses.replace(found, fits=True)
+    less = find(capacity=max(1, min(verdict.capacities) - verdict.lacking)).shortfall
+    return dataclasses.replace(
+        found,
+        fits=False,
+        shortfall=verdict.shortfall(None if less is None else less.devices_that_fit),
+        notes=(*plan.notes, f"does not fit: {verdict.need} when its own program is rehearsed"),
+    )
+
+
+def capacities_of_devices(capacity: int | Sequence[int] | None, devices: int) -> list[int] | None:
+    """The capacity of each device in bytes, from one number for all or one for each; None stays None."""
+    if capacity is None:
+        return None
+    if isinstance(capacity, (list, tuple)):
+        if len(capacity) != devices:
+            raise CapslogError(f"{len(capacity)} capacities for {devices} devices; give one for all, or one for each")
+        return [fields.whole(row, f"capacity of device {i}", minimum=1) for i, row in enumerate(capacity)]
+    return [fields.whole(capacity, "capacity", minimum=1)] * devices

@@ -1,0 +1,99 @@
+"""The shape of a run: what decides, besides its cuts, how long a step takes and what each stage holds.
+
+Memory models, planners, the simulator, the elastic layouts and the engine's options all read this one record. It knows
+no model and no cluster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from varuna_capslog.base import fields
+from varuna_capslog.base.errors import CapslogError
+
+if TYPE_CHECKING:
+    from varuna_capslog.config.settings import Config
+
+__all__ = ["ALWAYS_RECOMPUTE", "DEFAULT_RUN", "STAGE_INPUTS", "RunShape"]
+
+ALWAYS_RECOMPUTE = frozenset({"varuna"})
+"""Schedules that recompute whatever `recompute` says."""
+
+STAGE_INPUTS = ("host", "device")
+
+
+@dataclass(frozen=True)
+class RunShape:
+    """One step of a run, or of one of its equal pipelines (`share`).
+
+    num_microbatches: of one step; None where it is not known: memory models then count as many as the pipeline can
+        take.
+    schedule: "gpipe", "1f1b" or "varuna" (which always recomputes).
+    recompute: whether forwards keep the stage's inputs only.
+    stage_inputs: where inputs kept for recomputation wait, "host" or "device".
+    microbatch_size: samples of one microbatch; None: as many as the profile holds for.
+    num_blocks: accumulation blocks of the step; they divide the microbatches.
+
+    Every instance is valid: the constructor raises CapslogError otherwise.
+    """
+
+    num_microbatches: int | None = None
+    schedule: str = "varuna"
+    recompute: bool = True
+    stage_inputs: str = "host"
+    microbatch_size: int | None = None
+    num_blocks: int = 1
+
+    def __post_init__(self) -> None:
+        fields.choice(self.stage_inputs, "stage_inputs", STAGE_INPUTS)
+        if self.num_blocks < 1 or (self.num_microbatches is not None and self.num_microbatches % self.num_blocks):
+            raise CapslogError(
+                f"{self.num_blocks} accumulation blocks do not divide the {self.num_microbatches} microbatches of a "
+                "step; choose a number that does"
+            )
+
+    @classmethod
+    def of_config(cls, config: Config) -> RunShape:
+        """The whole step of a configured run, over all its replicas."""
+        pipeline = config.pipeline
+        return cls(
+            config.num_microbatches,
+            pipeline.schedule,
+            pipeline.recompute,
+            pipeline.stage_inputs,
+            config.train.microbatch_size,
+            config.num_blocks,
+        )
+
+    @classmethod
+    def of_conditions(cls, conditions: Mapping[str, Any], schedule: str = "varuna") -> RunShape:
+        """The run that a profile was taken for, as far as its conditions say."""
+        return cls(
+            schedule=schedule,
+            recompute=bool(conditions.get("recompute", True)),
+            stage_inputs=str(conditions.get("stage_inputs", "host")),
+        )
+
+    def share(self, pipelines: int) -> RunShape:
+        """The part of one of so many equal pipelines, which share the blocks evenly."""
+        return replace(
+            self, num_microbatches=self.microbatches // pipelines, num_blocks=max(1, self.num_blocks // pipelines)
+        )
+
+    @property
+    def microbatches(self) -> int:
+        """`num_microbatches`, for what cannot do without the number. Raises CapslogError where it is not known."""
+        if self.num_microbatches is None:
+            raise CapslogError("the number of microbatches of a step is not known; give num_microbatches")
+        return self.num_microbatches
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether stages recompute: `recompute`, or the schedule always does."""
+        return self.recompute or self.schedule in ALWAYS_RECOMPUTE
+
+
+DEFAULT_RUN = RunShape()
+"""A run as the config's defaults describe it, its number of microbatches not known."""
