@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,7 +23,7 @@ from varuna_capslog.commands.arguments import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from varuna_capslog.planning.comparison import Row
     from varuna_capslog.profiles.record import Profile
@@ -36,7 +37,11 @@ def compare(
     profile: ProfileFile = None,
     devices: Devices = None,
     planners: Annotated[
-        str | None, typer.Option(help="Only these, such as varuna,exact.", show_default="every planner")
+        str | None,
+        typer.Option(
+            help="Only these, such as varuna,exact. mcap-bo, which searches for up to a minute, is asked only here.",
+            show_default="every planner but mcap-bo",
+        ),
     ] = None,
     memory: Annotated[str | None, typer.Option(help="Memory model.", show_default="as capslog plan chooses it")] = None,
     capacity: Annotated[
@@ -58,7 +63,7 @@ def compare(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Ask every planner: peak, margin to the capacity, simulated step time and search time of each."""
+    """Ask every planner but mcap-bo: peak, margin to the capacity, simulated step time and search time of each."""
     from varuna_capslog.base import units
     from varuna_capslog.planning.comparison import compare as ask
 
@@ -73,7 +78,8 @@ def compare(
         raise CapslogError("--profile without a CONFIG needs --devices N, the number of devices to plan for")
     link = link_of(bandwidth, latency)
     names = None if planners is None else [name.strip() for name in planners.split(",")]
-    rows = ask(costs, count, names=names, link=link, **options)
+    with _signs_of_life() as progress:
+        rows = ask(costs, count, names=names, link=link, progress=progress, **options)
     if output is not None:
         from varuna_capslog.base import files
         from varuna_capslog.reports.comparison import draw_comparison
@@ -86,6 +92,23 @@ def compare(
     _print(rows, costs, count)
     if output is not None:
         typer.echo(f"written to {output}: comparison.png, comparison.json")
+
+
+@contextlib.contextmanager
+def _signs_of_life() -> Iterator[Callable[[int, int, str], None]]:
+    """Shows on standard error which planner is asked: a bar with the seconds on a terminal, else a line for each."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda done, total, name: typer.echo(f"asking {name} ({done + 1} of {total})", err=True)
+        return
+    text = TextColumn("{task.description}")
+    columns = (SpinnerColumn(), text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("asking planners", total=None)
+        yield lambda done, total, name: bar.update(task, completed=done, total=total, description=f"asking {name}")
 
 
 def _profile(

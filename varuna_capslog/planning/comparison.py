@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-__all__ = ["Row", "compare"]
+__all__ = ["BY_NAME_ONLY", "Row", "compare"]
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,9 @@ from varuna_capslog.planners import DEFAULT_MICROBATCHES_PER_STAGE, PLANNER_NAME
 from varuna_capslog.planning.simulation import Link, simulate_plan
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
+
+BY_NAME_ONLY = ("mcap-bo",)
+"""Planners that search for most of a minute, and are therefore asked only where `names` has them."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +61,13 @@ def compare(
     num_microbatches: int | None = None,
     recompute: bool = True,
     stage_inputs: str = "host",
+    progress: Callable[[int, int, str], None] = lambda done, total, name: None,
     **options: Any,
 ) -> list[Row]:
-    """Asks every planner of `PLANNER_NAMES`, or those of `names`, in that order.
+    """Asks every planner of `PLANNER_NAMES`, or those of `names`, in that order. Those of `BY_NAME_ONLY` have a row
+    without a plan where `names` is None.
 
+    progress: called with (planners done, all planners, the one that is asked now) before each planner.
     num_microbatches: of one step of one pipeline; default `DEFAULT_MICROBATCHES_PER_STAGE` per device.
     options: passed on to `planners.plan` (memory, capacity, schedule, ...).
 
@@ -75,7 +81,16 @@ def compare(
     options |= {"recompute": recompute, "stage_inputs": stage_inputs, "link": link}
     plan(profile, devices, planner="varuna", **options)  # raises what every planner would
     played = {"recompute": recompute, "stage_inputs": stage_inputs, "link": link}
-    return [_row(profile, devices, name, options, played) for name in chosen]
+    left_out = BY_NAME_ONLY if names is None else ()
+    asked = [name for name in chosen if name not in left_out]
+    rows = {
+        name: Row(name, reason=f"not asked, since it searches for up to a minute; --planners {name} asks it")
+        for name in left_out
+    }
+    for number, name in enumerate(asked):
+        progress(number, len(asked), name)
+        rows[name] = _row(profile, devices, name, options, played)
+    return [rows[name] for name in chosen]
 
 
 def _row(profile: Profile, devices: int, name: str, options: Mapping[str, Any], played: Mapping[str, Any]) -> Row:
