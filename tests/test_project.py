@@ -1,4 +1,4 @@
-"""What setup.py declares: everything that the code imports is installed with it."""
+"""The project's own files agree with each other: setup.py, licence, changelog, citation and the two lists of checks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
+
+import varuna_capslog
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("varuna_capslog", "detr_pipeline")
@@ -50,3 +53,28 @@ def test_every_imported_package_is_declared(package: str) -> None:
             if DISTRIBUTIONS.get(name, name).lower() not in declared():
                 missing.setdefault(name, str(path.relative_to(ROOT)))
     assert missing == {}
+
+
+def test_version_and_licence_are_the_same_everywhere() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    changes = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert changes[:2] == ["Unreleased", varuna_capslog.__version__]
+    assert citation["version"] == varuna_capslog.__version__
+    assert citation["license"] == "MIT"
+    assert 'license="MIT"' in (ROOT / "setup.py").read_text(encoding="utf-8")
+    assert (ROOT / "LICENSE").read_text(encoding="utf-8").startswith("MIT License\n\nCopyright (c) 2026 ")
+
+
+def test_the_hooks_make_the_checks_of_ci() -> None:
+    steps = re.findall(r"^step (.+)$", (ROOT / ".ci" / "run").read_text(encoding="utf-8"), re.MULTILINE)
+    (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"]
+    assert repository["repo"] == "local", "hooks of other repositories would be downloaded"
+    assert sorted(hook["entry"] for hook in repository["hooks"]) == sorted(steps)
+
+
+def test_every_path_that_contributors_are_sent_to_exists() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    places = [ROOT, ROOT / "varuna_capslog", ROOT / "varuna_capslog" / "elastic"]
+    paths = [path for path in re.findall(r"`([\w./-]+/[\w.-]+)`", text) if "NAME" not in path]
+    assert len(paths) > 10
+    assert [path for path in paths if not any((place / path).exists() for place in places)] == []
