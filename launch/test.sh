@@ -6,8 +6,9 @@ usage() {
     cat <<'TEXT'
 usage: launch/test.sh [PYTEST ARGUMENTS ...]
 
-Installs the package with its test extra into .venv (unless that was done) and runs the tests. Skipped tests are listed
-with their reason at the end. Two files at a time are run: many tests start processes and wait for them.
+Installs the package with its test extra into .venv (unless that was done) and runs the tests. At the end the skipped
+tests are listed, one line per reason, those that need outside data by name. Two files at a time are run: many tests
+start processes and wait for them.
 
   CAPSLOG_DATA   folder with outside data sets (bccd/, coco-eval-100/); tests that need one are skipped without it
 TEXT
@@ -20,4 +21,4 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$root"
 launch/install.sh test
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-exec .venv/bin/python -m pytest -rs -n 2 --dist loadfile "$@"
+exec .venv/bin/python -m pytest -n 2 --dist loadfile "$@"

@@ -6,6 +6,8 @@ import os
 import signal
 from typing import NoReturn
 
+from tests.skips import pytest_terminal_summary  # noqa: F401 (pytest calls it at the end of a run)
+
 # A shell that starts the suite in the background makes it ignore Ctrl-C, and every process it starts inherits that; the
 # tests that press Ctrl-C would wait for ever.
 signal.signal(signal.SIGINT, signal.default_int_handler)

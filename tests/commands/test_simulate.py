@@ -12,7 +12,7 @@ import pytest
 from matplotlib.image import imread
 
 from varuna_capslog import cli
-from varuna_capslog.planners import PLANNER_NAMES
+from varuna_capslog.planners import PLANNER_NAMES, PLANNERS
 from varuna_capslog.planning.simulation import UPDATE_RATE
 from varuna_capslog.profiles.record import LayerProfile, Profile, read_profile, write_profile
 
@@ -131,7 +131,8 @@ def test_compare_has_a_row_for_every_planner_and_says_why_one_cannot(
     monkeypatch.setenv("CAPSLOG_MCAP_LIMIT", "3")  # of C(5, 2) = 10 cut lists
     monkeypatch.setitem(sys.modules, "skopt", None)
     out = tmp_path / "out"
-    assert run("compare", "--profile", profile, "--devices", 3, "--capacity", "2GiB", "-o", out) == 0
+    names = ("--planners", ",".join(PLANNER_NAMES))
+    assert run("compare", "--profile", profile, "--devices", 3, "--capacity", "2GiB", "-o", out, *names) == 0
     text = capsys.readouterr().out
     rows = {row["planner"]: row for row in json.loads((out / "comparison.json").read_text())}
     assert tuple(rows) == PLANNER_NAMES
@@ -147,6 +148,29 @@ def test_compare_has_a_row_for_every_planner_and_says_why_one_cannot(
         assert row["step_seconds"] > 0
         assert row["peak_bytes"] >= rows["exact"]["peak_bytes"]
         assert row["step_seconds"] >= rows["throughput"]["step_seconds"] * (1 - 1e-9)
+
+
+def test_compare_asks_mcap_bo_only_by_name_and_says_which_planner_it_asks(
+    profile: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A comparison stood still for 40 to 60 s without a sign of life, for the one planner that is slow by design."""
+    asked: list[str] = []
+    cuts = PLANNERS["exact"]
+    monkeypatch.setitem(PLANNERS, "mcap-bo", lambda *question: asked.append("mcap-bo") or cuts(*question))
+    assert run("compare", "--profile", profile, "--devices", 3, "--json") == 0
+    captured = capsys.readouterr()
+    rows = {row["planner"]: row for row in json.loads(captured.out)}
+    assert asked == []
+    assert tuple(rows) == PLANNER_NAMES
+    assert rows["mcap-bo"]["cuts"] is None
+    assert "--planners mcap-bo" in rows["mcap-bo"]["reason"]
+    names = [name for name in PLANNER_NAMES if name != "mcap-bo"]
+    assert [line.split()[1] for line in captured.err.splitlines()] == names
+    assert run("compare", "--profile", profile, "--devices", 3, "--planners", "exact,mcap-bo", "--json") == 0
+    captured = capsys.readouterr()
+    assert asked == ["mcap-bo"]
+    assert captured.err == "asking exact (1 of 2)\nasking mcap-bo (2 of 2)\n"
+    assert [row["planner"] for row in json.loads(captured.out) if row["cuts"]] == ["exact", "mcap-bo"]
 
 
 def test_compare_without_seconds_still_compares_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

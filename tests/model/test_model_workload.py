@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from varuna_capslog.base.errors import CapslogError
@@ -19,6 +20,7 @@ from varuna_capslog.model.chain import Chain, Layer
 from varuna_capslog.model.model_workload import InputSpec, ModelWorkload, config_values, parse_input, workload
 from varuna_capslog.model.workload import load_workload
 from varuna_capslog.profiling.skeleton import skeleton
+from varuna_capslog.training.initial import initialise
 
 HERE = "tests.model.test_model_workload"
 
@@ -170,6 +172,16 @@ def test_weights_of_the_model_itself_are_imported(tmp_path: Path) -> None:
     assert skipped == ["more"]
     assert found.keys() == made.build_chain().named_parameters().keys()
     assert torch.equal(found["blocks.1.blocks.1.weight"], model.blocks[1].weight)
+
+
+def test_a_run_begins_from_a_safetensors_file(tmp_path: Path) -> None:
+    """The package that reads these files was imported, but installed by nothing."""
+    made = configured(factory=f"{HERE}:scorer", inputs=SPECS)
+    model = scorer()
+    save_file({**model.state_dict(), "more": torch.zeros(1)}, tmp_path / "weights.safetensors")
+    built = made.build_chain()
+    assert initialise(built, made, tmp_path / "weights.safetensors", []) == ["more"]
+    assert torch.equal(built.named_parameters()["blocks.1.blocks.1.weight"], model.blocks[1].weight)
 
 
 @pytest.mark.parametrize(

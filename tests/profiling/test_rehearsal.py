@@ -6,15 +6,18 @@ import dataclasses
 import datetime
 
 import pytest
+import torch
 
+from tests.engine.workload import TinyWorkload
 from tests.profiling import cases
 from tests.profiling.workloads import Megabytes
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import Config, section
 from varuna_capslog.engine.communicator import Communicator
+from varuna_capslog.model.chain import TensorSpec
 from varuna_capslog.profiles.record import LayerProfile, Profile
 from varuna_capslog.profiling.estimate import StageEstimator
-from varuna_capslog.profiling.rehearsal import rehearse
+from varuna_capslog.profiling.rehearsal import rehearse, rehearse_config
 from varuna_capslog.start.prepare import plan_run
 
 SIZE = 4
@@ -71,6 +74,24 @@ def test_the_rehearsal_has_the_last_word_on_what_fits(monkeypatch: pytest.Monkey
     plan_run(config, dataclasses.replace(profile, source="measured"))
     plan_run(section(Config, values | {"pipeline": {"devices": 2, "memory": "additive"}}, ""), profile)
     assert asked == []
+
+
+def test_a_config_is_rehearsed_at_the_largest_or_at_given_shapes() -> None:
+    values = {
+        "workload": "tests.engine.workload:workload",
+        "device": "cpu",
+        "train": {"minibatch_size": 4, "microbatch_size": 2},
+        "pipeline": {"devices": 2},
+    }
+    config = section(Config, values, "")
+    shapes = {"x": [2, 3, 4, 6], "sizes": [2, 2]}
+    smaller, largest = rehearse_config(config, (0, 6), shapes), rehearse_config(config, (0, 6))
+    assert all(one < other for one, other in zip(smaller, largest, strict=True))
+    specs = {"x": TensorSpec((2, 3, 4, 6)), "sizes": TensorSpec((2, 2), torch.int64)}
+    estimator = StageEstimator(TinyWorkload(config), microbatch_size=2, inputs=specs)
+    assert smaller == rehearse(estimator, (0, 6), "varuna", 2)
+    with pytest.raises(CapslogError, match=r"given for \['x'\], the chain's inputs are \['sizes', 'x'\]"):
+        rehearse_config(config, (0, 6), {"x": [2, 3, 4, 6]})
 
 
 def test_cuts_that_do_not_fit_the_chain_are_refused() -> None:

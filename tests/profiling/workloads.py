@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import signal
 from collections.abc import Mapping
@@ -159,3 +160,23 @@ class Unlucky(Equal):
 
     def loss(self, outputs: Mapping[str, Tensor], targets: Any, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
         raise RuntimeError("no loss today")
+
+
+class EndsNeighbour(nn.Module):
+    """Kills the process that plays the stages around its run, as the system does where memory runs out."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if type(x) is Tensor and not torch._C._functorch.is_functorch_wrapped_tensor(x):
+            for process in multiprocessing.active_children():
+                process.kill()
+        return x
+
+
+class Abandoned(Equal):
+    """Its middle layer loses the neighbours of its run."""
+
+    name = "abandoned"
+
+    def build_chain(self) -> Chain:
+        layers = [Layer(f"layer.{index}", self.kind(self.width, self.width)) for index in range(2)]
+        return Chain([layers[0], Layer("lonely", EndsNeighbour()), layers[1]])

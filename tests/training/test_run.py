@@ -167,3 +167,4 @@ def test_peaks_are_recorded_for_every_stage(whole: Path) -> None:
     assert len(measured[0]["peak_bytes"]) == 2
     assert min(measured[0]["peak_bytes"]) > 0
     assert measured[0]["peak_source"] == "cpu allocator events"
+    assert measured[0]["peak_input"] == {"x": [2, 3, 8, 8], "sizes": [2, 2]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -23,7 +24,7 @@ from varuna_capslog.commands.arguments import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from varuna_capslog.planning.comparison import Row
     from varuna_capslog.profiles.record import Profile
@@ -37,7 +38,11 @@ def compare(
     profile: ProfileFile = None,
     devices: Devices = None,
     planners: Annotated[
-        str | None, typer.Option(help="Only these, such as varuna,exact.", show_default="every planner")
+        str | None,
+        typer.Option(
+            help="Only these, such as varuna,exact. mcap-bo, which searches for up to a minute, is asked only here.",
+            show_default="every planner but mcap-bo",
+        ),
     ] = None,
     memory: Annotated[str | None, typer.Option(help="Memory model.", show_default="as capslog plan chooses it")] = None,
     capacity: Annotated[
@@ -59,7 +64,7 @@ def compare(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Ask every planner: peak, margin to the capacity, simulated step time and search time of each."""
+    """Ask every planner but mcap-bo: peak, margin to the capacity, simulated step time and search time of each."""
     from varuna_capslog.base import units
     from varuna_capslog.memory import AUTO
     from varuna_capslog.planning.comparison import compare as ask
@@ -86,7 +91,10 @@ def compare(
         raise CapslogError("--profile without a CONFIG needs --devices N, the number of devices to plan for")
     names = None if planners is None else [name.strip() for name in planners.split(",")]
     link = link_of(bandwidth, latency)
-    rows = ask(costs, devices, names=names, run=run, memory=memory or AUTO, capacity=limit, link=link)
+    with _signs_of_life() as progress:
+        rows = ask(
+            costs, devices, names=names, run=run, memory=memory or AUTO, capacity=limit, link=link, progress=progress
+        )
     if output is not None:
         from varuna_capslog.base import files
         from varuna_capslog.reports.comparison import draw_comparison
@@ -99,6 +107,23 @@ def compare(
     _print(rows, costs, devices)
     if output is not None:
         typer.echo(f"written to {output}: comparison.png, comparison.json")
+
+
+@contextlib.contextmanager
+def _signs_of_life() -> Iterator[Callable[[int, int, str], None]]:
+    """Shows on standard error which planner is asked: a bar with the seconds on a terminal, else a line for each."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda done, total, name: typer.echo(f"asking {name} ({done + 1} of {total})", err=True)
+        return
+    text = TextColumn("{task.description}")
+    columns = (SpinnerColumn(), text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("asking planners", total=None)
+        yield lambda done, total, name: bar.update(task, completed=done, total=total, description=f"asking {name}")
 
 
 def _print(rows: Sequence[Row], profile: Profile, devices: int) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from pydantic import Field
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from varuna_capslog.base.errors import CapslogError
@@ -261,8 +262,6 @@ class ModelWorkload(Workload):
     def import_weights(self, path: Path) -> tuple[dict[str, Tensor], list[str]]:
         """A state dict of the model itself, as torch.save or safetensors wrote it."""
         if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
             state = load_file(path)
         else:
             state = torch.load(path, map_location="cpu", weights_only=True)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-__all__ = ["Row", "compare"]
+__all__ = ["BY_NAME_ONLY", "Row", "compare"]
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -23,6 +23,9 @@ from varuna_capslog.planning.verdict import judge_plan
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import DEFAULT_RUN, RunShape
+
+BY_NAME_ONLY = ("mcap-bo",)
+"""Planners that search for most of a minute, and are therefore asked only where `names` has them."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +65,14 @@ def compare(
     memory: str = AUTO,
     capacity: int | Sequence[int] | None = None,
     link: Link | None = None,
+    progress: Callable[[int, int, str], None] = lambda done, total, name: None,
 ) -> list[Row]:
-    """Asks every planner of `PLANNER_NAMES`, or those of `names`, in that order.
+    """Asks every planner of `PLANNER_NAMES`, or those of `names`, in that order. Those of `BY_NAME_ONLY` have a row
+    without a plan where `names` is None.
 
     run: of one pipeline; where its number of microbatches is not known, `DEFAULT_MICROBATCHES_PER_STAGE` per device.
     memory, capacity, link: as in `search.plan`.
+    progress: called with (planners done, all planners, the one that is asked now) before each planner.
 
     Raises CapslogError for unknown names and for what is wrong with the question itself: more devices than layers, or
     capacities that do not match them.
@@ -80,7 +86,16 @@ def compare(
         return plan(profile, devices, name, memory, capacity, run, link)
 
     ask("varuna")  # raises what every planner would
-    return [_row(profile, name, ask, run, link) for name in chosen]
+    left_out = BY_NAME_ONLY if names is None else ()
+    asked = [name for name in chosen if name not in left_out]
+    rows = {
+        name: Row(name, reason=f"not asked, since it searches for up to a minute; --planners {name} asks it")
+        for name in left_out
+    }
+    for number, name in enumerate(asked):
+        progress(number, len(asked), name)
+        rows[name] = _row(profile, name, ask, run, link)
+    return [rows[name] for name in chosen]
 
 
 def _row(profile: Profile, name: str, ask: Callable[[str], Plan], run: RunShape, link: Link | None) -> Row:

@@ -27,7 +27,14 @@ from varuna_capslog.profiles.runs import StageRun
 from varuna_capslog.profiling.conditions import RunConditions
 from varuna_capslog.profiling.skeleton import real_parameter, skeleton
 from varuna_capslog.profiling.trim import MICROBATCHES, DummyEngine, KnownShapes, dummy_options, observe
-from varuna_capslog.profiling.worker import WorkerFailure, belong_to_parent, end_with_client, process_context, sentence
+from varuna_capslog.profiling.worker import (
+    WorkerFailure,
+    belong_to_parent,
+    end_with_client,
+    process_context,
+    report,
+    sentence,
+)
 from varuna_capslog.schedules import from_strings, insert_recompute
 
 __all__ = ["PipelineLaunch", "measure_pipeline"]
@@ -143,9 +150,9 @@ def _work(
         pipe.send(("done", _observe(chain, workload, rank, pipeline, conditions, communicator, device)))
         multiprocessing.connection.wait([pipe])  # others may still need this rank's connections
     except PeerLost as error:
-        pipe.send(("lost", str(error)))
+        report(pipe, "lost", str(error))
     except Exception as error:
-        pipe.send(("failed", sentence(error)))
+        report(pipe, "failed", sentence(error))
 
 
 def _with_real_layers(chain: Chain, stage: StageRun) -> Chain:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import datetime
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -19,7 +19,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import Config
 from varuna_capslog.engine.pipeline import EngineOptions, Layout
 from varuna_capslog.engine.probe import resident_tensors
-from varuna_capslog.model.chain import Chain, Layer
+from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.profiling.estimate import StageEstimator
 from varuna_capslog.profiling.estimation.allocator import replay
@@ -60,10 +60,24 @@ def rehearse(
     return [_peak(estimator, mode, cuts, rank, schedule, num_microbatches, recompute) for rank in range(len(cuts))]
 
 
-def rehearse_config(config: Config, cuts: Sequence[int]) -> list[int]:
-    """`rehearse` for the run that a config describes, at the largest inputs that it can meet."""
+def rehearse_config(
+    config: Config, cuts: Sequence[int], shapes: Mapping[str, Sequence[int]] | None = None
+) -> list[int]:
+    """`rehearse` for the run that a config describes.
+
+    Args:
+        shapes: of the chain's inputs, by name; None: of the largest inputs that the run can meet.
+
+    Raises:
+        CapslogError: as `rehearse`; also shapes whose names are not those of the chain's inputs.
+    """
     pipeline = config.pipeline
     estimator = StageEstimator.of_config(config)
+    if shapes is not None:
+        inputs = estimator.specs[0]
+        if shapes.keys() != inputs.keys():
+            raise CapslogError(f"shapes are given for {sorted(shapes)}, the chain's inputs are {sorted(inputs)}")
+        estimator = estimator.at({name: TensorSpec(tuple(shapes[name]), inputs[name].dtype) for name in inputs})
     # more microbatches than any stage has in flight show nothing new; GPipe has all of them
     count = config.num_microbatches // pipeline.replicas
     if pipeline.schedule != "gpipe":

@@ -6,6 +6,7 @@ process that plays its neighbours, so that torch is imported once for all. No pr
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import multiprocessing
 import multiprocessing.connection
@@ -14,6 +15,7 @@ import pickle
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
@@ -39,9 +41,23 @@ from varuna_capslog.profiling.trim import (
     play_neighbours,
 )
 
-__all__ = ["WorkerFailure", "WorkerGroup", "belong_to_parent", "end_with_client", "process_context", "sentence"]
+__all__ = [
+    "WorkerFailure",
+    "WorkerGroup",
+    "belong_to_parent",
+    "cause_of_loss",
+    "end_with_client",
+    "next_task",
+    "pass_on",
+    "process_context",
+    "report",
+    "report_of_neighbour",
+    "sentence",
+]
 
 _MESSAGE_SECONDS = 3600.0
+_GRACE_SECONDS = 10.0
+"""How long a worker that lost a neighbour waits for the neighbour's process to say why, or to end."""
 _PR_SET_PDEATHSIG = 1
 
 Task = tuple[TrimmedRun, int]
@@ -163,12 +179,8 @@ class WorkerGroup:
 
     def _died(self, worker: int) -> WorkerFailure:
         process = self._processes[worker]
-        process.join(5)
-        status = process.exitcode
-        how = (
-            f"was killed by {signal.Signals(-status).name}" if status and status < 0 else f"ended with status {status}"
-        )
-        return WorkerFailure(self._doing.get(worker), f"its process {how}")
+        process.join(_GRACE_SECONDS)
+        return WorkerFailure(self._doing.get(worker), f"its process {_how_it_ended(process.exitcode)}")
 
 
 def process_context(source: Callable[[], Workload], preload: Sequence[str]) -> Any:
@@ -215,19 +227,96 @@ def _work(
         if device.type == "cuda":
             torch.cuda.set_device(device)
         communicator = connect(MEASURED_RANK, 2, "127.0.0.1", port, number, _MESSAGE_SECONDS)
-        pipe.send(("ready", None))
-        while True:
-            run, conditions = pipe.recv()
-            tasks.send((run, conditions))
-            result = measure_run(chain, run, conditions, workload.loss, communicator, device)
-            pipe.send(("done", result))
-    except (EOFError, BrokenPipeError):
-        return
+        report(pipe, "ready", None)
+        while (task := next_task(pipe)) is not None:
+            pass_on(task, [tasks])
+            report(pipe, "done", measure_run(chain, *task, workload.loss, communicator, device))
     except PeerLost as error:
-        # the neighbour knows why it left
-        pipe.send(("failed", tasks.recv() if tasks.poll(1.0) else str(error)))
+        report(pipe, "failed", cause_of_loss(error, [(neighbour, tasks)]))
     except Exception as error:
-        pipe.send(("failed", sentence(error)))
+        report(pipe, "failed", sentence(error))
+
+
+def next_task(pipe: Connection) -> tuple[TrimmedRun, RunConditions] | None:
+    """Waits for the next run; None when the process that hands out runs has closed the pipe or ended."""
+    try:
+        return pipe.recv()
+    except (EOFError, ConnectionError):
+        return None
+
+
+def pass_on(task: tuple[TrimmedRun, RunConditions], neighbours: Sequence[Connection]) -> None:
+    """Hands a run to the processes that play the stages around it.
+
+    Raises:
+        PeerLost: one of these processes has ended.
+    """
+    for pipe in neighbours:
+        try:
+            pipe.send(task)
+        except ConnectionError as error:
+            raise PeerLost("the process that plays the stages around the run has ended", NEIGHBOUR_RANK) from error
+
+
+def report(pipe: Connection, kind: str, value: Any) -> None:
+    """Sends (kind, value) to the process that waits for this one; without effect where that process has ended."""
+    with contextlib.suppress(ConnectionError):
+        pipe.send((kind, value))
+
+
+def report_of_neighbour(pipe: Connection, error: Exception) -> None:
+    """A neighbour's last message to its worker: that it failed, or that it lost the worker."""
+    report(pipe, "lost" if isinstance(error, PeerLost) else "failed", sentence(error))
+
+
+def cause_of_loss(lost: PeerLost, neighbours: Sequence[tuple[BaseProcess, Connection]]) -> str:
+    """Why a worker's run lost a neighbour: the neighbour's own error, or else how its process ended.
+
+    Args:
+        lost: what the worker saw.
+        neighbours: the processes that play the stages around the run, each with the worker's end of its pipe.
+    """
+    deadline = time.monotonic() + _GRACE_SECONDS
+    messages = [_last_message(pipe, deadline) for _, pipe in neighbours]
+    failures = [text for kind, text in messages if kind == "failed"]
+    if failures:
+        return failures[0]
+    for (process, _), (kind, _) in zip(neighbours, messages, strict=True):
+        if kind is None:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.exitcode is not None:
+                return f"{lost}; the process that plays its neighbours {_how_it_ended(process.exitcode)}"
+    seen = [text for kind, text in messages if kind == "lost"]
+    return "; ".join([str(lost), *(f"its neighbour says: {text}" for text in seen)])
+
+
+def _last_message(pipe: Connection, deadline: float) -> tuple[str | None, str]:
+    """(kind, text) of a neighbour's last message; kind is None where there is none.
+
+    A pipe whose other end is closed is ready, too: `poll` says True, and only `recv` shows that nothing was sent.
+    """
+    try:
+        if pipe.poll(max(0.0, deadline - time.monotonic())):
+            kind, text = pipe.recv()
+            return kind, text
+    except (EOFError, OSError):
+        pass
+    return None, ""
+
+
+def _how_it_ended(status: int | None) -> str:
+    """The end of a process as the rest of a sentence, with what to do about it."""
+    if status is None:
+        return "closed its pipe and still runs"
+    if status >= 0:
+        return f"ended with status {status} and gave no reason"
+    name = signal.Signals(-status).name
+    if name != "SIGKILL":
+        return f"was killed by {name}"
+    return (
+        f"was killed by {name}, as the system does where memory runs out; free memory, or set "
+        "profile.source=estimated, which runs nothing"
+    )
 
 
 def sentence(error: Exception) -> str:
@@ -243,13 +332,10 @@ def _neighbour(tasks: Connection, foreign: Sequence[Connection], chain: Chain, n
         connection.close()
     try:
         communicator = connect(NEIGHBOUR_RANK, 2, "127.0.0.1", port, number, _MESSAGE_SECONDS)
-        while True:
-            run, conditions = tasks.recv()
-            play_neighbours(chain, run, conditions, communicator)
-    except (EOFError, PeerLost):
-        return  # the worker is gone or has failed, and says why itself
+        while (task := next_task(tasks)) is not None:
+            play_neighbours(chain, *task, communicator)
     except Exception as error:
-        tasks.send(sentence(error))
+        report_of_neighbour(tasks, error)
 
 
 def end_with_client() -> None:

@@ -27,10 +27,17 @@ def shows_capacity(capacity: Sequence[int] | None, peaks: Sequence[int]) -> bool
 
 
 def draw_stage_peaks(
-    path: Path, predicted: Sequence[int] | None, measured: Sequence[int] | None, capacity: Sequence[int] | None
+    path: Path,
+    predicted: Sequence[int] | None,
+    measured: Sequence[int] | None,
+    capacity: Sequence[int] | None,
+    at_measured_size: Sequence[int] | None = None,
 ) -> None:
-    """Two bars per stage, in bytes; `capacity` is that of each stage's device. At least one kind of bar is given."""
-    peaks = [*(predicted or ()), *(measured or ())]
+    """Bars of every stage, in bytes: what the plan predicted, what was predicted for the sizes that were measured
+    (where these are other sizes), what was measured. `capacity` is that of each stage's device. At least one kind of
+    bar is given.
+    """
+    peaks = [*(predicted or ()), *(at_measured_size or ()), *(measured or ())]
     stages = len(predicted or measured or ())
     drawn = capacity if shows_capacity(capacity, peaks) else None
     divisor, unit = byte_unit(peaks)
@@ -38,6 +45,7 @@ def draw_stage_peaks(
         (values, label, colour, hatch)
         for values, label, colour, hatch in (
             (predicted, "predicted by the plan", AMBER, "////"),
+            (at_measured_size, "predicted for the measured size", GREY, "...."),
             (measured, "measured", BLUE, None),
         )
         if values is not None

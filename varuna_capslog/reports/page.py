@@ -18,6 +18,7 @@ from varuna_capslog.reports.markup import Markup
 from varuna_capslog.reports.memory import draw_layers
 from varuna_capslog.reports.peaks import peak_section
 from varuna_capslog.reports.run import Event, RunRecord
+from varuna_capslog.reports.sizes import Rehearsal
 from varuna_capslog.reports.step import step_section
 from varuna_capslog.reports.summary import stage_section, summary_section
 from varuna_capslog.reports.wording import UNKNOWN, moment, plain, plural
@@ -32,8 +33,11 @@ _MOST_EVENTS = 60
 _PREDICTION = "prediction-"
 
 
-def write_page(run: RunRecord) -> Path:
-    """Draws the pictures, writes the page last and returns its path. Raises CapslogError where that is impossible."""
+def write_page(run: RunRecord, rehearse: Rehearsal | None = None) -> Path:
+    """Draws the pictures, writes the page last and returns its path. Raises CapslogError where that is impossible.
+
+    rehearse: as for `write_report`.
+    """
     folder = run.run_dir / "report"
     try:
         folder.mkdir(exist_ok=True)
@@ -47,7 +51,7 @@ def write_page(run: RunRecord) -> Path:
         lambda run, folder: summary_section(run),
         lambda run, folder: stage_section(run),
         change_section,
-        peak_section,
+        lambda run, folder: peak_section(run, folder, rehearse),
         step_section,
         _layers,
         _training,

@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from varuna_capslog.base.units import format_bytes
+from varuna_capslog.plans.plan import Plan
 from varuna_capslog.reports import markup
 from varuna_capslog.reports.markup import Markup
 from varuna_capslog.reports.memory import draw_stage_peaks, shows_capacity
-from varuna_capslog.reports.run import RunRecord
+from varuna_capslog.reports.run import MeasuredPeaks, RunRecord
+from varuna_capslog.reports.sizes import Comparable, Rehearsal, comparable_peaks, predicted_input, size_text
 from varuna_capslog.reports.style import byte_unit
 from varuna_capslog.reports.wording import UNKNOWN, in_units, percent
 
@@ -21,14 +23,17 @@ __all__ = ["peak_section"]
 _PICTURE = "stage-memory.png"
 
 
-def peak_section(run: RunRecord, folder: Path) -> Markup:
-    """Picture and table; draws `stage-memory.png` where there is a prediction or a measurement."""
+def peak_section(run: RunRecord, folder: Path, rehearse: Rehearsal | None = None) -> Markup:
+    """Picture and table; draws `stage-memory.png` where there is a prediction or a measurement.
+
+    rehearse: as for `write_report`.
+    """
     heading = "Peak memory of each stage"
     if run.plan is None:
         return markup.section("memory", heading, [markup.note(f"No stages are known: {run.reason('plan')}.")])
     plan, found = run.plan, run.measured_peaks()
     predicted = plan.stage_bytes
-    measured, source = found if found is not None else (None, None)
+    measured = None if found is None else found.bytes
     notes = []
     if predicted is None:
         notes.append("The plan predicts no bytes: its cuts were given, or no memory model describes its schedule.")
@@ -41,43 +46,65 @@ def peak_section(run: RunRecord, folder: Path) -> Markup:
         return markup.section("memory", heading, list(map(markup.note, notes)))
     ranks = plan.placement()
     capacity = plan.capacities_of(ranks)
-    peaks = [*(predicted or ()), *(measured or ())]
-    draw_stage_peaks(folder / _PICTURE, predicted, measured, capacity)
     shared = len(set(ranks)) < len(plan.cuts)
+    compared = Comparable(None)
     if shared and measured is not None:
         notes.append(
             "Several stages share a rank here and show that rank's whole peak, so that no error per stage can be given."
         )
-    caption = []
-    if measured is not None:
-        caption.append(f"Measured: the largest peak of any measured step{'' if source is None else f' ({source})'}.")
-    if predicted is not None and plan.memory_model:
-        caption.append(f"Predicted by the {plan.memory_model} memory model.")
-    if capacity is not None and not shows_capacity(capacity, peaks):
-        caption.append(f"The capacity, {_capacity_text(capacity)}, lies far above the picture.")
+    elif predicted is not None and found is not None:
+        compared = comparable_peaks(run, predicted, found, rehearse)
+    if compared.reason is not None:
+        notes.append(f"No error is given, since predictions and measurements hold for other sizes: {compared.reason}.")
+    anew = compared.bytes if compared.anew else None
+    peaks = [*(predicted or ()), *(anew or ()), *(measured or ())]
+    draw_stage_peaks(folder / _PICTURE, predicted, measured, capacity, anew)
     divisor, unit = byte_unit(peaks)
     errors = None
-    if predicted is not None and measured is not None and not shared:
-        errors = [_error(*pair) for pair in zip(predicted, measured, strict=True)]
+    if measured is not None and compared.bytes is not None:
+        errors = [_error(*pair) for pair in zip(compared.bytes, measured, strict=True)]
     columns: dict[str, list[str]] = {
         "stage": [str(stage) for stage in range(len(plan.cuts))],
         f"predicted [{unit}]": _column(predicted, divisor, len(plan.cuts)),
-        f"measured [{unit}]": _column(measured, divisor, len(plan.cuts)),
-        "error": errors or [UNKNOWN] * len(plan.cuts),
     }
+    if anew is not None:
+        columns[f"for the measured size [{unit}]"] = _column(anew, divisor, len(plan.cuts))
+    columns[f"measured [{unit}]"] = _column(measured, divisor, len(plan.cuts))
+    columns["error"] = errors or [UNKNOWN] * len(plan.cuts)
     if capacity is not None:
         columns[f"capacity [{unit}]"] = _column(capacity, divisor, len(plan.cuts))
+    caption = _caption(run, plan, found)
+    if anew is not None:
+        caption.append("Predicted for the measured size by a rehearsal of every rank's program on fake tensors.")
+    if capacity is not None and not shows_capacity(capacity, peaks):
+        caption.append(f"The capacity, {_capacity_text(capacity)}, lies far above the picture.")
     parts = [
         markup.figure(_PICTURE, "Bars of the predicted and the measured peak of each stage", " ".join(caption)),
         markup.table("peak-table", list(columns), list(zip(*columns.values(), strict=True))),
     ]
     if errors is not None:
-        parts.append(markup.paragraph("Error: predicted less measured, in percent of the measured peak."))
+        of = "predicted for the measured size" if anew is not None else "predicted"
+        parts.append(markup.paragraph(f"Error: {of} less measured, in percent of the measured peak."))
     if plan.fits is False:
         short = plan.shortfall
         lack = "" if short is None else f": stage {short.stage} lacks {format_bytes(short.bytes)}"
         notes.append(f"The plan does not fit the capacity{lack}.")
     return markup.section("memory", heading, [*parts, *map(markup.note, notes)])
+
+
+def _caption(run: RunRecord, plan: Plan, found: MeasuredPeaks | None) -> list[str]:
+    """What the numbers are, and the input size that each of them holds for."""
+    caption = []
+    if found is not None:
+        source = "" if found.source is None else f" ({found.source})"
+        sizes = sorted({size_text(shapes) for shapes in found.inputs})
+        at = "" if all(shapes is None for shapes in found.inputs) else f", at {' and at '.join(sizes)}"
+        caption.append(f"Measured: the largest peak of any measured step{source}{at}.")
+    if plan.stage_bytes is not None and plan.memory_model:
+        largest = predicted_input(run)
+        at = "" if largest is None else f", for the largest input, {size_text(largest)}"
+        caption.append(f"Predicted by the {plan.memory_model} memory model{at}.")
+    return caption
 
 
 def _error(predicted: int, measured: int) -> str:

@@ -21,17 +21,21 @@ from varuna_capslog.config.settings import Config
 from varuna_capslog.plans.plan import Plan, read_plan
 from varuna_capslog.profiles.record import Profile, read_profile
 
-__all__ = ["Evaluation", "Event", "RunRecord", "StepLine", "read_run"]
+__all__ = ["Evaluation", "Event", "MeasuredPeaks", "RunRecord", "Shapes", "StepLine", "read_run", "shapes_of"]
 
 T = TypeVar("T")
 R = TypeVar("R", bound="StepLine | Evaluation")
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""The shape of every chain input, by name."""
 
 
 @dataclass(frozen=True)
 class StepLine:
     """One line of metrics.jsonl. A number that is missing or invalid is None.
 
-    peak_bytes: measured peak per stage, on the steps where it was taken; peak_source says how.
+    peak_bytes: measured peak per stage, on the steps where it was taken; peak_source says how, peak_input the shapes of
+        the largest microbatch of the step.
     """
 
     step: int
@@ -45,6 +49,20 @@ class StepLine:
     world_size: int | None
     peak_bytes: tuple[int, ...] | None
     peak_source: str | None
+    peak_input: Shapes | None = None
+
+
+@dataclass(frozen=True)
+class MeasuredPeaks:
+    """The largest measured peak of each stage.
+
+    bytes, inputs: by stage; the input is that of the step whose peak it is, None where it is not recorded.
+    source: how it was taken; None where that is not recorded.
+    """
+
+    bytes: list[int]
+    inputs: list[Shapes | None]
+    source: str | None
 
 
 @dataclass(frozen=True)
@@ -111,15 +129,16 @@ class RunRecord:
         """The steps that ran under the newest plan."""
         return [line for line in self.steps if None in (line.generation, self.generation) or self._is_newest(line)]
 
-    def measured_peaks(self) -> tuple[list[int], str | None] | None:
-        """Largest measured peak of each stage of the newest plan, in bytes, and how it was taken; None if none was."""
+    def measured_peaks(self) -> MeasuredPeaks | None:
+        """Largest measured peak of each stage of the newest plan; None if none was measured."""
         stages = None if self.plan is None else len(self.plan.cuts)
         rows = [line for line in self.steps_of_plan if line.peak_bytes and len(line.peak_bytes) == stages]
         if not rows:
             return None
         sources = sorted({line.peak_source for line in rows if line.peak_source})
-        peaks = [max(column) for column in zip(*(line.peak_bytes or () for line in rows), strict=True)]
-        return peaks, ", ".join(sources) or None
+        columns = list(zip(*(line.peak_bytes or () for line in rows), strict=True))
+        inputs = [rows[column.index(max(column))].peak_input for column in columns]
+        return MeasuredPeaks([max(column) for column in columns], inputs, ", ".join(sources) or None)
 
     def median_step_seconds(self) -> float | None:
         """Median seconds of a step under the newest plan; None where no step was timed."""
@@ -233,7 +252,17 @@ def _step_line(line: dict[str, Any]) -> StepLine | None:
         world_size=_whole_number(line.get("world_size")),
         peak_bytes=tuple(peak for peak in whole if peak is not None) if whole and None not in whole else None,
         peak_source=source if isinstance(source, str) else None,
+        peak_input=shapes_of(line.get("peak_input")),
     )
+
+
+def shapes_of(value: Any) -> Shapes | None:
+    """The shapes that a JSON object of name -> list of sizes gives; None where it is none."""
+    if not isinstance(value, dict) or not value or not all(isinstance(sizes, list) for sizes in value.values()):
+        return None
+    found = {name: tuple(map(_whole_number, sizes)) for name, sizes in value.items()}
+    whole = {name: tuple(size for size in sizes if size is not None) for name, sizes in found.items()}
+    return whole if whole == found else None
 
 
 def _evaluation(line: dict[str, Any]) -> Evaluation | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +16,9 @@ from varuna_capslog.base import files
 
 if TYPE_CHECKING:
     from varuna_capslog.engine.pipeline import StepResult
+    from varuna_capslog.model.chain import TensorSpec
 
-__all__ = ["Journal", "step_record"]
+__all__ = ["Journal", "peak_record", "step_record"]
 
 
 def step_record(result: StepResult, seconds: float, epoch: int, minibatch_size: int) -> dict[str, Any]:
@@ -33,6 +34,24 @@ def step_record(result: StepResult, seconds: float, epoch: int, minibatch_size: 
         "step_seconds": seconds,
         "samples_per_second": minibatch_size / seconds,
     }
+
+
+def peak_record(
+    peaks: Sequence[int], source: str | None, microbatches: Sequence[Mapping[str, TensorSpec]]
+) -> dict[str, Any]:
+    """What metrics.jsonl adds for a step whose peaks were measured.
+
+    Args:
+        peaks: bytes, by stage of the first replica.
+        source: how they were measured.
+        microbatches: input specs of the microbatches of that replica. The shapes of the largest one (most bytes) are
+            recorded as `peak_input`, since a peak holds for the sizes it was measured at.
+    """
+    record: dict[str, Any] = {"peak_bytes": list(peaks), "peak_source": source}
+    if microbatches:
+        largest = max(microbatches, key=lambda inputs: sum(spec.num_bytes for spec in inputs.values()))
+        record["peak_input"] = {name: list(spec.shape) for name, spec in largest.items()}
+    return record
 
 
 class Journal:

@@ -38,7 +38,7 @@ from varuna_capslog.training.checkpoint import (
 )
 from varuna_capslog.training.constants import check_continues, check_folder, run_constants
 from varuna_capslog.training.feed import Feed
-from varuna_capslog.training.journal import Journal, step_record
+from varuna_capslog.training.journal import Journal, peak_record, step_record
 from varuna_capslog.training.judging import Judging
 
 __all__ = [
@@ -315,7 +315,8 @@ class Run:
         seconds = time.perf_counter() - began
         record = step_record(result, seconds, self.feed.epoch(step), self.config.train.minibatch_size)
         if peaks is not None:
-            record |= {"peak_bytes": peaks, "peak_source": probe.peak_source}
+            count = self.engine.options.num_microbatches // self.engine.layout.replicas
+            record |= peak_record(peaks, probe.peak_source, minibatch.inputs[:count])
         return result, record
 
     def _held_inputs(self, minibatch: Minibatch, step: int) -> Callable[[int], dict[str, Tensor]]:

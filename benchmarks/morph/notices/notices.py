@@ -14,6 +14,7 @@ import queue
 import random
 import signal
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -29,7 +30,10 @@ from varuna_capslog.elastic.notices.gather import listen
 from varuna_capslog.elastic.notices.gcp import GcpListener
 from varuna_capslog.elastic.notices.interface import Listener
 from varuna_capslog.elastic.notices.signals import SignalListener, plain
-from varuna_capslog.rig.metadata_servers import FakeAws, FakeAzure, FakeGcp, MetadataServer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+from tests.elastic.metadata_servers import FakeAws, FakeAzure, FakeGcp, MetadataServer
 
 RESULTS = Path(__file__).with_name("results.json")
 AIMS = {"aws": 1.0, "gcp": 0.1, "azure": 1.0, "file": 1.0, "signal": 1.0, "program": 1.0}

@@ -25,6 +25,7 @@ def test_every_generation_that_lasts_tells_its_peaks_once(cradle: Cradle, truth:
         assert len(row["peak_bytes"]) == len(cuts)
         assert min(row["peak_bytes"]) > 0
         assert row["peak_source"] == "cpu allocator events"
+        assert row["peak_input"].keys() == {"x", "sizes"}
 
 
 def test_a_ballot_comes_out_as_it_went_in() -> None:

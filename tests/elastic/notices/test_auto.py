@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.elastic.metadata_servers import FakeAws, FakeAzure, FakeGcp, MetadataServer, Reply
 from tests.elastic.notices.support import Inbox
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.elastic.notices.auto import auto_sources, detect_cloud
@@ -20,7 +21,6 @@ from varuna_capslog.elastic.notices.gcp import GcpListener
 from varuna_capslog.elastic.notices.interface import Kind, Listener
 from varuna_capslog.elastic.notices.metadata import HttpOpener
 from varuna_capslog.elastic.notices.polling import PollingListener, Round, Unavailable, backoff
-from varuna_capslog.rig.metadata_servers import FakeAws, FakeAzure, FakeGcp, MetadataServer, Reply
 
 
 @pytest.mark.parametrize(("server", "name"), [(FakeAws, "aws"), (FakeGcp, "gcp"), (FakeAzure, "azure")])

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from tests.elastic.metadata_servers import FakeGcp
 from tests.elastic.notices.support import Inbox, Script, SetClock
 from varuna_capslog.elastic.notices.gcp import GcpListener
 from varuna_capslog.elastic.notices.interface import Kind
 from varuna_capslog.elastic.notices.metadata import Answer, HttpOpener
 from varuna_capslog.elastic.notices.polling import Unavailable
-from varuna_capslog.rig.metadata_servers import FakeGcp
 
 
 def google(value: str, etag: str = "e") -> Answer:

@@ -47,7 +47,7 @@ from varuna_capslog.training.checkpoint import open_checkpoint, prune, save_chec
 from varuna_capslog.training.constants import run_constants
 from varuna_capslog.training.feed import Feed
 from varuna_capslog.training.follower import Follower
-from varuna_capslog.training.journal import Journal, step_record
+from varuna_capslog.training.journal import Journal, peak_record, step_record
 from varuna_capslog.training.judging import Judging
 from varuna_capslog.training.run import build_chain, check_multipliers, engine_options, total_steps
 
@@ -308,13 +308,16 @@ class PipelineWork:
 
     def apply(self, step: int) -> None:
         assert self._verdict is not None
+        assert self._minibatch is not None
         with self._meter.applying(self._running):
             result = self._running.apply(self._verdict)
+        inputs = self._minibatch.inputs
         self._verdict = self._minibatch = None
         seconds = time.perf_counter() - self._step_began
         record = step_record(result, seconds, self.feed.epoch(step), self.config.train.minibatch_size)
         if self._peaks is not None:
-            record |= {"peak_bytes": self._peaks, "peak_source": self._meter.source}
+            count = self._running.options.num_microbatches // self._running.layout.replicas
+            record |= peak_record(self._peaks, self._meter.source, inputs[:count])
         self._last_records.append((self._number, self._running.communicator.world_size, record))
         if self._journal is not None:
             self._journal.step(record)

@@ -13,6 +13,7 @@ import multiprocessing
 import threading
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -24,7 +25,17 @@ from varuna_capslog.profiles.record import Observation
 from varuna_capslog.profiling.conditions import RunConditions
 from varuna_capslog.profiling.skeleton import hollow_module, real_parameter
 from varuna_capslog.profiling.trim import MICROBATCHES, TrimmedRun
-from varuna_capslog.profiling.worker import WorkerGroup, belong_to_parent, end_with_client, sentence
+from varuna_capslog.profiling.worker import (
+    WorkerGroup,
+    belong_to_parent,
+    cause_of_loss,
+    end_with_client,
+    next_task,
+    pass_on,
+    report,
+    report_of_neighbour,
+    sentence,
+)
 from varuna_capslog.varuna_plugin import options
 from varuna_capslog.varuna_plugin.inputs import Microbatches
 from varuna_capslog.varuna_plugin.install import install, uninstall
@@ -52,6 +63,7 @@ def _work(
     belong_to_parent()
     torch.set_num_threads(1)
     pipes: list[tuple[Connection, Connection]] = [multiprocessing.Pipe(), multiprocessing.Pipe()]
+    processes: list[BaseProcess] = []
     try:
         subject = source()
         with contextlib.redirect_stdout(io.StringIO()):  # Varuna prints while it is imported
@@ -60,27 +72,24 @@ def _work(
         for role, (_, theirs) in zip((_BEFORE, _BEHIND), pipes, strict=True):
             foreign = [pipe, *(end for pair in pipes for end in pair if end is not theirs)]
             arguments = (theirs, foreign, subject, model, role, number, port)
-            multiprocessing.get_context("fork").Process(target=_neighbour, args=arguments, daemon=True).start()
+            process = multiprocessing.get_context("fork").Process(target=_neighbour, args=arguments, daemon=True)
+            process.start()
+            processes.append(process)
         for _, theirs in pipes:
             theirs.close()
         threading.Thread(target=end_with_client, daemon=True).start()
         torch.set_num_threads(threads)
-        pipe.send(("ready", None))
+        report(pipe, "ready", None)
         count = 0
-        while True:
-            run, conditions = pipe.recv()
+        while (task := next_task(pipe)) is not None:
             count += 1
-            for ours, _ in pipes:
-                ours.send((run, conditions))
-            pipe.send(("done", _play(subject, model, run, conditions, _MEASURED, f"{number}-{count}", port, device)))
-    except (EOFError, BrokenPipeError):
-        return
+            pass_on(task, [ours for ours, _ in pipes])
+            report(pipe, "done", _play(subject, model, *task, _MEASURED, f"{number}-{count}", port, device))
     except PeerLost as error:
-        # the neighbour knows why it left
-        told = [ours.recv() for ours, _ in pipes if ours.poll(1.0)]
-        pipe.send(("failed", told[0] if told else str(error)))
+        neighbours = list(zip(processes, (ours for ours, _ in pipes), strict=True))
+        report(pipe, "failed", cause_of_loss(error, neighbours))
     except Exception as error:
-        pipe.send(("failed", sentence(error)))
+        report(pipe, "failed", sentence(error))
 
 
 def _neighbour(
@@ -98,14 +107,11 @@ def _neighbour(
         connection.close()
     count = 0
     try:
-        while True:
-            run, conditions = tasks.recv()
+        while (task := next_task(tasks)) is not None:
             count += 1
-            _play(subject, model, run, conditions, role, f"{number}-{count}", port, torch.device("cpu"))
-    except (EOFError, PeerLost):
-        return  # the worker is gone or has failed, and says why itself
+            _play(subject, model, *task, role, f"{number}-{count}", port, torch.device("cpu"))
     except Exception as error:
-        tasks.send(sentence(error))
+        report_of_neighbour(tasks, error)
 
 
 def _play(

@@ -1,0 +1,80 @@
+"""The project's own files agree with each other: setup.py, licence, changelog, citation and the two lists of checks."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import varuna_capslog
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("varuna_capslog", "detr_pipeline")
+DISTRIBUTIONS = {"PIL": "pillow", "skopt": "scikit-optimize", "sklearn": "scikit-learn", "yaml": "PyYAML"}
+"""Import name -> name of the distribution, where the two differ."""
+OPTIONAL = {
+    "varuna": "Microsoft's, from its git repository; the plugin says how to install it",
+}
+
+
+def imported(path: Path) -> set[str]:
+    """The top-level packages that a module imports, also inside functions; not those for type checkers only."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            found.add(node.module.split(".")[0])
+    return found
+
+
+def declared() -> set[str]:
+    """The distributions that setup.py requires, with those of its extra `bo`, in lower case."""
+    (call,) = (
+        node
+        for node in ast.walk(ast.parse((ROOT / "setup.py").read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "setup"
+    )
+    keywords = {keyword.arg: keyword.value for keyword in call.keywords}
+    lines = ast.literal_eval(keywords["install_requires"]) + ast.literal_eval(keywords["extras_require"])["bo"]
+    return {re.split(r"[<>=;\[ ]", line)[0].lower() for line in lines}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_imported_package_is_declared(package: str) -> None:
+    """`init_from=x.safetensors` imported a package that only the test extra brought along."""
+    missing = {}
+    for path in sorted((ROOT / package).rglob("*.py")):
+        for name in imported(path) - sys.stdlib_module_names - set(PACKAGES) - OPTIONAL.keys():
+            if DISTRIBUTIONS.get(name, name).lower() not in declared():
+                missing.setdefault(name, str(path.relative_to(ROOT)))
+    assert missing == {}
+
+
+def test_version_and_licence_are_the_same_everywhere() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    changes = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert changes[:2] == ["Unreleased", varuna_capslog.__version__]
+    assert citation["version"] == varuna_capslog.__version__
+    assert citation["license"] == "MIT"
+    assert 'license="MIT"' in (ROOT / "setup.py").read_text(encoding="utf-8")
+    assert (ROOT / "LICENSE").read_text(encoding="utf-8").startswith("MIT License\n\nCopyright (c) 2026 ")
+
+
+def test_the_hooks_make_the_checks_of_ci() -> None:
+    steps = re.findall(r"^step (.+)$", (ROOT / ".ci" / "run").read_text(encoding="utf-8"), re.MULTILINE)
+    (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"]
+    assert repository["repo"] == "local", "hooks of other repositories would be downloaded"
+    assert sorted(hook["entry"] for hook in repository["hooks"]) == sorted(steps)
+
+
+def test_every_path_that_contributors_are_sent_to_exists() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    places = [ROOT, ROOT / "varuna_capslog", ROOT / "varuna_capslog" / "elastic"]
+    paths = [path for path in re.findall(r"`([\w./-]+/[\w.-]+)`", text) if "NAME" not in path]
+    assert len(paths) > 10
+    assert [path for path in paths if not any((place / path).exists() for place in places)] == []
