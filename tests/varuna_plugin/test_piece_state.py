@@ -54,7 +54,7 @@ def test_a_follower_makes_its_owners_steps(build: Callable[[nn.Module], torch.op
     recipe = piece_state.Recipe(build(model), model)
     part = part_of(model, piece)
     optimizer = recipe.build(part[0])
-    follower = piece_state.Follower(piece_state.capture(*part, optimizer), recipe, (), half)
+    follower = piece_state.PieceFollower(piece_state.capture(*part, optimizer), recipe, (), half)
     for step in range(1, 4):
         torch.manual_seed(step)
         for name, parameter in part[0].items():

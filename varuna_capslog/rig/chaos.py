@@ -549,8 +549,8 @@ def truth_of(config: Config, last: int, reached: int) -> Truth:
 def weights_of_run(config: Config, run_dir: Path, step: int) -> dict[str, str]:
     """A name for the state of every layer in the checkpoint of a step. Raises CapslogError where there is none."""
     from varuna_capslog.config.reading import load_workload
-    from varuna_capslog.training.checkpoint import open_checkpoint
-    from varuna_capslog.training.layer_state import digest, from_checkpoint
+    from varuna_capslog.training.checkpoint import from_checkpoint, open_checkpoint
+    from varuna_capslog.training.layer_state import digest
     from varuna_capslog.training.run import build_chain
 
     chain, _ = build_chain(config, load_workload(config))

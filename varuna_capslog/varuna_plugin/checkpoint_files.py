@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.training.checkpoint import digest_of
+from varuna_capslog.training.layer_state import LayerState, flatten
 
 __all__ = [
     "COMMON",
@@ -45,9 +45,8 @@ def newest(folder: Path) -> tuple[int, Path] | None:
     return max(steps.items()) if steps else None
 
 
-def read_tensors(place: Path, parameters: Iterable[str], buffers: Iterable[str]) -> dict[str, Tensor]:
-    """Parts of a checkpoint that the plugin wrote: "parameters/<name>", "buffers/<name>", and what the optimizer keeps,
-    "optimizer/<name>/<key>" for tensors and "number/<name>/<key>" for plain numbers.
+def read_tensors(place: Path, parameters: Iterable[str], buffers: Iterable[str]) -> LayerState:
+    """Parts of a checkpoint that the plugin wrote, in the form of `engine.layer_state`.
 
     Raises:
         CapslogError: it is damaged, incomplete, of unpatched Varuna, or lacks a name.
@@ -61,15 +60,7 @@ def read_tensors(place: Path, parameters: Iterable[str], buffers: Iterable[str])
     missing = sorted((wanted.keys() - values.keys()) | (extra.keys() - kept.keys()))
     if missing:
         raise CapslogError(f"{place} lacks {', '.join(missing[:4])}: it was written for another model")
-    found = {f"parameters/{name}": value for name, value in values.items()}
-    found |= {f"buffers/{name}": value for name, value in kept.items()}
-    for name, state in reader.search(STATE, wanted).items():
-        for key, value in state.items():
-            if isinstance(value, Tensor):
-                found[f"optimizer/{name}/{key}"] = value
-            elif value is not None:
-                found[f"number/{name}/{key}"] = torch.tensor(value, dtype=torch.float64)
-    return found
+    return flatten(values, kept, reader.search(STATE, wanted))
 
 
 class Reader:
