@@ -119,6 +119,20 @@ def test_a_digest_sees_every_change() -> None:
         assert layer_state.digest(other) != known
 
 
+def test_what_an_optimizer_keeps_comes_back_as_it_was() -> None:
+    """Tensors stay tensors, whole numbers stay whole; names may contain dots, and one may begin with another."""
+    kept = {"a.b": {"step": 3, "rate": 0.5, "mean": torch.ones(2), "hook": None}, "a.b.c": {"step": torch.tensor(1.0)}}
+    state = layer_state.flatten({"a.b": torch.zeros(2)}, {}, kept)
+    assert sorted(state) == [
+        "number/a.b/rate", "number/a.b/step", "optimizer/a.b.c/step", "optimizer/a.b/mean", "parameters/a.b"
+    ]  # fmt: skip
+    found = layer_state.moments_of(state, "a.b")
+    assert (found["step"], type(found["step"]), found["rate"]) == (3, int, 0.5)
+    assert found["mean"] is kept["a.b"]["mean"]
+    assert set(found) == {"step", "rate", "mean"}
+    assert layer_state.moments_of(state, "a") == {}
+
+
 def test_a_checkpoint_gives_every_layer_its_state(tmp_path: Path) -> None:
     engine, chain = make_engine(), models.build_chain()
     train(engine, 1, 2)

@@ -39,6 +39,7 @@ __all__ = [
     "load_layers",
     "open_checkpoint",
     "prune",
+    "read_file",
     "save_checkpoint",
     "sync_folder",
     "to_checkpoint",
@@ -74,15 +75,26 @@ class Checkpoint:
                 f"{', '.join(list(self.manifest['layers'])[:8])}, ...)"
             )
         file = self.path / entry["file"]
-        try:
-            if digest_of(file) != entry["digest"]:
-                raise CapslogError(
-                    f"{file}: damaged (its digest differs from the manifest's); resume from an older checkpoint"
-                )
-            loaded: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
-            raise CapslogError(f"{file}: cannot be read ({error}); resume from an older checkpoint") from error
+        loaded: dict[str, Any] = read_file(file, "resume from an older checkpoint", entry["digest"])
         return loaded
+
+
+def read_file(path: Path, advice: str, digest: str | None = None) -> Any:
+    """What `torch.save` wrote into a file, on the CPU.
+
+    Args:
+        advice: how the error's sentence ends.
+        digest: that the manifest has of the file.
+
+    Raises:
+        CapslogError: the file is missing or damaged.
+    """
+    try:
+        if digest is not None and digest_of(path) != digest:
+            raise CapslogError(f"{path}: damaged (its digest differs from the manifest's); {advice}")
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+        raise CapslogError(f"{path}: cannot be read ({error}); {advice}") from error
 
 
 def save_checkpoint(

@@ -7,17 +7,13 @@ ranks, stages or a model.
 from __future__ import annotations
 
 import os
-import pickle
-import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.training.checkpoint import digest_of
+from varuna_capslog.training.checkpoint import digest_of, read_file
 from varuna_capslog.training.layer_state import LayerState, flatten
 
 __all__ = [
@@ -113,10 +109,7 @@ class Reader:
             entry = self.manifest["files"].get(path.name)
             if entry is None or not path.is_file() or digest_of(path) != entry["digest"]:
                 raise CapslogError(f"{path}: damaged (not what the manifest says); load an older checkpoint")
-        try:
-            return torch.load(path, map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
-            raise CapslogError(f"{path}: cannot be read ({error}); load an older checkpoint") from error
+        return read_file(path, "load an older checkpoint")
 
     def search(self, pattern: str, names: Mapping[str, int], part: str | None = None) -> dict[str, Any]:
         """The entries of `names` (with the piece where each should be); looks everywhere before it gives up."""

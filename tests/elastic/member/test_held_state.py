@@ -69,6 +69,14 @@ def test_what_is_older_than_the_checkpoint_is_thrown_away(tmp_path):
     assert not (tmp_path / "held").exists()
 
 
+def test_layers_without_any_record_are_thrown_away_and_do_not_mix_with_later_ones(tmp_path):
+    """A member was killed while it wrote; the next run counts its generations anew, so the stamps come again."""
+    leave(tmp_path, 5, [0])
+    (tmp_path / "held/record-000002.json").unlink()
+    assert recover(tmp_path) is None
+    assert not (tmp_path / "held").exists()
+
+
 @pytest.mark.parametrize("resume", ["auto", "never"])
 def test_a_run_whose_members_never_change_goes_on_from_it_too(tmp_path, monkeypatch, resume):
     """A plain run of a folder that an elastic one had left by notice began anew, and 40 steps were lost unsaid."""

@@ -147,9 +147,6 @@ class EtcdMembershipStore(MembershipStore):
         finally:
             found.close()
 
-    def _entries(self, start: int) -> Sequence[str]:
-        return self.entries(start)
-
     def _write(self, position: int, text: str) -> bool:
         exists = {"key": b64(f"{self._root}/identity"), "target": "VERSION", "result": "GREATER", "version": "0"}
         found = self._etcd.create(self.entry_key(position), text, exists)

@@ -121,7 +121,7 @@ class MembershipStore(abc.ABC):
         while True:
             with self._log_lock:
                 start = self._position
-            texts = self._entries(start)
+            texts = self.entries(start)
             found = [entry for entry in map(_unpack_entry, texts) if entry.get("kind") == "generation"]
             newest = Generation.from_json(found[-1]["record"], "the store") if found else None
             with self._log_lock:
@@ -132,7 +132,7 @@ class MembershipStore(abc.ABC):
                 return self._position, self._newest
 
     @abc.abstractmethod
-    def _entries(self, start: int) -> Sequence[str]:
+    def entries(self, start: int) -> Sequence[str]:
         """The texts of all entries from number `start` on."""
 
     @abc.abstractmethod

@@ -81,7 +81,7 @@ class TcpMembershipStore(MembershipStore):
     def signs(self) -> None:
         """See `MembershipStore`: the server is a process of the run."""
 
-    def _entries(self, start: int) -> Sequence[str]:
+    def entries(self, start: int) -> Sequence[str]:
         return self.lines.call(lambda client: _entries(client, start))
 
     def _write(self, position: int, text: str) -> bool:

@@ -13,12 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.elastic.member.held_state import take_newest, write_boundaries
 from varuna_capslog.membership.generation import Generation, Stamp
-from varuna_capslog.training.checkpoint import write_whole
+from varuna_capslog.training.checkpoint import read_file, write_whole
 from varuna_capslog.training.layer_state import LayerState
 from varuna_capslog.varuna_plugin.checkpoint_files import newest
 
@@ -80,11 +77,7 @@ def read_held(folder: Path, piece: int) -> LayerState:
     Raises:
         CapslogError: it cannot be read.
     """
-    path = _file(folder, piece)
-    try:
-        state: LayerState = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError) as error:
-        raise CapslogError(f"{path}: cannot be read ({error}); remove {folder} to use the last checkpoint") from error
+    state: LayerState = read_file(_file(folder, piece), f"remove {folder} to use the last checkpoint")
     return state
 
 
