@@ -99,7 +99,7 @@ class Live:
         self.ended: BaseException | object | None = None
 
     def __enter__(self) -> Live:
-        from varuna_capslog.elastic.host.host import Host
+        from varuna_capslog.elastic.host.host import Host, HostOptions
         from varuna_capslog.start.elastic_host import _MODULES, starting_point
         from varuna_capslog.start.prepare import prepare_run
 
@@ -107,17 +107,19 @@ class Live:
         keys, stamp = starting_point(self.config)
         path = os.pathsep.join([str(HERE), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         self.host = Host(
-            self.folder,
-            self._entry,
-            num_workers=self.config.world_size,
-            name="h",
-            keys=keys,
-            first=stamp,
-            environment={"OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-            settings=self.config.elastic,
-            say=self.said.append,
-            sources=(),
-            modules=(*_MODULES, self.config.workload.partition(":")[0]),
+            HostOptions(
+                self.folder,
+                self._entry,
+                num_workers=self.config.world_size,
+                name="h",
+                keys=keys,
+                first=stamp,
+                environment={"OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+                settings=self.config.elastic,
+                say=self.said.append,
+                sources=(),
+                modules=(*_MODULES, self.config.workload.partition(":")[0]),
+            )
         )
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -154,7 +156,7 @@ class Live:
         """A notice; returns when it was given."""
         now = time.monotonic()
         entry = {"kind": "notice", "member": member, "urgent": urgent, "deadline": None, "source": "program"}
-        self.host.store.append(entry)
+        self.host.link.store.append(entry)
         return now
 
     def join(self) -> float:

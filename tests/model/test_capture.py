@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.model.capture import automatic_cut_points, chain_from_module, source_modules
+from varuna_capslog.model.capture import automatic_cut_points, source_modules
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.trace import ShapeTable
 
@@ -123,7 +123,7 @@ def test_in_place_module_after_a_cut_leaves_the_boundary_alone() -> None:
 
     model = InPlace()
     with pytest.raises(CapslogError, match="2 views"):
-        chain_from_module(model, ["relu"], (torch.randn(4, 4),))
+        Chain.from_module(model, ["relu"], (torch.randn(4, 4),))
 
     class Plain(InPlace):
         def forward(self, x: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ def test_in_place_module_after_a_cut_leaves_the_boundary_alone() -> None:
             return self.last(self.relu(hidden)) + hidden
 
     model = Plain()
-    chain = chain_from_module(model, ["relu", "last"], (torch.randn(4, 4),))
+    chain = Chain.from_module(model, ["relu", "last"], (torch.randn(4, 4),))
     boundary = torch.randn(4, 4, requires_grad=True)
     before = boundary.detach().clone()
     chain.layers[1].module(boundary)
@@ -145,7 +145,7 @@ def test_resnet_equals_its_chain(training: bool) -> None:
     torch.manual_seed(0)
     model = torchvision.models.resnet18(num_classes=5)
     cuts = ["layer1.0", "layer1.1", "layer2", "layer3.0.conv2", "layer4.1.relu", "fc"]
-    chain = chain_from_module(model, cuts, (torch.randn(2, 3, 32, 32),))
+    chain = Chain.from_module(model, cuts, (torch.randn(2, 3, 32, 32),))
     assert [layer.name for layer in chain.layers] == ["conv1", *cuts]
     assert (chain.inputs, chain.outputs) == (("x",), ("output",))
     norms = [m for layer in chain.layers for m in layer.module.modules() if isinstance(m, nn.BatchNorm2d)]
@@ -160,10 +160,10 @@ def test_automatic_cuts_are_the_repeated_blocks() -> None:
     resnet = torchvision.models.resnet18()
     assert automatic_cut_points(resnet) == [f"layer{stage}.{block}" for stage in (1, 2, 3, 4) for block in (0, 1)]
     assert automatic_cut_points(tiny_llama()) == [f"model.layers.{index}" for index in range(3)]
-    chain = chain_from_module(torchvision.models.convnext_tiny(), None, (torch.randn(1, 3, 32, 32),))
+    chain = Chain.from_module(torchvision.models.convnext_tiny(), None, (torch.randn(1, 3, 32, 32),))
     assert [layer.name for layer in chain.layers][:4] == ["features.0", "features.1.0", "features.1.1", "features.1.2"]
     # what follows the last block has weights of its own: a layer more
-    last = chain_from_module(resnet, None, (torch.randn(2, 3, 32, 32),)).layers[-1]
+    last = Chain.from_module(resnet, None, (torch.randn(2, 3, 32, 32),)).layers[-1]
     assert last.name == "avgpool"
     assert list(dict(last.module.named_parameters())) == ["fc.weight", "fc.bias"]
     with pytest.raises(CapslogError, match="name the cut points"):
@@ -175,7 +175,7 @@ def test_llama_equals_its_chain(training: bool) -> None:
     model = tiny_llama()
     ids = tokens()
     cuts = ["model.layers.0", "model.layers.1", "model.layers.2", "model.norm", "lm_head"]
-    chain = chain_from_module(model, cuts, {"input_ids": ids, "labels": ids})
+    chain = Chain.from_module(model, cuts, {"input_ids": ids, "labels": ids})
     assert (chain.inputs, set(chain.outputs)) == (("input_ids", "labels"), {"loss", "logits"})
     assert chain.layers[2].name == "model.layers.1"
     assert "model.layers.1.self_attn.q_proj.weight" in dict(chain.layers[2].module.named_parameters())
@@ -191,7 +191,7 @@ def test_llama_with_fused_attention_equals_to_rounding() -> None:
     # torch.export passes the causal mask as a tensor where the module says is_causal: another backward kernel
     model = tiny_llama("sdpa")
     ids = tokens()
-    chain = chain_from_module(model, None, {"input_ids": ids, "labels": ids}, outputs=["loss"])
+    chain = Chain.from_module(model, None, {"input_ids": ids, "labels": ids}, outputs=["loss"])
     assert chain.outputs == ("loss",)
     model.eval()
     set_mode(chain, False)
@@ -208,7 +208,7 @@ def test_llama_with_fused_attention_equals_to_rounding() -> None:
 def test_gpt2_equals_its_chain_and_its_tied_weight_is_found(training: bool, attention: str) -> None:
     model = tiny_gpt2(attention)
     ids = tokens()
-    chain = chain_from_module(model, ["transformer.h.0", "transformer.h.1", "lm_head"], {"input_ids": ids})
+    chain = Chain.from_module(model, ["transformer.h.0", "transformer.h.1", "lm_head"], {"input_ids": ids})
     assert len(chain.shared) == 1
     assert chain.shared[0].uses == ((0, "transformer.wte.weight"), (3, "lm_head.weight"))
     assert chain.named_parameters()[chain.shared[0].name] is model.lm_head.weight
@@ -222,20 +222,20 @@ def test_gpt2_equals_its_chain_and_its_tied_weight_is_found(training: bool, atte
 def test_a_key_value_cache_is_left_out_of_the_chain() -> None:
     model = tiny_gpt2()
     model.config.use_cache = True
-    assert chain_from_module(model, ["lm_head"], {"input_ids": tokens()}).outputs == ("logits",)
+    assert Chain.from_module(model, ["lm_head"], {"input_ids": tokens()}).outputs == ("logits",)
 
 
 def test_two_inputs_given_as_one_tensor_stay_two() -> None:
     """torch.export takes one tensor under two names for one input; labels were then read as input_ids."""
     ids = tokens()
-    chain = chain_from_module(tiny_llama(), None, {"input_ids": ids, "labels": ids})
+    chain = Chain.from_module(tiny_llama(), None, {"input_ids": ids, "labels": ids})
     assert "input_ids" in chain.layers[0].reads
     assert "labels" in chain.layers[-1].reads
 
 
 def test_layers_run_on_fake_tensors_and_boundaries_are_right() -> None:
     model = tiny_gpt2()
-    chain = chain_from_module(model, ["transformer.h.0", "transformer.h.1", "lm_head"], {"input_ids": tokens()})
+    chain = Chain.from_module(model, ["transformer.h.0", "transformer.h.1", "lm_head"], {"input_ids": tokens()})
     table = ShapeTable(chain).boundaries({"input_ids": TensorSpec((2, 12), torch.int64)})
     values = {"input_ids": tokens()}
     for cut, layer in enumerate(chain.layers, start=1):
@@ -247,7 +247,7 @@ def test_layers_run_on_fake_tensors_and_boundaries_are_right() -> None:
 
 
 def test_another_shape_is_refused_by_the_layer_that_meets_it() -> None:
-    chain = chain_from_module(tiny_gpt2(), ["lm_head"], {"input_ids": tokens()})
+    chain = Chain.from_module(tiny_gpt2(), ["lm_head"], {"input_ids": tokens()})
     with pytest.raises(CapslogError, match=r"captured for 'input_ids' of shape \[2, 12\] but got \[2, 9\]"):
         chain.run({"input_ids": tokens()[:, :9]})
 
@@ -262,7 +262,7 @@ def test_functional_dropout_follows_the_mode_of_the_layer() -> None:
             return self.last(nn.functional.dropout(self.first(x), 0.5, training=self.training))
 
     model = Functional()
-    chain = chain_from_module(model, ["last"], (torch.randn(4, 8),))
+    chain = Chain.from_module(model, ["last"], (torch.randn(4, 8),))
     for training in (True, False):
         assert_same(model, chain, {"x": torch.randn(4, 8)}, training)
 
@@ -270,7 +270,7 @@ def test_functional_dropout_follows_the_mode_of_the_layer() -> None:
 def test_stochastic_depth_follows_the_mode_of_the_layer() -> None:
     torchvision = pytest.importorskip("torchvision")
     model = torchvision.models.efficientnet_b0(num_classes=3, stochastic_depth_prob=0.5)
-    chain = chain_from_module(model, ["features.3.1.stochastic_depth", "features.5"], (torch.randn(2, 3, 32, 32),))
+    chain = Chain.from_module(model, ["features.3.1.stochastic_depth", "features.5"], (torch.randn(2, 3, 32, 32),))
     for training in (True, False):
         assert_same(model, chain, {"x": torch.randn(2, 3, 32, 32)}, training)
 
@@ -286,7 +286,7 @@ def test_a_model_that_does_something_else_in_eval_mode_is_refused_there() -> Non
             return self.last(hidden * 2 if self.training else hidden)
 
     model = TwoFaced()
-    chain = chain_from_module(model, ["last"], (torch.randn(2, 4),))
+    chain = Chain.from_module(model, ["last"], (torch.randn(2, 4),))
     assert_same(model, chain, {"x": torch.randn(2, 4)}, training=True)
     set_mode(chain, False)
     with pytest.raises(CapslogError, match="for training only"):
@@ -308,14 +308,14 @@ def test_no_grad_and_autocast_blocks_keep_their_meaning() -> None:
             return self.last(hidden) - target
 
     model = Blocks()
-    chain = chain_from_module(model, ["last"], (torch.randn(2, 4),))
+    chain = Chain.from_module(model, ["last"], (torch.randn(2, 4),))
     assert_same(model, chain, {"x": torch.randn(2, 4)}, training=True)
     assert model.teacher[0].weight.grad is None
     x = torch.randn(2, 4)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(chain.run({"x": x})["output"], model(x))
     with pytest.raises(CapslogError, match="no_grad"):
-        chain_from_module(model, ["teacher.1"], (torch.randn(2, 4),))
+        Chain.from_module(model, ["teacher.1"], (torch.randn(2, 4),))
 
 
 def test_constants_and_plain_tensors_travel_with_their_layer() -> None:
@@ -331,7 +331,7 @@ def test_constants_and_plain_tensors_travel_with_their_layer() -> None:
             return {"hidden": hidden, "all": [self.last(hidden) + position, hidden]}
 
     model = Constants()
-    chain = chain_from_module(model, ["last"], (torch.randn(2, 3),))
+    chain = Chain.from_module(model, ["last"], (torch.randn(2, 3),))
     assert chain.outputs == ("hidden", "all.0", "all.1")
     x = torch.randn(2, 3)
     found, expected = chain.run({"x": x}), model(x)
@@ -366,24 +366,24 @@ def test_bad_requests_get_one_sentence() -> None:
 
     example = (torch.randn(2, 4),)
     with pytest.raises(CapslogError, match=r"'inner' \(Branching\) cannot be captured.*values of a tensor"):
-        chain_from_module(Holder(Branching()), ["last"], example)
+        Chain.from_module(Holder(Branching()), ["last"], example)
     with pytest.raises(CapslogError, match=r"'inner' \(Counting\) changes its 'count'"):
-        chain_from_module(Holder(Counting()), ["last"], example)
+        Chain.from_module(Holder(Counting()), ["last"], example)
     plain = Holder(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
     with pytest.raises(CapslogError, match="did you mean 'last'"):
-        chain_from_module(plain, ["lost"], example)
+        Chain.from_module(plain, ["lost"], example)
     with pytest.raises(CapslogError, match="'unused' does nothing"):
-        chain_from_module(plain, ["unused"], example)
+        Chain.from_module(plain, ["unused"], example)
     with pytest.raises(CapslogError, match="same operation"):
-        chain_from_module(plain, ["inner", "inner.0"], example)
+        Chain.from_module(plain, ["inner", "inner.0"], example)
     with pytest.raises(CapslogError, match="listed twice"):
-        chain_from_module(plain, ["last", "last"], example)
+        Chain.from_module(plain, ["last", "last"], example)
     with pytest.raises(CapslogError, match="needs example_inputs"):
-        chain_from_module(plain, ["last"])
+        Chain.from_module(plain, ["last"])
     with pytest.raises(CapslogError, match="one string"):
-        chain_from_module(plain, "last", example)
+        Chain.from_module(plain, "last", example)
     with pytest.raises(CapslogError, match="names 'logits'"):
-        chain_from_module(plain, ["last"], example, outputs=["logits"])
+        Chain.from_module(plain, ["last"], example, outputs=["logits"])
 
 
 def test_the_captured_model_is_left_as_it_was() -> None:
@@ -391,7 +391,7 @@ def test_the_captured_model_is_left_as_it_was() -> None:
     model.transformer.h[0].eval()
     modes = [module.training for module in model.modules()]
     state = copy.deepcopy(model.state_dict())
-    chain = chain_from_module(model, ["lm_head"], {"input_ids": tokens()})
+    chain = Chain.from_module(model, ["lm_head"], {"input_ids": tokens()})
     assert [module.training for module in model.modules()] == modes
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in state.items())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())

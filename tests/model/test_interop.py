@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model import interop
-from varuna_capslog.model.capture import chain_from_module
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 
 MICROBATCHES, SIZE = 4, 2
@@ -44,7 +43,7 @@ def plain() -> tuple[nn.Module, Chain, list[int]]:
     torch.manual_seed(0)
     model = Transformer()
     example = (torch.zeros(SIZE, 8, dtype=torch.int64),)
-    return model, chain_from_module(model, [f"layers.{index}" for index in range(4)], example), [0, 2]
+    return model, Chain.from_module(model, [f"layers.{index}" for index in range(4)], example), [0, 2]
 
 
 class Masked(Transformer):
@@ -63,7 +62,7 @@ def masked() -> tuple[nn.Module, Chain, list[int]]:
     torch.manual_seed(0)
     model = Masked()
     example = (torch.zeros(SIZE, 8, dtype=torch.int64),)
-    return model, chain_from_module(model, [f"layers.{index}" for index in range(4)], example), [0, 2]
+    return model, Chain.from_module(model, [f"layers.{index}" for index in range(4)], example), [0, 2]
 
 
 def llama() -> tuple[nn.Module, Chain, list[int]]:
@@ -75,7 +74,7 @@ def llama() -> tuple[nn.Module, Chain, list[int]]:
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config)
     example = {"input_ids": torch.zeros(SIZE, 8, dtype=torch.int64)}
-    return model, chain_from_module(model, [f"model.layers.{index}" for index in range(3)], example), [0, 2]
+    return model, Chain.from_module(model, [f"model.layers.{index}" for index in range(3)], example), [0, 2]
 
 
 def loss_of(output: Tensor, target: Tensor) -> Tensor:
@@ -173,7 +172,7 @@ def test_a_whole_chain_as_stage_modules_hands_tensors_on() -> None:
             return self.c(self.b(first) * 2) + first + x
 
     model = Skip()
-    chain = chain_from_module(model, ["b", "c"], (torch.randn(2, 4),))
+    chain = Chain.from_module(model, ["b", "c"], (torch.randn(2, 4),))
     stages = [interop.StageModule(chain, index, index + 1) for index in range(3)]
     x = torch.randn(2, 4)
     values: tuple[Tensor, ...] = (x,)

@@ -19,7 +19,13 @@ from varuna_capslog.engine.layers import EngineLayer
 from varuna_capslog.engine.optimizer import LearningRate
 from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine
 from varuna_capslog.training import layer_state
-from varuna_capslog.training.checkpoint import load_layers, open_checkpoint, save_checkpoint
+from varuna_capslog.training.checkpoint import (
+    from_checkpoint,
+    load_layers,
+    open_checkpoint,
+    save_checkpoint,
+    to_checkpoint,
+)
 from varuna_capslog.training.follower import Follower
 
 CPU = torch.device("cpu")
@@ -113,6 +119,20 @@ def test_a_digest_sees_every_change() -> None:
         assert layer_state.digest(other) != known
 
 
+def test_what_an_optimizer_keeps_comes_back_as_it_was() -> None:
+    """Tensors stay tensors, whole numbers stay whole; names may contain dots, and one may begin with another."""
+    kept = {"a.b": {"step": 3, "rate": 0.5, "mean": torch.ones(2), "hook": None}, "a.b.c": {"step": torch.tensor(1.0)}}
+    state = layer_state.flatten({"a.b": torch.zeros(2)}, {}, kept)
+    assert sorted(state) == [
+        "number/a.b/rate", "number/a.b/step", "optimizer/a.b.c/step", "optimizer/a.b/mean", "parameters/a.b"
+    ]  # fmt: skip
+    found = layer_state.moments_of(state, "a.b")
+    assert (found["step"], type(found["step"]), found["rate"]) == (3, int, 0.5)
+    assert found["mean"] is kept["a.b"]["mean"]
+    assert set(found) == {"step", "rate", "mean"}
+    assert layer_state.moments_of(state, "a") == {}
+
+
 def test_a_checkpoint_gives_every_layer_its_state(tmp_path: Path) -> None:
     engine, chain = make_engine(), models.build_chain()
     train(engine, 1, 2)
@@ -120,8 +140,8 @@ def test_a_checkpoint_gives_every_layer_its_state(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(save_checkpoint(tmp_path, 2, 0, *arguments))
     found = states(engine)
     for index, state in found.items():
-        assert layer_state.digest(layer_state.from_checkpoint(checkpoint, chain, index)) == layer_state.digest(state)
-        kept = layer_state.to_checkpoint(state, chain, index)
+        assert layer_state.digest(from_checkpoint(checkpoint, chain, index)) == layer_state.digest(state)
+        kept = to_checkpoint(state, chain, index)
         there = checkpoint.layer(chain.layers[index].name)
         for kind, part in there.items():
             assert sorted(kept[kind]) == sorted(part)
@@ -133,7 +153,7 @@ def test_a_checkpoint_gives_every_layer_its_state(tmp_path: Path) -> None:
     wider = models.build_chain(dtype=torch.float64)
     wider.layers[1].module.conv = torch.nn.Conv2d(3, 8, 5)
     with pytest.raises(CapslogError, match=r"'conv1\.conv\.weight' has shape \[8, 3, 5, 5\] in the model, shape \[8"):
-        layer_state.from_checkpoint(checkpoint, wider, 1)
+        from_checkpoint(checkpoint, wider, 1)
 
 
 @pytest.mark.parametrize("live", [False, True], ids=["from copies", "with the layers that stay"])

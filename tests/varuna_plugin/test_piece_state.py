@@ -54,7 +54,7 @@ def test_a_follower_makes_its_owners_steps(build: Callable[[nn.Module], torch.op
     recipe = piece_state.Recipe(build(model), model)
     part = part_of(model, piece)
     optimizer = recipe.build(part[0])
-    follower = piece_state.Follower(piece_state.capture(*part, optimizer), recipe, (), half)
+    follower = piece_state.PieceFollower(piece_state.capture(*part, optimizer), recipe, (), half)
     for step in range(1, 4):
         torch.manual_seed(step)
         for name, parameter in part[0].items():
@@ -68,6 +68,15 @@ def test_a_follower_makes_its_owners_steps(build: Callable[[nn.Module], torch.op
         expected, found = piece_state.capture(*part, optimizer), follower.state(copy=False)
         assert expected.keys() == found.keys()
         assert all(torch.equal(tensor, found[key]) for key, tensor in expected.items())
+
+
+def test_a_follower_refuses_the_update_of_another_piece() -> None:
+    model = whole(0)
+    recipe, part = piece_state.Recipe(adamw(model), model), part_of(model, 0)
+    follower = piece_state.PieceFollower(piece_state.capture(*part, None), recipe, (), half)
+    for key in ("gradients/head.weight", "buffers/head.mean"):
+        with pytest.raises(CapslogError, match=f"nothing to do with '{key}'"):
+            follower.apply({key: torch.zeros(1)}, 1, 1.0)
 
 
 def test_a_state_moves_into_another_model() -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.chain import TensorSpec
 
-__all__ = ["Communicator", "PeerLost", "PendingReceive", "PendingSend", "connect", "connect_group"]
+__all__ = ["Communicator", "PeerLost", "PendingReceive", "PendingSend", "connect", "connect_group", "why_lost"]
 
 Value = TypeVar("Value")
 
@@ -38,6 +38,17 @@ class PeerLost(CapslogError):
     def __init__(self, message: str, peer: int | None) -> None:
         super().__init__(message)
         self.peer = peer
+
+
+def why_lost(error: RuntimeError, silence: str) -> str:
+    """The cause in an error of gloo's, as the end of a sentence.
+
+    Args:
+        silence: what to say where the peer did not answer in time.
+    """
+    # gloo's text begins with its source file and ends with advice; what lies between is the cause
+    text = re.sub(r"^\[\S*\]\s*", "", str(error).splitlines()[0]).split(". ")[0]
+    return silence if "imed out" in text else f"connection lost ({text})"
 
 
 def connect(
@@ -212,13 +223,7 @@ class Communicator:
         """The error to raise; ends the group, so that the next rank of a row of waiting ones hears of it, too."""
         if self._aborted:
             return PeerLost(f"{self._name(self.rank)} was {doing} when its generation was ended here", peer)
-        # gloo's text begins with its source file and ends with advice; what lies between is the cause
-        text = re.sub(r"^\[\S*\]\s*", "", str(error).splitlines()[0]).split(". ")[0]
-        reason = (
-            f"no answer within {self._timeout.total_seconds():g} s"
-            if "imed out" in text
-            else f"connection lost ({text})"
-        )
+        reason = why_lost(error, f"no answer within {self._timeout.total_seconds():g} s")
         self.abort()
         return PeerLost(f"{self._name(self.rank)} was {doing}: {reason}", peer)
 

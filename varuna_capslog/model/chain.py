@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.model.capture import capture_layers
+from varuna_capslog.model.layer import Layer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -82,36 +84,6 @@ def _is_dense(tensor: Tensor) -> bool:
             return False
         expected *= size
     return True
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One indivisible piece of a chain.
-
-    Attributes:
-        name: unique in the chain; checkpoints and profiles address the layer by it.
-        module: called as `module(*[tensor for name in reads])`; returns one tensor, or a tuple in the order of
-            `writes`.
-        reads: names of the tensors that it takes.
-        writes: names of the tensors that it returns; a name that existed before is replaced.
-    """
-
-    name: str
-    module: nn.Module
-    reads: tuple[str, ...] = ("x",)
-    writes: tuple[str, ...] = ("x",)
-
-    def __call__(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Runs the layer on its part of `values`; returns what it writes."""
-        result = self.module(*[values[name] for name in self.reads])
-        if isinstance(result, Tensor):
-            result = (result,)
-        if len(result) != len(self.writes):
-            raise CapslogError(
-                f"layer {self.name!r} returned {len(result)} tensors but declares writes={list(self.writes)}; make "
-                "both the same"
-            )
-        return dict(zip(self.writes, result, strict=True))
 
 
 @dataclass(frozen=True)
@@ -182,13 +154,14 @@ class Chain:
         cls,
         model: nn.Module,
         cut_points: Sequence[str] | None,
-        example_inputs: Any = None,
-        **options: Any,
+        example_inputs: Mapping[str, Any] | Sequence[Any] | None = None,
+        *,
+        outputs: Sequence[str] | None = None,
+        name: str | None = None,
     ) -> Chain:
-        """A chain of an ordinary module, without edits to it; see `varuna_capslog.model.capture.chain_from_module`."""
-        from varuna_capslog.model.capture import chain_from_module
-
-        return chain_from_module(model, cut_points, example_inputs, **options)
+        """A chain of an ordinary module, without edits to it; see `varuna_capslog.model.capture.capture_layers`."""
+        found = capture_layers(model, cut_points, example_inputs, outputs)
+        return cls(found.layers, found.inputs, found.outputs, name or type(model).__name__)
 
     def __len__(self) -> int:
         return len(self.layers)

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import Config, Section, section
-from varuna_capslog.model.capture import chain_from_module
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import DataSource, Minibatch, Workload, call_function
@@ -218,7 +217,7 @@ class ModelWorkload(Workload):
             chain = made
         else:
             inputs = {spec.name: spec.make(self._shape(spec, self._size), 0) for spec in self._specs}
-            chain = chain_from_module(made, self._cut_points, {**inputs, **self._constants}, name=self._factory)
+            chain = Chain.from_module(made, self._cut_points, {**inputs, **self._constants}, name=self._factory)
             if any(isinstance(layer.module, torch.fx.GraphModule) for layer in chain.layers):
                 self._captured_size = self._size
         if len(chain.inputs) == len(self._specs) == 1:  # one input needs no name: that of an nn.Sequential is ours

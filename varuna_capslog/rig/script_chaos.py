@@ -76,14 +76,16 @@ class Disturber:
             store = open_store(host.address)
             stop = store.follow(self._hear, lambda why: None)
             try:
-                self._until(lambda: self._trains(host.num_workers), "its first step")
+                self._until(lambda: self._trains(host.options.num_workers), "its first step")
                 for fault in self._faults:
                     if len(self.hits) >= self._count or self._over:
                         break
                     time.sleep(fault.after)
                     self._strike(store, fault)
-                    store.append({"kind": "request", "devices": host.num_workers})
-                    self._until(lambda: self._trains(host.num_workers), f"{host.num_workers} workers again")
+                    store.append({"kind": "request", "devices": host.options.num_workers})
+                    self._until(
+                        lambda: self._trains(host.options.num_workers), f"{host.options.num_workers} workers again"
+                    )
             finally:
                 stop()
                 store.close()

@@ -15,8 +15,8 @@ from varuna_capslog.config.settings import Config
 from varuna_capslog.model.workload import load_workload
 from varuna_capslog.rig.judge import Segment, Truth, judge
 from varuna_capslog.start.prepare import prepare_run
-from varuna_capslog.training.checkpoint import open_checkpoint
-from varuna_capslog.training.layer_state import digest, from_checkpoint
+from varuna_capslog.training.checkpoint import from_checkpoint, open_checkpoint
+from varuna_capslog.training.layer_state import digest
 from varuna_capslog.training.run import build_chain
 
 __all__ = ["breaches_of", "truth_of", "weights_of_run"]

@@ -17,7 +17,7 @@ from varuna_capslog.config.reading import load_config
 from varuna_capslog.config.settings import Config
 from varuna_capslog.elastic.host.fork_server import PRELOADED
 from varuna_capslog.elastic.host.hooks import check_same_folder
-from varuna_capslog.elastic.host.host import Host, HostEnd
+from varuna_capslog.elastic.host.host import Host, HostEnd, HostOptions
 from varuna_capslog.elastic.member.held_state import recover
 from varuna_capslog.elastic.network import network_variables
 from varuna_capslog.elastic.store.torch_store import StoreGone, open_store
@@ -116,17 +116,19 @@ def run_here(
     check_elastic(config)
     keys, stamp = starting_point(config, say)
     return Host(
-        config.run_dir,
-        num_workers=num_workers or config.world_size,
-        name=name,
-        serve_at=serve_at,
-        hosts=hosts,
-        keys=keys,
-        first=stamp,
-        environment=_environment(config, serve_at) | ({"CAPSLOG_ONE_HOST": "1"} if hosts == 1 else {}),
-        settings=config.elastic,
-        say=say,
-        modules=_modules(config, modules),
+        HostOptions(
+            config.run_dir,
+            num_workers=num_workers or config.world_size,
+            name=name,
+            serve_at=serve_at,
+            hosts=hosts,
+            keys=keys,
+            first=stamp,
+            environment=_environment(config, serve_at) | ({"CAPSLOG_ONE_HOST": "1"} if hosts == 1 else {}),
+            settings=config.elastic,
+            say=say,
+            modules=_modules(config, modules),
+        )
     ).run()
 
 
@@ -158,14 +160,16 @@ def join_run(
     here = load_config(config.run_dir / "config.yaml")
     here.run_dir = config.run_dir
     return Host(
-        config.run_dir,
-        num_workers=num_workers,
-        name=name,
-        store=store,
-        environment=_environment(here, store),
-        settings=here.elastic,
-        say=say,
-        modules=_modules(here, modules),
+        HostOptions(
+            config.run_dir,
+            num_workers=num_workers,
+            name=name,
+            store=store,
+            environment=_environment(here, store),
+            settings=here.elastic,
+            say=say,
+            modules=_modules(here, modules),
+        )
     ).run()
 
 

@@ -11,7 +11,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.settings import Elastic
 from varuna_capslog.elastic.host.fork_server import PRELOADED
 from varuna_capslog.elastic.host.hooks import check_same_folder
-from varuna_capslog.elastic.host.host import Host, HostEnd
+from varuna_capslog.elastic.host.host import Host, HostEnd, HostOptions
 from varuna_capslog.elastic.network import network_variables
 from varuna_capslog.elastic.script.work import saved_states
 from varuna_capslog.membership.generation import Stamp
@@ -54,19 +54,21 @@ def run_script(
     order = _order(path, arguments, run_dir, settings)
     files.write_json(run_dir / _NOTE, order)
     host = Host(
-        run_dir,
-        _ENTRY,
-        order,
-        num_workers,
-        name=name,
-        serve_at=serve_at,
-        keys=keys,
-        first=first,
-        hosts=hosts,
-        environment=network_variables(serve_at),
-        settings=settings,
-        say=say,
-        modules=_MODULES,
+        HostOptions(
+            run_dir,
+            _ENTRY,
+            order,
+            num_workers,
+            name=name,
+            serve_at=serve_at,
+            keys=keys,
+            first=first,
+            hosts=hosts,
+            environment=network_variables(serve_at),
+            settings=settings,
+            say=say,
+            modules=_MODULES,
+        )
     )
     begun(host)
     return host.run()
@@ -97,16 +99,18 @@ def join_script(
     check_same_folder(run_dir, store, identity)
     settings = Elastic.model_validate(files.read_json(run_dir / _NOTE)["elastic"])
     return Host(
-        run_dir,
-        _ENTRY,
-        _order(path, arguments, run_dir, settings),
-        num_workers,
-        name=name,
-        store=store,
-        environment=network_variables(store),
-        settings=settings,
-        say=say,
-        modules=_MODULES,
+        HostOptions(
+            run_dir,
+            _ENTRY,
+            _order(path, arguments, run_dir, settings),
+            num_workers,
+            name=name,
+            store=store,
+            environment=network_variables(store),
+            settings=settings,
+            say=say,
+            modules=_MODULES,
+        )
     ).run()
 
 

@@ -6,6 +6,7 @@ beside its place and renamed when everything is on disk: a crash or a full disk 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import pickle
@@ -26,19 +27,24 @@ from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layers import EngineLayer
 from varuna_capslog.engine.optimizer import StageOptimizer
 from varuna_capslog.model.chain import Chain
-from varuna_capslog.training.layer_state import capture, split_address, to_checkpoint
+from varuna_capslog.training.layer_state import LayerState, capture, model_state
 
 __all__ = [
     "Checkpoint",
     "digest_of",
+    "entry_of",
+    "from_checkpoint",
     "latest_checkpoint",
     "load_chain",
     "load_layers",
     "open_checkpoint",
     "prune",
+    "read_file",
     "save_checkpoint",
     "sync_folder",
+    "to_checkpoint",
     "write_synced",
+    "write_whole",
 ]
 
 FORMAT = "varuna-capslog/checkpoint/1"
@@ -69,15 +75,26 @@ class Checkpoint:
                 f"{', '.join(list(self.manifest['layers'])[:8])}, ...)"
             )
         file = self.path / entry["file"]
-        try:
-            if digest_of(file) != entry["digest"]:
-                raise CapslogError(
-                    f"{file}: damaged (its digest differs from the manifest's); resume from an older checkpoint"
-                )
-            loaded: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
-            raise CapslogError(f"{file}: cannot be read ({error}); resume from an older checkpoint") from error
+        loaded: dict[str, Any] = read_file(file, "resume from an older checkpoint", entry["digest"])
         return loaded
+
+
+def read_file(path: Path, advice: str, digest: str | None = None) -> Any:
+    """What `torch.save` wrote into a file, on the CPU.
+
+    Args:
+        advice: how the error's sentence ends.
+        digest: that the manifest has of the file.
+
+    Raises:
+        CapslogError: the file is missing or damaged.
+    """
+    try:
+        if digest is not None and digest_of(path) != digest:
+            raise CapslogError(f"{path}: damaged (its digest differs from the manifest's); {advice}")
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+        raise CapslogError(f"{path}: cannot be read ({error}); {advice}") from error
 
 
 def save_checkpoint(
@@ -160,6 +177,23 @@ def save_checkpoint(
 
 def write_synced(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
     """Saves with torch and syncs; returns size and digest for the manifest. Raises OSError, also for a full disk."""
+    _save(path, state)
+    return entry_of(path)
+
+
+def write_whole(path: Path, state: Mapping[str, Any]) -> None:
+    """Saves with torch, whole or not at all, for files that several processes may write alike. Raises OSError."""
+    fresh = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        _save(fresh, state)
+        os.replace(fresh, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            fresh.unlink()
+        raise
+
+
+def _save(path: Path, state: Mapping[str, Any]) -> None:
     with open(path, "wb") as file:
         try:
             torch.save(state, file)
@@ -168,6 +202,10 @@ def write_synced(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
             raise OSError(None, str(error).splitlines()[0]) from error
         file.flush()
         os.fsync(file.fileno())
+
+
+def entry_of(path: Path) -> dict[str, Any]:
+    """A file's size and digest, as a manifest names them."""
     return {"bytes": path.stat().st_size, "digest": digest_of(path)}
 
 
@@ -241,6 +279,95 @@ def prune(folder: Path, keep: int, spare: Iterable[int] = ()) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
+# -- layers -----------------------------------------------------------------------------------------------------------
+
+
+def from_checkpoint(checkpoint: Checkpoint, chain: Chain, index: int) -> LayerState:
+    """A layer's state from disk, on the CPU; shared parameters come from their first layer's file.
+
+    Raises:
+        CapslogError: the checkpoint is damaged or of another model.
+    """
+    layer = chain.layers[index]
+    shared = _shared_names(chain, index)
+    read: dict[str, dict[str, Any]] = {}
+
+    def part(owner: str, kind: str) -> Mapping[str, Any]:
+        if owner not in read:
+            read[owner] = checkpoint.layer(owner)
+        found: Mapping[str, Any] = read[owner][kind]
+        return found
+
+    state: LayerState = {}
+    for key, tensor in model_state(chain, index).items():
+        kind, name = key.split("/", 1)
+        address, owner, inner = f"{layer.name}.{name}", layer.name, name
+        if kind == "parameters":
+            address = shared.get(name, address)
+            owner, inner = _split_address(address, layer.name, name, checkpoint)
+        value = part(owner, kind).get(inner)
+        if value is None or value.shape != tensor.shape:
+            found = "nothing" if value is None else f"shape {list(value.shape)}"
+            raise CapslogError(
+                f"{checkpoint.path}: {address!r} has shape {list(tensor.shape)} in the model, {found} there; it was "
+                "written for another model"
+            )
+        state[key] = value
+        if kind == "parameters":
+            for moment, content in part(owner, "optimizer").get(inner, {}).items():
+                state[f"optimizer/{name}/{moment}"] = content
+    return state
+
+
+def _split_address(address: str, layer: str, name: str, checkpoint: Checkpoint) -> tuple[str, str]:
+    """The layer in whose file a checkpoint keeps a parameter, and its name there.
+
+    Args:
+        address: of the parameter.
+        layer, name: a layer that uses it, and its name there.
+
+    Raises:
+        CapslogError: it is not shared there.
+    """
+    if address == f"{layer}.{name}":
+        return layer, name
+    for owner in checkpoint.manifest["layers"]:
+        if address.startswith(f"{owner}.") and address in checkpoint.manifest["shared"]:
+            inner = address[len(owner) + 1 :]
+            first = checkpoint.manifest["shared"][address][0]
+            if inner == first[1]:
+                return owner, inner
+    raise CapslogError(
+        f"{checkpoint.path}: parameter {address!r} is not shared there; it was written for another model"
+    )
+
+
+def _shared_names(chain: Chain, index: int) -> dict[str, str]:
+    """Name inside the layer -> address, for its shared parameters."""
+    return {name: shared.name for shared in chain.shared for use, name in shared.uses if use == index}
+
+
+def to_checkpoint(state: Mapping[str, Tensor], chain: Chain, index: int) -> dict[str, Any]:
+    """What a checkpoint's file of this layer holds: {"parameters", "buffers", "optimizer"}, on the CPU."""
+    layer, shared = chain.layers[index], _shared_names(chain, index)
+    parameters: dict[str, Tensor] = {}
+    buffers: dict[str, Tensor] = {}
+    moments: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in state.items():
+        kind, name = key.split("/", 1)
+        if kind == "buffers":
+            buffers[name] = tensor.detach().cpu()
+            continue
+        name, _, moment = name.partition("/")
+        if shared.get(name, f"{layer.name}.{name}") != f"{layer.name}.{name}":
+            continue  # it belongs to an earlier layer
+        if kind == "parameters":
+            parameters[name] = tensor.detach().cpu()
+        else:
+            moments.setdefault(name, {})[moment] = tensor.cpu()
+    return {"parameters": parameters, "buffers": buffers, "optimizer": moments}
+
+
 def load_layers(checkpoint: Checkpoint, layers: Sequence[EngineLayer], optimizer: StageOptimizer | None) -> None:
     """Loads these layers' parameters, buffers and (with `optimizer`) moments.
 
@@ -258,7 +385,7 @@ def load_layers(checkpoint: Checkpoint, layers: Sequence[EngineLayer], optimizer
     for layer in layers:
         for name, parameter in layer.parameters.items():
             address = layer.address(name)
-            owner, inner = split_address(address, layer.name, name, checkpoint)
+            owner, inner = _split_address(address, layer.name, name, checkpoint)
             _copy(parameter, state_of(owner)["parameters"].get(inner), address, checkpoint.path)
             if inner in state_of(owner)["optimizer"]:
                 moments[address] = state_of(owner)["optimizer"][inner]

@@ -7,18 +7,14 @@ ranks, stages or a model.
 from __future__ import annotations
 
 import os
-import pickle
-import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.training.checkpoint import digest_of
+from varuna_capslog.training.checkpoint import digest_of, read_file
+from varuna_capslog.training.layer_state import LayerState, flatten
 
 __all__ = [
     "COMMON",
@@ -45,9 +41,8 @@ def newest(folder: Path) -> tuple[int, Path] | None:
     return max(steps.items()) if steps else None
 
 
-def read_tensors(place: Path, parameters: Iterable[str], buffers: Iterable[str]) -> dict[str, Tensor]:
-    """Parts of a checkpoint that the plugin wrote: "parameters/<name>", "buffers/<name>", and what the optimizer keeps,
-    "optimizer/<name>/<key>" for tensors and "number/<name>/<key>" for plain numbers.
+def read_tensors(place: Path, parameters: Iterable[str], buffers: Iterable[str]) -> LayerState:
+    """Parts of a checkpoint that the plugin wrote, in the form of `engine.layer_state`.
 
     Raises:
         CapslogError: it is damaged, incomplete, of unpatched Varuna, or lacks a name.
@@ -61,15 +56,7 @@ def read_tensors(place: Path, parameters: Iterable[str], buffers: Iterable[str])
     missing = sorted((wanted.keys() - values.keys()) | (extra.keys() - kept.keys()))
     if missing:
         raise CapslogError(f"{place} lacks {', '.join(missing[:4])}: it was written for another model")
-    found = {f"parameters/{name}": value for name, value in values.items()}
-    found |= {f"buffers/{name}": value for name, value in kept.items()}
-    for name, state in reader.search(STATE, wanted).items():
-        for key, value in state.items():
-            if isinstance(value, Tensor):
-                found[f"optimizer/{name}/{key}"] = value
-            elif value is not None:
-                found[f"number/{name}/{key}"] = torch.tensor(value, dtype=torch.float64)
-    return found
+    return flatten(values, kept, reader.search(STATE, wanted))
 
 
 class Reader:
@@ -122,10 +109,7 @@ class Reader:
             entry = self.manifest["files"].get(path.name)
             if entry is None or not path.is_file() or digest_of(path) != entry["digest"]:
                 raise CapslogError(f"{path}: damaged (not what the manifest says); load an older checkpoint")
-        try:
-            return torch.load(path, map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
-            raise CapslogError(f"{path}: cannot be read ({error}); load an older checkpoint") from error
+        return read_file(path, "load an older checkpoint")
 
     def search(self, pattern: str, names: Mapping[str, int], part: str | None = None) -> dict[str, Any]:
         """The entries of `names` (with the piece where each should be); looks everywhere before it gives up."""

@@ -1,8 +1,7 @@
-"""The training state of one piece of a model as a flat dict of tensors, and what makes its steps again elsewhere.
+"""The training state of one piece of a CutPoint model, in the form of `engine.layer_state`, and what follows it.
 
-Keys are "parameters/<name>", "buffers/<name>", "optimizer/<name>/<key>" and, for what an optimizer keeps as a plain
-number, "number/<name>/<key>"; names as in the whole model. What several pieces share is in the state of each of them,
-so that a stage can be built from its own pieces alone. Nothing here knows ranks, steps or Varuna.
+Names are those of the whole model. What several pieces share is in the state of each of them, so that a stage can be
+built from its own pieces alone. Nothing here knows ranks, steps or Varuna.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.training.follower import StateFollower
+from varuna_capslog.training.layer_state import LayerState, copy_in, flatten, moments_of
 from varuna_capslog.varuna_plugin.splitting.tracing import Trace
 
-__all__ = ["Follower", "PieceState", "Recipe", "capture", "install", "names_of", "state_bytes"]
-
-PieceState = dict[str, Tensor]
+__all__ = ["PieceFollower", "Recipe", "capture", "install", "names_of", "state_bytes"]
 
 _STATE_FACTOR = 3
 """Bytes of a trained parameter with two moments, as multiples of its own."""
@@ -74,7 +73,7 @@ def names_of(trace: Trace, piece: int) -> tuple[list[str], list[str]]:
 
 def capture(
     parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], optimizer: torch.optim.Optimizer | None
-) -> PieceState:
+) -> LayerState:
     """A piece's state as it is: the live tensors, which the next step changes.
 
     Args:
@@ -83,24 +82,19 @@ def capture(
     Raises:
         CapslogError: the optimizer keeps something that is neither a tensor nor a number.
     """
-    state: PieceState = {f"parameters/{name}": parameter.detach() for name, parameter in parameters.items()}
-    state |= {f"buffers/{name}": buffer.detach() for name, buffer in buffers.items()}
+    moments: dict[str, dict[str, Any]] = {}
     for name, parameter in parameters.items() if optimizer is not None else ():
         assert optimizer is not None
-        for key, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor):
-                state[f"optimizer/{name}/{key}"] = value
-            elif isinstance(value, (bool, int, float)):
-                state[f"number/{name}/{key}"] = torch.tensor(value, dtype=torch.float64)
-            elif value is not None:
+        moments[name] = optimizer.state.get(parameter, {})
+        for key, value in moments[name].items():
+            if not isinstance(value, (Tensor, bool, int, float, type(None))):
                 raise CapslogError(
                     f"{type(optimizer).__name__} keeps a {type(value).__name__} ({key!r}) for {name!r}; only tensors "
                     "and numbers can move with a layer: use another optimizer"
                 )
-    return state
+    return flatten(parameters, buffers, moments)
 
 
-@torch.no_grad()
 def install(
     state: Mapping[str, Tensor],
     parameters: Mapping[str, nn.Parameter],
@@ -112,31 +106,27 @@ def install(
     Raises:
         CapslogError: a parameter or buffer is missing or has another shape.
     """
-    moments: dict[str, dict[str, Any]] = {name: {} for name in parameters}
-    for kind, targets in (("parameters", parameters), ("buffers", buffers)):
-        for name, target in targets.items():
-            value = state.get(f"{kind}/{name}")
-            if value is None or value.shape != target.shape:
-                shape = "nothing" if value is None else list(value.shape)
-                raise CapslogError(
-                    f"the state of {name!r} is {shape}, the model wants {list(target.shape)}: build_model must give "
-                    "the same model every time"
-                )
-            target.copy_(value)
-    for address, value in state.items():
-        kind, _, rest = address.partition("/")
-        name, _, key = rest.rpartition("/")
-        if kind == "optimizer" and name in moments:
-            # a count of steps stays on the host, where the optimizer made it
-            device = value.device if value.dim() == 0 else parameters[name].device
-            moments[name][key] = value.detach().to(device, copy=True)
-        elif kind == "number" and name in moments:
-            number = float(value)
-            moments[name][key] = int(number) if number.is_integer() else number
-    for name, kept in moments.items():
-        optimizer.state.pop(parameters[name], None)
+
+    def mismatch(kind: str, name: str, value: Tensor | None, target: Tensor) -> CapslogError:
+        shape = "nothing" if value is None else list(value.shape)
+        return CapslogError(
+            f"the state of {name!r} is {shape}, the model wants {list(target.shape)}: build_model must give "
+            "the same model every time"
+        )
+
+    copy_in(state, parameters, buffers, mismatch)
+    for name, parameter in parameters.items():
+        optimizer.state.pop(parameter, None)
+        kept = moments_of(state, name)
         if kept:
-            optimizer.state[parameters[name]] = kept
+            optimizer.state[parameter] = {key: _moved(value, parameter.device) for key, value in kept.items()}
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    # a count of steps stays on the host, where the optimizer made it
+    return value.detach().to(value.device if value.dim() == 0 else device, copy=True)
 
 
 def state_bytes(model: nn.Module, trace: Trace) -> tuple[int, ...]:
@@ -149,8 +139,8 @@ def state_bytes(model: nn.Module, trace: Trace) -> tuple[int, ...]:
     )
 
 
-class Follower:
-    """A copy of a piece that makes the same steps as its owner, from the owner's final gradients.
+class PieceFollower(StateFollower):
+    """A copy of a piece that makes the same steps as its owner, from the owner's final gradients and buffers.
 
     Args:
         frozen: parameters that need no gradient.
@@ -165,29 +155,30 @@ class Follower:
         prepare: Callable[[torch.optim.Optimizer, int], None],
     ) -> None:
         still = set(frozen)
-        found = {kind: _named(state, kind) for kind in ("parameters", "buffers")}
-        self._parameters = {
+        parameters = {
             name: nn.Parameter(tensor.detach().clone(), requires_grad=name not in still)
-            for name, tensor in found["parameters"].items()
+            for name, tensor in _named(state, "parameters").items()
         }
-        self._buffers = {name: tensor.clone() for name, tensor in found["buffers"].items()}
-        self._optimizer = recipe.build(self._parameters)
+        super().__init__(f"of {', '.join(list(parameters)[:2])}", parameters)
+        self._buffers = {name: tensor.clone() for name, tensor in _named(state, "buffers").items()}
+        self._optimizer = recipe.build(parameters)
         self._prepare = prepare
-        install(state, self._parameters, self._buffers, self._optimizer)
+        install(state, parameters, self._buffers, self._optimizer)
 
-    def state(self, copy: bool) -> PieceState:
-        """Its state now; without `copy` the live tensors."""
-        state = capture(self._parameters, self._buffers, self._optimizer)
-        return {key: tensor.clone() for key, tensor in state.items()} if copy else state
+    def _live(self) -> LayerState:
+        return capture(self._parameters, self._buffers, self._optimizer)
 
-    def apply(self, update: Mapping[str, Tensor], step: int, scale: float) -> None:
-        """The step that the owner applies with this update: gradients, and buffers as the forward left them."""
-        for name, parameter in self._parameters.items():
-            parameter.grad = update.get(f"gradients/{name}")
-        self._buffers |= _named(update, "buffers")
+    def _take(self, kind: str, name: str, tensor: Tensor) -> bool:
+        if kind != "buffers" or name not in self._buffers:
+            return False
+        self._buffers[name] = tensor
+        return True
+
+    def _step(self, step: int, scale: float) -> None:
         self._prepare(self._optimizer, step)
         self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        for parameter in self._parameters.values():
+            parameter.grad = None
 
 
 def _named(state: Mapping[str, Tensor], kind: str) -> dict[str, Tensor]:

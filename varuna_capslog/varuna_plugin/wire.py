@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import math
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.engine.communicator import PeerLost
+from varuna_capslog.engine.communicator import PeerLost, why_lost
 from varuna_capslog.model.chain import TensorSpec
 
 __all__ = ["MAX_DIMS", "Bundle", "Expected", "Room", "Sending", "named_loss", "pack", "receive", "send", "unpack"]
@@ -282,9 +281,5 @@ def named_loss(doing: str, peer: int | None, timeout: datetime.timedelta | None 
 
 
 def _lost(error: RuntimeError, doing: str, peer: int | None, timeout: datetime.timedelta | None) -> PeerLost:
-    # gloo's text begins with its source file and ends with advice; what lies between is the cause
-    text = re.sub(r"^\[\S*\]\s*", "", str(error).splitlines()[0]).split(". ")[0]
-    slow = "imed out" in text
     waited = f" for {timeout.total_seconds():g} s" if timeout is not None else ""
-    reason = f"nothing came{waited}" if slow else f"connection lost ({text})"
-    return PeerLost(f"rank {dist.get_rank()} was {doing}: {reason}", peer)
+    return PeerLost(f"rank {dist.get_rank()} was {doing}: {why_lost(error, f'nothing came{waited}')}", peer)

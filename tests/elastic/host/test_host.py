@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import pytest
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.supervisor import Interrupted, WorkerFailed
 from varuna_capslog.config.settings import Elastic
-from varuna_capslog.elastic.host.host import Host, HostEnd
+from varuna_capslog.elastic.host.host import Host, HostEnd, HostOptions
 from varuna_capslog.elastic.notices import CallbackListener, Kind
 from varuna_capslog.elastic.store.torch_store import TcpMembershipStore, open_store, serve_store
 from varuna_capslog.membership.generation import EMPTY, Stamp
@@ -41,7 +41,7 @@ except BaseException as error:
 """
 
 
-def host_of(folder: Path, workers: int = 2, **options: Any) -> Host:
+def host_of(folder: Path, workers: int = 2, say: Callable[[str], None] = lambda line: None, **options: Any) -> Host:
     arguments = {"folder": str(folder), "all": options.pop("all", "hang"), "do": options.pop("do", {})}
     elastic = Elastic(
         **{"stopped_seconds": 0.3, "hang_seconds": 0.5, "lease_seconds": 1.0, **options.pop("elastic", {})}
@@ -55,7 +55,7 @@ def host_of(folder: Path, workers: int = 2, **options: Any) -> Host:
         "modules": (),
         **options,
     }
-    return Host(folder, "host_entries:act", arguments, workers, settings=elastic, **options)
+    return Host(HostOptions(folder, "host_entries:act", arguments, workers, settings=elastic, say=say, **options))
 
 
 def wait_until(condition, seconds: float = 20.0) -> None:
@@ -76,16 +76,15 @@ def alive(pid: int) -> bool:
 class Running:
     """A host at work in a thread, and a client that reads the log."""
 
-    def __init__(self, host: Host) -> None:
-        self.host = host
+    def __init__(self, folder: Path, workers: int, **options: Any) -> None:
         self.lines: list[str] = []
-        host.say = self.lines.append
+        self.host = host = host_of(folder, workers, self.lines.append, **options)
         self.log: list[dict[str, Any]] = []
         self.result: HostEnd | BaseException | None = None
-        self._tell, host._tell = host._tell, self._tell_and_wait  # type: ignore[method-assign]
+        self._tell, host.link.tell = host.link.tell, self._tell_and_wait  # type: ignore[method-assign]
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
-        wait_until(lambda: hasattr(host, "store") or not self.thread.is_alive())
+        wait_until(lambda: hasattr(host.link, "store") or not self.thread.is_alive())
         self.client: TcpMembershipStore = open_store(host.address)
         self.client.follow(self.log.append, lambda why: None)
 
@@ -109,12 +108,12 @@ class Running:
         return [entry["member"] for entry in self.of(kind)]
 
     def seen(self, member: str) -> dict[str, Any]:
-        path = self.host.run_dir / f"{member}.seen"
+        path = self.host.options.run_dir / f"{member}.seen"
         wait_until(path.exists)
         return json.loads(path.read_text())
 
     def go(self, name: str = "go") -> None:
-        (self.host.run_dir / name).touch()
+        (self.host.options.run_dir / name).touch()
 
     def end(self, seconds: float = 20.0) -> Any:
         self.thread.join(seconds)
@@ -131,7 +130,7 @@ class Running:
 
 class Start(list):
     def __call__(self, folder: Path, workers: int = 2, **options: Any) -> Running:
-        one = Running(host_of(folder, workers, **options))
+        one = Running(folder, workers, **options)
         self.append(one)
         return one
 
@@ -184,7 +183,7 @@ def test_a_folder_in_use_is_refused_to_the_host_that_serves_and_only_to_it(tmp_p
 def test_a_killed_worker_is_told_dead_at_once_and_the_others_go_on(tmp_path, start):
     run = start(tmp_path, 3, all="wait=go leave=0")
     pid = run.seen("h-2")["pid"]
-    wait_until(lambda: run.host._workers["h-2"].pid)
+    wait_until(lambda: run.host.workers.by_member["h-2"].pid)
     os.kill(pid, signal.SIGKILL)
     wait_until(lambda: run.told("dead") == ["h-2"])
     assert run.of("dead")[0]["why"] == "worker h-2 was killed by SIGKILL"
@@ -292,7 +291,7 @@ def test_when_all_voters_are_lost_at_once_whoever_asks_may_go_on_from_the_checkp
 def test_a_stopped_worker_is_killed_and_then_told_dead(tmp_path, start):
     run = start(tmp_path, 2)
     pid = run.seen("h-1")["pid"]
-    wait_until(lambda: run.host._workers["h-1"].pid)
+    wait_until(lambda: run.host.workers.by_member["h-1"].pid)
     os.kill(pid, signal.SIGSTOP)
     wait_until(lambda: run.told("dead") == ["h-1"])
     assert not alive(pid), "told dead before it was"
@@ -462,7 +461,7 @@ def test_hosts_share_a_request_for_devices(tmp_path, start):
     wait_until(lambda: len(run.of("notice")) == 2)
     assert run.told("notice") == run.told("worker")[2:], "the youngest leave"
     for one in (run, other):
-        for worker in one.host._workers.values():
+        for worker in one.host.workers.by_member.values():
             if worker.member in run.told("notice"):
                 os.kill(worker.pid, signal.SIGINT)
     wait_until(lambda: len(run.host.roster.members) == 2)
@@ -476,7 +475,7 @@ def test_hosts_share_a_request_for_devices(tmp_path, start):
 def test_a_nursery_that_dies_takes_all_workers_and_everybody_hears_it(tmp_path, start):
     run = start(tmp_path, 2)
     pids = [run.seen(member)["pid"] for member in ("h-1", "h-2")]
-    os.kill(run.host._nursery.pid, signal.SIGKILL)
+    os.kill(run.host.workers.nursery.pid, signal.SIGKILL)
     error = run.end()
     assert isinstance(error, WorkerFailed)
     assert "lost with its nursery" in str(error)
@@ -487,7 +486,7 @@ def test_a_nursery_that_dies_takes_all_workers_and_everybody_hears_it(tmp_path, 
 def test_a_stopped_nursery_is_woken(tmp_path, start):
     run = start(tmp_path, 2)
     pid = run.seen("h-1")["pid"]
-    os.kill(run.host._nursery.pid, signal.SIGSTOP)
+    os.kill(run.host.workers.nursery.pid, signal.SIGSTOP)
     os.kill(pid, signal.SIGKILL)
     wait_until(lambda: run.told("dead") == ["h-1"])
 

@@ -13,7 +13,7 @@ from varuna_capslog.base.supervisor import Supervisor
 from varuna_capslog.elastic.member.held_state import recover, write_held
 from varuna_capslog.membership.generation import Generation, Stamp
 from varuna_capslog.training import layer_state
-from varuna_capslog.training.checkpoint import latest_checkpoint
+from varuna_capslog.training.checkpoint import from_checkpoint, latest_checkpoint
 
 CHAIN = models.build_chain()
 RECORD = Generation(2, ("a",), checkpoint=Stamp(0, 0))
@@ -40,7 +40,7 @@ def test_the_newest_boundary_that_is_there_whole_becomes_a_checkpoint(tmp_path):
     assert found == tmp_path / "checkpoints/step-00000004"
     checkpoint, skipped = latest_checkpoint(tmp_path / "checkpoints")
     assert (checkpoint.step, skipped) == (4, [])
-    assert all((value == 4).all() for value in layer_state.from_checkpoint(checkpoint, CHAIN, last).values())
+    assert all((value == 4).all() for value in from_checkpoint(checkpoint, CHAIN, last).values())
     assert not (tmp_path / "held").exists()
 
 
@@ -66,6 +66,14 @@ def test_what_is_older_than_the_checkpoint_is_thrown_away(tmp_path):
     leave(tmp_path, 4)
     assert recover(tmp_path) is None
     assert step_of(tmp_path) == 5
+    assert not (tmp_path / "held").exists()
+
+
+def test_layers_without_any_record_are_thrown_away_and_do_not_mix_with_later_ones(tmp_path):
+    """A member was killed while it wrote; the next run counts its generations anew, so the stamps come again."""
+    leave(tmp_path, 5, [0])
+    (tmp_path / "held/record-000002.json").unlink()
+    assert recover(tmp_path) is None
     assert not (tmp_path / "held").exists()
 
 

@@ -19,7 +19,7 @@ import pytest
 from tests.elastic.etcd import start_etcd
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.processes import is_stopped
-from varuna_capslog.elastic.store import torch_store as store
+from varuna_capslog.elastic.store import lines as store_lines
 from varuna_capslog.elastic.store.etcd_store import EtcdMembershipStore, begin_run
 from varuna_capslog.elastic.store.torch_store import StoreGone, TcpMembershipStore, open_store, serve_store
 from varuna_capslog.membership.generation import EMPTY
@@ -222,7 +222,7 @@ def test_a_follower_that_comes_late_reads_the_log_in_batches(port, monkeypatch):
     """Thousands of entries, one question each: newcomers to a run of some hundred changes gave up before the end."""
     asked: list[int] = []
 
-    class Counted(store.dist.TCPStore):
+    class Counted(store_lines.dist.TCPStore):
         def get(self, key):
             if key.startswith("log/"):
                 asked.append(1)
@@ -231,7 +231,7 @@ def test_a_follower_that_comes_late_reads_the_log_in_batches(port, monkeypatch):
     with client(port) as one:
         for number in range(300):
             one.append({"kind": "said", "number": number})
-        monkeypatch.setattr(store.dist, "TCPStore", Counted)
+        monkeypatch.setattr(store_lines.dist, "TCPStore", Counted)
         with client(port) as late:
             heard: list[dict] = []
             late.follow(heard.append, heard.append)
@@ -305,7 +305,7 @@ def test_a_killed_store_is_gone_for_calls_and_followers_and_an_empty_one_in_its_
 
 def test_a_store_that_hangs_is_gone_within_the_bound_and_followers_hear_it_by_themselves():
     with served_elsewhere() as (process, port), client(port, answer_seconds=0.5) as one:
-        one.open_seconds = 0.5  # not from the start: a slow name server may hold up the first connection
+        one.lines.open_seconds = 0.5  # not from the start: a slow name server may hold up the first connection
         lost: list[str] = []
         one.follow(lambda entry: None, lost.append)
         one.append({"kind": "x"})
@@ -321,7 +321,7 @@ def test_a_store_that_hangs_is_gone_within_the_bound_and_followers_hear_it_by_th
 
 
 def test_a_connection_that_is_slow_to_open_gets_another_beside_it(port, monkeypatch):
-    asked, answered, ask = [], threading.Event(), store._identity
+    asked, answered, ask = [], threading.Event(), store_lines._identity
 
     def first_waits(client):
         asked.append(client)
@@ -329,7 +329,7 @@ def test_a_connection_that_is_slow_to_open_gets_another_beside_it(port, monkeypa
             answered.wait(20)
         return ask(client)
 
-    monkeypatch.setattr(store, "_identity", first_waits)
+    monkeypatch.setattr(store_lines, "_identity", first_waits)
     try:
         with client(port) as one:
             assert not answered.is_set()
@@ -342,7 +342,7 @@ def test_a_connection_that_is_slow_to_open_gets_another_beside_it(port, monkeypa
 
 def test_closing_waits_for_a_connection_that_is_being_opened(port, monkeypatch):
     """Its thread is in C++, and would abort a process that ends meanwhile."""
-    asked, answered, ask = threading.Event(), threading.Event(), store._identity
+    asked, answered, ask = threading.Event(), threading.Event(), store_lines._identity
 
     def waits(client):
         asked.set()
@@ -350,14 +350,14 @@ def test_closing_waits_for_a_connection_that_is_being_opened(port, monkeypatch):
         return ask(client)
 
     one = TcpMembershipStore("127.0.0.1", port)
-    wait_until(lambda: not one._opening)
-    monkeypatch.setattr(store, "_identity", waits)
-    one.line().close()
-    one._want_spare()
+    wait_until(lambda: not one.lines.opening)
+    monkeypatch.setattr(store_lines, "_identity", waits)
+    one.lines.line().close()
+    one.lines.want_spare()
     assert asked.wait(10)
-    opening = list(one._opening.values())
+    opening = list(one.lines.opening.values())
     assert opening
-    threading.Timer(2 * store.CLOSE_SECONDS, answered.set).start()
+    threading.Timer(2 * store_lines.CLOSE_SECONDS, answered.set).start()
     one.close()
     assert not any(thread.is_alive() for thread in opening)
 
@@ -400,7 +400,7 @@ def test_a_connection_that_breaks_while_it_is_made_is_made_again(port, spoils):
 
 def test_a_partition_without_a_word_is_noticed(port):
     with relay(port) as between, client(between.port, answer_seconds=0.4) as far, client(port) as near:
-        far.open_seconds = 0.4
+        far.lines.open_seconds = 0.4
         heard: list[dict] = []
         lost: list[str] = []
         far.follow(heard.append, lost.append)

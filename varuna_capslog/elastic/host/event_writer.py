@@ -7,8 +7,6 @@ host of the member in question. Changes of the generation (start, resume, morph)
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -62,12 +60,7 @@ class Chronicle:
     def last_step(self) -> int | None:
         """The last step in the metrics: where the run stands, or stood."""
         try:
-            with open(self._run_dir / "metrics.jsonl", "rb") as file:
-                file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
-                lines = file.read().splitlines()
-        except OSError:
+            lines = files.last_lines(self._run_dir / "metrics.jsonl", _TAIL_BYTES)
+        except CapslogError:
             return None
-        for line in reversed(lines):
-            with contextlib.suppress(ValueError, TypeError, KeyError):
-                return int(json.loads(line)["step"])
-        return None
+        return next((int(line["step"]) for line in reversed(lines) if "step" in line), None)

@@ -82,6 +82,11 @@ class Roster:
                 self.finished = dict(entry)
 
     @property
+    def failed_for_all(self) -> Mapping[str, Any] | None:
+        """The failure that ended the run, if it is one that would stop every member: {"member", "cause", "kind"}."""
+        return None if self.finished is None else self.finished.get("failure")
+
+    @property
     def is_bereft(self) -> bool:
         """Whether all who could train, or found the next generation, are gone for certain."""
         voters = self.generation.members

@@ -1,68 +1,110 @@
-"""What the members of a run that stops between two checkpoints leave on disk, and the checkpoint that is made of it.
+"""What the members of a run that stops between two checkpoints leave on disk, and how the next run goes on from it.
 
-Every member writes the layers that it holds, at each boundary at which it holds them, into the run's `held/`. The
-next run looks there first: the newest boundary on the run's past of which every layer is there becomes a checkpoint.
+Every member writes the layers that it holds, at each boundary at which it holds them, into the run's `held/`: one
+folder per boundary, one file per layer, and the newest record of the membership. The next run looks there first: the
+newest boundary on the run's past of which every layer is there is taken, the rest is removed. Our engine makes a
+checkpoint of it (`write_held`, `recover`); the Varuna plugin keeps its own files (`write_boundaries`, `take_newest`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from varuna_capslog.base import files
 from varuna_capslog.membership.generation import Generation, Stamp
+from varuna_capslog.model.chain import Chain
+from varuna_capslog.training.checkpoint import (
+    FORMAT,
+    entry_of,
+    latest_checkpoint,
+    sync_folder,
+    to_checkpoint,
+    write_whole,
+)
+from varuna_capslog.training.layer_state import LayerState
 
-if TYPE_CHECKING:
-    from varuna_capslog.elastic.member.work import LayerState
-    from varuna_capslog.model.chain import Chain
+__all__ = ["recover", "take_newest", "write_boundaries", "write_held"]
 
-__all__ = ["recover", "write_held"]
+Held = Mapping[tuple[int, Stamp], LayerState]
+"""What a member holds: the state of a layer, by its index and the boundary."""
 
 
-def write_held(
+def write_boundaries(
     run_dir: Path,
-    chain: Chain,
-    held: Mapping[tuple[int, Stamp], LayerState],
+    held: Held,
     record: Generation,
-    generation: int,
-    extra: Mapping[str, Any],
+    about: Mapping[str, Any],
+    write: Callable[[Path, int, LayerState], None],
 ) -> None:
     """Writes what a member holds. Several members may write the same state: equal stamps are equal states.
 
     Args:
         record: the member's newest; it says which boundaries lie on the run's past.
-        generation: as files number it.
-        extra: further entries of a checkpoint's manifest.
+        about: what the next run must know besides, as JSON.
+        write: puts one layer into the folder of its boundary, unless it is there. Raises OSError.
 
     Raises:
         CapslogError: the disk is full or cannot be written.
     """
-    from varuna_capslog.training import layer_state
-    from varuna_capslog.training.checkpoint import write_synced
-
     folder = run_dir / "held"
     try:
         for (index, stamp), state in sorted(held.items()):
             place = folder / f"{stamp.step:08d}-{stamp.generation:06d}"
             place.mkdir(parents=True, exist_ok=True)
-            file = f"layer-{index:04d}.pt"
-            if (place / f"{file}.json").exists():
-                continue
-            fresh = place / f"{file}.{os.getpid()}"
-            entry = write_synced(fresh, layer_state.to_checkpoint(state, chain, index))
-            os.replace(fresh, place / file)
-            files.write_json(place / f"{file}.json", {"file": file, **entry})
+            write(place, index, state)
     except OSError as error:
         raise files.write_failure(f"{folder}: what this member holds cannot be written", error) from error
+    files.write_json(folder / f"record-{record.number:06d}.json", {"record": record.to_json(), **about})
+
+
+def take_newest(run_dir: Path, after: int, take: Callable[[Path, int, Mapping[str, Any]], Path | None]) -> Path | None:
+    """Takes the newest whole boundary in `held/` that lies on the run's past and after a step; removes the rest.
+
+    Args:
+        after: the step; boundaries up to it are of no use.
+        take: called with a boundary's folder, its step and what was written `about` the run, the newest first; moves
+            the folder away and gives its new place, or None where a layer is missing.
+    """
+    folder, found = run_dir / "held", None
+    records = sorted(folder.glob("record-*.json"))
+    if records:
+        about = files.read_json(records[-1])
+        record = Generation.from_json(about["record"], str(records[-1]))
+        for place in sorted((path for path in folder.glob("*-*") if path.is_dir()), reverse=True):
+            stamp = Stamp(*map(int, place.name.split("-")))
+            if stamp.step > after and record.continues(stamp):
+                found = take(place, stamp.step, about)
+                if found is not None:
+                    break
+    shutil.rmtree(folder, ignore_errors=True)
+    return found
+
+
+def write_held(
+    run_dir: Path, chain: Chain, held: Held, record: Generation, generation: int, extra: Mapping[str, Any]
+) -> None:
+    """Writes what a member of our engine holds, as files of a checkpoint; see `write_boundaries`.
+
+    Args:
+        generation: as files number it.
+        extra: further entries of a checkpoint's manifest.
+    """
+
+    def write(place: Path, index: int, state: LayerState) -> None:
+        file = f"layer-{index:04d}.pt"
+        if not (place / f"{file}.json").exists():
+            write_whole(place / file, to_checkpoint(state, chain, index))
+            files.write_json(place / f"{file}.json", {"file": file, **entry_of(place / file)})
+
     shared = {use.name: [[index, name] for index, name in use.uses] for use in chain.shared}
     names = [layer.name for layer in chain.layers]
     manifest = {"model": chain.name, "shared": shared, "generation": generation, **extra, "layers": names}
-    files.write_json(folder / f"record-{record.number:06d}.json", {"record": record.to_json(), "manifest": manifest})
+    write_boundaries(run_dir, held, record, {"manifest": manifest}, write)
 
 
 def recover(run_dir: Path) -> Path | None:
@@ -73,25 +115,14 @@ def recover(run_dir: Path) -> Path | None:
     Returns:
         The checkpoint's folder; None where nothing is to be had.
     """
-    folder, checkpoints = run_dir / "held", run_dir / "checkpoints"
-    records = sorted(folder.glob("record-*.json"))
-    if not records:
-        return None
-    from varuna_capslog.training.checkpoint import FORMAT, latest_checkpoint, sync_folder
+    checkpoints = run_dir / "checkpoints"
 
-    newest = files.read_json(records[-1])
-    record, manifest = Generation.from_json(newest["record"], str(records[-1])), newest["manifest"]
-    latest, _ = latest_checkpoint(checkpoints)
-    for place in sorted(folder.glob("*-*"), reverse=True):
-        if not place.is_dir():
-            continue
-        step, generation = map(int, place.name.split("-"))
-        if not record.continues(Stamp(step, generation)) or (latest is not None and step <= latest.step):
-            continue
+    def take(place: Path, step: int, about: Mapping[str, Any]) -> Path | None:
+        manifest = about["manifest"]
         found = {path.name.removesuffix(".json"): files.read_json(path) for path in place.glob("*.pt.json")}
         wanted = {f"layer-{index:04d}.pt": name for index, name in enumerate(manifest["layers"])}
         if set(found) != set(wanted):
-            continue
+            return None
         entries = {wanted[file]: found[file] for file in wanted}
         content = {**manifest, "format": FORMAT, "step": step, "time": time.time(), "layers": entries}
         files.write_json(place / "manifest.json", content)
@@ -102,8 +133,7 @@ def recover(run_dir: Path) -> Path | None:
         final = checkpoints / f"step-{step:08d}"
         os.replace(place, final)
         sync_folder(checkpoints)
-        shutil.rmtree(folder, ignore_errors=True)
         return final
-    with contextlib.suppress(OSError):
-        shutil.rmtree(folder)
-    return None
+
+    latest, _ = latest_checkpoint(checkpoints)
+    return take_newest(run_dir, -1 if latest is None else latest.step, take)

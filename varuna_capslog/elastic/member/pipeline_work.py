@@ -43,7 +43,7 @@ from varuna_capslog.plans.plan import Plan, write_plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
 from varuna_capslog.training import layer_state
-from varuna_capslog.training.checkpoint import open_checkpoint, prune, save_checkpoint
+from varuna_capslog.training.checkpoint import from_checkpoint, open_checkpoint, prune, save_checkpoint
 from varuna_capslog.training.constants import run_constants
 from varuna_capslog.training.feed import Feed
 from varuna_capslog.training.follower import Follower
@@ -343,7 +343,7 @@ class PipelineWork:
 
     def load(self, layer: int, stamp: Stamp) -> LayerState:
         checkpoint = open_checkpoint(self._resumed.get(stamp, self.checkpoints / f"step-{stamp.step:08d}"))
-        return layer_state.from_checkpoint(checkpoint, self.chain, layer)
+        return from_checkpoint(checkpoint, self.chain, layer)
 
     def persist(self, held: Mapping[tuple[int, Stamp], LayerState], record: Generation, why: str) -> None:
         if record.number + self._offset > self._number:  # nobody trains in it, and it has no plan of its own

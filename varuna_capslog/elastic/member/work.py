@@ -15,11 +15,9 @@ from torch import Tensor
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.membership.generation import Generation, Layout, Member, Stamp
 from varuna_capslog.membership.recovery import Seat
+from varuna_capslog.training.layer_state import LayerState
 
 __all__ = ["Followed", "LayerState", "Opening", "Outcome", "Work"]
-
-LayerState = dict[str, Tensor]
-"""All that a layer is between two steps, by name."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,7 @@ the state before it again.
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +24,7 @@ from varuna_capslog.elastic.script.packing import pack, unpack
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.membership.generation import INITIAL, Generation, Layout, Stamp
 from varuna_capslog.membership.recovery import Seat
+from varuna_capslog.training.checkpoint import write_whole
 from varuna_capslog.training.layer_state import digest
 
 __all__ = ["Group", "Script", "ScriptWork", "loss_of", "read_state", "saved_states"]
@@ -302,18 +301,11 @@ def _write(path: Path, state: LayerState) -> None:
     """Whole or not at all; equal stamps are equal states, so what is there stays."""
     if path.exists():
         return
-    fresh = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(fresh, "wb") as file:
-            torch.save(dict(state), file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(fresh, path)
-    except (OSError, RuntimeError) as error:
-        with contextlib.suppress(OSError):
-            fresh.unlink()
-        why = (error.strerror if isinstance(error, OSError) else None) or error
+        write_whole(path, dict(state))
+    except OSError as error:
+        why = error.strerror or error
         raise DiskFailed(f"{path} cannot be written: {why}; free space or choose another path") from error
 
 

@@ -1,8 +1,8 @@
 """A chain from an ordinary module, without edits to it: the way in for models that were never written as a chain.
 
-`Chain.from_module` and `varuna_capslog.model.model_workload` call `chain_from_module`. This room never copies a
-parameter (each layer holds the model's own `Parameter` objects, so tied weights stay tied) and never gives a layer that
-could run on something other than what was captured without saying so.
+`Chain.from_module` calls `capture_layers`. This room never copies a parameter (every layer holds the model's own
+`Parameter` objects, so tied weights stay tied) and never gives a layer that could run on something other than what was
+captured without saying so.
 """
 
 from __future__ import annotations
@@ -19,20 +19,18 @@ from varuna_capslog.model.capture.collapse import collapse_modules
 from varuna_capslog.model.capture.export import export_model
 from varuna_capslog.model.capture.modes import merge_modes
 from varuna_capslog.model.capture.runtime import SequentialSlice
-from varuna_capslog.model.capture.split import split_graph
-from varuna_capslog.model.chain import Chain, Layer
+from varuna_capslog.model.capture.split import CapturedLayers, split_graph
+from varuna_capslog.model.layer import Layer
 
-__all__ = ["automatic_cut_points", "chain_from_module", "source_modules"]
+__all__ = ["automatic_cut_points", "capture_layers", "source_modules"]
 
 
-def chain_from_module(
+def capture_layers(
     model: nn.Module,
     cut_points: Sequence[str] | None,
     example_inputs: Mapping[str, Any] | Sequence[Any] | None = None,
-    *,
     outputs: Sequence[str] | None = None,
-    name: str | None = None,
-) -> Chain:
+) -> CapturedLayers:
     """Splits `model` before each named submodule, in the order in which its forward runs them.
 
     An `nn.Sequential` is split between its children: no example is needed, and any input shape runs. Every other model
@@ -42,32 +40,27 @@ def chain_from_module(
     Args:
         model: stays as it is; the chain's layers hold its own parameters and submodules.
         cut_points: qualified names of submodules (`"layer3.0"`, `"model.layers.2"`); a cut lies *before* each. The
-        layer
-            that begins there has that name; the first layer has the name of the first module that runs. None takes
-            `automatic_cut_points`, less those that never run, and what follows the last block (norm and head).
+            layer that begins there has that name; the first layer has the name of the first module that runs. None
+            takes `automatic_cut_points`, less those that never run, and what follows the last block (norm and head).
         example_inputs: a dict of keyword arguments or a tuple of positional ones. Entries that are not tensors
             (`use_cache=False`) are fixed in the captured model.
         outputs: which of the model's output tensors leave the chain (default: all). They are named by their place in
-        the
-            model's result: `logits`, `loss`, `0.1`; a single bare tensor is named `output`.
-        name: the chain's name; default: the model's class.
+            the model's result: `logits`, `loss`, `0.1`; a single bare tensor is named `output`.
 
     Raises:
         CapslogError: an unknown cut point (the nearest name is suggested), a model whose Python branches on tensor
-        values
-            (the module is named), a module that changes a buffer in its forward, a missing example.
+            values (the module is named), a module that changes a buffer in its forward, a missing example.
     """
     if isinstance(cut_points, str):
         raise CapslogError(
             f"cut_points={cut_points!r} is one string; give a list of submodule names, e.g. [{cut_points!r}]"
         )
-    name = name or type(model).__name__
     lenient = cut_points is None
     if cut_points is None:
         cut_points = automatic_cut_points(model)
     _check_names(model, cut_points)
     if isinstance(model, nn.Sequential) and not any("." in cut for cut in cut_points):
-        return _sequential_chain(model, cut_points, name)
+        return _sequential_layers(model, cut_points)
     if example_inputs is None:
         raise CapslogError(
             f"{type(model).__name__} is not an nn.Sequential cut between its children, so capturing it needs "
@@ -94,7 +87,7 @@ def chain_from_module(
     finally:
         for module, mode in training:
             module.training = mode
-    return split_graph(captured, model, cut_points, outputs, train_only, name, lenient)
+    return split_graph(captured, model, cut_points, outputs, train_only, lenient)
 
 
 def automatic_cut_points(model: nn.Module) -> list[str]:
@@ -139,7 +132,7 @@ def source_modules(layer: Layer) -> tuple[str, ...]:
     """Qualified names, in the captured model, of the modules that this layer runs (innermost ones, by first use).
 
     Raises:
-        CapslogError: the layer was not made by `chain_from_module`.
+        CapslogError: the layer was not made by `capture_layers`.
     """
     found = getattr(layer.module, "meta", {}).get("source_modules")
     if found is None:
@@ -162,7 +155,7 @@ def _check_names(model: nn.Module, cut_points: Sequence[str]) -> None:
         seen.add(cut)
 
 
-def _sequential_chain(model: nn.Sequential, cut_points: Sequence[str], name: str) -> Chain:
+def _sequential_layers(model: nn.Sequential, cut_points: Sequence[str]) -> CapturedLayers:
     slices: list[list[tuple[str, nn.Module]]] = [[]]
     for child in model.named_children():
         if child[0] in cut_points and slices[-1]:
@@ -175,4 +168,4 @@ def _sequential_chain(model: nn.Sequential, cut_points: Sequence[str], name: str
             "the nn.Sequential holds one module twice, so its children's names do not give its order; "
             "make the second one a module of its own"
         )
-    return Chain([Layer(part[0][0], SequentialSlice(part)) for part in slices], name=name)
+    return CapturedLayers(tuple(Layer(part[0][0], SequentialSlice(part)) for part in slices), ("x",), ("x",))

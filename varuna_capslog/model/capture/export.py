@@ -1,6 +1,6 @@
 """From a module to one flat graph of its forward, by `torch.export`, with torch's private constructs replaced by ours.
 
-`chain_from_module` calls it once per mode. What comes out has one node per tensor operation, each knowing the modules
+`capture_layers` calls it once per mode. What comes out has one node per tensor operation, each knowing the modules
 it ran in; parameters and buffers are `get_attr` nodes with their own qualified names. Nothing is split here.
 """
 

@@ -1,6 +1,6 @@
 """Cuts a captured graph into the layers of a chain.
 
-Called last by `chain_from_module`. A layer is a run of consecutive nodes; what later layers need of it crosses the cut
+Called last by `capture_layers`. A layer is a run of consecutive nodes; what later layers need of it crosses the cut
 under a readable name. In-place operations never reach a tensor that crossed a cut.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import fx, nn
@@ -16,9 +17,18 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.capture.collapse import attribute, mutated_arguments
 from varuna_capslog.model.capture.export import Captured, follow_device, module_calls, module_path
 from varuna_capslog.model.capture.runtime import Guard
-from varuna_capslog.model.chain import Chain, Layer
+from varuna_capslog.model.layer import Layer
 
-__all__ = ["split_graph"]
+__all__ = ["CapturedLayers", "split_graph"]
+
+
+@dataclass(frozen=True)
+class CapturedLayers:
+    """What a chain is made of: its layers, and the names of the tensors that enter and leave it."""
+
+    layers: tuple[Layer, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
 
 
 def split_graph(
@@ -27,10 +37,9 @@ def split_graph(
     cut_points: Sequence[str],
     outputs: Sequence[str] | None,
     train_only: str | None,
-    name: str,
     lenient: bool = False,
-) -> Chain:
-    """The chain of a captured model.
+) -> CapturedLayers:
+    """The layers of a captured model.
 
     Args:
         captured: the graph; it is used up.
@@ -38,14 +47,12 @@ def split_graph(
         cut_points: submodules to cut before.
         outputs: names of the wanted outputs, None for all.
         train_only: why the graph must not run in eval mode, or None.
-        name: the chain's name.
         lenient: pass over cut points that never run or begin where another one does, instead of refusing them, and cut
             where weights follow a block that are no block's (the final norm and head).
 
     Raises:
         CapslogError: a cut point that never runs or begins where another one does, an unknown output, an in-place
-        change of
-            a value of which two views cross a cut.
+            change of a value of which two views cross a cut.
     """
     wanted = _choose_outputs(captured, outputs)
     layer_of, names = _assign_layers(captured, model, cut_points, lenient)
@@ -77,7 +84,7 @@ def split_graph(
             captured, model, names[index], part, reads, read_names, [n for _, n in writes], train_only
         )
         layers.append(Layer(names[index], module, tuple(read_names), tuple(written for written, _ in writes)))
-    return Chain(layers, inputs=tuple(captured.inputs), outputs=tuple(wanted), name=name)
+    return CapturedLayers(tuple(layers), tuple(captured.inputs), tuple(wanted))
 
 
 def _choose_outputs(captured: Captured, outputs: Sequence[str] | None) -> dict[str, fx.Node]:

@@ -38,7 +38,7 @@ def main(order: Mapping[str, Any]) -> int:
     from varuna_capslog.base.supervisor import Interrupted, WorkerFailed
     from varuna_capslog.config.reading import load_config
     from varuna_capslog.elastic.host.fork_server import PRELOADED
-    from varuna_capslog.elastic.host.host import Host
+    from varuna_capslog.elastic.host.host import Host, HostOptions
     from varuna_capslog.elastic.network import network_variables
     from varuna_capslog.elastic.store.torch_store import StoreGone
 
@@ -50,16 +50,18 @@ def main(order: Mapping[str, Any]) -> int:
         sys.stdout.write(f"{time.time():.3f} {line}\n")
 
     host = Host(
-        run_dir,
-        ENTRY,
-        num_workers=int(order["workers"]),
-        name=str(order["name"]),
-        store=str(order["store"]),
-        environment={**network_variables(str(order["store"])), **order["environment"]},
-        settings=config.elastic,
-        say=say,
-        sources=None,
-        modules=(*PRELOADED, *MODULES, config.workload.partition(":")[0]),
+        HostOptions(
+            run_dir,
+            ENTRY,
+            num_workers=int(order["workers"]),
+            name=str(order["name"]),
+            store=str(order["store"]),
+            environment={**network_variables(str(order["store"])), **order["environment"]},
+            settings=config.elastic,
+            say=say,
+            sources=None,
+            modules=(*PRELOADED, *MODULES, config.workload.partition(":")[0]),
+        )
     )
     try:
         end = host.run()

@@ -147,7 +147,7 @@ def run_elastic(
 
 def _host(run_dir: Path, workers: int, settings: Elastic) -> ElasticEnd:
     from varuna_capslog.elastic.host.fork_server import PRELOADED
-    from varuna_capslog.elastic.host.host import Host
+    from varuna_capslog.elastic.host.host import Host, HostOptions
     from varuna_capslog.varuna_plugin.building import temporary_folder
     from varuna_capslog.varuna_plugin.elastic.disk import begin_with
 
@@ -157,15 +157,17 @@ def _host(run_dir: Path, workers: int, settings: Elastic) -> ElasticEnd:
     run_dir.mkdir(parents=True, exist_ok=True)
     step, path = begin_with(run_dir)
     host = Host(
-        run_dir,
-        entry="varuna_capslog.varuna_plugin.elastic.run:main",
-        arguments=[str(run_dir), os.path.abspath(script), *sys.argv[1:]],
-        num_workers=workers,
-        keys={"first-plan": "1", "resumed-step": str(step), "resumed-path": path},
-        first=Stamp(step, 0),
-        settings=settings,
-        say=_say,
-        modules=(*PRELOADED, *_MODULES, "varuna"),
+        HostOptions(
+            run_dir,
+            entry="varuna_capslog.varuna_plugin.elastic.run:main",
+            arguments=[str(run_dir), os.path.abspath(script), *sys.argv[1:]],
+            num_workers=workers,
+            keys={"first-plan": "1", "resumed-step": str(step), "resumed-path": path},
+            first=Stamp(step, 0),
+            settings=settings,
+            say=_say,
+            modules=(*PRELOADED, *_MODULES, "varuna"),
+        )
     )
     try:
         end = host.run()

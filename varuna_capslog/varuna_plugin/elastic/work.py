@@ -32,6 +32,7 @@ from varuna_capslog.membership.placing import Placer
 from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.membership.redundancy import Protection
 from varuna_capslog.schedules import RunShape
+from varuna_capslog.training.layer_state import cloned
 from varuna_capslog.varuna_plugin import building, checkpoint, piece_state
 from varuna_capslog.varuna_plugin.checkpoint_files import read_tensors
 from varuna_capslog.varuna_plugin.drawing import Draws
@@ -317,7 +318,7 @@ class VarunaWork:
         parameters, buffers = self._part(layer)
         settled = {name: self._settled[name] for name in buffers}
         state = piece_state.capture(parameters, settled, self._trainer.optimizer)
-        return {key: tensor.clone() for key, tensor in state.items()} if copy else state
+        return cloned(state) if copy else state
 
     def update(self, layer: int) -> Mapping[str, Tensor]:
         parameters, buffers = self._part(layer)
@@ -325,7 +326,7 @@ class VarunaWork:
         return found | {f"buffers/{name}": buffer for name, buffer in buffers.items()}
 
     def follow(self, layer: int, state: LayerState) -> Followed:
-        return piece_state.Follower(state, self._recipe, self._frozen, self._prepare)
+        return piece_state.PieceFollower(state, self._recipe, self._frozen, self._prepare)
 
     def initial(self, layer: int) -> LayerState:
         if self._spare is None:
@@ -333,7 +334,7 @@ class VarunaWork:
         parameters, buffers = dict(self._spare.named_parameters()), dict(self._spare.named_buffers())
         names = self._names[layer]
         part = {name: parameters[name] for name in names[0]}, {name: buffers[name] for name in names[1]}
-        return {key: tensor.clone() for key, tensor in piece_state.capture(*part, None).items()}
+        return cloned(piece_state.capture(*part, None))
 
     def load(self, layer: int, stamp: Stamp) -> LayerState:
         place = self._resumed.get(stamp, self.checkpoints / f"varuna_ckpt_{stamp.step}")

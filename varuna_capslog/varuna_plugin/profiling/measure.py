@@ -29,34 +29,11 @@ from varuna_capslog.profiling.launches import LaunchTimes, Progress, Workers, in
 from varuna_capslog.profiling.trim import TrimmedRun
 from varuna_capslog.profiling.worker import WorkerFailure
 from varuna_capslog.varuna_plugin.install import install, installed_patches, uninstall
+from varuna_capslog.varuna_plugin.profiling.subject import MakeOptimizer, Subject
+from varuna_capslog.varuna_plugin.profiling.worker import VarunaWorkers
 from varuna_capslog.varuna_plugin.splitting.tracing import Trace, trace_model
 
-__all__ = ["MakeOptimizer", "Subject", "profile"]
-
-MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-
-
-@dataclass(frozen=True)
-class Subject:
-    """What every worker is given: the model and all that is known of it.
-
-    Attributes:
-        build: gives the model.
-        batch: inputs of one microbatch, on the CPU.
-        trace: of the model on that batch.
-        optimizer: makes the optimizer of a stage.
-    """
-
-    build: Callable[[], nn.Module]
-    batch: Mapping[str, Any]
-    trace: Trace
-    chunk_size: int
-    optimizer: MakeOptimizer
-    loss: Literal["mean", "sum"]
-    timeout_seconds: float
-
-    def __call__(self) -> Subject:
-        return self
+__all__ = ["profile"]
 
 
 @dataclass(frozen=True)
@@ -187,8 +164,6 @@ def _measured(
     progress: Progress | None,
 ) -> list[Observation]:
     """One row for each piece and each two neighbours."""
-    from varuna_capslog.varuna_plugin.profiling.worker import VarunaWorkers
-
     count, threads = workers
     runs = stage_runs(subject.trace.num_pieces)
     specs = _cut_specs(subject)

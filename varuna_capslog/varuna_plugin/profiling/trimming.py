@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from varuna_capslog.model.chain import TensorSpec
 from varuna_capslog.profiling.trim import dummy_inputs
 from varuna_capslog.varuna_plugin.splitting.partition import Partition, TieGroup
-from varuna_capslog.varuna_plugin.splitting.stages import StageRun
+from varuna_capslog.varuna_plugin.splitting.stage_run import StageRun
 
 __all__ = ["Shapes", "interesting_ties", "kept_names", "play_stage"]
 

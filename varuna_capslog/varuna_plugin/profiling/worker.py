@@ -39,8 +39,8 @@ from varuna_capslog.profiling.worker import (
 from varuna_capslog.varuna_plugin import options
 from varuna_capslog.varuna_plugin.inputs import Microbatches
 from varuna_capslog.varuna_plugin.install import install, uninstall
-from varuna_capslog.varuna_plugin.profiling.measure import Subject
 from varuna_capslog.varuna_plugin.profiling.meter import STEPS, observe
+from varuna_capslog.varuna_plugin.profiling.subject import Subject
 from varuna_capslog.varuna_plugin.splitting.partition import Partition, tie_groups
 
 __all__ = ["VarunaWorkers"]

@@ -17,7 +17,7 @@ from varuna_capslog.varuna_plugin.splitting.phantom import find_phantom
 from varuna_capslog.varuna_plugin.splitting.tracing import CutSpec, flatten_cut
 
 if TYPE_CHECKING:
-    from varuna_capslog.varuna_plugin.splitting.stages import StageRun
+    from varuna_capslog.varuna_plugin.splitting.stage_run import StageRun
 
 __all__ = ["Entry", "Exit", "StageDone", "cut_forward"]
 

@@ -7,8 +7,7 @@ nothing is written into the current folder and every rank has the same partition
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,16 +15,16 @@ import torch.distributed as dist
 from torch import nn
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.varuna_plugin.drawing import Draws
 from varuna_capslog.varuna_plugin.options import current
+from varuna_capslog.varuna_plugin.profiling import trimming
 from varuna_capslog.varuna_plugin.splitting.boundary import Entry, Exit
-from varuna_capslog.varuna_plugin.splitting.partition import Partition, TieGroup, tie_groups
+from varuna_capslog.varuna_plugin.splitting.partition import Partition, tie_groups
 from varuna_capslog.varuna_plugin.splitting.phantom import Phantom, make_phantoms
 from varuna_capslog.varuna_plugin.splitting.shapes import CutShapes
+from varuna_capslog.varuna_plugin.splitting.stage_run import StageRun
 from varuna_capslog.varuna_plugin.splitting.tracing import Trace, trace_model
-from varuna_capslog.varuna_plugin.wire import Bundle, Room
 
-__all__ = ["ANCHOR", "StageRun", "initialize", "reduce_to_stage"]
+__all__ = ["ANCHOR", "initialize", "reduce_to_stage"]
 
 _log = logging.getLogger(__name__)
 
@@ -34,45 +33,6 @@ ANCHOR = "capslog_anchor"
 
 _TRACED_SAMPLES = 2
 """One sample would fail in batch normalisation over features."""
-
-
-class StageRun:
-    """What the plugin knows of one rank's stage, and where its forward stands.
-
-    Attributes:
-        partition, stage: which pieces these are.
-        ties: all ties of the model; each rank acts on those of its stage.
-        entry, exit: the stage's CutPoints, None at the pipeline's ends.
-        trimmed: whether dummy tensors stand for what the stage would compute.
-        bundle_type: of what leaves the stage.
-        rooms: of the messages in each direction, by (task, "in" or "out").
-        active: whether the forward has reached the stage's own code.
-        left: whether it has reached the cut behind.
-        gradients_sent: whether the backward under way has sent gradients to the stage before.
-        draws: where random numbers must not depend on the cuts.
-    """
-
-    def __init__(self, partition: Partition, stage: int, ties: Sequence[TieGroup]) -> None:
-        self.partition, self.stage, self.ties = partition, stage, tuple(ties)
-        self.trimmed = False
-        self.bundle_type = Bundle
-        self.rooms = defaultdict[tuple[int, str], Room](Room)
-        self.entry: Entry | None = None
-        self.exit: Exit | None = None
-        self.active = self.left = self.gradients_sent = False
-        self.draws: Draws | None = None
-        self._norms: list[nn.Module] | None = None
-
-    def begin(self) -> None:
-        """A forward begins."""
-        self.active, self.left = self.stage == 0, False
-
-    def norms(self, model: nn.Module) -> list[nn.Module]:
-        """The modules of the stage that keep running statistics; looked for once."""
-        if self._norms is None:
-            norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
-            self._norms = [module for module in norms if module._buffers.get("running_mean") is not None]
-        return self._norms
 
 
 def initialize(self: Any, get_batch_fn: Callable[..., Any], from_cache: bool = False) -> None:
@@ -124,8 +84,6 @@ def _reduce(model: nn.Module, run: StageRun, cut_type: type[nn.Module]) -> Calla
         raise CapslogError(
             f"stages_of_interest={list(interest)}, but the stages are 0 to {run.partition.num_stages - 1}"
         )
-    from varuna_capslog.varuna_plugin.profiling import trimming
-
     run.ties = trimming.interesting_ties(run.ties, interest)
     if run.stage in interest:
         reduce_to_stage(model, run)

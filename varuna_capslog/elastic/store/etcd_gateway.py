@@ -1,0 +1,266 @@
+"""Calls of etcd's JSON gateway (etcd 3.4 or newer): keys, ranges, transactions and watches over HTTP.
+
+A call that finds one endpoint dead, silent or without a leader asks the next one, within a bounded time. No TLS and no
+passwords. Nothing here knows what the keys mean; `store_etcd` does.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import http.client
+import json
+import queue
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.elastic.store.log import StoreGone
+
+__all__ = ["PAUSE_SECONDS", "WAIT_SECONDS", "Etcd", "Watch", "after", "b64"]
+
+PAUSE_SECONDS = 0.05
+"""Between two attempts, and the longest between two looks at a key that is waited for."""
+
+WAIT_SECONDS = 0.005
+"""Between the first two looks at a key that is waited for."""
+
+_TURN_SECONDS = 0.5
+_REFUSED = (400, 404)
+
+
+class Etcd:
+    """Calls of the gateway, each on a connection that no other call uses meanwhile. Any thread."""
+
+    def __init__(self, address: str, endpoints: Sequence[tuple[str, int]], answer_seconds: float) -> None:
+        self.address = address
+        self.answer_seconds = answer_seconds
+        self._endpoints = tuple(endpoints)
+        self._good = 0
+        self._lock = threading.Lock()
+        self._idle: list[tuple[int, http.client.HTTPConnection]] = []
+        self._closed = False
+
+    def another(self) -> Etcd:
+        """For the same cluster, with connections of its own."""
+        return Etcd(self.address, self._endpoints, self.answer_seconds)
+
+    def get(self, key: str) -> str | None:
+        value = self.value(key)
+        return None if value is None else value.decode()
+
+    def value(self, key: str) -> bytes | None:
+        """The value of a key."""
+        found = self.call("kv/range", {"key": b64(key)}).get("kvs", ())
+        return base64.b64decode(found[0].get("value", "")) if found else None
+
+    def wait(self, key: str, seconds: float) -> str | None:
+        """The value of a key, waited for at most so long."""
+        until, pause = time.monotonic() + seconds, WAIT_SECONDS
+        while True:
+            value = self.get(key)
+            if value is not None or time.monotonic() >= until:
+                return value
+            time.sleep(min(pause, max(0.0, until - time.monotonic())))
+            pause = min(1.5 * pause, PAUSE_SECONDS)
+
+    def range(self, first: str, end: str, limit: int) -> list[str]:
+        """Values by key, from `first` on and before `end`."""
+        found = self.call("kv/range", {"key": b64(first), "range_end": b64(end), "limit": limit}).get("kvs", ())
+        return [base64.b64decode(one.get("value", "")).decode() for one in found]
+
+    def beside(self, key: str, first: str, end: str, limit: int) -> tuple[str | None, list[str]]:
+        """A key's value, and those of a range, as they are at one moment."""
+        ranges = [{"key": b64(key)}, {"key": b64(first), "range_end": b64(end), "limit": limit}]
+        answer = self.call("kv/txn", {"success": [{"request_range": one} for one in ranges]})
+        one, many = (
+            [base64.b64decode(found.get("value", "")).decode() for found in each["response_range"].get("kvs", ())]
+            for each in answer["responses"]
+        )
+        return (one[0] if one else None), many
+
+    def put(self, key: str, value: str | bytes) -> None:
+        self.call("kv/put", {"key": b64(key), "value": b64(value)})
+
+    def create(self, key: str, value: str, condition: dict[str, str]) -> str | None:
+        """Writes a key that is not there yet, if a further condition holds; what it then holds. None: nothing."""
+        answer = self.call(
+            "kv/txn",
+            {
+                "compare": [_absent(key), condition],
+                "success": [{"request_put": {"key": b64(key), "value": b64(value)}}],
+                "failure": [{"request_range": {"key": b64(key)}}],
+            },
+        )
+        if answer.get("succeeded"):
+            return value
+        found = answer["responses"][0]["response_range"].get("kvs", ())
+        return base64.b64decode(found[0].get("value", "")).decode() if found else None
+
+    def add(self, key: str, amount: int) -> int:
+        """Adds to a counter, which begins at 0; its new value. After a broken connection numbers may be left out."""
+        while True:
+            found = self.call("kv/range", {"key": b64(key)}).get("kvs", ())
+            number = (int(base64.b64decode(found[0]["value"])) if found else 0) + amount
+            unchanged = _absent(key)
+            if found:
+                revision = found[0]["mod_revision"]
+                unchanged = {"key": b64(key), "target": "MOD", "result": "EQUAL", "mod_revision": revision}
+            put = {"request_put": {"key": b64(key), "value": b64(str(number))}}
+            if self.call("kv/txn", {"compare": [unchanged], "success": [put]}).get("succeeded"):
+                return number
+
+    def call(self, name: str, question: dict[str, Any]) -> dict[str, Any]:
+        """The answer of the first endpoint that gives one. Raises StoreGone."""
+        body, until, turn = json.dumps(question).encode(), time.monotonic() + self.answer_seconds, 0
+        why: object = "nobody was asked"
+        while not self._closed:
+            number, connection = self._take()
+            try:
+                answer = self._ask(connection, name, body, min(self._patience(turn), until - time.monotonic()))
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                connection.close()
+                why = f"no answer within {self.answer_seconds:g} s" if isinstance(error, TimeoutError) else error
+                with self._lock:
+                    if self._good == number:
+                        self._good = (number + 1) % len(self._endpoints)
+                    stale = [line for place, line in self._idle if place == number]
+                    self._idle = [(place, line) for place, line in self._idle if place != number]
+                for line in stale:
+                    line.close()
+                if time.monotonic() >= until:
+                    raise StoreGone(f"the store at {self.address} is gone: {why}") from error
+                time.sleep(0.0 if stale else PAUSE_SECONDS)
+                turn += 1
+            else:
+                self._give_back(number, connection)
+                return answer
+        raise StoreGone(f"this client of the store at {self.address} was closed")
+
+    def _patience(self, turn: int) -> float:
+        """Seconds for one endpoint: those that hang leave time for the others, and one that is slow gets its own."""
+        size = len(self._endpoints)
+        return self.answer_seconds if size == 1 else min(_TURN_SECONDS * 2 ** (turn // size), self.answer_seconds)
+
+    def _ask(self, connection: http.client.HTTPConnection, name: str, body: bytes, seconds: float) -> dict[str, Any]:
+        connection.timeout = max(0.05, seconds)
+        if connection.sock is None:
+            connection.connect()
+        connection.sock.settimeout(connection.timeout)
+        connection.request("POST", f"/v3/{name}", body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        text = response.read()
+        if response.status in _REFUSED:
+            raise CapslogError(f"etcd at {self.address} does not know /v3/{name}: {text.decode()[:200]}; it needs 3.4")
+        if response.status != 200:  # no leader, say
+            raise http.client.HTTPException(text.decode()[:200])
+        found: dict[str, Any] = json.loads(text)
+        return found
+
+    def watch(self, first: str, end: str) -> Watch:
+        """What is written from now on to keys from `first` on and before `end`."""
+        until, turn = time.monotonic() + self.answer_seconds, 0
+        while True:
+            self.call("kv/range", {"key": b64(first)})  # which also finds an endpoint that answers
+            host, port = self._endpoints[self._good]
+            try:
+                return Watch(host, port, first, end, self._patience(turn))
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                if time.monotonic() >= until:
+                    raise StoreGone(f"the store at {self.address} is gone: {error}") from error
+                time.sleep(PAUSE_SECONDS)
+                turn += 1
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            lines, self._idle = self._idle, []
+        for _, line in lines:
+            line.close()
+
+    def _take(self) -> tuple[int, http.client.HTTPConnection]:
+        with self._lock:
+            for index, (number, line) in enumerate(self._idle):
+                if number == self._good:
+                    del self._idle[index]
+                    return number, line
+            number = self._good
+        return number, http.client.HTTPConnection(*self._endpoints[number], timeout=self.answer_seconds)
+
+    def _give_back(self, number: int, connection: http.client.HTTPConnection) -> None:
+        with self._lock:
+            if not self._closed:
+                self._idle.append((number, connection))
+                return
+        connection.close()
+
+
+class Watch:
+    """One stream of changes, read by a thread of its own.
+
+    Raises:
+        OSError, http.client.HTTPException: it cannot be begun.
+    """
+
+    def __init__(self, host: str, port: int, first: str, end: str, seconds: float) -> None:
+        self._found: queue.SimpleQueue[list[tuple[str, str]] | None] = queue.SimpleQueue()
+        question = {"create_request": {"key": b64(first), "range_end": b64(end)}}
+        self._connection = http.client.HTTPConnection(host, port, timeout=seconds)
+        try:
+            body = json.dumps(question).encode()
+            self._connection.request("POST", "/v3/watch", body, {"Content-Type": "application/json"})
+            self._socket = self._connection.sock
+            self._response = self._connection.getresponse()
+            if not json.loads(self._response.readline())["result"].get("created"):
+                raise http.client.HTTPException("the watch was not begun")
+            self._socket.settimeout(None)
+        except KeyError as error:
+            self._connection.close()
+            raise http.client.HTTPException(f"no answer to a watch: {error}") from error
+        except BaseException:
+            self._connection.close()
+            raise
+        threading.Thread(target=self._read, name="store-watch", daemon=True).start()
+
+    def next(self, seconds: float) -> list[tuple[str, str]] | None:
+        """Keys and values that were written; nothing after so long without any; None when the stream has ended."""
+        try:
+            return self._found.get(timeout=seconds)
+        except queue.Empty:
+            return []
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError, http.client.HTTPException, ValueError, KeyError, AttributeError):
+            while line := self._response.readline():
+                result = json.loads(line)["result"]
+                if result.get("canceled"):
+                    break
+                written = [event["kv"] for event in result.get("events", ()) if event.get("type", "PUT") == "PUT"]
+                if written:
+                    self._found.put([(_text(one["key"]), _text(one.get("value", ""))) for one in written])
+        self._found.put(None)
+        self._connection.close()
+
+
+def _absent(key: str) -> dict[str, str]:
+    return {"key": b64(key), "target": "CREATE", "result": "EQUAL", "create_revision": "0"}
+
+
+def after(prefix: str) -> str:
+    """The first key behind all that begin with the prefix, which ends in an ASCII character."""
+    return prefix[:-1] + chr(ord(prefix[-1]) + 1)
+
+
+def b64(text: str | bytes) -> str:
+    return base64.b64encode(text.encode() if isinstance(text, str) else text).decode()
+
+
+def _text(value: str) -> str:
+    return base64.b64decode(value).decode()

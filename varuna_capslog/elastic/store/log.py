@@ -1,0 +1,254 @@
+"""What all processes of a run agree on: the newest generation, and one log of entries that every process reads.
+
+The log is a sequence of write-once entries without gaps, so that every reader gets the same entries in one order. A
+generation is its entry: writing the entry both founds and announces it. This module holds the interface of a store and
+all that does not depend on its kind; `store_tcp` and `store_etcd` read and write entries. A store decides nothing.
+"""
+
+from __future__ import annotations
+
+import abc
+import json
+import threading
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.membership.generation import EMPTY, Generation
+
+__all__ = ["LOOK_SECONDS", "Entry", "LogFollower", "Lost", "MembershipStore", "StoreGone", "Take", "pack_entry"]
+
+Entry = dict[str, Any]
+Take = Callable[[Entry], None]
+"""Gets each entry of the log in order."""
+Lost = Callable[[str], None]
+"""Called once, with the reason, when the store is gone."""
+
+LOOK_SECONDS = 1.0
+"""How often a follower asks whether the store still answers: a connection that was cut off reports nothing itself."""
+
+
+class StoreGone(CapslogError):
+    """The store does not answer, or another one answers in its place, which knows nothing of the run."""
+
+
+class MembershipStore(abc.ABC):
+    """What the runtime and the supervisors need of a store. Every method raises `StoreGone`; any thread may call.
+
+    Every call is bounded: a store that is gone, hangs or was started anew raises `StoreGone`.
+    """
+
+    identity: str
+    """Made by the server when it started, or by the run when it began."""
+
+    def __init__(self) -> None:
+        self._log_lock = threading.Lock()
+        self._followers: list[LogFollower] = []
+        self._position = 0  # entries of the log that were read, by any call
+        self._newest = EMPTY
+
+    @property
+    @abc.abstractmethod
+    def address(self) -> str:
+        """As `open_store` reads it."""
+
+    # -- the log ---------------------------------------------------------------------------------------------------
+
+    def read(self, known: int = 0) -> Generation:
+        """The newest record; EMPTY before the first.
+
+        Args:
+            known: number of a record that the caller has seen; a store that has forgotten it is gone.
+        """
+        newest = self._catch_up()[1]
+        if newest.number < known:
+            raise StoreGone(
+                f"the store at {self.address} has forgotten generation {known}: its newest is {newest.number}"
+            )
+        return newest
+
+    def compare_and_set(self, expected: int, record: Generation) -> Generation:
+        """Write `record`, the successor of generation `expected`, if that is the newest.
+
+        Returns:
+            What the store then holds: `record` itself, or a newer one than `expected`. After `StoreGone` it is unknown
+            whether the record was written.
+        """
+        if record.number != expected + 1:
+            raise CapslogError(f"generation {record.number} cannot follow {expected}; number them one by one")
+        text = pack_entry({"kind": "generation", "number": record.number, "record": record.to_json()})
+        while True:
+            position, newest = self._catch_up()
+            if newest.number != expected:
+                return newest
+            # No entry between the last that was read and this one: none can be a generation that we have not seen.
+            if self._write(position, text):
+                return record
+
+    def append(self, entry: Entry) -> None:
+        """Add an entry to the log, exactly once. Kinds are listed in `docs/elastic.md`; "generation" is refused."""
+        if entry.get("kind") == "generation":
+            raise CapslogError("a generation enters the log by compare_and_set only")
+        text = pack_entry(entry)
+        while not self._write(self._catch_up()[0], text):
+            pass
+
+    def length(self) -> int:
+        """Number of entries in the log now."""
+        return self._catch_up()[0]
+
+    def follow(self, take: Take, lost: Lost, start: int = 0) -> Callable[[], None]:
+        """Passes every entry from number `start` on to `take`, in order, as soon as it is there, in its own thread.
+
+        Args:
+            take: gets each entry; a generation's is {"kind": "generation", "number": n, "record": its JSON}.
+            lost: called once with the reason if the store is gone; then the thread ends.
+
+        Returns:
+            A function that ends it; after its return (in other threads than the follower's) `take` is not called.
+        """
+        follower = self._follower(take, lost, start)
+        with self._log_lock:
+            self._followers.append(follower)
+        follower.start()
+        return follower.stop
+
+    def _catch_up(self) -> tuple[int, Generation]:
+        """Reads on to the end of the log: its length, and the newest generation in it."""
+        while True:
+            with self._log_lock:
+                start = self._position
+            texts = self.entries(start)
+            found = [entry for entry in map(_unpack_entry, texts) if entry.get("kind") == "generation"]
+            newest = Generation.from_json(found[-1]["record"], "the store") if found else None
+            with self._log_lock:
+                # Another thread may have read farther meanwhile; its end is as good as ours.
+                if start + len(texts) >= self._position:
+                    self._position = start + len(texts)
+                    self._newest = newest or self._newest
+                return self._position, self._newest
+
+    @abc.abstractmethod
+    def entries(self, start: int) -> Sequence[str]:
+        """The texts of all entries from number `start` on."""
+
+    @abc.abstractmethod
+    def _write(self, position: int, text: str) -> bool:
+        """Writes entry number `position` if there is none yet; whether the entry there is now this one.
+
+        `text` differs from every other entry's, so a call that is repeated after a broken connection finds its own.
+        """
+
+    @abc.abstractmethod
+    def _follower(self, take: Take, lost: Lost, start: int) -> LogFollower:
+        """A follower for this kind of store, not started yet."""
+
+    # -- keys and counters -----------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def count(self, name: str) -> int:
+        """1, 2, 3, ...: every call under one name gets another number."""
+
+    @abc.abstractmethod
+    def put(self, key: str, value: str) -> None:
+        """Set a key; the last value counts."""
+
+    @abc.abstractmethod
+    def get(self, key: str, wait_seconds: float = 0.0) -> str | None:
+        """The value of a key, waiting for its first one at most so long; None if there is none."""
+
+    # -- the store itself ------------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def rendezvous(self) -> dist.Store:
+        """A client of its own for `torch.distributed`'s groups, under a prefix that the caller chooses.
+
+        Its calls are bounded by its own timeout where the store answers, not where it hangs.
+        """
+
+    @abc.abstractmethod
+    def look(self) -> None:
+        """Return if the store answers."""
+
+    @abc.abstractmethod
+    def signs(self) -> Sequence[str] | None:
+        """What changes as long as machines of the run live; None: the store ends with them, so its answer is a sign."""
+
+    def close(self) -> None:
+        """End all connections and followers of this client."""
+        with self._log_lock:
+            followers, self._followers = self._followers, []
+        for follower in followers:
+            follower.stop()
+        self._disconnect()
+
+    @abc.abstractmethod
+    def _disconnect(self) -> None:
+        """Ends all connections; later calls raise StoreGone."""
+
+
+class LogFollower(abc.ABC):
+    """A thread that reads the log and passes its entries on. How it waits for new entries depends on the kind of store.
+
+    Attributes:
+        next: number of the entry that is passed on next.
+        stopped: whether the thread has ended or is to end.
+    """
+
+    def __init__(self, take: Take, lost: Lost, start: int) -> None:
+        self.next = start
+        self.stopped = False
+        self._take = take
+        self._lost = lost
+        self._telling = threading.RLock()
+        self._thread = threading.Thread(target=self._run, name="store-follow", daemon=True)
+
+    def start(self) -> None:
+        """Begin to read, in the follower's own thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End; returns when a call of `take` that is under way has returned."""
+        self.stopped = True
+        with self._telling:
+            pass
+
+    @abc.abstractmethod
+    def read_on(self) -> None:
+        """Reads the log and calls `deliver` until `stopped`. Raises StoreGone."""
+
+    def deliver(self, texts: Iterable[str]) -> None:
+        """Passes the next entries on, unless the follower was stopped."""
+        for text in texts:
+            with self._telling:
+                if self.stopped:
+                    return
+                self.next += 1
+                self._take(_unpack_entry(text))
+
+    def _run(self) -> None:
+        try:
+            self.read_on()
+        except StoreGone as error:
+            with self._telling:
+                if not self.stopped:
+                    self._lost(str(error))
+        finally:
+            self.stopped = True
+
+
+def pack_entry(entry: Entry) -> str:
+    """The text of an entry, unlike that of any other. Raises CapslogError where it is not JSON."""
+    try:
+        return json.dumps([uuid.uuid4().hex, entry], allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise CapslogError(f"the log cannot hold {entry!r}: {error}; use JSON's values only") from error
+
+
+def _unpack_entry(text: str) -> Entry:
+    """The entry that `pack_entry` made this of."""
+    entry: Entry = json.loads(text)[1]
+    return entry

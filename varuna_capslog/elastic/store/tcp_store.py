@@ -1,0 +1,168 @@
+"""The membership store in torch's TCPStore, which a supervisor serves: the default.
+
+Entry n of the log is the key `log/<n>`, written once by compare-and-set on nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import queue
+from collections.abc import Callable, Sequence
+
+import torch.distributed as dist
+
+from varuna_capslog.elastic.store.lines import Line, Lines
+from varuna_capslog.elastic.store.log import LOOK_SECONDS, LogFollower, Lost, MembershipStore, Take
+from varuna_capslog.elastic.store.server import OPEN_SECONDS
+
+__all__ = ["TcpMembershipStore"]
+
+_FOR_EVER = datetime.timedelta(days=7)  # it waits in poll(), which counts milliseconds in an int
+_LARGEST_BATCH = 256
+
+
+class TcpMembershipStore(MembershipStore):
+    """A client of `store_server.serve_store`.
+
+    Args:
+        identity: which server it must be; None: the first one that answers.
+        answer_seconds: after so long without an answer the store counts as gone; None: `store_lines.ANSWER_SECONDS`.
+        open_seconds: the same for an answer on a new connection.
+
+    Raises:
+        StoreGone: no store answers there.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        identity: str | None = None,
+        answer_seconds: float | None = None,
+        open_seconds: float = OPEN_SECONDS,
+    ) -> None:
+        super().__init__()
+        self.lines = Lines(host, port, identity, answer_seconds, open_seconds)
+        self.identity = self.lines.identity
+
+    @property
+    def address(self) -> str:
+        return self.lines.address
+
+    def count(self, name: str) -> int:
+        return self.lines.call(lambda client: int(client.add(f"count/{name}", 1)))
+
+    def put(self, key: str, value: str) -> None:
+        self.lines.call(lambda client: client.set(f"key/{key}", value))
+
+    def get(self, key: str, wait_seconds: float = 0.0) -> str | None:
+        name = f"key/{key}"
+
+        def job(client: dist.TCPStore) -> str | None:
+            if wait_seconds > 0 and not client.check([name]):
+                with contextlib.suppress(dist.DistStoreError):  # waited in vain; a broken connection shows below
+                    client.wait([name], datetime.timedelta(seconds=wait_seconds))
+            return client.get(name).decode() if client.check([name]) else None
+
+        return self.lines.call(job, self.lines.answer_seconds + wait_seconds)
+
+    def rendezvous(self) -> dist.Store:
+        self.look()  # a broken connection must not be handed out
+        line = self.lines.line()
+        try:
+            return line.call(lambda client: client, self.lines.answer_seconds)  # it outlives the line's thread
+        finally:
+            line.close()
+
+    def look(self) -> None:
+        self.lines.call(lambda client: client.check(["identity"]))
+
+    def signs(self) -> None:
+        """See `MembershipStore`: the server is a process of the run."""
+
+    def entries(self, start: int) -> Sequence[str]:
+        return self.lines.call(lambda client: _entries(client, start))
+
+    def _write(self, position: int, text: str) -> bool:
+        return self.lines.call(lambda client: client.compare_set(_key(position), "", text)) == text.encode()
+
+    def _follower(self, take: Take, lost: Lost, start: int) -> LogFollower:
+        return _Follower(self, take, lost, start)
+
+    def _disconnect(self) -> None:
+        self.lines.close()
+
+
+class _Follower(LogFollower):
+    """Reads the log with a line that waits in the store, and looks now and then whether the store is still there."""
+
+    def __init__(self, store: TcpMembershipStore, take: Take, lost: Lost, start: int) -> None:
+        super().__init__(take, lost, start)
+        self._store = store
+        # of texts; an exception: the line is broken; None: stop
+        self._heard: queue.SimpleQueue[tuple[Line, str | BaseException] | None] = queue.SimpleQueue()
+
+    def stop(self) -> None:
+        self.stopped = True
+        self._heard.put(None)  # so that the thread does not wait for the next entry
+        super().stop()
+
+    def read_on(self) -> None:
+        line: Line | None = None
+        try:
+            while not self.stopped:
+                if line is None:
+                    line = self._store.lines.line()
+                    line.send(self._pump(line, self.next))
+                try:
+                    heard = self._heard.get(timeout=LOOK_SECONDS)
+                except queue.Empty:
+                    self._store.look()
+                    continue
+                if heard is None or heard[0] is not line:
+                    continue
+                if isinstance(heard[1], BaseException):
+                    line = None
+                    continue
+                self.deliver([heard[1]])
+        finally:
+            if line is not None:
+                line.close()
+
+    def _pump(self, line: Line, position: int) -> Callable[[dist.TCPStore], None]:
+        """What the line's thread does: puts every entry from `position` on into the queue."""
+
+        def job(client: dist.TCPStore) -> None:
+            try:
+                client.set_timeout(_FOR_EVER)
+                known = _entries(client, position)  # a late reader has much to read, and one by one takes seconds
+                for text in known:
+                    self._heard.put((line, text))
+                at = position + len(known)
+                while not self.stopped:
+                    self._heard.put((line, client.get(_key(at)).decode()))
+                    at += 1
+            except RuntimeError as error:
+                self._heard.put((line, error))
+
+        return job
+
+
+def _entries(client: dist.TCPStore, start: int) -> Sequence[str]:
+    """All entries from `start` on, in growing batches: the log has no gaps."""
+    texts: list[str] = []
+    size = 1
+    while True:
+        keys = [_key(start + len(texts) + offset) for offset in range(size)]
+        if client.check(keys):
+            texts += [value.decode() for value in client.multi_get(keys)]
+            size = min(2 * size, _LARGEST_BATCH)
+        elif size == 1:
+            return texts
+        else:
+            size = max(1, size // 4)
+
+
+def _key(position: int) -> str:
+    return f"log/{position}"

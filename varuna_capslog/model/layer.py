@@ -1,0 +1,42 @@
+"""One layer of a chain: a module with the names of the tensors that it reads and writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from varuna_capslog.base.errors import CapslogError
+
+__all__ = ["Layer"]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One indivisible piece of a chain.
+
+    Attributes:
+        name: unique in the chain; checkpoints and profiles address the layer by it.
+        module: called as `module(*[tensor for name in reads])`; returns one tensor, or a tuple in the order of
+            `writes`.
+        reads: names of the tensors that it takes.
+        writes: names of the tensors that it returns; a name that existed before is replaced.
+    """
+
+    name: str
+    module: nn.Module
+    reads: tuple[str, ...] = ("x",)
+    writes: tuple[str, ...] = ("x",)
+
+    def __call__(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Runs the layer on its part of `values`; returns what it writes."""
+        result = self.module(*[values[name] for name in self.reads])
+        if isinstance(result, Tensor):
+            result = (result,)
+        if len(result) != len(self.writes):
+            raise CapslogError(
+                f"layer {self.name!r} returned {len(result)} tensors but declares writes={list(self.writes)}; make "
+                "both the same"
+            )
+        return dict(zip(self.writes, result, strict=True))
