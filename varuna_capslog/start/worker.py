@@ -148,6 +148,7 @@ def _work(
 
     from varuna_capslog.base import files
     from varuna_capslog.config.reading import load_config, load_workload
+    from varuna_capslog.start.engines import ENGINES
     from varuna_capslog.start.prepare import latest_plan
     from varuna_capslog.training.run import Run, layout_of
 
@@ -174,7 +175,8 @@ def _work(
     if config.pipeline.transport == "nccl":
         _check_nccl(device)
     with _connected(rank, f"run-{generation}", config.pipeline.timeout_seconds) as communicator:
-        run = Run(config, plan, load_workload(config), communicator, device, generation, lambda: wish.stop, state)
+        workload = load_workload(config)
+        run = Run(config, plan, workload, communicator, device, generation, lambda: wish.stop, state, ENGINES)
         try:
             if evaluate:
                 return _evaluate(run, run_dir)
