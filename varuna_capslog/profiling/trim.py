@@ -390,9 +390,7 @@ class MeasuredStage(Observer):
         return contextlib.nullcontext() if kind == "R" else self._meter.timing("forward" if kind == "F" else "backward")
 
     @contextlib.contextmanager
-    def _saving(
-        self, meter: StageMeter, own: list[Tensor], stage: Stage, context: MicrobatchContext
-    ) -> Iterator[None]:
+    def _saving(self, meter: StageMeter, own: list[Tensor], stage: Stage, context: MicrobatchContext) -> Iterator[None]:
         with meter.saving(own, lambda: stage.kept(context.index)):
             yield
         self.refused = self.refused or stage.refusals.get(context.index, "")

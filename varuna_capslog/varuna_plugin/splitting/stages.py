@@ -6,9 +6,11 @@ nothing is written into the current folder and every rank has the same partition
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ from varuna_capslog.varuna_plugin.splitting.shapes import CutShapes
 from varuna_capslog.varuna_plugin.splitting.tracing import Trace, trace_model
 from varuna_capslog.varuna_plugin.wire import Bundle, Room
 
-__all__ = ["ANCHOR", "StageRun", "initialize", "reduce_to_stage"]
+__all__ = ["ANCHOR", "StageObserver", "StageRun", "initialize", "reduce_to_stage"]
 
 _log = logging.getLogger(__name__)
 
@@ -34,6 +36,17 @@ ANCHOR = "capslog_anchor"
 
 _TRACED_SAMPLES = 2
 """One sample would fail in batch normalisation over features."""
+
+
+class StageObserver:
+    """Sees the backwards of one stage on Varuna; every method does nothing here."""
+
+    def backward(self) -> AbstractContextManager[None]:
+        """A context manager that is open while the stage carries out a backward, its waiting included."""
+        return contextlib.nullcontext()
+
+    def gradients_arrived(self) -> None:
+        """Called when the stage behind has sent what a backward waits for."""
 
 
 class StageRun:
@@ -50,6 +63,7 @@ class StageRun:
         left: whether it has reached the cut behind.
         gradients_sent: whether the backward under way has sent gradients to the stage before.
         draws: where random numbers must not depend on the cuts.
+        observer: sees the stage's backwards.
     """
 
     def __init__(self, partition: Partition, stage: int, ties: Sequence[TieGroup]) -> None:
@@ -61,6 +75,7 @@ class StageRun:
         self.exit: Exit | None = None
         self.active = self.left = self.gradients_sent = False
         self.draws: Draws | None = None
+        self.observer = StageObserver()
         self._norms: list[nn.Module] | None = None
 
     def begin(self) -> None:
