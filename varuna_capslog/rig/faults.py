@@ -125,4 +125,4 @@ def main(arguments: Sequence[str], environment: Mapping[str, str] | None = None)
     found = os.environ if environment is None else environment
     faults = faults_of(found.get(VARIABLE, "[]"))
     probe = prober(faults, found["CAPSLOG_MEMBER"], Path(arguments[0]) / "faults")
-    return worker.main(arguments, Equipment(probe, Instructions(probe)))
+    return worker.main(arguments, Equipment(probe=probe, observer=Instructions(probe)))

@@ -110,4 +110,5 @@ def main(arguments: Sequence[str]) -> int:
     """The entry of a watched member; like `elastic.worker.main`."""
     faulthandler.register(signal.SIGUSR2, file=sys.stderr, all_threads=True)
     probe = armed(os.environ["CAPSLOG_MEMBER"], Path(arguments[0]))
-    return worker.main(arguments, Equipment(probe, Instructions(probe), WatchedWork, relayed.opener()))
+    observer, open_store = Instructions(probe), relayed.opener()
+    return worker.main(arguments, Equipment(probe=probe, observer=observer, work=WatchedWork, open_store=open_store))
