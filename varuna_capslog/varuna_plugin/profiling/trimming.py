@@ -8,7 +8,7 @@ stages of interest is not.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,9 @@ from torch.utils import _pytree as pytree
 from varuna_capslog.model.chain import TensorSpec
 from varuna_capslog.profiling.trim import dummy_inputs
 from varuna_capslog.varuna_plugin.splitting.partition import Partition, TieGroup
-from varuna_capslog.varuna_plugin.splitting.stages import StageRun
+
+if TYPE_CHECKING:
+    from varuna_capslog.varuna_plugin.splitting.stages import StageRun
 
 __all__ = ["Shapes", "interesting_ties", "kept_names", "play_stage"]
 

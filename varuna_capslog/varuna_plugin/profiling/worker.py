@@ -13,7 +13,7 @@ import multiprocessing
 import threading
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +28,11 @@ from varuna_capslog.profiling.worker import WorkerGroup, belong_to_parent, end_w
 from varuna_capslog.varuna_plugin import options
 from varuna_capslog.varuna_plugin.inputs import Microbatches
 from varuna_capslog.varuna_plugin.install import install, uninstall
-from varuna_capslog.varuna_plugin.profiling.measure import Subject
 from varuna_capslog.varuna_plugin.profiling.meter import STEPS, observe
 from varuna_capslog.varuna_plugin.splitting.partition import Partition, tie_groups
+
+if TYPE_CHECKING:
+    from varuna_capslog.varuna_plugin.profiling.measure import Subject
 
 __all__ = ["VarunaWorkers"]
 
