@@ -21,7 +21,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from varuna_capslog.elastic.member.pipeline_work import PipelineWork
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -54,22 +57,26 @@ class Mark(NamedTuple):
     end: float
 
 
-def main(arguments: Sequence[str]) -> int:
-    """The entry of a member: `elastic.worker.main`, with its steps marked in `<run_dir>/marks/<member>`."""
+def main(arguments: Sequence[str], work: type[PipelineWork] | None = None) -> int:
+    """The entry of a member: `elastic.worker.main`, with its steps marked in `<run_dir>/marks/<member>`.
+
+    Args:
+        work: what is trained; None: `PipelineWork`.
+    """
+    from varuna_capslog.elastic.member.equipment import Equipment
     from varuna_capslog.elastic.member.pipeline_work import PipelineWork
     from varuna_capslog.start import member_worker as worker
 
     folder = Path(arguments[0]) / "marks"
     folder.mkdir(exist_ok=True)
     file = os.open(folder / os.environ["CAPSLOG_MEMBER"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    apply = PipelineWork.apply
 
-    def marked(self: PipelineWork, step: int) -> None:
-        apply(self, step)
-        os.write(file, f"{self._number - self._offset} {step} {time.monotonic():.6f}\n".encode())
+    class Marked(work or PipelineWork):  # type: ignore[misc]
+        def apply(self, step: int) -> None:
+            super().apply(step)
+            os.write(file, f"{self._number - self._offset} {step} {time.monotonic():.6f}\n".encode())
 
-    PipelineWork.apply = marked  # type: ignore[method-assign]
-    return worker.main(arguments[:1])
+    return worker.main(arguments[:1], Equipment(work=Marked))
 
 
 class Live:

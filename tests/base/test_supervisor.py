@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.supervisor import Supervisor, WorkerFailed
+from varuna_capslog.base.supervisor import Supervisor, WorkerFailed, reserve
 
 PRELUDE = """
 import json, os, signal, sys, time
@@ -328,6 +329,26 @@ def test_two_runs_never_share_a_folder(tmp_path):
     finally:
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=20)
+
+
+def test_a_second_run_of_the_same_process_is_refused_too(tmp_path):
+    """The folders that a run holds once stood in the module, where any other run of the process could enter them."""
+    refused = []
+
+    def second() -> None:
+        with pytest.raises(CapslogError, match="in use by another run") as caught, reserve(tmp_path):
+            pass
+        refused.append(caught.value)
+
+    with reserve(tmp_path):
+        with reserve(tmp_path):  # by the run itself, further inside
+            pass
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join()
+    assert len(refused) == 1
+    with reserve(tmp_path):  # free again
+        pass
 
 
 def test_a_command_that_does_not_exist_is_one_sentence(tmp_path):

@@ -17,7 +17,7 @@ from tests.engine.workload import TinyData
 from varuna_capslog.elastic.member.runtime import End, Runtime
 from varuna_capslog.membership.messages import Event
 from varuna_capslog.model.trace import ShapeTable
-from varuna_capslog.start import member_worker as worker
+from varuna_capslog.rig import faults
 
 _SHAPES = ShapeTable(models.build_chain())
 for _sample in range(6):  # sizes follow from the index of a microbatch's first sample
@@ -54,9 +54,9 @@ def _shapes_of(chain: Any, *kind: str) -> ShapeTable:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Like `worker.main`."""
+    """Like `faults.main`."""
     from varuna_capslog.elastic.member import pipeline_work, runtime
 
     runtime.Runtime = CheckedRuntime  # type: ignore[misc]
     pipeline_work.ShapeTable = _shapes_of  # type: ignore[assignment,misc]
-    return worker.main(arguments)
+    return faults.main(arguments)

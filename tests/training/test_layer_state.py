@@ -17,7 +17,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layers import EngineLayer
 from varuna_capslog.engine.optimizer import LearningRate
-from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine
+from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine, Ready
 from varuna_capslog.training import layer_state
 from varuna_capslog.training.checkpoint import (
     from_checkpoint,
@@ -49,7 +49,8 @@ def make_engine(
     chain: Any = None,
 ) -> PipelineEngine:
     alone = communicator or Communicator(0, 1, 0, datetime.timedelta(0))
-    return PipelineEngine(chain or models.build_chain(), models.loss, layout, OPTIONS, alone, CPU, layers=layers)
+    chain = chain or models.build_chain()
+    return PipelineEngine(chain, models.loss, layout, OPTIONS, alone, CPU, Ready(layers=layers))
 
 
 def train(engine: PipelineEngine, *steps: int) -> None:

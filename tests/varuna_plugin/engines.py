@@ -13,6 +13,7 @@ from torch import Tensor
 from tests.engine import detr
 from varuna_capslog.config.settings import Config
 from varuna_capslog.engine.communicator import Communicator
+from varuna_capslog.engine.interface import EngineParts
 from varuna_capslog.engine.pipeline import EngineOptions, Layout
 
 
@@ -26,14 +27,16 @@ def detr_step(communicator: Communicator, name: str, layout: Layout) -> dict[str
     batch, inputs = detr.minibatch()
     try:
         engine = VarunaEngine(
-            chain,
-            workload.loss,
-            layout,
-            options,
-            communicator,
-            torch.device("cpu"),
-            lambda: (inputs[1], batch.targets[1], batch.normalisers),
-            30.0,
+            EngineParts(
+                chain,
+                workload.loss,
+                layout,
+                options,
+                communicator,
+                torch.device("cpu"),
+                lambda: (inputs[1], batch.targets[1], batch.normalisers),
+                30.0,
+            )
         )
         gradients: dict[str, Tensor] = {}
 
@@ -54,13 +57,14 @@ def run(communicator: Communicator, values: dict[str, Any], cuts: list[int]) -> 
     from tests.engine.workload import TinyWorkload
     from varuna_capslog.base import files
     from varuna_capslog.plans.plan import Plan
+    from varuna_capslog.start.engines import ENGINES
     from varuna_capslog.training.journal import Journal
     from varuna_capslog.training.run import Run
 
     config = Config.model_validate(values)
     plan = Plan(num_layers=11, cuts=tuple(cuts))
     with contextlib.redirect_stdout(io.StringIO()):
-        work = Run(config, plan, TinyWorkload(config), communicator, torch.device("cpu"))
+        work = Run(config, plan, TinyWorkload(config), communicator, torch.device("cpu"), engines=ENGINES)
         try:
             work.resume()
             first = work.step + 1

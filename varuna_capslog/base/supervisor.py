@@ -14,6 +14,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
@@ -319,7 +320,9 @@ class Supervisor:
                 signal.signal(number, handler)
 
 
-_reserved: set[Path] = set()
+_reserved: ContextVar[frozenset[Path]] = ContextVar("reserved", default=frozenset())
+"""Folders that the caller of this code holds. Another run of this process, in a thread of its own, holds none of them:
+the context of a thread begins empty."""
 
 
 @contextlib.contextmanager
@@ -333,7 +336,7 @@ def reserve(run_dir: Path) -> Iterator[None]:
         CapslogError: another process holds it, or the folder cannot be written.
     """
     folder = (Path(run_dir) / "workers").absolute()
-    if folder in _reserved:
+    if folder in _reserved.get():
         yield
         return
     try:
@@ -348,11 +351,11 @@ def reserve(run_dir: Path) -> Iterator[None]:
             raise CapslogError(
                 f"{run_dir} is in use by another run; wait for it to end or choose another run_dir"
             ) from None
-        _reserved.add(folder)
+        token = _reserved.set(_reserved.get() | {folder})
         try:
             yield
         finally:
-            _reserved.discard(folder)
+            _reserved.reset(token)
 
 
 def _rendezvous(num_workers: int) -> dict[str, str]:

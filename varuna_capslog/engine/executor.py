@@ -6,15 +6,17 @@ and their memory is released as soon as a later message proves that the peer has
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.communicator import Communicator, PendingReceive, PendingSend
+from varuna_capslog.engine.observer import Observer
 from varuna_capslog.engine.stage import MicrobatchContext, Stage
 from varuna_capslog.model.chain import TensorSpec
 from varuna_capslog.schedules import Action, Lowered, Message, Recv, SendInstruction
@@ -26,6 +28,7 @@ __all__ = ["Executor", "message_specs"]
 _POSTED_AHEAD = 2
 _POSTED_AHEAD_BYTES = 1 << 20
 _TENSORS_PER_MESSAGE = 64
+_UNOBSERVED: AbstractContextManager[None] = contextlib.nullcontext()
 
 
 def message_specs(
@@ -62,11 +65,8 @@ class Executor:
         stages: the stages that live here, by index.
         cuts: first layer of every stage, and L at the end.
         crossing: names at the cut before every stage.
-        load: microbatch index -> the chain's inputs, called on the rank that owns stage 0.
+        observer: sees every instruction and the work of the stages.
     """
-
-    watch: ClassVar[Callable[[int, str], None] | None] = None
-    """Told the position and text of every instruction before it is run; for faults injected by tests."""
 
     def __init__(
         self,
@@ -77,6 +77,7 @@ class Executor:
         stages: Mapping[int, Stage],
         cuts: Sequence[int],
         crossing: Sequence[Sequence[str]],
+        observer: Observer | None = None,
     ) -> None:
         self._communicator = communicator
         self._program = lowered.programs[rank]
@@ -84,6 +85,7 @@ class Executor:
         self._stages = stages
         self._cuts = cuts
         self._crossing = crossing
+        self._observer = observer
         self._device = next(iter(stages.values())).device
         self._acknowledged = acknowledgements(lowered, rank)
         self._last_stage = len(lowered.placement) - 1
@@ -120,10 +122,10 @@ class Executor:
         """
         transfers = _Transfers(self, contexts)
         arrived: dict[Message, dict[str, Tensor]] = {}
-        watch = Executor.watch
+        observer = self._observer
         for position, instruction in enumerate(self._program):
-            if watch is not None:
-                watch(position, str(instruction))
+            if observer is not None:
+                observer.instruction(position, instruction)
             if position in self._first_use:
                 _call(self._stages[self._first_use[position]].before_step)
             if isinstance(instruction, SendInstruction):
@@ -164,18 +166,24 @@ class Executor:
                     evaluate(context, outputs)
             else:
                 graph = (action.stage, microbatch) not in self._recomputed
-                outputs = stage.forward(context, values, graph)
+                with self._working("F", stage, context):
+                    outputs = stage.forward(context, values, graph)
             if action.stage < self._last_stage:
                 arrived[Message("activation", action.stage + 1, microbatch)] = outputs
         elif action.kind == "R":
-            stage.recompute(context)
+            with self._working("R", stage, context):
+                stage.recompute(context)
         else:
             gradients = arrived.pop(Message("gradient", action.stage + 1, microbatch), {})
-            upstream = stage.backward(context, gradients)
+            with self._working("B", stage, context):
+                upstream = stage.backward(context, gradients)
             if action.stage > 0 and upstream:
                 arrived[Message("gradient", action.stage, microbatch)] = upstream
             if after_backward is not None:
                 after_backward(stage, microbatch)
+
+    def _working(self, kind: str, stage: Stage, context: MicrobatchContext) -> AbstractContextManager[None]:
+        return _UNOBSERVED if self._observer is None else self._observer.working(kind, stage, context)
 
 
 def _call(hooks: Sequence[Callable[[], None]]) -> None:

@@ -195,6 +195,8 @@ def take_layers(
             _refuse_shared_statistics(chain, index)
             parameters = dict(module.named_parameters())
             memo: dict[int, object] = {}
+            if ready is None:  # the chain's own tensors are taken, here too, but for the shared ones
+                memo = {id(tensor): tensor for tensor in (*parameters.values(), *module.buffers())}
             for name in shared:
                 original = parameters[name]
                 if id(original) not in storage:
@@ -203,7 +205,9 @@ def take_layers(
             module = copy.deepcopy(module, memo)
         elif ready is not None:
             module = copy.deepcopy(module)
-        module.to(device).train()
+        if any(tensor.device != device for tensor in (*module.parameters(), *module.buffers())):
+            module.to(device)  # not asked of a module that is there: torch would exchange the fake ones of an estimate
+        module.train()
         taken.append(
             EngineLayer(index, Layer(layer.name, module, layer.reads, layer.writes), device, precision, shared)
         )

@@ -100,6 +100,7 @@ class EngineOptions(RunShape):
     Attributes:
         transport: see the config's `pipeline` section.
         clip_norm: largest global gradient norm, 0 = no clipping.
+        refuses: whether a step that is not finite is voted down; a profiler that feeds dummy values switches this off.
     """
 
     num_microbatches: int
@@ -111,6 +112,7 @@ class EngineOptions(RunShape):
     rate: LearningRate = field(default_factory=lambda: LearningRate(1e-4))
     multipliers: Mapping[str, float] = field(default_factory=dict)
     actions: tuple[tuple[str, ...], ...] | None = None
+    refuses: bool = True
 
 
 @dataclass(frozen=True)

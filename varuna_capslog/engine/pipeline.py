@@ -8,52 +8,67 @@ planners, and files not at all.
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from varuna_capslog.base.errors import CapslogError, StepRefused
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.executor import Executor
 from varuna_capslog.engine.gradients import GradientBook, squared_norm
+from varuna_capslog.engine.interface import EngineKind, EngineParts, Load
 from varuna_capslog.engine.layers import EngineLayer, take_layers
+from varuna_capslog.engine.observer import HostMemory, Observer
 from varuna_capslog.engine.optimizer import StageOptimizer
 from varuna_capslog.engine.options import EngineOptions, Layout, StepResult
 from varuna_capslog.engine.stage import LossFunction, MicrobatchContext, Stage
+from varuna_capslog.engine.step import check_minibatch, microbatches_of, train_step, verify_copies
 from varuna_capslog.engine.vote import Poll, Verdict
 from varuna_capslog.model.chain import Chain
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.schedules import Action, Lowered, find_deadlock, lower, make_schedule, parse_action, validate
 
-__all__ = ["EngineOptions", "Layout", "PipelineEngine", "StepResult"]
+__all__ = ["CAPSLOG", "EngineOptions", "Layout", "PipelineEngine", "Ready", "StepResult"]
 
 _STATISTICS_TAG = 3 << 28
 
 
+@dataclass(frozen=True)
+class Ready:
+    """What the process that builds an engine has already, so that the engine need not make it.
+
+    Attributes:
+        table: the shapes of this chain.
+        layers: of an earlier engine of this process, by index; see `take_layers`. Their optimizer's moments do not come
+            with them: `layer_state.install` brings them.
+        part_names: names of the loss and its parts, where all ranks know them from an earlier engine (its
+            `part_names`); they spare the first vote a gather.
+        host: where inputs wait for a recomputation; None: pinned memory where the options and the device ask for it.
+    """
+
+    table: ShapeTable | None = None
+    layers: Mapping[int, EngineLayer] | None = None
+    part_names: Sequence[str] | None = None
+    host: HostMemory | None = None
+
+
 class PipelineEngine:
-    """One rank of a training run.
+    """One rank of a training run on our executor; see `interface.Engine`.
 
     Args:
         chain: whole, on the CPU, initialised alike on every rank; the engine takes the layers it needs.
         loss: the workload's.
         communicator: connects `layout.world_size` ranks or more. Those beyond it are idle: they have no stages,
             compute nothing, and vote.
-        table: shapes of this chain, where they are known from an earlier engine.
-        layers: of an earlier engine of this process, by index; see `take_layers`. Their optimizer's moments are not
-            theirs: `layer_state.install` brings them.
-        part_names: of the loss, where all ranks know them from an earlier engine (its `part_names`); spares the first
-            vote a gather.
+        ready: what need not be made anew.
+        observer: sees every instruction and the work of the stages; None costs nothing.
 
     Raises:
         CapslogError: cuts that do not fit the chain, a schedule that cannot run, a module with state of its own.
     """
-
-    refuses = True
-    """A step that is not finite is voted down; a profiler that feeds dummy values switches this off."""
 
     def __init__(
         self,
@@ -63,10 +78,10 @@ class PipelineEngine:
         options: EngineOptions,
         communicator: Communicator,
         device: torch.device,
-        table: ShapeTable | None = None,
-        layers: Mapping[int, EngineLayer] | None = None,
-        part_names: Sequence[str] | None = None,
+        ready: Ready | None = None,
+        observer: Observer | None = None,
     ) -> None:
+        ready = ready or Ready()
         chain.check_cuts(layout.cuts)
         if communicator.world_size < layout.world_size:
             raise CapslogError(
@@ -78,20 +93,22 @@ class PipelineEngine:
         self.rank = communicator.rank
         self.replica, self.pipeline_rank = divmod(self.rank, layout.devices)
         communicator.describe_ranks({rank: layout.describe(rank) for rank in range(communicator.world_size)})
-        self.table = table or ShapeTable(chain, device.type, options.precision)
+        self.table = ready.table or ShapeTable(chain, device.type, options.precision)
         self._cuts = (*layout.cuts, len(chain))
         owned = layout.stages_of(self.rank)
         indices = [index for stage in owned for index in range(self._cuts[stage], self._cuts[stage + 1])]
-        self.layers = take_layers(chain, sorted(indices), device, options.precision, layers)
+        self.layers = take_layers(chain, sorted(indices), device, options.precision, ready.layers)
         by_index = {layer.index: layer for layer in self.layers}
-        last = len(layout.cuts) - 1
+        last, host = len(layout.cuts) - 1, ready.host
+        if host is None and options.stage_inputs == "host" and device.type == "cuda":
+            host = HostMemory()
         self.stages = {
             stage: Stage(
                 stage,
                 chain,
                 [by_index[index] for index in range(self._cuts[stage], self._cuts[stage + 1])],
                 loss if stage == last else None,
-                options.stage_inputs,
+                host,
             )
             for stage in owned
         }
@@ -111,9 +128,10 @@ class PipelineEngine:
         if options.transport != "gloo":
             communicator.open_pair_groups(self.pairs(), options.transport)
         self.optimizer = StageOptimizer(self.layers, options.rate, options.weight_decay, options.multipliers)
+        self._observer = observer
         self._executor: Executor | None = None
         self._evaluators: dict[int, Executor] = {}
-        self._poll = Poll(chain, communicator, options.clip_norm, self.refuses, part_names)
+        self._poll = Poll(chain, communicator, options.clip_norm, options.refuses, ready.part_names)
         # running statistics of the step under way, by layer and microbatch, those of other replicas included
         self._statistics: dict[int, dict[int, list[Tensor]]] = {}
 
@@ -143,10 +161,7 @@ class PipelineEngine:
     @property
     def local_microbatches(self) -> range:
         """Global indices of the microbatches that this replica runs."""
-        if self.idle:
-            return range(0)
-        count = self.options.num_microbatches // self.layout.replicas
-        return range(self.replica * count, (self.replica + 1) * count)
+        return microbatches_of(self.layout, self.options, self.rank)
 
     @property
     def owns_first_stage(self) -> bool:
@@ -180,8 +195,18 @@ class PipelineEngine:
             options.recompute,
             tuple(any(spec.requires_grad for spec in context.specs[cut].values()) for cut in layout.cuts[1:]),
         )
+        return self._executor_of(lowered)
+
+    def _executor_of(self, lowered: Lowered) -> Executor:
         return Executor(
-            self.communicator, lowered, self.pipeline_rank, self._global_rank, self.stages, self._cuts, self._crossing
+            self.communicator,
+            lowered,
+            self.pipeline_rank,
+            self._global_rank,
+            self.stages,
+            self._cuts,
+            self._crossing,
+            self._observer,
         )
 
     # -- a step ------------------------------------------------------------------------------------------------------
@@ -190,42 +215,20 @@ class PipelineEngine:
         self,
         step: int,
         minibatch: Minibatch,
-        load: Callable[[int], dict[str, Tensor]],
+        load: Load,
         stop: bool = False,
         before_commit: Callable[[], None] | None = None,
     ) -> StepResult:
-        """One optimizer step on all ranks: `compute`, `vote`, `apply`.
+        """One optimizer step on all ranks; see `step.train_step`."""
+        return train_step(self, step, minibatch, load, stop, before_commit)
 
-        Args:
-            step: counted from 1; with the run's seed it fixes all random numbers.
-            load: global microbatch -> inputs; called on the rank of stage 0.
-            stop: this rank wishes to stop after the step; every rank learns of it.
-            before_commit: called between the vote and the update, when all gradients are there.
-
-        Raises:
-            StepRefused: loss or gradients are not finite; the model is as before the step.
-            PeerLost: another rank is gone.
-        """
-        self.compute(step, minibatch, load)
-        verdict = self.vote(step, minibatch, stop)
-        if verdict.refusal is not None:
-            self.forget()
-            raise StepRefused(verdict.refusal)
-        if before_commit is not None:
-            before_commit()
-        return self.apply(verdict)
-
-    def compute(self, step: int, minibatch: Minibatch, load: Callable[[int], dict[str, Tensor]]) -> None:
+    def compute(self, step: int, minibatch: Minibatch, load: Load) -> None:
         """Everything of a step up to its vote: forwards, backwards, sums over blocks, replicas and shared uses.
 
         Afterwards the gradients of the whole minibatch lie in `.grad`, and nothing of the model has changed. What a
         failure leaves is dropped. Arguments and errors as in `train_step`.
         """
-        if len(minibatch.inputs) != self.options.num_microbatches:
-            raise CapslogError(
-                f"the minibatch has {len(minibatch.inputs)} microbatches, the run is set to "
-                f"{self.options.num_microbatches}"
-            )
+        check_minibatch(minibatch, self.options)
         if self.idle:
             return
         local = self.local_microbatches
@@ -342,12 +345,7 @@ class PipelineEngine:
 
     # -- evaluation --------------------------------------------------------------------------------------------------
 
-    def evaluate(
-        self,
-        minibatch: Minibatch,
-        load: Callable[[int], dict[str, Tensor]],
-        take: Callable[[int, dict[str, Tensor]], None],
-    ) -> None:
+    def evaluate(self, minibatch: Minibatch, load: Load, take: Callable[[int, dict[str, Tensor]], None]) -> None:
         """Runs one minibatch of this replica forward, in evaluation mode.
 
         Args:
@@ -362,15 +360,7 @@ class PipelineEngine:
                 for index, device in enumerate(self.layout.placement):
                     rows[device].append(Action(index, "F", microbatch))
             lowered = lower(rows, has_gradient=[False] * (len(self.layout.cuts) - 1))
-            executor = self._evaluators[count] = Executor(
-                self.communicator,
-                lowered,
-                self.pipeline_rank,
-                self._global_rank,
-                self.stages,
-                self._cuts,
-                self._crossing,
-            )
+            executor = self._evaluators[count] = self._executor_of(lowered)
         for stage in self.stages.values():
             stage.train(False)
         try:
@@ -386,21 +376,16 @@ class PipelineEngine:
     # -- shared parameters -------------------------------------------------------------------------------------------
 
     def verify_copies(self) -> None:
-        """Compares every parameter that several ranks hold (shared uses, replicas) by digest (engine rule 3).
+        """Compares every parameter that several ranks hold; raises CapslogError where two ranks differ."""
+        verify_copies(self)
 
-        Raises:
-            CapslogError: two ranks disagree, naming the parameter and the ranks.
-        """
-        digests = {address: _digest(parameter) for address, parameter in self.optimizer.parameters.items()}
-        seen: dict[str, tuple[int, Any]] = {}
-        for rank, theirs in enumerate(self.communicator.gather(digests)):
-            for address, digest in theirs.items():
-                first, known = seen.setdefault(address, (rank, digest))
-                if known != digest:
-                    raise CapslogError(
-                        f"parameter {address!r} differs between {self.layout.describe(first)} and "
-                        f"{self.layout.describe(rank)}; the run is damaged: resume from the last checkpoint"
-                    )
+
+def _build(parts: EngineParts) -> PipelineEngine:
+    return PipelineEngine(parts.chain, parts.loss, parts.layout, parts.options, parts.communicator, parts.device)
+
+
+CAPSLOG = EngineKind(_build)
+"""What `engine: capslog` stands for."""
 
 
 @functools.lru_cache(maxsize=16)  # a membership that changes often meets the same layouts again
@@ -428,8 +413,3 @@ def _lowered(
     if stuck is not None:
         raise CapslogError(f"the schedule would wait for ever: {stuck}")
     return lowered
-
-
-def _digest(tensor: Tensor) -> bytes:
-    flat = tensor.detach().contiguous().cpu().reshape(-1)
-    return hashlib.blake2b(flat.view(torch.uint8).numpy().data, digest_size=16).digest()

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from varuna_capslog.base.errors import CapslogError, StepRefused
 from varuna_capslog.engine.layers import EngineLayer, LayerGraph, keep_layout
+from varuna_capslog.engine.observer import HostMemory, Kept
 from varuna_capslog.model.chain import Chain, TensorSpec
 
 __all__ = ["MicrobatchContext", "Stage"]
@@ -44,7 +45,7 @@ class MicrobatchContext:
 class _Held:
     """What is kept of one microbatch between its actions."""
 
-    inputs: dict[str, Tensor] | None = None
+    inputs: Mapping[str, Kept] | None = None
     graphs: list[LayerGraph] = field(default_factory=list)
     outputs: dict[str, Tensor] | None = None
     loss: Tensor | None = None
@@ -56,7 +57,7 @@ class Stage:
     Args:
         layers: from `take_layers`, consecutive.
         loss: the workload's loss if this is the last stage.
-        stage_inputs: "host" moves inputs kept for recomputation to host memory, as Varuna does; "device" leaves them.
+        host: where inputs kept for a recomputation wait, as with Varuna; None: on the device.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Stage:
         chain: Chain,
         layers: Sequence[EngineLayer],
         loss: LossFunction | None,
-        stage_inputs: str = "host",
+        host: HostMemory | None = None,
     ) -> None:
         self.index = index
         self.layers = list(layers)
@@ -78,7 +79,7 @@ class Stage:
         # nothing is handed on past the end of the stage
         self._handed_on = [*(_handed_on(chain, layer.index) for layer in layers[:-1]), frozenset()]
         self._loss = loss
-        self._to_host = stage_inputs == "host" and self.device.type == "cuda"
+        self._host = host
         self._held: dict[int, _Held] = {}
         self.parts: dict[int, dict[str, Tensor]] = {}
         self.refusals: dict[int, str] = {}
@@ -101,19 +102,14 @@ class Stage:
         wanted = self.wants_backward(context)
         held = self._held[context.index] = _Held()
         if wanted and not graph:
-            held.inputs = {name: self._keep(tensor) for name, tensor in values.items()}
+            keep = self._host.keep if self._host is not None else _as_it_is
+            held.inputs = {name: keep(tensor) for name, tensor in values.items()}
         if self._loss is not None and not graph and not self._has_statistics():
             return {}  # nobody reads these outputs before the recomputation makes them again
         return self._run(context, values, held, graph and wanted, record=True)
 
     def _has_statistics(self) -> bool:
         return any(bool(layer.statistics) for layer in self.layers)
-
-    def _keep(self, tensor: Tensor) -> Tensor:
-        if not self._to_host:
-            return tensor
-        host = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, pin_memory=True)
-        return host.copy_(tensor, non_blocking=True)
 
     def recompute(self, context: MicrobatchContext) -> None:
         """R: runs the forward again from the kept inputs, with the same random numbers, and keeps the graph."""
@@ -203,7 +199,8 @@ class Stage:
         """What is held of a microbatch between its actions, besides the tensors that autograd saved (for profiling)."""
         held = self._held[microbatch]
         tensors = [leaf for graph in held.graphs for leaf in graph.leaves.values()]
-        return [*tensors, *(held.inputs or {}).values(), *(held.outputs or {}).values()]
+        inputs = [kept for kept in (held.inputs or {}).values() if isinstance(kept, Tensor)]
+        return [*tensors, *inputs, *(held.outputs or {}).values()]
 
     def evaluate(self, context: MicrobatchContext, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """Runs the stage without keeping anything (the caller has set evaluation mode)."""
@@ -221,6 +218,10 @@ class Stage:
         self.refusals.clear()
         for layer in self.layers:
             layer.reset()
+
+
+def _as_it_is(tensor: Tensor) -> Kept:
+    return tensor
 
 
 def _handed_on(chain: Chain, index: int) -> frozenset[str]:

@@ -19,14 +19,14 @@ import torch
 import torch.distributed as dist
 
 from varuna_capslog.engine.communicator import Communicator, PeerLost, connect
-from varuna_capslog.engine.pipeline import Layout
+from varuna_capslog.engine.pipeline import Layout, PipelineEngine, Ready
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 from varuna_capslog.model.workload import Minibatch, Workload
 from varuna_capslog.profiles.record import Observation
 from varuna_capslog.profiles.runs import StageRun
 from varuna_capslog.profiling.conditions import RunConditions
 from varuna_capslog.profiling.skeleton import real_parameter, skeleton
-from varuna_capslog.profiling.trim import MICROBATCHES, DummyEngine, KnownShapes, dummy_options, observe
+from varuna_capslog.profiling.trim import MICROBATCHES, KnownShapes, MeasuredStage, dummy_options, observe
 from varuna_capslog.profiling.worker import (
     WorkerFailure,
     belong_to_parent,
@@ -191,11 +191,10 @@ def _observe(
     if conditions.recompute:
         schedule = insert_recompute(schedule)
     layout = Layout(tuple(first for first, _ in pipeline.stages), tuple(range(last + 1)))
-    shapes = KnownShapes(pipeline.specs)
-    engine = DummyEngine(
-        chain, workload.loss, layout, dummy_options(conditions, schedule), communicator, device, shapes
-    )
+    options, ready, measured = dummy_options(conditions, schedule), Ready(KnownShapes(pipeline.specs)), MeasuredStage()
+    engine = PipelineEngine(chain, workload.loss, layout, options, communicator, device, ready, measured)
     inputs = dict(pipeline.specs[0])
     minibatch = Minibatch([inputs] * MICROBATCHES, [pipeline.targets] * MICROBATCHES, dict(pipeline.normalisers))
     first, end = pipeline.stages[rank]
-    return observe(engine, minibatch, (first, end), (pipeline.specs[first], pipeline.specs[end]), conditions)
+    boundaries = (pipeline.specs[first], pipeline.specs[end])
+    return observe(engine, measured, minibatch, (first, end), boundaries, conditions)

@@ -9,7 +9,6 @@ therefore confirms a plan, it does not search one.
 from __future__ import annotations
 
 import copy
-import datetime
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -17,29 +16,21 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import Config
-from varuna_capslog.engine.pipeline import EngineOptions, Layout
+from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine, Ready
 from varuna_capslog.engine.probe import resident_tensors
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.profiling.estimate import StageEstimator
 from varuna_capslog.profiling.estimation.allocator import replay
-from varuna_capslog.profiling.estimation.hollow import _copied_by_shape, _prepare, _Silent
+from varuna_capslog.profiling.estimation.hollow import SilentCommunicator, begin_optimizer, host_memory
 from varuna_capslog.profiling.estimation.lifetimes import Lifetimes
 from varuna_capslog.profiling.estimation.quirks import quirks_of
 from varuna_capslog.profiling.skeleton import real_parameter
-from varuna_capslog.profiling.trim import DummyEngine, KnownShapes, TrimmedRun
+from varuna_capslog.profiling.trim import KnownShapes
 
 __all__ = ["rehearse", "rehearse_config"]
 
 _CPU = torch.device("cpu")
-
-
-class _RehearsedRank(_Silent):
-    """One rank of a pipeline whose other ranks do not exist."""
-
-    def __init__(self, rank: int, world_size: int, staged: bool) -> None:
-        super().__init__(TrimmedRun(0, 1, 1, ()), staged)
-        self.rank, self.world_size, self._timeout = rank, world_size, datetime.timedelta(0)
 
 
 def rehearse(
@@ -106,6 +97,7 @@ def _peak(
         stage_inputs=conditions.stage_inputs,
         precision=conditions.precision,
         clip_norm=1.0,
+        refuses=False,
     )
     targets, normalisers = estimator.workload.profile_targets(conditions.microbatch_size)
     minibatch = Minibatch(
@@ -113,17 +105,16 @@ def _peak(
     )
     layout = Layout(tuple(cuts), tuple(range(len(cuts))))
     with torch.random.fork_rng(devices=[]), mode, quirks.dispatch():
-        with _copied_by_shape():
-            engine = DummyEngine(
-                _with_real_layers(estimator.chain, cuts[rank], ends[rank]),
-                estimator.workload.loss,
-                layout,
-                options,
-                _RehearsedRank(rank, len(cuts), quirks.staged),
-                _CPU,
-                KnownShapes(estimator.specs),
-            )
-        _prepare(engine, engine.stages[rank], conditions, quirks)
+        engine = PipelineEngine(
+            _with_real_layers(estimator.chain, cuts[rank], ends[rank]),
+            estimator.workload.loss,
+            layout,
+            options,
+            SilentCommunicator(rank, len(cuts), quirks.staged),
+            _CPU,
+            Ready(KnownShapes(estimator.specs), host=host_memory(quirks, conditions)),
+        )
+        begin_optimizer(engine, quirks)
         followed = Lifetimes(quirks.temporary, resident_tensors(engine.layers, engine.optimizer))
         with followed:
             try:

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from varuna_capslog.model.chain import Chain, Layer
 from varuna_capslog.model.workload import Workload
@@ -66,16 +67,17 @@ def _hollow_memo(modules: Sequence[nn.Module], stripped: _Stripped) -> dict[int,
 
 @contextmanager
 def _parameters_on_meta(stripped: _Stripped) -> Iterator[None]:
-    original = nn.Module.register_parameter
+    """For modules that are built while it is open, by torch's own hook for it."""
 
-    def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        original(module, name, None if parameter is None else _on_meta(parameter, stripped))
+    def strip(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        return None if parameter is None else _on_meta(parameter, stripped)
 
-    nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
+    # what the hook returns takes the parameter's place; torch's annotation knows only None
+    handle = register_module_parameter_registration_hook(strip)  # type: ignore[arg-type]
     try:
         yield
     finally:
-        nn.Module.register_parameter = original  # type: ignore[method-assign]
+        handle.remove()
 
 
 def _on_meta(parameter: nn.Parameter, stripped: _Stripped) -> nn.Parameter:

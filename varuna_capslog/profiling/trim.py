@@ -7,13 +7,12 @@ real. Processes are the business of `worker`, the choice of runs that of `measur
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import datetime
-import functools
 import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +21,11 @@ from torch import Tensor, nn
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.communicator import Communicator
-from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine
-from varuna_capslog.engine.probe import PeakProbe, resident_tensors, storage_bytes
+from varuna_capslog.engine.observer import HostMemory, Observer
+from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine, Ready
+from varuna_capslog.engine.probe import resident_tensors
 from varuna_capslog.engine.stage import LossFunction, MicrobatchContext, Stage
+from varuna_capslog.engine.stage_meter import StageMeter
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Minibatch
@@ -37,8 +38,9 @@ __all__ = [
     "MEASURED_RANK",
     "MICROBATCHES",
     "NEIGHBOUR_RANK",
-    "DummyEngine",
     "KnownShapes",
+    "MeasuredStage",
+    "TrimmedPipeline",
     "TrimmedRun",
     "dummy_inputs",
     "dummy_options",
@@ -46,7 +48,6 @@ __all__ = [
     "observe",
     "play_neighbours",
     "trimmed_chain",
-    "trimmed_engine",
 ]
 
 MEASURED_RANK, NEIGHBOUR_RANK = 1, 0
@@ -124,12 +125,6 @@ class KnownShapes(ShapeTable):
         return self._specs
 
 
-class DummyEngine(PipelineEngine):
-    """Dummy values may lead to anything; what counts is that every step is carried out."""
-
-    refuses = False
-
-
 def trimmed_chain(chain: Chain, run: TrimmedRun, real: bool) -> Chain:
     """The run's layers between dummies.
 
@@ -165,7 +160,7 @@ def _parameter_of(chain: Chain, use: tuple[int, str]) -> nn.Parameter:
 
 
 def dummy_options(conditions: RunConditions, schedule: Schedule, microbatches: int = MICROBATCHES) -> EngineOptions:
-    """How an engine runs so many dummy microbatches (at most 4) in a schedule's order."""
+    """How an engine runs dummy microbatches (at most 4) in a schedule's order, whatever their values lead to."""
     return EngineOptions(
         num_microbatches=microbatches,
         # more than two blocks are never alive at once
@@ -174,29 +169,53 @@ def dummy_options(conditions: RunConditions, schedule: Schedule, microbatches: i
         precision=conditions.precision,
         clip_norm=1.0,
         actions=tuple(tuple(row) for row in to_strings(schedule)),
+        refuses=False,
     )
 
 
-def trimmed_engine(
-    chain: Chain,
-    run: TrimmedRun,
-    conditions: RunConditions,
-    communicator: Communicator,
-    loss: LossFunction,
-    device: torch.device,
-    real: bool,
-    microbatches: int = MICROBATCHES,
-) -> tuple[DummyEngine, Minibatch]:
-    """One rank's engine, and the minibatch of dummy microbatches that it trains on (at most 4)."""
-    trimmed = trimmed_chain(chain, run, real)
-    layout, schedule = _program(run, conditions.recompute, microbatches)
-    options = dummy_options(conditions, schedule, microbatches)
-    specs = [*run.specs[: 1 if run.has_upstream else 0], *run.specs, *run.specs[len(run.specs) - run.has_downstream :]]
-    engine = DummyEngine(trimmed, loss, layout, options, communicator, device, KnownShapes(specs))
-    minibatch = Minibatch(
-        [dict(run.specs[0])] * microbatches, [run.targets] * microbatches, dict(run.normalisers or {})
-    )
-    return engine, minibatch
+@dataclass(frozen=True)
+class TrimmedPipeline:
+    """A trimmed run as an engine carries it out: the chain between dummies, and dummy microbatches (at most 4)."""
+
+    chain: Chain
+    layout: Layout
+    options: EngineOptions
+    table: ShapeTable
+    minibatch: Minibatch
+
+    @classmethod
+    def of(
+        cls, chain: Chain, run: TrimmedRun, conditions: RunConditions, real: bool, microbatches: int = MICROBATCHES
+    ) -> TrimmedPipeline:
+        """The pipeline of a run.
+
+        Args:
+            chain, real: see `trimmed_chain`.
+            microbatches: of a step.
+        """
+        layout, schedule = _program(run, conditions.recompute, microbatches)
+        before = run.specs[: 1 if run.has_upstream else 0]
+        specs = [*before, *run.specs, *run.specs[len(run.specs) - run.has_downstream :]]
+        inputs, targets = [dict(run.specs[0])] * microbatches, [run.targets] * microbatches
+        return cls(
+            trimmed_chain(chain, run, real),
+            layout,
+            dummy_options(conditions, schedule, microbatches),
+            KnownShapes(specs),
+            Minibatch(inputs, targets, dict(run.normalisers or {})),
+        )
+
+    def engine(
+        self,
+        loss: LossFunction,
+        communicator: Communicator,
+        device: torch.device,
+        host: HostMemory | None = None,
+        observer: Observer | None = None,
+    ) -> PipelineEngine:
+        """One rank's engine."""
+        ready = Ready(self.table, host=host)
+        return PipelineEngine(self.chain, loss, self.layout, self.options, communicator, device, ready, observer)
 
 
 def _program(run: TrimmedRun, recompute: bool, microbatches: int) -> tuple[Layout, Schedule]:
@@ -232,11 +251,11 @@ def play_neighbours(chain: Chain, run: TrimmedRun, conditions: RunConditions, co
     """The other side of `measure_run`: sends and receives from host memory what the stages around would."""
     if not run.has_upstream and not run.has_downstream:
         return
-    cpu = torch.device("cpu")
-    engine, minibatch = trimmed_engine(chain, run, conditions, communicator, _dummy_loss, cpu, real=False)
+    pipeline = TrimmedPipeline.of(chain, run, conditions, real=False)
+    engine = pipeline.engine(_dummy_loss, communicator, torch.device("cpu"))
     values = dummy_inputs(run.specs[0])
     for step in range(1, 3 + _TIMED_STEPS):
-        engine.train_step(step, minibatch, lambda microbatch: values)
+        engine.train_step(step, pipeline.minibatch, lambda microbatch: values)
 
 
 def measure_run(
@@ -264,14 +283,17 @@ def measure_run(
     """
     if not run.has_upstream and not run.has_downstream:
         communicator = Communicator(0, 1, communicator.generation, datetime.timedelta(0))
-    engine, minibatch = trimmed_engine(
-        chain, run, conditions, communicator, loss if not run.has_downstream else _dummy_loss, device, real=True
+    pipeline, measured = TrimmedPipeline.of(chain, run, conditions, real=True), MeasuredStage()
+    loss = loss if not run.has_downstream else _dummy_loss
+    engine = pipeline.engine(loss, communicator, device, observer=measured)
+    return observe(
+        engine, measured, pipeline.minibatch, (run.first, run.end), (run.specs[0], run.specs[-1]), conditions
     )
-    return observe(engine, minibatch, (run.first, run.end), (run.specs[0], run.specs[-1]), conditions)
 
 
 def observe(
     engine: PipelineEngine,
+    measured: MeasuredStage,
     minibatch: Minibatch,
     layers: tuple[int, int],
     boundaries: tuple[Mapping[str, TensorSpec], Mapping[str, TensorSpec]],
@@ -280,35 +302,36 @@ def observe(
     """Train the one stage of this rank as `measure_run` says, and read it; the other ranks train as many steps.
 
     Args:
+        measured: the engine's observer.
         layers: (first, end) of the stage in its whole chain.
         boundaries: what crosses its first and its last cut.
     """
-    (stage,) = engine.stages.values()
     device = engine.device
-    meter = _StageMeter(stage, engine)
+    meter = StageMeter(device, lambda: resident_tensors(engine.layers, engine.optimizer))
 
     def load(microbatch: int) -> dict[str, Tensor]:
         return dummy_inputs(boundaries[0])
 
-    with meter.saving():
+    with measured.saving(meter, resident_tensors(engine.layers, engine.optimizer)):
         engine.train_step(1, minibatch, load)
-    if meter.refused:
-        raise CapslogError(f"the loss refuses dummy values ({meter.refused}); make it finite on any outputs")
-    with PeakProbe(device, resident_tensors(engine.layers, engine.optimizer)) as probe:
+    if measured.refused:
+        raise CapslogError(f"the loss refuses dummy values ({measured.refused}); make it finite on any outputs")
+    with meter.peak():
         engine.train_step(2, minibatch, load, before_commit=meter.count_static)
-    with meter.timing():
+    with measured.timing(meter):
         for step in range(3, 3 + _TIMED_STEPS):
             engine.train_step(step, minibatch, load)
+    assert meter.peak_bytes is not None
     return Observation(
         layers=layers,
         device=device.type,
         microbatch_size=conditions.microbatch_size,
         input=dict(conditions.input),
         memory_action="recompute" if conditions.recompute else "none",
-        peak_bytes=probe.peak_bytes,
+        peak_bytes=meter.peak_bytes,
         static_bytes=meter.static_bytes,
         saved_bytes=meter.saved_bytes,
-        transient_bytes=max(0, probe.peak_bytes - meter.static_bytes),
+        transient_bytes=max(0, meter.peak_bytes - meter.static_bytes),
         boundary_in_bytes=sum(spec.num_bytes for spec in boundaries[0].values()),
         boundary_out_bytes=sum(spec.num_bytes for spec in boundaries[1].values()),
         forward_seconds=statistics.median(meter.seconds["forward"]),
@@ -329,73 +352,45 @@ def _dummy(spec: TensorSpec) -> Tensor:
     return tensor.fill_(spec.dtype != torch.bool)
 
 
-class _StageMeter:
-    """Reads one stage from outside: what it saves, what it keeps, how long it takes."""
+class MeasuredStage(Observer):
+    """Opens a stage meter around the forwards, recomputations and backwards of an engine with one stage.
 
-    def __init__(self, stage: Stage, engine: PipelineEngine) -> None:
-        self._stage, self._engine = stage, engine
-        self.static_bytes = 0
-        self.saved_bytes = 0
+    Attributes:
+        refused: what the loss said of values that it refused.
+    """
+
+    def __init__(self) -> None:
         self.refused = ""
-        self.seconds: dict[str, list[float]] = {"forward": [], "backward": []}
+        self._meter: StageMeter | None = None
+        self._own: list[Tensor] | None = None
 
-    def count_static(self) -> None:
-        """Between backward and update, when all gradients are there."""
-        self.static_bytes = storage_bytes(resident_tensors(self._engine.layers, self._engine.optimizer))
-
-    @contextmanager
-    def saving(self) -> Iterator[None]:
-        """While it is open, `saved_bytes` grows to the most that a forward leaves behind for its backward."""
-        own = resident_tensors(self._engine.layers, self._engine.optimizer)
-
-        def watch(call: Callable[..., Any], context: MicrobatchContext, *arguments: Any) -> Any:
-            saved: list[Tensor] = []
-
-            def pack(tensor: Tensor) -> Tensor:
-                saved.append(tensor)
-                return tensor
-
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                result = call(context, *arguments)
-            kept = storage_bytes([*own, *saved, *self._stage.kept(context.index)]) - storage_bytes(own)
-            self.saved_bytes = max(self.saved_bytes, kept)
-            self.refused = self.refused or self._stage.refusals.get(context.index, "")
-            return result
-
-        with self._around(("forward", "recompute"), lambda name: watch):
-            yield
-
-    @contextmanager
-    def timing(self) -> Iterator[None]:
-        """While it is open, `seconds` collects the duration of every forward and backward."""
-        device = self._stage.device
-
-        def clock(name: str) -> Callable[..., Any]:
-            def timed(call: Callable[..., Any], *arguments: Any) -> Any:
-                _finish(device)
-                began = time.perf_counter()
-                result = call(*arguments)
-                _finish(device)
-                self.seconds[name].append(time.perf_counter() - began)
-                return result
-
-            return timed
-
-        with self._around(("forward", "backward"), clock):
-            yield
-
-    @contextmanager
-    def _around(self, names: Sequence[str], wrapper: Callable[[str], Callable[..., Any]]) -> Iterator[None]:
-        """Puts `wrapper(name)` around some methods of this one stage."""
-        for name in names:
-            setattr(self._stage, name, functools.partial(wrapper(name), getattr(self._stage, name)))
+    @contextlib.contextmanager
+    def saving(self, meter: StageMeter, own: list[Tensor]) -> Iterator[None]:
+        """While it is open, the meter sees what every forward leaves behind for its backward."""
+        self._meter, self._own = meter, own
         try:
             yield
         finally:
-            for name in names:
-                delattr(self._stage, name)
+            self._meter = self._own = None
 
+    @contextlib.contextmanager
+    def timing(self, meter: StageMeter) -> Iterator[None]:
+        """While it is open, the meter times every forward and backward."""
+        self._meter = meter
+        try:
+            yield
+        finally:
+            self._meter = None
 
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    def working(self, kind: str, stage: Stage, context: MicrobatchContext) -> AbstractContextManager[None]:
+        if self._meter is None:
+            return contextlib.nullcontext()
+        if self._own is not None:
+            return contextlib.nullcontext() if kind == "B" else self._saving(self._meter, self._own, stage, context)
+        return contextlib.nullcontext() if kind == "R" else self._meter.timing("forward" if kind == "F" else "backward")
+
+    @contextlib.contextmanager
+    def _saving(self, meter: StageMeter, own: list[Tensor], stage: Stage, context: MicrobatchContext) -> Iterator[None]:
+        with meter.saving(own, lambda: stage.kept(context.index)):
+            yield
+        self.refused = self.refused or stage.refusals.get(context.index, "")

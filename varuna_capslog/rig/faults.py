@@ -1,7 +1,7 @@
 """Faults at named points of a member's life, so that a test can lose it exactly there.
 
-The variable `CAPSLOG_FAULTS` holds them; without it nothing of this is loaded. A fault hits a member when it comes to a
-point for the n-th time. Points are those that `Runtime` names, and `action <i>` before instruction i of a step's
+The variable `CAPSLOG_FAULTS` holds them; `main` runs a member that they may hit. A fault hits a member when it comes to
+a point for the n-th time. Points are those that `Runtime` names, and `action <i>` before instruction i of a step's
 program.
 """
 
@@ -20,8 +20,12 @@ from typing import Any
 
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.elastic.member.equipment import Equipment
+from varuna_capslog.engine.observer import Observer
+from varuna_capslog.schedules.lower import Instruction
+from varuna_capslog.start import member_worker as worker
 
-__all__ = ["VARIABLE", "Fault", "faults_of", "install", "prober"]
+__all__ = ["VARIABLE", "Fault", "Instructions", "faults_of", "main", "prober"]
 
 VARIABLE = "CAPSLOG_FAULTS"
 
@@ -106,11 +110,19 @@ def prober(faults: Sequence[Fault], member: str, folder: Path) -> Callable[[str]
     return probe
 
 
-def install(member: str, run_dir: Path, environment: Mapping[str, str] | None = None) -> Callable[[str], None]:
-    """The prober of this process by its environment; the executor tells it every instruction, too."""
-    text = (environment or os.environ).get(VARIABLE, "[]")
-    probe = prober(faults_of(text), member, run_dir / "faults")
-    from varuna_capslog.engine.executor import Executor
+class Instructions(Observer):
+    """Tells a probe of every instruction that the engine comes to."""
 
-    Executor.watch = staticmethod(lambda position, instruction: probe(f"action {position}"))
-    return probe
+    def __init__(self, probe: Callable[[str], None]) -> None:
+        self._probe = probe
+
+    def instruction(self, position: int, instruction: Instruction) -> None:
+        self._probe(f"action {position}")
+
+
+def main(arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> int:
+    """The entry of a member with faults: those of the variable; else as `worker.main`."""
+    found = os.environ if environment is None else environment
+    faults = faults_of(found.get(VARIABLE, "[]"))
+    probe = prober(faults, found["CAPSLOG_MEMBER"], Path(arguments[0]) / "faults")
+    return worker.main(arguments, Equipment(probe=probe, observer=Instructions(probe)))

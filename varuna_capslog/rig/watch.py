@@ -18,10 +18,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from varuna_capslog.elastic.member.equipment import Equipment
 from varuna_capslog.elastic.member.pipeline_work import PipelineWork
 from varuna_capslog.elastic.member.work import LayerState, Opening
 from varuna_capslog.engine.communicator import Communicator
-from varuna_capslog.rig.faults import VARIABLE, Fault
+from varuna_capslog.rig import relayed
+from varuna_capslog.rig.faults import Fault, Instructions
+from varuna_capslog.start import member_worker as worker
 from varuna_capslog.training.layer_state import digest
 
 __all__ = ["SEGMENT", "WatchedWork", "arm", "armed", "main", "records_folder"]
@@ -105,13 +108,7 @@ def armed(member: str, run_dir: Path) -> Callable[[str], None]:
 
 def main(arguments: Sequence[str]) -> int:
     """The entry of a watched member; like `elastic.worker.main`."""
-    from varuna_capslog.elastic.member import pipeline_work
-    from varuna_capslog.rig import faults, relayed
-    from varuna_capslog.start import member_worker as worker
-
     faulthandler.register(signal.SIGUSR2, file=sys.stderr, all_threads=True)
-    os.environ.setdefault(VARIABLE, "[]")
-    pipeline_work.PipelineWork = WatchedWork  # type: ignore[misc]
-    faults.install = lambda member, run_dir, environment=None: armed(member, run_dir)
-    relayed.install()
-    return worker.main(arguments)
+    probe = armed(os.environ["CAPSLOG_MEMBER"], Path(arguments[0]))
+    observer, open_store = Instructions(probe), relayed.opener()
+    return worker.main(arguments, Equipment(probe=probe, observer=observer, work=WatchedWork, open_store=open_store))

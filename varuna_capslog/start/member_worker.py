@@ -19,8 +19,9 @@ from pathlib import Path
 from types import FrameType
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.elastic.member.equipment import Equipment
 
-__all__ = ["Papers", "Wish", "capacity_of", "main", "probe_of", "report_failures"]
+__all__ = ["Papers", "Wish", "capacity_of", "main", "report_failures"]
 
 _MORE_DEVICES = 2
 """So many more than there are now may come without a search that takes longer than milliseconds."""
@@ -59,14 +60,15 @@ class Papers:
                 files.write_json(self._path, {**self._known, "stage": stage, "generation": generation})
 
 
-def main(arguments: Sequence[str] = ()) -> int:
+def main(arguments: Sequence[str] = (), equipment: Equipment | None = None) -> int:
     """Runs one member; returns the exit status.
 
     Args:
         arguments: the run's folder.
+        equipment: what a rig gives the member in place of the real things.
     """
     run_dir, me = Path(arguments[0]), os.environ["CAPSLOG_MEMBER"]
-    return report_failures(run_dir, me, lambda wish: _take_part(run_dir, me, wish))
+    return report_failures(run_dir, me, lambda wish: _take_part(run_dir, me, wish, equipment or Equipment()))
 
 
 def report_failures(run_dir: Path, me: str, part: Callable[[Wish], int]) -> int:
@@ -96,7 +98,7 @@ def report_failures(run_dir: Path, me: str, part: Callable[[Wish], int]) -> int:
         return error.exit_status if isinstance(error, CapslogError) else 1
 
 
-def _take_part(run_dir: Path, me: str, wish: Wish) -> int:
+def _take_part(run_dir: Path, me: str, wish: Wish, equipment: Equipment) -> int:
     import torch
 
     from varuna_capslog.config.reading import load_config
@@ -113,7 +115,7 @@ def _take_part(run_dir: Path, me: str, wish: Wish) -> int:
 
     logging.basicConfig(stream=sys.stderr, format="%(message)s")
     address = os.environ["CAPSLOG_STORE"]
-    store = open_store(address, os.environ.get("CAPSLOG_STORE_IDENTITY"))
+    store = (equipment.open_store or open_store)(address, os.environ.get("CAPSLOG_STORE_IDENTITY"))
     config = load_config(run_dir / "config.yaml")
     torch.set_num_threads(config.train.threads)
     first = int(_told(store.get("first-plan", 10.0), "which plan the run begins with"))
@@ -122,7 +124,7 @@ def _take_part(run_dir: Path, me: str, wish: Wish) -> int:
     profile_file = run_dir / "profile.json"
     profile = read_profile(profile_file) if profile_file.exists() else None
     device = choose_device(config.device, int(os.environ.get("CAPSLOG_LOCAL_RANK", "0")))
-    work = PipelineWork(
+    work = (equipment.work or PipelineWork)(
         me,
         config,
         load_workload(config),
@@ -133,6 +135,7 @@ def _take_part(run_dir: Path, me: str, wish: Wish) -> int:
         {resumed: Path(path)} if path else {},
         lambda: wish.stop,
         Papers(run_dir, me).placed,
+        equipment.observer,
     )
     began = store.get("began")
     if began is None:
@@ -158,7 +161,7 @@ def _take_part(run_dir: Path, me: str, wish: Wish) -> int:
         elastic.protection == "sync",
         elastic.shadows,
         Patience(config.pipeline.timeout_seconds, elastic.patience_seconds),
-        probe_of(me, run_dir),
+        equipment.probe,
         lambda: wish.stop,
     )
     try:
@@ -178,15 +181,6 @@ def capacity_of(capacity: int | Sequence[int] | None, device: int) -> int:
         return capacity or 0
     alone = "CAPSLOG_ONE_HOST" in os.environ
     return capacity[device] if alone and device < len(capacity) else min(capacity)
-
-
-def probe_of(me: str, run_dir: Path) -> Callable[[str], None]:
-    """What tests use to lose this member at a chosen point."""
-    if "CAPSLOG_FAULTS" not in os.environ:
-        return lambda point: None
-    from varuna_capslog.rig.faults import install
-
-    return install(me, run_dir)
 
 
 def _told(value: str | None, what: str) -> str:

@@ -25,6 +25,7 @@ from varuna_capslog.plans.folder import latest_plan, plan_path
 from varuna_capslog.plans.plan import Plan, PlanStage, write_plan
 from varuna_capslog.profiles.record import write_profile
 from varuna_capslog.schedules import RunShape
+from varuna_capslog.start.engines import ENGINES
 from varuna_capslog.training.constants import check_folder
 
 if TYPE_CHECKING:
@@ -45,10 +46,7 @@ def prepare_run(config: Config, show: bool = True) -> Plan:
     # Before the profile, which may take minutes.
     fields.refuse_unknown([config.pipeline.planner], PLANNER_NAMES, "planner")
     fields.refuse_unknown([config.pipeline.memory], [AUTO, *MEMORY_MODELS], "memory model")
-    if config.engine == "varuna":
-        from varuna_capslog.varuna_plugin import find_varuna
-
-        find_varuna()
+    ENGINES[config.engine].check()
     profile = profile_run(config, show) if _needs_profile(config) else None
     plan = plan_run(config, profile)
     check_folder(config, plan.model)

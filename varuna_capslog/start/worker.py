@@ -151,6 +151,7 @@ def _work(
     from varuna_capslog.engine.options import layout_of
     from varuna_capslog.model.workload import load_workload
     from varuna_capslog.plans.folder import latest_plan
+    from varuna_capslog.start.engines import ENGINES
     from varuna_capslog.training.run import Run
 
     if rank == 0 and not evaluate:  # whose output may be JSON
@@ -176,7 +177,8 @@ def _work(
     if config.pipeline.transport == "nccl":
         _check_nccl(device)
     with _connected(rank, f"run-{generation}", config.pipeline.timeout_seconds) as communicator:
-        run = Run(config, plan, load_workload(config), communicator, device, generation, lambda: wish.stop, state)
+        workload = load_workload(config)
+        run = Run(config, plan, workload, communicator, device, generation, lambda: wish.stop, state, ENGINES)
         try:
             if evaluate:
                 return _evaluate(run, run_dir)

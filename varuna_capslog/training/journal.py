@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from varuna_capslog.base import files
 
 if TYPE_CHECKING:
-    from varuna_capslog.engine.pipeline import StepResult
+    from varuna_capslog.engine.options import StepResult
     from varuna_capslog.model.chain import TensorSpec
 
 __all__ = ["Journal", "peak_record", "step_record"]

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from varuna_capslog.config.settings import Config
-from varuna_capslog.engine.pipeline import PipelineEngine
+from varuna_capslog.engine.interface import Engine
 from varuna_capslog.model.workload import Minibatch, Workload
 from varuna_capslog.training.feed import evaluation_groups
 
@@ -23,7 +23,7 @@ class Judging:
         self._config, self._workload = config, workload
         self._val: Any = None
 
-    def scores(self, engine: PipelineEngine) -> Mapping[str, Any] | None:
+    def scores(self, engine: Engine) -> Mapping[str, Any] | None:
         """Runs the validation set through `engine`; None where the workload has no evaluator or no such data.
 
         Raises:

@@ -21,12 +21,14 @@ from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError, StepRefused
 from varuna_capslog.config.settings import Config
 from varuna_capslog.engine.communicator import Communicator
+from varuna_capslog.engine.interface import Engine, EngineParts, Engines
 from varuna_capslog.engine.optimizer import LearningRate
-from varuna_capslog.engine.options import layout_of
-from varuna_capslog.engine.pipeline import EngineOptions, PipelineEngine, StepResult
-from varuna_capslog.engine.probe import PeakProbe, resident_tensors
+from varuna_capslog.engine.options import EngineOptions, StepResult, layout_of
+from varuna_capslog.engine.pipeline import CAPSLOG
+from varuna_capslog.engine.probe import resident_tensors
+from varuna_capslog.engine.stage_meter import StageMeter, held_inputs
 from varuna_capslog.model.chain import Chain
-from varuna_capslog.model.workload import Minibatch, Workload
+from varuna_capslog.model.workload import Workload
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.training.checkpoint import (
     Checkpoint,
@@ -129,6 +131,7 @@ class Run:
     Args:
         stop_wished: asked at every step boundary; True on any rank stops all ranks there.
         state: its "step" is kept up to date, and its "doing" says what a step that failed was at, for error messages.
+        engines: those that the config may name; by default our own only.
     """
 
     def __init__(
@@ -141,6 +144,7 @@ class Run:
         generation: int = 0,
         stop_wished: Callable[[], bool] = lambda: False,
         state: dict[str, Any] | None = None,
+        engines: Engines | None = None,
     ) -> None:
         self.config, self.plan, self.workload = config, plan, workload
         self.communicator, self.device, self.generation = communicator, device, generation
@@ -162,7 +166,8 @@ class Run:
             )
         check_multipliers(chain, config.train.lr_multipliers)
         steps_per_epoch = len(source) // config.train.minibatch_size
-        self.engine = self._make_engine(chain, source, engine_options(config, steps_per_epoch, plan))
+        options = engine_options(config, steps_per_epoch, plan)
+        self.engine = self._make_engine(engines or Engines({"capslog": CAPSLOG}), chain, source, options)
         local = self.engine.local_microbatches if self.engine.owns_first_stage else ()
         self.feed = Feed(source, config.train.minibatch_size, config.train.microbatch_size, config.train.seed, local)
         self.total_steps = total_steps(config, self.feed.steps_per_epoch)
@@ -170,20 +175,16 @@ class Run:
         self._scores: Mapping[str, Any] | None = None
         self._state: dict[str, Any] = {} if state is None else state
 
-    def _make_engine(self, chain: Chain, source: Any, options: EngineOptions) -> PipelineEngine:
+    def _make_engine(self, engines: Engines, chain: Chain, source: Any, options: EngineOptions) -> Engine:
         layout = layout_of(self.plan, self.config)
-        if self.config.engine == "capslog":
-            return PipelineEngine(chain, self.workload.loss, layout, options, self.communicator, self.device)
-        from varuna_capslog.varuna_plugin.engine import VarunaEngine
 
         def example() -> tuple[dict[str, Tensor], Any, Mapping[str, float]]:
             minibatch = source.minibatch([list(range(self.config.train.microbatch_size))], 0)
             return source.load(minibatch, 0), minibatch.targets[0], minibatch.normalisers
 
-        timeout = self.config.pipeline.timeout_seconds
-        return VarunaEngine(
-            chain, self.workload.loss, layout, options, self.communicator, self.device, example, timeout
-        )
+        timeout, loss = self.config.pipeline.timeout_seconds, self.workload.loss
+        parts = EngineParts(chain, loss, layout, options, self.communicator, self.device, example, timeout)
+        return engines[self.config.engine].build(parts)
 
     def _open(self) -> tuple[Chain, Any]:
         chain, left_out = build_chain(self.config, self.workload)
@@ -301,36 +302,25 @@ class Run:
         self._state["step"] = step
         minibatch = self.feed.minibatch(step)
         measured = step - first + 1 == _PEAK_STEP
-        peaks = None
+        peaks: dict[str, Any] = {}
         if measured:
             self.communicator.barrier()
         began = time.perf_counter()
         if measured:
-            load = self._held_inputs(minibatch, step)
-            with PeakProbe(self.device, resident_tensors(self.engine.layers, self.engine.optimizer)) as probe:
-                result = self.engine.train_step(step, minibatch, load, stop)
-            peaks = self._peaks_by_stage(probe)
+            engine = self.engine
+            meter = StageMeter(self.device, lambda: resident_tensors(engine.layers, engine.optimizer))
+            load = held_inputs(self.feed.loader(step), engine.local_microbatches if engine.owns_first_stage else ())
+            with meter.peak():
+                result = engine.train_step(step, minibatch, load, stop)
+            by_rank = self.communicator.gather(meter.peak_bytes)
+            by_stage = [by_rank[rank] for rank in engine.layout.placement]  # of replica 0; a rank's stages share a peak
+            count = engine.options.num_microbatches // engine.layout.replicas
+            peaks = peak_record(by_stage, meter.peak_source, minibatch.inputs[:count])
         else:
             result = self.engine.train_step(step, minibatch, self.feed.loader(step), stop)
         seconds = time.perf_counter() - began
         record = step_record(result, seconds, self.feed.epoch(step), self.config.train.minibatch_size)
-        if peaks is not None:
-            count = self.engine.options.num_microbatches // self.engine.layout.replicas
-            record |= peak_record(peaks, probe.peak_source, minibatch.inputs[:count])
-        return result, record
-
-    def _held_inputs(self, minibatch: Minibatch, step: int) -> Callable[[int], dict[str, Tensor]]:
-        """Inputs for the measured step: loaded before it, so that only what a device would hold is counted."""
-        if not self.engine.owns_first_stage:
-            return lambda microbatch: {}
-        load = self.feed.loader(step)
-        held = {index: load(index) for index in self.engine.local_microbatches}
-        return lambda microbatch: {name: tensor.clone() for name, tensor in held[microbatch].items()}
-
-    def _peaks_by_stage(self, probe: PeakProbe) -> list[int]:
-        """Peaks of replica 0, by stage; a rank's stages share its peak."""
-        by_rank = self.communicator.gather(probe.peak_bytes)
-        return [by_rank[device] for device in self.engine.layout.placement]
+        return result, record | peaks
 
     # -- evaluation --------------------------------------------------------------------------------------------------
 

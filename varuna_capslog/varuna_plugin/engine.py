@@ -1,7 +1,7 @@
-"""`engine: varuna`: a run's engine whose steps are Varuna's.
+"""`engine: varuna`: the engine whose steps Varuna computes.
 
-`engine.run.Run` gets it in place of `PipelineEngine`, so that resuming, checkpoints, evaluation and reports are the
-same for both, and a run may go on with the other engine. Only the execution of a step differs.
+It keeps the protocol `engine.interface.Engine`, so that resuming, checkpoints, evaluation and reports are the same as
+with our own engine, and a run may go on with the other one. Only the execution of a step differs.
 """
 
 from __future__ import annotations
@@ -9,20 +9,21 @@ from __future__ import annotations
 import contextlib
 import io
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from varuna_capslog.base.errors import CapslogError, StepRefused
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.communicator import Communicator
+from varuna_capslog.engine.interface import EngineParts, Load
 from varuna_capslog.engine.layers import EngineLayer
 from varuna_capslog.engine.optimizer import StageOptimizer
-from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine, StepResult
-from varuna_capslog.engine.stage import LossFunction
-from varuna_capslog.model.chain import Chain, Layer
+from varuna_capslog.engine.options import EngineOptions, Layout, StepResult
+from varuna_capslog.engine.step import check_minibatch, microbatches_of, train_step, verify_copies
+from varuna_capslog.engine.vote import Verdict
+from varuna_capslog.model.chain import Layer
 from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.varuna_plugin.building import forward_only
 from varuna_capslog.varuna_plugin.chain_module import ChainModule
@@ -30,37 +31,25 @@ from varuna_capslog.varuna_plugin.inputs import Microbatches
 from varuna_capslog.varuna_plugin.install import install
 from varuna_capslog.varuna_plugin.options import configure
 
-__all__ = ["Example", "VarunaEngine"]
-
-Example = Callable[[], tuple[Mapping[str, Tensor], Any, Mapping[str, float]]]
-"""Inputs, targets and normalisers of some microbatch; called on rank 0, which traces the model on it."""
+__all__ = ["VarunaEngine"]
 
 
-class VarunaEngine(PipelineEngine):
-    """One rank of a training run on an installed Varuna.
+class VarunaEngine:
+    """One rank of a training run on an installed Varuna; see `Engine`.
+
+    Differences from our own engine in what is computed: gradients are summed as Varuna's autograd graph has it (equal
+    to rounding, not bit for bit), and running statistics are those of replica 0.
 
     Args:
-        example: a microbatch for tracing.
-        timeout_seconds: longest wait for a message.
-
-    Other arguments as for `PipelineEngine`. Differences in what is computed: gradients are summed as Varuna's autograd
-    graph has it (equal to rounding, not bit for bit), and running statistics are those of replica 0.
+        parts: its example is the microbatch on which rank 0 traces the model.
 
     Raises:
         CapslogError: no fitting Varuna, or a layout or option that it cannot run.
     """
 
-    def __init__(
-        self,
-        chain: Chain,
-        loss: LossFunction,
-        layout: Layout,
-        options: EngineOptions,
-        communicator: Communicator,
-        device: torch.device,
-        example: Example,
-        timeout_seconds: float,
-    ) -> None:
+    def __init__(self, parts: EngineParts) -> None:
+        chain, layout, options = parts.chain, parts.layout, parts.options
+        communicator, device = parts.communicator, parts.device
         chain.check_cuts(layout.cuts)
         _check(layout, options, communicator)
         self.chain, self.layout, self.options = chain, layout, options
@@ -71,13 +60,13 @@ class VarunaEngine(PipelineEngine):
         shared = chain.shared  # found while the chain is whole
         with contextlib.redirect_stdout(io.StringIO()):  # Varuna prints as it goes
             install()
-            configure(cuts=layout.cuts, loss="sum", timeout_seconds=timeout_seconds)
+            configure(cuts=layout.cuts, loss="sum", timeout_seconds=parts.timeout_seconds)
             import varuna
 
-            self._module = ChainModule(chain, varuna.CutPoint, loss, options.seed)
+            self._module = ChainModule(chain, varuna.CutPoint, parts.loss, options.seed)
 
             def one_microbatch(size: int, device: Any = None) -> dict[str, Any]:
-                inputs, targets, normalisers = example()
+                inputs, targets, normalisers = parts.example()
                 return {"inputs": inputs, "targets": targets, "normalisers": normalisers}
 
             stages, replicas = range(layout.devices), range(layout.replicas)
@@ -103,6 +92,12 @@ class VarunaEngine(PipelineEngine):
         # all that Varuna asks an optimizer for is its parameters: the update is ours
         self._varuna.set_optimizer(SimpleNamespace(param_groups=[{"params": list(self.optimizer.parameters.values())}]))
         self._doing = "starting"
+        self._norm = 0.0
+
+    @property
+    def local_microbatches(self) -> range:
+        """Global indices of the microbatches that this replica runs."""
+        return microbatches_of(self.layout, self.options, self.rank)
 
     @property
     def owns_first_stage(self) -> bool:
@@ -129,47 +124,56 @@ class VarunaEngine(PipelineEngine):
         self,
         step: int,
         minibatch: Minibatch,
-        load: Callable[[int], dict[str, Tensor]],
+        load: Load,
         stop: bool = False,
         before_commit: Callable[[], None] | None = None,
     ) -> StepResult:
-        """As `PipelineEngine.train_step`; the forwards and backwards are Varuna's."""
-        if len(minibatch.inputs) != self.options.num_microbatches:
-            raise CapslogError(
-                f"the minibatch has {len(minibatch.inputs)} microbatches, the run is set to "
-                f"{self.options.num_microbatches}"
-            )
+        """One optimizer step on all ranks; see `step.train_step`."""
+        return train_step(self, step, minibatch, load, stop, before_commit)
+
+    def compute(self, step: int, minibatch: Minibatch, load: Load) -> None:
+        """As `Engine.compute`; the forwards, backwards and sums are Varuna's."""
+        check_minibatch(minibatch, self.options)
         self._doing = f"step {step}"
         batches = [self._inputs(step, minibatch, load, index) for index in self.local_microbatches]
         try:
             self._varuna.step(Microbatches(batches))
-            norm = self._varuna.capslog_grad_norm
-            gathered = self.communicator.gather((dict(self._module.parts), stop))
-            total = _sum_parts([parts for parts, _ in gathered])
-            if self.refuses and not all(math.isfinite(value) for value in (norm, *total.values())):
-                shown = ", ".join(f"{name}={value:g}" for name, value in total.items())
-                samples = [sample for group in minibatch.sample_ids for sample in group]
-                raise StepRefused(
-                    f"step {step}: not finite: {shown}, gradient norm {norm:g} (samples {samples}); nothing was "
-                    "applied: lower train.lr or look at them"
-                )
-            if before_commit is not None:
-                before_commit()
         except BaseException:
             self.forget()
             raise
-        scale = min(1.0, self.options.clip_norm / (norm + 1e-6)) if self.options.clip_norm > 0 else 1.0
-        rate = self.optimizer.step(step, scale)
-        self.forget()
-        return StepResult(step, total, norm, rate, any(wish for _, wish in gathered))
+        self._norm = self._varuna.capslog_grad_norm
 
-    def evaluate(
-        self,
-        minibatch: Minibatch,
-        load: Callable[[int], dict[str, Tensor]],
-        take: Callable[[int, dict[str, Tensor]], None],
-    ) -> None:
-        """As `PipelineEngine.evaluate`."""
+    def vote(self, step: int, minibatch: Minibatch, stop: bool = False, ballot: bytes = b"") -> Verdict:
+        """As `Engine.vote`: the loss parts, the wishes to stop and the ballots are gathered."""
+        norm = self._norm
+        try:
+            gathered = self.communicator.gather((dict(self._module.parts), stop, ballot))
+        except BaseException:
+            self.forget()
+            raise
+        total = _sum_parts([parts for parts, _, _ in gathered])
+        finite = all(math.isfinite(value) for value in (norm, *total.values()))
+        refusal = None
+        if self.options.refuses and not finite:
+            shown = ", ".join(f"{name}={value:g}" for name, value in total.items())
+            samples = [sample for group in minibatch.sample_ids for sample in group]
+            refusal = (
+                f"step {step}: not finite: {shown}, gradient norm {norm:g} (samples {samples}); nothing was applied: "
+                "lower train.lr or look at them"
+            )
+        scale = min(1.0, self.options.clip_norm / (norm + 1e-6)) if self.options.clip_norm > 0 else 1.0
+        ballots = tuple(given for _, _, given in gathered)
+        stops = any(wish for _, wish, _ in gathered)
+        return Verdict(step, total, norm, scale, finite, refusal, stops, ballots if any(ballots) else ())
+
+    def apply(self, verdict: Verdict) -> StepResult:
+        """As `Engine.apply`; the update is our optimizer's."""
+        rate = self.optimizer.step(verdict.step, verdict.scale)
+        self.forget()
+        return StepResult(verdict.step, verdict.parts, verdict.grad_norm, rate, verdict.stop)
+
+    def evaluate(self, minibatch: Minibatch, load: Load, take: Callable[[int, dict[str, Tensor]], None]) -> None:
+        """As `Engine.evaluate`."""
         batches = [self._inputs(0, minibatch, load, index) for index in range(len(minibatch.inputs))]
         self._varuna.eval()
         try:
@@ -177,9 +181,11 @@ class VarunaEngine(PipelineEngine):
         finally:
             self._varuna.train()
 
-    def _inputs(
-        self, step: int, minibatch: Minibatch, load: Callable[[int], dict[str, Tensor]], index: int
-    ) -> dict[str, Any]:
+    def verify_copies(self) -> None:
+        """Compares every parameter that several ranks hold; raises CapslogError where two ranks differ."""
+        verify_copies(self)
+
+    def _inputs(self, step: int, minibatch: Minibatch, load: Load, index: int) -> dict[str, Any]:
         inputs = load(index) if self.owns_first_stage else {}
         return {
             "inputs": {name: tensor.to(self.device) for name, tensor in inputs.items()},

@@ -176,12 +176,13 @@ def worker(original: Callable[..., Any], self: Any, task: int, grad_mode: bool, 
     if task != BACKWARD:
         return original(self, task, grad_mode, inputs_as_dict)
     stage = self.partitioned_model.capslog
-    # Varuna divides a microbatch's loss by their number
-    self.chunks = _divisor(self.batches, inputs_as_dict)
-    stage.gradients_sent = False
-    result = original(self, task, grad_mode, inputs_as_dict)
-    if stage.entry is not None and not stage.gradients_sent:
-        stage.entry.send_nothing()
+    with stage.observer.backward():
+        # Varuna divides a microbatch's loss by their number
+        self.chunks = _divisor(self.batches, inputs_as_dict)
+        stage.gradients_sent = False
+        result = original(self, task, grad_mode, inputs_as_dict)
+        if stage.entry is not None and not stage.gradients_sent:
+            stage.entry.send_nothing()
     return result
 
 

@@ -77,6 +77,8 @@ class Options:
 
 
 _current = Options()
+"""One for the process: Varuna's classes are patched for the whole process, and its constructor and its threads, which
+ask for these options, take no argument of ours."""
 
 
 def configure(

@@ -43,24 +43,22 @@ def main(arguments: Sequence[str]) -> int:
     folder.mkdir(exist_ok=True)
     file = os.open(folder / os.environ["CAPSLOG_MEMBER"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
-    def place(self, seats):  # type: ignore[no-untyped-def]
-        if not seats:
-            return self.placer(seats)
-        cuts, replicas = cuts_for([seat.member for seat in seats], len(self.chain))
-        return self.placer.of_cuts(cuts, replicas, seats)[0]
+    class Counted(PipelineWork):
+        def place(self, seats):  # type: ignore[no-untyped-def]
+            if not seats:
+                return self.placer(seats)
+            cuts, replicas = cuts_for([seat.member for seat in seats], len(self.chain))
+            return self.placer.of_cuts(cuts, replicas, seats)[0]
 
-    compute = PipelineWork.compute
+        def compute(self, step):  # type: ignore[no-untyped-def]
+            done = super().compute(step)
+            engine, ids = self.engine, self._minibatch.sample_ids
+            if engine.owns_first_stage:
+                samples = [sample for index in engine.local_microbatches for sample in ids[index]]
+                os.write(file, (json.dumps([self._number - self._offset, step, samples]) + "\n").encode())
+            return done
 
-    def counted(self, step):  # type: ignore[no-untyped-def]
-        done = compute(self, step)
-        engine, ids = self.engine, self._minibatch.sample_ids
-        if engine.owns_first_stage:
-            samples = [sample for index in engine.local_microbatches for sample in ids[index]]
-            os.write(file, (json.dumps([self._number - self._offset, step, samples]) + "\n").encode())
-        return done
-
-    PipelineWork.place, PipelineWork.compute = place, counted  # type: ignore[method-assign]
-    return marked(arguments)
+    return marked(arguments, Counted)
 
 
 def losses(folder: Path) -> dict[int, tuple[float, ...]]:

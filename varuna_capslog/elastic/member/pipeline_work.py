@@ -25,12 +25,13 @@ from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError, DiskFailed
 from varuna_capslog.config.settings import Config
 from varuna_capslog.elastic.member.held_state import write_held
-from varuna_capslog.elastic.member.peak_meter import PeakMeter, held_inputs
 from varuna_capslog.elastic.member.work import Followed, LayerState, Opening, Outcome
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layers import EngineLayer
+from varuna_capslog.engine.observer import Observer
 from varuna_capslog.engine.pipeline import Layout as EngineLayout
-from varuna_capslog.engine.pipeline import PipelineEngine
+from varuna_capslog.engine.pipeline import PipelineEngine, Ready
+from varuna_capslog.engine.stage_meter import held_inputs
 from varuna_capslog.engine.vote import Verdict
 from varuna_capslog.membership.generation import Generation, Layout, Member, Stamp
 from varuna_capslog.membership.placing import Placer
@@ -49,6 +50,7 @@ from varuna_capslog.training.feed import Feed
 from varuna_capslog.training.follower import Follower
 from varuna_capslog.training.journal import Journal, peak_record, step_record
 from varuna_capslog.training.judging import Judging
+from varuna_capslog.training.peak_meter import PeakMeter
 from varuna_capslog.training.run import build_chain, check_multipliers, engine_options, total_steps
 
 __all__ = ["PipelineWork"]
@@ -67,6 +69,7 @@ class PipelineWork:
         stop_wished: asked once per step; True on any member stops all after it.
         placed: told the number and stages of this member in every generation that it trains in, in a thread beside the
             training.
+        observer: sees the work of the engine of every generation.
     """
 
     def __init__(
@@ -81,8 +84,9 @@ class PipelineWork:
         resumed: Mapping[Stamp, Path] | None = None,
         stop_wished: Callable[[], bool] = lambda: False,
         placed: Callable[[int, list[int]], None] = lambda number, stages: None,
+        observer: Observer | None = None,
     ) -> None:
-        self._placed = placed
+        self._placed, self._observer = placed, observer
         self.me, self.config, self.device = me, config, device
         self._plan, self._offset, self._stop_wished = plan, offset, stop_wished
         self._workload = workload
@@ -155,7 +159,8 @@ class PipelineWork:
         alone = Communicator(0, 1, "warm-up", datetime.timedelta(seconds=1))
         layout = EngineLayout((0,), (0,), 1)
         loss = self._workload.loss
-        engine = PipelineEngine(self.chain, loss, layout, options, alone, self.device, self._table, layers={})
+        ready = Ready(self._table, layers={})
+        engine = PipelineEngine(self.chain, loss, layout, options, alone, self.device, ready, self._observer)
         inputs = {name: tensor.to(self.device) for name, tensor in self._source.load(whole, 0).items()}
         engine.compute(1, one, lambda microbatch: inputs)
         verdict = engine.vote(1, one)
@@ -185,9 +190,8 @@ class PipelineWork:
             self.options,
             communicator,
             self.device,
-            self._table,
-            layers=kept,
-            part_names=next((names for names in opening.told if names is not None), None),
+            Ready(self._table, kept, next((names for names in opening.told if names is not None), None)),
+            self._observer,
         )
         self._by_index = {layer.index: layer for layer in engine.layers}
         for index, state in states.items():

@@ -37,7 +37,7 @@ from varuna_capslog.elastic.script.packing import pack
 from varuna_capslog.elastic.script.work import Group, Script, ScriptWork, loss_of
 from varuna_capslog.elastic.store.torch_store import open_store
 from varuna_capslog.membership.generation import Stamp
-from varuna_capslog.start.member_worker import Wish, probe_of, report_failures
+from varuna_capslog.start.member_worker import Wish, report_failures
 from varuna_capslog.training.layer_state import digest
 
 __all__ = ["TRUTH", "Group", "Script", "main", "train"]
@@ -125,7 +125,6 @@ class _Task:
             checkpoint=resumed,
             shadows=False,  # all members hold all of it: nothing is to be copied ahead
             patience=Patience(change=settings.patience_seconds),
-            probe=probe_of(self.me, self.run_dir),
             stop_wished=lambda: self.wish.stop,
         ).run()
         self.status = 130 if end.stopped and work.asked else 0

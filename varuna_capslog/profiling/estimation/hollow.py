@@ -6,19 +6,20 @@ they keep or free is followed as it happens; only the messages and the device ar
 
 from __future__ import annotations
 
+import contextlib
 import datetime
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.communicator import Communicator, PendingReceive, PendingSend
+from varuna_capslog.engine.observer import HostMemory, Kept, Observer
 from varuna_capslog.engine.pipeline import PipelineEngine
 from varuna_capslog.engine.probe import resident_tensors
 from varuna_capslog.engine.stage import LossFunction, MicrobatchContext, Stage
@@ -29,9 +30,9 @@ from varuna_capslog.profiling.estimation.lifetimes import Lifetimes
 from varuna_capslog.profiling.estimation.quirks import Quirks
 from varuna_capslog.profiling.estimation.recipes import Recipes
 from varuna_capslog.profiling.estimation.roofline import Speed, Stopwatch
-from varuna_capslog.profiling.trim import MEASURED_RANK, TrimmedRun, trimmed_engine
+from varuna_capslog.profiling.trim import MEASURED_RANK, TrimmedPipeline, TrimmedRun
 
-__all__ = ["HollowRun", "run_hollow"]
+__all__ = ["HollowRun", "SilentCommunicator", "begin_optimizer", "host_memory", "run_hollow"]
 
 _CPU = torch.device("cpu")
 
@@ -85,24 +86,25 @@ def run_hollow(
     Raises:
         CapslogError: a layer or the loss cannot run on fake tensors.
     """
-    communicator = _Silent(run, quirks.staged)
+    alone = not run.has_upstream and not run.has_downstream
+    rank, world_size = (0, 1) if alone else (MEASURED_RANK, 2)
+    communicator = SilentCommunicator(rank, world_size, quirks.staged)
     count = microbatches or enough_microbatches(conditions, quirks)
     with torch.random.fork_rng(devices=[]), mode, quirks.dispatch():
-        with _copied_by_shape():
-            engine, minibatch = trimmed_engine(chain, run, conditions, communicator, loss, _CPU, True, count)
-        (stage,) = engine.stages.values()
-        _prepare(engine, stage, conditions, quirks)
+        pipeline, meter = TrimmedPipeline.of(chain, run, conditions, True, count), _Meter(speed)
+        host = host_memory(quirks, conditions)
+        engine = pipeline.engine(loss, communicator, _CPU, host, meter)
+        begin_optimizer(engine, quirks)
         held = resident_tensors(engine.layers, engine.optimizer)
         own = {tensor.untyped_storage()._cdata for tensor in held}
         followed = Lifetimes(quirks.temporary, held, recipes)
-        meter = _Meter(stage, own, followed, speed)
+        meter.begin(own, followed)
         del held
         with followed:
-            meter.attach()
             try:
                 engine.train_step(
                     2,
-                    minibatch,
+                    pipeline.minibatch,
                     lambda _: {name: spec.empty() for name, spec in run.specs[0].items()},
                     before_commit=lambda: meter.count_static(engine),
                 )
@@ -132,8 +134,8 @@ def run_hollow(
             meter.static_bytes,
             saved_bytes,
             # the last stage forwards in its recomputation only
-            max(seconds["forward"], seconds["recompute"]),
-            seconds["backward"],
+            max(seconds["F"], seconds["R"]),
+            seconds["B"],
             frozenset(meter.attention),
             frozenset(quirks.limits),
             tuple(events),
@@ -151,33 +153,8 @@ def enough_microbatches(conditions: RunConditions, quirks: Quirks) -> int:
     return 2 if conditions.recompute and conditions.stage_inputs == "host" else 3
 
 
-@contextmanager
-def _copied_by_shape() -> Iterator[None]:
-    """What torch cannot do to modules of fake tensors while an engine is built.
-
-    `Module.to` would swap the parameters for others: they are where they belong. `deepcopy` would copy memory that is
-    not there.
-    """
-    original = nn.Module.to
-    nn.Module.to = lambda module, *_, **__: module  # type: ignore[method-assign, assignment]
-    FakeTensor.__deepcopy__ = _copy  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.to = original  # type: ignore[method-assign]
-        del FakeTensor.__deepcopy__
-
-
-def _copy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
-    if id(tensor) not in memo:
-        twin = tensor.detach().clone()
-        memo[id(tensor)] = nn.Parameter(twin, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
-    copied: Tensor = memo[id(tensor)]
-    return copied
-
-
-def _prepare(engine: PipelineEngine, stage: Stage, conditions: RunConditions, quirks: Quirks) -> None:
-    """Gives the optimizer its moments and the stage the habits of the device."""
+def begin_optimizer(engine: PipelineEngine, quirks: Quirks) -> None:
+    """Gives the optimizer its moments and the kernels of the device, as if the engine had trained before."""
     moments = {}
     for address, parameter in engine.optimizer.parameters.items():
         empty = torch.empty_like(parameter)
@@ -186,44 +163,62 @@ def _prepare(engine: PipelineEngine, stage: Stage, conditions: RunConditions, qu
     if quirks.foreach and engine.optimizer._adamw is not None:
         for group in engine.optimizer._adamw.param_groups:
             group["foreach"], group["fused"] = True, None
-    if quirks.staged and conditions.stage_inputs == "host":
-        stage._keep = _OnHost  # type: ignore[method-assign, assignment]
+
+
+def host_memory(quirks: Quirks, conditions: RunConditions) -> HostMemory | None:
+    """Where a stage's inputs wait on the device that a run is for; None: on the device itself."""
+    return _NoMemory() if quirks.staged and conditions.stage_inputs == "host" else None
+
+
+class _NoMemory(HostMemory):
+    """Host memory, which is not the device's, and therefore not there."""
+
+    def keep(self, tensor: Tensor) -> Kept:
+        return _OnHost(tensor)
 
 
 class _OnHost:
-    """A stage input that waits in host memory, which is not the device's."""
+    """A stage input that waits in host memory."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._spec = TensorSpec.of(tensor)
 
-    def to(self, device: torch.device, non_blocking: bool = False) -> Tensor:
+    def to(self, device: torch.device, *, non_blocking: bool = False) -> Tensor:
         return self._spec.empty(device)
 
 
-class _Meter:
+class _Meter(Observer):
     """Counts what the first microbatch saves, how long its work takes, and what is there before the update."""
 
-    def __init__(self, stage: Stage, own: set[int], followed: Lifetimes, speed: Speed) -> None:
-        self._stage, self._own, self._followed, self._speed = stage, own, followed, speed
+    def __init__(self, speed: Speed) -> None:
+        self._speed = speed
+        self._own: set[int] = set()
+        self._followed: Lifetimes | None = None
         self.saved_bytes = self.static_bytes = 0
-        self.seconds = {"forward": 0.0, "recompute": 0.0, "backward": 0.0}
+        self.seconds = {"F": 0.0, "R": 0.0, "B": 0.0}
         self.attention: set[str] = set()
         self.refused = ""
 
-    def attach(self) -> None:
-        """Looks at the stage's work from now on."""
-        for name in self.seconds:
-            call = functools.partial(self._watch, name, getattr(self._stage, name))
-            setattr(self._stage, name, call)
+    def begin(self, own: set[int], followed: Lifetimes) -> None:
+        """Before the step.
+
+        Args:
+            own: the storages that are there before, which no forward saves.
+            followed: shows every operator.
+        """
+        self._own, self._followed = own, followed
 
     def count_static(self, engine: PipelineEngine) -> None:
         """Between backward and update, when all gradients are there."""
         self.static_bytes = sum(_storages(resident_tensors(engine.layers, engine.optimizer)).values())
 
-    def _watch(self, name: str, call: Callable[..., Any], context: MicrobatchContext, *arguments: Any) -> Any:
-        if context.index != 0:
-            return call(context, *arguments)
-        stopwatch = Stopwatch(self._speed)
+    def working(self, kind: str, stage: Stage, context: MicrobatchContext) -> AbstractContextManager[None]:
+        return self._reading(kind, stage, context) if context.index == 0 else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _reading(self, kind: str, stage: Stage, context: MicrobatchContext) -> Iterator[None]:
+        stopwatch, followed = Stopwatch(self._speed), self._followed
+        assert followed is not None
 
         def observe(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
             stopwatch.operator(func, args, kwargs, result)
@@ -233,15 +228,16 @@ class _Meter:
             elif name.startswith("_scaled_dot_product"):
                 self.attention.add("fused")
 
-        self._followed.observer = observe
+        followed.observer = observe
         try:
-            result = call(context, *arguments) if name == "backward" else self._saving(call, context, *arguments)
+            with contextlib.nullcontext() if kind == "B" else self._saving(stage, context):
+                yield
         finally:
-            self._followed.observer = None
-        self.seconds[name] = stopwatch.seconds
-        return result
+            followed.observer = None
+        self.seconds[kind] = stopwatch.seconds
 
-    def _saving(self, call: Callable[..., Any], context: MicrobatchContext, *arguments: Any) -> Any:
+    @contextlib.contextmanager
+    def _saving(self, stage: Stage, context: MicrobatchContext) -> Iterator[None]:
         saved: dict[int, int] = {}
 
         def pack(tensor: Tensor) -> Tensor:
@@ -249,12 +245,10 @@ class _Meter:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            result = call(context, *arguments)
-        kept = self._stage.kept(context.index)
-        saved.update(_storages([tensor for tensor in kept if isinstance(tensor, Tensor)]))
+            yield
+        saved.update(_storages(stage.kept(context.index)))
         self.saved_bytes = max(self.saved_bytes, sum(size for key, size in saved.items() if key not in self._own))
-        self.refused = self.refused or self._stage.refusals.get(context.index, "")
-        return result
+        self.refused = self.refused or stage.refusals.get(context.index, "")
 
 
 def _storages(tensors: list[Tensor]) -> dict[int, int]:
@@ -268,16 +262,15 @@ def _storages(tensors: list[Tensor]) -> dict[int, int]:
 # -- messages that nobody sends
 
 
-class _Silent(Communicator):
-    """The measured rank's end of a pipeline whose other rank does not exist: buffers come and go, no message does.
+class SilentCommunicator(Communicator):
+    """One rank's end of a pipeline whose other ranks do not exist: buffers come and go, no message does.
 
     Args:
         staged: messages wait in host memory, as CUDA tensors' do; they reach the device when they are waited for.
     """
 
-    def __init__(self, run: TrimmedRun, staged: bool) -> None:
-        alone = not run.has_upstream and not run.has_downstream
-        super().__init__(0 if alone else MEASURED_RANK, 1 if alone else 2, 0, datetime.timedelta(0))
+    def __init__(self, rank: int, world_size: int, staged: bool) -> None:
+        super().__init__(rank, world_size, 0, datetime.timedelta(0))
         self._staged = staged
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> PendingSend:

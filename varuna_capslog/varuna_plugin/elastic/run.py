@@ -16,6 +16,8 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
@@ -47,11 +49,22 @@ _MODULES = (
     "torch._subclasses.fake_tensor",
 )
 
-_status = 0
-"""Of this worker's part; what the process ends with when the script has ended well."""
 
-_stop_wished: Callable[[], bool] = lambda: False  # noqa: E731
-"""Whether somebody asked this worker for a stop at the next boundary."""
+@dataclass
+class _Part:
+    """What a worker's process and the script that it runs have in common.
+
+    Attributes:
+        wish: whether somebody asked for a stop at the next boundary.
+        status: what the process ends with when the script has ended well.
+    """
+
+    wish: Wish
+    status: int = 0
+
+
+_PART: ContextVar[_Part | None] = ContextVar("part", default=None)
+"""Set while `main` runs the script: between them stands the user's own code, which can hand nothing on."""
 
 
 class ElasticEnd:
@@ -199,18 +212,20 @@ def main(arguments: Sequence[str]) -> int:
     logging.basicConfig(stream=sys.stderr, format="%(message)s")
 
     def part(wish: Wish) -> int:
-        global _stop_wished
-        _stop_wished = lambda: wish.stop  # noqa: E731
         from varuna_capslog.varuna_plugin.install import install
 
         with contextlib.redirect_stdout(sys.stderr):
             install()
+        mine = _Part(wish)
+        token = _PART.set(mine)
         try:
             runpy.run_path(script, run_name="__main__")
         except SystemExit as end:
             if end.code not in (None, 0):
                 return end.code if isinstance(end.code, int) else 1
-        return _status
+        finally:
+            _PART.reset(token)
+        return mine.status
 
     return report_failures(Path(arguments[0]), os.environ["CAPSLOG_MEMBER"], part)
 
@@ -238,12 +253,13 @@ class _Leaving:
 
 def _take_part(job: Any) -> ElasticEnd:
     """This worker's part of the run."""
-    global _status
+    part = _PART.get()
+    if part is None:
+        raise CapslogError("run_elastic found CAPSLOG_MEMBER, but no worker of a run runs this script; unset it")
     from varuna_capslog.elastic.member.peers import local_address
     from varuna_capslog.elastic.member.runtime import Runtime
     from varuna_capslog.elastic.member.timeouts import Patience
     from varuna_capslog.elastic.store.torch_store import open_store
-    from varuna_capslog.start.member_worker import probe_of
     from varuna_capslog.start.worker import choose_device
     from varuna_capslog.varuna_plugin.elastic.work import VarunaWork
 
@@ -254,9 +270,9 @@ def _take_part(job: Any) -> ElasticEnd:
     step, path = store.get("resumed-step", 10.0), store.get("resumed-path", 10.0)
     if step is None or path is None:
         raise CapslogError("the store does not say with which boundary the run begins; start it anew")
-    stamp = Stamp(int(step), 0)
+    stamp, stop_wished = Stamp(int(step), 0), lambda: part.wish.stop
     device = choose_device("auto", int(os.environ.get("CAPSLOG_LOCAL_RANK", "0")))
-    work = VarunaWork(me, job, store.rendezvous, device, {stamp: Path(path)} if path else {}, _stop_wished)
+    work = VarunaWork(me, job, store.rendezvous, device, {stamp: Path(path)} if path else {}, stop_wished)
     work.placer.prepare(len(store.read().members) + 2)
     elastic = job.elastic
     runtime = Runtime(
@@ -271,12 +287,11 @@ def _take_part(job: Any) -> ElasticEnd:
         elastic.protection == "sync",
         elastic.shadows,
         Patience(job.timeout_seconds, elastic.patience_seconds),
-        probe_of(me, job.run_dir),
-        _stop_wished,
+        stop_wished=stop_wished,
     )
     try:
         end = runtime.run()
     finally:
         work.close()
-    _status = 130 if end.stopped and work.asked else 0
+    part.status = 130 if end.stopped and work.asked else 0
     return ElasticEnd(True, end.step, end.stopped or end.released)

@@ -6,10 +6,9 @@ meanings are those of `profiles.trim.observe`, so that rows from both engines st
 
 from __future__ import annotations
 
+import contextlib
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -17,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from varuna_capslog.engine.probe import PeakProbe, storage_bytes
+from varuna_capslog.engine.probe import storage_bytes
+from varuna_capslog.engine.stage_meter import StageMeter
 from varuna_capslog.model.chain import TensorSpec
 from varuna_capslog.profiles.record import Observation
 from varuna_capslog.profiling.conditions import RunConditions
-from varuna_capslog.varuna_plugin.patches import Patches
-from varuna_capslog.varuna_plugin.schedule import BACKWARD
+from varuna_capslog.varuna_plugin.splitting.stage_run import StageObserver
 from varuna_capslog.varuna_plugin.wire import Bundle
 
 __all__ = ["STEPS", "observe"]
@@ -43,18 +42,19 @@ def observe(trainer: Any, inputs: Mapping[str, Any], layers: tuple[int, int], co
         layers: (first, end) pieces of the stage.
     """
     stage = trainer.partitioned_model.capslog
-    meter = _RankMeter(trainer)
+    measured = _MeasuredStage(trainer)
+    meter = measured.meter
     stage.bundle_type = _OffDevice
     try:
-        with meter.saving():
-            meter.step(inputs)
-        held = [*meter.resident(), *(meter.given if stage.stage == 0 else ())]
-        with PeakProbe(trainer.device, held) as probe:
-            meter.step(inputs)
-        with meter.timing():
-            meter.step(inputs)
+        with measured.saving():
+            measured.step(inputs)
+        with meter.peak(measured.given if stage.stage == 0 else ()):
+            measured.step(inputs)
+        with measured.timing():
+            measured.step(inputs)
     finally:
         stage.bundle_type = Bundle
+    assert meter.peak_bytes is not None
     before, behind = (None if cut is None else cut.spec.tensors for cut in (stage.entry, stage.exit))
     return Observation(
         layers=layers,
@@ -62,11 +62,11 @@ def observe(trainer: Any, inputs: Mapping[str, Any], layers: tuple[int, int], co
         microbatch_size=conditions.microbatch_size,
         input=dict(conditions.input),
         memory_action="recompute",
-        peak_bytes=probe.peak_bytes,
+        peak_bytes=meter.peak_bytes,
         static_bytes=meter.static_bytes,
         saved_bytes=meter.saved_bytes,
-        transient_bytes=max(0, probe.peak_bytes - meter.static_bytes),
-        boundary_in_bytes=storage_bytes(meter.given) if before is None else _bytes_of(before),
+        transient_bytes=max(0, meter.peak_bytes - meter.static_bytes),
+        boundary_in_bytes=storage_bytes(measured.given) if before is None else _bytes_of(before),
         boundary_out_bytes=0 if behind is None else _bytes_of(behind),
         forward_seconds=statistics.median(meter.seconds["forward"]),
         backward_seconds=statistics.median(meter.seconds["backward"]),
@@ -94,28 +94,28 @@ def _uncounted(tensor: Tensor) -> Tensor:
     return memory.as_strided(spec.shape, spec.stride).copy_(tensor)
 
 
-class _RankMeter:
-    """One rank's Varuna, read from outside.
+class _MeasuredStage(StageObserver):
+    """One rank's Varuna and the meter that reads it.
 
     Attributes:
         given: the tensors of one microbatch's inputs, as the model was called.
     """
 
     def __init__(self, trainer: Any) -> None:
-        self._trainer, self._partitioned = trainer, trainer.partitioned_model
-        self._module, self._stage = self._partitioned.module, self._partitioned.capslog
-        self.static_bytes = self.saved_bytes = 0
+        self._trainer, self._module = trainer, trainer.partitioned_model.module
+        self._stage = trainer.partitioned_model.capslog
+        self.meter = StageMeter(trainer.device, self._resident)
         self.given: list[Tensor] = []
-        self.seconds: dict[str, list[float]] = {"forward": [], "backward": []}
+        self._began = 0.0
 
     def step(self, inputs: Mapping[str, Any]) -> None:
         """A training step as a Varuna script has it."""
         self._trainer.step(inputs)
-        self.static_bytes = storage_bytes(self.resident())
+        self.meter.count_static()
         self._trainer.optimizer.step()
         self._trainer.zero_grad()
 
-    def resident(self) -> list[Tensor]:
+    def _resident(self) -> list[Tensor]:
         """Parameters, gradients, buffers and what the optimizer keeps."""
         parameters = list(self._module.parameters())
         state = pytree.tree_leaves([dict(entry) for entry in self._trainer.optimizer.state.values()])
@@ -124,81 +124,52 @@ class _RankMeter:
         # AdamW's step counters lie on the host
         return [tensor for tensor in tensors if tensor.device == self._trainer.device]
 
-    @contextmanager
+    @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """While it is open, `saved_bytes` grows to the most that a forward leaves behind for its backward."""
-        own = self.resident()
+        """While it is open, the meter sees what every forward leaves behind for its backward."""
+        own = self._resident()
 
         def watch(call: Callable[..., Any], *arguments: Any, **inputs: Any) -> Any:
             self.given = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
-            saved: list[Tensor] = []
-
-            def pack(tensor: Tensor) -> Tensor:
-                saved.append(tensor)
-                return tensor
-
-            try:
-                with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                    return call(*arguments, **inputs)
-            finally:  # a stage's forward ends by an exception
-                if torch.is_grad_enabled():
-                    kept = storage_bytes([*own, *saved, *self._received()]) - storage_bytes(own)
-                    self.saved_bytes = max(self.saved_bytes, kept)
+            with self.meter.saving(own, self._received):
+                return call(*arguments, **inputs)
 
         with self._around_forward(watch):
             yield
 
-    def _received(self) -> list[Tensor]:
-        """What the stage works on and keeps for its backward."""
+    def _received(self) -> list[Tensor] | None:
+        """What the stage works on and keeps for its backward; None in a forward that has none."""
+        if not torch.is_grad_enabled():
+            return None
         if self._stage.entry is None:
             return self.given
         return [tensor for tensor in self._stage.entry.point.recv_fn().tensors if tensor is not None]
 
-    @contextmanager
+    @contextlib.contextmanager
     def timing(self) -> Iterator[None]:
-        """While it is open, `seconds` collects the duration of every forward and backward, without their waiting."""
-        began = 0.0
+        """While it is open, the meter times every forward and backward, without the waiting of a backward."""
 
-        def forward(call: Callable[..., Any], *arguments: Any, **inputs: Any) -> Any:
-            start = self._now()
-            try:
+        def watch(call: Callable[..., Any], *arguments: Any, **inputs: Any) -> Any:
+            with self.meter.timing("forward"):
                 return call(*arguments, **inputs)
-            finally:
-                self.seconds["forward"].append(self._now() - start)
 
-        from varuna.pipeline import Pipeline
-
-        original = Pipeline.worker
-
-        def worker(pipeline: Any, task: int, *rest: Any) -> Any:
-            nonlocal began
-            began = self._now()
-            result = original(pipeline, task, *rest)
-            if task == BACKWARD:
-                self.seconds["backward"].append(self._now() - began)
-            return result
-
-        patches, leaving = Patches(), self._stage.exit
-        patches.replace(Pipeline, "worker", worker)
-        if leaving is not None:
-            receive = leaving.receive_gradients
-
-            def receive_gradients() -> Any:
-                nonlocal began
-                gradients = receive()
-                began = self._now()
-                return gradients
-
-            leaving.receive_gradients = receive_gradients
+        before, self._stage.observer = self._stage.observer, self
         try:
-            with self._around_forward(forward):
+            with self._around_forward(watch):
                 yield
         finally:
-            patches.undo()
-            if leaving is not None:
-                del leaving.receive_gradients
+            self._stage.observer = before
 
-    @contextmanager
+    @contextlib.contextmanager
+    def backward(self) -> Iterator[None]:
+        self._began = self.meter.now()
+        yield
+        self.meter.seconds["backward"].append(self.meter.now() - self._began)
+
+    def gradients_arrived(self) -> None:
+        self._began = self.meter.now()
+
+    @contextlib.contextmanager
     def _around_forward(self, wrapper: Callable[..., Any]) -> Iterator[None]:
         """Puts `wrapper` around the user's forward on this stage."""
         own = self._module.__dict__.get("forward")
@@ -211,8 +182,3 @@ class _RankMeter:
                 del self._module.forward
             else:
                 self._module.forward = own
-
-    def _now(self) -> float:
-        if self._trainer.device.type == "cuda":
-            torch.cuda.synchronize(self._trainer.device)
-        return time.perf_counter()

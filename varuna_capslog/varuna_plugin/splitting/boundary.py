@@ -160,4 +160,5 @@ class Exit:
     def receive_gradients(self) -> tuple[Tensor | None, ...]:
         """One gradient or None per tensor of the cut."""
         found = iter(self.point.recv_fn(grads=True).tensors)
+        self.run.observer.gradients_arrived()
         return tuple(next(found) if spec.requires_grad else None for spec in self.spec.tensors)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 from torch import nn
 
@@ -12,7 +14,18 @@ from varuna_capslog.varuna_plugin.splitting.boundary import Entry, Exit
 from varuna_capslog.varuna_plugin.splitting.partition import Partition, TieGroup
 from varuna_capslog.varuna_plugin.wire import Bundle, Room
 
-__all__ = ["StageRun"]
+__all__ = ["StageObserver", "StageRun"]
+
+
+class StageObserver:
+    """Sees the backwards of one stage on Varuna; every method does nothing here."""
+
+    def backward(self) -> AbstractContextManager[None]:
+        """A context manager that is open while the stage carries out a backward, its waiting included."""
+        return contextlib.nullcontext()
+
+    def gradients_arrived(self) -> None:
+        """Called when the stage behind has sent what a backward waits for."""
 
 
 class StageRun:
@@ -29,6 +42,7 @@ class StageRun:
         left: whether it has reached the cut behind.
         gradients_sent: whether the backward under way has sent gradients to the stage before.
         draws: where random numbers must not depend on the cuts.
+        observer: sees the stage's backwards.
     """
 
     def __init__(self, partition: Partition, stage: int, ties: Sequence[TieGroup]) -> None:
@@ -40,6 +54,7 @@ class StageRun:
         self.exit: Exit | None = None
         self.active = self.left = self.gradients_sent = False
         self.draws: Draws | None = None
+        self.observer = StageObserver()
         self._norms: list[nn.Module] | None = None
 
     def begin(self) -> None:

@@ -1,21 +1,21 @@
 """The measured peak of every stage, once per generation, told in a vote: no message of its own, and no later one.
 
 A whole step is measured in two halves, one step's update and the next step's forward and backward, so that the peak is
-known when that next step is voted on. `PipelineWork` calls it; the numbers go into metrics.jsonl.
+known when that next step is voted on. The training loop calls it; the numbers go into metrics.jsonl.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor
 
-from varuna_capslog.engine.pipeline import PipelineEngine
-from varuna_capslog.engine.probe import PeakProbe, resident_tensors
+from varuna_capslog.engine.interface import Engine
+from varuna_capslog.engine.probe import resident_tensors
+from varuna_capslog.engine.stage_meter import StageMeter
 
-__all__ = ["PeakMeter", "held_inputs"]
+__all__ = ["PeakMeter"]
 
 _FIRST, _LATER = 2, 5
 """Which step of a generation is measured: in the first one as soon as the moments exist, later on not before it has
@@ -40,7 +40,7 @@ class PeakMeter:
         self._at, self._steps, self._bytes = _FIRST if generation == 1 else _LATER, 0, None
 
     @contextlib.contextmanager
-    def computing(self, engine: PipelineEngine) -> Iterator[bool]:
+    def computing(self, engine: Engine) -> Iterator[bool]:
         """Around forward and backward of a step; gives whether it is measured."""
         self._steps += 1
         measured = self._steps == self._at
@@ -48,7 +48,7 @@ class PeakMeter:
             yield measured
 
     @contextlib.contextmanager
-    def applying(self, engine: PipelineEngine) -> Iterator[None]:
+    def applying(self, engine: Engine) -> Iterator[None]:
         """Around the update of a step."""
         with self._probed(engine) if self._steps == self._at - 1 else contextlib.nullcontext():
             yield
@@ -72,14 +72,10 @@ class PeakMeter:
         return tuple(plain), peaks if peaks and len(peaks) == len(plain) else None
 
     @contextlib.contextmanager
-    def _probed(self, engine: PipelineEngine) -> Iterator[None]:
-        with PeakProbe(self._device, resident_tensors(engine.layers, engine.optimizer)) as probe:
+    def _probed(self, engine: Engine) -> Iterator[None]:
+        meter = StageMeter(self._device, lambda: resident_tensors(engine.layers, engine.optimizer))
+        with meter.peak():
             yield
-        self._bytes = max(self._bytes or 0, probe.peak_bytes)
-        self.source = probe.peak_source
-
-
-def held_inputs(load: Callable[[int], dict[str, Tensor]], local: Sequence[int]) -> Callable[[int], dict[str, Tensor]]:
-    """The same inputs, loaded now: a measured step counts what a device would hold, not what loading needs."""
-    held = {index: load(index) for index in local}
-    return lambda microbatch: {name: tensor.clone() for name, tensor in held[microbatch].items()}
+        assert meter.peak_bytes is not None
+        self._bytes = max(self._bytes or 0, meter.peak_bytes)
+        self.source = meter.peak_source

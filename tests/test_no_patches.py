@@ -1,0 +1,108 @@
+"""No code of ours replaces methods of a class, ours or torch's, nor keeps a switch or a run's state in a module."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FILES = [*(ROOT / "varuna_capslog").rglob("*.py"), *(ROOT / "detr_pipeline").rglob("*.py")]
+
+STATE_OF_THE_PROCESS = {
+    ("options.py", "_current"),  # Varuna's classes are patched for the whole process: see its module
+    ("script.py", "_task"),  # a program of the user's runs between it and its reader
+}
+
+
+def assigned(tree: ast.AST) -> Iterator[tuple[int, ast.Attribute]]:
+    """Every `something.name = ...`, and `setattr` or `delattr` of a class, with its line."""
+    for node in ast.walk(tree):
+        targets = node.targets if isinstance(node, (ast.Assign, ast.Delete)) else []
+        for target in targets:
+            if isinstance(target, ast.Attribute):
+                yield node.lineno, target
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("setattr", "delattr"):
+            yield node.lineno, ast.Attribute(node.args[0], "?")
+
+
+def is_class_or_module(value: ast.expr, modules: set[str]) -> bool:
+    if isinstance(value, ast.Attribute):
+        return value.attr[:1].isupper()
+    return isinstance(value, ast.Name) and (value.id in modules or (value.id[:1].isupper() and not value.id.isupper()))
+
+
+def modules_of(tree: ast.AST) -> set[str]:
+    """Names that an import binds to a module: any package's own, and ours."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            folder = ROOT.joinpath(*(node.module or "").split("."))
+            ours = [
+                alias
+                for alias in node.names
+                if (folder / alias.name).exists() or (folder / f"{alias.name}.py").exists()
+            ]
+            found |= {alias.asname or alias.name for alias in ours}
+    return found - {"sys"}  # a script of the user's gets its own sys.argv
+
+
+def patches_in(text: str) -> list[int]:
+    tree = ast.parse(text)
+    modules = modules_of(tree)
+    return sorted(line for line, target in assigned(tree) if is_class_or_module(target.value, modules))
+
+
+PATCHES = """
+from torch import nn
+from varuna_capslog.elastic.rig import faults
+nn.Module.to = None
+class Stage:
+    pass
+Stage.keep = 1
+stage = Stage()
+stage.keep = Stage().keep = 1
+faults.main = 1
+setattr(Stage, "keep", 1)
+"""
+
+
+def test_patches_are_found() -> None:
+    assert [PATCHES.splitlines()[line - 1] for line in patches_in(PATCHES)] == [
+        "nn.Module.to = None",
+        "Stage.keep = 1",
+        "faults.main = 1",
+        'setattr(Stage, "keep", 1)',
+    ]
+
+
+def test_no_class_or_module_is_patched() -> None:
+    found = [f"{path.relative_to(ROOT)}:{line}" for path in FILES for line in patches_in(path.read_text())]
+    # the operators of a phantom are made in a loop, right below its class
+    assert [where for where in found if "varuna_plugin/splitting/phantom.py" not in where] == []
+
+
+def test_no_module_keeps_the_state_of_a_run() -> None:
+    found = {
+        (path.name, name)
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Global)
+        for name in node.names
+    }
+    assert found <= STATE_OF_THE_PROCESS
+
+
+def test_only_the_commands_load_the_rig() -> None:
+    found = []
+    for path in FILES:
+        where = path.relative_to(ROOT).as_posix()
+        if "/rig/" in where or "/commands/" in where:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            found += [f"{where}:{node.lineno}" for name in names if ".rig" in name]  # type: ignore[attr-defined]
+    assert found == []

@@ -1,0 +1,165 @@
+"""What a run needs of an engine, and how it finds one by the name in its config.
+
+An engine makes the training steps of one rank. Two exist: `PipelineEngine`, our own, and `varuna_plugin.VarunaEngine`,
+which has Varuna compute the step. They share no base class: training loop, journal and evaluation know this protocol
+only. The start-up names the engines that there are in one `Engines` object and hands it down, so that nothing here
+imports an engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+from varuna_capslog.base.errors import CapslogError
+
+if TYPE_CHECKING:  # what names the engines imports this module, and does without torch
+    import torch
+    from torch import Tensor
+
+    from varuna_capslog.engine.communicator import Communicator
+    from varuna_capslog.engine.layers import EngineLayer
+    from varuna_capslog.engine.optimizer import StageOptimizer
+    from varuna_capslog.engine.options import EngineOptions, Layout, StepResult
+    from varuna_capslog.engine.stage import LossFunction
+    from varuna_capslog.engine.vote import Verdict
+    from varuna_capslog.model.chain import Chain
+    from varuna_capslog.model.workload import Minibatch
+
+__all__ = ["Engine", "EngineKind", "EngineParts", "Engines", "Example", "Load"]
+
+Load: TypeAlias = "Callable[[int], dict[str, Tensor]]"
+"""Global index of a microbatch -> the chain's inputs; called on the ranks that hold the first stage."""
+
+Example: TypeAlias = "Callable[[], tuple[Mapping[str, Tensor], Any, Mapping[str, float]]]"
+"""Inputs, targets and normalisers of one microbatch, for an engine that traces the model on real tensors."""
+
+
+class Engine(Protocol):
+    """One rank of a training run.
+
+    Attributes:
+        replica: the pipeline of this rank, counted from 0.
+        layers: those of this rank's stages, in layer order; what a checkpoint writes and loads.
+        optimizer: steps the parameters of `layers`.
+    """
+
+    chain: Chain
+    layout: Layout
+    options: EngineOptions
+    communicator: Communicator
+    device: torch.device
+    rank: int
+    replica: int
+    layers: list[EngineLayer]
+    optimizer: StageOptimizer
+
+    @property
+    def local_microbatches(self) -> range:
+        """Global indices of the microbatches that this replica runs."""
+
+    @property
+    def owns_first_stage(self) -> bool:
+        """True where the inputs are loaded."""
+
+    @property
+    def owns_last_stage(self) -> bool:
+        """True where the loss is computed."""
+
+    @property
+    def doing(self) -> str:
+        """What is under way, for error messages."""
+
+    def train_step(
+        self,
+        step: int,
+        minibatch: Minibatch,
+        load: Load,
+        stop: bool = False,
+        before_commit: Callable[[], None] | None = None,
+    ) -> StepResult:
+        """One optimizer step on all ranks: `compute`, `vote`, `apply`; see `step.train_step`."""
+
+    def compute(self, step: int, minibatch: Minibatch, load: Load) -> None:
+        """Forwards, backwards and sums: afterwards the minibatch's gradients lie in `.grad`, and nothing has changed.
+
+        Args:
+            step: counted from 1; with the run's seed it fixes all random numbers.
+
+        Raises:
+            CapslogError: a minibatch of another size than the run's.
+            PeerLost: another rank is gone.
+        """
+
+    def vote(self, step: int, minibatch: Minibatch, stop: bool = False, ballot: bytes = b"") -> Verdict:
+        """After `compute`: all ranks learn whether the step may be applied, and what each of them has to say.
+
+        Args:
+            stop: this rank wishes to stop after the step.
+            ballot: handed to all ranks together with the verdict.
+
+        Raises:
+            PeerLost: another rank is gone; the step is forgotten here.
+        """
+
+    def apply(self, verdict: Verdict) -> StepResult:
+        """Makes the step that was voted for; sends nothing."""
+
+    def forget(self) -> None:
+        """Drops all traces of a step that was broken off or refused."""
+
+    def evaluate(self, minibatch: Minibatch, load: Load, take: Callable[[int, dict[str, Tensor]], None]) -> None:
+        """Runs one minibatch of this replica forward, in evaluation mode.
+
+        Args:
+            take: called with (microbatch, outputs) on the ranks of the last stage.
+        """
+
+    def verify_copies(self) -> None:
+        """Compares every parameter that several ranks hold; raises CapslogError where two ranks differ."""
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """What an engine is built from.
+
+    Attributes:
+        chain: whole, on the CPU, initialised alike on every rank.
+        example: a microbatch of the run.
+        timeout_seconds: longest wait for a message.
+    """
+
+    chain: Chain
+    loss: LossFunction
+    layout: Layout
+    options: EngineOptions
+    communicator: Communicator
+    device: torch.device
+    example: Example
+    timeout_seconds: float
+
+
+@dataclass(frozen=True)
+class EngineKind:
+    """One engine that a config may name.
+
+    Attributes:
+        build: makes a rank's engine; raises CapslogError for parts that it cannot run.
+        check: raises CapslogError where what the engine needs is not installed; called before any worker starts.
+    """
+
+    build: Callable[[EngineParts], Engine]
+    check: Callable[[], object] = lambda: None
+
+
+class Engines:
+    """The engines that there are, by the name that `engine` has in a config."""
+
+    def __init__(self, kinds: Mapping[str, EngineKind]) -> None:
+        self._kinds = dict(kinds)
+
+    def __getitem__(self, name: str) -> EngineKind:
+        if name not in self._kinds:
+            raise CapslogError(f"engine={name!r} is unknown here; choose one of {', '.join(sorted(self._kinds))}")
+        return self._kinds[name]

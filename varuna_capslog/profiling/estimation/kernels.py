@@ -1,0 +1,255 @@
+"""Bytes that kernels of torch take beside their results and give back: by device and operator, from shapes alone.
+
+`quirks` says in words what each entry stands for and how it is known; `Quirks.temporary` looks the bytes up. The
+largest part are the layouts in which oneDNN convolves on the CPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["KERNELS", "Kernel"]
+
+_aten = torch.ops.aten
+
+
+def _product(args: Sequence[Any], result: Any) -> int:
+    return int(result.untyped_storage().nbytes())
+
+
+def _converted(args: Sequence[Any], result: Tensor) -> int:
+    x = args[0]
+    return 0 if x.dtype == result.dtype else int(x.numel() * result.itemsize)
+
+
+def _converted_on_cuda(args: Sequence[Any], result: Tensor) -> int:
+    small = args[0].dtype in (torch.float16, torch.bfloat16) and result.dtype == torch.float32
+    return 0 if small else _converted(args, result)
+
+
+def _unfit(left: Tensor, right: Tensor) -> int:
+    return sum(side.numel() * side.itemsize for side in (left, right) if not _fits(side))
+
+
+def _fits(matrix: Tensor) -> bool:
+    rows, columns = matrix.shape
+    down, across = matrix.stride()
+    return (across == 1 and down >= max(1, columns)) or (down == 1 and across >= max(1, rows))
+
+
+def _packed(left: Tensor, right: Tensor) -> int:
+    if left.dtype != torch.bfloat16:
+        return 0
+    smaller = min(math.prod(side.shape[-2:]) * side.itemsize for side in (left, right))
+    return smaller + (_PANEL if left.is_contiguous() else _TRANSPOSED_PANEL)
+
+
+def _packed_batch(left: Tensor, right: Tensor) -> int:
+    if left.dtype != torch.bfloat16:
+        return 0
+    # those that lie neither in rows nor in columns are copied whole
+    spread = (side for side in (left, right) if not (side.is_contiguous() or side.mT.is_contiguous()))
+    return _packed(left, right) + sum(side.numel() * side.itemsize for side in spread)
+
+
+_PANEL, _TRANSPOSED_PANEL = 5 << 10, 104 << 10
+"""Room for a few rows; for more of them where the left matrix lies on its side, as in gradients of weights."""
+
+
+def _promoted(args: Sequence[Any], result: Tensor) -> int:
+    tensors = [value for value in args if isinstance(value, Tensor) and value.dim()]
+    if len(tensors) < 2 or tensors[0].dtype == tensors[1].dtype:
+        return 0
+    common = torch.promote_types(tensors[0].dtype, tensors[1].dtype)
+    return sum(tensor.numel() * common.itemsize for tensor in tensors if tensor.dtype != common)
+
+
+def _block() -> int:
+    return 16 if "512" in torch.backends.cpu.get_cpu_capability() else 8
+
+
+def _up(count: int, step: int) -> int:
+    return -(-count // step) * step
+
+
+@dataclass(frozen=True)
+class _Convolution:
+    """Sizes of one convolution in bytes: plain, as oneDNN takes them, and padded to whole blocks of channels."""
+
+    x: int
+    w: int
+    y: int
+    x_taken: int
+    w_taken: int
+    y_taken: int
+    x_padded: int
+    w_padded: int
+    columns: int
+    sampled: int
+    sampled_part: int
+    scratch: int
+    pointwise: bool
+    strided: bool
+    grouped: bool
+    dilated: bool
+    aligned: bool
+    narrow: bool
+
+    @classmethod
+    def of(
+        cls,
+        x: Tensor,
+        w: Tensor,
+        spatial: Sequence[int],
+        stride: Sequence[int],
+        dilation: Sequence[int],
+        groups: int,
+    ) -> _Convolution:
+        block, size = _block(), x.itemsize
+        batch, channels, features = x.shape[0], x.shape[1], w.shape[0]
+        cells_in, cells_out, window = math.prod(x.shape[2:]), math.prod(spatial), math.prod(w.shape[2:])
+        strided, pointwise = any(step != 1 for step in stride), window == 1
+        # where the stride divides the input, a kernel of one element first gathers what it will read
+        divides = all(a == b * c for a, b, c in zip(x.shape[2:], spatial, stride, strict=True))
+        gathers = pointwise and strided and divides
+        x_bytes, y_bytes, w_bytes = (part * size for part in (x.numel(), batch * features * cells_out, w.numel()))
+        x_padded = batch * _up(channels, block) * cells_in * size
+        y_padded = batch * _up(features, block) * cells_out * size
+        w_padded = w_bytes if groups > 1 else _up(channels, block) * _up(features, block) * window * size
+        # pictures of three channels are read as they lie; a few channels are copied without padding
+        narrow = channels < block and not pointwise
+        return cls(
+            x=x_bytes,
+            w=w_bytes,
+            y=y_bytes,
+            x_taken=(0 if channels < 4 else x_bytes) if narrow else x_padded,
+            w_taken=channels * _up(features, block) * window * size if narrow and groups == 1 else w_padded,
+            y_taken=y_padded,
+            x_padded=x_padded,
+            w_padded=w_padded,
+            columns=0 if pointwise and not strided else channels * window * cells_out * size,
+            sampled=_up(channels, block) * cells_out * size + 128 if gathers else 0,
+            sampled_part=min(_up(channels, block), 128) * cells_out * size + 128 if gathers else 0,
+            scratch=y_padded // batch * (spatial[-1] + w.shape[-1]) // spatial[-1] + _SCRATCH if strided else 0,
+            pointwise=pointwise,
+            strided=strided,
+            grouped=groups > 1,
+            dilated=any(step != 1 for step in dilation),
+            aligned=channels % block == 0 and features % block == 0,
+            narrow=channels < block,
+        )
+
+
+_SCRATCH = 40 << 10
+_SMALL_BATCH = 16
+"""From so many images on oneDNN does kernels of one element too; below it does so only where there are several threads,
+and workers have one (use_mkldnn, ATen/native/Convolution.cpp)."""
+
+
+def _forward(args: Sequence[Any], result: Tensor) -> int:
+    """Copies of input and weights are there while the blocked output is made; it is there while the plain one is."""
+    x, w, _, stride, padding, dilation, transposed, output_padding, groups = args[:9]
+    backend = _backend(x, w, stride, padding, dilation, transposed, output_padding, groups)
+    if backend is None or transposed or x.dim() != 4:
+        return 0
+    c = _Convolution.of(x, w, result.shape[2:], stride, dilation, groups)
+    if backend == "columns":
+        return c.columns // groups + (c.y if c.grouped else 0)
+    if c.pointwise and not c.strided and x.shape[0] < _SMALL_BATCH:
+        return 0
+    if not x.is_contiguous():
+        return c.w_taken
+    return max(0, c.sampled + c.x_taken + c.w_taken + c.y_taken - c.y, c.sampled + c.y_taken)
+
+
+def _backward(args: Sequence[Any], result: Sequence[Tensor | None]) -> int:
+    """First the gradient of the input, from copies of weights and gradient; then that of the weights, from copies of
+    input and gradient.
+    """
+    gradient, x, w, _, stride, padding, dilation, transposed, output_padding, groups, mask = args[:11]
+    backend = _backend(x, w, stride, padding, dilation, transposed, output_padding, groups)
+    if backend is None or transposed or x.dim() != 4:
+        return 0
+    c = _Convolution.of(x, w, gradient.shape[2:], stride, dilation, groups)
+    if backend == "columns":
+        parts = (c.x if mask[0] else 0) + (c.w if mask[1] else 0)
+        return c.columns // groups + (parts if c.grouped else 0)
+    if c.pointwise and not c.strided and x.shape[0] < _SMALL_BATCH:
+        return 0
+    if not x.is_contiguous():
+        return c.w_taken
+    x_out, w_out = (c.x if mask[0] else 0), (c.w if mask[1] else 0)
+    most = 0
+    if mask[0]:
+        most = c.y_taken + c.w_padded + c.x_padded + c.scratch
+        if c.strided and not c.grouped:
+            most = max(most, 3 * c.x)
+    if mask[1]:
+        if c.aligned or c.x_taken == 0:
+            most = max(most, x_out + c.x_taken + c.y_taken + c.w_taken + c.sampled_part)
+        else:
+            most = max(most, x_out + c.x_padded + c.y_taken + c.w_padded + c.sampled_part)
+            if c.dilated and c.narrow:
+                most = max(most, x_out + c.columns + 6 * c.w)
+        most = max(most, x_out + c.w_taken + c.w)
+    return max(0, most - x_out - w_out)
+
+
+def _backend(
+    x: Tensor,
+    w: Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> str | None:
+    """Which of the two ways to convolve torch takes here, if one of them."""
+    name = torch._C._select_conv_backend(
+        x, w, None, stride, padding, dilation, transposed, output_padding, groups, None
+    ).name
+    return {"Mkldnn": "blocked", "MkldnnEmpty": None, "Slow2d": "columns", "SlowDilated2d": "columns"}.get(name)
+
+
+_ELEMENTWISE = tuple(
+    getattr(_aten, name + place).Tensor
+    for name in ("add", "sub", "mul", "div", "eq", "ne", "lt", "le", "gt", "ge")
+    for place in ("", "_")
+) + (_aten.maximum.default, _aten.minimum.default)
+_REDUCTIONS = (
+    _aten.linalg_vector_norm.default,
+    _aten.sum.default,
+    _aten.sum.dim_IntList,
+    _aten.mean.default,
+    _aten.mean.dim,
+)
+
+Kernel = Callable[[Sequence[Any], Any], int]
+"""An operator's arguments and result -> bytes."""
+
+KERNELS: dict[str, dict[Any, Kernel]] = {
+    "cuda": {
+        _aten._softmax_backward_data.default: _product,
+        _aten.mm.default: lambda args, result: _unfit(args[0], args[1]),
+        _aten.addmm.default: lambda args, result: _unfit(args[1], args[2]),
+        **dict.fromkeys(_REDUCTIONS, _converted_on_cuda),
+    },
+    "cpu": {
+        **dict.fromkeys(_REDUCTIONS, _converted),
+        **dict.fromkeys(_ELEMENTWISE, _promoted),
+        _aten.convolution.default: _forward,
+        _aten.convolution_backward.default: _backward,
+        _aten.mm.default: lambda args, result: _packed(args[0], args[1]) + _unfit(args[0], args[1]),
+        _aten.bmm.default: lambda args, result: _packed_batch(args[0], args[1]),
+        _aten.addmm.default: lambda args, result: _packed(args[1], args[2]) + _unfit(args[1], args[2]),
+        _aten.baddbmm.default: lambda args, result: _packed_batch(args[1], args[2]),
+    },
+}
+"""By device and operator; every other operator takes nothing."""
