@@ -89,7 +89,7 @@ class MembershipStore(abc.ABC):
                 return record
 
     def append(self, entry: Entry) -> None:
-        """Add an entry to the log, exactly once. `docs/membership-protocol.md` lists the kinds; "generation" is refused."""
+        """Add an entry (kinds: `docs/membership-protocol.md`) to the log, exactly once; "generation" is refused."""
         if entry.get("kind") == "generation":
             raise CapslogError("a generation enters the log by compare_and_set only")
         text = pack_entry(entry)
