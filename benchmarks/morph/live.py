@@ -66,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
 
     def marked(self: PipelineWork, step: int) -> None:
         apply(self, step)
-        os.write(file, f"{self._number - self._offset} {step} {time.monotonic():.6f}\n".encode())
+        os.write(file, f"{self.number} {step} {time.monotonic():.6f}\n".encode())
 
     PipelineWork.apply = marked  # type: ignore[method-assign]
     return worker.main(arguments[:1])

@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.elastic.store import torch_store as stores
 from varuna_capslog.elastic.store.torch_store import serve_store
 from varuna_capslog.engine.communicator import connect_group
 from varuna_capslog.rig.relay import Line, Relay
-from varuna_capslog.rig.relayed import VARIABLE, RelayedStore, install, rewrite
+from varuna_capslog.rig.relayed import VARIABLE, RelayedStore, opener, rewrite
 
 
 @pytest.fixture(scope="module")
@@ -148,12 +147,10 @@ def test_a_blob_keeps_all_but_its_port():
 
 def test_a_host_whose_supervisor_was_started_again_is_cut_by_its_machine(line, relay, monkeypatch):
     """The second supervisor of machine `again` is called again.2; cuts of `again` once did not reach its workers."""
-    monkeypatch.setattr(stores, "open_store", stores.open_store)
     monkeypatch.setenv("CAPSLOG_HOST", "again.2")
     monkeypatch.setenv(VARIABLE, f"again@{relay.address}")
     server, port = serve_store()
-    install()
-    store = stores.open_store(f"127.0.0.1:{port}", server.identity)
+    store = opener()(f"127.0.0.1:{port}", server.identity)
     store.put("address/again.2-1", "127.0.0.1:4713")
     assert line.through("again", "127.0.0.1:4713") == "127.0.0.1:4713"
     assert line.through("other", "127.0.0.1:4713") != "127.0.0.1:4713"

@@ -10,7 +10,7 @@ import datetime
 import os
 import socket
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from varuna_capslog.elastic.store import torch_store as store
 from varuna_capslog.rig.relay import Line
 
-__all__ = ["VARIABLE", "RelayedStore", "install", "rewrite"]
+__all__ = ["VARIABLE", "RelayedStore", "opener", "rewrite"]
 
 VARIABLE = "CAPSLOG_RELAY"
 """`<host>@<address>`: as whom the relay knows this machine, whatever its supervisor is called by now, and where it
@@ -27,22 +27,20 @@ takes orders. Without this variable nothing is exchanged."""
 _KEPT = 16
 
 
-def install() -> None:
-    """Has this process reach the other hosts through the relay that the environment names, if any."""
-    host, _, address = os.environ.get(VARIABLE, "").partition("@")
-    if not address:
-        return
-    line = Line(address)
+def opener() -> Callable[[str, str | None], store.MembershipStore]:
+    """`store.open_store`, or a function like it whose stores lead through the relay that the environment names."""
+    host, _, relay = os.environ.get(VARIABLE, "").partition("@")
+    if not relay:
+        return store.open_store
+    line = Line(relay)
 
-    def opened(
-        address: str, identity: str | None = None, answer_seconds: float | None = None
-    ) -> store.TcpMembershipStore:
+    def opened(address: str, identity: str | None) -> store.MembershipStore:
         where, _, port = address.rpartition(":")
-        found = RelayedStore(where, int(port), identity, answer_seconds)
+        found = RelayedStore(where, int(port), identity)
         found.relay(line, host)
         return found
 
-    store.open_store = opened
+    return opened
 
 
 class RelayedStore(store.TcpMembershipStore):

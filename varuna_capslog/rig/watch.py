@@ -21,7 +21,9 @@ from typing import Any
 from varuna_capslog.elastic.member.pipeline_work import PipelineWork
 from varuna_capslog.elastic.member.work import LayerState, Opening
 from varuna_capslog.engine.communicator import Communicator
-from varuna_capslog.rig.faults import VARIABLE, Fault
+from varuna_capslog.rig import relayed
+from varuna_capslog.rig.faults import Fault
+from varuna_capslog.start import member_worker as worker
 from varuna_capslog.training.layer_state import digest
 
 __all__ = ["SEGMENT", "WatchedWork", "arm", "armed", "main", "records_folder"]
@@ -43,9 +45,9 @@ class WatchedWork(PipelineWork):
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
-        folder = records_folder(self.run_dir)
+        folder = records_folder(self.start.run_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{os.environ.get(SEGMENT, '0')}-{self.me}.jsonl"
+        path = folder / f"{os.environ.get(SEGMENT, '0')}-{self.start.me}.jsonl"
         self._records = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         self._opened = 0
         self._own: Sequence[int] = ()
@@ -60,7 +62,7 @@ class WatchedWork(PipelineWork):
         )
 
     def apply(self, step: int) -> None:
-        verdict = self._verdict
+        verdict = self.loop.verdict
         assert verdict is not None
         super().apply(step)
         digests = {index: digest(self.state(index, copy=False)).hex() for index in self._own} if self._digests else {}
@@ -70,7 +72,7 @@ class WatchedWork(PipelineWork):
         )
 
     def _record(self, kind: str, **what: Any) -> None:
-        line = json.dumps({"kind": kind, "time": time.time(), "member": self.me, **what}, separators=(",", ":"))
+        line = json.dumps({"kind": kind, "time": time.time(), "member": self.start.me, **what}, separators=(",", ":"))
         os.write(self._records, line.encode() + b"\n")  # at once, so that no line is torn by a kill
 
 
@@ -105,13 +107,6 @@ def armed(member: str, run_dir: Path) -> Callable[[str], None]:
 
 def main(arguments: Sequence[str]) -> int:
     """The entry of a watched member; like `elastic.worker.main`."""
-    from varuna_capslog.elastic.member import pipeline_work
-    from varuna_capslog.rig import faults, relayed
-    from varuna_capslog.start import member_worker as worker
-
     faulthandler.register(signal.SIGUSR2, file=sys.stderr, all_threads=True)
-    os.environ.setdefault(VARIABLE, "[]")
-    pipeline_work.PipelineWork = WatchedWork  # type: ignore[misc]
-    faults.install = lambda member, run_dir, environment=None: armed(member, run_dir)
-    relayed.install()
-    return worker.main(arguments)
+    parts = worker.Parts(work=WatchedWork, probe=armed, open_store=relayed.opener())
+    return worker.main(arguments, parts)

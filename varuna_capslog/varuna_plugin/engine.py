@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from varuna_capslog.base.errors import CapslogError, StepRefused
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layers import EngineLayer
 from varuna_capslog.engine.optimizer import StageOptimizer
 from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine, StepResult
 from varuna_capslog.engine.stage import LossFunction
+from varuna_capslog.engine.vote import Verdict
 from varuna_capslog.model.chain import Chain, Layer
 from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.varuna_plugin.building import forward_only
@@ -125,15 +126,8 @@ class VarunaEngine(PipelineEngine):
         for parameter in self.optimizer.parameters.values():
             parameter.grad = None
 
-    def train_step(
-        self,
-        step: int,
-        minibatch: Minibatch,
-        load: Callable[[int], dict[str, Tensor]],
-        stop: bool = False,
-        before_commit: Callable[[], None] | None = None,
-    ) -> StepResult:
-        """As `PipelineEngine.train_step`; the forwards and backwards are Varuna's."""
+    def compute(self, step: int, minibatch: Minibatch, load: Callable[[int], dict[str, Tensor]]) -> None:
+        """As `PipelineEngine.compute`; the forwards and backwards are Varuna's."""
         if len(minibatch.inputs) != self.options.num_microbatches:
             raise CapslogError(
                 f"the minibatch has {len(minibatch.inputs)} microbatches, the run is set to "
@@ -143,25 +137,36 @@ class VarunaEngine(PipelineEngine):
         batches = [self._inputs(step, minibatch, load, index) for index in self.local_microbatches]
         try:
             self._varuna.step(Microbatches(batches))
-            norm = self._varuna.capslog_grad_norm
-            gathered = self.communicator.gather((dict(self._module.parts), stop))
-            total = _sum_parts([parts for parts, _ in gathered])
-            if self.refuses and not all(math.isfinite(value) for value in (norm, *total.values())):
-                shown = ", ".join(f"{name}={value:g}" for name, value in total.items())
-                samples = [sample for group in minibatch.sample_ids for sample in group]
-                raise StepRefused(
-                    f"step {step}: not finite: {shown}, gradient norm {norm:g} (samples {samples}); nothing was "
-                    "applied: lower train.lr or look at them"
-                )
-            if before_commit is not None:
-                before_commit()
         except BaseException:
             self.forget()
             raise
+
+    def vote(self, step: int, minibatch: Minibatch, stop: bool = False, ballot: bytes = b"") -> Verdict:
+        """As `PipelineEngine.vote`; the norm of all gradients is Varuna's own sum."""
+        norm = self._varuna.capslog_grad_norm
+        try:
+            gathered = self.communicator.gather((dict(self._module.parts), stop, ballot))
+        except BaseException:
+            self.forget()
+            raise
+        total, refusal = _sum_parts([parts for parts, _, _ in gathered]), None
+        finite = all(math.isfinite(value) for value in (norm, *total.values()))
+        if self.refuses and not finite:
+            shown = ", ".join(f"{name}={value:g}" for name, value in total.items())
+            samples = [sample for group in minibatch.sample_ids for sample in group]
+            refusal = (
+                f"step {step}: not finite: {shown}, gradient norm {norm:g} (samples {samples}); nothing was "
+                "applied: lower train.lr or look at them"
+            )
         scale = min(1.0, self.options.clip_norm / (norm + 1e-6)) if self.options.clip_norm > 0 else 1.0
-        rate = self.optimizer.step(step, scale)
+        ballots = tuple(given for _, _, given in gathered)
+        return Verdict(step, total, norm, scale, finite, refusal, any(wish for _, wish, _ in gathered), ballots)
+
+    def apply(self, verdict: Verdict) -> StepResult:
+        """As `PipelineEngine.apply`."""
+        rate = self.optimizer.step(verdict.step, verdict.scale)
         self.forget()
-        return StepResult(step, total, norm, rate, any(wish for _, wish in gathered))
+        return StepResult(verdict.step, verdict.parts, verdict.grad_norm, rate, verdict.stop)
 
     def evaluate(
         self,

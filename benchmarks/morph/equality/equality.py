@@ -53,10 +53,10 @@ def main(arguments: Sequence[str]) -> int:
 
     def counted(self, step):  # type: ignore[no-untyped-def]
         done = compute(self, step)
-        engine, ids = self.engine, self._minibatch.sample_ids
+        engine, ids = self.engine, self.loop.minibatch.sample_ids
         if engine.owns_first_stage:
             samples = [sample for index in engine.local_microbatches for sample in ids[index]]
-            os.write(file, (json.dumps([self._number - self._offset, step, samples]) + "\n").encode())
+            os.write(file, (json.dumps([self.number, step, samples]) + "\n").encode())
         return done
 
     PipelineWork.place, PipelineWork.compute = place, counted  # type: ignore[method-assign]

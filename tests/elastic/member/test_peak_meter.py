@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.elastic.live import Cradle, Live, Truth, check, config_of, describe
-from varuna_capslog.elastic.member.peak_meter import PeakMeter
 from varuna_capslog.plans.plan import read_plan
 from varuna_capslog.rig.faults import Fault
+from varuna_capslog.training.peak_meter import PeakMeter
 
 
 def test_every_generation_that_lasts_tells_its_peaks_once(cradle: Cradle, truth: Truth, tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_which_step_is_measured(generation: int, step: int, monkeypatch: pytest.
         optimizer = None
 
     meter = PeakMeter(torch.device("cpu"))
-    monkeypatch.setattr("varuna_capslog.elastic.member.peak_meter.resident_tensors", lambda layers, optimizer: [])
+    monkeypatch.setattr("varuna_capslog.training.peak_meter.resident_tensors", lambda layers, optimizer: [])
     meter.begin(generation)
     measured = []
     for number in range(1, 9):

@@ -10,7 +10,6 @@ import contextlib
 import logging
 import os
 import queue
-import runpy
 import shutil
 import signal
 import sys
@@ -26,13 +25,15 @@ from torch import nn
 from varuna_capslog.base import units
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.settings import Elastic
-from varuna_capslog.membership.generation import Stamp
+from varuna_capslog.elastic.member.beginning import Beginning
 from varuna_capslog.memory import AUTO
 from varuna_capslog.profiles.record import Profile, read_profile
 from varuna_capslog.varuna_plugin.recognise import find_varuna
 
 if TYPE_CHECKING:
-    from varuna_capslog.start.member_worker import Wish
+    from varuna_capslog.elastic.script.member_script import MemberScript
+    from varuna_capslog.training.worker_process import StopWish
+    from varuna_capslog.varuna_plugin.elastic.job import Job
 
 __all__ = ["ElasticEnd", "main", "run_elastic"]
 
@@ -46,12 +47,6 @@ _MODULES = (
     "torch._dynamo",  # the first optimizer imports it, in one to two seconds
     "torch._subclasses.fake_tensor",
 )
-
-_status = 0
-"""Of this worker's part; what the process ends with when the script has ended well."""
-
-_stop_wished: Callable[[], bool] = lambda: False  # noqa: E731
-"""Whether somebody asked this worker for a stop at the next boundary."""
 
 
 class ElasticEnd:
@@ -112,34 +107,37 @@ def run_elastic(
     place, settings = Path(run_dir).absolute(), elastic or Elastic()
     if "CAPSLOG_MEMBER" not in os.environ:
         return _host(place, workers, settings)
+    from varuna_capslog.elastic.script.member_script import current_script
     from varuna_capslog.varuna_plugin.elastic.job import Job
 
+    member = current_script()
+    if member is None:
+        raise CapslogError("run_elastic was called in a worker by something else than the worker's script")
     limit = units.parse_bytes(capacity, "capacity") if isinstance(capacity, str) else capacity or 0
     if profile is not None and not isinstance(profile, Profile):
         profile = read_profile(Path(profile))
-    return _take_part(
-        Job(
-            build_model,
-            build_optimizer,
-            get_batch,
-            steps,
-            batch_size,
-            chunk_size,
-            place,
-            clip_grad_max_norm,
-            loss,
-            schedule,
-            profile,
-            planner,
-            memory,
-            limit,
-            checkpoint_every,
-            on_step,
-            seed,
-            timeout_seconds,
-            settings,
-        )
+    job = Job(
+        build_model=build_model,
+        build_optimizer=build_optimizer,
+        get_batch=get_batch,
+        steps=steps,
+        batch_size=batch_size,
+        chunk_size=chunk_size,
+        run_dir=place,
+        clip_grad_max_norm=clip_grad_max_norm,
+        loss=loss,
+        schedule=schedule,
+        profile=profile,
+        planner=planner,
+        memory=memory,
+        capacity=limit,
+        checkpoint_every=checkpoint_every,
+        on_step=on_step,
+        seed=seed,
+        timeout_seconds=timeout_seconds,
+        elastic=settings,
     )
+    return _take_part(member, job)
 
 
 # -- the host
@@ -156,13 +154,14 @@ def _host(run_dir: Path, workers: int, settings: Elastic) -> ElasticEnd:
         raise CapslogError("run_elastic must be called by a script in a file, which its workers run, too")
     run_dir.mkdir(parents=True, exist_ok=True)
     step, path = begin_with(run_dir)
+    beginning = Beginning(1, step, Path(path) if path else None)
     host = Host(
         run_dir,
         entry="varuna_capslog.varuna_plugin.elastic.run:main",
         arguments=[str(run_dir), os.path.abspath(script), *sys.argv[1:]],
         num_workers=workers,
-        keys={"first-plan": "1", "resumed-step": str(step), "resumed-path": path},
-        first=Stamp(step, 0),
+        keys=beginning.keys(),
+        first=beginning.stamp,
         settings=settings,
         say=_say,
         modules=(*PRELOADED, *_MODULES, "varuna"),
@@ -187,30 +186,26 @@ def main(arguments: Sequence[str]) -> int:
     Args:
         arguments: the run's folder, the script, and its own arguments.
     """
-    from varuna_capslog.start.member_worker import report_failures
+    from varuna_capslog.elastic.member.start_up import report_failures
+    from varuna_capslog.elastic.script.member_script import MemberScript
 
-    script = arguments[1]
-    sys.argv = list(arguments[1:])
-    sys.path.insert(0, os.path.dirname(script))
+    run_dir, script = Path(arguments[0]), arguments[1]
     # the checkpoints' tracker files lie in a folder named after it
     os.environ["MASTER_PORT"] = os.environ["CAPSLOG_STORE"].rpartition(":")[2]
     logging.basicConfig(stream=sys.stderr, format="%(message)s")
 
-    def part(wish: Wish) -> int:
-        global _stop_wished
-        _stop_wished = lambda: wish.stop  # noqa: E731
+    def part(wish: StopWish) -> int:
         from varuna_capslog.varuna_plugin.install import install
 
         with contextlib.redirect_stdout(sys.stderr):
             install()
-        try:
-            runpy.run_path(script, run_name="__main__")
-        except SystemExit as end:
-            if end.code not in (None, 0):
-                return end.code if isinstance(end.code, int) else 1
-        return _status
+        member = MemberScript(run_dir, wish, Elastic())
+        code = member.run(script, arguments[2:], os.path.dirname(script))
+        if code not in (None, 0):
+            return code if isinstance(code, int) else 1
+        return member.status or 0
 
-    return report_failures(Path(arguments[0]), os.environ["CAPSLOG_MEMBER"], part)
+    return report_failures(run_dir, part)
 
 
 class _Leaving:
@@ -234,47 +229,26 @@ class _Leaving:
                 self._store.append(notice)
 
 
-def _take_part(job: Any) -> ElasticEnd:
+def _take_part(member: MemberScript, job: Job) -> ElasticEnd:
     """This worker's part of the run."""
-    global _status
-    from varuna_capslog.elastic.member.peers import local_address
-    from varuna_capslog.elastic.member.runtime import Runtime
+    from varuna_capslog.elastic.member.runtime_options import RuntimeOptions
+    from varuna_capslog.elastic.member.start_up import enter, local_rank, probe_of, take_part
     from varuna_capslog.elastic.member.timeouts import Patience
-    from varuna_capslog.elastic.store.torch_store import open_store
-    from varuna_capslog.start.member_worker import probe_of
-    from varuna_capslog.start.worker import choose_device
+    from varuna_capslog.training.worker_process import choose_device
     from varuna_capslog.varuna_plugin.elastic.work import VarunaWork
 
-    me, address = os.environ["CAPSLOG_MEMBER"], os.environ["CAPSLOG_STORE"]
-    store = open_store(address, os.environ.get("CAPSLOG_STORE_IDENTITY"))
+    entry = enter(job.run_dir, member.wish)
+    store, me, elastic = entry.store, entry.start.me, job.elastic
     _Leaving(me, store)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    step, path = store.get("resumed-step", 10.0), store.get("resumed-path", 10.0)
-    if step is None or path is None:
-        raise CapslogError("the store does not say with which boundary the run begins; start it anew")
-    stamp = Stamp(int(step), 0)
-    device = choose_device("auto", int(os.environ.get("CAPSLOG_LOCAL_RANK", "0")))
-    work = VarunaWork(me, job, store.rendezvous, device, {stamp: Path(path)} if path else {}, _stop_wished)
+    work = VarunaWork(entry.start, job, store.rendezvous, choose_device("auto", local_rank()))
     work.placer.prepare(len(store.read().members) + 2)
-    elastic = job.elastic
-    runtime = Runtime(
-        me,
-        os.environ.get("CAPSLOG_HOST", "host"),
-        work,
-        store,
-        store.identity,
-        os.environ.get("CAPSLOG_ADDRESS") or local_address(address),
-        job.capacity,
-        stamp,
-        elastic.protection == "sync",
-        elastic.shadows,
-        Patience(job.timeout_seconds, elastic.patience_seconds),
-        probe_of(me, job.run_dir),
-        _stop_wished,
+    options = RuntimeOptions(
+        capacity=job.capacity,
+        sync=elastic.protection == "sync",
+        shadows=elastic.shadows,
+        patience=Patience(job.timeout_seconds, elastic.patience_seconds),
+        probe=probe_of(me, job.run_dir),
     )
-    try:
-        end = runtime.run()
-    finally:
-        work.close()
-    _status = 130 if end.stopped and work.asked else 0
+    end, member.status = take_part(entry, work, options)
     return ElasticEnd(True, end.step, end.stopped or end.released)

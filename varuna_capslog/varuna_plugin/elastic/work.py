@@ -12,9 +12,7 @@ import io
 import math
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,12 +22,14 @@ from torch.utils import _pytree as pytree
 
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.elastic.member.beginning import MemberStart
 from varuna_capslog.elastic.member.work import Followed, LayerState, Opening, Outcome
 from varuna_capslog.engine.communicator import Communicator, PeerLost
 from varuna_capslog.membership.candidates import Steps
-from varuna_capslog.membership.generation import Generation, Layout, Member, Stamp
+from varuna_capslog.membership.generation import Generation, Layout, Stamp
 from varuna_capslog.membership.placing import Placer
 from varuna_capslog.membership.recovery import Seat
+from varuna_capslog.training.recent_steps import RecentSteps
 from varuna_capslog.varuna_plugin import building, checkpoint, piece_state
 from varuna_capslog.varuna_plugin.checkpoint_files import read_tensors
 from varuna_capslog.varuna_plugin.drawing import Draws
@@ -55,24 +55,16 @@ class VarunaWork:
 
     Args:
         rendezvous: gives a store client of the caller's own.
-        resumed: where the boundary that the run begins with lies.
-        stop_wished: asked once per step; True on any member stops all after it.
     """
 
     def __init__(
-        self,
-        me: Member,
-        job: Job,
-        rendezvous: Callable[[], dist.Store],
-        device: torch.device,
-        resumed: Mapping[Stamp, Path] | None = None,
-        stop_wished: Callable[[], bool] = lambda: False,
+        self, start: MemberStart, job: Job, rendezvous: Callable[[], dist.Store], device: torch.device
     ) -> None:
         import varuna
 
-        self.me, self.job, self.device = me, job, device
+        self.start, self.job, self.device = start, job, device
+        self._rendezvous = rendezvous
         self._varuna = varuna
-        self._rendezvous, self._resumed, self._stop_wished = rendezvous, dict(resumed or {}), stop_wished
         self._spare: nn.Module | None = self._build()
         first = job.microbatches(1)
         if len(first.batches) != job.num_microbatches:
@@ -117,7 +109,7 @@ class VarunaWork:
         self._connect_seconds = _CONNECT_SECONDS
         self._first = False
         self._measured: tuple[float, float] = (0.0, 0.0)
-        self._records: deque[dict[str, Any]] = deque(maxlen=2)
+        self._recent: RecentSteps[dict[str, Any]] = RecentSteps(job.run_dir / "metrics.jsonl")
         self._began = 0.0
         self.asked = False
 
@@ -167,7 +159,8 @@ class VarunaWork:
         else:
             communicator.gather(None)
         if self._first:
-            self._write_missing()
+            for record in self._recent.missing(self._base):
+                files.append_jsonl(job.run_dir / "metrics.jsonl", record)
 
     def _build_trainer(self, model: nn.Module, rank: int, stages: int, seconds: float) -> None:
         """Varuna's part of this rank.
@@ -210,7 +203,7 @@ class VarunaWork:
             raise
         except Exception as error:
             if communicator.aborted:
-                raise PeerLost(f"{self.me} was on Varuna when its generation was ended: {error}", None) from error
+                raise PeerLost(f"{self.start.me} was on Varuna when its generation was ended: {error}", None) from error
             raise
 
     def shelve(self) -> Mapping[int, LayerState]:
@@ -259,7 +252,7 @@ class VarunaWork:
 
     def vote(self, step: int, ballot: bytes) -> Outcome:
         assert self._communicator is not None
-        mine = (ballot, self._stop_wished(), self._measured)
+        mine = (ballot, self.start.stop_wished(), self._measured)
         gathered = self._communicator.gather(mine)
         self._measured = gathered[0][2]
         finite = all(map(math.isfinite, self._measured))
@@ -276,7 +269,7 @@ class VarunaWork:
         loss, norm = self._measured
         seconds = round(time.monotonic() - self._began, 6)
         record = {"step": step, "loss": loss, "grad_norm": norm, "seconds": seconds, "generation": self._number}
-        self._records.append(record)
+        self._recent.add(step, record)
         if self._first:
             files.append_jsonl(self.job.run_dir / "metrics.jsonl", record)
             if self.job.on_step is not None:
@@ -285,14 +278,6 @@ class VarunaWork:
     def _prepare(self, optimizer: torch.optim.Optimizer, step: int) -> None:
         if self.job.schedule is not None:
             self.job.schedule(optimizer, step)
-
-    def _write_missing(self) -> None:
-        """Whoever wrote before may have been lost between applying a step and writing its line."""
-        path = self.job.run_dir / "metrics.jsonl"
-        written = {line.get("step") for line in files.last_lines(path)} if self._records and path.exists() else set()
-        for record in self._records:
-            if record["step"] <= self._base and record["step"] not in written:
-                files.append_jsonl(path, record)
 
     def discard(self, step: int) -> str:
         for name, buffer in self._buffers.items():
@@ -334,7 +319,7 @@ class VarunaWork:
         return {key: tensor.clone() for key, tensor in piece_state.capture(*part, None).items()}
 
     def load(self, layer: int, stamp: Stamp) -> LayerState:
-        place = self._resumed.get(stamp, self.checkpoints / f"varuna_ckpt_{stamp.step}")
+        place = self.start.resumed.get(stamp, self.checkpoints / f"varuna_ckpt_{stamp.step}")
         if place.name.startswith(elastic_disk.RESUMED):
             return elastic_disk.read_held(place, layer)
         initial = self.initial(layer)  # buffers that no checkpoint holds, since the model makes them
@@ -342,7 +327,7 @@ class VarunaWork:
 
     def persist(self, held: Mapping[tuple[int, Stamp], LayerState], record: Generation, why: str) -> None:
         elastic_disk.write_held(self.job.run_dir, held, record, self.trace.num_pieces)
-        self.note("persisted", why=why, states=len(held), member=self.me, generation=record.number)
+        self.note("persisted", why=why, states=len(held), member=self.start.me, generation=record.number)
 
     # -- boundaries ---------------------------------------------------------------------------------------------------
 
@@ -379,7 +364,7 @@ class VarunaWork:
 
     def finish(self, stamp: Stamp, stopped: bool) -> None:
         assert self._communicator is not None
-        self.asked = stopped and any(self._communicator.gather(self._stop_wished()))
+        self.asked = stopped and any(self._communicator.gather(self.start.stop_wished()))
         if stamp.step > 0:
             self._save(stamp.step)
         if self._first:
