@@ -15,6 +15,7 @@ from typing import Any
 from tests.engine import models
 from tests.engine.workload import TinyData
 from varuna_capslog.elastic.member import pipeline_work
+from varuna_capslog.elastic.member.equipment import Equipment
 from varuna_capslog.elastic.member.runtime import End, Runtime
 from varuna_capslog.membership.messages import Event
 from varuna_capslog.model.trace import ShapeTable
@@ -57,4 +58,4 @@ def _shapes_of(chain: Any, *kind: str) -> ShapeTable:
 def main(arguments: Sequence[str]) -> int:
     """Like `worker.main`."""
     pipeline_work.ShapeTable = _shapes_of  # type: ignore[assignment,misc]
-    return worker.main(arguments, worker.Parts(runtime=CheckedRuntime))
+    return worker.main(arguments, Equipment(runtime=CheckedRuntime))

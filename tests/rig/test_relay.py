@@ -150,7 +150,9 @@ def test_a_host_whose_supervisor_was_started_again_is_cut_by_its_machine(line, r
     monkeypatch.setenv("CAPSLOG_HOST", "again.2")
     monkeypatch.setenv(VARIABLE, f"again@{relay.address}")
     server, port = serve_store()
-    store = opener()(f"127.0.0.1:{port}", server.identity)
+    opened = opener()
+    assert opened is not None
+    store = opened(f"127.0.0.1:{port}", server.identity)
     store.put("address/again.2-1", "127.0.0.1:4713")
     assert line.through("again", "127.0.0.1:4713") == "127.0.0.1:4713"
     assert line.through("other", "127.0.0.1:4713") != "127.0.0.1:4713"

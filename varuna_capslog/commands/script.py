@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +12,8 @@ from varuna_capslog.commands.host import check_address
 
 if TYPE_CHECKING:
     from varuna_capslog.config.settings import Elastic
+    from varuna_capslog.elastic.host.options import HostOptions
+    from varuna_capslog.start.script_host import ScriptCommand
 
 __all__ = ["script"]
 
@@ -77,7 +80,19 @@ def script(
     if chaos is not None:
         _disturb(file, arguments or [], folder, nproc, settings, chaos, seed, mean)
         return
-    _run(file, arguments or [], folder, nproc, settings, serve, store, nnodes, name, wait)
+    from varuna_capslog.elastic.host.options import HostOptions  # not before: a dry run needs no torch
+    from varuna_capslog.start.script_host import ScriptCommand
+
+    options = HostOptions(
+        folder,
+        num_workers=nproc,
+        name=name,
+        store=store,
+        serve_at=serve or "127.0.0.1:0",
+        hosts=nnodes,
+        settings=settings,
+    )
+    _run(ScriptCommand(file, arguments or []), options, wait)
 
 
 def _settings(pairs: list[str]) -> Elastic:
@@ -96,41 +111,21 @@ def _settings(pairs: list[str]) -> Elastic:
     return section(Elastic, found, "elastic")
 
 
-def _run(
-    file: Path,
-    arguments: list[str],
-    folder: Path,
-    nproc: int,
-    settings: Elastic,
-    serve: str | None,
-    store: str | None,
-    nnodes: int,
-    name: str | None,
-    wait: float,
-) -> None:
+def _run(command: ScriptCommand, options: HostOptions, wait: float) -> None:
     from varuna_capslog.base.supervisor import Interrupted
     from varuna_capslog.elastic.host.terminal import Terminal
     from varuna_capslog.start.script_host import join_script, run_script
 
-    if store is not None:
+    if options.store is not None:
         say = lambda line: typer.echo(f"capslog: {line}")  # noqa: E731
-        end = join_script(file, arguments, folder, nproc, store, say, name=name, wait_seconds=wait)
+        end = join_script(command, dataclasses.replace(options, say=say), wait)
         if end.how == "left":
             raise Interrupted("all workers of this machine have left; the same command joins the run again", 143)
         say("the run has ended")
         return
-    with Terminal(folder, None, name) as terminal:
-        end = run_script(
-            file,
-            arguments,
-            folder,
-            nproc,
-            settings,
-            terminal.say,
-            name=name,
-            serve_at=serve or "127.0.0.1:0",
-            hosts=nnodes,
-        )
+    folder = options.run_dir
+    with Terminal(folder, None, options.name) as terminal:
+        end = run_script(command, dataclasses.replace(options, say=terminal.say))
     if end.how == "left":
         raise Interrupted(f"all devices have left, the run is parked; the same command continues it in {folder}", 143)
 
@@ -141,9 +136,10 @@ def _disturb(
     from varuna_capslog.base import files, units
     from varuna_capslog.base.errors import CapslogError
     from varuna_capslog.base.supervisor import Interrupted
+    from varuna_capslog.elastic.host.options import HostOptions
     from varuna_capslog.rig.script_chaos import Disturber, judge_script
     from varuna_capslog.rig.tally import by_class
-    from varuna_capslog.start.script_host import run_script
+    from varuna_capslog.start.script_host import ScriptCommand, run_script
 
     if nproc < 2:
         raise CapslogError(f"--chaos needs at least --nproc 2, so that somebody is left; not {nproc}")
@@ -152,7 +148,8 @@ def _disturb(
     say = lambda line: typer.echo(line, err=True)  # noqa: E731
     disturber = Disturber(folder, faults, seed, units.parse_seconds(mean, "mean"), say)
     try:
-        run_script(file, arguments, folder, nproc, settings, begun=disturber.start)
+        options = HostOptions(folder, num_workers=nproc, settings=settings)
+        run_script(ScriptCommand(file, arguments), options, disturber.start)
     except Interrupted:  # it was stopped when all faults had struck
         pass
     finally:

@@ -27,14 +27,14 @@ takes orders. Without this variable nothing is exchanged."""
 _KEPT = 16
 
 
-def opener() -> Callable[[str, str | None], store.MembershipStore]:
-    """`store.open_store`, or a function like it whose stores lead through the relay that the environment names."""
+def opener() -> Callable[[str, str | None], RelayedStore] | None:
+    """Opens the store so that the other hosts are reached through the relay that the environment names, if any."""
     host, _, relay = os.environ.get(VARIABLE, "").partition("@")
     if not relay:
-        return store.open_store
+        return None
     line = Line(relay)
 
-    def opened(address: str, identity: str | None) -> store.MembershipStore:
+    def opened(address: str, identity: str | None = None) -> RelayedStore:
         where, _, port = address.rpartition(":")
         found = RelayedStore(where, int(port), identity)
         found.relay(line, host)

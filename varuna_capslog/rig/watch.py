@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from varuna_capslog.elastic.member.equipment import Equipment
 from varuna_capslog.elastic.member.pipeline_work import PipelineWork
 from varuna_capslog.elastic.member.work import LayerState, Opening
 from varuna_capslog.engine.communicator import Communicator
@@ -108,5 +109,5 @@ def armed(member: str, run_dir: Path) -> Callable[[str], None]:
 def main(arguments: Sequence[str]) -> int:
     """The entry of a watched member; like `elastic.worker.main`."""
     faulthandler.register(signal.SIGUSR2, file=sys.stderr, all_threads=True)
-    parts = worker.Parts(work=WatchedWork, probe=armed, open_store=relayed.opener())
-    return worker.main(arguments, parts)
+    probe = armed(os.environ["CAPSLOG_MEMBER"], Path(arguments[0]))
+    return worker.main(arguments, Equipment(probe, WatchedWork, relayed.opener()))

@@ -12,43 +12,27 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from varuna_capslog.base import files
 from varuna_capslog.config.reading import load_config, load_workload
+from varuna_capslog.elastic.member.equipment import Equipment
 from varuna_capslog.elastic.member.pipeline_work import PipelineRun, PipelineWork
 from varuna_capslog.elastic.member.runtime import Runtime
 from varuna_capslog.elastic.member.runtime_options import RuntimeOptions
 from varuna_capslog.elastic.member.start_up import enter, local_rank, probe_of, report_failures, take_part
 from varuna_capslog.elastic.member.timeouts import Patience
-from varuna_capslog.elastic.store.torch_store import MembershipStore, open_store
 from varuna_capslog.plans.plan import read_plan
 from varuna_capslog.profiles.record import read_profile
 from varuna_capslog.training.worker_process import StopWish, choose_device
 
-__all__ = ["Papers", "Parts", "capacity_of", "main"]
+__all__ = ["Papers", "capacity_of", "main"]
 
 _MORE_DEVICES = 2
 """So many more than there are now may come without a search that takes longer than milliseconds."""
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What a member is built from; tests and measurements put in others, which watch.
-
-    Attributes:
-        probe: given the member's name and the run's folder, a function that is called at named points.
-        open_store: see `store.open_store`.
-    """
-
-    work: type[PipelineWork] = PipelineWork
-    runtime: type[Runtime] = Runtime
-    probe: Callable[[str, Path], Callable[[str], None]] = probe_of
-    open_store: Callable[[str, str | None], MembershipStore] = open_store
 
 
 class Papers:
@@ -71,19 +55,20 @@ class Papers:
                 files.write_json(self._path, {**self._known, "stage": stage, "generation": generation})
 
 
-def main(arguments: Sequence[str] = (), parts: Parts | None = None) -> int:
+def main(arguments: Sequence[str] = (), equipment: Equipment | None = None) -> int:
     """Runs one member; returns the exit status.
 
     Args:
         arguments: the run's folder.
+        equipment: what a test or a measurement gives the member in place of the real things.
     """
     run_dir = Path(arguments[0])
-    return report_failures(run_dir, lambda wish: _take_part(run_dir, wish, parts or Parts()))
+    return report_failures(run_dir, lambda wish: _take_part(run_dir, wish, equipment or Equipment()))
 
 
-def _take_part(run_dir: Path, wish: StopWish, parts: Parts) -> int:
+def _take_part(run_dir: Path, wish: StopWish, equipment: Equipment) -> int:
     logging.basicConfig(stream=sys.stderr, format="%(message)s")
-    entry = enter(run_dir, wish, parts.open_store)
+    entry = enter(run_dir, wish, equipment.open_store)
     start, store = entry.start, entry.store
     config = load_config(run_dir / "config.yaml")
     torch.set_num_threads(config.train.threads)
@@ -94,7 +79,8 @@ def _take_part(run_dir: Path, wish: StopWish, parts: Parts) -> int:
         read_plan(run_dir / f"plan-{start.offset + 1}.json"),
         read_profile(profile) if profile.exists() else None,
     )
-    work = parts.work(start, run, choose_device(config.device, local_rank()), Papers(run_dir, start.me).placed)
+    device, papers = choose_device(config.device, local_rank()), Papers(run_dir, start.me)
+    work = (equipment.work or PipelineWork)(start, run, device, papers.placed)
     began = store.get("began")
     if began is None:
         store.put("began", repr(time.time()))
@@ -111,9 +97,9 @@ def _take_part(run_dir: Path, wish: StopWish, parts: Parts) -> int:
         sync=config.elastic.protection == "sync",
         shadows=config.elastic.shadows,
         patience=Patience(config.pipeline.timeout_seconds, config.elastic.patience_seconds),
-        probe=parts.probe(start.me, run_dir),
+        probe=equipment.probe or probe_of(start.me, run_dir),
     )
-    return take_part(entry, work, options, parts.runtime)[1]
+    return take_part(entry, work, options, equipment.runtime or Runtime)[1]
 
 
 def capacity_of(capacity: int | Sequence[int] | None, device: int) -> int:

@@ -41,15 +41,18 @@ class Entry:
 def enter(
     run_dir: Path,
     stop_wished: Callable[[], bool],
-    open_store: Callable[[str, str | None], MembershipStore] = open_store,
+    opener: Callable[[str, str | None], MembershipStore] | None = None,
 ) -> Entry:
     """Opens the store and reads where the run begins.
+
+    Args:
+        opener: as `store.open_store`, which None stands for.
 
     Raises:
         StoreGone: the store does not answer.
         CapslogError: it does not say where the run begins.
     """
-    store = open_store(os.environ["CAPSLOG_STORE"], os.environ.get("CAPSLOG_STORE_IDENTITY"))
+    store = (opener or open_store)(os.environ["CAPSLOG_STORE"], os.environ.get("CAPSLOG_STORE_IDENTITY"))
     beginning = Beginning.read(store)
     resumed = {} if beginning.path is None else {beginning.stamp: beginning.path}
     start = MemberStart(os.environ["CAPSLOG_MEMBER"], run_dir, beginning.first - 1, resumed, stop_wished)
