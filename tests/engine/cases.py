@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from varuna_capslog.plans.plan import Plan
 from varuna_capslog.training import checkpoint
 from varuna_capslog.training.run import Run
 
+SECOND = datetime.timedelta(seconds=1)
 SETTINGS: dict[str, Any] = {"num_microbatches": 4, "num_blocks": 2, "seed": 7, "rate": LearningRate(1e-3)}
 
 

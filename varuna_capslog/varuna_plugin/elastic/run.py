@@ -7,6 +7,7 @@ the workers; and once in each worker, where it takes part. `main` is what a work
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import queue
@@ -17,7 +18,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -26,14 +27,13 @@ from varuna_capslog.base import units
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.settings import Elastic
 from varuna_capslog.elastic.member.beginning import Beginning
-from varuna_capslog.memory import AUTO
 from varuna_capslog.profiles.record import Profile, read_profile
+from varuna_capslog.varuna_plugin.elastic.job import Job
 from varuna_capslog.varuna_plugin.recognise import find_varuna
 
 if TYPE_CHECKING:
     from varuna_capslog.elastic.script.member_script import MemberScript
     from varuna_capslog.training.worker_process import StopWish
-    from varuna_capslog.varuna_plugin.elastic.job import Job
 
 __all__ = ["ElasticEnd", "main", "run_elastic"]
 
@@ -67,23 +67,11 @@ def run_elastic(
     build_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
     get_batch: Callable[[int], dict[str, Any]],
     *,
-    steps: int,
-    batch_size: int,
-    chunk_size: int,
     run_dir: str | os.PathLike[str],
     workers: int,
-    clip_grad_max_norm: float | None = None,
-    loss: Literal["mean", "sum"] = "mean",
-    schedule: Callable[[torch.optim.Optimizer, int], None] | None = None,
     profile: Profile | str | os.PathLike[str] | None = None,
-    planner: str = "exact",
-    memory: str = AUTO,
     capacity: int | str | None = None,
-    checkpoint_every: int | None = None,
-    on_step: Callable[[int, float, float], None] | None = None,
-    seed: int = 0,
-    timeout_seconds: float = 30.0,
-    elastic: Elastic | None = None,
+    **options: Any,
 ) -> ElasticEnd:
     """Trains on Varuna with this machine's workers until all steps are made; a later call goes on from `run_dir`.
 
@@ -95,49 +83,29 @@ def run_elastic(
         workers: that the run begins with, one per stage (fewer stages where the model has fewer pieces).
         capacity: bytes of each device, also as text ("16GiB"); checked where a profile is given.
 
-    All others: see `elastic_job.Job`. `get_batch` counts steps from 1.
+    All others, `options` among them: the fields of `elastic_job.Job`, by name; `steps`, `batch_size` and `chunk_size`
+    must be given. `get_batch` counts steps from 1.
 
     Raises:
         CapslogError: no fitting Varuna, or an impossible value; on a host also what `Host.run` raises.
         StepRefused: in a worker, when a step was not finite.
     """
-    if steps < 1 or workers < 1:
-        raise CapslogError(f"steps={steps}, workers={workers}: both must be at least 1")
+    options["elastic"] = options.get("elastic") or Elastic()
+    job = Job(build_model, build_optimizer, get_batch, run_dir=Path(run_dir).absolute(), **options)
+    if job.steps < 1 or workers < 1:
+        raise CapslogError(f"steps={job.steps}, workers={workers}: both must be at least 1")
     find_varuna()
-    place, settings = Path(run_dir).absolute(), elastic or Elastic()
     if "CAPSLOG_MEMBER" not in os.environ:
-        return _host(place, workers, settings)
+        return _host(job.run_dir, workers, job.elastic)
     from varuna_capslog.elastic.script.member_script import current_script
-    from varuna_capslog.varuna_plugin.elastic.job import Job
 
     member = current_script()
     if member is None:
-        raise CapslogError("run_elastic was called in a worker by something else than the worker's script")
+        raise CapslogError("run_elastic found CAPSLOG_MEMBER, but no worker of a run runs this script; unset it")
     limit = units.parse_bytes(capacity, "capacity") if isinstance(capacity, str) else capacity or 0
     if profile is not None and not isinstance(profile, Profile):
         profile = read_profile(Path(profile))
-    job = Job(
-        build_model=build_model,
-        build_optimizer=build_optimizer,
-        get_batch=get_batch,
-        steps=steps,
-        batch_size=batch_size,
-        chunk_size=chunk_size,
-        run_dir=place,
-        clip_grad_max_norm=clip_grad_max_norm,
-        loss=loss,
-        schedule=schedule,
-        profile=profile,
-        planner=planner,
-        memory=memory,
-        capacity=limit,
-        checkpoint_every=checkpoint_every,
-        on_step=on_step,
-        seed=seed,
-        timeout_seconds=timeout_seconds,
-        elastic=settings,
-    )
-    return _take_part(member, job)
+    return _take_part(member, dataclasses.replace(job, profile=profile, capacity=limit))
 
 
 # -- the host
@@ -145,7 +113,8 @@ def run_elastic(
 
 def _host(run_dir: Path, workers: int, settings: Elastic) -> ElasticEnd:
     from varuna_capslog.elastic.host.fork_server import PRELOADED
-    from varuna_capslog.elastic.host.host import Host
+    from varuna_capslog.elastic.host.options import HostOptions
+    from varuna_capslog.start.elastic_host import host_of
     from varuna_capslog.varuna_plugin.building import temporary_folder
     from varuna_capslog.varuna_plugin.elastic.disk import begin_with
 
@@ -155,7 +124,7 @@ def _host(run_dir: Path, workers: int, settings: Elastic) -> ElasticEnd:
     run_dir.mkdir(parents=True, exist_ok=True)
     step, path = begin_with(run_dir)
     beginning = Beginning(1, step, Path(path) if path else None)
-    host = Host(
+    options = HostOptions(
         run_dir,
         entry="varuna_capslog.varuna_plugin.elastic.run:main",
         arguments=[str(run_dir), os.path.abspath(script), *sys.argv[1:]],
@@ -166,6 +135,7 @@ def _host(run_dir: Path, workers: int, settings: Elastic) -> ElasticEnd:
         say=_say,
         modules=(*PRELOADED, *_MODULES, "varuna"),
     )
+    host = host_of(options)
     try:
         end = host.run()
     finally:
