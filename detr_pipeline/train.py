@@ -58,6 +58,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    from varuna_capslog.start.worker import leave
+    from varuna_capslog.training.worker_process import leave
 
     leave(main())

@@ -55,7 +55,7 @@ def program() -> NoReturn:
     """The process `capslog`: runs the command line of its arguments and ends."""
     status = _run(sys.argv[1:])
     if "varuna_capslog.elastic.store.torch_store" in sys.modules:
-        from varuna_capslog.start.worker import leave
+        from varuna_capslog.training.worker_process import leave
 
         leave(status)  # a thread of the store's that waits in C++ would abort an interpreter that ends
     sys.exit(status)

@@ -14,6 +14,8 @@ from typing import Any
 
 from tests.engine import models
 from tests.engine.workload import TinyData
+from varuna_capslog.elastic.member import pipeline_work
+from varuna_capslog.elastic.member.equipment import Equipment
 from varuna_capslog.elastic.member.runtime import End, Runtime
 from varuna_capslog.membership.messages import Event
 from varuna_capslog.model.trace import ShapeTable
@@ -55,8 +57,5 @@ def _shapes_of(chain: Any, *kind: str) -> ShapeTable:
 
 def main(arguments: Sequence[str]) -> int:
     """Like `faults.main`."""
-    from varuna_capslog.elastic.member import pipeline_work, runtime
-
-    runtime.Runtime = CheckedRuntime  # type: ignore[misc]
     pipeline_work.ShapeTable = _shapes_of  # type: ignore[assignment,misc]
-    return faults.main(arguments)
+    return faults.main(arguments, equipment=Equipment(runtime=CheckedRuntime))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from typing import Any
 
 import torch
@@ -16,9 +17,9 @@ from varuna_capslog.engine.optimizer import LearningRate
 from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.training import checkpoint
-from varuna_capslog.training.journal import Journal
 from varuna_capslog.training.run import Run
 
+SECOND = datetime.timedelta(seconds=1)
 SETTINGS: dict[str, Any] = {"num_microbatches": 4, "num_blocks": 2, "seed": 7, "rate": LearningRate(1e-3)}
 
 
@@ -149,11 +150,6 @@ def train_run(
     )
     asked["run"] = run
     found = run.resume()
-    journal = (
-        Journal(run.run_dir, run.total_steps, run.step + 1, 0, communicator.world_size, 1)
-        if communicator.rank == 0
-        else None
-    )
     original = checkpoint.write_synced
 
     def write(path: Any, state: Any) -> Any:
@@ -163,7 +159,7 @@ def train_run(
 
     checkpoint.write_synced = write
     try:
-        end = run.train(journal)
+        end = run.train()
         return {
             "resumed": found.step if found else None,
             "step": end.step,
@@ -174,6 +170,4 @@ def train_run(
         return {"resumed": found.step if found else None, "error": f"{type(error).__name__}: {error}"}
     finally:
         checkpoint.write_synced = original
-        if journal is not None:
-            journal.close()
         run.close()

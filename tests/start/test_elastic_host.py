@@ -18,6 +18,7 @@ from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import load_config
 from varuna_capslog.elastic.host.hooks import check_same_folder
+from varuna_capslog.elastic.host.options import HostOptions
 from varuna_capslog.elastic.network import address_towards, interface_of, network_variables
 from varuna_capslog.elastic.store.torch_store import open_store, serve_store
 from varuna_capslog.plans.plan import Plan, write_plan
@@ -91,8 +92,9 @@ def test_a_folder_that_is_not_shared_is_refused(tmp_path):
 def test_a_store_that_nobody_serves_is_waited_for_so_long_and_no_longer(tmp_path):
     said: list[str] = []
     config = load_config(write_config(tmp_path))
+    options = HostOptions(config.run_dir, store=f"127.0.0.1:{free_port()}", say=said.append)
     with pytest.raises(CapslogError, match=r"nobody serves the run's store at 127\.0\.0\.1:\d+ .* --serve"):
-        join_run(config, f"127.0.0.1:{free_port()}", 1, said.append, wait_seconds=0.6)
+        join_run(config, options, wait_seconds=0.6)
     assert len(said) == 1
 
 

@@ -10,7 +10,8 @@ import pytest
 
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import DiskFailed
-from varuna_capslog.start.member_worker import Papers, capacity_of, report_failures
+from varuna_capslog.elastic.member.start_up import report_failures
+from varuna_capslog.start.member_worker import Papers, capacity_of
 
 
 def test_a_members_file_names_its_stage_in_the_newest_generation(tmp_path, monkeypatch):
@@ -51,7 +52,8 @@ def test_a_failure_ends_a_member_also_where_its_log_cannot_take_it(tmp_path, mon
         def write(self, text):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+    monkeypatch.setenv("CAPSLOG_MEMBER", "a-1")
     monkeypatch.setattr("sys.stderr", Full())
     monkeypatch.setattr("signal.signal", lambda number, handler: None)
-    assert report_failures(tmp_path, "a-1", part) == 2
+    assert report_failures(tmp_path, part) == 2
     assert files.read_json(tmp_path / "workers/a-1.error.json")["cause"] == "no space"

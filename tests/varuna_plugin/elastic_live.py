@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from tests.varuna_plugin import models
 from varuna_capslog.base import files
 from varuna_capslog.elastic.host.fork_server import PRELOADED, Nursery
+from varuna_capslog.elastic.member.beginning import Beginning
 from varuna_capslog.elastic.store.torch_store import StoreGone, open_store, serve_store
 from varuna_capslog.engine.seeds import seed_layer
 from varuna_capslog.membership.generation import Generation, Stamp
@@ -82,7 +83,7 @@ class Live:
         self.server, port = serve_store()
         self._address = f"127.0.0.1:{port}"
         self.store = open_store(self._address, self.server.identity)
-        for key, value in {"resumed-step": str(step), "resumed-path": path}.items():
+        for key, value in Beginning(1, step, Path(path) if path else None).keys().items():
             self.store.put(key, value)
         names = [self.join() for _ in range(members)]
         self.store.compare_and_set(0, Generation(1, tuple(names), checkpoint=Stamp(step, 0)))

@@ -58,7 +58,6 @@ def run(communicator: Communicator, values: dict[str, Any], cuts: list[int]) -> 
     from varuna_capslog.base import files
     from varuna_capslog.plans.plan import Plan
     from varuna_capslog.start.engines import ENGINES
-    from varuna_capslog.training.journal import Journal
     from varuna_capslog.training.run import Run
 
     config = Config.model_validate(values)
@@ -68,9 +67,7 @@ def run(communicator: Communicator, values: dict[str, Any], cuts: list[int]) -> 
         try:
             work.resume()
             first = work.step + 1
-            keeps = communicator.rank == 0
-            journal = Journal(Path(config.run_dir), work.total_steps, first, 0, 1, 1) if keeps else None
-            end = work.train(journal)
+            end = work.train()
         finally:
             work.close()
             plugin.uninstall()

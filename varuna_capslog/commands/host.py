@@ -49,6 +49,7 @@ def host(
     """Train on several machines that may come and go: the same command on each, one with --serve."""
     from varuna_capslog.base.errors import CapslogError
     from varuna_capslog.base.supervisor import Interrupted
+    from varuna_capslog.elastic.host.options import HostOptions
     from varuna_capslog.start.elastic_host import check_elastic, join_run
 
     if (serve is None) == (store is None):
@@ -62,7 +63,8 @@ def host(
         return
     if store is not None:
         say = lambda line: typer.echo(f"capslog: {line}")  # noqa: E731
-        end = join_run(settings, store, workers, say, name=name, wait_seconds=wait)
+        options = HostOptions(settings.run_dir, num_workers=workers, name=name, store=store, say=say)
+        end = join_run(settings, options, wait_seconds=wait)
         if end.how == "left":
             raise Interrupted("all workers of this machine have left; the same command joins the run again", 143)
         say("the run has ended")
@@ -79,6 +81,7 @@ def _begin(serve: str | None) -> str:
 
 def _serve(settings: Config, workers: int, nnodes: int, serve: str, name: str | None) -> None:
     from varuna_capslog.base.supervisor import Interrupted, reserve
+    from varuna_capslog.elastic.host.options import HostOptions
     from varuna_capslog.elastic.host.terminal import Terminal
     from varuna_capslog.profiles.record import read_profile
     from varuna_capslog.start.elastic_host import run_here
@@ -90,14 +93,10 @@ def _serve(settings: Config, workers: int, nnodes: int, serve: str, name: str | 
         for note in plan.notes:
             typer.echo(f"note: {note}", err=True)
         with Terminal(settings.run_dir, settings.train.max_steps, name) as terminal:
-            end = run_here(
-                settings,
-                terminal.say,
-                num_workers=workers,
-                name=name,
-                serve_at=serve,
-                hosts=nnodes,
+            options = HostOptions(
+                settings.run_dir, num_workers=workers, name=name, serve_at=serve, hosts=nnodes, say=terminal.say
             )
+            end = run_here(settings, options)
     if end.how == "left":
         where = f"the same commands continue the run in {settings.run_dir}"
         raise Interrupted(f"all devices have left, and the run is parked; {where}", 143)

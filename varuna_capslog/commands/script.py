@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -123,29 +124,29 @@ def _settings(pairs: list[str]) -> Elastic:
 
 def _run(given: _ScriptArguments, folder: Path, settings: Elastic) -> None:
     from varuna_capslog.base.supervisor import Interrupted
+    from varuna_capslog.elastic.host.options import HostOptions
     from varuna_capslog.elastic.host.terminal import Terminal
-    from varuna_capslog.start.script_host import join_script, run_script
+    from varuna_capslog.start.script_host import ScriptCommand, join_script, run_script
 
-    file, arguments, nproc, name = given.file, given.arguments or [], given.nproc, given.name
-    if given.store is not None:
+    command = ScriptCommand(given.file, given.arguments or [])
+    options = HostOptions(
+        folder,
+        num_workers=given.nproc,
+        name=given.name,
+        store=given.store,
+        serve_at=given.serve or "127.0.0.1:0",
+        hosts=given.nnodes,
+        settings=settings,
+    )
+    if options.store is not None:
         say = lambda line: typer.echo(f"capslog: {line}")  # noqa: E731
-        end = join_script(file, arguments, folder, nproc, given.store, say, name=name, wait_seconds=given.wait)
+        end = join_script(command, dataclasses.replace(options, say=say), given.wait)
         if end.how == "left":
             raise Interrupted("all workers of this machine have left; the same command joins the run again", 143)
         say("the run has ended")
         return
-    with Terminal(folder, None, name) as terminal:
-        end = run_script(
-            file,
-            arguments,
-            folder,
-            nproc,
-            settings,
-            terminal.say,
-            name=name,
-            serve_at=given.serve or "127.0.0.1:0",
-            hosts=given.nnodes,
-        )
+    with Terminal(folder, None, options.name) as terminal:
+        end = run_script(command, dataclasses.replace(options, say=terminal.say))
     if end.how == "left":
         raise Interrupted(f"all devices have left, the run is parked; the same command continues it in {folder}", 143)
 
@@ -153,9 +154,10 @@ def _run(given: _ScriptArguments, folder: Path, settings: Elastic) -> None:
 def _disturb(given: _ScriptArguments, folder: Path, settings: Elastic, faults: int) -> None:
     from varuna_capslog.base import files, units
     from varuna_capslog.base.supervisor import Interrupted
+    from varuna_capslog.elastic.host.options import HostOptions
     from varuna_capslog.rig.script_chaos import Disturber, judge_script
     from varuna_capslog.rig.tally import by_class
-    from varuna_capslog.start.script_host import run_script
+    from varuna_capslog.start.script_host import ScriptCommand, run_script
 
     file, arguments, nproc, seed = given.file, given.arguments or [], given.nproc, given.seed
     if nproc < 2:
@@ -165,7 +167,8 @@ def _disturb(given: _ScriptArguments, folder: Path, settings: Elastic, faults: i
     say = lambda line: typer.echo(line, err=True)  # noqa: E731
     disturber = Disturber(folder, faults, seed, units.parse_seconds(given.mean, "mean"), say)
     try:
-        run_script(file, arguments, folder, nproc, settings, begun=disturber.start)
+        options = HostOptions(folder, num_workers=nproc, settings=settings)
+        run_script(ScriptCommand(file, arguments), options, disturber.start)
     except Interrupted:  # it was stopped when all faults had struck
         pass
     finally:

@@ -66,11 +66,12 @@ def train(
 
 def _train_elastic(settings: Config) -> None:
     from varuna_capslog.base.supervisor import Interrupted
+    from varuna_capslog.elastic.host.options import HostOptions
     from varuna_capslog.elastic.host.terminal import Terminal
     from varuna_capslog.start.elastic_host import run_here
 
     with Terminal(settings.run_dir, settings.train.max_steps) as terminal:
-        end = run_here(settings, terminal.say)
+        end = run_here(settings, HostOptions(settings.run_dir, num_workers=settings.world_size, say=terminal.say))
     if end.how == "left":
         where = f"the same command continues the run in {settings.run_dir}"
         raise Interrupted(f"all devices have left, and the run is parked; {where}", 143)

@@ -7,6 +7,7 @@ program.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import resource
@@ -120,9 +121,12 @@ class Instructions(Observer):
         self._probe(f"action {position}")
 
 
-def main(arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> int:
+def main(
+    arguments: Sequence[str], environment: Mapping[str, str] | None = None, equipment: Equipment | None = None
+) -> int:
     """The entry of a member with faults: those of the variable; else as `worker.main`."""
     found = os.environ if environment is None else environment
     faults = faults_of(found.get(VARIABLE, "[]"))
     probe = prober(faults, found["CAPSLOG_MEMBER"], Path(arguments[0]) / "faults")
-    return worker.main(arguments, Equipment(probe=probe, observer=Instructions(probe)))
+    equipment = dataclasses.replace(equipment or Equipment(), probe=probe, observer=Instructions(probe))
+    return worker.main(arguments, equipment)

@@ -46,9 +46,9 @@ class WatchedWork(PipelineWork):
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
-        folder = records_folder(self.run_dir)
+        folder = records_folder(self.start.run_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{os.environ.get(SEGMENT, '0')}-{self.me}.jsonl"
+        path = folder / f"{os.environ.get(SEGMENT, '0')}-{self.start.me}.jsonl"
         self._records = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         self._opened = 0
         self._own: Sequence[int] = ()
@@ -63,7 +63,7 @@ class WatchedWork(PipelineWork):
         )
 
     def apply(self, step: int) -> None:
-        verdict = self._verdict
+        verdict = self.loop.verdict
         assert verdict is not None
         super().apply(step)
         digests = {index: digest(self.state(index, copy=False)).hex() for index in self._own} if self._digests else {}
@@ -73,7 +73,7 @@ class WatchedWork(PipelineWork):
         )
 
     def _record(self, kind: str, **what: Any) -> None:
-        line = json.dumps({"kind": kind, "time": time.time(), "member": self.me, **what}, separators=(",", ":"))
+        line = json.dumps({"kind": kind, "time": time.time(), "member": self.start.me, **what}, separators=(",", ":"))
         os.write(self._records, line.encode() + b"\n")  # at once, so that no line is torn by a kill
 
 

@@ -7,6 +7,7 @@ stopped) and tells the store; the others wait for that. Then a `Host` starts and
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -17,14 +18,16 @@ from varuna_capslog.config.reading import load_config
 from varuna_capslog.config.settings import Config
 from varuna_capslog.elastic.host.fork_server import PRELOADED
 from varuna_capslog.elastic.host.hooks import check_same_folder
-from varuna_capslog.elastic.host.host import Host, HostEnd, HostOptions
+from varuna_capslog.elastic.host.host import Host, HostEnd
+from varuna_capslog.elastic.host.options import HostOptions
+from varuna_capslog.elastic.member.beginning import Beginning
 from varuna_capslog.elastic.member.held_state import recover
 from varuna_capslog.elastic.network import network_variables
 from varuna_capslog.elastic.store.torch_store import StoreGone, open_store
 from varuna_capslog.membership.generation import Stamp
 from varuna_capslog.plans.folder import latest_plan
 
-__all__ = ["check_elastic", "join_run", "run_here", "starting_point", "wait_for_store"]
+__all__ = ["check_elastic", "find_run", "join_run", "run_here", "starting_point", "wait_for_store"]
 
 _LOOK_SECONDS = 0.5
 
@@ -61,15 +64,12 @@ def starting_point(config: Config, say: Callable[[str], None] = lambda line: Non
             say(f"passed over a checkpoint: {problem}")
     elif config.resume != "never":
         found = open_checkpoint(Path(config.resume))
-    step = found.step if found is not None else 0
-    if found is not None:
+    if found is None:
+        beginning = Beginning(planned[0])
+    else:
         say(f"resumed after step {found.step} from {found.path}")
-    keys = {
-        "first-plan": str(planned[0]),
-        "resumed-step": str(step),
-        "resumed-path": str(found.path.absolute()) if found is not None else "",
-    }
-    return keys, Stamp(step, 0)
+        beginning = Beginning(planned[0], found.step, found.path)
+    return beginning.keys(), beginning.stamp
 
 
 def check_elastic(config: Config) -> None:
@@ -91,94 +91,66 @@ def check_elastic(config: Config) -> None:
         )
 
 
-def run_here(
-    config: Config,
-    say: Callable[[str], None] = lambda line: None,
-    modules: Sequence[str] = (),
-    *,
-    num_workers: int | None = None,
-    name: str | None = None,
-    serve_at: str = "127.0.0.1:0",
-    hosts: int = 1,
-) -> HostEnd:
+def run_here(config: Config, options: HostOptions, modules: Sequence[str] = ()) -> HostEnd:
     """Serves the store and trains with this machine's workers until the run ends, everywhere.
 
     Args:
-        say: prints one line for the user.
+        options: this machine's; workers, settings and where the run begins are filled in here.
         modules: imported ahead for all workers, besides those of the engine and of the workload.
-        num_workers: of this machine; None: all that the config wants.
-        name, serve_at, hosts: see `Host`.
 
     Raises:
         WorkerFailed, Interrupted: see `Host.run`.
         CapslogError: `engine: varuna`, which has no part in this; or nothing to begin with.
     """
     check_elastic(config)
-    keys, stamp = starting_point(config, say)
-    return Host(
-        HostOptions(
-            config.run_dir,
-            num_workers=num_workers or config.world_size,
-            name=name,
-            serve_at=serve_at,
-            hosts=hosts,
-            keys=keys,
-            first=stamp,
-            environment=_environment(config, serve_at) | ({"CAPSLOG_ONE_HOST": "1"} if hosts == 1 else {}),
-            settings=config.elastic,
-            say=say,
-            modules=_modules(config, modules),
-        )
-    ).run()
+    keys, stamp = starting_point(config, options.say)
+    options = dataclasses.replace(_of_config(options, config, modules), keys=keys, first=stamp)
+    if options.hosts == 1:
+        options = dataclasses.replace(options, environment={**options.environment, "CAPSLOG_ONE_HOST": "1"})
+    return Host(options).run()
 
 
-def join_run(
-    config: Config,
-    store: str,
-    num_workers: int,
-    say: Callable[[str], None] = lambda line: None,
-    modules: Sequence[str] = (),
-    *,
-    name: str | None = None,
-    wait_seconds: float = 600.0,
-) -> HostEnd:
+def join_run(config: Config, options: HostOptions, modules: Sequence[str] = (), wait_seconds: float = 600.0) -> HostEnd:
     """Waits for the machine that serves the store, then takes part with this machine's workers until the run ends or
     all of them have left.
 
     Args:
         config: only its `run_dir` counts, which all machines share; the rest is what the serving machine wrote there.
-        store: host:port.
+        options: this machine's, with the address of the store; workers and settings are filled in here.
         wait_seconds: for the store, which is served once the run is profiled and planned.
 
     Raises:
         WorkerFailed, Interrupted: see `Host.run`.
-        CapslogError: nobody serves the store in time, or `run_dir` is not the folder that the serving machine uses.
+        CapslogError: no machine serves the store in time, or `run_dir` is not the folder that the serving machine uses.
     """
     check_elastic(config)
-    identity = wait_for_store(store, wait_seconds, say)
-    check_same_folder(config.run_dir, store, identity)
+    find_run(options, wait_seconds)
     here = load_config(config.run_dir / "config.yaml")
-    here.run_dir = config.run_dir
-    return Host(
-        HostOptions(
-            config.run_dir,
-            num_workers=num_workers,
-            name=name,
-            store=store,
-            environment=_environment(here, store),
-            settings=here.elastic,
-            say=say,
-            modules=_modules(here, modules),
-        )
-    ).run()
+    return Host(_of_config(options, here, modules)).run()
 
 
-def _modules(config: Config, more: Sequence[str]) -> tuple[str, ...]:
-    return (*_MODULES, config.workload.partition(":")[0], *more)
+def _of_config(options: HostOptions, config: Config, modules: Sequence[str]) -> HostOptions:
+    """The options of a machine of this run."""
+    return dataclasses.replace(
+        options,
+        settings=config.elastic,
+        environment={
+            "OMP_NUM_THREADS": str(config.train.threads),
+            **network_variables(options.store or options.serve_at),
+        },
+        modules=(*_MODULES, config.workload.partition(":")[0], *modules),
+    )
 
 
-def _environment(config: Config, store: str) -> dict[str, str]:
-    return {"OMP_NUM_THREADS": str(config.train.threads), **network_variables(store)}
+def find_run(options: HostOptions, wait_seconds: float) -> None:
+    """Waits for the run's store, and holds this machine's folder against that of the machine that serves it.
+
+    Raises:
+        CapslogError: no machine serves the store in time, or the folders differ.
+    """
+    assert options.store is not None
+    identity = wait_for_store(options.store, wait_seconds, options.say)
+    check_same_folder(options.run_dir, options.store, identity)
 
 
 def wait_for_store(store: str, seconds: float, say: Callable[[str], None]) -> str:

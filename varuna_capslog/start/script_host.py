@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,133 +12,98 @@ from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.settings import Elastic
 from varuna_capslog.elastic.host.fork_server import PRELOADED
-from varuna_capslog.elastic.host.hooks import check_same_folder
-from varuna_capslog.elastic.host.host import Host, HostEnd, HostOptions
+from varuna_capslog.elastic.host.host import Host, HostEnd
+from varuna_capslog.elastic.host.options import HostOptions
+from varuna_capslog.elastic.member.beginning import Beginning
 from varuna_capslog.elastic.network import network_variables
 from varuna_capslog.elastic.script.work import saved_states
-from varuna_capslog.membership.generation import Stamp
-from varuna_capslog.start.elastic_host import wait_for_store
+from varuna_capslog.start.elastic_host import find_run
 
-__all__ = ["join_script", "run_script"]
+__all__ = ["ScriptCommand", "join_script", "run_script"]
 
 _ENTRY = "varuna_capslog.elastic.script:main"
 _MODULES = (*PRELOADED, "torch._dynamo", "torch._subclasses.fake_tensor")
 _NOTE = "script.json"
 
 
+@dataclass(frozen=True)
+class ScriptCommand:
+    """A script and its own arguments.
+
+    Raises:
+        CapslogError: there is no such script.
+    """
+
+    path: Path
+    arguments: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if not self.path.is_file():
+            raise CapslogError(f"there is no script {self.path}; check the path")
+
+    def order(self, run_dir: Path, settings: Elastic) -> dict[str, Any]:
+        """What a worker is called with; see `script.main`."""
+        return {
+            "run_dir": str(run_dir),
+            "script": str(self.path.resolve()),
+            "arguments": list(self.arguments),
+            "elastic": settings.model_dump(mode="json"),
+        }
+
+
 def run_script(
-    path: Path,
-    arguments: Sequence[str],
-    run_dir: Path,
-    num_workers: int,
-    settings: Elastic,
-    say: Callable[[str], None] = lambda line: None,
-    *,
-    name: str | None = None,
-    serve_at: str = "127.0.0.1:0",
-    hosts: int = 1,
-    begun: Callable[[Host], None] = lambda host: None,
+    command: ScriptCommand, options: HostOptions, begun: Callable[[Host], None] = lambda host: None
 ) -> HostEnd:
     """Serves the store and runs the script on this machine's workers until the run ends, everywhere.
 
     The run goes on from the newest checkpoint in its folder.
 
     Args:
-        arguments: the script's own.
-        name, serve_at, hosts, say: see `Host`.
+        options: this machine's, with the section `elastic`; workers and where the run begins are filled in here.
         begun: given the host before it runs.
 
     Raises:
         WorkerFailed, Interrupted: see `Host.run`.
-        CapslogError: there is no such script.
     """
-    keys, first = _starting_point(run_dir)
-    order = _order(path, arguments, run_dir, settings)
-    files.write_json(run_dir / _NOTE, order)
-    host = Host(
-        HostOptions(
-            run_dir,
-            _ENTRY,
-            order,
-            num_workers,
-            name=name,
-            serve_at=serve_at,
-            keys=keys,
-            first=first,
-            hosts=hosts,
-            environment=network_variables(serve_at),
-            settings=settings,
-            say=say,
-            modules=_MODULES,
-        )
-    )
+    beginning = _starting_point(options.run_dir)
+    files.write_json(options.run_dir / _NOTE, command.order(options.run_dir, options.settings))
+    options = dataclasses.replace(_of_script(options, command), keys=beginning.keys(), first=beginning.stamp)
+    host = Host(options)
     begun(host)
     return host.run()
 
 
-def join_script(
-    path: Path,
-    arguments: Sequence[str],
-    run_dir: Path,
-    num_workers: int,
-    store: str,
-    say: Callable[[str], None] = lambda line: None,
-    *,
-    name: str | None = None,
-    wait_seconds: float = 600.0,
-) -> HostEnd:
+def join_script(command: ScriptCommand, options: HostOptions, wait_seconds: float = 600.0) -> HostEnd:
     """Waits for the machine that serves the store, then takes part until the run ends or all workers here have left.
 
     Args:
-        run_dir: which all machines share; the settings are those that the serving machine wrote there.
-        store: host:port.
+        options: this machine's, with the address of the store; the settings are those that the serving machine wrote
+            into the run's folder, which all machines share.
 
     Raises:
         WorkerFailed, Interrupted: see `Host.run`.
-        CapslogError: nobody serves the store in time, or `run_dir` is not the folder that the serving machine uses.
+        CapslogError: no machine serves the store in time, or `run_dir` is not the folder that the serving machine uses.
     """
-    identity = wait_for_store(store, wait_seconds, say)
-    check_same_folder(run_dir, store, identity)
-    settings = Elastic.model_validate(files.read_json(run_dir / _NOTE)["elastic"])
-    return Host(
-        HostOptions(
-            run_dir,
-            _ENTRY,
-            _order(path, arguments, run_dir, settings),
-            num_workers,
-            name=name,
-            store=store,
-            environment=network_variables(store),
-            settings=settings,
-            say=say,
-            modules=_MODULES,
-        )
-    ).run()
+    find_run(options, wait_seconds)
+    settings = Elastic.model_validate(files.read_json(options.run_dir / _NOTE)["elastic"])
+    return Host(_of_script(dataclasses.replace(options, settings=settings), command)).run()
 
 
-def _order(path: Path, arguments: Sequence[str], run_dir: Path, settings: Elastic) -> dict[str, Any]:
-    if not path.is_file():
-        raise CapslogError(f"there is no script {path}; check the path")
-    return {
-        "run_dir": str(run_dir),
-        "script": str(path.resolve()),
-        "arguments": list(arguments),
-        "elastic": settings.model_dump(mode="json"),
-    }
+def _of_script(options: HostOptions, command: ScriptCommand) -> HostOptions:
+    """The options of a machine that runs this script."""
+    return dataclasses.replace(
+        options,
+        entry=_ENTRY,
+        arguments=command.order(options.run_dir, options.settings),
+        environment=network_variables(options.store or options.serve_at),
+        modules=_MODULES,
+    )
 
 
-def _starting_point(run_dir: Path) -> tuple[dict[str, str], Stamp]:
-    """What the store must say before the first worker looks, and the boundary that the run begins with.
-
-    A run that goes on counts its generations anew; in the run's files they follow those that are there.
-    """
+def _starting_point(run_dir: Path) -> Beginning:
+    """The newest checkpoint; the generations follow all that the run's files count."""
     saved, metrics = saved_states(run_dir), run_dir / "metrics.jsonl"
     lines = files.last_lines(metrics) if metrics.exists() else []
     numbers = [stamp.generation for stamp, _ in saved] + [int(line.get("generation", 0)) for line in lines]
-    stamp, path = saved[-1] if saved else (Stamp(0, 0), None)
-    keys = {
-        "first-plan": str(max(numbers, default=0) + 1),
-        "resumed-step": str(stamp.step),
-        "resumed-path": "" if path is None else str(path.absolute()),
-    }
-    return keys, Stamp(stamp.step, 0)
+    first = max(numbers, default=0) + 1
+    return Beginning(first, saved[-1][0].step, saved[-1][1]) if saved else Beginning(first)

@@ -14,14 +14,13 @@ import os
 import signal
 import socket
 import sys
-import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
+from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.training.worker_process import StopWish, choose_device, leave, report_failure
 
 if TYPE_CHECKING:
     import torch
@@ -29,18 +28,7 @@ if TYPE_CHECKING:
     from varuna_capslog.engine.communicator import Communicator
     from varuna_capslog.training.run import Run
 
-__all__ = ["choose_device", "failure_kind", "leave", "main", "run_worker"]
-
-
-class _Wish:
-    """Whether somebody asked this rank to stop; SIGINT sets it, a step boundary reads it."""
-
-    def __init__(self) -> None:
-        self.stop = False
-        signal.signal(signal.SIGINT, self._hear)
-
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        self.stop = True
+__all__ = ["main", "run_worker"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,10 +53,8 @@ def run_worker(run_dir: Path, evaluate: bool = False, prepare: Callable[[], obje
     Returns:
         0, or 130 when the run was asked to stop. A failure ends the process with its own status.
     """
-    from varuna_capslog.base import files
-
     rank = int(os.environ.get("RANK", "0"))
-    wish = _Wish()
+    wish = StopWish()
     if evaluate:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing to save: Ctrl-C ends it at once
     place: dict[str, Any] = {"rank": rank, "pid": os.getpid(), "host": socket.gethostname(), "stage": None}
@@ -76,58 +62,13 @@ def run_worker(run_dir: Path, evaluate: bool = False, prepare: Callable[[], obje
     try:
         return _work(run_dir, rank, wish, place, state, evaluate, prepare)
     except Exception as error:
-        cause = say_cause(str(place.get("name", f"rank {rank}")), error)
-        report = {
+        where = {
             "rank": rank,
             "stage": place["stage"],
             "step": state["step"],
             "microbatch": _microbatch(state["doing"]),
-            "kind": failure_kind(error),
-            "peer": getattr(error, "peer", None),
-            "cause": cause,
-            "time": time.time(),
         }
-        with contextlib.suppress(CapslogError):
-            files.write_json(run_dir / "workers" / f"{rank}.error.json", report)
-        leave(error.exit_status if isinstance(error, CapslogError) else 1)
-
-
-def say_cause(who: str, error: Exception) -> str:
-    """Writes into this process's log, from the handler of `error`, why it ends; returns the cause in a sentence."""
-    known = isinstance(error, CapslogError)
-    cause = str(error) if known else f"{type(error).__name__}: {error}"
-    with contextlib.suppress(OSError):  # the log may lie on a disk that is full
-        if not known or os.environ.get("CAPSLOG_DEBUG"):
-            traceback.print_exc()
-        sys.stderr.write(f"{who}: {cause}\n")
-    return cause
-
-
-def leave(status: int) -> NoReturn:
-    """Ends this process at once, everything written.
-
-    Not by `sys.exit`: after a failure gloo's threads may wait for ever for peers that are gone, and after success a
-    thread of C++ that wants the interpreter while it ends aborts the process now and then ("terminate called without
-    an active exception", seen in one run of eight), which would make a failure of a finished run.
-    """
-    for stream in (sys.stderr, sys.stdout):
-        with contextlib.suppress(OSError):
-            stream.flush()
-    os._exit(status)
-
-
-def failure_kind(error: Exception) -> str:
-    """What sort of failure a worker reports; see `failures`."""
-    from varuna_capslog.base.errors import DoesNotFit, StepRefused
-    from varuna_capslog.engine.communicator import PeerLost
-
-    if isinstance(error, PeerLost):
-        return "peer"
-    if isinstance(error, StepRefused):
-        return "step_refused"
-    if isinstance(error, DoesNotFit):
-        return "does_not_fit"
-    return "user" if isinstance(error, CapslogError) else "defect"
+        leave(report_failure(run_dir, str(rank), str(place.get("name", f"rank {rank}")), error, where))
 
 
 def _microbatch(doing: str | None) -> int | None:
@@ -138,7 +79,7 @@ def _microbatch(doing: str | None) -> int | None:
 def _work(
     run_dir: Path,
     rank: int,
-    wish: _Wish,
+    wish: StopWish,
     place: dict[str, Any],
     state: dict[str, Any],
     evaluate: bool,
@@ -146,7 +87,6 @@ def _work(
 ) -> int:
     import torch
 
-    from varuna_capslog.base import files
     from varuna_capslog.config.reading import load_config
     from varuna_capslog.engine.options import layout_of
     from varuna_capslog.model.workload import load_workload
@@ -177,44 +117,20 @@ def _work(
     if config.pipeline.transport == "nccl":
         _check_nccl(device)
     with _connected(rank, f"run-{generation}", config.pipeline.timeout_seconds) as communicator:
-        workload = load_workload(config)
-        run = Run(config, plan, workload, communicator, device, generation, lambda: wish.stop, state, ENGINES)
+        run = Run(config, plan, load_workload(config), communicator, device, generation, wish, state, ENGINES)
         try:
             if evaluate:
                 return _evaluate(run, run_dir)
-            return _train(run, run_dir)
+            run.resume()
+            return 130 if run.train().stopped else 0
         finally:
             run.close()
 
 
-def _train(run: Run, run_dir: Path) -> int:
-    from varuna_capslog.training.journal import Journal
-
-    journal: Journal | None = None
-    found = run.resume()
-    try:
-        if run.communicator.rank == 0:
-            world_size, log_every = run.communicator.world_size, run.config.train.log_every
-            journal = Journal(run_dir, run.total_steps, run.step + 1, run.generation, world_size, log_every)
-            if found is None:
-                journal.event("start", step=0)
-            else:
-                journal.say(f"resumed after step {found.step} from {found.path}")
-                journal.event("resume", step=found.step, path=str(found.path))
-        end = run.train(journal)
-        if journal is not None:
-            journal.event("stop", step=end.step, asked=end.stopped)
-    finally:
-        if journal is not None:
-            journal.close()
-    return 130 if end.stopped else 0
-
-
 def _evaluate(run: Run, run_dir: Path) -> int:
-    from varuna_capslog.base import files
     from varuna_capslog.training.checkpoint import best_checkpoint
 
-    run.take_weights(best_checkpoint(run.checkpoints))
+    run.take_weights(best_checkpoint(run.setup.checkpoints))
     scores = run.evaluate()
     if scores is None:
         raise CapslogError(f"the workload {run.config.workload!r} has no validation data or no evaluator")
@@ -254,19 +170,6 @@ def _check_nccl(device: torch.device) -> None:
             f"pipeline.transport=nccl needs one GPU per rank, but {here} ranks run here on {device.type} with "
             f"{torch.cuda.device_count()} GPUs; set pipeline.transport=gloo"
         )
-
-
-def choose_device(wish: str, local_rank: int) -> Any:
-    """The torch.device for `device: wish`. Raises CapslogError for CUDA where there is none."""
-    import torch
-
-    if wish == "cuda" and not torch.cuda.is_available():
-        raise CapslogError("device=cuda, but torch sees no CUDA device here; set device=cpu or auto")
-    if wish == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
 
 
 if __name__ == "__main__":

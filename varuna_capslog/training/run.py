@@ -6,7 +6,6 @@ never decides where to cut.
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -17,44 +16,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError, StepRefused
 from varuna_capslog.config.settings import Config
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.interface import Engine, EngineParts, Engines
 from varuna_capslog.engine.optimizer import LearningRate
-from varuna_capslog.engine.options import EngineOptions, StepResult, layout_of
+from varuna_capslog.engine.options import EngineOptions, layout_of
 from varuna_capslog.engine.pipeline import CAPSLOG
-from varuna_capslog.engine.probe import resident_tensors
-from varuna_capslog.engine.stage_meter import StageMeter, held_inputs
 from varuna_capslog.model.chain import Chain
 from varuna_capslog.model.workload import Workload
 from varuna_capslog.plans.plan import Plan
-from varuna_capslog.training.checkpoint import (
-    Checkpoint,
-    latest_checkpoint,
-    load_layers,
-    open_checkpoint,
-    prune,
-    save_checkpoint,
-)
-from varuna_capslog.training.constants import check_continues, check_folder, run_constants
-from varuna_capslog.training.feed import Feed
-from varuna_capslog.training.journal import Journal, peak_record, step_record
-from varuna_capslog.training.judging import Judging
+from varuna_capslog.training.checkpoint import Checkpoint, latest_checkpoint, load_layers, open_checkpoint
+from varuna_capslog.training.constants import check_continues, check_folder
+from varuna_capslog.training.loop import TrainingLoop
+from varuna_capslog.training.run_setup import RunSetup
 
 __all__ = [
     "Run",
     "RunEnd",
     "build_chain",
-    "check_multipliers",
+    "check_plan",
     "engine_options",
     "seed_weights",
+    "set_up_run",
     "total_steps",
 ]
-
-_PEAK_STEP = 2
-"""Steps of this process until the peak is measured: by then the optimizer's moments exist."""
 
 
 @dataclass(frozen=True)
@@ -125,8 +111,29 @@ def check_multipliers(chain: Chain, multipliers: Mapping[str, float]) -> None:
             )
 
 
+def set_up_run(config: Config, workload: Workload, plan: Plan | None = None) -> RunSetup:
+    """Builds what a run trains; `plan` is one whose own actions the engine is to follow."""
+    chain, left_out = build_chain(config, workload)
+    source = workload.train_data()
+    steps_per_epoch = len(source) // config.train.minibatch_size
+    options = engine_options(config, steps_per_epoch, plan)
+    return RunSetup(config, workload, chain, source, options, total_steps(config, steps_per_epoch), left_out)
+
+
+def check_plan(setup: RunSetup, plan: Plan) -> None:
+    """Raises CapslogError if the plan, or a key of the config, is for another model than the one that was built."""
+    chain = setup.chain
+    if plan.num_layers != len(chain):
+        raise CapslogError(
+            f"the plan is for {plan.num_layers} layers, the model has {len(chain)}: plan again with this config"
+        )
+    if plan.model is not None and plan.model != chain.name:
+        raise CapslogError(f"the plan is for the model {plan.model!r}, the config builds {chain.name!r}: plan again")
+    check_multipliers(chain, setup.config.train.lr_multipliers)
+
+
 class Run:
-    """One rank of a run.
+    """One rank of a run of a fixed number of steps, with one engine from its beginning to its end.
 
     Args:
         stop_wished: asked at every step boundary; True on any rank stops all ranks there.
@@ -146,54 +153,34 @@ class Run:
         state: dict[str, Any] | None = None,
         engines: Engines | None = None,
     ) -> None:
+        began = time.monotonic()
         self.config, self.plan, self.workload = config, plan, workload
-        self.communicator, self.device, self.generation = communicator, device, generation
-        self._stop_wished = stop_wished
-        self.run_dir = Path(config.run_dir)
-        self.checkpoints = self.run_dir / "checkpoints"
-        self.step = 0
-        self._best: tuple[float, int] | None = None
-        self._began = time.monotonic()
-
-        chain, source = communicator.together(self._open)
-        if plan.num_layers != len(chain):
-            raise CapslogError(
-                f"the plan is for {plan.num_layers} layers, the model has {len(chain)}: plan again with this config"
-            )
-        if plan.model is not None and plan.model != chain.name:
-            raise CapslogError(
-                f"the plan is for the model {plan.model!r}, the config builds {chain.name!r}: plan again"
-            )
-        check_multipliers(chain, config.train.lr_multipliers)
-        steps_per_epoch = len(source) // config.train.minibatch_size
-        options = engine_options(config, steps_per_epoch, plan)
-        self.engine = self._make_engine(engines or Engines({"capslog": CAPSLOG}), chain, source, options)
-        local = self.engine.local_microbatches if self.engine.owns_first_stage else ()
-        self.feed = Feed(source, config.train.minibatch_size, config.train.microbatch_size, config.train.seed, local)
-        self.total_steps = total_steps(config, self.feed.steps_per_epoch)
-        self._judging = Judging(config, workload)
-        self._scores: Mapping[str, Any] | None = None
+        self.communicator, self.device = communicator, device
+        self.setup = communicator.together(lambda: set_up_run(config, workload, plan))
+        if self.setup.left_out and communicator.rank == 0:
+            shown = "; ".join(self.setup.left_out[:3]) + ("; ..." if len(self.setup.left_out) > 3 else "")
+            sys.stdout.write(f"init_from: {len(self.setup.left_out)} entries are not taken over: {shown}\n")
+        check_plan(self.setup, plan)
+        self.engine = self._make_engine(engines or Engines({"capslog": CAPSLOG}))
+        self.loop = TrainingLoop(self.setup, device, generation - 1, stop_wished)
+        self.loop.began(time.monotonic() - began)
+        self._found: Checkpoint | None = None
         self._state: dict[str, Any] = {} if state is None else state
 
-    def _make_engine(self, engines: Engines, chain: Chain, source: Any, options: EngineOptions) -> Engine:
-        layout = layout_of(self.plan, self.config)
+    def _make_engine(self, engines: Engines) -> Engine:
+        layout, setup = layout_of(self.plan, self.config), self.setup
 
         def example() -> tuple[dict[str, Tensor], Any, Mapping[str, float]]:
-            minibatch = source.minibatch([list(range(self.config.train.microbatch_size))], 0)
-            return source.load(minibatch, 0), minibatch.targets[0], minibatch.normalisers
+            minibatch = setup.source.minibatch([list(range(self.config.train.microbatch_size))], 0)
+            return setup.source.load(minibatch, 0), minibatch.targets[0], minibatch.normalisers
 
         timeout, loss = self.config.pipeline.timeout_seconds, self.workload.loss
-        parts = EngineParts(chain, loss, layout, options, self.communicator, self.device, example, timeout)
+        parts = EngineParts(
+            setup.chain, loss, layout, setup.options, self.communicator, self.device, example, timeout
+        )
         return engines[self.config.engine].build(parts)
 
-    def _open(self) -> tuple[Chain, Any]:
-        chain, left_out = build_chain(self.config, self.workload)
-        if left_out and self.communicator.rank == 0:
-            shown = "; ".join(left_out[:3]) + ("; ..." if len(left_out) > 3 else "")
-            sys.stdout.write(f"init_from: {len(left_out)} entries are not taken over: {shown}\n")
-        return chain, self.workload.train_data()
-
-    # -- resume and save ---------------------------------------------------------------------------------------------
+    # -- resume ------------------------------------------------------------------------------------------------------
 
     def resume(self) -> Checkpoint | None:
         """Continues a checkpoint as `resume` says; every rank takes the same one.
@@ -208,14 +195,14 @@ class Run:
             return None
         found: Checkpoint | None = None
         if wish == "auto":
-            latest, skipped = latest_checkpoint(self.checkpoints)
+            latest, skipped = latest_checkpoint(self.setup.checkpoints)
             for problem in skipped if self.communicator.rank == 0 else ():
                 sys.stderr.write(f"passed over a checkpoint: {problem}\n")
             steps = self.communicator.gather(latest.step if latest else 0)
             if min(steps) != max(steps):
                 raise CapslogError(
-                    f"the ranks see different checkpoints in {self.checkpoints} (steps {sorted(set(steps))}); put "
-                    "run_dir on a file system that all hosts share"
+                    f"the ranks see different checkpoints in {self.setup.checkpoints} (steps {sorted(set(steps))}); "
+                    "put run_dir on a file system that all hosts share"
                 )
             found = latest
         else:
@@ -224,125 +211,60 @@ class Run:
             return None
         check_continues(self.config, self.engine.chain.name, found.manifest, found.path)
         self.take_weights(found)
-        self.step = found.step
-        best = self.checkpoints / "best.json"
-        if best.exists():
-            record = files.read_json(best)
-            self._best = (record["value"], record["step"])
+        self._found, self.loop.step = found, found.step
         return found
 
     def take_weights(self, checkpoint: Checkpoint) -> None:
         """Loads this rank's layers and their moments, whatever the cuts it was written under."""
         self.communicator.together(lambda: load_layers(checkpoint, self.engine.layers, self.engine.optimizer))
 
-    def save(self, journal: Journal | None) -> None:
-        """Writes a checkpoint of the boundary after `self.step`, prunes older ones."""
-        began = time.monotonic()
-        save_checkpoint(
-            self.checkpoints,
-            self.step,
-            self.generation,
-            self.engine.chain,
-            self.engine.layers,
-            self.engine.optimizer,
-            self.communicator,
-            self.engine.replica == 0,
-            {"constants": run_constants(self.config), "cuts": list(self.plan.cuts)},
-        )
-        if journal is not None:
-            prune(self.checkpoints, self.config.train.checkpoint_keep, () if self._best is None else (self._best[1],))
-            journal.event("checkpoint", step=self.step, seconds=round(time.monotonic() - began, 3))
+    # -- the run -----------------------------------------------------------------------------------------------------
 
-    # -- the loop ----------------------------------------------------------------------------------------------------
+    @property
+    def step(self) -> int:
+        """The last step that was applied."""
+        return self.loop.step
 
-    def train(self, journal: Journal | None) -> RunEnd:
+    def train(self) -> RunEnd:
         """Steps until the end, somebody's wish to stop, or an error.
 
         Raises:
             StepRefused: after the boundary before the refused step was saved.
         """
-        train = self.config.train
-        first, saved, evaluated, stopped = self.step + 1, self.step, 0, False
-        while not stopped and (self.total_steps is None or self.step < self.total_steps):
-            late = train.max_seconds is not None and time.monotonic() - self._began > train.max_seconds
-            try:
-                result, record = self._one_step(self.step + 1, late or self._stop_wished(), first)
-            except StepRefused:
-                if self.step > saved:
-                    self.save(journal)
-                raise
-            except Exception:
-                self._state["doing"] = self.engine.doing
-                raise
-            self.step, stopped = result.step, result.stop
-            if journal is not None:
-                journal.step(record)
-            every = self.config.pipeline.verify_every
-            if every and self.step % every == 0:
-                self.engine.verify_copies()
-            judged = bool(train.evaluate_every) and self.step % (train.evaluate_every or 1) == 0
-            if judged or (train.checkpoint_every is not None and self.step % train.checkpoint_every == 0):
-                self.save(journal)  # before the evaluation: one that fails or is broken off loses no step
-                saved = self.step
-            if judged and not stopped:
-                self._judge(journal)
-                evaluated = self.step
-        asked = stopped and self._asked()
-        if self.step > saved:
-            self.save(journal)
-        if train.evaluate_every is not None and evaluated != self.step and not asked:
-            self._judge(journal)
-        return RunEnd(self.step, asked, self._scores)
-
-    def _asked(self) -> bool:
-        """Whether a person (not the clock) asked for the stop; the same answer on every rank."""
-        return any(self.communicator.gather(self._stop_wished()))
-
-    def _one_step(self, step: int, stop: bool, first: int) -> tuple[StepResult, dict[str, Any]]:
-        self._state["step"] = step
-        minibatch = self.feed.minibatch(step)
-        measured = step - first + 1 == _PEAK_STEP
-        peaks: dict[str, Any] = {}
-        if measured:
-            self.communicator.barrier()
-        began = time.perf_counter()
-        if measured:
-            engine = self.engine
-            meter = StageMeter(self.device, lambda: resident_tensors(engine.layers, engine.optimizer))
-            load = held_inputs(self.feed.loader(step), engine.local_microbatches if engine.owns_first_stage else ())
-            with meter.peak():
-                result = engine.train_step(step, minibatch, load, stop)
-            by_rank = self.communicator.gather(meter.peak_bytes)
-            by_stage = [by_rank[rank] for rank in engine.layout.placement]  # of replica 0; a rank's stages share a peak
-            count = engine.options.num_microbatches // engine.layout.replicas
-            peaks = peak_record(by_stage, meter.peak_source, minibatch.inputs[:count])
+        loop, found, stopped = self.loop, self._found, False
+        loop.begin(self.engine, 1, loop.step, writes=self.communicator.rank == 0, saved=True)
+        if found is None:
+            loop.log.event("start", step=0)
         else:
-            result = self.engine.train_step(step, minibatch, self.feed.loader(step), stop)
-        seconds = time.perf_counter() - began
-        record = step_record(result, seconds, self.feed.epoch(step), self.config.train.minibatch_size)
-        return result, record | peaks
+            loop.log.say(f"resumed after step {found.step} from {found.path}")
+            loop.log.event("resume", step=found.step, path=str(found.path))
+        while not stopped and not loop.is_done(loop.step):
+            stopped = self._one_step(loop.step + 1)
+            if not stopped and not loop.is_done(loop.step):
+                loop.boundaries.between(loop.step)
+        asked = loop.finish(loop.step, stopped)
+        return RunEnd(loop.step, asked, loop.boundaries.scores)
 
-    # -- evaluation --------------------------------------------------------------------------------------------------
-
-    def _judge(self, journal: Journal | None) -> None:
-        """Evaluates, and remembers the best step."""
-        scores = self.evaluate()
-        if scores is None:
-            return
-        self._scores = scores
-        if journal is not None:
-            journal.scores(self.step, scores)
-        value = next((value for value in scores.values() if isinstance(value, (int, float))), None)
-        if value is not None and not math.isnan(value) and (self._best is None or value > self._best[0]):
-            self._best = (float(value), self.step)
-            if journal is not None:
-                self.checkpoints.mkdir(parents=True, exist_ok=True)
-                files.write_json(self.checkpoints / "best.json", {"step": self.step, "value": self._best[0]})
+    def _one_step(self, step: int) -> bool:
+        """Computes, votes and applies; returns whether some rank wishes to stop."""
+        self._state["step"] = step
+        try:
+            self.loop.compute(step)
+            verdict = self.loop.vote(step)
+        except Exception:
+            self._state["doing"] = self.engine.doing
+            raise
+        if verdict.refusal is None:
+            self.loop.apply()
+            return verdict.stop
+        why = self.loop.discard(step)
+        self.loop.boundaries.save_new(step - 1)
+        raise StepRefused(why)
 
     def evaluate(self) -> Mapping[str, Any] | None:
         """Scores of the validation set on the pipeline, the same on every rank; None without one."""
-        return self._judging.scores(self.engine)
+        return self.loop.boundaries.evaluate(self.engine)
 
     def close(self) -> None:
-        """Stops the loading threads."""
-        self.feed.close()
+        """Stops the loading threads and the progress bar."""
+        self.loop.close()

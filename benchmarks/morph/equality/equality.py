@@ -52,10 +52,10 @@ def main(arguments: Sequence[str]) -> int:
 
         def compute(self, step):  # type: ignore[no-untyped-def]
             done = super().compute(step)
-            engine, ids = self.engine, self._minibatch.sample_ids
+            engine, ids = self.engine, self.loop.minibatch.sample_ids
             if engine.owns_first_stage:
                 samples = [sample for index in engine.local_microbatches for sample in ids[index]]
-                os.write(file, (json.dumps([self._number - self._offset, step, samples]) + "\n").encode())
+                os.write(file, (json.dumps([self.number, step, samples]) + "\n").encode())
             return done
 
     return marked(arguments, Counted)

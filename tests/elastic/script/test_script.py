@@ -27,10 +27,12 @@ from varuna_capslog import cli
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError, StepRefused
 from varuna_capslog.config.settings import Elastic
+from varuna_capslog.elastic import script
+from varuna_capslog.elastic.member.beginning import MemberStart
 from varuna_capslog.elastic.member.work import Opening
-from varuna_capslog.elastic.script import task as script
+from varuna_capslog.elastic.script import task
 from varuna_capslog.elastic.script.packing import pack, unpack
-from varuna_capslog.elastic.script.work import Group, ScriptWork, saved_states
+from varuna_capslog.elastic.script.work import Group, ScriptJob, ScriptWork, saved_states
 from varuna_capslog.engine.communicator import connect_group
 from varuna_capslog.membership.generation import INITIAL, Generation, Layout, Stamp
 from varuna_capslog.membership.recovery import Seat
@@ -106,10 +108,8 @@ class Counting:
 def work_of(training: Any, folder: Path, steps: int = 10, **options: Any) -> ScriptWork:
     done = options.pop("done", lambda number, loss: None)
     settings = Elastic(**options.pop("elastic", {}))
-    return ScriptWork(
-        "m0", training, steps, folder, options.pop("offset", 0), options.pop("resumed", {}), settings, done,
-        options.pop("every", None), lambda: False, **options
-    )  # fmt: skip
+    job = ScriptJob(training, steps, done, options.pop("every", None))
+    return ScriptWork(MemberStart("m0", folder, **options), job, settings)
 
 
 def opening(number: int, base: Stamp, size: int = 1) -> Opening:
@@ -252,16 +252,15 @@ def test_everybody_owns_all_and_too_few_wait(tmp_path: Path) -> None:
 def test_a_script_that_never_trains_or_ends_itself_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", list(sys.argv))
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(script, "_task", None)
     path = tmp_path / "s.py"
-    order = {"script": str(path), "arguments": ["--x"], "elastic": {}}
+    order = {"run_dir": str(tmp_path), "script": str(path), "arguments": ["--x"], "elastic": {}}
     path.write_text("import sys\nassert sys.argv[1:] == ['--x']\n")
     wish: Any = object()
     with pytest.raises(CapslogError, match="without calling"):
-        script._run(order, tmp_path, "m0", wish)
+        task._run(order, wish)
     path.write_text("raise SystemExit(3)\n")
     with pytest.raises(CapslogError, match="ended itself with 3"):
-        script._run(order, tmp_path, "m0", wish)
+        task._run(order, wish)
 
 
 # -- the examples ------------------------------------------------------------------------------------------------------

@@ -26,7 +26,8 @@ from varuna_capslog.elastic.member.holdings import Holdings
 from varuna_capslog.elastic.member.inbox import Senses
 from varuna_capslog.elastic.member.notice_policy import Departures
 from varuna_capslog.elastic.member.peers import PeerMessage
-from varuna_capslog.elastic.member.timeouts import Patience, WaitingTime
+from varuna_capslog.elastic.member.runtime_options import RuntimeOptions
+from varuna_capslog.elastic.member.timeouts import WaitingTime
 from varuna_capslog.elastic.member.training import Training
 from varuna_capslog.elastic.member.wire import decode, encode
 from varuna_capslog.elastic.member.work import LayerState, Opening, Work
@@ -61,42 +62,22 @@ class Runtime:
 
     Args:
         me: never used before.
-        token: of the run; see `Peers`.
-        address: of this host, as the others reach it.
-        capacity: bytes of this member's device; 0 where nobody asks.
-        checkpoint: the newest complete one on disk.
-        sync, shadows: see `Job`.
-        probe: called at named points, for faults injected by tests.
-        stop_wished: asked while the run waits, when there is no step whose vote could carry that wish.
+        store: its identity is the run's token; see `Peers`.
     """
 
-    def __init__(
-        self,
-        me: Member,
-        host: str,
-        work: Work,
-        store: MembershipStore,
-        token: str,
-        address: str = "127.0.0.1",
-        capacity: int = 0,
-        checkpoint: Stamp = INITIAL,
-        sync: bool = True,
-        shadows: bool = True,
-        patience: Patience | None = None,
-        probe: Callable[[str], None] = lambda point: None,
-        stop_wished: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self.me, self._host = me, host
-        self._stop_wished = stop_wished
+    def __init__(self, me: Member, work: Work, store: MembershipStore, options: RuntimeOptions | None = None) -> None:
+        options = options or RuntimeOptions()
+        self.me, self._host = me, options.host
+        self._stop_wished = options.stop_wished
         self.work, self._store = work, store
-        self._patience = patience or Patience()
-        self.probe = probe
-        self.job = Job(work.layer_bytes, self.place, sync, shadows)
-        self.state = protocol.newcomer(me, host, capacity, checkpoint=checkpoint)
+        self._patience = options.patience
+        self.probe = options.probe
+        self.job = Job(work.layer_bytes, self.place, options.sync, options.shadows)
+        self.state = protocol.newcomer(me, options.host, options.capacity, checkpoint=options.checkpoint)
         self.holdings = Holdings(work)
         self.training = Training(self)
         self._departures = Departures(self)
-        self.senses = Senses(me, host, store, token, address)
+        self.senses = Senses(me, options.host, store, store.identity, options.address)
         self._groups = Groups(me, store.rendezvous, self._patience.peer, work.knows)
         self.communicator: Communicator | None = None
         self._old: Communicator | None = None

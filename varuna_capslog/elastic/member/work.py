@@ -137,5 +137,8 @@ class Work(Protocol):
     def note(self, kind: str, **details: Any) -> None:
         """One line for people and one event of the run; only what concerns all is said by one member."""
 
+    def close(self) -> None:
+        """The member's part has ended, well or not: ends what is open."""
+
 
 Digest = Callable[[Mapping[str, Tensor]], bytes]

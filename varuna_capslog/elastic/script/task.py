@@ -19,10 +19,7 @@ import contextlib
 import json
 import math
 import os
-import runpy
-import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +28,14 @@ import torch
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError, StepRefused
 from varuna_capslog.config.settings import Elastic
-from varuna_capslog.elastic.member.runtime import Runtime
+from varuna_capslog.elastic.member.runtime_options import RuntimeOptions
+from varuna_capslog.elastic.member.start_up import enter, report_failures, take_part
 from varuna_capslog.elastic.member.timeouts import Patience
+from varuna_capslog.elastic.script.member_script import MemberScript, current_script
 from varuna_capslog.elastic.script.packing import pack
-from varuna_capslog.elastic.script.work import Group, Script, ScriptWork, loss_of
-from varuna_capslog.elastic.store.torch_store import open_store
-from varuna_capslog.membership.generation import Stamp
-from varuna_capslog.start.member_worker import Wish, report_failures
+from varuna_capslog.elastic.script.work import Group, Script, ScriptJob, ScriptWork, loss_of
 from varuna_capslog.training.layer_state import digest
+from varuna_capslog.training.worker_process import StopWish
 
 __all__ = ["TRUTH", "Group", "Script", "main", "train"]
 
@@ -66,8 +63,9 @@ def train(
         StepRefused: a loss was not finite; under `capslog script` the state before that step is on disk.
         CapslogError: see `Runtime.run`.
     """
-    if _task is not None:
-        _task.train(script, steps, done, checkpoint_every)
+    member = current_script()
+    if member is not None:
+        _take_part(member, ScriptJob(script, steps, done, checkpoint_every))
         return
     truth, last = json.loads(os.environ.get(TRUTH, "[null, null]"))
     for number in range(1, (steps if last is None else min(steps, last)) + 1):
@@ -82,57 +80,16 @@ def train(
         raise SystemExit(0)
 
 
-@dataclass
-class _Task:
-    """The run that this process belongs to; `status`: how its part in it ended."""
-
-    me: str
-    run_dir: Path
-    settings: Elastic
-    wish: Wish
-    status: int | None = None
-
-    def train(
-        self, script: Script, steps: int, done: Callable[[int, float], None], checkpoint_every: int | None
-    ) -> None:
-        from varuna_capslog.elastic.member.peers import local_address
-
-        address, settings = os.environ["CAPSLOG_STORE"], self.settings
-        store = open_store(address, os.environ.get("CAPSLOG_STORE_IDENTITY"))
-        told = {key: store.get(key, 10.0) for key in ("first-plan", "resumed-step", "resumed-path")}
-        if None in told.values():
-            raise CapslogError("the store does not say where the run begins; its first host is gone: start anew")
-        resumed, path = Stamp(int(told["resumed-step"] or 0), 0), told["resumed-path"]
-        work = ScriptWork(
-            self.me,
-            script,
-            steps,
-            self.run_dir,
-            int(told["first-plan"] or 1) - 1,
-            {resumed: Path(path)} if path else {},
-            settings,
-            done,
-            checkpoint_every,
-            lambda: self.wish.stop,
-        )
-        end = Runtime(
-            self.me,
-            os.environ.get("CAPSLOG_HOST", "host"),
-            work,
-            store,
-            store.identity,
-            os.environ.get("CAPSLOG_ADDRESS") or local_address(address),
-            checkpoint=resumed,
-            shadows=False,  # all members hold all of it: nothing is to be copied ahead
-            patience=Patience(change=settings.patience_seconds),
-            stop_wished=lambda: self.wish.stop,
-        ).run()
-        self.status = 130 if end.stopped and work.asked else 0
-        if self.status or end.step < steps:
-            raise SystemExit(self.status)
-
-
-_task: _Task | None = None
+def _take_part(member: MemberScript, job: ScriptJob) -> None:
+    """The steps of `job` as one member of a run; raises SystemExit where this member leaves before the last one."""
+    entry, settings = enter(member.run_dir, member.wish), member.settings
+    options = RuntimeOptions(
+        shadows=False,  # all members hold all of it: nothing is to be copied ahead
+        patience=Patience(change=settings.patience_seconds),
+    )
+    end, member.status = take_part(entry, ScriptWork(entry.start, job, settings), options)
+    if member.status or end.step < job.steps:
+        raise SystemExit(member.status)
 
 
 def main(arguments: Mapping[str, Any]) -> int:
@@ -141,23 +98,17 @@ def main(arguments: Mapping[str, Any]) -> int:
     Args:
         arguments: "run_dir"; "script": its path; "arguments": its own; "elastic": the settings.
     """
-    run_dir, me = Path(arguments["run_dir"]), os.environ["CAPSLOG_MEMBER"]
-    return report_failures(run_dir, me, lambda wish: _run(arguments, run_dir, me, wish))
+    return report_failures(Path(arguments["run_dir"]), lambda wish: _run(arguments, wish))
 
 
-def _run(arguments: Mapping[str, Any], run_dir: Path, me: str, wish: Wish) -> int:
-    global _task
-    _task = _Task(me, run_dir, Elastic.model_validate(arguments["elastic"]), wish)
+def _run(arguments: Mapping[str, Any], wish: StopWish) -> int:
+    member = MemberScript(Path(arguments["run_dir"]), wish, Elastic.model_validate(arguments["elastic"]))
     path = str(arguments["script"])
-    sys.argv = [path, *arguments["arguments"]]
-    sys.path.insert(0, str(Path(path).resolve().parent))
     with contextlib.suppress(ValueError):
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    try:
-        runpy.run_path(path, run_name="__main__")
-    except SystemExit as ending:
-        if _task.status is None and ending.code not in (None, 0):
-            raise CapslogError(f"{path} ended itself with {ending.code!r}") from None
-    if _task.status is None:
-        raise CapslogError(f"{path} has ended without calling varuna_capslog.elastic.script.train")
-    return _task.status
+    code = member.run(path, arguments["arguments"], str(Path(path).resolve().parent))
+    if member.status is not None:
+        return member.status
+    if code not in (None, 0):
+        raise CapslogError(f"{path} ended itself with {code!r}")
+    raise CapslogError(f"{path} has ended without calling varuna_capslog.elastic.script.train")

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError, DiskFailed
 from varuna_capslog.config.settings import Elastic
+from varuna_capslog.elastic.member.beginning import MemberStart
 from varuna_capslog.elastic.member.work import Followed, LayerState, Opening, Outcome
 from varuna_capslog.elastic.script.packing import pack, unpack
 from varuna_capslog.engine.communicator import Communicator
@@ -26,8 +27,9 @@ from varuna_capslog.membership.generation import INITIAL, Generation, Layout, St
 from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.training.checkpoint import write_whole
 from varuna_capslog.training.layer_state import digest
+from varuna_capslog.training.recent_steps import RecentSteps
 
-__all__ = ["Group", "Script", "ScriptWork", "loss_of", "read_state", "saved_states"]
+__all__ = ["Group", "Script", "ScriptJob", "ScriptWork", "loss_of", "read_state", "saved_states"]
 
 _KEPT = 3
 """Checkpoints that stay."""
@@ -76,39 +78,36 @@ class Group:
             self._communicator.barrier()
 
 
+@dataclass(frozen=True)
+class ScriptJob:
+    """What a script asks `train` for.
+
+    Attributes:
+        steps: number of the last one.
+        done: called with each step's number and loss, on the first member.
+        checkpoint_every: steps between two checkpoints; None: one at the end only.
+    """
+
+    script: Script
+    steps: int
+    done: Callable[[int, float], None] = lambda number, loss: None
+    checkpoint_every: int | None = None
+
+
 class ScriptWork:
     """See the module.
 
     Args:
-        steps: number of the last one.
-        run_dir: gets metrics.jsonl, events.jsonl and checkpoints/step-<step>-<generation>.pt.
-        offset: generation n of the store is n + offset in the run's files.
-        resumed: the checkpoint with which the run begins, and its file; nothing at the beginning.
-        done: told of each step by the first member.
-        checkpoint_every: steps between two checkpoints; None: one at the end only.
-        stop_wished: asked once per step; True on any member ends the run after it.
+        start: its `run_dir` gets metrics.jsonl, events.jsonl and checkpoints/step-<step>-<generation>.pt.
 
     Raises:
         CapslogError: the script's state holds what cannot be packed.
     """
 
-    def __init__(
-        self,
-        me: str,
-        script: Script,
-        steps: int,
-        run_dir: Path,
-        offset: int,
-        resumed: Mapping[Stamp, Path],
-        settings: Elastic,
-        done: Callable[[int, float], None],
-        checkpoint_every: int | None,
-        stop_wished: Callable[[], bool],
-    ) -> None:
-        self.me, self._script, self._steps = me, script, steps
-        self._run_dir, self._offset, self._resumed = run_dir, offset, dict(resumed)
-        self._settings, self._done, self._every, self._stop_wished = settings, done, checkpoint_every, stop_wished
-        self._first = pack(script.state(), copy=True)
+    def __init__(self, start: MemberStart, job: ScriptJob, settings: Elastic) -> None:
+        self._start, self._job, self._script, self._settings = start, job, job.script, settings
+        self._run_dir = start.run_dir
+        self._first = pack(self._script.state(), copy=True)
         size = sum(tensor.numel() * tensor.element_size() for tensor in self._first.values())
         self.layer_bytes: tuple[int, ...] = (size,)
         self._communicator: Communicator | None = None
@@ -117,7 +116,7 @@ class ScriptWork:
         self._shelved: LayerState | None = None  # what the script itself holds between two generations
         self._loss = math.nan
         self._began = 0.0
-        self._records: deque[dict[str, Any]] = deque(maxlen=3)
+        self._recent: RecentSteps[dict[str, Any]] = RecentSteps(start.run_dir / "metrics.jsonl")
         self.asked = False
 
     def place(self, seats: Sequence[Seat]) -> Layout | str:
@@ -135,7 +134,7 @@ class ScriptWork:
     # -- generations ---------------------------------------------------------------------------------------------------
 
     def open(self, opening: Opening, communicator: Communicator, states: Mapping[int, LayerState]) -> None:
-        state, self._communicator, self._generation = states[0], communicator, opening.number + self._offset
+        state, self._communicator, self._generation = states[0], communicator, opening.number + self._start.offset
         if opening.base == INITIAL and len(set(communicator.gather(digest(state)))) > 1:
             # the script draws its weights without a seed: all begin with the first one's, as is usual
             state = communicator.gather(state if communicator.rank == 0 else None)[0]
@@ -143,7 +142,8 @@ class ScriptWork:
             self._script.load(unpack({name: tensor.clone() for name, tensor in state.items()}))
         self._shelved = None
         if communicator.rank == 0:
-            self._write_missing(opening.base.step)
+            for record in self._recent.missing(opening.base.step):
+                files.append_jsonl(self._run_dir / "metrics.jsonl", record)
 
     def shelve(self) -> Mapping[int, LayerState]:
         if self._communicator is None:
@@ -163,7 +163,7 @@ class ScriptWork:
         return self._communicator
 
     def is_done(self, step: int) -> bool:
-        return step >= self._steps
+        return step >= self._job.steps
 
     def compute(self, step: int) -> bool:
         self._began = time.perf_counter()
@@ -175,7 +175,7 @@ class ScriptWork:
         group = self._group
         slots = torch.zeros(2 + group.world_size, dtype=torch.float64)
         slots[0] = float(math.isinf(self._loss))
-        slots[1] = float(self._stop_wished())
+        slots[1] = float(self._start.stop_wished())
         slots[2 + group.rank] = float(bool(ballot))
         group.sum_(slots)
         ballots = group.gather(ballot) if bool(slots[2:].any()) else [b""] * group.world_size
@@ -191,18 +191,10 @@ class ScriptWork:
             "step_seconds": time.perf_counter() - self._began,
             "time": time.time(),
         }
-        self._records.append(record)
+        self._recent.add(step, record)
         if self._group.rank == 0:
             files.append_jsonl(self._run_dir / "metrics.jsonl", record)
-            self._done(step, self._loss)
-
-    def _write_missing(self, step: int) -> None:
-        """Whoever wrote before may have been lost between applying a step and writing its line."""
-        path = self._run_dir / "metrics.jsonl"
-        written = {line.get("step") for line in files.last_lines(path)} if path.exists() else set()
-        for record in self._records:
-            if record["step"] <= step and record["step"] not in written:
-                files.append_jsonl(path, record)
+            self._job.done(step, self._loss)
 
     def discard(self, step: int) -> str:
         return f"step {step}: the loss is not finite; nothing was kept of it"
@@ -224,21 +216,22 @@ class ScriptWork:
         return self._first
 
     def load(self, layer: int, stamp: Stamp) -> LayerState:
-        return read_state(self._resumed.get(stamp) or self._path(stamp))
+        return read_state(self._start.resumed.get(stamp) or self._path(stamp))
 
     def persist(self, held: Mapping[tuple[int, Stamp], LayerState], record: Generation, why: str) -> None:
         for (_, stamp), state in held.items():
-            if stamp.step and record.continues(stamp) and stamp not in self._resumed:
+            if stamp.step and record.continues(stamp) and stamp not in self._start.resumed:
                 _write(self._path(stamp), state)
-        self.note("persisted", why=why, states=len(held), member=self.me, generation=record.number)
+        self.note("persisted", why=why, states=len(held), member=self._start.me, generation=record.number)
 
     def _path(self, stamp: Stamp) -> Path:
-        return _folder(self._run_dir) / f"step-{stamp.step:08d}-{stamp.generation + self._offset:06d}.pt"
+        return _folder(self._run_dir) / f"step-{stamp.step:08d}-{stamp.generation + self._start.offset:06d}.pt"
 
     # -- boundaries ----------------------------------------------------------------------------------------------------
 
     def between(self, stamp: Stamp, save: bool = False) -> Stamp | None:
-        due = bool(self._every) and stamp.step % (self._every or 1) == 0
+        every = self._job.checkpoint_every
+        due = bool(every) and stamp.step % (every or 1) == 0
         if not stamp.step or not (due or save):
             return None
         self._save(stamp)
@@ -252,25 +245,28 @@ class ScriptWork:
                 f"after step {stamp.step} the members' states differ; what state() gives must be the same on all, "
                 "whatever the rank: gradients summed, statistics of batches exchanged, random numbers drawn by step"
             )
-        if self._group.rank == 0 and stamp not in self._resumed:
+        if self._group.rank == 0 and stamp not in self._start.resumed:
             _write(self._path(stamp), state)
             for path in sorted(_folder(self._run_dir).glob("step-*-*.pt"))[:-_KEPT]:
                 path.unlink(missing_ok=True)
         self._group.barrier()
 
     def finish(self, stamp: Stamp, stopped: bool) -> None:
-        self.asked = stopped and any(self._group.gather(self._stop_wished()))
+        self.asked = stopped and any(self._group.gather(self._start.stop_wished()))
         if stamp.step:
             self._save(stamp)
         if self._group.rank == 0:
-            self.note("stop", step=stamp.step, asked=self.asked, generation=self._generation - self._offset)
+            self.note("stop", step=stamp.step, asked=self.asked, generation=self._generation - self._start.offset)
 
     def note(self, kind: str, **details: Any) -> None:
         if kind == "begin":
             details["step"] -= 1  # told after the first step, of the boundary before it
             kind = "resume" if details["step"] else "start"
-        details["generation"] = int(details.get("generation", 0)) + self._offset
+        details["generation"] = int(details.get("generation", 0)) + self._start.offset
         files.append_jsonl(self._run_dir / "events.jsonl", {"kind": kind, "time": time.time(), **details})
+
+    def close(self) -> None:
+        """Nothing is open between two calls."""
 
 
 def loss_of(given: float | Tensor | None) -> float:

@@ -7,20 +7,18 @@ the workers; and once in each worker, where it takes part. `main` is what a work
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import queue
-import runpy
 import shutil
 import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -28,13 +26,14 @@ from torch import nn
 from varuna_capslog.base import units
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.settings import Elastic
-from varuna_capslog.membership.generation import Stamp
-from varuna_capslog.memory import AUTO
+from varuna_capslog.elastic.member.beginning import Beginning
 from varuna_capslog.profiles.record import Profile, read_profile
+from varuna_capslog.varuna_plugin.elastic.job import Job
 from varuna_capslog.varuna_plugin.recognise import find_varuna
 
 if TYPE_CHECKING:
-    from varuna_capslog.start.member_worker import Wish
+    from varuna_capslog.elastic.script.member_script import MemberScript
+    from varuna_capslog.training.worker_process import StopWish
 
 __all__ = ["ElasticEnd", "main", "run_elastic"]
 
@@ -48,23 +47,6 @@ _MODULES = (
     "torch._dynamo",  # the first optimizer imports it, in one to two seconds
     "torch._subclasses.fake_tensor",
 )
-
-
-@dataclass
-class _Part:
-    """What a worker's process and the script that it runs have in common.
-
-    Attributes:
-        wish: whether somebody asked for a stop at the next boundary.
-        status: what the process ends with when the script has ended well.
-    """
-
-    wish: Wish
-    status: int = 0
-
-
-_PART: ContextVar[_Part | None] = ContextVar("part", default=None)
-"""Set while `main` runs the script: between them stands the user's own code, which can hand nothing on."""
 
 
 class ElasticEnd:
@@ -85,23 +67,11 @@ def run_elastic(
     build_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
     get_batch: Callable[[int], dict[str, Any]],
     *,
-    steps: int,
-    batch_size: int,
-    chunk_size: int,
     run_dir: str | os.PathLike[str],
     workers: int,
-    clip_grad_max_norm: float | None = None,
-    loss: Literal["mean", "sum"] = "mean",
-    schedule: Callable[[torch.optim.Optimizer, int], None] | None = None,
     profile: Profile | str | os.PathLike[str] | None = None,
-    planner: str = "exact",
-    memory: str = AUTO,
     capacity: int | str | None = None,
-    checkpoint_every: int | None = None,
-    on_step: Callable[[int, float, float], None] | None = None,
-    seed: int = 0,
-    timeout_seconds: float = 30.0,
-    elastic: Elastic | None = None,
+    **options: Any,
 ) -> ElasticEnd:
     """Trains on Varuna with this machine's workers until all steps are made; a later call goes on from `run_dir`.
 
@@ -113,46 +83,29 @@ def run_elastic(
         workers: that the run begins with, one per stage (fewer stages where the model has fewer pieces).
         capacity: bytes of each device, also as text ("16GiB"); checked where a profile is given.
 
-    All others: see `elastic_job.Job`. `get_batch` counts steps from 1.
+    All others, `options` among them: the fields of `elastic_job.Job`, by name; `steps`, `batch_size` and `chunk_size`
+    must be given. `get_batch` counts steps from 1.
 
     Raises:
         CapslogError: no fitting Varuna, or an impossible value; on a host also what `Host.run` raises.
         StepRefused: in a worker, when a step was not finite.
     """
-    if steps < 1 or workers < 1:
-        raise CapslogError(f"steps={steps}, workers={workers}: both must be at least 1")
+    options["elastic"] = options.get("elastic") or Elastic()
+    job = Job(build_model, build_optimizer, get_batch, run_dir=Path(run_dir).absolute(), **options)
+    if job.steps < 1 or workers < 1:
+        raise CapslogError(f"steps={job.steps}, workers={workers}: both must be at least 1")
     find_varuna()
-    place, settings = Path(run_dir).absolute(), elastic or Elastic()
     if "CAPSLOG_MEMBER" not in os.environ:
-        return _host(place, workers, settings)
-    from varuna_capslog.varuna_plugin.elastic.job import Job
+        return _host(job.run_dir, workers, job.elastic)
+    from varuna_capslog.elastic.script.member_script import current_script
 
+    member = current_script()
+    if member is None:
+        raise CapslogError("run_elastic found CAPSLOG_MEMBER, but no worker of a run runs this script; unset it")
     limit = units.parse_bytes(capacity, "capacity") if isinstance(capacity, str) else capacity or 0
     if profile is not None and not isinstance(profile, Profile):
         profile = read_profile(Path(profile))
-    return _take_part(
-        Job(
-            build_model,
-            build_optimizer,
-            get_batch,
-            steps,
-            batch_size,
-            chunk_size,
-            place,
-            clip_grad_max_norm,
-            loss,
-            schedule,
-            profile,
-            planner,
-            memory,
-            limit,
-            checkpoint_every,
-            on_step,
-            seed,
-            timeout_seconds,
-            settings,
-        )
-    )
+    return _take_part(member, dataclasses.replace(job, profile=profile, capacity=limit))
 
 
 # -- the host
@@ -160,7 +113,8 @@ def run_elastic(
 
 def _host(run_dir: Path, workers: int, settings: Elastic) -> ElasticEnd:
     from varuna_capslog.elastic.host.fork_server import PRELOADED
-    from varuna_capslog.elastic.host.host import Host, HostOptions
+    from varuna_capslog.elastic.host.host import Host
+    from varuna_capslog.elastic.host.options import HostOptions
     from varuna_capslog.varuna_plugin.building import temporary_folder
     from varuna_capslog.varuna_plugin.elastic.disk import begin_with
 
@@ -169,19 +123,19 @@ def _host(run_dir: Path, workers: int, settings: Elastic) -> ElasticEnd:
         raise CapslogError("run_elastic must be called by a script in a file, which its workers run, too")
     run_dir.mkdir(parents=True, exist_ok=True)
     step, path = begin_with(run_dir)
-    host = Host(
-        HostOptions(
-            run_dir,
-            entry="varuna_capslog.varuna_plugin.elastic.run:main",
-            arguments=[str(run_dir), os.path.abspath(script), *sys.argv[1:]],
-            num_workers=workers,
-            keys={"first-plan": "1", "resumed-step": str(step), "resumed-path": path},
-            first=Stamp(step, 0),
-            settings=settings,
-            say=_say,
-            modules=(*PRELOADED, *_MODULES, "varuna"),
-        )
+    beginning = Beginning(1, step, Path(path) if path else None)
+    options = HostOptions(
+        run_dir,
+        entry="varuna_capslog.varuna_plugin.elastic.run:main",
+        arguments=[str(run_dir), os.path.abspath(script), *sys.argv[1:]],
+        num_workers=workers,
+        keys=beginning.keys(),
+        first=beginning.stamp,
+        settings=settings,
+        say=_say,
+        modules=(*PRELOADED, *_MODULES, "varuna"),
     )
+    host = Host(options)
     try:
         end = host.run()
     finally:
@@ -202,32 +156,26 @@ def main(arguments: Sequence[str]) -> int:
     Args:
         arguments: the run's folder, the script, and its own arguments.
     """
-    from varuna_capslog.start.member_worker import report_failures
+    from varuna_capslog.elastic.member.start_up import report_failures
+    from varuna_capslog.elastic.script.member_script import MemberScript
 
-    script = arguments[1]
-    sys.argv = list(arguments[1:])
-    sys.path.insert(0, os.path.dirname(script))
+    run_dir, script = Path(arguments[0]), arguments[1]
     # the checkpoints' tracker files lie in a folder named after it
     os.environ["MASTER_PORT"] = os.environ["CAPSLOG_STORE"].rpartition(":")[2]
     logging.basicConfig(stream=sys.stderr, format="%(message)s")
 
-    def part(wish: Wish) -> int:
+    def part(wish: StopWish) -> int:
         from varuna_capslog.varuna_plugin.install import install
 
         with contextlib.redirect_stdout(sys.stderr):
             install()
-        mine = _Part(wish)
-        token = _PART.set(mine)
-        try:
-            runpy.run_path(script, run_name="__main__")
-        except SystemExit as end:
-            if end.code not in (None, 0):
-                return end.code if isinstance(end.code, int) else 1
-        finally:
-            _PART.reset(token)
-        return mine.status
+        member = MemberScript(run_dir, wish, Elastic())
+        code = member.run(script, arguments[2:], os.path.dirname(script))
+        if code not in (None, 0):
+            return code if isinstance(code, int) else 1
+        return member.status or 0
 
-    return report_failures(Path(arguments[0]), os.environ["CAPSLOG_MEMBER"], part)
+    return report_failures(run_dir, part)
 
 
 class _Leaving:
@@ -251,47 +199,25 @@ class _Leaving:
                 self._store.append(notice)
 
 
-def _take_part(job: Any) -> ElasticEnd:
+def _take_part(member: MemberScript, job: Job) -> ElasticEnd:
     """This worker's part of the run."""
-    part = _PART.get()
-    if part is None:
-        raise CapslogError("run_elastic found CAPSLOG_MEMBER, but no worker of a run runs this script; unset it")
-    from varuna_capslog.elastic.member.peers import local_address
-    from varuna_capslog.elastic.member.runtime import Runtime
+    from varuna_capslog.elastic.member.runtime_options import RuntimeOptions
+    from varuna_capslog.elastic.member.start_up import enter, local_rank, take_part
     from varuna_capslog.elastic.member.timeouts import Patience
-    from varuna_capslog.elastic.store.torch_store import open_store
-    from varuna_capslog.start.worker import choose_device
+    from varuna_capslog.training.worker_process import choose_device
     from varuna_capslog.varuna_plugin.elastic.work import VarunaWork
 
-    me, address = os.environ["CAPSLOG_MEMBER"], os.environ["CAPSLOG_STORE"]
-    store = open_store(address, os.environ.get("CAPSLOG_STORE_IDENTITY"))
+    entry = enter(job.run_dir, member.wish)
+    store, me, elastic = entry.store, entry.start.me, job.elastic
     _Leaving(me, store)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    step, path = store.get("resumed-step", 10.0), store.get("resumed-path", 10.0)
-    if step is None or path is None:
-        raise CapslogError("the store does not say with which boundary the run begins; start it anew")
-    stamp, stop_wished = Stamp(int(step), 0), lambda: part.wish.stop
-    device = choose_device("auto", int(os.environ.get("CAPSLOG_LOCAL_RANK", "0")))
-    work = VarunaWork(me, job, store.rendezvous, device, {stamp: Path(path)} if path else {}, stop_wished)
+    work = VarunaWork(entry.start, job, store.rendezvous, choose_device("auto", local_rank()))
     work.placer.prepare(len(store.read().members) + 2)
-    elastic = job.elastic
-    runtime = Runtime(
-        me,
-        os.environ.get("CAPSLOG_HOST", "host"),
-        work,
-        store,
-        store.identity,
-        os.environ.get("CAPSLOG_ADDRESS") or local_address(address),
-        job.capacity,
-        stamp,
-        elastic.protection == "sync",
-        elastic.shadows,
-        Patience(job.timeout_seconds, elastic.patience_seconds),
-        stop_wished=stop_wished,
+    options = RuntimeOptions(
+        capacity=job.capacity,
+        sync=elastic.protection == "sync",
+        shadows=elastic.shadows,
+        patience=Patience(job.timeout_seconds, elastic.patience_seconds),
     )
-    try:
-        end = runtime.run()
-    finally:
-        work.close()
-    part.status = 130 if end.stopped and work.asked else 0
+    end, member.status = take_part(entry, work, options)
     return ElasticEnd(True, end.step, end.stopped or end.released)

@@ -1,0 +1,145 @@
+"""The loop that both kinds of run drive: what is due at which boundary, and what two drivers make of the same steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine import cases
+from tests.engine.workload import TinyWorkload
+from varuna_capslog.base import files
+from varuna_capslog.base.errors import CapslogError, StepRefused
+from varuna_capslog.config.settings import Config
+from varuna_capslog.engine.communicator import Communicator
+from varuna_capslog.engine.pipeline import Layout, PipelineEngine
+from varuna_capslog.plans.plan import Plan
+from varuna_capslog.training.loop import TrainingLoop
+from varuna_capslog.training.run import Run, check_plan, set_up_run
+
+CPU = torch.device("cpu")
+
+
+def alone() -> Communicator:
+    return Communicator(0, 1, "alone", cases.SECOND)
+
+
+def loop_of(run_dir: Path, **sections: Any) -> TrainingLoop:
+    config = cases.run_config(str(run_dir), **sections)
+    setup = set_up_run(config, TinyWorkload(config))
+    return TrainingLoop(setup, CPU, offset=6)
+
+
+def begin(loop: TrainingLoop, number: int, base: int, saved: bool = False) -> None:
+    setup = loop.setup
+    layout = Layout((0,), (0,))
+    engine = PipelineEngine(setup.chain, setup.workload.loss, layout, setup.options, alone(), CPU)
+    loop.begin(engine, number, base, writes=True, saved=saved)
+
+
+def make(loop: TrainingLoop, steps: int) -> None:
+    for _ in range(steps):
+        loop.compute(loop.step + 1)
+        assert loop.vote(loop.step + 1).refusal is None
+        loop.apply()
+
+
+def plain_losses(config: Config, steps: int) -> list[float]:
+    """What the engine gives without any loop around it."""
+    setup = set_up_run(config, TinyWorkload(config))
+    engine = PipelineEngine(setup.chain, setup.workload.loss, Layout((0,), (0,)), setup.options, alone(), CPU)
+    feed = setup.feed(engine.local_microbatches)
+    results = [engine.train_step(step, feed.minibatch(step), feed.loader(step)) for step in range(1, steps + 1)]
+    feed.close()
+    return [result.parts["loss"] for result in results]
+
+
+def saved_steps(run_dir: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step-*"))
+
+
+def test_a_driver_of_single_steps_writes_what_a_run_of_a_fixed_number_does(tmp_path: Path) -> None:
+    """The member of an elastic run makes each step by itself; its losses are those of an ordinary run, to the bit."""
+    config = cases.run_config(str(tmp_path / "fixed"), train={"max_steps": 4})
+    run = Run(config, Plan(num_layers=11, cuts=(0,), model="tiny"), TinyWorkload(config), alone(), CPU)
+    assert run.train().step == 4
+    run.close()
+    loop = loop_of(tmp_path / "single", train={"max_steps": 4})
+    begin(loop, 1, 0)
+    make(loop, 4)
+    assert (loop.is_done(3), loop.is_done(4)) == (False, True)
+    assert not loop.finish(4, stopped=False)
+    loop.close()
+    one, other = (files.read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("fixed", "single"))
+    assert [row["loss"] for row in one] == [row["loss"] for row in other] == plain_losses(config, 4)
+    assert [row["grad_norm"] for row in one] == [row["grad_norm"] for row in other]
+    assert [row["generation"] for row in other] == [7] * 4
+    # the peak of the second step is of that step in both: its update ends one measurement and begins no other
+    assert [[row["step"] for row in rows if "peak_bytes" in row] for rows in (one, other)] == [[2], [2]]
+    assert saved_steps(tmp_path / "fixed") == saved_steps(tmp_path / "single") == [4]
+
+
+def test_what_is_due_at_a_boundary_is_done_once(tmp_path: Path) -> None:
+    loop = loop_of(tmp_path, train={"checkpoint_every": 2, "evaluate_every": 3, "checkpoint_keep": 9})
+    begin(loop, 1, 0)
+    written = []
+    assert not loop.boundaries.between(0, save=True), "there is nothing to save before the first step"
+    for step in range(1, 7):
+        make(loop, 1)
+        written += [step] if loop.boundaries.between(step) else []
+        assert not loop.boundaries.between(step)
+    assert written == saved_steps(tmp_path) == [2, 3, 4, 6]
+    make(loop, 1)
+    assert loop.boundaries.between(7, save=True), "asked for, whatever the settings say"
+    loop.finish(7, stopped=False)
+    scored = files.read_jsonl(tmp_path / "evaluations.jsonl")
+    assert [line["step"] for line in scored] == [3, 6, 7]
+    assert [line["kind"] for line in files.read_jsonl(tmp_path / "events.jsonl")] == ["checkpoint"] * 5 + ["stop"]
+    loop.close()
+
+
+def test_a_generation_that_begins_with_a_saved_boundary_does_not_save_it_again(tmp_path: Path) -> None:
+    loop = loop_of(tmp_path, train={"checkpoint_every": 2})
+    begin(loop, 1, 4, saved=True)
+    assert not loop.boundaries.between(4)
+    loop.end()
+    begin(loop, 2, 2)
+    assert loop.boundaries.between(2), "what was known of later steps, which were taken back, counts no more"
+    loop.end()
+    loop.close()
+
+
+def test_a_stop_by_the_clock_is_evaluated_and_one_by_a_person_is_not(tmp_path: Path) -> None:
+    for asked in (False, True):
+        folder = tmp_path / str(asked)
+        config = cases.run_config(str(folder), train={"evaluate_every": 50, "max_steps": 50, "max_seconds": 1e-9})
+        plan = Plan(num_layers=11, cuts=(0,), model="tiny")
+        run = Run(config, plan, TinyWorkload(config), alone(), CPU, stop_wished=lambda asked=asked: asked)
+        end = run.train()
+        run.close()
+        assert (end.step, end.stopped, end.scores is None) == (1, asked, asked)
+        assert (folder / "evaluations.jsonl").exists() != asked
+        assert saved_steps(folder) == [1]
+
+
+def test_a_refused_step_leaves_the_boundary_before_it_and_names_no_microbatch(tmp_path: Path) -> None:
+    config = cases.run_config(str(tmp_path), data={"samples": 24, "poison": 5}, train={"max_steps": 3})
+    state: dict[str, Any] = {"step": None, "doing": None}
+    plan = Plan(num_layers=11, cuts=(0,), model="tiny")
+    run = Run(config, plan, TinyWorkload(config), alone(), CPU, state=state)
+    with pytest.raises(StepRefused) as caught:
+        run.train()
+    run.close()
+    step = int(str(caught.value).split("step ")[1].split(":")[0])
+    assert (state["step"], state["doing"], run.step) == (step, None, step - 1)
+    assert saved_steps(tmp_path) == ([step - 1] if step > 1 else [])
+
+
+def test_a_plan_for_another_model_is_refused(tmp_path: Path) -> None:
+    setup = loop_of(tmp_path).setup
+    with pytest.raises(CapslogError, match="the plan is for 5 layers, the model has 11"):
+        check_plan(setup, Plan(num_layers=5, cuts=(0,)))
+    with pytest.raises(CapslogError, match="the plan is for the model 'other', the config builds 'tiny'"):
+        check_plan(setup, Plan(num_layers=11, cuts=(0,), model="other"))

@@ -1,0 +1,36 @@
+"""How one member takes part in an elastic run, whatever is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from varuna_capslog.elastic.member.timeouts import Patience
+from varuna_capslog.membership.generation import INITIAL, Stamp
+
+__all__ = ["RuntimeOptions"]
+
+
+@dataclass(frozen=True)
+class RuntimeOptions:
+    """What `Runtime` depends on besides the member's name, its work and the store.
+
+    Attributes:
+        host: whose losses are losses of this member, too.
+        address: of this host, as the others reach it.
+        capacity: bytes of this member's device; 0: no limit.
+        checkpoint: the newest complete one on disk.
+        sync, shadows: see `state.Job`.
+        probe: called at named points, for faults injected by tests.
+        stop_wished: asked while the run waits, when there is no step whose vote could carry that wish.
+    """
+
+    host: str = "host"
+    address: str = "127.0.0.1"
+    capacity: int = 0
+    checkpoint: Stamp = INITIAL
+    sync: bool = True
+    shadows: bool = True
+    patience: Patience = field(default_factory=Patience)
+    probe: Callable[[str], None] = lambda point: None
+    stop_wished: Callable[[], bool] = lambda: False

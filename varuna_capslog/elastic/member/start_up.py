@@ -1,0 +1,102 @@
+"""How a member's process takes part in a run, whatever it trains: open the store, build the runtime, run, end.
+
+The pipeline engine's member (`worker`), that of a script (`script`) and that of a training on Varuna
+(`varuna_plugin.elastic_run`) differ in what they train only. What a member needs to know stands in variables of its
+process, which the host sets, and in the store.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from varuna_capslog.elastic.member.beginning import Beginning, MemberStart
+from varuna_capslog.elastic.member.peers import local_address
+from varuna_capslog.elastic.member.runtime import End, Runtime
+from varuna_capslog.elastic.member.runtime_options import RuntimeOptions
+from varuna_capslog.elastic.member.work import Work
+from varuna_capslog.elastic.store.torch_store import MembershipStore, open_store
+from varuna_capslog.membership.generation import Stamp
+from varuna_capslog.training.worker_process import StopWish, report_failure
+
+__all__ = ["Entry", "enter", "local_rank", "report_failures", "take_part"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A member that has found its run.
+
+    Attributes:
+        checkpoint: the boundary that the run begins with.
+    """
+
+    start: MemberStart
+    store: MembershipStore
+    checkpoint: Stamp
+
+
+def enter(
+    run_dir: Path,
+    stop_wished: Callable[[], bool],
+    opener: Callable[[str, str | None], MembershipStore] | None = None,
+) -> Entry:
+    """Opens the store and reads where the run begins.
+
+    Args:
+        opener: as `store.open_store`, which None stands for.
+
+    Raises:
+        StoreGone: the store does not answer.
+        CapslogError: it does not say where the run begins.
+    """
+    store = (opener or open_store)(os.environ["CAPSLOG_STORE"], os.environ.get("CAPSLOG_STORE_IDENTITY"))
+    beginning = Beginning.read(store)
+    resumed = {} if beginning.path is None else {beginning.stamp: beginning.path}
+    start = MemberStart(os.environ["CAPSLOG_MEMBER"], run_dir, beginning.first - 1, resumed, stop_wished)
+    return Entry(start, store, beginning.stamp)
+
+
+def take_part(entry: Entry, work: Work, options: RuntimeOptions, runtime: type[Runtime] = Runtime) -> tuple[End, int]:
+    """Takes part until the run ends or this member is released; closes the work.
+
+    Args:
+        options: host, address, checkpoint and the wish to stop are filled in here.
+
+    Returns:
+        How it ended, and the exit status that goes with it: 0, or 130 where a person asked for the stop.
+
+    Raises:
+        CapslogError: see `Runtime.run`.
+    """
+    start = entry.start
+    options = dataclasses.replace(
+        options,
+        host=os.environ.get("CAPSLOG_HOST", "host"),
+        address=os.environ.get("CAPSLOG_ADDRESS") or local_address(os.environ["CAPSLOG_STORE"]),
+        checkpoint=entry.checkpoint,
+        stop_wished=start.stop_wished,
+    )
+    try:
+        end = runtime(start.me, work, entry.store, options).run()
+    finally:
+        work.close()
+    return end, 130 if end.stopped and work.asked else 0
+
+
+def report_failures(run_dir: Path, part: Callable[[StopWish], int]) -> int:
+    """A member's whole part; how it fails stands in `workers/<member>.error.json`. Returns the exit status."""
+    me, wish = os.environ["CAPSLOG_MEMBER"], StopWish()
+    try:
+        return part(wish)
+    except Exception as error:
+        where = {"rank": -1, "member": me, "stage": None, "step": None, "microbatch": None, "peer": None}
+        return report_failure(run_dir, me, me, error, where)
+
+
+def local_rank() -> int:
+    """The number of this member's device on its host."""
+    return int(os.environ.get("CAPSLOG_LOCAL_RANK", "0"))
+

@@ -1,0 +1,154 @@
+"""What is due at the boundaries between steps: checkpoints, evaluations, comparisons of copies.
+
+All ranks of a generation come here together, and each of them knows the same about what is done.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from varuna_capslog.base import files
+from varuna_capslog.engine.interface import Engine
+from varuna_capslog.training.checkpoint import prune, save_checkpoint
+from varuna_capslog.training.constants import run_constants
+from varuna_capslog.training.judging import Judging
+from varuna_capslog.training.run_log import RunLog
+from varuna_capslog.training.run_setup import RunSetup
+
+__all__ = ["Boundaries"]
+
+
+class Boundaries:
+    """The boundaries of a run on this rank.
+
+    Attributes:
+        scores: of the last evaluation in this process; None before the first.
+    """
+
+    def __init__(self, setup: RunSetup, log: RunLog) -> None:
+        self._setup, self._log = setup, log
+        self._judging = Judging(setup.config, setup.workload)
+        self._engine: Engine | None = None
+        self._generation = self._base = self._saved = self._judged = 0
+        self._best: tuple[float, int] | None = None
+        self.scores: Mapping[str, Any] | None = None
+
+    def begin(self, engine: Engine, generation: int, base: int, saved: bool) -> None:
+        """A generation begins after step `base`.
+
+        Args:
+            saved: this run's folder is known to hold the checkpoint of that step.
+        """
+        self._engine, self._generation, self._base = engine, generation, base
+        self._saved = base if saved else self._saved if self._saved <= base else 0
+        self._judged = self._judged if self._judged <= base else 0
+        self._best = self._read_best() if base else None
+
+    def between(self, step: int, save: bool = False) -> bool:
+        """All that is due between this step and the next.
+
+        Args:
+            save: a checkpoint is due, whatever the settings say.
+
+        Returns:
+            Whether a checkpoint has been written.
+        """
+        train, saved = self._setup.config.train, False
+        self._verify(step)
+        judges = _due(train.evaluate_every, step)
+        if judges or _due(train.checkpoint_every, step) or (save and step > 0):
+            self._agree(step)
+            saved = self.save_new(step)  # before the evaluation: one that fails or is broken off loses no step
+            if judges and self._judged < step:
+                self._judge(step)
+        return saved
+
+    def finish(self, step: int, judges: bool) -> None:
+        """The last boundary: comparison, checkpoint and evaluation, whatever of them was not done there.
+
+        Args:
+            judges: False leaves the evaluation out.
+        """
+        self._verify(step)
+        self._agree(step)
+        self.save_new(step)
+        if self._setup.config.train.evaluate_every is not None and self._judged != step and judges:
+            self._judge(step)
+
+    def save_new(self, step: int) -> bool:
+        """Writes the checkpoint of this step if no later one is known; returns whether it was written.
+
+        Raises:
+            DiskFailed: on every rank, when any rank could not write.
+        """
+        if self._saved >= step:
+            return False
+        began, engine = time.monotonic(), self._running
+        save_checkpoint(
+            self._setup.checkpoints,
+            step,
+            self._generation,
+            engine.chain,
+            engine.layers,
+            engine.optimizer,
+            engine.communicator,
+            engine.replica == 0,
+            {"constants": run_constants(self._setup.config), "cuts": list(engine.layout.cuts)},
+        )
+        self._saved = step
+        if self._log.writes:
+            spare = () if self._best is None else (self._best[1],)
+            prune(self._setup.checkpoints, self._setup.config.train.checkpoint_keep, spare)
+            self._log.event("checkpoint", step=step, seconds=round(time.monotonic() - began, 3))
+        return True
+
+    def evaluate(self, engine: Engine) -> Mapping[str, Any] | None:
+        """Scores of the validation set on `engine`, the same on every rank; None without validation data."""
+        return self._judging.scores(engine)
+
+    @property
+    def _running(self) -> Engine:
+        assert self._engine is not None
+        return self._engine
+
+    def _verify(self, step: int) -> None:
+        if _due(self._setup.config.pipeline.verify_every, step):
+            self._running.verify_copies()
+
+    def _agree(self, step: int) -> None:
+        """At the boundary with which a generation begins: a rank that joined has no record of earlier checkpoints and
+        evaluations, so all take over what any of them knows.
+        """
+        if step == self._base:
+            known = self._running.communicator.gather((self._saved, self._judged))
+            self._saved = max(saved for saved, _ in known)
+            self._judged = max(judged for _, judged in known)
+
+    def _judge(self, step: int) -> None:
+        """Evaluates, and remembers the best step."""
+        scores = self.evaluate(self._running)
+        self._judged = step
+        if scores is None:
+            return
+        self.scores = scores
+        self._log.scores(step, scores)
+        value = next((value for value in scores.values() if isinstance(value, (int, float))), None)
+        if value is not None and not math.isnan(value) and (self._best is None or value > self._best[0]):
+            self._best = (float(value), step)
+            if self._log.writes:
+                self._setup.checkpoints.mkdir(parents=True, exist_ok=True)
+                files.write_json(self._setup.checkpoints / "best.json", {"step": step, "value": self._best[0]})
+
+    def _read_best(self) -> tuple[float, int] | None:
+        best = self._setup.checkpoints / "best.json"
+        if not best.exists():
+            return None
+        record = files.read_json(best)
+        return record["value"], record["step"]
+
+
+def _due(every: int | None, step: int) -> bool:
+    return bool(every) and step > 0 and step % (every or 1) == 0

@@ -1,0 +1,175 @@
+"""The training of one rank: steps, and what is due between them, on the engine that runs at the moment.
+
+Two drive it. `engine.run.Run` makes a fixed number of steps with one engine; a member of an elastic run makes each step
+when the protocol says so, and the engine changes with every generation. Neither of them trains by itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from varuna_capslog.engine.interface import Engine
+from varuna_capslog.engine.stage_meter import held_inputs
+from varuna_capslog.engine.vote import Verdict
+from varuna_capslog.model.workload import Minibatch
+from varuna_capslog.training.boundaries import Boundaries
+from varuna_capslog.training.feed import Feed
+from varuna_capslog.training.journal import peak_record, step_record
+from varuna_capslog.training.peak_meter import PeakMeter
+from varuna_capslog.training.run_log import RunLog
+from varuna_capslog.training.run_setup import RunSetup
+
+__all__ = ["TrainingLoop"]
+
+
+class TrainingLoop:
+    """One rank's training.
+
+    Args:
+        offset: generation n of this process's run is n + offset in the run's files.
+        stop_wished: asked once per step; True on any rank ends the run after that step.
+
+    Attributes:
+        engine: of the present generation; None between two generations.
+        step: the last one that was applied.
+        minibatch: of the step under way.
+        verdict: of the step that was voted on and neither applied nor discarded.
+    """
+
+    def __init__(
+        self, setup: RunSetup, device: torch.device, offset: int = 0, stop_wished: Callable[[], bool] = lambda: False
+    ) -> None:
+        self.setup, self.offset, self._stop_wished = setup, offset, stop_wished
+        self.log = RunLog(setup.run_dir, setup.total_steps, setup.config.train.log_every)
+        self.boundaries = Boundaries(setup, self.log)
+        self.engine: Engine | None = None
+        self.step = 0
+        self.minibatch: Minibatch | None = None
+        self.verdict: Verdict | None = None
+        self._feed: Feed = setup.feed()
+        self._meter = PeakMeter(device)
+        self._peaks: list[int] | None = None
+        self._run_began = time.monotonic()
+        self._step_began = 0.0
+
+    def began(self, seconds_ago: float) -> None:
+        """The run has been at work for so long: `max_seconds` counts for all of it."""
+        self._run_began = time.monotonic() - seconds_ago
+
+    # -- generations --------------------------------------------------------------------------------------------------
+
+    def begin(self, engine: Engine, number: int, base: int, writes: bool, saved: bool = False) -> None:
+        """Trains with this engine from now on.
+
+        Args:
+            number: of the generation, from 1 within this process's run.
+            base: the step after which it goes on.
+            writes: this rank keeps the run's record.
+            saved: this run's folder is known to hold the checkpoint of step `base`.
+        """
+        generation = number + self.offset
+        self.engine, self.step = engine, base
+        self._feed = self.setup.feed(engine.local_microbatches if engine.owns_first_stage else ())
+        self._meter.begin(number)
+        self.boundaries.begin(engine, generation, base, saved)
+        self.log.begin(writes, base, generation, engine.communicator.world_size)
+
+    def end(self) -> None:
+        """Drops the engine, and the step under way."""
+        if self.engine is not None:
+            self.engine.forget()
+        self.engine = self.minibatch = self.verdict = None
+        self._feed.close()
+
+    def close(self) -> None:
+        """Stops the loading threads and the progress bar."""
+        self._feed.close()
+        self.log.close()
+
+    @property
+    def running(self) -> Engine:
+        """The engine, where a generation has begun."""
+        assert self.engine is not None
+        return self.engine
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def is_done(self, step: int) -> bool:
+        """Whether the run ends with this step."""
+        return self.setup.total_steps is not None and step >= self.setup.total_steps
+
+    def compute(self, step: int) -> None:
+        """Forwards, backwards and sums; nothing of the model changes."""
+        self.minibatch, engine = self._feed.minibatch(step), self.running
+        self._step_began = time.perf_counter()
+        with self._meter.computing(engine) as measured:
+            load: Callable[[int], dict[str, Tensor]] = lambda microbatch: {}  # noqa: E731
+            if engine.owns_first_stage:
+                load = self._feed.loader(step)
+                if measured:
+                    load = held_inputs(load, engine.local_microbatches)
+            engine.compute(step, self.minibatch, load)
+
+    def vote(self, step: int, ballot: bytes = b"") -> Verdict:
+        """What all ranks find of the step, and what each of them has to say.
+
+        Args:
+            ballot: handed to all ranks with the verdict.
+
+        Returns:
+            The verdict with all ranks' ballots. One with a `refusal` must be discarded, not applied.
+        """
+        assert self.minibatch is not None
+        limit, engine = self.setup.config.train.max_seconds, self.running
+        late = limit is not None and time.monotonic() - self._run_began > limit
+        verdict = engine.vote(step, self.minibatch, late or self._stop_wished(), self._meter.sealed(ballot))
+        ballots, peaks = self._meter.opened(verdict.ballots or (b"",) * engine.communicator.world_size)
+        self._peaks = None if peaks is None else [peaks[device] for device in engine.layout.placement]
+        self.verdict = dataclasses.replace(verdict, ballots=ballots)
+        return self.verdict
+
+    def apply(self) -> None:
+        """Makes the step that was voted for, and writes its line."""
+        engine, train = self.running, self.setup.config.train
+        assert self.verdict is not None
+        assert self.minibatch is not None
+        with self._meter.applying(engine):
+            result = engine.apply(self.verdict)
+        inputs = self.minibatch.inputs
+        self.verdict = self.minibatch = None
+        self.step = result.step
+        seconds = time.perf_counter() - self._step_began
+        record = step_record(result, seconds, self._feed.epoch(self.step), train.minibatch_size)
+        if self._peaks is not None:
+            count = engine.options.num_microbatches // engine.layout.replicas
+            record |= peak_record(self._peaks, self._meter.source, inputs[:count])
+        self.log.step(record)
+
+    def discard(self, step: int) -> str:
+        """Drops a step that was voted down; returns why, in a sentence."""
+        verdict, self.verdict, self.minibatch = self.verdict, None, None
+        assert verdict is not None
+        self.running.forget()
+        return verdict.refusal or f"step {step} was voted down"
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def finish(self, step: int, stopped: bool) -> bool:
+        """The end of the run after this step, together with all ranks: last checkpoint, last evaluation.
+
+        Args:
+            stopped: some rank wished to stop.
+
+        Returns:
+            Whether a person asked for the stop, not the clock; the same on every rank.
+        """
+        asked = stopped and any(self.running.communicator.gather(self._stop_wished()))
+        self.boundaries.finish(step, judges=not asked)
+        self.log.event("stop", step=step, asked=asked)
+        self.log.close()
+        return asked

@@ -1,0 +1,104 @@
+"""What every worker's process has, whatever it trains: the wish to stop, the report of a failure, its device, its end.
+
+`engine.worker` is a rank of a run of a fixed number of steps, `elastic.start_up` a member of an elastic run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from varuna_capslog.base import files
+from varuna_capslog.base.errors import CapslogError, DoesNotFit, StepRefused
+
+__all__ = ["StopWish", "choose_device", "failure_kind", "leave", "report_failure"]
+
+
+class StopWish:
+    """Whether somebody asked this process to stop; SIGINT sets it, a step boundary reads it."""
+
+    def __init__(self) -> None:
+        self.stop = False
+        signal.signal(signal.SIGINT, self._hear)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self.stop = True
+
+    def __call__(self) -> bool:
+        return self.stop
+
+
+def report_failure(run_dir: Path, name: str, who: str, error: Exception, where: Mapping[str, Any]) -> int:
+    """Says on stderr and in `workers/<name>.error.json` why this process ends, from the handler of `error`.
+
+    Args:
+        who: how stderr names this worker.
+        where: the rank, and what of stage, step and microbatch is known.
+
+    Returns:
+        The exit status that goes with the error.
+    """
+    cause = _say_cause(who, error)
+    report = {"peer": getattr(error, "peer", None), **where}
+    report |= {"kind": failure_kind(error), "cause": cause, "time": time.time()}
+    with contextlib.suppress(CapslogError):
+        files.write_json(run_dir / "workers" / f"{name}.error.json", report)
+    return error.exit_status if isinstance(error, CapslogError) else 1
+
+
+def _say_cause(who: str, error: Exception) -> str:
+    """Writes into this process's log why it ends; returns the cause in a sentence."""
+    known = isinstance(error, CapslogError)
+    cause = str(error) if known else f"{type(error).__name__}: {error}"
+    with contextlib.suppress(OSError):  # the log may lie on a disk that is full
+        if not known or os.environ.get("CAPSLOG_DEBUG"):
+            traceback.print_exc()
+        sys.stderr.write(f"{who}: {cause}\n")
+    return cause
+
+
+def failure_kind(error: Exception) -> str:
+    """What sort of failure a worker reports; see `failures`."""
+    from varuna_capslog.engine.communicator import PeerLost  # torch, which the command does not load to leave
+
+    if isinstance(error, PeerLost):
+        return "peer"
+    if isinstance(error, StepRefused):
+        return "step_refused"
+    if isinstance(error, DoesNotFit):
+        return "does_not_fit"
+    return "user" if isinstance(error, CapslogError) else "defect"
+
+
+def leave(status: int) -> NoReturn:
+    """Ends this process at once, everything written.
+
+    Not by `sys.exit`: after a failure gloo's threads may wait for ever for peers that are gone, and after success a
+    thread of C++ that wants the interpreter while it ends aborts the process now and then ("terminate called without
+    an active exception", seen in one run of eight), which would make a failure of a finished run.
+    """
+    for stream in (sys.stderr, sys.stdout):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    os._exit(status)
+
+
+def choose_device(wish: str, local_rank: int) -> Any:
+    """The torch.device for `device: wish`. Raises CapslogError for CUDA where there is none."""
+    import torch  # here, as the command imports this module only to leave
+
+    if wish == "cuda" and not torch.cuda.is_available():
+        raise CapslogError("device=cuda, but torch sees no CUDA device here; set device=cpu or auto")
+    if wish == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device

@@ -1,0 +1,177 @@
+"""One rank's part of one generation of an elastic run on Varuna: a new Varuna over a fresh model.
+
+It is filled with the states of this rank's pieces. The forward's buffers are kept aside until a step is voted, so that
+a step can be taken back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.elastic.member.work import LayerState
+from varuna_capslog.varuna_plugin import checkpoint, piece_state
+from varuna_capslog.varuna_plugin.drawing import Draws
+from varuna_capslog.varuna_plugin.elastic.groups import VarunaGroups
+from varuna_capslog.varuna_plugin.elastic.job import Job
+from varuna_capslog.varuna_plugin.elastic.model import ModelPieces
+from varuna_capslog.varuna_plugin.inputs import Microbatches
+from varuna_capslog.varuna_plugin.options import configure, know_trace
+from varuna_capslog.varuna_plugin.splitting.stages import ANCHOR
+
+__all__ = ["VarunaPart"]
+
+_THREADS = ("acts_receive_thread", "grads_receive_thread", "acts_send_thread", "grads_send_thread")
+_JOIN_SECONDS = 10.0
+
+
+class VarunaPart:
+    """A stage that trains.
+
+    Args:
+        groups: of this generation; closed together with the part.
+        cuts: first piece of each stage.
+    """
+
+    def __init__(
+        self, job: Job, pieces: ModelPieces, device: torch.device, groups: VarunaGroups, cuts: tuple[int, ...]
+    ) -> None:
+        self._job, self._pieces, self._device = job, pieces, device
+        self._groups, self._cuts = groups, cuts
+        self._trainer: Any = None
+        self._draws: Draws | None = None
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._buffers: dict[str, Tensor] = {}
+        self._settled: dict[str, Tensor] = {}  # buffers at the present boundary, whatever a forward does
+        self.own: tuple[int, ...] = ()
+
+    def build(self, model: nn.Module, rank: int, seconds: float) -> None:
+        """Varuna's trainer over this rank's pieces of `model`.
+
+        Args:
+            seconds: longest wait for the others while it is built.
+        """
+        import varuna
+
+        job = self._job
+        self._configure(seconds)
+        with contextlib.redirect_stdout(io.StringIO()):  # Varuna prints as it goes
+            self._trainer = varuna.Varuna(
+                model,
+                "".join(f"{stage};" for stage in range(len(self._cuts))),
+                lambda size, device=None: {},  # the trace is known
+                job.batch_size,
+                job.chunk_size,
+                local_rank=rank,
+                device="cpu" if self._device.type == "cpu" else self._device.index or 0,
+            )
+        self._configure(job.timeout_seconds)
+        self._groups.wait_for(job.timeout_seconds)
+        partitioned = self._trainer.partitioned_model
+        self._draws = Draws(partitioned.ordered_modules.values(), self._device, job.seed)
+        partitioned.capslog.draws = self._draws
+        self._parameters = {name: p for name, p in partitioned.module.named_parameters() if name != ANCHOR}
+        self._buffers = dict(partitioned.module.named_buffers())
+        self._trainer.set_optimizer(self._pieces.recipe.build(self._parameters))
+
+    def _configure(self, seconds: float) -> None:
+        configure(cuts=self._cuts, loss=self._job.loss, timeout_seconds=seconds)
+        know_trace(self._pieces.trace)
+
+    def install(self, states: Mapping[int, LayerState], base: int) -> None:
+        """The states of this rank's pieces after step `base`."""
+        self.own = tuple(sorted(states))
+        for piece in reversed(self.own):  # what several pieces share is in all of them: the first one's counts
+            piece_state.install(states[piece], *self._part(piece), self._trainer.optimizer)
+        self._settle()
+        self._trainer.iteration = base
+
+    def _settle(self) -> None:
+        self._settled = {key: buffer.clone() for key, buffer in self._buffers.items()}
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def compute(self, step: int) -> tuple[float, float]:
+        """Varuna's forwards and backwards; returns the loss and the norm of the gradients."""
+        everything = self._job.microbatches(step)
+        ready = Microbatches([self._on_device(batch) for batch in everything.batches], everything.sizes)
+        assert self._draws is not None
+        self._draws.begin_step(step, ready.batches)
+        loss, _, _ = self._trainer.step(ready, self._job.clip_grad_max_norm)
+        return float(loss), float(self._trainer.capslog_grad_norm)
+
+    def _on_device(self, batch: dict[str, Any]) -> dict[str, Any]:
+        if self._device.type == "cpu":
+            return batch
+        moved: dict[str, Any] = pytree.tree_map(lambda v: v.to(self._device) if isinstance(v, Tensor) else v, batch)
+        return moved
+
+    def apply(self, step: int) -> None:
+        """The update of a step that was voted."""
+        optimizer = self._trainer.optimizer
+        if self._job.schedule is not None:
+            self._job.schedule(optimizer, step)
+        optimizer.step()
+        self._trainer.zero_grad()
+        self._trainer.iteration = step
+        self._settle()
+
+    def discard(self) -> None:
+        """Takes a step back that was computed."""
+        for name, buffer in self._buffers.items():
+            buffer.copy_(self._settled[name])
+        self._trainer.zero_grad()
+
+    # -- states -------------------------------------------------------------------------------------------------------
+
+    def _part(self, piece: int) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
+        parameters, buffers = self._pieces.names[piece]
+        return {name: self._parameters[name] for name in parameters}, {name: self._buffers[name] for name in buffers}
+
+    def state(self, piece: int, copy: bool) -> LayerState:
+        """A piece at the present boundary; without `copy` the live tensors."""
+        parameters, buffers = self._part(piece)
+        settled = {name: self._settled[name] for name in buffers}
+        state = piece_state.capture(parameters, settled, self._trainer.optimizer)
+        return {key: tensor.clone() for key, tensor in state.items()} if copy else state
+
+    def update(self, piece: int) -> Mapping[str, Tensor]:
+        """What a `Follower` of this piece needs for the step that was computed."""
+        parameters, buffers = self._part(piece)
+        found = {f"gradients/{name}": p.grad for name, p in parameters.items() if p.grad is not None}
+        return found | {f"buffers/{name}": buffer for name, buffer in buffers.items()}
+
+    def save(self, folder: Path, step: int) -> None:
+        """This rank's files of a checkpoint; see `checkpoint.save`."""
+        checkpoint.save(self._trainer, folder, step)
+
+    def close(self) -> None:
+        """Nothing of the generation is left; also of one that could not be built."""
+        self._groups.close()
+        if self._trainer is not None:
+            _join_threads(self._trainer)
+            # modules refer to each other in circles; their tensors must not wait for a collection
+            for module in self._trainer.partitioned_model.module.modules():
+                module._parameters.clear()
+                module._buffers.clear()
+
+
+def _join_threads(trainer: Any) -> None:
+    """Varuna's message threads of a broken-off step have ended when this returns: they ask for the default group, which
+    will be the next generation's.
+    """
+    pipeline = getattr(trainer, "pipeline", None)
+    for name in _THREADS:
+        thread = getattr(pipeline, name, None)
+        if thread is not None:
+            thread.join(_JOIN_SECONDS)
+            if thread.is_alive():
+                raise CapslogError(f"Varuna's {name} did not end {_JOIN_SECONDS:g} s after its generation had")
