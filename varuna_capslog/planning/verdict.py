@@ -14,13 +14,11 @@ from dataclasses import dataclass
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.units import format_bytes
-from varuna_capslog.memory import StageCosts
 from varuna_capslog.memory.headroom import Headroom
-from varuna_capslog.planners.exact import fewest_devices
 from varuna_capslog.plans.plan import Plan, Shortfall
 from varuna_capslog.profiles.record import Profile
 
-__all__ = ["Verdict", "capacities_of_devices", "judge", "judge_plan", "rehearsed", "what_would_do"]
+__all__ = ["Verdict", "capacities_of_devices", "judge", "judge_plan", "rehearsed"]
 
 
 @dataclass(frozen=True)
@@ -91,11 +89,6 @@ def judge_plan(plan: Plan, profile: Profile | None) -> Verdict | None:
     """
     headroom = Headroom() if profile is None else Headroom.of(profile)
     return judge(plan.stage_bytes, plan.capacities_of(plan.placement()), headroom)
-
-
-def what_would_do(costs: StageCosts, capacities: Sequence[int], headroom: Headroom) -> int | None:
-    """The smallest number of devices, each of the smallest of these capacities, that `exact` fits; None: none would."""
-    return fewest_devices(costs, headroom.usable(min(capacities)))
 
 
 def rehearsed(
