@@ -12,7 +12,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planning.comparison import compare
 from varuna_capslog.planning.search import plan
-from varuna_capslog.planning.verdict import Verdict, capacities_of_devices, judge, judge_plan, rehearsed
+from varuna_capslog.planning.verdict import MemoryVerdict, capacities_of_devices, judge, judge_plan, rehearsed
 from varuna_capslog.plans.plan import Plan, Shortfall
 from varuna_capslog.profiles import LayerProfile, Profile
 
@@ -21,7 +21,7 @@ TENTH = Headroom(3, 1.1)
 
 def test_what_is_needed_is_the_peak_and_its_headroom() -> None:
     found = judge([10, 20, 30], [20, 25, 30], TENTH)
-    assert found == Verdict((10, 20, 30), (14, 25, 36), (20, 25, 30))
+    assert found == MemoryVerdict((10, 20, 30), (14, 25, 36), (20, 25, 30))
     assert (found.margins, found.fits, found.worst, found.lacking) == ([6, 0, -6], False, 2, 6)
     assert found.need == "stage 2 needs 36 B of 30 B"
     assert found.shortfall(5) == Shortfall(2, 6, 5)

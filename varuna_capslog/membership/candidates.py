@@ -125,7 +125,6 @@ class Candidates:
         self._parameters = _running(known if len(known) == self.num_layers else [0] * self.num_layers)
         rate = None if profile is None or len(known) < self.num_layers else profile.conditions.get(UPDATE_RATE)
         self._update_rate = float(rate) if isinstance(rate, (int, float)) else 0.0
-        self._microbatches = self.run.microbatches
         profiled = None if profile is None else profile.conditions.get("microbatch_size")
         same_size = None in (profiled, self.run.microbatch_size) or profiled == self.run.microbatch_size
         self.described = profile is not None and same_size
@@ -272,7 +271,7 @@ class Candidates:
         """The step of one pipeline by the simulator, the exchange with the others, and the slowest update."""
         if self._seconds is None:
             return None
-        microbatches = self._microbatches // replicas
+        microbatches = self.run.microbatches // replicas
         player = step_player(self.run.schedule, len(cuts), microbatches, self.run.recomputes)
         seconds = player.seconds_of_one(self._seconds.of_cuts(np.array([cuts])))
         weights = np.diff(self._parameters[[*cuts, self.num_layers]]).max()
@@ -314,7 +313,7 @@ class Candidates:
             size = self.num_layers
             inner, last = np.zeros((size, size + 1)), np.zeros(size)
             if self._seconds is not None:
-                microbatches = self._microbatches // replicas
+                microbatches = self.run.microbatches // replicas
                 forward, backward = self._seconds.forward, self._seconds.backward
                 passed = (forward + backward)[:-1, None]
                 both = (forward + backward)[None, :] - passed

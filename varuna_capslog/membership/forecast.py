@@ -13,7 +13,7 @@ from varuna_capslog.config.reading import Config
 from varuna_capslog.membership.placing import Placer, describe_reserves, state_bytes
 from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.memory.headroom import Headroom
-from varuna_capslog.planning.verdict import Verdict, judge
+from varuna_capslog.planning.verdict import MemoryVerdict, judge
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 
@@ -46,7 +46,7 @@ def with_reserves(config: Config, profile: Profile, plan: Plan, find: Callable[.
         for rank in range(len(plan.cuts) * replicas)
     ]
 
-    def judged(cuts: Sequence[int]) -> Verdict | None:
+    def judged(cuts: Sequence[int]) -> MemoryVerdict | None:
         """Whether stages with what lies beside them fit their devices."""
         return judge(placer.of_cuts(cuts, replicas, seats)[1], capacities, headroom)
 

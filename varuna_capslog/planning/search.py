@@ -16,10 +16,11 @@ from varuna_capslog.base.units import format_bytes
 from varuna_capslog.memory import AUTO, MEMORY_MODELS, NEVER, resolve
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planners import PLANNER_NAMES, find_cuts
+from varuna_capslog.planners.exact import fewest_devices
 from varuna_capslog.planners.joint import Device, JointPlan, NoFleet, best_fleet
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.simulation import stage_seconds
-from varuna_capslog.planning.verdict import capacities_of_devices, judge, what_would_do
+from varuna_capslog.planning.verdict import capacities_of_devices, judge
 from varuna_capslog.plans.plan import Plan, Shortfall
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import DEFAULT_RUN, RunShape
@@ -62,7 +63,7 @@ def plan(
             f"{devices} devices but only {profile.num_layers} layers; every stage holds at least one layer, "
             f"so use at most {profile.num_layers} devices or a chain with more cut points"
         )
-    capacities = capacities_of_devices(capacity, devices)
+    capacities, one_each = capacities_of_devices(capacity, devices), isinstance(capacity, (list, tuple))
     usable = usable_bytes(profile, capacity, devices)
     memory, costs = resolve(memory, profile, run)
 
@@ -83,7 +84,7 @@ def plan(
         verdict = judge(stage_bytes, capacities, Headroom.of(profile))
         fits = verdict is None or verdict.fits
         if verdict is not None and not fits:
-            enough = what_would_do(costs, verdict.capacities, Headroom.of(profile))
+            enough = fewest_devices(costs, min(usable or [0]))
             shortfall, notes = verdict.shortfall(enough), [verdict.sentence(enough)]
     return Plan(
         num_layers=profile.num_layers,
@@ -98,7 +99,7 @@ def plan(
         stage_bytes=stage_bytes,
         peak_bytes=None if stage_bytes is None else max(stage_bytes),
         stage_seconds=_stage_seconds(profile, chosen),
-        capacity_bytes=_as_given(capacity, capacities),
+        capacity_bytes=None if capacities is None else tuple(capacities) if one_each else capacities[0],
         fits=fits,
         shortfall=shortfall,
         search_seconds=search_seconds,
@@ -151,13 +152,6 @@ def usable_bytes(profile: Profile, capacity: int | Sequence[int] | None, devices
     capacities = capacities_of_devices(capacity, devices)
     headroom = Headroom.of(profile)
     return None if capacities is None else [headroom.usable(size) for size in capacities]
-
-
-def _as_given(capacity: int | Sequence[int] | None, capacities: list[int] | None) -> int | tuple[int, ...] | None:
-    """The checked capacities in the form in which they were given: one number, or one per device."""
-    if capacities is None:
-        return None
-    return tuple(capacities) if isinstance(capacity, (list, tuple)) else capacities[0]
 
 
 def _stage_seconds(profile: Profile, cuts: Sequence[int]) -> tuple[float, ...] | None:

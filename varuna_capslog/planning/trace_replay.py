@@ -80,10 +80,7 @@ class Pauses:
     notice: float = 120.0
 
     def __post_init__(self) -> None:
-        for item in dataclasses.fields(self):
-            value = getattr(self, item.name)
-            if not 0.0 <= value < float("inf"):
-                raise CapslogError(f"pause {item.name} is {value}; give a number of seconds, 0 or more")
+        _check_numbers(self, "pause", "a number of seconds")
 
 
 @dataclass(frozen=True)
@@ -98,10 +95,13 @@ class Prices:
     on_demand: float = 3.06
 
     def __post_init__(self) -> None:
-        for item in dataclasses.fields(self):
-            value = getattr(self, item.name)
-            if not 0.0 <= value < float("inf"):
-                raise CapslogError(f"price {item.name} is {value}; give dollars per device and hour, 0 or more")
+        _check_numbers(self, "price", "dollars per device and hour")
+
+
+def _check_numbers(record: Pauses | Prices, what: str, unit: str) -> None:
+    for name, value in vars(record).items():
+        if not 0.0 <= value < float("inf"):
+            raise CapslogError(f"{what} {name} is {value}; give {unit}, 0 or more")
 
 
 @dataclass(frozen=True)

@@ -14,17 +14,15 @@ from dataclasses import dataclass
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.units import format_bytes
-from varuna_capslog.memory import StageCosts
 from varuna_capslog.memory.headroom import Headroom
-from varuna_capslog.planners.exact import fewest_devices
 from varuna_capslog.plans.plan import Plan, Shortfall
 from varuna_capslog.profiles.record import Profile
 
-__all__ = ["Verdict", "capacities_of_devices", "judge", "judge_plan", "rehearsed", "what_would_do"]
+__all__ = ["MemoryVerdict", "capacities_of_devices", "judge", "judge_plan", "rehearsed"]
 
 
 @dataclass(frozen=True)
-class Verdict:
+class MemoryVerdict:
     """Stages and their devices, in stage order, in bytes.
 
     peaks: what each stage holds at most. needed: what its device must have, the headroom included. capacities: what
@@ -77,25 +75,20 @@ class Verdict:
         return f"does not fit: {lack}; {devices_that_fit} device(s) of {size} would do with planner exact"
 
 
-def judge(peaks: Sequence[int] | None, capacities: Sequence[int] | None, headroom: Headroom) -> Verdict | None:
+def judge(peaks: Sequence[int] | None, capacities: Sequence[int] | None, headroom: Headroom) -> MemoryVerdict | None:
     """The verdict on stages of these peaks; None where the peaks or the capacities are not known."""
     if peaks is None or capacities is None:
         return None
-    return Verdict(tuple(peaks), tuple(headroom.reserved(peak) for peak in peaks), tuple(capacities))
+    return MemoryVerdict(tuple(peaks), tuple(headroom.reserved(peak) for peak in peaks), tuple(capacities))
 
 
-def judge_plan(plan: Plan, profile: Profile | None) -> Verdict | None:
+def judge_plan(plan: Plan, profile: Profile | None) -> MemoryVerdict | None:
     """The verdict on a plan of one pipeline by its own bytes; without a profile no headroom is known, and none counts.
 
     None where the plan has no bytes or no capacity.
     """
     headroom = Headroom() if profile is None else Headroom.of(profile)
     return judge(plan.stage_bytes, plan.capacities_of(plan.placement()), headroom)
-
-
-def what_would_do(costs: StageCosts, capacities: Sequence[int], headroom: Headroom) -> int | None:
-    """The smallest number of devices, each of the smallest of these capacities, that `exact` fits; None: none would."""
-    return fewest_devices(costs, headroom.usable(min(capacities)))
 
 
 def rehearsed(

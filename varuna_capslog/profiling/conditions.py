@@ -14,7 +14,7 @@ import torch
 
 from varuna_capslog.model.chain import TensorSpec
 from varuna_capslog.profiling.sizes import shapes_of
-from varuna_capslog.schedules import ALWAYS_RECOMPUTE
+from varuna_capslog.schedules import RunShape
 
 if TYPE_CHECKING:
     from varuna_capslog.config.reading import Config
@@ -47,13 +47,13 @@ def conditions_of_run(config: Config, inputs: Mapping[str, TensorSpec]) -> RunCo
     device = config.profile.device or config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    pipeline = config.pipeline
+    run = RunShape.of_config(config).share(config.pipeline.replicas)
     return RunConditions(
         device=device,
         microbatch_size=config.train.microbatch_size,
         input=shapes_of(inputs),
         precision=config.train.precision,
-        recompute=pipeline.recompute or pipeline.schedule in ALWAYS_RECOMPUTE,
-        stage_inputs=pipeline.stage_inputs,
-        blocks=config.num_blocks // pipeline.replicas,
+        recompute=run.recomputes,
+        stage_inputs=run.stage_inputs,
+        blocks=run.num_blocks,
     )
