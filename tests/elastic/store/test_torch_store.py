@@ -409,6 +409,7 @@ def test_a_partition_without_a_word_is_noticed(port):
         between.moving.clear()
         wait_until(lambda: lost, 10)
         assert "no answer" in lost[0]
+        between.moving.set()  # closing waits for connections that are being opened
 
 
 def test_addresses_are_checked(port):
