@@ -51,7 +51,7 @@ def half(optimizer: torch.optim.Optimizer, step: int) -> None:
 @pytest.mark.parametrize("piece", [1, 2, 5])
 def test_a_follower_makes_its_owners_steps(build: Callable[[nn.Module], torch.optim.Optimizer], piece: int) -> None:
     model = whole(0)
-    recipe = piece_state.Recipe(build(model), model)
+    recipe = piece_state.OptimizerRecipe(build(model), model)
     part = part_of(model, piece)
     optimizer = recipe.build(part[0])
     follower = piece_state.PieceFollower(piece_state.capture(*part, optimizer), recipe, (), half)
@@ -72,7 +72,7 @@ def test_a_follower_makes_its_owners_steps(build: Callable[[nn.Module], torch.op
 
 def test_a_follower_refuses_the_update_of_another_piece() -> None:
     model = whole(0)
-    recipe, part = piece_state.Recipe(adamw(model), model), part_of(model, 0)
+    recipe, part = piece_state.OptimizerRecipe(adamw(model), model), part_of(model, 0)
     follower = piece_state.PieceFollower(piece_state.capture(*part, None), recipe, (), half)
     for key in ("gradients/head.weight", "buffers/head.mean"):
         with pytest.raises(CapslogError, match=f"nothing to do with '{key}'"):
@@ -81,7 +81,7 @@ def test_a_follower_refuses_the_update_of_another_piece() -> None:
 
 def test_a_state_moves_into_another_model() -> None:
     there, here = whole(0), whole(1)
-    recipe = piece_state.Recipe(adamw(there), there)
+    recipe = piece_state.OptimizerRecipe(adamw(there), there)
     source, target = part_of(there, 5), part_of(here, 5)
     first, second = recipe.build(source[0]), recipe.build(target[0])
     for parameter in source[0].values():
@@ -106,11 +106,11 @@ def test_another_model_is_refused() -> None:
     part = part_of(model, 0)
     state = piece_state.capture(*part, None)
     state["parameters/stem.bias"] = torch.zeros(3)
-    recipe = piece_state.Recipe(sgd(model), model)
+    recipe = piece_state.OptimizerRecipe(sgd(model), model)
     with pytest.raises(CapslogError, match=r"'stem.bias' is \[3\], the model wants \[8\]"):
         piece_state.install(state, *part, recipe.build(part[0]))
     with pytest.raises(CapslogError, match="no parameter of the model"):
-        piece_state.Recipe(sgd(whole(1)), model)
+        piece_state.OptimizerRecipe(sgd(whole(1)), model)
 
 
 def test_an_optimizer_with_strange_state_is_refused() -> None:
@@ -121,7 +121,7 @@ def test_an_optimizer_with_strange_state_is_refused() -> None:
                     self.state[parameter] = {"history": [1, 2]}
 
     model = whole(0)
-    optimizer = piece_state.Recipe(Strange(model.parameters(), lr=0.1), model).build(part_of(model, 0)[0])
+    optimizer = piece_state.OptimizerRecipe(Strange(model.parameters(), lr=0.1), model).build(part_of(model, 0)[0])
     optimizer.step()
     with pytest.raises(CapslogError, match=r"Strange keeps a list \('history'\) for 'stem.weight'"):
         piece_state.capture(*part_of(model, 0), optimizer)

@@ -316,7 +316,7 @@ class Communicator:
     def together(self, work: Callable[[], Value]) -> Value:
         """Runs something slow on every rank (each its own `work`) and returns when all are done.
 
-        The ranks vote while they wait, so that a slow rank is told from a lost one, whatever the timeout.
+        The ranks vote while they wait, so that a slow rank is not taken for a lost one, whatever the timeout.
 
         Raises:
             PeerLost: the work of another rank failed; its own message says why. A rank's own error is raised as it is.
@@ -360,8 +360,9 @@ class Communicator:
 
         From any thread, also while another one is blocked; what was pending raises PeerLost there, as does everything
         asked for later. Nothing in torch interrupts a blocked wait of gloo, but gloo closes all connections of a group
-        in which a wait times out: so one for a message that nobody sends is given a millisecond. A peer that waits
-        for another peer hears of it from that one, which aborts as soon as it loses a message.
+        in which a wait times out: so a receive for a message that no rank sends is given a
+        millisecond. A peer that waits for another peer hears of it from that one, which aborts as soon as it loses a
+        message.
         """
         self._aborted = True
         for end in self._beside:

@@ -115,7 +115,7 @@ class Chain:
         outputs: names of the tensors that leave after layer L-1; the loss reads them.
 
     Raises:
-        CapslogError: two layers of one name, a layer that reads what nobody wrote, an output that nobody wrote.
+        CapslogError: two layers of one name, a layer that reads, or an output that names, what no layer wrote.
     """
 
     def __init__(

@@ -17,13 +17,13 @@ from varuna_capslog.training.follower import StateFollower
 from varuna_capslog.training.layer_state import LayerState, copy_in, flatten, moments_of
 from varuna_capslog.varuna_plugin.splitting.tracing import Trace
 
-__all__ = ["PieceFollower", "Recipe", "capture", "install", "names_of", "state_bytes"]
+__all__ = ["OptimizerRecipe", "PieceFollower", "capture", "install", "names_of", "state_bytes"]
 
 _STATE_FACTOR = 3
 """Bytes of a trained parameter with two moments, as multiples of its own."""
 
 
-class Recipe:
+class OptimizerRecipe:
     """How the user's optimizer treats each parameter, so that one can be made for any part of the model.
 
     An optimizer that treats every parameter by itself, as torch's do, makes the same step on a part as on the whole.
@@ -150,7 +150,7 @@ class PieceFollower(StateFollower):
     def __init__(
         self,
         state: Mapping[str, Tensor],
-        recipe: Recipe,
+        recipe: OptimizerRecipe,
         frozen: Iterable[str],
         prepare: Callable[[torch.optim.Optimizer, int], None],
     ) -> None:

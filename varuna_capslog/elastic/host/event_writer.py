@@ -1,6 +1,6 @@
 """What the store's log says of the membership, for people: notice, lost and join lines in the run's events.jsonl.
 
-Every host reads the same log, so every entry has one host that writes it down: the one that told of a loss, else the
+Every host reads the same log, so every entry has one host that writes it down: the one that reported a loss, else the
 host of the member in question. Changes of the generation (start, resume, morph) are written by those who train.
 """
 

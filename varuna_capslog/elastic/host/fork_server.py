@@ -157,7 +157,7 @@ def _preload(entry: str, modules: Sequence[str]) -> None:
 
 
 def _orders(wakes: int, children: dict[int, str]) -> Iterator[Order]:
-    """Orders from standard input as they come; between them, ends are told as they happen."""
+    """Orders from standard input as they come; between them, workers' ends are reported as they happen."""
     standard_input = sys.stdin.fileno()
     buffered = b""
     while True:

@@ -25,8 +25,8 @@ from varuna_capslog.elastic.host.losses import SETTLE_SECONDS, Losses
 from varuna_capslog.elastic.host.options import HostOptions
 from varuna_capslog.elastic.host.roster import Roster
 from varuna_capslog.elastic.host.store_link import HostStore
-from varuna_capslog.elastic.host.watch import Watch
-from varuna_capslog.elastic.host.workers import Worker, Workers
+from varuna_capslog.elastic.host.watch import WorkerWatch
+from varuna_capslog.elastic.host.workers import HostWorker, HostWorkers
 from varuna_capslog.elastic.notices import Announcement, Gathering, Kind, auto_sources, listen
 from varuna_capslog.membership.generation import Generation, Member
 
@@ -41,7 +41,7 @@ class HostEnd:
     """How a host's part ended.
 
     Attributes:
-        how: "finished": the run has ended; "left": all its workers were told to leave, and others may go on.
+        how: "finished": the run has ended; "left": all its workers have left by request, and others may go on.
         stopped: the run ended early on request.
         failures: of workers that were lost on the way, oldest first.
     """
@@ -70,7 +70,7 @@ class Host:
         self.roster = Roster()
         self._inbox: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self.link = HostStore(options, self.roster, lambda kind, what: self._inbox.put((kind, what)))
-        self._watch = Watch(options.settings, self.roster)
+        self._watch = WorkerWatch(options.settings, self.roster)
         self._losses = Losses(options, self.roster)
         self._settling: dict[Member, float] = {}
         self._useless: dict[int, int] = {}
@@ -78,7 +78,7 @@ class Host:
         self._asked = 0
         self._noticed = False
         self._acknowledged = False
-        self._resting = False  # a request told workers of this host to leave; a later one may want them back
+        self._resting = False  # workers of this host left by request; a later request may want them back
         self._looked = 0.0
 
     @property
@@ -118,7 +118,7 @@ class Host:
             offset = 0 if first is None else int(first) - 1
             self._chronicle = Chronicle(self.options.run_dir, self.link.name, offset)
             self.link.begin(stack)
-            self.workers = Workers(self.options, self.link.name, lambda what: self._inbox.put(("nursery", what)))
+            self.workers = HostWorkers(self.options, self.link.name, lambda what: self._inbox.put(("nursery", what)))
             stack.callback(self.workers.close)
             for _ in range(self.options.num_workers):
                 self._start()
@@ -203,7 +203,7 @@ class Host:
             case "unheard":
                 self.link.unheard(what)
 
-    def _ended(self, worker: Worker, status: int) -> None:
+    def _ended(self, worker: HostWorker, status: int) -> None:
         """Tells the log at once of a loss; of an end as it should be once it is clear what it meant."""
         if worker.verdict is None and status in (0, 130):
             self._settling[worker.member] = time.monotonic() + SETTLE_SECONDS
@@ -213,7 +213,7 @@ class Host:
         self._losses.add(failure, aloud=self._asked < 2)
         self._replace(worker, lost=status < 0 or worker.expelled_since is not None)
 
-    def _replace(self, worker: Worker, lost: bool) -> None:
+    def _replace(self, worker: HostWorker, lost: bool) -> None:
         """What failed by itself would fail again; what was lost leaves a device behind."""
         useless = 0 if self.roster.was_named(worker.member) else self._useless.get(worker.slot, 0) + 1
         self._useless[worker.slot] = useless

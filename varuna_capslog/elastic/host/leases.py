@@ -66,7 +66,7 @@ class Leases:
                 self._store_answers(False)
                 continue
             now = time.monotonic()
-            # Whoever did not look for long (stopped, swapped out, cut off) does not know what was meanwhile.
+            # A host that did not look for long (stopped, swapped out, cut off) has missed signs, and counts anew.
             away = not answers or now - looked > self._seconds / 2
             looked = now
             for other, sign in found.items():

@@ -9,7 +9,7 @@ from varuna_capslog.base.processes import last_line, signal_name
 from varuna_capslog.base.supervisor import WorkerFailed
 from varuna_capslog.elastic.host.options import HostOptions
 from varuna_capslog.elastic.host.roster import Roster
-from varuna_capslog.elastic.host.workers import Worker, Workers
+from varuna_capslog.elastic.host.workers import HostWorker, HostWorkers
 
 __all__ = ["SETTLE_SECONDS", "Losses"]
 
@@ -33,7 +33,7 @@ class Losses:
         self._said: set[str] = set()
         self._unsaid: list[tuple[float, str]] = []
 
-    def failure(self, worker: Worker, status: int, workers: Workers, killed_as_asked: bool) -> Failure:
+    def failure(self, worker: HostWorker, status: int, workers: HostWorkers, killed_as_asked: bool) -> Failure:
         """What happened to a worker that ended.
 
         Args:
@@ -70,7 +70,7 @@ class Losses:
             else:
                 self._unsaid.append((due, sentence))
 
-    def root(self, since: float, workers: Workers) -> WorkerFailed:
+    def root(self, since: float, workers: HostWorkers) -> WorkerFailed:
         """The error that ends a run of which all workers here have failed.
 
         Args:

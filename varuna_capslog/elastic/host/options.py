@@ -1,4 +1,4 @@
-"""What a host is told before it begins: its run, its workers, its store."""
+"""The options of a host: its run, its workers, its store."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class HostOptions:
         entry: "module:function" that a worker runs.
         arguments: what it is called with (any JSON value); default: [run_dir].
         num_workers: devices of this host.
-        name: of this host in the run; default: the system's. A second host of that name is told apart by a number.
+        name: of this host in the run; default: the system's. A second host of that name gets a number behind it.
         store: address of the run's store; None: this host begins the run, and locks its folder.
         serve_at: name or address under which other hosts reach this one's store, and its port (0: any free one); or
             the address of a store in etcd (see `store_etcd`), which needs no host to serve it.

@@ -1,6 +1,6 @@
 """What the store's log says so far: which hosts and workers there are, which generation is the newest, who answers.
 
-A pure fold over entries: whoever has read the log as far as another knows the same. No clock, no I/O.
+A pure fold over entries: all that have read the log up to one entry have the same roster. No clock, no I/O.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ class Roster:
     Attributes:
         taken: number of entries.
         hosts: those that are here, with the number of workers each can have.
-        members: workers that have neither ended nor been told dead, oldest first, with their hosts.
-        dead: told dead, by whomever.
-        gone: whose own host has told their end; nobody can take them for lost by mistake.
-        noticed: told to leave.
+        members: workers that have neither ended nor been declared dead, oldest first, with their hosts.
+        dead: declared dead, by any host or member.
+        gone: whose own host has reported their end, so that it is certain.
+        noticed: workers that have got a notice to leave.
         generation: the newest.
         broken: newest generation that somebody said is broken.
         checkpoint: the newest that was written.
@@ -94,7 +94,7 @@ class Roster:
 
     @property
     def astray(self) -> set[Member]:
-        """Who took part once and may come back: neither in the newest generation, nor ended, nor told dead."""
+        """Members of earlier generations that may come back: not in the newest one, not ended, not declared dead."""
         return self._named.keys() - self.gone - self.dead - set(self.generation.participants)
 
     def is_complete(self, hosts: int) -> bool:
@@ -118,7 +118,7 @@ class Roster:
 
     @property
     def staying(self) -> list[Member]:
-        """The workers that nobody has told to leave, oldest first."""
+        """The workers without a notice to leave, oldest first."""
         return [member for member in self.members if member not in self.noticed]
 
     def share(self, host: str, devices: int) -> tuple[int, tuple[Member, ...]]:

@@ -1,4 +1,4 @@
-"""A host's connection with the run's store: opened or served here, followed, and told what happens on the host.
+"""A host's connection with the run's store: opened or served here, followed, and written to.
 
 While the store does not answer, entries for the log are kept; they are sent when it answers again. What the store, its
 log and the other hosts' leases say is passed on as events, from threads of their own.

@@ -9,14 +9,14 @@ from typing import Any
 from varuna_capslog.base.processes import is_stopped
 from varuna_capslog.config.settings import Elastic
 from varuna_capslog.elastic.host.roster import Roster
-from varuna_capslog.elastic.host.workers import Worker
+from varuna_capslog.elastic.host.workers import HostWorker
 
-__all__ = ["Watch"]
+__all__ = ["WorkerWatch"]
 
 FAREWELL_SECONDS = 60.0  # so long a worker may take to end after the run has finished
 
 
-class Watch:
+class WorkerWatch:
     """Looks at the living workers and at the log.
 
     Args:
@@ -28,7 +28,7 @@ class Watch:
         self._breaks: dict[int, float] = {}
         self._ended_at: float | None = None
 
-    def take(self, entry: Mapping[str, Any], worker: Worker | None) -> None:
+    def take(self, entry: Mapping[str, Any], worker: HostWorker | None) -> None:
         """An entry of the log.
 
         Args:
@@ -43,7 +43,7 @@ class Watch:
                 # Others shun it from now on; it hears so itself and goes.
                 worker.expelled_since = worker.expelled_since or time.monotonic()
 
-    def verdicts(self, now: float, living: Sequence[Worker]) -> Iterator[tuple[Worker, str]]:
+    def verdicts(self, now: float, living: Sequence[HostWorker]) -> Iterator[tuple[HostWorker, str]]:
         """The workers to be killed now, and why. Some may come twice, or be under the same verdict already."""
         settings = self._settings
         for worker in living:

@@ -1,6 +1,6 @@
 """The worker processes of one host: forked by its nursery, signalled and killed here.
 
-Nothing here decides about the membership; `host` does, from what `Workers.heard` returns.
+Nothing here decides about the membership; `host` does, from what `HostWorkers.heard` returns.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from varuna_capslog.elastic.host.fork_server import Nursery
 from varuna_capslog.elastic.host.options import HostOptions
 from varuna_capslog.membership.generation import Member
 
-__all__ = ["Worker", "Workers"]
+__all__ = ["HostWorker", "HostWorkers"]
 
 _QUIET = {
     # torch asks for the name of every peer; a lost answer costs 1 s instead of 5
     "RES_OPTIONS": "timeout:1 attempts:5",
-    # a lost peer or store is told in one sentence, not by C++ stacks
+    # the error for a lost peer or store is one sentence, without C++ stacks
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "OMP_NUM_THREADS": "1",
 }
 
 
 @dataclass
-class Worker:
+class HostWorker:
     """One process.
 
     Attributes:
@@ -37,7 +37,7 @@ class Worker:
         pid: None until the nursery has forked it.
         verdict: why it was killed by us.
         stopped_since: when it was first seen stopped, by the monotonic clock.
-        expelled_since: when the log told it dead while it lived.
+        expelled_since: when the log said that it is dead while it lived.
     """
 
     member: Member
@@ -49,7 +49,7 @@ class Worker:
     expelled_since: float | None = None
 
 
-class Workers:
+class HostWorkers:
     """All workers that this host ever had.
 
     Args:
@@ -62,7 +62,7 @@ class Workers:
     """
 
     def __init__(self, options: HostOptions, host: str, hear: Callable[[Mapping[str, Any]], None]) -> None:
-        self.by_member: dict[Member, Worker] = {}
+        self.by_member: dict[Member, HostWorker] = {}
         self.nursery_gone = False
         self._host, self._folder = host, options.folder
         self._run_dir = str(options.run_dir)
@@ -76,7 +76,7 @@ class Workers:
         """Ends the nursery and all workers that are left."""
         self.nursery.close()
 
-    def living(self) -> list[Worker]:
+    def living(self) -> list[HostWorker]:
         """Those that have not ended."""
         return [worker for worker in self.by_member.values() if not worker.ended]
 
@@ -91,7 +91,7 @@ class Workers:
 
     def start(self, member: Member, slot: int, variables: Mapping[str, str]) -> None:
         """Asks the nursery for a worker."""
-        self.by_member[member] = Worker(member, slot)
+        self.by_member[member] = HostWorker(member, slot)
         own = {"CAPSLOG_MEMBER": member, "CAPSLOG_RUN_DIR": self._run_dir, "CAPSLOG_LOCAL_RANK": str(slot)}
         self.nursery.fork(
             {
@@ -102,7 +102,7 @@ class Workers:
             }
         )
 
-    def heard(self, what: Mapping[str, Any]) -> list[tuple[Worker, int]]:
+    def heard(self, what: Mapping[str, Any]) -> list[tuple[HostWorker, int]]:
         """Takes what the nursery says.
 
         Returns:
@@ -124,7 +124,7 @@ class Workers:
             worker.ended = True
         return ended
 
-    def _forked(self, worker: Worker, pid: int) -> None:
+    def _forked(self, worker: HostWorker, pid: int) -> None:
         worker.pid = pid
         known = {"member": worker.member, "pid": pid, "host": self._host}
         write_unless_there(self._folder / f"{worker.member}.json", known)
@@ -138,8 +138,8 @@ class Workers:
             if worker.pid is not None:
                 signal_group(worker.pid, number)
 
-    def kill(self, worker: Worker, verdict: str) -> None:
-        """Kills a worker. The nursery tells of its end, and only then it is told dead."""
+    def kill(self, worker: HostWorker, verdict: str) -> None:
+        """Kills a worker. The log hears of it only when the nursery has seen its end."""
         if worker.verdict is None and worker.pid is not None:
             worker.verdict = verdict
             signal_group(worker.pid, signal.SIGKILL)

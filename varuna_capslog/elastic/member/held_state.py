@@ -30,13 +30,13 @@ from varuna_capslog.training.layer_state import LayerState
 
 __all__ = ["recover", "take_newest", "write_boundaries", "write_held"]
 
-Held = Mapping[tuple[int, Stamp], LayerState]
+HeldStates = Mapping[tuple[int, Stamp], LayerState]
 """What a member holds: the state of a layer, by its index and the boundary."""
 
 
 def write_boundaries(
     run_dir: Path,
-    held: Held,
+    held: HeldStates,
     record: Generation,
     about: Mapping[str, Any],
     write: Callable[[Path, int, LayerState], None],
@@ -86,7 +86,7 @@ def take_newest(run_dir: Path, after: int, take: Callable[[Path, int, Mapping[st
 
 
 def write_held(
-    run_dir: Path, chain: Chain, held: Held, record: Generation, generation: int, extra: Mapping[str, Any]
+    run_dir: Path, chain: Chain, held: HeldStates, record: Generation, generation: int, extra: Mapping[str, Any]
 ) -> None:
     """Writes what a member of our engine holds, as files of a checkpoint; see `write_boundaries`.
 

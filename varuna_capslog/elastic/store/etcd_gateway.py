@@ -20,7 +20,7 @@ from typing import Any
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.elastic.store.log import StoreGone
 
-__all__ = ["PAUSE_SECONDS", "WAIT_SECONDS", "Etcd", "Watch", "after", "b64"]
+__all__ = ["PAUSE_SECONDS", "WAIT_SECONDS", "Etcd", "EtcdWatch", "after", "b64"]
 
 PAUSE_SECONDS = 0.05
 """Between two attempts, and the longest between two looks at a key that is waited for."""
@@ -160,14 +160,14 @@ class Etcd:
         found: dict[str, Any] = json.loads(text)
         return found
 
-    def watch(self, first: str, end: str) -> Watch:
+    def watch(self, first: str, end: str) -> EtcdWatch:
         """What is written from now on to keys from `first` on and before `end`."""
         until, turn = time.monotonic() + self.answer_seconds, 0
         while True:
             self.call("kv/range", {"key": b64(first)})  # which also finds an endpoint that answers
             host, port = self._endpoints[self._good]
             try:
-                return Watch(host, port, first, end, self._patience(turn))
+                return EtcdWatch(host, port, first, end, self._patience(turn))
             except (OSError, http.client.HTTPException, ValueError) as error:
                 if time.monotonic() >= until:
                     raise StoreGone(f"the store at {self.address} is gone: {error}") from error
@@ -198,7 +198,7 @@ class Etcd:
         connection.close()
 
 
-class Watch:
+class EtcdWatch:
     """One stream of changes, read by a thread of its own.
 
     Raises:

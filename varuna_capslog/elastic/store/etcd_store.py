@@ -10,14 +10,14 @@ import contextlib
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.elastic.network import parse_address
-from varuna_capslog.elastic.store.etcd_gateway import PAUSE_SECONDS, WAIT_SECONDS, Etcd, Watch, after, b64
+from varuna_capslog.elastic.store.etcd_gateway import PAUSE_SECONDS, WAIT_SECONDS, Etcd, EtcdWatch, after, b64
 from varuna_capslog.elastic.store.log import LOOK_SECONDS, LogFollower, Lost, MembershipStore, StoreGone, Take
 
 __all__ = ["EtcdMembershipStore", "EtcdRendezvous", "begin_run"]
@@ -138,14 +138,9 @@ class EtcdMembershipStore(MembershipStore):
         """Of entry number `position`; keys sort as numbers do."""
         return f"{self._root}/log/{position:012d}"
 
-    @contextlib.contextmanager
-    def watch(self, start: int) -> Iterator[Watch]:
-        """What is written to the log from entry `start` on. Raises StoreGone."""
-        found = self._etcd.watch(self.entry_key(start), after(f"{self._root}/log/"))
-        try:
-            yield found
-        finally:
-            found.close()
+    def watch(self, start: int) -> EtcdWatch:
+        """What is written to the log from entry `start` on; to be closed. Raises StoreGone."""
+        return self._etcd.watch(self.entry_key(start), after(f"{self._root}/log/"))
 
     def _write(self, position: int, text: str) -> bool:
         exists = {"key": b64(f"{self._root}/identity"), "target": "VERSION", "result": "GREATER", "version": "0"}
@@ -156,10 +151,10 @@ class EtcdMembershipStore(MembershipStore):
         return found == text
 
     def _follower(self, take: Take, lost: Lost, start: int) -> LogFollower:
-        return _Follower(self, take, lost, start)
+        return _EtcdFollower(self, take, lost, start)
 
 
-class _Follower(LogFollower):
+class _EtcdFollower(LogFollower):
     """Reads the log, then watches it, and looks now and then whether the store is still there."""
 
     def __init__(self, store: EtcdMembershipStore, take: Take, lost: Lost, start: int) -> None:
@@ -168,12 +163,12 @@ class _Follower(LogFollower):
 
     def read_on(self) -> None:
         while not self.stopped:
-            with self._store.watch(self.next) as watch:
+            with contextlib.closing(self._store.watch(self.next)) as watch:
                 # what was written before the watch began
                 self.deliver(self._store.entries(self.next))
                 self._follow(watch)
 
-    def _follow(self, watch: Watch) -> None:
+    def _follow(self, watch: EtcdWatch) -> None:
         """Until the watch ends, or turns out to have missed something."""
         while not self.stopped:
             found = watch.next(LOOK_SECONDS)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from varuna_capslog.elastic.store.log import StoreGone
 from varuna_capslog.elastic.store.server import OPEN_SECONDS, first_line
 
-__all__ = ["ANSWER_SECONDS", "CLOSE_SECONDS", "Line", "Lines"]
+__all__ = ["ANSWER_SECONDS", "CLOSE_SECONDS", "StoreLine", "StoreLines"]
 
 Value = TypeVar("Value")
 Job = Callable[[dist.TCPStore], Value]
@@ -38,7 +38,7 @@ CLOSE_SECONDS = 0.5
 _MOST_BESIDE = 2
 
 
-class Lines:
+class StoreLines:
     """All connections of one client.
 
     Args:
@@ -60,7 +60,7 @@ class Lines:
         self.identity = identity or ""
         self.opening: dict[concurrent.futures.Future[str], threading.Thread] = {}
         self._lock = threading.Lock()
-        self._idle: list[Line] = []
+        self._idle: list[StoreLine] = []
         self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         self._closed = False
         self._spares = threading.Semaphore(1)
@@ -91,7 +91,7 @@ class Lines:
                 return value
         raise AssertionError("the last attempt returns or raises")
 
-    def line(self) -> Line:
+    def line(self) -> StoreLine:
         """A connection of the caller's own, to be closed by it."""
         return self._take_idle() or self._open()
 
@@ -109,7 +109,7 @@ class Lines:
             for thread in some:
                 thread.join(max(0.0, until - time.monotonic()))
 
-    def _open(self) -> Line:
+    def _open(self) -> StoreLine:
         """A connection to the store that is known. A network that breaks it while it is made has two more chances."""
         for last in (False, False, True):
             try:
@@ -119,7 +119,7 @@ class Lines:
                     raise self._gone(error) from error
         raise AssertionError("the last attempt returns or raises")
 
-    def _dial(self) -> Line:
+    def _dial(self) -> StoreLine:
         """Raises RuntimeError (torch's) where the connection breaks while it is made."""
         if self._closed:
             raise StoreGone(f"this client of the store at {self.address} was closed")
@@ -136,13 +136,13 @@ class Lines:
             raise StoreGone(f"the store at {self.address} was started anew: it knows nothing of this run")
         return line
 
-    def _first_to_answer(self, seconds: float) -> tuple[Line, str]:
+    def _first_to_answer(self, seconds: float) -> tuple[StoreLine, str]:
         """A new connection and what the server calls itself. One that takes long gets another beside it."""
         until = time.monotonic() + seconds
-        lines: dict[concurrent.futures.Future[str], Line] = {}
+        lines: dict[concurrent.futures.Future[str], StoreLine] = {}
         try:
             while True:
-                line = Line(self.host, self.port, seconds)
+                line = StoreLine(self.host, self.port, seconds)
                 lines[question := line.send(_identity)] = line
                 with self._lock:
                     self._threads.add(line.thread)
@@ -161,7 +161,7 @@ class Lines:
             for other in lines.values():
                 other.close()
 
-    def _take_idle(self) -> Line | None:
+    def _take_idle(self) -> StoreLine | None:
         with self._lock:
             line = self._idle.pop() if self._idle else None
             short = not self._idle
@@ -182,7 +182,7 @@ class Lines:
         if self._spares.acquire(blocking=False):
             threading.Thread(target=open_it, name="store-spare", daemon=True).start()
 
-    def _give_back(self, line: Line) -> None:
+    def _give_back(self, line: StoreLine) -> None:
         with self._lock:
             if not self._closed:
                 self._idle.append(line)
@@ -201,7 +201,7 @@ class Lines:
         return StoreGone(f"the store at {self.address} is gone: {why}")
 
 
-class Line:
+class StoreLine:
     """One connection and the thread that alone uses it, so that a caller can give up a call that hangs in C++."""
 
     def __init__(self, host: str, port: int, seconds: float) -> None:

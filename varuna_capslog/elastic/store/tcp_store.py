@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
-from varuna_capslog.elastic.store.lines import Line, Lines
+from varuna_capslog.elastic.store.lines import StoreLine, StoreLines
 from varuna_capslog.elastic.store.log import LOOK_SECONDS, LogFollower, Lost, MembershipStore, Take
 from varuna_capslog.elastic.store.server import OPEN_SECONDS
 
@@ -43,7 +43,7 @@ class TcpMembershipStore(MembershipStore):
         open_seconds: float = OPEN_SECONDS,
     ) -> None:
         super().__init__()
-        self.lines = Lines(host, port, identity, answer_seconds, open_seconds)
+        self.lines = StoreLines(host, port, identity, answer_seconds, open_seconds)
         self.identity = self.lines.identity
 
     @property
@@ -88,20 +88,20 @@ class TcpMembershipStore(MembershipStore):
         return self.lines.call(lambda client: client.compare_set(_key(position), "", text)) == text.encode()
 
     def _follower(self, take: Take, lost: Lost, start: int) -> LogFollower:
-        return _Follower(self, take, lost, start)
+        return _TcpFollower(self, take, lost, start)
 
     def _disconnect(self) -> None:
         self.lines.close()
 
 
-class _Follower(LogFollower):
+class _TcpFollower(LogFollower):
     """Reads the log with a line that waits in the store, and looks now and then whether the store is still there."""
 
     def __init__(self, store: TcpMembershipStore, take: Take, lost: Lost, start: int) -> None:
         super().__init__(take, lost, start)
         self._store = store
         # of texts; an exception: the line is broken; None: stop
-        self._heard: queue.SimpleQueue[tuple[Line, str | BaseException] | None] = queue.SimpleQueue()
+        self._heard: queue.SimpleQueue[tuple[StoreLine, str | BaseException] | None] = queue.SimpleQueue()
 
     def stop(self) -> None:
         self.stopped = True
@@ -109,7 +109,7 @@ class _Follower(LogFollower):
         super().stop()
 
     def read_on(self) -> None:
-        line: Line | None = None
+        line: StoreLine | None = None
         try:
             while not self.stopped:
                 if line is None:
@@ -130,7 +130,7 @@ class _Follower(LogFollower):
             if line is not None:
                 line.close()
 
-    def _pump(self, line: Line, position: int) -> Callable[[dist.TCPStore], None]:
+    def _pump(self, line: StoreLine, position: int) -> Callable[[dist.TCPStore], None]:
         """What the line's thread does: puts every entry from `position` on into the queue."""
 
         def job(client: dist.TCPStore) -> None:

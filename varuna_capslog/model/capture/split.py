@@ -287,7 +287,7 @@ def _keep_persistence(module: fx.GraphModule, model: nn.Module) -> None:
 
 
 def _drop_unused(graph: fx.Graph) -> None:
-    """Removes operations that nobody reads, but random ones: they move the generator that later layers use."""
+    """Removes operations whose results are not read, but random ones: they move the generator that later layers use."""
     for node in reversed(list(graph.nodes)):
         if node.users or node.op in ("placeholder", "output", "call_module"):
             continue

@@ -43,7 +43,7 @@ class ModelPieces:
                 f"chunk_size={job.chunk_size} make {job.num_microbatches}"
             )
         self.trace = trace_model(self._spare, first.batches[0], cut_point)
-        self.recipe = piece_state.Recipe(job.build_optimizer(self._spare), self._spare)
+        self.recipe = piece_state.OptimizerRecipe(job.build_optimizer(self._spare), self._spare)
         self.frozen = [name for name, p in self._spare.named_parameters() if not p.requires_grad]
         self.state_bytes = piece_state.state_bytes(self._spare, self.trace)
         if job.profile is not None and job.profile.num_layers != self.trace.num_pieces:

@@ -37,7 +37,7 @@ __all__ = ["profile"]
 
 
 @dataclass(frozen=True)
-class _GivenModel:
+class _BuiltModel:
     """A model that is there already."""
 
     model: nn.Module
@@ -89,7 +89,7 @@ def profile(
         raise CapslogError("there is no CUDA device here; profile with device='cpu', or where there is one")
     if workers < 1 or chunk_size < 1:
         raise CapslogError(f"workers={workers}, chunk_size={chunk_size}: both must be at least 1")
-    build: Callable[[], nn.Module] = _GivenModel(model) if isinstance(model, nn.Module) else model
+    build: Callable[[], nn.Module] = _BuiltModel(model) if isinstance(model, nn.Module) else model
     commit, subject = _traced(build, get_batch_fn, chunk_size, optimizer, loss, timeout_seconds)
     whole, trace = build(), subject.trace
     names, sizes = _names(trace), {name: _num_bytes(tensor) for name, tensor in whole.named_parameters()}

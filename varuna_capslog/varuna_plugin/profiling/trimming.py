@@ -1,4 +1,4 @@
-"""Model trimming on Varuna: stages that nobody is interested in hand on dummy tensors of the right shapes.
+"""Model trimming on Varuna: stages that are not to be measured pass on dummy tensors of the right shapes.
 
 CAPSlog, Sec. III-A. A trimmed stage takes in and sends out what the whole stage would, forwards and backwards, but
 holds and computes nothing: its rank can be any small device. What is computed is without meaning; what it costs on the
@@ -26,7 +26,7 @@ Shapes = Callable[[Mapping[str, Any]], Sequence[Sequence[TensorSpec]]]
 
 
 def interesting_ties(ties: Sequence[TieGroup], stages: Sequence[int]) -> tuple[TieGroup, ...]:
-    """The ties that a stage of interest takes part in; the others have nobody left."""
+    """The ties that a stage of interest takes part in; no real stage is left in the others."""
     return tuple(tie for tie in ties if set(tie.stages) & set(stages))
 
 

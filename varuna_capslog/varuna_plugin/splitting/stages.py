@@ -100,7 +100,7 @@ def _reduce(model: nn.Module, run: StageRun, cut_type: type[nn.Module]) -> Calla
 
 
 def _agreed_partition(trace: Trace, model: nn.Module, num_stages: int) -> Partition:
-    """The partition that every rank has configured; a rank that fails tells the others, so that nobody waits."""
+    """The partition that every rank has configured; a rank that fails says so to all, so that none waits for it."""
     mine: tuple[Any, str | None] = (None, None)
     partition = None
     try:
@@ -125,7 +125,7 @@ def _agreed_partition(trace: Trace, model: nn.Module, num_stages: int) -> Partit
 
 
 def _shared_trace(model: nn.Module, get_batch: Callable[..., Any], cut_type: type[nn.Module]) -> Trace:
-    """Taken by rank 0 and sent to all; a failure there is an error everywhere, so that nobody waits."""
+    """Taken by rank 0 and sent to all; a failure there is an error on every rank, so that none waits."""
     message: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
@@ -142,7 +142,7 @@ def _shared_trace(model: nn.Module, get_batch: Callable[..., Any], cut_type: typ
 
 
 def _wake(partitioned: Any, points: dict[str, Any], spec: Any, index: int) -> Any:
-    """The stage's CutPoint, told what Varuna tells it."""
+    """The stage's CutPoint, with the attributes that Varuna sets."""
     if spec is None:
         return None
     point = points[spec.name]
