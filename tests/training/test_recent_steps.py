@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from varuna_capslog.base import files
+from varuna_capslog.training.journal import Journal
 from varuna_capslog.training.recent_steps import RecentSteps
-from varuna_capslog.training.run_log import RunLog
 
 
 def record(step: int) -> dict[str, object]:
@@ -30,7 +30,7 @@ def test_what_the_file_lacks_is_missing_and_no_more(tmp_path: Path) -> None:
 
 def test_a_rank_that_begins_to_write_adds_the_lines_of_the_one_that_is_lost(tmp_path: Path) -> None:
     """The first rank was lost after step 3 was applied everywhere and before its line was written."""
-    first, second = (RunLog(tmp_path, total_steps=5, log_every=10) for _ in range(2))
+    first, second = (Journal(tmp_path, total_steps=5, log_every=10) for _ in range(2))
     first.begin(True, 0, generation=4, world_size=2)
     second.begin(False, 0, generation=4, world_size=2)
     for step in (1, 2, 3):

@@ -106,7 +106,7 @@ def _take_part(run_dir: Path, wish: StopWish, equipment: Equipment) -> int:
 def capacity_of(capacity: int | Sequence[int] | None, device: int) -> int:
     """Bytes of a device of this host; 0: no limit.
 
-    Of a list the entry of this device, where the run began on one host; else the smallest, since nobody knows whose
+    Of a list the entry of this device, where the run began on one host; else the smallest, since it is not known whose
     devices it means.
     """
     if capacity is None or isinstance(capacity, int):

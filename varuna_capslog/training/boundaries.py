@@ -14,8 +14,8 @@ from varuna_capslog.base import files
 from varuna_capslog.engine.interface import Engine
 from varuna_capslog.training.checkpoint import prune, save_checkpoint
 from varuna_capslog.training.constants import run_constants
+from varuna_capslog.training.journal import Journal
 from varuna_capslog.training.judging import Judging
-from varuna_capslog.training.run_log import RunLog
 from varuna_capslog.training.run_setup import RunSetup
 
 __all__ = ["Boundaries"]
@@ -28,7 +28,7 @@ class Boundaries:
         scores: of the last evaluation in this process; None before the first.
     """
 
-    def __init__(self, setup: RunSetup, log: RunLog) -> None:
+    def __init__(self, setup: RunSetup, log: Journal) -> None:
         self._setup, self._log = setup, log
         self._judging = Judging(setup.config, setup.workload)
         self._engine: Engine | None = None

@@ -1,6 +1,7 @@
 """What a run writes for people and programs: metrics.jsonl, events.jsonl, TensorBoard, and the line on the terminal.
 
-Only rank 0 keeps a journal. JSON Lines files are append-only, so a crash loses at most the line being written.
+Every rank has a journal and hands it the same things; that of one rank at a time writes them. JSON Lines files are
+append-only, so a crash loses at most the line being written.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from varuna_capslog.base import files
+from varuna_capslog.training.recent_steps import RecentSteps
 
 if TYPE_CHECKING:
     from varuna_capslog.engine.options import StepResult
@@ -55,18 +57,35 @@ def peak_record(
 
 
 class Journal:
-    """The record of a run.
+    """The record of a run on one rank.
 
     Args:
         run_dir: the run's folder.
         total_steps: where the progress bar ends; None if only time limits the run.
-        first_step: the step this process begins with, counted from 1.
         log_every: steps between refreshes of terminal and TensorBoard.
+
+    Attributes:
+        writes: whether this rank is the one that writes; the others' methods only remember the last steps.
     """
 
-    def __init__(
-        self, run_dir: Path, total_steps: int | None, first_step: int, generation: int, world_size: int, log_every: int
-    ) -> None:
+    def __init__(self, run_dir: Path, total_steps: int | None, log_every: int) -> None:
+        self._run_dir, self._total_steps, self._log_every = run_dir, total_steps, log_every
+        self._generation = self._world_size = 0
+        # with the generation and the number of ranks that made the step
+        self._recent: RecentSteps[tuple[int, int, Mapping[str, Any]]] = RecentSteps(run_dir / "metrics.jsonl")
+        self.writes = False
+
+    def begin(self, writes: bool, base: int, generation: int, world_size: int) -> None:
+        """A generation begins after step `base`; a rank that begins to write adds the lines that are missing."""
+        if not writes:
+            self.close()
+        elif not self.writes:
+            self._open(base)
+            for made_by, members, record in self._recent.missing(base):
+                self._write(record, made_by, members)
+        self._generation, self._world_size = generation, world_size
+
+    def _open(self, base: int) -> None:
         from rich.console import Console
         from rich.progress import (
             BarColumn,
@@ -77,7 +96,6 @@ class Journal:
             TimeRemainingColumn,
         )
 
-        self._run_dir, self._generation, self._world_size, self._log_every = run_dir, generation, world_size, log_every
         self._console = Console(file=sys.stdout)
         self._live = self._console.is_terminal
         self._progress = Progress(
@@ -91,24 +109,26 @@ class Journal:
             console=self._console,
             disable=not self._live,
         )
-        self._task = self._progress.add_task("starting", total=total_steps, completed=first_step - 1)
+        self._task = self._progress.add_task("starting", total=self._total_steps, completed=base)
         self._progress.start()
         self._board: Any = None
         with contextlib.suppress(ImportError):
             from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step)
+            self._board = SummaryWriter(str(self._run_dir / "tensorboard"), purge_step=base + 1)
         self._printed = 0.0
-
-    def change(self, generation: int, world_size: int) -> None:
-        """From now on another generation writes."""
-        self._generation, self._world_size = generation, world_size
+        self.writes = True
 
     def step(self, record: Mapping[str, Any]) -> None:
         """Adds one step's line; `record` holds step, loss, parts, lr, grad_norm, step_seconds, samples_per_second,
         ...
         """
-        line = {**record, "time": time.time(), "generation": self._generation, "world_size": self._world_size}
+        self._recent.add(int(record["step"]), (self._generation, self._world_size, record))
+        if self.writes:
+            self._write(record, self._generation, self._world_size)
+
+    def _write(self, record: Mapping[str, Any], generation: int, world_size: int) -> None:
+        line = {**record, "time": time.time(), "generation": generation, "world_size": world_size}
         files.append_jsonl(self._run_dir / "metrics.jsonl", line)
         step = int(record["step"])
         text = (
@@ -129,6 +149,8 @@ class Journal:
 
     def scores(self, step: int, scores: Mapping[str, Any]) -> None:
         """Adds an evaluation: evaluations.jsonl, TensorBoard, one line for people."""
+        if not self.writes:
+            return
         files.append_jsonl(
             self._run_dir / "evaluations.jsonl",
             {"step": step, "generation": self._generation, "time": time.time(), "scores": dict(scores)},
@@ -142,17 +164,20 @@ class Journal:
 
     def event(self, kind: str, **details: Any) -> None:
         """Adds a line to events.jsonl."""
-        files.append_jsonl(
-            self._run_dir / "events.jsonl",
-            {"kind": kind, "time": time.time(), "generation": self._generation, **details},
-        )
+        if self.writes:
+            line = {"kind": kind, "time": time.time(), "generation": self._generation, **details}
+            files.append_jsonl(self._run_dir / "events.jsonl", line)
 
     def say(self, text: str) -> None:
         """One line on the terminal, above the progress bar."""
-        self._console.print(text, highlight=False)
+        if self.writes:
+            self._console.print(text, highlight=False)
 
     def close(self) -> None:
-        """Stops the progress bar and flushes TensorBoard."""
+        """Stops the progress bar and flushes TensorBoard; this rank writes no more until it begins again."""
+        if not self.writes:
+            return
+        self.writes = False
         self._progress.stop()
         if self._board is not None:
             self._board.close()

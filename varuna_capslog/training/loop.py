@@ -19,9 +19,8 @@ from varuna_capslog.engine.vote import Verdict
 from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.training.boundaries import Boundaries
 from varuna_capslog.training.feed import Feed
-from varuna_capslog.training.journal import peak_record, step_record
+from varuna_capslog.training.journal import Journal, peak_record, step_record
 from varuna_capslog.training.peak_meter import PeakMeter
-from varuna_capslog.training.run_log import RunLog
 from varuna_capslog.training.run_setup import RunSetup
 
 __all__ = ["TrainingLoop"]
@@ -45,7 +44,7 @@ class TrainingLoop:
         self, setup: RunSetup, device: torch.device, offset: int = 0, stop_wished: Callable[[], bool] = lambda: False
     ) -> None:
         self.setup, self.offset, self._stop_wished = setup, offset, stop_wished
-        self.log = RunLog(setup.run_dir, setup.total_steps, setup.config.train.log_every)
+        self.log = Journal(setup.run_dir, setup.total_steps, setup.config.train.log_every)
         self.boundaries = Boundaries(setup, self.log)
         self.engine: Engine | None = None
         self.step = 0

@@ -28,7 +28,7 @@ class RecentSteps(Generic[Line]):
         self._lines: deque[tuple[int, Line]] = deque(maxlen=_KEPT)
 
     def add(self, step: int, line: Line) -> None:
-        """Keeps what a step's line is written from, on every rank and whoever writes it."""
+        """Keeps what a step's line is written from, on every rank, also where another one writes it."""
         self._lines.append((step, line))
 
     def missing(self, last: int) -> list[Line]:

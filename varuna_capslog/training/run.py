@@ -191,7 +191,7 @@ class Run:
         wish = self.config.resume
         if wish == "never":
             check_folder(self.config, self.engine.chain.name)
-            self.communicator.barrier()  # nobody writes before all have looked
+            self.communicator.barrier()  # no rank writes before all have looked
             return None
         found: Checkpoint | None = None
         if wish == "auto":

@@ -50,7 +50,7 @@ def train(
     done: Callable[[int, float], None] = lambda number, loss: None,
     checkpoint_every: int | None = None,
 ) -> None:
-    """Makes the steps up to number `steps`, together with whoever takes part.
+    """Makes the steps up to number `steps`, together with the other members, if there are any.
 
     Without `capslog script` around it this is a loop in this process alone. Returns when the last step is made; where
     this member is told to leave before, or somebody stops the run, the process ends here (SystemExit).
