@@ -48,9 +48,9 @@ def wish(state: State, change: m.Change, urgent: bool, save: bool = False) -> St
     return state, ()
 
 
-def broken(state: State, event: m.Broken) -> Step:
-    """Something of the generation is lost, nobody knows yet what."""
-    if event.generation != state.record.number or not state.votes:
+def broken(state: State, generation: int) -> Step:
+    """Something of the generation is lost, or arrived damaged; which member is lost is not known yet."""
+    if generation != state.record.number or not state.votes:
         return state, ()
     if state.phase not in (Phase.GATHER, Phase.INSTALL, Phase.RUN):
         return state, ()

@@ -23,6 +23,7 @@ SCENARIOS: Mapping[str, Mapping[str, Any]] = {
     "leave": {"faults": 0, "leaves": 1, "steps": 1},
     "leave with shadows": {"faults": 0, "leaves": 1, "job": make_job(3, shadows=True)},
     "late": {"faults": 0, "late": 1} | _TWO,
+    "damage": {"faults": 1, "kinds": ("damage",), "leaves": 1} | _TWO | {"job": make_job(2, 0, shadows=True)},
 }
 
 

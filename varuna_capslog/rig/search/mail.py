@@ -32,7 +32,8 @@ class Scenario:
     Attributes:
         members: processes in generation 1 from the beginning; the rest of `processes` come as newcomers.
         faults: how many of `kinds` strike, at any moment each.
-        kinds: "crash", "hang", "cut", "store", "hiccup" (communication fails, nobody is lost).
+        kinds: "crash", "hang", "cut", "store", "hiccup" (communication fails, nobody is lost), "damage" (of a copy made
+            ahead, or of a layer on its way; not among the default kinds).
         once: each of them strikes at most once.
         leaves: how many members get a notice, at any moment.
         hints: how many times a member hears that one, itself or another, may be told to leave; at any moment.
@@ -63,7 +64,7 @@ class MailWorld(World):
     """A world with its mail: everything that was sent and not yet acted on."""
 
     def __init__(self, scenario: Scenario, transition: Transition, compare: bool) -> None:
-        super().__init__(scenario.job, scenario.redundancy, transition, compare)
+        super().__init__(scenario.job, scenario.redundancy, transition, compare, "damage" in scenario.kinds)
         self.scenario = scenario
         self.mail: frozenset[Action] = frozenset()
         self.hung: frozenset[int] = frozenset()
@@ -279,6 +280,13 @@ class MailWorld(World):
                 yield ("hiccup", i), True
         if "store" in kinds and self.store_up:
             yield ("lose store",), True
+        if "damage" in kinds:
+            for i in inside:
+                for layer in self.copies_ahead(i):
+                    yield ("damage", i, layer), True
+            for entry in self.mail:
+                if entry[0] == "send" and entry[3] >= 0 and self._deliverable(entry):
+                    yield ("damage", entry), True
 
     # -- doing it ------------------------------------------------------------------------------------------------------
 
@@ -359,6 +367,11 @@ class MailWorld(World):
                 self.cut, self.store_cut = frozenset([i]), with_store
             case ("lose store",):
                 self.store_up = False
+            case ("damage", ("send", number, layer, _, target) as entry):
+                self.mail -= {entry}
+                self.feed(target, m.Damaged(number, layer))
+            case ("damage", i, layer):
+                self.damage(i, layer)
             case _:
                 raise AssertionError(action)
 
@@ -406,6 +419,7 @@ class MailWorld(World):
             number: count for number, count in self.behind.items() if number in answered and self._may_vote(number)
         }
         self.asks = frozenset(ask for ask in self.asks if self.alive[ask[0]])
+        self.damaged = frozenset(one for one in self.damaged if (one.layer, one.stamp) in self.memory[one.holder])
         at = {state.at for state in live}
         self.saves = {stamp: done for stamp, done in self.saves.items() if stamp in at and stamp.generation in answered}
         self.rounds = {number: step for number, step in self.rounds.items() if number in answered}
@@ -503,6 +517,7 @@ class MailWorld(World):
             (self.hung, self.cut, self.store_cut, self.store_up, self.leaves, self.hasty, self.comers),
             (self.faults, self.kinds if self.faults else ()),
             (self.hints, self.late, self.wished, self.hinted, self.asks),
+            self._told_next(),
             (self.disk, tuple(sorted((stamp, tuple(sorted(done))) for stamp, done in self.saves.items()))),
             (
                 tuple(sorted(self.parents.items())),
@@ -510,6 +525,20 @@ class MailWorld(World):
                 tuple(sorted(self.rounds.items())),
             ),
             (tuple(sorted(self.behind.items())), self.settled, self.protected),
+        )
+
+    def _told_next(self) -> tuple[Any, ...]:
+        """What members will say of their copies, and what is damaged, without what is void."""
+        if not self.proves:
+            return ()
+        records = [adopts(state, self.record) for state in self.states]
+        return (
+            tuple(
+                frozenset(proof for proof in self.proofs(i) if records[i].continues(proof.stamp))
+                for i in range(len(records))
+                if self.alive[i]
+            ),
+            frozenset(one for one in self.damaged if records[one.holder].continues(one.stamp)),
         )
 
     def done(self) -> bool:

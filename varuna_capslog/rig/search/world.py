@@ -17,16 +17,20 @@ The rules, each checked where it could break:
    what was hinted or wished.
 8. Where a vote asks for a checkpoint, all who act on it write one at that boundary and nobody else does; the change
    that it was asked for begins after it. Whoever knows of such a wish asks with each vote until there is one.
+9. A copy made ahead that differs from its owner's state is never used where that owner takes part and could tell: it
+   is not sent, and no member begins with it.
+10. A layer that arrives damaged is not taken, and the member that lacks it answers that generation never again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership import protocol
-from varuna_capslog.membership.generation import EMPTY, INITIAL, Generation, Layout, Member, Stamp
+from varuna_capslog.membership.generation import EMPTY, INITIAL, Generation, Held, Layout, Member, Stamp
 from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.membership.redundancy import place_copies
 from varuna_capslog.membership.state import Job, Phase, State, Step
@@ -34,6 +38,15 @@ from varuna_capslog.membership.state import Job, Phase, State, Step
 __all__ = ["Violation", "World", "even_places", "make_job"]
 
 Transition = Callable[[Job, State, m.Event], Step]
+
+
+class Damage(NamedTuple):
+    """A state in a member's memory that is not what its stamp says, and the members that trained the layer then."""
+
+    holder: int
+    layer: int
+    stamp: Stamp
+    owners: frozenset[int]
 
 
 class Violation(AssertionError):
@@ -86,10 +99,20 @@ class World:
         redundancy: what rule 4 holds the placement to.
         transition: the protocol, or a broken one.
         compare: the store compares before it sets; False is a broken store.
+        proves: members compare copies made ahead with their owners, as a live run does; without damage the outcome is
+            the same, and there are fewer states to tell apart.
     """
 
-    def __init__(self, job: Job, redundancy: int, transition: Transition = protocol.step, compare: bool = True) -> None:
+    def __init__(
+        self,
+        job: Job,
+        redundancy: int,
+        transition: Transition = protocol.step,
+        compare: bool = True,
+        proves: bool = False,
+    ) -> None:
         self.job, self.redundancy, self.transition, self.compare = job, redundancy, transition, compare
+        self.proves = proves
         self.states: list[State] = []
         self.alive: list[bool] = []
         self.memory: list[frozenset[tuple[int, Stamp]]] = []
@@ -110,6 +133,7 @@ class World:
         self.wished: frozenset[m.Change] = frozenset()  # what anybody was told
         self.hinted: frozenset[m.Change] = frozenset()
         self.asks: frozenset[tuple[int, m.Change]] = frozenset()  # who knows that this change wants a checkpoint first
+        self.damaged: frozenset[Damage] = frozenset()
 
     def add(self, state: State, memory: frozenset[tuple[int, Stamp]] | None = None) -> int:
         """Lets a process into the world; `memory` is what it really holds (by default what it claims)."""
@@ -137,6 +161,9 @@ class World:
             for entry in state.held - before.held:
                 self._store(i, entry)
         self.states[i] = state
+        answers = state.phase in (Phase.GATHER, Phase.INSTALL, Phase.RUN) and state.votes
+        if isinstance(event, m.Damaged) and answers and state.record.number == event.generation:
+            self._fail(10, i, event, "goes on in a generation in which a layer arrived damaged")
         self._saves_as_asked(i, event, before, effects)
         if self.asks:  # what it gave up as a wish it need not ask for
             self.asks = frozenset(ask for ask in self.asks if ask[0] != i or ask[1] in state.changes)
@@ -198,10 +225,12 @@ class World:
                 if not effect.held <= self.memory[i]:
                     self._fail(6, i, effect, "drops what it does not hold")
                 self.memory[i] -= effect.held
+                self.damaged = frozenset(one for one in self.damaged if not self._is_of(one, i, effect.held))
             case m.Send():
                 if (effect.layer, effect.stamp) not in self.memory[i]:
                     self._fail(6, i, effect, "sends what it does not hold")
                 self._decided(i, effect.generation, effect.stamp, effect)
+                self._uses(i, effect.generation, effect.layer, effect.stamp, effect)
             case m.Load():
                 if effect.stamp not in self.disk:
                     self._fail(6, i, effect, "loads a checkpoint that does not exist")
@@ -260,6 +289,54 @@ class World:
     def emit(self, i: int, effect: m.Effect) -> None:
         """What leaves the member: for the one who drives the world."""
 
+    # -- damage --------------------------------------------------------------------------------------------------------
+
+    def copies_ahead(self, i: int) -> frozenset[int]:
+        """The layers of which a member holds a copy made ahead that is still sound, and may be found damaged."""
+        state, struck = self.states[i], {one.layer for one in self.damaged if one.holder == i}
+        if state.phase not in (Phase.RUN, Phase.CHANGE):  # later its digest is already told
+            return frozenset()
+        return frozenset(layer for layer in state.shadows - struck if (layer, state.at) in state.held)
+
+    def damage(self, i: int, layer: int) -> None:
+        """A copy made ahead is from now on not what its owner has, and neither is what follows from it."""
+        state = self.states[i]
+        owners = frozenset(
+            j for j, other in enumerate(self.states) if other.record == state.record and layer in other.own
+        )
+        self.damaged |= {Damage(i, layer, state.at, owners)}
+
+    def proofs(self, i: int) -> frozenset[m.Proof]:
+        """What a member tells of the copies made ahead, and of the layers that it trains, in a first round."""
+        if not self.proves:
+            return frozenset()
+        state = self.states[i]
+        struck = {one.layer for one in self.damaged if self._is_of(one, i, state.held) and one.stamp == state.at}
+        layers = [(layer, True) for layer in state.own] + [(layer, False) for layer in state.shadows]
+        return frozenset(
+            m.Proof(layer, state.at, owner, f"damaged at {i}" if layer in struck else "sound")
+            for layer, owner in layers
+            if (layer, state.at) in state.held
+        )
+
+    def _is_of(self, damage: Damage, i: int, held: Held) -> bool:
+        return damage.holder == i and (damage.layer, damage.stamp) in held
+
+    def _can_judge(self, damage: Damage, number: int) -> bool:
+        """Whether a participant of a generation trained the layer beside the damaged copy and still does."""
+        told = {self.index[member]: value for member, value in self.casts[number, 0].items()}
+        return any(
+            proof.owner and proof.layer == damage.layer
+            for j in damage.owners & told.keys()
+            for proof in getattr(told[j], "proofs", ())
+        )
+
+    def _uses(self, i: int, number: int, layer: int, stamp: Stamp, effect: m.Effect) -> None:
+        """A state becomes the beginning of a generation, here or at another member."""
+        for one in self.damaged:
+            if self._is_of(one, i, frozenset([(layer, stamp)])) and self._can_judge(one, number):
+                self._fail(9, i, effect, f"uses a damaged copy of layer {layer}, though its owner could tell")
+
     # -- rounds --------------------------------------------------------------------------------------------------------
 
     def _cast(self, i: int, effect: m.Cast) -> None:
@@ -273,12 +350,15 @@ class World:
         self.left[i] = max(self.left[i], number - 1)
         if isinstance(effect.value, m.Vote):
             self._wishes(i, effect, effect.value)
+        value = effect.value
+        if isinstance(value, m.Contribution):
+            value = replace(value, proofs=self.proofs(i))
         values = self.casts.setdefault((number, effect.round), {})
-        if me in values and values[me] != effect.value:
+        if me in values and values[me] != value:
             self._fail(1, i, effect, "casts a second value in the same round")
         if me in values:
             return
-        values[me] = effect.value
+        values[me] = value
         if effect.round and len(values) == len(voters) and self.is_unanimous(number, effect.round):
             self._voted(i, effect, record)
 
@@ -332,6 +412,11 @@ class World:
             if (layer, effect.before) not in self.memory[i]:
                 self._fail(3, i, effect, f"applies the step to layer {layer}, which it does not hold at the boundary")
         self.memory[i] |= {(layer, after) for layer in follows}
+        self.damaged |= {
+            one._replace(stamp=after)
+            for one in self.damaged
+            if (one.holder, one.stamp) == (i, effect.before) and one.layer in follows
+        }
 
     # -- generations ---------------------------------------------------------------------------------------------------
 
@@ -356,6 +441,7 @@ class World:
         for layer in state.own:
             if (layer, effect.base) not in self.memory[i]:
                 self._fail(6, i, effect, f"begins without layer {layer}")
+            self._uses(i, effect.generation, layer, effect.base, effect)
 
     def _decided(self, i: int, number: int, base: Stamp, effect: m.Effect) -> None:
         """A member acts on the decision of its generation's first round."""
@@ -367,6 +453,9 @@ class World:
             return
         newest = number > max(self.bases, default=-1)
         self.bases[number] = base
+        here = {self.index[member] for member in self.records[number].participants}
+        # A copy that nobody present can judge is taken for the state that its stamp says.
+        self.damaged = frozenset(one for one in self.damaged if one.holder not in here or self._can_judge(one, number))
         if not newest or self.settled in self._past(base):
             return
         record = self.records[number]
