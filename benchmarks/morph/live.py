@@ -23,6 +23,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from varuna_capslog.membership.entries import NoticeEntry
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
@@ -153,8 +155,7 @@ class Live:
     def leave(self, member: str, urgent: bool = False) -> float:
         """A notice; returns when it was given."""
         now = time.monotonic()
-        entry = {"kind": "notice", "member": member, "urgent": urgent, "deadline": None, "source": "program"}
-        self.host.store.append(entry)
+        self.host.store.append(NoticeEntry(member, urgent, source="program").to_json())
         return now
 
     def join(self) -> float:

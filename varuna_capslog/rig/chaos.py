@@ -25,6 +25,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.supervisor import reserve
 from varuna_capslog.config.reading import load_config
 from varuna_capslog.config.settings import Config
+from varuna_capslog.membership.entries import NoticeEntry
 from varuna_capslog.membership.generation import Member
 from varuna_capslog.rig import faults
 from varuna_capslog.rig.judge import Partition, Stepped, Truth, judge
@@ -300,7 +301,7 @@ class Chaos:
                 return self._network(hit, fault, names)
 
     def _notice(self, member: Member, urgent: bool) -> None:
-        self.field.tell({"kind": "notice", "member": member, "urgent": urgent, "deadline": None, "source": "chaos"})
+        self.field.tell(NoticeEntry(member, urgent, source="chaos").to_json())
 
     def _lose(self, hit: Hit, names: list[Member], number: int = signal.SIGKILL) -> Hit:
         for name in names:
@@ -493,7 +494,7 @@ class Chaos:
 
     def _last(self) -> int:
         finished = self.field.roster.finished
-        return self.field.step if finished is None else int(finished["step"])
+        return self.field.step if finished is None else finished.step
 
     def _judge(self, last: int) -> list[str]:
         self.say(f"comparing {last} steps with an uninterrupted run of one process")

@@ -17,6 +17,7 @@ from typing import Any
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.settings import Config
+from varuna_capslog.membership.entries import NoticeEntry, RequestEntry
 from varuna_capslog.membership.generation import Member
 from varuna_capslog.planning.trace_replay import TraceEvent
 from varuna_capslog.rig.chaos import Chaos, Hung, Options
@@ -149,7 +150,7 @@ class Preemptions(Chaos):
         self._until(lambda: bool(field.step_times), "its first step", _SETTLE_SECONDS)
         first = self.trace[0]
         field.target = first.count
-        field.tell({"kind": "request", "devices": first.count})
+        field.tell(RequestEntry(first.count).to_json())
         self._until(lambda: len(field.voters()) == first.count, f"{first.count} members", _SETTLE_SECONDS)
         self._wait(1.0)
         nodes: dict[str, Member | None] = dict(zip(first.joined, sorted(field.voters()), strict=True))
@@ -166,7 +167,7 @@ class Preemptions(Chaos):
             nodes.update(dict.fromkeys(rent.joined))
             counts.append((time.time(), rent.count))
             if rent.joined:
-                field.tell({"kind": "request", "devices": rent.count})
+                field.tell(RequestEntry(rent.count).to_json())
             self.say(f"{rent.seconds:7.1f} s  step {field.step:6d}  {rent.count:2d} devices")
         self._pass(nodes, time.monotonic() + 2.0)
         end = time.time()
@@ -198,9 +199,7 @@ class Preemptions(Chaos):
 
     def _tell(self, member: Member | None) -> None:
         if member is not None:
-            self.field.tell(
-                {"kind": "notice", "member": member, "urgent": False, "deadline": self.notice, "source": "trace"}
-            )
+            self.field.tell(NoticeEntry(member, deadline=time.time() + self.notice, source="trace").to_json())
 
     def _end_of(self, member: Member | None) -> None:
         self.losses += 1

@@ -25,6 +25,7 @@ from varuna_capslog.elastic.host.fork_server import PRELOADED, Nursery
 from varuna_capslog.elastic.host.roster import Roster
 from varuna_capslog.elastic.store.etcd_store import begin_run
 from varuna_capslog.elastic.store.torch_store import MembershipStore, StoreGone, StoreServer, open_store, serve_store
+from varuna_capslog.membership.entries import AskEntry, BrokenEntry, GenerationEntry, RequestEntry
 from varuna_capslog.membership.generation import Generation, Member, Stamp
 from varuna_capslog.rig.etcd_servers import EtcdServers
 from varuna_capslog.rig.judge import Segment, Stepped, read_segment
@@ -245,19 +246,17 @@ class Field:
     def _logged(self, entry: dict[str, Any]) -> None:
         now = time.time()
         self._log.write(json.dumps({"segment": self.number, "time": now, **entry}) + "\n")
-        self.roster.take(entry)
-        match entry.get("kind"):
-            case "generation":
-                record = self.roster.generation
+        match self.roster.take(entry):
+            case GenerationEntry(record):
                 self.segment.founded.append((record, now))
                 self._members[record.number] = record.members
                 new = set(record.members) - self._known
                 self._known |= new
                 self.joins += len(new) if record.number > 1 else 0
-            case "ask":
-                self.asked.setdefault(str(entry["member"]), now)
-            case "broken" if self.segment.broken is not None:
-                self.segment.broken.add(int(entry["generation"]))
+            case AskEntry(member):
+                self.asked.setdefault(member, now)
+            case BrokenEntry(generation) if self.segment.broken is not None:
+                self.segment.broken.add(generation)
         if self.roster.is_complete(len(self.sites)) and self.store is not None:
             with contextlib.suppress(StoreGone):
                 self.store.compare_and_set(
@@ -275,7 +274,7 @@ class Field:
         if lacks and now - self._requested > _ASK_AGAIN_SECONDS:
             self._requested = now
             with contextlib.suppress(StoreGone):
-                self.store.append({"kind": "request", "devices": self.target})
+                self.store.append(RequestEntry(self.target).to_json())
 
     def _read(self) -> list[Stepped]:
         folder = records_folder(self.run_dir)

@@ -22,6 +22,7 @@ from varuna_capslog.config.settings import Elastic
 from varuna_capslog.elastic.host.host import Host, HostEnd
 from varuna_capslog.elastic.notices import CallbackListener, Kind
 from varuna_capslog.elastic.store.torch_store import TcpMembershipStore, open_store, serve_store
+from varuna_capslog.membership.entries import Entry, HostsEntry
 from varuna_capslog.membership.generation import EMPTY, Stamp
 
 HERE = Path(__file__).parent
@@ -89,11 +90,11 @@ class Running:
         self.client: TcpMembershipStore = open_store(host.address)
         self.client.follow(self.log.append, lambda why: None)
 
-    def _tell_and_wait(self, entry: dict[str, Any]) -> None:
+    def _tell_and_wait(self, entry: Entry) -> None:
         """The store ends with the host: let the client read the last entries before it does."""
         self._tell(entry)
-        until = time.monotonic() + 1.0
-        while entry.get("state") == "gone" and entry not in list(self.log) and time.monotonic() < until:
+        until, last = time.monotonic() + 1.0, entry == HostsEntry(self.host.name, "gone")
+        while last and entry.to_json() not in list(self.log) and time.monotonic() < until:
             time.sleep(0.005)
 
     def _run(self) -> None:
@@ -377,7 +378,7 @@ def test_a_notice_is_told_for_every_local_member_and_acknowledged_when_the_last_
     wait_until(lambda: len(run.of("notice")) == 2)
     notices = run.of("notice")
     assert [entry["member"] for entry in notices] == ["h-1", "h-2"]
-    assert all(entry["urgent"] is False and 20 < entry["deadline"] <= 25 for entry in notices)
+    assert all(entry["urgent"] is False and 20 < entry["deadline"] - time.time() <= 25 for entry in notices)
     cloud.announce(Kind.NOW, 5)
     wait_until(lambda: len(run.of("notice")) == 4)
     assert all(entry["urgent"] for entry in run.of("notice")[2:])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 from varuna_capslog.elastic.member.training import Training
 from varuna_capslog.membership.generation import Generation, Layout, Stamp
@@ -21,23 +22,23 @@ def place(seats: Sequence[Seat]) -> Layout:
     return Layout(3, owned, {(others or ["a-3"])[0]: (0,)})
 
 
-def member(name: str, seats: dict[str, Seat]) -> Training:
+def member(name: str) -> Training:
     record = Generation(1, MEMBERS)
     state = SimpleNamespace(layout=BEFORE, record=record, own=BEFORE.owned[name], at=Stamp(5, 1))
-    job = SimpleNamespace(layer_bytes=(1, 1, 1))
-    runtime = SimpleNamespace(me=name, state=state, seats=seats, place=place, job=job)
-    return Training(runtime)  # type: ignore[arg-type]
+    parts: Any = SimpleNamespace(me=name, job=SimpleNamespace(layer_bytes=(1, 1, 1), place=place))
+    loop: Any = SimpleNamespace(state=state)
+    return Training(parts, path=None, loop=loop)  # type: ignore[arg-type]
 
 
 def test_nobody_prepares_for_a_newcomer_whose_host_it_has_not_heard_of() -> None:
     known = {name: Seat(name, "a", 0) for name in MEMBERS}
-    sender, receiver = member("a-1", known | {"a-4": Seat("a-4", "a", 0)}), member("a-3", known)
-    assert sender.prepare(JOIN, sender._of.seats)
-    assert not receiver.prepare(JOIN, receiver._of.seats)  # it would take a-4 for a host of its own, and expect nothing
-    receiver._of.seats["a-4"] = Seat("a-4", "a", 0)
-    assert receiver.prepare(JOIN, receiver._of.seats)
+    asked = known | {"a-4": Seat("a-4", "a", 0)}
+    sender, receiver = member("a-1"), member("a-3")
+    assert sender.prepare(JOIN, asked)
+    assert not receiver.prepare(JOIN, known)  # it would take a-4 for a host of its own, and expect nothing
+    assert receiver.prepare(JOIN, asked)
     assert sender._ahead is not None
     assert receiver._ahead is not None
     assert sender._ahead.targets == {0: ("a-3",)}
     assert receiver._ahead.mine == {0}
-    assert not receiver.prepare(JOIN, receiver._of.seats)  # that is known by now
+    assert not receiver.prepare(JOIN, asked)  # that is known by now

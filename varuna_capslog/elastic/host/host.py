@@ -31,6 +31,20 @@ from varuna_capslog.elastic.host.leases import Leases
 from varuna_capslog.elastic.host.roster import Roster
 from varuna_capslog.elastic.notices import Announcement, Gathering, Kind, Listener, auto_sources, listen
 from varuna_capslog.elastic.store.torch_store import MembershipStore, StoreGone, StoreServer, open_store, serve_store
+from varuna_capslog.membership.entries import (
+    AnnounceEntry,
+    BrokenEntry,
+    DeadEntry,
+    Entry,
+    FinishedEntry,
+    GenerationEntry,
+    HintEntry,
+    HostsEntry,
+    LeftEntry,
+    NoticeEntry,
+    RequestEntry,
+    WorkerEntry,
+)
 from varuna_capslog.membership.generation import INITIAL, Generation, Member, Stamp
 
 __all__ = ["Host", "HostEnd"]
@@ -149,7 +163,7 @@ class Host:
         self._unsaid: list[tuple[float, str]] = []
         self._settling: dict[Member, float] = {}
         self._breaks: dict[int, float] = {}
-        self._untold: list[dict[str, Any]] = []
+        self._untold: list[Entry] = []
         self._useless: dict[int, int] = {}
         self._founded = 0.0
         self._ended_at: float | None = None
@@ -206,7 +220,7 @@ class Host:
                 self._watch()
             self._say_losses(all_of_them=True)
             self._unfollow()  # before the last entry, which wakes the thread that waits for it
-            self._tell({"kind": "hosts", "host": self.name, "state": "gone"})
+            self._tell(HostsEntry(self.name, "gone"))
         return self._end()
 
     def _open_store(self, stack: contextlib.ExitStack) -> None:
@@ -246,7 +260,7 @@ class Host:
         )
         self._leases.start()
         stack.callback(self._leases.stop)
-        self._tell({"kind": "hosts", "host": self.name, "state": "here", "workers": self.num_workers})
+        self._tell(HostsEntry(self.name, "here", self.num_workers))
         self._follow()
 
     def _follow(self) -> None:
@@ -283,12 +297,12 @@ class Host:
         if self._asked:
             how = "stopped cleanly" if finished is not None else "stopped"
             how = "killed in the middle of a step" if finished is None and self._asked > 1 else how
-            step = self._chronicle.last_step() if finished is None else finished.get("step")
+            step = self._chronicle.last_step() if finished is None else finished.step
             reached = f" after step {step}" if step else ""
             goes_on = f"continues the run in {self.run_dir}" if finished is not None else self._whence()
             raise Interrupted(f"interrupted: {how}{reached}; the same command {goes_on}")
-        if finished is not None and finished.get("asked"):
-            how = f"interrupted: stopped cleanly after step {finished.get('step')}, as asked on another host"
+        if finished is not None and finished.asked:
+            how = f"interrupted: stopped cleanly after step {finished.step}, as asked on another host"
             raise Interrupted(f"{how}; the same command continues the run in {self.run_dir}")
         well = len(self._workers) > len(self._failures)
         if finished is None and self._failures and not well:
@@ -297,12 +311,12 @@ class Host:
             root = root_cause(last)
             alike = len(last) > 1 and all(one.cause == root.cause for one in last)
             raise WorkerFailed(root, self._log(str(root.member)), everywhere=alike)
-        stopped = finished is not None and bool(finished.get("stopped"))
+        stopped = finished is not None and finished.stopped
         return HostEnd("left" if finished is None else "finished", stopped, tuple(self._failures))
 
     def _failed_for_all(self) -> Mapping[str, Any] | None:
         """What a member met that would stop every other one, too."""
-        return None if self.roster.finished is None else self.roster.finished.get("failure")
+        return None if self.roster.finished is None else self.roster.finished.failure
 
     def _whence(self) -> str:
         """What the same command does after an end that could not be prepared."""
@@ -358,7 +372,7 @@ class Host:
             self._settling[worker.member] = time.monotonic() + SETTLE_SECONDS
             return
         failure = self._failure(worker, status)
-        self._tell({"kind": "dead", "member": worker.member, "why": failure.sentence(), "by": self.name})
+        self._tell(DeadEntry(worker.member, failure.sentence(), self.name))
         self._failures.append(failure)
         if self._asked < 2 and failure.sentence() not in self._said:
             self._said.add(failure.sentence())  # what all have agreed on, all of them report
@@ -398,35 +412,36 @@ class Host:
             return
         self._start(worker.slot)
 
-    def _logged(self, entry: dict[str, Any]) -> None:
-        self._chronicle.take(entry, self.roster)
-        self.roster.take(entry)
+    def _logged(self, value: dict[str, Any]) -> None:
+        self._chronicle.take(value, self.roster)
+        entry = self.roster.take(value)
         if self.serves and self.roster.is_complete(self.hosts):
             self._found()
-        if entry.get("kind") in ("dead", "left", "generation") and self.roster.is_bereft and not self._asked:
+        if isinstance(entry, DeadEntry | LeftEntry | GenerationEntry) and self.roster.is_bereft and not self._asked:
             self._park()
-        worker = self._workers.get(str(entry.get("member")))
-        match entry.get("kind"):
-            case "generation":
+        match entry:
+            case GenerationEntry():
                 self._founded = time.time()
-            case "finished":
+            case FinishedEntry():
                 self._ended_at = time.monotonic()
-            case "broken":
-                self._breaks.setdefault(int(entry["generation"]), time.monotonic())
-            case "dead" if worker is not None and not worker.ended:
-                # Others shun it from now on; it hears so itself and goes.
-                worker.expelled_since = worker.expelled_since or time.monotonic()
-            case "request":
-                start, leave = self.roster.share(self.name, int(entry["devices"]))
+            case BrokenEntry(generation):
+                self._breaks.setdefault(generation, time.monotonic())
+            case DeadEntry(member):
+                worker = self._workers.get(member)
+                if worker is not None and not worker.ended:
+                    # Others shun it from now on; it hears so itself and goes.
+                    worker.expelled_since = worker.expelled_since or time.monotonic()
+            case RequestEntry(devices):
+                start, leave = self.roster.share(self.name, devices)
                 self._resting = bool(leave) or self._resting
                 for _ in range(start):
                     self._start()
                 for member in leave:
-                    self._notify(member, urgent=False, deadline=None, source="request")
-            case "hosts" if entry.get("host") == self.name and entry.get("state") == "lost":
+                    self._tell(NoticeEntry(member, source="request"))
+            case HostsEntry(self.name, "lost"):
                 # It was too slow, or cut off for a while: its devices are to be had again.
-                self._tell({"kind": "hosts", "host": self.name, "state": "here", "workers": self.num_workers})
-            case "announce" if entry.get("host") == self.name:
+                self._tell(HostsEntry(self.name, "here", self.num_workers))
+            case AnnounceEntry(self.name):
                 self._gathering.hear(hooks.notice_of(entry, self.name))
 
     def _found(self) -> None:
@@ -446,19 +461,16 @@ class Host:
         notice = announcement.of(self.name)
         if notice is None:
             return
-        left = None if notice.deadline is None else notice.deadline.remaining(time.monotonic())
+        deadline = hooks.wall_time_of(notice.deadline)
         if notice.kind is Kind.HINT:  # it changes no membership
             self.say(f"notice from {notice}")
             for worker in self._living():
-                self._tell({"kind": "hint", "member": worker.member, "deadline": left, "source": notice.source})
+                self._tell(HintEntry(worker.member, deadline=deadline, source=notice.source))
             return
         self._noticed = True
         self.say(f"notice from {notice}")
         for worker in self._living():
-            self._notify(worker.member, notice.kind is Kind.NOW, left, notice.source)
-
-    def _notify(self, member: Member, urgent: bool, deadline: float | None, source: str) -> None:
-        self._tell({"kind": "notice", "member": member, "urgent": urgent, "deadline": deadline, "source": source})
+            self._tell(NoticeEntry(worker.member, notice.kind is Kind.NOW, deadline, notice.source))
 
     def _host_silent(self, host: str) -> None:
         if host not in self.roster.hosts:
@@ -467,8 +479,8 @@ class Host:
         self.say(why)
         for member, where in tuple(self.roster.members.items()):
             if where == host:
-                self._tell({"kind": "dead", "member": member, "why": why, "by": self.name})
-        self._tell({"kind": "hosts", "host": host, "state": "lost"})
+                self._tell(DeadEntry(member, why, self.name))
+        self._tell(HostsEntry(host, "lost"))
 
     def _signalled(self) -> None:
         self._asked += 1
@@ -527,17 +539,17 @@ class Host:
             return
         if member in roster.generation.members and member not in roster.dead:
             why = f"worker {member} ended before the run did"
-            self._tell({"kind": "dead", "member": member, "why": why, "by": self.name})
+            self._tell(DeadEntry(member, why, self.name))
         else:
-            self._tell({"kind": "left", "member": member})
+            self._tell(LeftEntry(member))
 
     # -- the store -----------------------------------------------------------------------------------------------------
 
-    def _tell(self, entry: dict[str, Any]) -> None:
+    def _tell(self, entry: Entry) -> None:
         """Append to the log; while the store is lost, keep it for later."""
         if self._store_answers:
             try:
-                self.store.append(entry)
+                self.store.append(entry.to_json())
                 return
             except StoreGone as error:
                 self._store_lost(str(error))
@@ -574,7 +586,7 @@ class Host:
             self._store_lost(str(error))  # nobody could join without it
             return
         self._workers[member] = _Worker(member, slot)
-        self._tell({"kind": "worker", "member": member, "host": self.name, "slot": slot})
+        self._tell(WorkerEntry(member, self.name, slot))
         environment = {
             "CAPSLOG_MEMBER": member,
             "CAPSLOG_HOST": self.name,

@@ -8,6 +8,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from varuna_capslog.membership.entries import (
+    AskEntry,
+    BrokenEntry,
+    CheckpointEntry,
+    DeadEntry,
+    Entry,
+    FinishedEntry,
+    GenerationEntry,
+    HostsEntry,
+    LeftEntry,
+    NoticeEntry,
+    WorkerEntry,
+    read,
+)
 from varuna_capslog.membership.generation import EMPTY, INITIAL, Generation, Member, Stamp
 
 __all__ = ["Roster"]
@@ -39,47 +53,52 @@ class Roster:
         self.generation: Generation = EMPTY
         self.broken = 0
         self.checkpoint = INITIAL
-        self.finished: Mapping[str, Any] | None = None
+        self.finished: FinishedEntry | None = None
         self._hosts: dict[Member, str] = {}
         self._participants: dict[int, tuple[Member, ...]] = {}
         self._named: dict[Member, int] = {}
         self._spoke: dict[Member, int] = {}
 
-    def take(self, entry: Mapping[str, Any]) -> None:
-        """Add the next entry; kinds that are of no interest here only count."""
+    def take(self, value: Mapping[str, Any]) -> Entry | None:
+        """Add the next entry, as the store keeps it; kinds that are of no interest here only count.
+
+        Returns:
+            The entry; None where its kind is unknown.
+        """
         self.taken += 1
-        member = entry.get("member")
-        match entry.get("kind"):
-            case "generation":
-                self.generation = Generation.from_json(entry["record"], "the store")
-                self._participants[self.generation.number] = self.generation.participants
-                for name in self.generation.participants:
-                    self._named[name] = self.generation.number
-            case "worker":
-                self.members[str(member)] = self._hosts[str(member)] = str(entry["host"])
-            case "dead":
-                if entry.get("by") == self._hosts.get(str(member)):
-                    self.gone.add(str(member))
-                self.dead.add(str(member))
-                self.members.pop(str(member), None)
-            case "left":
-                self.gone.add(str(member))
-                self.members.pop(str(member), None)
-            case "notice":
-                self.noticed.add(str(member))
-            case "broken":
-                self.broken = max(self.broken, int(entry["generation"]))
-                self._heard(str(member), int(entry["generation"]))
-            case "ask":
-                self._heard(str(member), self.broken)
-            case "hosts" if entry.get("state") == "here":
-                self.hosts[str(entry["host"])] = int(entry["workers"])
-            case "hosts":
-                self.hosts.pop(str(entry["host"]), None)
-            case "checkpoint":
-                self.checkpoint = Stamp(int(entry["step"]), int(entry["generation"]))
-            case "finished" if self.finished is None or "failure" not in self.finished:  # the first one is the cause
-                self.finished = dict(entry)
+        entry = read(value)
+        match entry:
+            case GenerationEntry(record):
+                self.generation = record
+                self._participants[record.number] = record.participants
+                for name in record.participants:
+                    self._named[name] = record.number
+            case WorkerEntry(member, host):
+                self.members[member] = self._hosts[member] = host
+            case DeadEntry(member):
+                if entry.by == self._hosts.get(member):
+                    self.gone.add(member)
+                self.dead.add(member)
+                self.members.pop(member, None)
+            case LeftEntry(member):
+                self.gone.add(member)
+                self.members.pop(member, None)
+            case NoticeEntry(member):
+                self.noticed.add(member)
+            case BrokenEntry(generation, member):
+                self.broken = max(self.broken, generation)
+                self._heard(member, generation)
+            case AskEntry(member):
+                self._heard(member, self.broken)
+            case HostsEntry(host, "here"):
+                self.hosts[host] = entry.workers or 0
+            case HostsEntry(host):
+                self.hosts.pop(host, None)
+            case CheckpointEntry(step, generation):
+                self.checkpoint = Stamp(step, generation)
+            case FinishedEntry() if self.finished is None or self.finished.failure is None:  # the first is the cause
+                self.finished = entry
+        return entry
 
     @property
     def is_bereft(self) -> bool:

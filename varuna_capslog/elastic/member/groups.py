@@ -15,7 +15,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.communicator import Communicator, connect_group
 from varuna_capslog.membership.generation import Member
 
-__all__ = ["Groups"]
+__all__ = ["Group", "Groups"]
 
 Group = tuple[Communicator, tuple[Any, ...]]
 

@@ -10,7 +10,8 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from varuna_capslog.elastic.host.hooks import notice_of
@@ -18,6 +19,7 @@ from varuna_capslog.elastic.member.peers import Message, Peers
 from varuna_capslog.elastic.notices import callback
 from varuna_capslog.elastic.store.torch_store import MembershipStore, StoreGone
 from varuna_capslog.engine.communicator import Communicator
+from varuna_capslog.membership.entries import BrokenEntry, DeadEntry, GenerationEntry, HintEntry, NoticeEntry, read
 from varuna_capslog.membership.generation import Member
 
 __all__ = ["Senses"]
@@ -113,28 +115,26 @@ class Senses:
         self.inbox.put(("lost", member))
         self._break_off(member)
 
-    def _hear(self, entry: dict[str, Any]) -> None:
-        kind, member = entry.get("kind"), str(entry.get("member"))
-        if kind == "dead":
-            with self._lock:
-                self._dead |= {member}
-        elif kind == "generation":
-            self._newest = max(self._newest, int(entry["number"]))
-        elif kind in ("notice", "hint") and member == self._me:
-            callback.tell(notice_of(entry, self._host))
-        self.inbox.put(("log", entry))
-        if kind == "dead":
-            self._break_off(member)
-        elif kind == "broken" and self._is_ours(entry):
-            self._break_off(member)
+    def _hear(self, value: dict[str, Any]) -> None:
+        entry = read(value)
+        match entry:
+            case DeadEntry(member):
+                with self._lock:
+                    self._dead |= {member}
+            case GenerationEntry(record):
+                self._newest = max(self._newest, record.number)
+            case NoticeEntry(self._me) | HintEntry(self._me):
+                callback.tell(notice_of(entry, self._host))
+        self.inbox.put(("log", value))
+        if isinstance(entry, DeadEntry):
+            self._break_off(entry.member)
+        elif isinstance(entry, BrokenEntry) and entry.generation == self._generation:
+            self._break_off(entry.member)
             # once: its own word, and each one that answers it, comes back by the log
             if time.monotonic() < self._busy_until and self._answered < self._generation:
                 self._answered = self._generation
                 with contextlib.suppress(StoreGone):
-                    self._store.append({**entry, "member": self._me})
-
-    def _is_ours(self, entry: Mapping[str, Any]) -> bool:
-        return int(entry["generation"]) == self._generation
+                    self._store.append(replace(entry, member=self._me).to_json())
 
     def _break_off(self, member: Member) -> None:
         """Whatever waits for a lost peer ends now."""

@@ -26,6 +26,7 @@ from torch import nn
 from varuna_capslog.base import units
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.settings import Elastic
+from varuna_capslog.membership.entries import NoticeEntry
 from varuna_capslog.membership.generation import Stamp
 from varuna_capslog.memory import AUTO
 from varuna_capslog.profiles.record import Profile, read_profile
@@ -229,9 +230,8 @@ class _Leaving:
         """A thread of its own: a handler must not wait for the store."""
         while True:
             self._heard.get()
-            notice = {"kind": "notice", "member": self._me, "urgent": False, "deadline": None, "source": "signal"}
             with contextlib.suppress(CapslogError):
-                self._store.append(notice)
+                self._store.append(NoticeEntry(self._me, source="signal").to_json())
 
 
 def _take_part(job: Any) -> ElasticEnd:
