@@ -10,7 +10,8 @@ from varuna_capslog.membership import first_round
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.generation import EMPTY, INITIAL, Generation, Stamp
 from varuna_capslog.membership.protocol import Phase, State, newcomer, step
-from varuna_capslog.rig.search.world import World, make_job
+from varuna_capslog.rig.search.places import make_job
+from varuna_capslog.rig.search.world import World
 
 
 class Group(World):

@@ -25,7 +25,7 @@ from tables import fill, table
 
 from varuna_capslog.rig.search.explore import Scenario, explore
 from varuna_capslog.rig.search.histories import draw, play
-from varuna_capslog.rig.search.world import make_job
+from varuna_capslog.rig.search.places import make_job
 
 RESULTS = Path(__file__).with_name("results.jsonl")
 README = Path(__file__).with_name("README.md")

@@ -14,7 +14,7 @@ from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.entries import HintEntry, NoticeEntry
 from varuna_capslog.membership.generation import Generation, Layout
 from varuna_capslog.membership.recovery import Seat
-from varuna_capslog.rig.search.world import even_places
+from varuna_capslog.rig.search.places import even_places
 
 MEMBERS = ("m0", "m1", "m2")
 LEAVE = ("leave", "m1")

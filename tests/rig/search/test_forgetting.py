@@ -9,7 +9,7 @@ import pytest
 
 from varuna_capslog.membership import protocol
 from varuna_capslog.rig.search.mail import MailWorld, Scenario
-from varuna_capslog.rig.search.world import make_job
+from varuna_capslog.rig.search.places import make_job
 
 _TWO: dict[str, Any] = {"members": 2, "processes": 2, "job": make_job(2)}
 

@@ -14,7 +14,8 @@ from typing import Any
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.generation import Layout, Member, Stamp
 from varuna_capslog.membership.state import Phase, newcomer
-from varuna_capslog.rig.search.world import Transition, World, make_job
+from varuna_capslog.rig.search.places import make_job
+from varuna_capslog.rig.search.world import Transition, World
 
 __all__ = ["DAMAGE", "FAULTS", "LADDER", "Course", "History", "Outcome"]
 

@@ -30,12 +30,10 @@ from typing import Any, NamedTuple
 
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership import protocol
-from varuna_capslog.membership.generation import EMPTY, INITIAL, Generation, Held, Layout, Member, Stamp
-from varuna_capslog.membership.recovery import Seat
-from varuna_capslog.membership.redundancy import place_copies
+from varuna_capslog.membership.generation import EMPTY, INITIAL, Generation, Held, Member, Stamp
 from varuna_capslog.membership.state import Job, Phase, State, Step
 
-__all__ = ["Violation", "World", "even_places", "make_job"]
+__all__ = ["Transition", "Violation", "World"]
 
 Transition = Callable[[Job, State, m.Event], Step]
 
@@ -51,45 +49,6 @@ class Damage(NamedTuple):
 
 class Violation(AssertionError):
     """A rule of the protocol is broken; the message names the rule, the member and the event."""
-
-
-def even_places(
-    num_layers: int, redundancy: int, fewest: int = 1, replicas: int = 1
-) -> Callable[[Sequence[Seat]], Layout | str]:
-    """A planner for the rig: layers dealt out evenly in rank order, copies by `place_copies`.
-
-    Args:
-        fewest: with fewer members the run waits.
-        replicas: wanted; as many pipelines as there are members for, at most this many.
-    """
-
-    def place(seats: Sequence[Seat]) -> Layout | str:
-        if len(seats) < fewest:
-            return f"{len(seats)} device(s); {fewest} are needed"
-        pipelines = min(replicas, max(1, len(seats) // fewest))
-        owned: dict[Member, tuple[int, ...]] = {}
-        rows: list[list[tuple[Member, Sequence[int]]]] = []
-        size = len(seats) // pipelines
-        for number in range(pipelines):
-            part = seats[number * size : (number + 1) * size]
-            stages = min(len(part), num_layers)
-            cuts = [stage * num_layers // stages for stage in range(stages)] + [num_layers]
-            row = [(part[stage].member, tuple(range(cuts[stage], cuts[stage + 1]))) for stage in range(stages)]
-            owned.update(row)
-            rows.append(list(row))
-        spare = [seat.member for seat in seats if seat.member not in owned]
-        hosts = {seat.member: seat.host for seat in seats}
-        copies = place_copies(rows, hosts, redundancy, [1] * num_layers, spare)
-        return Layout(num_layers, owned, copies.kept, copies.problem)
-
-    return place
-
-
-def make_job(
-    num_layers: int, redundancy: int = 1, sync: bool = True, shadows: bool = False, fewest: int = 1, replicas: int = 1
-) -> Job:
-    """A job for the rig: layers of one byte, placed by `even_places`."""
-    return Job((1,) * num_layers, even_places(num_layers, redundancy, fewest, replicas), sync, shadows)
 
 
 class World:
