@@ -93,7 +93,7 @@ def test_survivors_meet_at_the_newest_boundary_that_all_have() -> None:
         group.feed(i, m.Suspects(frozenset({"m2"})))
     group.found(group.proposal(0))
     group.tally(0, 1)
-    assert group.bases[2] == Stamp(2, 1)
+    assert group.truth.bases[2] == Stamp(2, 1)
     assert boundaries(group.states[1]) <= {1, 2}  # step 3 is taken back
     group.install()
     group.train(1)
@@ -108,7 +108,7 @@ def test_sync_loses_the_interrupted_step_only_and_async_one_more() -> None:
             group.feed(i, m.Suspects(frozenset({"m2"})))
         group.found(group.proposal(0))
         group.tally(0, 1)
-        assert group.bases[2].step == base
+        assert group.truth.bases[2].step == base
 
 
 def test_a_notice_costs_no_step_and_the_leaver_is_let_go() -> None:
@@ -120,7 +120,7 @@ def test_a_notice_costs_no_step_and_the_leaver_is_let_go() -> None:
     assert record == group.proposal(1) == group.proposal(2)
     group.found(record)
     group.tally(0, 1, 2)
-    assert group.bases[2] == Stamp(3, 1)  # nothing is done again
+    assert group.truth.bases[2] == Stamp(3, 1)  # nothing is done again
     assert group.states[2].phase is Phase.SERVE
     group.install()
     group.train(1)
@@ -310,7 +310,7 @@ def test_holders_who_come_back_save_what_was_settled() -> None:
     group.feed(1, m.Asked("m2"))
     group.found(group.proposal(1))
     group.tally(0, 1, 2)
-    assert group.bases[4] == Stamp(2, 1)
+    assert group.truth.bases[4] == Stamp(2, 1)
 
 
 def test_a_notice_that_comes_while_values_are_gathered_is_followed_by_those_that_then_wait() -> None:
@@ -441,7 +441,7 @@ def test_all_members_leave_out_the_damaged_copy_and_its_owner_sends_the_layer() 
     assert decisions[0] == decisions[1] == decisions[2]
     assert [decision.distrusted for decision in decisions if isinstance(decision, m.Decided)] == [{2}] * 3
     assert 2 in group.states[1].missing
-    assert not group.damaged, "the damaged copy was freed"
+    assert not group.truth.damaged, "the damaged copy was freed"
     assert [effect.layer for effect in group.said(2, m.Send) if isinstance(effect, m.Send)] == [2]
 
 

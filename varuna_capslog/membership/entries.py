@@ -1,4 +1,4 @@
-"""The entries of the store's log: what hosts, members and people tell everybody who takes part in a run.
+"""The entries of the store's log: what hosts, members and people tell all who take part in a run.
 
 Every entry is a record that checks itself when it is made, so none that is invalid is ever written or acted on.
 `to_json` gives the form in which the store keeps it, `read` is the way back. `docs/elastic.md` says who tells which.

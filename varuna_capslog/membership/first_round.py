@@ -23,7 +23,7 @@ def distrusted(
     A copy is left out where an owner stands at the same boundary with another digest. It is also left out where the
     only owners to compare with stand one step before or after it, because one of the two missed the last vote: nothing
     is lost by that, since such an owner holds the newest boundary that all members are known to have reached. Where no
-    owner takes part, nobody can judge the copy, and it is used.
+    owner takes part, no participant can judge the copy, and it is used.
 
     Args:
         valid: whether a stamp lies on the generation's lineage; proofs of states that were taken back say nothing.

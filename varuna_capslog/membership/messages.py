@@ -102,7 +102,7 @@ class Heard:
 class Tally:
     """A whole round at once: the values of all participants (round 0) or members (steps), as a collective gives them.
 
-    Promise: every one of them cast, and everybody who gets this tally gets the same values. Nothing is promised about
+    Promise: every one of them cast, and all who get this tally get the same values. Nothing is promised about
     *whether* the others get it.
     """
 
@@ -157,7 +157,7 @@ class Damaged:
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """Communication of the generation failed here, whoever's fault it is; no further tally of it will come."""
+    """Communication of the generation failed here, whichever member caused it; no further tally of it will come."""
 
     generation: int
 
@@ -167,7 +167,7 @@ class Suspects:
     """Whom the failure detector (supervisors, leases) takes for lost now; replaces what it said before.
 
     Only participants of the member's generation count, so it is fed again after each change of generation where it
-    still suspects somebody. It may be wrong: safety never depends on it. Promise for progress: it becomes right some
+    still suspects a member. It may be wrong: safety never depends on it. Promise for progress: it becomes right some
     time.
     """
 
@@ -184,11 +184,11 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """A change that somebody wishes: this member, or a straggler, is to leave.
+    """A change that is wished: this member, or a straggler, is to leave.
 
     Attributes:
         urgent: no time for preparation.
-        save: nor, perhaps, for the change itself, and it holds what nobody else does: a checkpoint first.
+        save: nor, perhaps, for the change itself, and it holds layers that no other member has: a checkpoint first.
     """
 
     change: Change
@@ -337,7 +337,7 @@ class Decided:
 
     Attributes:
         values: of all participants in their order, without the copies that are not trusted.
-        distrusted: layers of which somebody held a copy that is not trusted (see `first_round`).
+        distrusted: layers of which a participant held a copy that is not trusted (see `first_round`).
         moved_bytes: bytes that travel, or are read from the checkpoint, before training goes on.
     """
 
@@ -380,7 +380,7 @@ class Prepare:
 
 @dataclass(frozen=True, slots=True)
 class CopyAhead:
-    """As Prepare, for changes that may never be made: it costs no vote a wait, and nobody says when it is done."""
+    """As Prepare, for changes that may never be made: no vote waits for it, and no event says when it is done."""
 
     generation: int
     changes: frozenset[Change]

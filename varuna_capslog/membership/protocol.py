@@ -14,8 +14,8 @@ says it in words):
   of them hold the boundary *before* the step; that boundary is dropped only when the next vote has succeeded.
 - A state that was taken back is mixed with one that was not: states are named by `Stamp`, and the record of a
   generation says which stamps lie on its past.
-- A damaged copy becomes state where somebody could have noticed: copies made ahead are compared with their owners in
-  the first round of a generation, and a layer that arrives damaged ends the generation (`Damaged`).
+- A damaged copy becomes state where a participant could have noticed: copies made ahead are compared with their owners
+  in the first round of a generation, and a layer that arrives damaged ends the generation (`Damaged`).
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def _decided(state: State, decision: Decision) -> Step:
         # Wished while values were gathered; there will be no vote to bring it up.
         waiting, more = changes.stop_answering(replace(waiting, planned=True, regress=False))
         return waiting, (*said, *more)
-    # Roll-back: what lies beyond the base was never settled, or nobody can complete it.
+    # Roll-back: what lies beyond the base was never settled, or no member can complete it.
     kept = frozenset(entry for entry in state.held if entry[1] == base or entry[1].step < base.step)
     effects: list[m.Effect] = [m.Drop(state.held - kept)] if len(kept) < len(state.held) else []
     mine = [move for move in decision.moves if state.me in (move.source, move.target)]

@@ -1,7 +1,7 @@
 """What programs, people and schedulers ask of a run that is going on: more or fewer devices, a host or worker to leave.
 
-Everything goes through the run's store. Whoever runs it leaves its address in `workers/store.json`; workers have it in
-their environment. Nothing here waits for the run to obey: what comes of it stands in `events.jsonl`.
+Everything goes through the run's store. The host that serves it leaves its address in `workers/store.json`; workers
+have it in their environment. Nothing here waits for the run to obey: what comes of it stands in `events.jsonl`.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def give_notice(
         host: as the run names it; None with `member` None: the only one.
         urgent: leave at the next boundary, whatever was copied ahead.
         seconds: that are left; None: no deadline.
-        hint: it may have to leave soon: copy ahead, nobody leaves.
+        hint: it may have to leave soon: copy ahead, no worker leaves.
 
     Returns:
         Who was meant.

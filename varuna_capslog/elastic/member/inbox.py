@@ -74,7 +74,7 @@ class Senses:
         return member in self._engaged
 
     def disturbed(self) -> bool:
-        """Whether somebody is lost on whom the generation waits, or there is a newer one."""
+        """Whether a member is lost for which the generation waits, or there is a newer one."""
         with self._lock:
             return bool(self._engaged & (self._unreachable | self._dead)) or self._newest > self._generation
 

@@ -104,6 +104,6 @@ class Departures:
 
 
 def leaves_alone(layout: Layout, stay: list[Member], num_layers: int) -> bool:
-    """Whether those that stay lack a layer, so that only those that leave can give it; nobody stays: False."""
+    """Whether those that stay lack a layer, so that only those that leave can give it; False where none stays."""
     held = {layer for member in stay for layer in (*layout.owned.get(member, ()), *layout.copied.get(member, ()))}
     return bool(stay) and len(held) < num_layers

@@ -70,7 +70,7 @@ class Runtime:
         me: never used before.
         token: of the run; see `Peers`.
         address: of this host, as the others reach it.
-        capacity: bytes of this member's device; 0 where nobody asks.
+        capacity: bytes of this member's device; 0 where the run has no capacities.
         checkpoint: the newest complete one on disk.
         sync, shadows: see `Job`.
         probe: called at named points, for faults injected by tests.
@@ -170,12 +170,12 @@ class Runtime:
         self._end = End(self.state.at.step, False, True)
 
     def _end_for_all(self, error: DiskFailed) -> None:
-        """Whoever took the writing over would fail in the same way, and its disk could not even tell why."""
+        """Ends the run: a member that took the writing over would fail in the same way."""
         failure = {"member": self.me, "cause": str(error), "kind": "user", "time": time.time()}
         self.append(FinishedEntry(self.state.at.step, stopped=True, failure=failure))
 
     def _catch_up(self) -> None:
-        """Reads the log up to now: of what was before this member its own wish to come matters to nobody yet."""
+        """Reads the log up to now. What was told before this member came needs no answer from it."""
         self._store.append(HelloEntry(self.me, self._host).to_json())
         until = time.monotonic() + self._patience.peer
         while True:
@@ -246,8 +246,9 @@ class Runtime:
                 self._end_with_others()
 
     def _end_with_others(self) -> None:
-        """All is written, and the others have gone: whoever does not train has no more to do; nor has anybody after a
-        failure that is everybody's.
+        """Ends this member's part once the log says that the run has ended.
+
+        A member that trains comes to its own end, unless the run ended by a failure that would stop every member.
         """
         finished = self.view.roster.finished
         if finished is None or self._end is not None:
@@ -268,7 +269,7 @@ class Runtime:
         if phase is Phase.GATHER and not set(record.participants) - heard <= self.view.here:
             return  # a participant is still loading, and its supervisor will say if it is lost
         if phase in (Phase.GATHER, Phase.INSTALL, Phase.RUN):
-            # somebody does not answer; whoever it is, its supervisor will see that it has not stopped with the rest
+            # a member does not answer; its supervisor will see that it has not stopped with the others
             self.feed(m.Broken(record.number))
             return
         self.feed(m.Tick())

@@ -82,7 +82,7 @@ class Training:
         self.todo = self._computing = None
 
     def adopt(self) -> None:
-        """A newer generation: whoever wants to stop says so again in its first vote, also to those that are new."""
+        """A newer generation: a wish to stop is said again in its first vote, so that new members hear it."""
         self.abort()
         self._stop = self.save_all = False
         ahead, self._ahead = self._ahead, None
@@ -158,7 +158,7 @@ class Training:
         votes: dict[Member, m.Value] = {}
         for member, ballot in zip(self._loop.state.record.members, outcome.ballots, strict=True):
             vote = decode(ballot)
-            # what is not finite only in the sum is not finite for everybody
+            # what is not finite only in the sum is not finite for all members
             votes[member] = vote if outcome.finite else m.Vote(finite=False)
         return (m.Tally(effect.generation, effect.round, votes),)
 

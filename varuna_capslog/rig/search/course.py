@@ -319,7 +319,7 @@ class Course(World):
                 self.feed(i, m.Suspects(frozenset([self.states[self.dice.choice(inside)].me])))
             case "leave" | "urgent leave":
                 self.feed(i, m.Notice(("leave", self.states[i].me), kind == "urgent leave"))
-            case "hint" | "late leave":  # the log tells everybody, each in its own time
+            case "hint" | "late leave":  # all hear it by the log, each in its own time
                 change = ("leave", self.states[i].me)
                 event = m.Hint(change) if kind == "hint" else m.Notice(change, urgent=True, save=True)
                 self.pool += [("told", j, event) for j in range(len(self.states)) if self.alive[j]]
@@ -379,7 +379,7 @@ class Course(World):
     # -- time ----------------------------------------------------------------------------------------------------------
 
     def wake(self) -> None:
-        """Nothing is under way: time passes, and whoever waits for something loses patience."""
+        """Nothing is under way: time passes, and members that wait for something lose patience."""
         self.views.clear()
         voters = [self.index[member] for member in self.record.members]
         if voters and self.store_up and not any(self.alive[i] for i in voters):
@@ -413,7 +413,7 @@ class Course(World):
             return "trained"
         here = [state for i, state in enumerate(self.states) if self.alive[i]]
         if not any(state.phase is not Phase.OUTSIDE or state.wants_in for state in here):
-            return "left"  # nobody is there who wants to train
+            return "left"  # no member is there that wants to train
         if not self.store_up:
             ended = (Phase.STOPPED, Phase.OUTSIDE, Phase.WAIT)  # these have written what they hold, or hold nothing
             return "stopped" if all(state.phase in ended for state in here) else ""

@@ -74,7 +74,9 @@ def play(history: History, transition: Transition = protocol.step, compare: bool
         raise type(error)(f"{error}; {history}") from error
     world.outcome.generations = world.record.number
     world.outcome.step = max((stamp.step for _, stamp in set().union(*world.memory)), default=0)
-    world.outcome.went_back = sum(record.regress and number in world.bases for number, record in world.records.items())
+    world.outcome.went_back = sum(
+        record.regress and number in world.truth.bases for number, record in world.records.items()
+    )
     return world.outcome
 
 

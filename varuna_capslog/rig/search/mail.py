@@ -43,8 +43,9 @@ class MailWorld(OpenWorld):
         world.__dict__.update(self.__dict__)
         for name in ("states", "alive", "memory", "left"):
             setattr(world, name, list(getattr(self, name)))
-        for name in ("records", "parents", "bases", "rounds", "behind", "saves"):
+        for name in ("records", "saves"):
             setattr(world, name, dict(getattr(self, name)))
+        world.truth = self.truth.copy()
         world.casts = {key: dict(values) for key, values in self.casts.items()}
         return world
 
@@ -65,22 +66,23 @@ class MailWorld(OpenWorld):
             if not self.alive[i]:
                 self.memory[i] = frozenset()
         self.mail = frozenset(entry for entry in self.mail if self._matters(entry))
-        self.behind = {
-            number: count for number, count in self.behind.items() if number in answered and self._may_vote(number)
+        truth = self.truth
+        truth.behind = {
+            number: count for number, count in truth.behind.items() if number in answered and self._may_vote(number)
         }
-        self.asks = frozenset(ask for ask in self.asks if self.alive[ask[0]])
-        self.damaged = frozenset(one for one in self.damaged if (one.layer, one.stamp) in self.memory[one.holder])
+        truth.asks = frozenset(ask for ask in truth.asks if self.alive[ask[0]])
+        truth.damaged = frozenset(one for one in truth.damaged if (one.layer, one.stamp) in self.memory[one.holder])
         at = {state.at for state in live}
         self.saves = {stamp: done for stamp, done in self.saves.items() if stamp in at and stamp.generation in answered}
-        self.rounds = {number: step for number, step in self.rounds.items() if number in answered}
-        newest = max(self.bases)
-        self.bases = {number: base for number, base in self.bases.items() if number in answered or number == newest}
-        stamps = {stamp for memory in self.memory for _, stamp in memory} | set(self.bases.values()) | self.disk
-        reached = {stamp for top in stamps for stamp in self._past(top) if stamp.step > self.settled.step}
-        self.parents = {stamp: parent for stamp, parent in self.parents.items() if stamp in reached}
+        truth.rounds = {number: step for number, step in truth.rounds.items() if number in answered}
+        newest = max(truth.bases)
+        truth.bases = {number: base for number, base in truth.bases.items() if number in answered or number == newest}
+        stamps = {stamp for memory in self.memory for _, stamp in memory} | set(truth.bases.values()) | self.disk
+        reached = {stamp for top in stamps for stamp in truth.past(top) if stamp.step > truth.settled.step}
+        truth.parents = {stamp: parent for stamp, parent in truth.parents.items() if stamp in reached}
 
     def _is_awaited(self, number: int, turn: int, live: Sequence[State]) -> bool:
-        """Whether somebody can still act on a round of a generation."""
+        """Whether a member can still act on a round of a generation."""
         there = [state for state in live if state.record.number == number and state.phase in ANSWERING]
         if turn == 0:
             gathers = any(state.phase is not Phase.RUN for state in there)
@@ -166,15 +168,15 @@ class MailWorld(OpenWorld):
             self.mail,
             (self.hung, self.cut, self.store_cut, self.store_up, self.leaves, self.hasty, self.comers),
             (self.faults, self.kinds if self.faults else ()),
-            (self.hints, self.late, self.wished, self.hinted, self.asks),
+            (self.hints, self.late, self.truth.wished, self.truth.hinted, self.truth.asks),
             self._told_next(),
             (self.disk, tuple(sorted((stamp, tuple(sorted(done))) for stamp, done in self.saves.items()))),
             (
-                tuple(sorted(self.parents.items())),
-                tuple(sorted(self.bases.items())),
-                tuple(sorted(self.rounds.items())),
+                tuple(sorted(self.truth.parents.items())),
+                tuple(sorted(self.truth.bases.items())),
+                tuple(sorted(self.truth.rounds.items())),
             ),
-            (tuple(sorted(self.behind.items())), self.settled, self.protected),
+            (tuple(sorted(self.truth.behind.items())), self.truth.settled, self.truth.protected),
         )
 
     def _told_next(self) -> tuple[Any, ...]:
@@ -188,7 +190,7 @@ class MailWorld(OpenWorld):
                 for i in range(len(records))
                 if self.alive[i]
             ),
-            frozenset(one for one in self.damaged if records[one.holder].continues(one.stamp)),
+            frozenset(one for one in self.truth.damaged if records[one.holder].continues(one.stamp)),
         )
 
     def done(self) -> bool:

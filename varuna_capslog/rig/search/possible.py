@@ -103,7 +103,7 @@ class OpenWorld(PostWorld):
         return not need
 
     def _broken(self, i: int) -> bool:
-        """Whether somebody that i waits for is gone, or has left the generation."""
+        """Whether a member that i waits for is gone, or has left the generation."""
         number, gone = self.states[i].record.number, self.lost_to(i)
         for member in self.states[i].record.participants:
             j = self.index[member]

@@ -24,8 +24,8 @@ class Scenario:
     Attributes:
         members: processes in generation 1 from the beginning; the rest of `processes` come as newcomers.
         faults: how many of `kinds` strike, at any moment each.
-        kinds: "crash", "hang", "cut", "store", "hiccup" (communication fails, nobody is lost), "damage" (of a copy made
-            ahead, or of a layer on its way; not among the default kinds).
+        kinds: "crash", "hang", "cut", "store", "hiccup" (communication fails, no member is lost), "damage" (of a copy
+            made ahead, or of a layer on its way; not among the default kinds).
         once: each of them strikes at most once.
         leaves: how many members get a notice, at any moment.
         hints: how many times a member hears that one, itself or another, may be told to leave; at any moment.

@@ -8,15 +8,15 @@ The rules, each checked where it could break:
 
 1. No member answers a generation that it has left, nor casts two values in one round; none acts on an unfinished round.
 2. Once a generation is founded, an older one completes at most the vote that was under way: never two groups train.
-3. Equal stamps are equal states: each has one predecessor, and nobody computes with a mixture.
+3. Equal stamps are equal states: each has one predecessor, and no member computes with a mixture.
 4. A settled step (all voters hold it) is never lost, unless a generation that may go back was founded in so many words;
    and that is needed only where more members are gone than the redundancy covers.
 5. A step is applied at most once in the past of any state, and without gaps.
 6. A member sends, drops and claims only what it holds; all members of a generation decide alike.
 7. Members come and go because of a loss or a wish. A hint changes no membership, and copies are made ahead only of
    what was hinted or wished.
-8. Where a vote asks for a checkpoint, all who act on it write one at that boundary and nobody else does; the change
-   that it was asked for begins after it. Whoever knows of such a wish asks with each vote until there is one.
+8. Where a vote asks for a checkpoint, all who act on it write one at that boundary and no others do; the change
+   that it was asked for begins after it. A member that knows of such a wish asks with each vote until there is one.
 9. A copy made ahead that differs from its owner's state is never used where that owner takes part and could tell: it
    is not sent, and no member begins with it.
 10. A layer that arrives damaged is not taken, and the member that lacks it answers that generation never again.
@@ -26,25 +26,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership import protocol
 from varuna_capslog.membership.generation import EMPTY, INITIAL, Generation, Held, Member, Stamp
 from varuna_capslog.membership.state import Job, Phase, State, Step
+from varuna_capslog.rig.search.truth import Damage, Truth
 
 __all__ = ["Transition", "Violation", "World"]
 
 Transition = Callable[[Job, State, m.Event], Step]
-
-
-class Damage(NamedTuple):
-    """A state in a member's memory that is not what its stamp says, and the members that trained the layer then."""
-
-    holder: int
-    layer: int
-    stamp: Stamp
-    owners: frozenset[int]
 
 
 class Violation(AssertionError):
@@ -82,17 +74,7 @@ class World:
         self.disk: frozenset[Stamp] = frozenset([INITIAL])
         self.saves: dict[Stamp, frozenset[int]] = {}  # who has written its share of a checkpoint that a vote asked for
         self.casts: dict[tuple[int, int], dict[Member, m.Value]] = {}
-        # ghosts: nobody in the model can see these
-        self.parents: dict[Stamp, Stamp] = {}
-        self.bases: dict[int, Stamp] = {}
-        self.rounds: dict[int, int] = {}  # generation -> newest step that all have voted for
-        self.behind: dict[int, int] = {}  # generation -> votes completed after its successor was founded
-        self.settled = INITIAL
-        self.protected: tuple[Member, ...] = ()  # members of the newest generation that voted on a step
-        self.wished: frozenset[m.Change] = frozenset()  # what anybody was told
-        self.hinted: frozenset[m.Change] = frozenset()
-        self.asks: frozenset[tuple[int, m.Change]] = frozenset()  # who knows that this change wants a checkpoint first
-        self.damaged: frozenset[Damage] = frozenset()
+        self.truth = Truth()
 
     def add(self, state: State, memory: frozenset[tuple[int, Stamp]] | None = None) -> int:
         """Lets a process into the world; `memory` is what it really holds (by default what it claims)."""
@@ -124,28 +106,28 @@ class World:
         if isinstance(event, m.Damaged) and answers and state.record.number == event.generation:
             self._fail(10, i, event, "goes on in a generation in which a layer arrived damaged")
         self._saves_as_asked(i, event, before, effects)
-        if self.asks:  # what it gave up as a wish it need not ask for
-            self.asks = frozenset(ask for ask in self.asks if ask[0] != i or ask[1] in state.changes)
+        if self.truth.asks:  # what it gave up as a wish it need not ask for
+            self.truth.asks = frozenset(ask for ask in self.truth.asks if ask[0] != i or ask[1] in state.changes)
         for effect in effects:
             self._perform(i, effect, before)
         if state.held is not before.held and not state.held <= self.memory[i]:
             self._fail(6, i, event, f"claims {sorted(state.held - self.memory[i])}, which is not in its memory")
-        if state.phase is Phase.RUN and state.record.number not in self.bases:
+        if state.phase is Phase.RUN and state.record.number not in self.truth.bases:
             self._fail(6, i, event, "trains in a generation whose base nobody decided")
 
     def _told(self, i: int, event: m.Event, state: State) -> None:
         """Ghosts: what was wished and hinted, and who knows that a checkpoint is to come first."""
         match event:
             case m.Notice(change):
-                self.wished |= {change}
+                self.truth.wished |= {change}
                 if event.save and change in state.changes:
-                    self.asks |= {(i, change)}
+                    self.truth.asks |= {(i, change)}
             case m.Asked(member):
-                self.wished |= {("join", member)}
+                self.truth.wished |= {("join", member)}
             case m.Hint(change):
-                self.hinted |= {change}
+                self.truth.hinted |= {change}
             case m.Computed() if i in self.saves.get(state.at, ()) and state.at.generation == state.record.number:
-                self.asks = frozenset(ask for ask in self.asks if ask[0] != i)
+                self.truth.asks = frozenset(ask for ask in self.truth.asks if ask[0] != i)
 
     def _saves_as_asked(self, i: int, event: m.Event, before: State, effects: Sequence[m.Effect]) -> None:
         state, number = self.states[i], before.record.number
@@ -166,7 +148,7 @@ class World:
             self._fail(8, i, event, f"{'writes a' if said else 'does not write the'} checkpoint; asked for: {asked}")
         if asked and goes_on:
             wished = frozenset[m.Change]().union(*[vote.changes for vote in votes if vote.save])
-            self.asks |= {(i, change) for change in wished & state.changes}
+            self.truth.asks |= {(i, change) for change in wished & state.changes}
 
     def _store(self, i: int, entry: tuple[int, Stamp]) -> None:
         self.memory[i] |= {entry}
@@ -184,7 +166,9 @@ class World:
                 if not effect.held <= self.memory[i]:
                     self._fail(6, i, effect, "drops what it does not hold")
                 self.memory[i] -= effect.held
-                self.damaged = frozenset(one for one in self.damaged if not self._is_of(one, i, effect.held))
+                self.truth.damaged = frozenset(
+                    one for one in self.truth.damaged if not self._is_of(one, i, effect.held)
+                )
             case m.Send():
                 if (effect.layer, effect.stamp) not in self.memory[i]:
                     self._fail(6, i, effect, "sends what it does not hold")
@@ -203,10 +187,10 @@ class World:
                     self._fail(1, i, effect, "founds a successor of a generation that it still answers")
                 self._is_wished(i, effect)
             case m.CopyAhead():
-                if not effect.changes <= self.hinted:
+                if not effect.changes <= self.truth.hinted:
                     self._fail(7, i, effect, "copies ahead what nobody has hinted")
             case m.Prepare():
-                if not effect.changes <= self.wished:
+                if not effect.changes <= self.truth.wished:
                     self._fail(7, i, effect, "prepares what nobody wishes")
             case m.SaveAll():
                 self._save(i, effect)
@@ -215,10 +199,12 @@ class World:
         self.emit(i, effect)
 
     def _is_wished(self, i: int, effect: m.CompareAndSet) -> None:
-        """Whoever goes or comes by this record is lost, as far as its founder knows, or somebody wished it."""
+        """A member that goes by this record is lost, as far as its founder knows, or was wished to leave; one that
+        comes was wished to join.
+        """
         before, after = self.records[effect.expected], effect.record
-        leave = {member for kind, member in self.wished if kind == "leave"}
-        join = {member for kind, member in self.wished if kind == "join"}
+        leave = {member for kind, member in self.truth.wished if kind == "leave"}
+        join = {member for kind, member in self.truth.wished if kind == "join"}
         for member in set(before.members) - set(after.members) - leave - self.states[i].suspects:
             self._fail(7, i, effect, f"founds a generation without {member}, which is not lost and was not to leave")
         for member in set(after.members) - set(before.members) - join - {self.states[i].me}:
@@ -252,7 +238,7 @@ class World:
 
     def copies_ahead(self, i: int) -> frozenset[int]:
         """The layers of which a member holds a copy made ahead that is still sound, and may be found damaged."""
-        state, struck = self.states[i], {one.layer for one in self.damaged if one.holder == i}
+        state, struck = self.states[i], {one.layer for one in self.truth.damaged if one.holder == i}
         if state.phase not in (Phase.RUN, Phase.CHANGE):  # later its digest is already told
             return frozenset()
         return frozenset(layer for layer in state.shadows - struck if (layer, state.at) in state.held)
@@ -263,14 +249,14 @@ class World:
         owners = frozenset(
             j for j, other in enumerate(self.states) if other.record == state.record and layer in other.own
         )
-        self.damaged |= {Damage(i, layer, state.at, owners)}
+        self.truth.damaged |= {Damage(i, layer, state.at, owners)}
 
     def proofs(self, i: int) -> frozenset[m.Proof]:
         """What a member tells of the copies made ahead, and of the layers that it trains, in a first round."""
         if not self.proves:
             return frozenset()
         state = self.states[i]
-        struck = {one.layer for one in self.damaged if self._is_of(one, i, state.held) and one.stamp == state.at}
+        struck = {one.layer for one in self.truth.damaged if self._is_of(one, i, state.held) and one.stamp == state.at}
         layers = [(layer, True) for layer in state.own] + [(layer, False) for layer in state.shadows]
         return frozenset(
             m.Proof(layer, state.at, owner, f"damaged at {i}" if layer in struck else "sound")
@@ -292,7 +278,7 @@ class World:
 
     def _uses(self, i: int, number: int, layer: int, stamp: Stamp, effect: m.Effect) -> None:
         """A state becomes the beginning of a generation, here or at another member."""
-        for one in self.damaged:
+        for one in self.truth.damaged:
             if self._is_of(one, i, frozenset([(layer, stamp)])) and self._can_judge(one, number):
                 self._fail(9, i, effect, f"uses a damaged copy of layer {layer}, though its owner could tell")
 
@@ -322,9 +308,9 @@ class World:
             self._voted(i, effect, record)
 
     def _wishes(self, i: int, effect: m.Cast, vote: m.Vote) -> None:
-        if not vote.changes <= self.wished or not vote.hints <= self.hinted:
+        if not vote.changes <= self.truth.wished or not vote.hints <= self.truth.hinted:
             self._fail(7, i, effect, "votes for a change that nobody wishes, or hints at")
-        forgotten = {change for j, change in self.asks if j == i} & vote.changes
+        forgotten = {change for j, change in self.truth.asks if j == i} & vote.changes
         if forgotten and not vote.save:
             self._fail(8, i, effect, f"does not ask for the checkpoint that is to come before {sorted(forgotten)}")
 
@@ -335,7 +321,7 @@ class World:
         return len(self.casts.get((number, turn), ())) == len(voters)
 
     def is_unanimous(self, number: int, turn: int) -> bool:
-        """Whether a vote is complete and nobody is against the step."""
+        """Whether a vote is complete and no member is against the step."""
         votes = self.casts.get((number, turn), {}).values()
         return self.is_complete(number, turn) and all(isinstance(vote, m.Vote) and vote.finite for vote in votes)
 
@@ -343,20 +329,20 @@ class World:
         """The last vote on a step is cast; who will hear of it is open."""
         number = record.number
         if number < self.record.number:
-            self.behind[number] = self.behind.get(number, 0) + 1
-            if self.behind[number] > 1:
+            self.truth.behind[number] = self.truth.behind.get(number, 0) + 1
+            if self.truth.behind[number] > 1:
                 self._fail(2, i, effect, f"trains on although generation {self.record.number} was founded")
-        if effect.round != self.rounds.get(number, self.bases[number].step) + 1:
-            self._fail(5, i, effect, f"completes step {effect.round} after {self.rounds.get(number)}")
+        if effect.round != self.truth.rounds.get(number, self.truth.bases[number].step) + 1:
+            self._fail(5, i, effect, f"completes step {effect.round} after {self.truth.rounds.get(number)}")
         at = self.states[i].at
         for member in record.members:
             other = self.states[self.index[member]]
             if other.record.number == number and other.at != at:
                 self._fail(3, i, effect, f"votes from {at}, {member} from {other.at}")
-        self.rounds[number] = effect.round
-        if number == max(self.bases):
-            self.settled = at  # all of them voted from this boundary
-            self.protected = record.members
+        self.truth.rounds[number] = effect.round
+        if number == max(self.truth.bases):
+            self.truth.settled = at  # all of them voted from this boundary
+            self.truth.protected = record.members
 
     def _apply(self, i: int, effect: m.Apply) -> None:
         state, after = self.states[i], Stamp(effect.step, effect.generation)
@@ -364,16 +350,18 @@ class World:
             self._fail(1, i, effect, "applies a step that not all have voted for")
         if effect.step != effect.before.step + 1:
             self._fail(5, i, effect, f"applies step {effect.step} to the boundary after step {effect.before.step}")
-        if self.parents.setdefault(after, effect.before) != effect.before:
-            self._fail(3, i, effect, f"makes {after} from {effect.before}; others made it from {self.parents[after]}")
+        if self.truth.parents.setdefault(after, effect.before) != effect.before:
+            self._fail(
+                3, i, effect, f"makes {after} from {effect.before}; others made it from {self.truth.parents[after]}"
+            )
         follows = state.own | state.shadows | (state.copies if self.job.sync else frozenset())
         for layer in follows:
             if (layer, effect.before) not in self.memory[i]:
                 self._fail(3, i, effect, f"applies the step to layer {layer}, which it does not hold at the boundary")
         self.memory[i] |= {(layer, after) for layer in follows}
-        self.damaged |= {
+        self.truth.damaged |= {
             one._replace(stamp=after)
-            for one in self.damaged
+            for one in self.truth.damaged
             if (one.holder, one.stamp) == (i, effect.before) and one.layer in follows
         }
 
@@ -406,29 +394,24 @@ class World:
         """A member acts on the decision of its generation's first round."""
         if not self.is_complete(number, 0):
             self._fail(1, i, effect, "acts on an unfinished round")
-        if number in self.bases:
-            if self.bases[number] != base:
-                self._fail(6, i, effect, f"goes on from {base}, others from {self.bases[number]}")
+        if number in self.truth.bases:
+            if self.truth.bases[number] != base:
+                self._fail(6, i, effect, f"goes on from {base}, others from {self.truth.bases[number]}")
             return
-        newest = number > max(self.bases, default=-1)
-        self.bases[number] = base
+        truth = self.truth
+        newest = number > max(truth.bases, default=-1)
+        truth.bases[number] = base
         here = {self.index[member] for member in self.records[number].participants}
-        # A copy that nobody present can judge is taken for the state that its stamp says.
-        self.damaged = frozenset(one for one in self.damaged if one.holder not in here or self._can_judge(one, number))
-        if not newest or self.settled in self._past(base):
+        # A copy that no participant can judge is taken for the state that its stamp says.
+        truth.damaged = frozenset(
+            one for one in truth.damaged if one.holder not in here or self._can_judge(one, number)
+        )
+        if not newest or truth.settled in truth.past(base):
             return
         record = self.records[number]
         if not record.regress:
-            self._fail(4, i, effect, f"goes on from {base} and loses {self.settled}, which was settled")
-        gone = set(self.protected) - set(record.participants)
-        if len(gone) <= min(self.redundancy, len(self.protected) - 1):
-            self._fail(4, i, effect, f"goes back from {self.settled} to {base} though only {sorted(gone)} are gone")
-        self.settled = base
-
-    def _past(self, stamp: Stamp) -> set[Stamp]:
-        """A state's whole past, itself included."""
-        found = {stamp}
-        while stamp in self.parents:
-            stamp = self.parents[stamp]
-            found.add(stamp)
-        return found
+            self._fail(4, i, effect, f"goes on from {base} and loses {truth.settled}, which was settled")
+        gone = set(truth.protected) - set(record.participants)
+        if len(gone) <= min(self.redundancy, len(truth.protected) - 1):
+            self._fail(4, i, effect, f"goes back from {truth.settled} to {base} though only {sorted(gone)} are gone")
+        truth.settled = base
