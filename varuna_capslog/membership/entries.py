@@ -231,16 +231,6 @@ def read(value: Mapping[str, Any]) -> Entry | None:
     return fields.build(record, given, f"the store's log ({record.kind})")
 
 
-def _flag(value: Any, name: str) -> None:
-    if not isinstance(value, bool):
-        raise CapslogError(f"{name} is {value!r}; it must be true or false")
-
-
-def _text(value: Any, name: str) -> None:
-    if not isinstance(value, str):
-        raise CapslogError(f"{name} is {value!r}; it must be a string")
-
-
 def _time(value: Any, name: str) -> None:
     if fields.seconds(value, name) < _EARLIEST:
         raise CapslogError(
@@ -248,10 +238,10 @@ def _time(value: Any, name: str) -> None:
         )
 
 
-def _is_a(kind: type) -> Callable[[Any, str], object]:
+def _is_a(kind: type, words: str) -> Callable[[Any, str], object]:
     def check(value: Any, name: str) -> None:
         if not isinstance(value, kind):
-            raise CapslogError(f"{name} is {value!r}; it must be a {kind.__name__}")
+            raise CapslogError(f"{name} is {value!r}; it must be {words}")
 
     return check
 
@@ -263,14 +253,14 @@ def _one_of(*words: str) -> Callable[[Any, str], object]:
 _CHECKS: Mapping[str, Callable[[Any, str], object]] = {
     **dict.fromkeys(("member", "host", "by", "source", "id"), fields.text),
     **dict.fromkeys(("slot", "capacity", "generation", "step", "workers"), fields.whole),
-    **dict.fromkeys(("urgent", "stopped", "asked"), _flag),
-    "why": _text,
+    **dict.fromkeys(("urgent", "stopped", "asked"), _is_a(bool, "true or false")),
+    "why": _is_a(str, "a string"),
     "deadline": _time,
     "devices": lambda value, name: fields.whole(value, name, minimum=1),
     "state": _one_of("here", "gone", "lost"),
     "notice": _one_of("hint", "leave", "now"),
-    "record": _is_a(Generation),
-    "failure": _is_a(Mapping),
+    "record": _is_a(Generation, "a generation"),
+    "failure": _is_a(Mapping, "an object"),
 }
 
 _KINDS: Mapping[str, type[Entry]] = {

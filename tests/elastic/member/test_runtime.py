@@ -22,7 +22,7 @@ def test_whoever_trains_comes_to_its_own_end_unless_all_have_failed(
     phase: Phase, more: dict[str, Any], ends: bool
 ) -> None:
     roster = Roster()
-    runtime: Any = SimpleNamespace(view=SimpleNamespace(roster=roster), state=SimpleNamespace(phase=phase), _end=None)
+    runtime: Any = SimpleNamespace(roster=roster, state=SimpleNamespace(phase=phase), _end=None)
     Runtime._end_with_others(runtime)
     assert runtime._end is None, "nothing was told"
     roster.take({"kind": "finished", "step": 7, "stopped": True, **more})

@@ -22,10 +22,10 @@ def place(seats: Sequence[Seat]) -> Layout:
     return Layout(3, owned, {(others or ["a-3"])[0]: (0,)})
 
 
-def member(name: str) -> Training:
+def member(name: str, seats: dict[str, Seat]) -> Training:
     record = Generation(1, MEMBERS)
     state = SimpleNamespace(layout=BEFORE, record=record, own=BEFORE.owned[name], at=Stamp(5, 1))
-    parts: Any = SimpleNamespace(me=name, job=SimpleNamespace(layer_bytes=(1, 1, 1), place=place))
+    parts: Any = SimpleNamespace(me=name, seats=seats, job=SimpleNamespace(layer_bytes=(1, 1, 1), place=place))
     loop: Any = SimpleNamespace(state=state)
     return Training(parts, path=None, loop=loop)  # type: ignore[arg-type]
 
@@ -33,12 +33,13 @@ def member(name: str) -> Training:
 def test_nobody_prepares_for_a_newcomer_whose_host_it_has_not_heard_of() -> None:
     known = {name: Seat(name, "a", 0) for name in MEMBERS}
     asked = known | {"a-4": Seat("a-4", "a", 0)}
-    sender, receiver = member("a-1"), member("a-3")
-    assert sender.prepare(JOIN, asked)
-    assert not receiver.prepare(JOIN, known)  # it would take a-4 for a host of its own, and expect nothing
-    assert receiver.prepare(JOIN, asked)
+    sender, receiver = member("a-1", asked), member("a-3", known)
+    assert sender.prepare(JOIN)
+    assert not receiver.prepare(JOIN)  # it would take a-4 for a host of its own, and expect nothing
+    known["a-4"] = asked["a-4"]
+    assert receiver.prepare(JOIN)
     assert sender._ahead is not None
     assert receiver._ahead is not None
     assert sender._ahead.targets == {0: ("a-3",)}
     assert receiver._ahead.mine == {0}
-    assert not receiver.prepare(JOIN, asked)  # that is known by now
+    assert not receiver.prepare(JOIN)  # that is known by now

@@ -31,20 +31,7 @@ from varuna_capslog.elastic.host.leases import Leases
 from varuna_capslog.elastic.host.roster import Roster
 from varuna_capslog.elastic.notices import Announcement, Gathering, Kind, Listener, auto_sources, listen
 from varuna_capslog.elastic.store.torch_store import MembershipStore, StoreGone, StoreServer, open_store, serve_store
-from varuna_capslog.membership.entries import (
-    AnnounceEntry,
-    BrokenEntry,
-    DeadEntry,
-    Entry,
-    FinishedEntry,
-    GenerationEntry,
-    HintEntry,
-    HostsEntry,
-    LeftEntry,
-    NoticeEntry,
-    RequestEntry,
-    WorkerEntry,
-)
+from varuna_capslog.membership import entries
 from varuna_capslog.membership.generation import INITIAL, Generation, Member, Stamp
 
 __all__ = ["Host", "HostEnd"]
@@ -163,7 +150,7 @@ class Host:
         self._unsaid: list[tuple[float, str]] = []
         self._settling: dict[Member, float] = {}
         self._breaks: dict[int, float] = {}
-        self._untold: list[Entry] = []
+        self._untold: list[entries.Entry] = []
         self._useless: dict[int, int] = {}
         self._founded = 0.0
         self._ended_at: float | None = None
@@ -220,7 +207,7 @@ class Host:
                 self._watch()
             self._say_losses(all_of_them=True)
             self._unfollow()  # before the last entry, which wakes the thread that waits for it
-            self._tell(HostsEntry(self.name, "gone"))
+            self._tell(entries.HostsEntry(self.name, "gone"))
         return self._end()
 
     def _open_store(self, stack: contextlib.ExitStack) -> None:
@@ -260,7 +247,7 @@ class Host:
         )
         self._leases.start()
         stack.callback(self._leases.stop)
-        self._tell(HostsEntry(self.name, "here", self.num_workers))
+        self._tell(entries.HostsEntry(self.name, "here", self.num_workers))
         self._follow()
 
     def _follow(self) -> None:
@@ -372,7 +359,7 @@ class Host:
             self._settling[worker.member] = time.monotonic() + SETTLE_SECONDS
             return
         failure = self._failure(worker, status)
-        self._tell(DeadEntry(worker.member, failure.sentence(), self.name))
+        self._tell(entries.DeadEntry(worker.member, failure.sentence(), self.name))
         self._failures.append(failure)
         if self._asked < 2 and failure.sentence() not in self._said:
             self._said.add(failure.sentence())  # what all have agreed on, all of them report
@@ -417,31 +404,35 @@ class Host:
         entry = self.roster.take(value)
         if self.serves and self.roster.is_complete(self.hosts):
             self._found()
-        if isinstance(entry, DeadEntry | LeftEntry | GenerationEntry) and self.roster.is_bereft and not self._asked:
+        if (
+            isinstance(entry, entries.DeadEntry | entries.LeftEntry | entries.GenerationEntry)
+            and self.roster.is_bereft
+            and not self._asked
+        ):
             self._park()
         match entry:
-            case GenerationEntry():
+            case entries.GenerationEntry():
                 self._founded = time.time()
-            case FinishedEntry():
+            case entries.FinishedEntry():
                 self._ended_at = time.monotonic()
-            case BrokenEntry(generation):
+            case entries.BrokenEntry(generation):
                 self._breaks.setdefault(generation, time.monotonic())
-            case DeadEntry(member):
+            case entries.DeadEntry(member):
                 worker = self._workers.get(member)
                 if worker is not None and not worker.ended:
                     # Others shun it from now on; it hears so itself and goes.
                     worker.expelled_since = worker.expelled_since or time.monotonic()
-            case RequestEntry(devices):
+            case entries.RequestEntry(devices):
                 start, leave = self.roster.share(self.name, devices)
                 self._resting = bool(leave) or self._resting
                 for _ in range(start):
                     self._start()
                 for member in leave:
-                    self._tell(NoticeEntry(member, source="request"))
-            case HostsEntry(self.name, "lost"):
+                    self._tell(entries.NoticeEntry(member, source="request"))
+            case entries.HostsEntry(self.name, "lost"):
                 # It was too slow, or cut off for a while: its devices are to be had again.
-                self._tell(HostsEntry(self.name, "here", self.num_workers))
-            case AnnounceEntry(self.name):
+                self._tell(entries.HostsEntry(self.name, "here", self.num_workers))
+            case entries.AnnounceEntry(self.name):
                 self._gathering.hear(hooks.notice_of(entry, self.name))
 
     def _found(self) -> None:
@@ -465,12 +456,12 @@ class Host:
         if notice.kind is Kind.HINT:  # it changes no membership
             self.say(f"notice from {notice}")
             for worker in self._living():
-                self._tell(HintEntry(worker.member, deadline=deadline, source=notice.source))
+                self._tell(entries.HintEntry(worker.member, deadline=deadline, source=notice.source))
             return
         self._noticed = True
         self.say(f"notice from {notice}")
         for worker in self._living():
-            self._tell(NoticeEntry(worker.member, notice.kind is Kind.NOW, deadline, notice.source))
+            self._tell(entries.NoticeEntry(worker.member, notice.kind is Kind.NOW, deadline, notice.source))
 
     def _host_silent(self, host: str) -> None:
         if host not in self.roster.hosts:
@@ -479,8 +470,8 @@ class Host:
         self.say(why)
         for member, where in tuple(self.roster.members.items()):
             if where == host:
-                self._tell(DeadEntry(member, why, self.name))
-        self._tell(HostsEntry(host, "lost"))
+                self._tell(entries.DeadEntry(member, why, self.name))
+        self._tell(entries.HostsEntry(host, "lost"))
 
     def _signalled(self) -> None:
         self._asked += 1
@@ -539,13 +530,13 @@ class Host:
             return
         if member in roster.generation.members and member not in roster.dead:
             why = f"worker {member} ended before the run did"
-            self._tell(DeadEntry(member, why, self.name))
+            self._tell(entries.DeadEntry(member, why, self.name))
         else:
-            self._tell(LeftEntry(member))
+            self._tell(entries.LeftEntry(member))
 
     # -- the store -----------------------------------------------------------------------------------------------------
 
-    def _tell(self, entry: Entry) -> None:
+    def _tell(self, entry: entries.Entry) -> None:
         """Append to the log; while the store is lost, keep it for later."""
         if self._store_answers:
             try:
@@ -586,7 +577,7 @@ class Host:
             self._store_lost(str(error))  # nobody could join without it
             return
         self._workers[member] = _Worker(member, slot)
-        self._tell(WorkerEntry(member, self.name, slot))
+        self._tell(entries.WorkerEntry(member, self.name, slot))
         environment = {
             "CAPSLOG_MEMBER": member,
             "CAPSLOG_HOST": self.name,

@@ -8,20 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from varuna_capslog.membership.entries import (
-    AskEntry,
-    BrokenEntry,
-    CheckpointEntry,
-    DeadEntry,
-    Entry,
-    FinishedEntry,
-    GenerationEntry,
-    HostsEntry,
-    LeftEntry,
-    NoticeEntry,
-    WorkerEntry,
-    read,
-)
+from varuna_capslog.membership import entries
 from varuna_capslog.membership.generation import EMPTY, INITIAL, Generation, Member, Stamp
 
 __all__ = ["Roster"]
@@ -35,6 +22,7 @@ class Roster:
         hosts: those that are here, with the number of workers each can have.
         members: workers that have neither ended nor been told dead, oldest first, with their hosts.
         dead: told dead, by whomever.
+        here: workers that have loaded and read the log.
         gone: whose own host has told their end; nobody can take them for lost by mistake.
         noticed: told to leave.
         generation: the newest.
@@ -48,55 +36,60 @@ class Roster:
         self.hosts: dict[str, int] = {}
         self.members: dict[Member, str] = {}
         self.dead: set[Member] = set()
+        self.here: set[Member] = set()
         self.gone: set[Member] = set()
         self.noticed: set[Member] = set()
         self.generation: Generation = EMPTY
         self.broken = 0
         self.checkpoint = INITIAL
-        self.finished: FinishedEntry | None = None
+        self.finished: entries.FinishedEntry | None = None
         self._hosts: dict[Member, str] = {}
         self._participants: dict[int, tuple[Member, ...]] = {}
         self._named: dict[Member, int] = {}
         self._spoke: dict[Member, int] = {}
 
-    def take(self, value: Mapping[str, Any]) -> Entry | None:
+    def take(self, value: Mapping[str, Any]) -> entries.Entry | None:
         """Add the next entry, as the store keeps it; kinds that are of no interest here only count.
 
         Returns:
             The entry; None where its kind is unknown.
         """
         self.taken += 1
-        entry = read(value)
+        entry = entries.read(value)
         match entry:
-            case GenerationEntry(record):
+            case entries.GenerationEntry(record):
                 self.generation = record
                 self._participants[record.number] = record.participants
                 for name in record.participants:
                     self._named[name] = record.number
-            case WorkerEntry(member, host):
+            case entries.WorkerEntry(member, host):
                 self.members[member] = self._hosts[member] = host
-            case DeadEntry(member):
+            case entries.HelloEntry(member):
+                self.here.add(member)
+            case entries.DeadEntry(member):
                 if entry.by == self._hosts.get(member):
                     self.gone.add(member)
                 self.dead.add(member)
                 self.members.pop(member, None)
-            case LeftEntry(member):
+            case entries.LeftEntry(member):
                 self.gone.add(member)
                 self.members.pop(member, None)
-            case NoticeEntry(member):
+            case entries.NoticeEntry(member):
                 self.noticed.add(member)
-            case BrokenEntry(generation, member):
+            case entries.BrokenEntry(generation, member):
                 self.broken = max(self.broken, generation)
                 self._heard(member, generation)
-            case AskEntry(member):
+            case entries.AskEntry(member):
                 self._heard(member, self.broken)
-            case HostsEntry(host, "here"):
+            case entries.HostsEntry(host, "here"):
                 self.hosts[host] = entry.workers or 0
-            case HostsEntry(host):
+            case entries.HostsEntry(host):
                 self.hosts.pop(host, None)
-            case CheckpointEntry(step, generation):
+            case entries.CheckpointEntry(step, generation):
                 self.checkpoint = Stamp(step, generation)
-            case FinishedEntry() if self.finished is None or self.finished.failure is None:  # the first is the cause
+            case entries.FinishedEntry() if (
+                self.finished is None or self.finished.failure is None
+            ):  # the first is the cause
                 self.finished = entry
         return entry
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from varuna_capslog.base.errors import CapslogError, StepRefused
+from varuna_capslog.elastic.host.roster import Roster
 from varuna_capslog.elastic.member.data_path import DataPath
-from varuna_capslog.elastic.member.log_view import LogView
 from varuna_capslog.elastic.member.parts import Parts
 from varuna_capslog.elastic.member.training import Training
 from varuna_capslog.elastic.member.wire import encode
@@ -44,9 +44,9 @@ class Effects:
     """What one member does because of the protocol. Called by its one thread."""
 
     def __init__(
-        self, parts: Parts, path: DataPath, view: LogView, store: MembershipStore, training: Training, loop: _Loop
+        self, parts: Parts, path: DataPath, roster: Roster, store: MembershipStore, training: Training, loop: _Loop
     ) -> None:
-        self._parts, self._path, self._view, self._store = parts, path, view, store
+        self._parts, self._path, self._roster, self._store = parts, path, roster, store
         self._training, self._loop = training, loop
         self._decided: m.Decided | None = None
         self._refused: str | None = None
@@ -86,7 +86,7 @@ class Effects:
             case m.Prepare():
                 self._prepare(effect)
             case m.CopyAhead():
-                self._training.prepare(effect.changes, self._view.seats, hinted=True)
+                self._training.prepare(effect.changes, hinted=True)
             case m.SaveAll():
                 self._training.save_all = True
             case m.Bid():
@@ -152,13 +152,13 @@ class Effects:
             layers = sorted(effect.distrusted)
             self._parts.work.note("damaged", layers=layers, generation=effect.generation)
         for member, value in effect.values.items():
-            self._view.seats[member] = Seat(member, value.host, value.capacity)
+            self._parts.seats[member] = Seat(member, value.host, value.capacity)
         self._parts.story.decided()
 
     # -- planned changes ----------------------------------------------------------------------------------------------
 
     def _prepare(self, effect: m.Prepare) -> None:
-        if not self._training.prepare(effect.changes, self._view.seats):
+        if not self._training.prepare(effect.changes):
             return
         self._parts.probe("prepare")
         record = self._loop.state.record
@@ -190,7 +190,7 @@ class Effects:
             return broken
         communicator, told = group
         own = parts.holdings.own_at(self._loop.state.own, effect.base)
-        parts.story.opened(record.members, self._view.roster.dead, decided.moved_bytes)
+        parts.story.opened(record.members, self._roster.dead, decided.moved_bytes)
         opening = Opening(
             record.number, effect.base, effect.layout, record.members, parts.story.why, decided.moved_bytes, told
         )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from varuna_capslog.elastic.member.change_report import Story
 from varuna_capslog.elastic.member.holdings import Holdings
 from varuna_capslog.elastic.member.peers import Peers
 from varuna_capslog.elastic.member.work import LayerState, Work
 from varuna_capslog.membership.generation import Member, Stamp
+from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.membership.state import Job
 from varuna_capslog.training.layer_state import digest
 
@@ -23,6 +24,7 @@ class Parts:
     Attributes:
         probe: called at named points, for faults injected by tests.
         story: of the change that is under way.
+        seats: of all that took part in the present generation's first round, and of those that asked to be let in.
     """
 
     me: Member
@@ -32,6 +34,7 @@ class Parts:
     peers: Peers
     probe: Callable[[str], None]
     story: Story
+    seats: dict[Member, Seat] = field(default_factory=dict)
 
     def send_state(
         self, kind: str, target: Member, generation: int, layer: int, stamp: Stamp, state: LayerState

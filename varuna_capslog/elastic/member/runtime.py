@@ -2,7 +2,7 @@
 
 The protocol decides, this module acts: it trains while the protocol says Compute, talks to the store and the other
 members, and stops at once when a peer is gone. All of it is one thread; `senses` hears for it, `incoming` sorts its
-mail, `log_view` reads the log, `effects` carries out, `training` makes the steps.
+mail, `roster` folds the log, `effects` carries out, `training` makes the steps.
 """
 
 from __future__ import annotations
@@ -16,36 +16,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from varuna_capslog.base import files
-from varuna_capslog.base.errors import DiskFailed
+from varuna_capslog.base.errors import CapslogError, DiskFailed
+from varuna_capslog.elastic.host.roster import Roster
 from varuna_capslog.elastic.member.change_report import Story
 from varuna_capslog.elastic.member.data_path import DataPath
 from varuna_capslog.elastic.member.effects import Effects
-from varuna_capslog.elastic.member.groups import Groups
 from varuna_capslog.elastic.member.holdings import Holdings
 from varuna_capslog.elastic.member.inbox import Senses
 from varuna_capslog.elastic.member.incoming import Incoming
-from varuna_capslog.elastic.member.log_view import LogView
 from varuna_capslog.elastic.member.notice_policy import Departures
 from varuna_capslog.elastic.member.parts import Parts
 from varuna_capslog.elastic.member.timeouts import Patience, Waiting
 from varuna_capslog.elastic.member.training import Training
 from varuna_capslog.elastic.member.work import Work
 from varuna_capslog.elastic.store.torch_store import MembershipStore, StoreGone
+from varuna_capslog.membership import entries, protocol
 from varuna_capslog.membership import messages as m
-from varuna_capslog.membership import protocol
-from varuna_capslog.membership.entries import (
-    AskEntry,
-    BrokenEntry,
-    DeadEntry,
-    Entry,
-    FinishedEntry,
-    GenerationEntry,
-    HelloEntry,
-    HintEntry,
-    LeftEntry,
-    NoticeEntry,
-)
 from varuna_capslog.membership.generation import INITIAL, Member, Stamp
+from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.membership.state import Job, Phase
 
 __all__ = ["End", "Runtime"]
@@ -98,16 +86,15 @@ class Runtime:
         self._patience = patience = patience or Patience()
         story = Story()
         job = Job(work.layer_bytes, story.timed(work.place), sync, shadows)
-        self.view = LogView(me)
+        self.roster = Roster()
         self.senses = Senses(me, host, store, token, address)
         self.parts = Parts(me, work, job, Holdings(work), self.senses.peers, probe, story)
-        groups = Groups(me, store.rendezvous, patience.peer, work.knows)
-        self.path = DataPath(groups, self.senses, patience.gather)
+        self.path = DataPath(me, self.senses, store.rendezvous, patience, work.knows)
         self.state = protocol.newcomer(me, host, capacity, checkpoint=checkpoint)
         self.training = Training(self.parts, self.path, self)
-        self._departures = Departures(me, work.place, work.layer_bytes, self.view.seats, self.training)
+        self._departures = Departures(me, work.place, work.layer_bytes, self.parts.seats, self.training)
         self._incoming = Incoming(self.parts, self.path)
-        self._effects = Effects(self.parts, self.path, self.view, store, self.training, self)
+        self._effects = Effects(self.parts, self.path, self.roster, store, self.training, self)
         self._events: deque[m.Event] = deque()
         self._feeding = False
         self._end: End | None = None
@@ -162,7 +149,7 @@ class Runtime:
     def end(self, stopped: bool) -> None:
         """The run has ended with the present boundary, and all is written."""
         step = self.state.at.step
-        self.append(FinishedEntry(step, stopped, self.parts.work.asked))
+        self.append(entries.FinishedEntry(step, stopped, self.parts.work.asked))
         self._end = End(step, stopped, False)
 
     def release(self) -> None:
@@ -172,11 +159,11 @@ class Runtime:
     def _end_for_all(self, error: DiskFailed) -> None:
         """Ends the run: a member that took the writing over would fail in the same way."""
         failure = {"member": self.me, "cause": str(error), "kind": "user", "time": time.time()}
-        self.append(FinishedEntry(self.state.at.step, stopped=True, failure=failure))
+        self.append(entries.FinishedEntry(self.state.at.step, stopped=True, failure=failure))
 
     def _catch_up(self) -> None:
         """Reads the log up to now. What was told before this member came needs no answer from it."""
-        self._store.append(HelloEntry(self.me, self._host).to_json())
+        self._store.append(entries.HelloEntry(self.me, self._host).to_json())
         until = time.monotonic() + self._patience.peer
         while True:
             try:
@@ -189,10 +176,10 @@ class Runtime:
                 raise StoreGone(str(what))
             elif kind == "log":
                 until = time.monotonic() + self._patience.peer  # a long log may take longer than any one answer
-                match self.view.take(what):
-                    case FinishedEntry(step):
+                match self._note(what):
+                    case entries.FinishedEntry(step):
                         self._end = End(step, False, True)
-                    case HelloEntry(self.me):
+                    case entries.HelloEntry(self.me):
                         return
 
     def _listen(self) -> None:
@@ -227,22 +214,36 @@ class Runtime:
         elif kind == "store lost":
             self.feed(m.StoreLost())
 
+    def _note(self, value: Mapping[str, Any]) -> entries.Entry | None:
+        """What an entry of the log says in whatever phase this member is."""
+        entry = self.roster.take(value)
+        if isinstance(entry, entries.DeadEntry) and entry.member == self.me:
+            raise CapslogError(f"{self.me} was declared lost ({entry.why}); a new member may take its place")
+        if isinstance(entry, entries.AskEntry):
+            self.parts.seats[entry.member] = Seat(entry.member, entry.host or entry.member, entry.capacity)
+        return entry
+
+    def _suspected(self) -> frozenset[Member]:
+        """Members that will not answer any more. Once a generation trains, no member waits for those that leave it."""
+        roster = self.roster
+        return frozenset(roster.dead if self.state.phase is Phase.RUN else roster.dead | roster.gone)
+
     def _logged(self, value: Mapping[str, Any]) -> None:
-        entry = self.view.take(value)
+        entry = self._note(value)
         match entry:
-            case GenerationEntry():
-                self.feed(m.StoreSays(self.view.roster.generation))
-            case DeadEntry(member) | LeftEntry(member):
-                self.feed(m.Suspects(self.view.suspected(self.state.phase)))
-                if isinstance(entry, DeadEntry) and self.senses.is_engaged(member):
+            case entries.GenerationEntry():
+                self.feed(m.StoreSays(self.roster.generation))
+            case entries.DeadEntry(member) | entries.LeftEntry(member):
+                self.feed(m.Suspects(self._suspected()))
+                if isinstance(entry, entries.DeadEntry) and self.senses.is_engaged(member):
                     self.feed(m.Broken(self.state.record.number))
-            case BrokenEntry(generation, member) if member != self.me:
+            case entries.BrokenEntry(generation, member) if member != self.me:
                 self.feed(m.Broken(generation))
-            case AskEntry(member) if member not in self.view.roster.dead and member != self.me:
+            case entries.AskEntry(member) if member not in self.roster.dead and member != self.me:
                 self.feed(m.Asked(member))
-            case NoticeEntry() | HintEntry():
+            case entries.NoticeEntry() | entries.HintEntry():
                 self.feed(self._departures.heard(entry, self.state))
-            case FinishedEntry():
+            case entries.FinishedEntry():
                 self._end_with_others()
 
     def _end_with_others(self) -> None:
@@ -250,7 +251,7 @@ class Runtime:
 
         A member that trains comes to its own end, unless the run ended by a failure that would stop every member.
         """
-        finished = self.view.roster.finished
+        finished = self.roster.finished
         if finished is None or self._end is not None:
             return
         if self.state.phase is not Phase.RUN or finished.failure is not None:
@@ -260,13 +261,13 @@ class Runtime:
 
     def _loses_patience(self) -> float:
         """When, if nothing happens until then."""
-        return self._waiting.ends(self.state, self.training, self.view.roster)
+        return self._waiting.ends(self.state, self.training, self.roster)
 
     def _patience_ends(self) -> None:
         self._waiting.ended()
         phase, record = self.state.phase, self.state.record
         heard = {heard.sender for heard in self.state.heard if (heard.generation, heard.round) == (record.number, 0)}
-        if phase is Phase.GATHER and not set(record.participants) - heard <= self.view.here:
+        if phase is Phase.GATHER and not set(record.participants) - heard <= self.roster.here:
             return  # a participant is still loading, and its supervisor will say if it is lost
         if phase in (Phase.GATHER, Phase.INSTALL, Phase.RUN):
             # a member does not answer; its supervisor will see that it has not stopped with the others
@@ -317,17 +318,17 @@ class Runtime:
         inside = self.me in record.participants
         self.senses.engage(record.number, frozenset(record.participants) if inside else frozenset())
         self.parts.peers.keep(record.participants)
-        if self.state.phase is Phase.GATHER and self.view.here >= set(record.members):
+        if self.state.phase is Phase.GATHER and self.roster.here >= set(record.members):
             self.path.begin(record.number, record.members)
-        if suspected := self.view.suspected(self.state.phase):
+        if suspected := self._suspected():
             self._events.append(m.Suspects(suspected))
         self.parts.probe("adopted")
 
-    def append(self, entry: Entry) -> None:
+    def append(self, entry: entries.Entry) -> None:
         """Tells the log; it only hastens things, and a lost store shows itself at the next change."""
         with contextlib.suppress(StoreGone):
             self._store.append(entry.to_json())
 
     def has_met(self, changes: Iterable[m.Change]) -> bool:
         """Whether the data path of the generation that these changes lead to is open; see `DataPath.has_met`."""
-        return self.path.has_met(self.state.record, changes, self.view.roster.dead)
+        return self.path.has_met(self.state.record, changes, self.roster.dead)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping
 from typing import Protocol
 
 from torch import Tensor
@@ -21,7 +20,6 @@ from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.ahead import Ahead, find_ahead, first_owner, stay_with
 from varuna_capslog.membership.entries import CheckpointEntry, Entry
 from varuna_capslog.membership.generation import Member, Stamp
-from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.membership.state import Phase, State
 
 __all__ = ["Training"]
@@ -238,7 +236,7 @@ class Training:
         """Whether it was sent ahead in this generation, to all that need it."""
         return self._ahead is not None and layer in self._ahead.sent
 
-    def prepare(self, changes: frozenset[m.Change], seats: Mapping[Member, Seat], hinted: bool = False) -> bool:
+    def prepare(self, changes: frozenset[m.Change], hinted: bool = False) -> bool:
         """Finds out what would move for these changes; False where that is known, or cannot be known yet.
 
         A vote may tell of a newcomer before the log does; without its seat this member would expect other layers than
@@ -247,7 +245,7 @@ class Training:
         Args:
             hinted: they may never be made: what comes here is kept current, and that is all.
         """
-        parts, before = self._parts, self._ahead
+        parts, seats, before = self._parts, self._parts.seats, self._ahead
         if before is not None and (before.changes, before.hinted) == (changes, hinted):
             return False
         state, job = self._loop.state, parts.job
