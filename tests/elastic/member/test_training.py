@@ -43,3 +43,16 @@ def test_nobody_prepares_for_a_newcomer_whose_host_it_has_not_heard_of() -> None
     assert sender._ahead.targets == {0: ("a-3",)}
     assert receiver._ahead.mine == {0}
     assert not receiver.prepare(JOIN)  # that is known by now
+
+
+def test_who_sent_copies_ahead_proves_its_layers_until_a_generation_trains() -> None:
+    # the second of two changes in a row had no proofs of owners, so that a damaged copy passed for a sound one
+    known = {name: Seat(name, "a", 0) for name in (*MEMBERS, "a-4")}
+    sender = member("a-1", known)
+    assert sender.prepare(JOIN)
+    assert sender._ahead is not None
+    assert [layer for layer, _ in sender._ahead.due()] == [0]
+    sender.adopt()
+    assert sender.sent_ahead == {0}
+    sender.adopt()  # that generation broke before it trained
+    assert sender.sent_ahead == {0}
