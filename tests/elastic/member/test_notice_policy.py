@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from varuna_capslog.elastic.member import notice_policy as departures
-from varuna_capslog.elastic.member.notice_policy import CHANGE_SECONDS, LINK, Departures, leaves_alone
+from varuna_capslog.elastic.member.notice_policy import CHANGE_SECONDS, LINK, NoticePolicy, leaves_alone
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.entries import HintEntry, NoticeEntry
 from varuna_capslog.membership.generation import Generation, Layout
@@ -51,8 +51,8 @@ def entry(seconds: float | None = None, urgent: bool = False, name: str = "m1") 
     return NoticeEntry(name, urgent, None if seconds is None else WALL + seconds, "test")
 
 
-def departures_of(one: Any) -> Departures:
-    return Departures(one.me, one.work.place, one.job.layer_bytes, one.seats, one.training)
+def departures_of(one: Any) -> NoticePolicy:
+    return NoticePolicy(one.me, one.work.place, one.job.layer_bytes, one.seats, one.training)
 
 
 def heard_by(one: Any) -> Callable[[NoticeEntry | HintEntry], m.Event]:

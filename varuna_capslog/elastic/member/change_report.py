@@ -10,11 +10,11 @@ from typing import Any
 from varuna_capslog.membership.generation import Generation, Layout, Member
 from varuna_capslog.membership.recovery import Place, Seat
 
-__all__ = ["Story", "reasons"]
+__all__ = ["ChangeReport", "reasons"]
 
 
 @dataclass
-class Story:
+class ChangeReport:
     """From the last step before a change to the first one after it; times are of `time.monotonic`.
 
     Attributes:
@@ -30,7 +30,7 @@ class Story:
     why: tuple[str, ...] = ()
 
     def timed(self, place: Place) -> Place:
-        """The same planner; how long its last search took becomes part of the story."""
+        """The same planner; how long its last search took becomes part of the report."""
 
         def search(seats: Sequence[Seat]) -> Layout | str:
             began = time.perf_counter()
@@ -51,7 +51,7 @@ class Story:
         self.moved_bytes += moved_bytes
 
     def applied(self, now: float) -> None:
-        """A step was applied, and the change before it, if there was one, was told: another story begins."""
+        """A step was applied, and the change before it, if there was one, was told: another report begins."""
         if self.why:
             self.search_seconds = self.transfer_began = self.transfer_seconds = 0.0
             self.moved_bytes, self.why = 0, ()

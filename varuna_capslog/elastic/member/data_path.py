@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.elastic.member.inbox import Senses
+from varuna_capslog.elastic.member.inbox import Inbox
 from varuna_capslog.elastic.member.timeouts import Patience
 from varuna_capslog.elastic.member.wire import Change
 from varuna_capslog.engine.communicator import Communicator, connect_group
@@ -43,12 +43,12 @@ class DataPath:
     def __init__(
         self,
         me: Member,
-        senses: Senses,
+        inbox: Inbox,
         rendezvous: Callable[[], dist.Store],
         patience: Patience,
         knows: Callable[[], Any],
     ) -> None:
-        self._me, self._senses, self._rendezvous = me, senses, rendezvous
+        self._me, self._inbox, self._rendezvous = me, inbox, rendezvous
         self._patience, self._knows = patience, knows
         self._opening: dict[tuple[int, str], Future[Group]] = {}
         self._communicator: Communicator | None = None
@@ -94,11 +94,11 @@ class DataPath:
 
     def take(self, record: Generation) -> Group | None:
         """The open data path of a generation; None where it could not be opened, or a member of it is lost."""
-        self._senses.engage(record.number, frozenset(record.members))
+        self._inbox.engage(record.number, frozenset(record.members))
         self.begin(record.number, record.members)
         future = self._opening.pop((record.number, _name(record.number, record.members)))
         while not future.done():
-            if self._senses.disturbed():
+            if self._inbox.disturbed():
                 future.add_done_callback(_throw_away)
                 return None
             with contextlib.suppress(TimeoutError):
@@ -107,8 +107,8 @@ class DataPath:
             return None
         group = future.result()
         self._communicator = group[0]
-        self._senses.guard(group[0])
-        if self._senses.disturbed():
+        self._inbox.guard(group[0])
+        if self._inbox.disturbed():
             return None
         if self._old is not None:  # ending it takes ten milliseconds, which training need not wait for
             threading.Thread(target=self._old.abort, name="end-group", daemon=True).start()
@@ -122,7 +122,7 @@ class DataPath:
             planned: all members have voted for it, so none waits, and none is to be disturbed: the communicator ends
                 when the next one is open.
         """
-        self._senses.guard(None)
+        self._inbox.guard(None)
         communicator, self._communicator = self._communicator, None
         if planned:
             self._old = communicator or self._old

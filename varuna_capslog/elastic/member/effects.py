@@ -52,6 +52,12 @@ class Effects:
         self._refused: str | None = None
 
     def carry_out(self, effect: m.Effect) -> Iterable[m.Event]:
+        """One effect; effects come in the order in which the protocol gives them. Returns what follows from it at once.
+
+        Raises:
+            StepRefused: a step was voted down; what this member held is on disk.
+            CapslogError: the store is lost at a change (all is on disk), or the work failed.
+        """
         work, probe, state = self._parts.work, self._parts.probe, self._loop.state
         match effect:
             case m.ReadStore():
@@ -153,7 +159,7 @@ class Effects:
             self._parts.work.note("damaged", layers=layers, generation=effect.generation)
         for member, value in effect.values.items():
             self._parts.seats[member] = Seat(member, value.host, value.capacity)
-        self._parts.story.decided()
+        self._parts.report.decided()
 
     # -- planned changes ----------------------------------------------------------------------------------------------
 
@@ -190,9 +196,9 @@ class Effects:
             return broken
         communicator, told = group
         own = parts.holdings.own_at(self._loop.state.own, effect.base)
-        parts.story.opened(record.members, self._roster.dead, decided.moved_bytes)
+        parts.report.opened(record.members, self._roster.dead, decided.moved_bytes)
         opening = Opening(
-            record.number, effect.base, effect.layout, record.members, parts.story.why, decided.moved_bytes, told
+            record.number, effect.base, effect.layout, record.members, parts.report.why, decided.moved_bytes, told
         )
         try:
             parts.work.open(opening, communicator, own)
@@ -200,7 +206,7 @@ class Effects:
             return broken
         parts.holdings.open(self._loop.state.own, self._loop.state.copies, effect.base)
         self._send_copies(effect, decided.values)
-        parts.story.before = record.members
+        parts.report.before = record.members
         parts.probe("installed")
         return ()
 

@@ -22,12 +22,12 @@ from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.membership.entries import BrokenEntry, DeadEntry, GenerationEntry, HintEntry, NoticeEntry, read
 from varuna_capslog.membership.generation import Member
 
-__all__ = ["Senses"]
+__all__ = ["Inbox"]
 
 _FIND_SECONDS = 5.0
 
 
-class Senses:
+class Inbox:
     """Opens this member's connections and follows the store's log from its beginning.
 
     Args:
@@ -36,7 +36,7 @@ class Senses:
 
     Attributes:
         peers: for sending.
-        inbox: ("mail", Message), ("log", entry), ("lost", member) or ("store lost", why), in the order of hearing.
+        events: ("mail", Message), ("log", entry), ("lost", member) or ("store lost", why), in the order of hearing.
 
     Raises:
         StoreGone: the store does not answer.
@@ -44,7 +44,7 @@ class Senses:
 
     def __init__(self, me: Member, host: str, store: MembershipStore, token: str, address: str) -> None:
         self._me, self._host, self._store = me, host, store
-        self.inbox: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self.events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._generation = self._newest = self._answered = 0
         self._engaged: frozenset[Member] = frozenset()
@@ -55,7 +55,7 @@ class Senses:
         self._closed = False
         self.peers = Peers(me, token, self._find, self._got, self._lost, address)
         store.put(f"address/{me}", self.peers.address)
-        self._unfollow = store.follow(self._hear, lambda why: self.inbox.put(("store lost", why)))
+        self._unfollow = store.follow(self._hear, lambda why: self.events.put(("store lost", why)))
 
     # -- for the member's own thread -----------------------------------------------------------------------------------
 
@@ -107,12 +107,12 @@ class Senses:
     def _got(self, message: Message) -> None:
         with self._lock:
             self._unreachable -= {message.sender}
-        self.inbox.put(("mail", message))
+        self.events.put(("mail", message))
 
     def _lost(self, member: Member) -> None:
         with self._lock:
             self._unreachable |= {member}
-        self.inbox.put(("lost", member))
+        self.events.put(("lost", member))
         self._break_off(member)
 
     def _hear(self, value: dict[str, Any]) -> None:
@@ -125,7 +125,7 @@ class Senses:
                 self._newest = max(self._newest, record.number)
             case NoticeEntry(self._me) | HintEntry(self._me):
                 callback.tell(notice_of(entry, self._host))
-        self.inbox.put(("log", value))
+        self.events.put(("log", value))
         if isinstance(entry, DeadEntry):
             self._break_off(entry.member)
         elif isinstance(entry, BrokenEntry) and entry.generation == self._generation:

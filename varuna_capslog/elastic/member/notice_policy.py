@@ -19,7 +19,7 @@ from varuna_capslog.membership.generation import Layout, Member
 from varuna_capslog.membership.recovery import Place, Seat
 from varuna_capslog.membership.state import State
 
-__all__ = ["Departures", "leaves_alone"]
+__all__ = ["NoticePolicy", "leaves_alone"]
 
 LINK = 100e6
 """Bytes per second at which what is left to move is taken to travel: a network of 1 Gbit/s."""
@@ -36,7 +36,7 @@ class _Steps(Protocol):
     def is_sent(self, layer: int) -> bool: ...
 
 
-class Departures:
+class NoticePolicy:
     """The notices of one run, as one member hears them. Called by its one thread.
 
     Args:

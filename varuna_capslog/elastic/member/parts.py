@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from varuna_capslog.elastic.member.change_report import Story
+from varuna_capslog.elastic.member.change_report import ChangeReport
 from varuna_capslog.elastic.member.holdings import Holdings
 from varuna_capslog.elastic.member.peers import Peers
 from varuna_capslog.elastic.member.work import LayerState, Work
@@ -23,7 +23,7 @@ class Parts:
 
     Attributes:
         probe: called at named points, for faults injected by tests.
-        story: of the change that is under way.
+        report: of the change that is under way.
         seats: of all that took part in the present generation's first round, and of those that asked to be let in.
     """
 
@@ -33,7 +33,7 @@ class Parts:
     holdings: Holdings
     peers: Peers
     probe: Callable[[str], None]
-    story: Story
+    report: ChangeReport
     seats: dict[Member, Seat] = field(default_factory=dict)
 
     def send_state(

@@ -18,13 +18,13 @@ from typing import Any
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError, DiskFailed
 from varuna_capslog.elastic.host.roster import Roster
-from varuna_capslog.elastic.member.change_report import Story
+from varuna_capslog.elastic.member.change_report import ChangeReport
 from varuna_capslog.elastic.member.data_path import DataPath
 from varuna_capslog.elastic.member.effects import Effects
 from varuna_capslog.elastic.member.holdings import Holdings
-from varuna_capslog.elastic.member.inbox import Senses
+from varuna_capslog.elastic.member.inbox import Inbox
 from varuna_capslog.elastic.member.incoming import Incoming
-from varuna_capslog.elastic.member.notice_policy import Departures
+from varuna_capslog.elastic.member.notice_policy import NoticePolicy
 from varuna_capslog.elastic.member.parts import Parts
 from varuna_capslog.elastic.member.timeouts import Patience, Waiting
 from varuna_capslog.elastic.member.training import Training
@@ -84,15 +84,15 @@ class Runtime:
         self.me, self._host = me, host
         self._stop_wished, self._store = stop_wished, store
         self._patience = patience = patience or Patience()
-        story = Story()
-        job = Job(work.layer_bytes, story.timed(work.place), sync, shadows)
+        report = ChangeReport()
+        job = Job(work.layer_bytes, report.timed(work.place), sync, shadows)
         self.roster = Roster()
-        self.senses = Senses(me, host, store, token, address)
-        self.parts = Parts(me, work, job, Holdings(work), self.senses.peers, probe, story)
-        self.path = DataPath(me, self.senses, store.rendezvous, patience, work.knows)
+        self.inbox = Inbox(me, host, store, token, address)
+        self.parts = Parts(me, work, job, Holdings(work), self.inbox.peers, probe, report)
+        self.path = DataPath(me, self.inbox, store.rendezvous, patience, work.knows)
         self.state = protocol.newcomer(me, host, capacity, checkpoint=checkpoint)
         self.training = Training(self.parts, self.path, self)
-        self._departures = Departures(me, work.place, work.layer_bytes, self.parts.seats, self.training)
+        self._notices = NoticePolicy(me, work.place, work.layer_bytes, self.parts.seats, self.training)
         self._incoming = Incoming(self.parts, self.path)
         self._effects = Effects(self.parts, self.path, self.roster, store, self.training, self)
         self._events: deque[m.Event] = deque()
@@ -117,7 +117,7 @@ class Runtime:
                 self.feed(m.Enter())
             while self._end is None:
                 if self.training.due:
-                    with self.senses.busy(self._patience.alone(self.training.usual_seconds)):
+                    with self.inbox.busy(self._patience.alone(self.training.usual_seconds)):
                         self.training.step()
                 else:
                     self._listen()
@@ -132,12 +132,12 @@ class Runtime:
             self._end_for_all(full := DiskFailed(why))
             raise full from error
         finally:
-            self.senses.close(_FLUSH_SECONDS)
+            self.inbox.close(_FLUSH_SECONDS)
             self.path.close()
 
     def look_at_deadline(self) -> None:
         """Before a step: a deadline of this member's may have come too close for what was planned."""
-        event = self._departures.watch(self.state)
+        event = self._notices.watch(self.state)
         if event is not None:
             self.feed(event)
 
@@ -167,7 +167,7 @@ class Runtime:
         until = time.monotonic() + self._patience.peer
         while True:
             try:
-                kind, what = self.senses.inbox.get(timeout=max(0.0, until - time.monotonic()))
+                kind, what = self.inbox.events.get(timeout=max(0.0, until - time.monotonic()))
             except queue.Empty:
                 raise StoreGone(f"the store's log does not answer {self.me} within {self._patience.peer:g} s") from None
             if kind == "mail":
@@ -186,14 +186,14 @@ class Runtime:
         """Waits for something to happen, at most until patience is at an end."""
         wait = self._loses_patience() - time.monotonic()
         try:
-            kind, what = self.senses.inbox.get(timeout=max(0.0, min(wait, _LISTEN_SECONDS)))
+            kind, what = self.inbox.events.get(timeout=max(0.0, min(wait, _LISTEN_SECONDS)))
         except queue.Empty:
             if self.state.phase is Phase.WAIT and self._stop_wished():  # all is on disk
                 self._end = End(self.state.at.step, True, False)
             elif time.monotonic() >= self._loses_patience():
                 self._patience_ends()
             return
-        with self.senses.busy(self._patience.alone(self.training.usual_seconds)):
+        with self.inbox.busy(self._patience.alone(self.training.usual_seconds)):
             self._happened(kind, what)
             self.drain()
 
@@ -201,7 +201,7 @@ class Runtime:
         """Takes all that has been heard."""
         with contextlib.suppress(queue.Empty):
             while self._end is None:
-                self._happened(*self.senses.inbox.get_nowait())
+                self._happened(*self.inbox.events.get_nowait())
 
     def _happened(self, kind: str, what: Any) -> None:
         if kind == "mail":
@@ -209,7 +209,7 @@ class Runtime:
             self.feed()
         elif kind == "log":
             self._logged(what)
-        elif kind == "lost" and self.senses.is_engaged(what):
+        elif kind == "lost" and self.inbox.is_engaged(what):
             self.feed(m.Broken(self.state.record.number))
         elif kind == "store lost":
             self.feed(m.StoreLost())
@@ -235,14 +235,14 @@ class Runtime:
                 self.feed(m.StoreSays(self.roster.generation))
             case entries.DeadEntry(member) | entries.LeftEntry(member):
                 self.feed(m.Suspects(self._suspected()))
-                if isinstance(entry, entries.DeadEntry) and self.senses.is_engaged(member):
+                if isinstance(entry, entries.DeadEntry) and self.inbox.is_engaged(member):
                     self.feed(m.Broken(self.state.record.number))
             case entries.BrokenEntry(generation, member) if member != self.me:
                 self.feed(m.Broken(generation))
             case entries.AskEntry(member) if member not in self.roster.dead and member != self.me:
                 self.feed(m.Asked(member))
             case entries.NoticeEntry() | entries.HintEntry():
-                self.feed(self._departures.heard(entry, self.state))
+                self.feed(self._notices.heard(entry, self.state))
             case entries.FinishedEntry():
                 self._end_with_others()
 
@@ -316,7 +316,7 @@ class Runtime:
         self.parts.holdings.adopt()
         self.training.adopt()
         inside = self.me in record.participants
-        self.senses.engage(record.number, frozenset(record.participants) if inside else frozenset())
+        self.inbox.engage(record.number, frozenset(record.participants) if inside else frozenset())
         self.parts.peers.keep(record.participants)
         if self.state.phase is Phase.GATHER and self.roster.here >= set(record.members):
             self.path.begin(record.number, record.members)

@@ -179,12 +179,12 @@ class Training:
         self._tell(effect.step)
 
     def _tell(self, step: int) -> None:
-        now, story, record = time.monotonic(), self._parts.story, self._loop.state.record
+        now, report, record = time.monotonic(), self._parts.report, self._loop.state.record
         self.usual_seconds = max(now - self._began, 0.8 * self.usual_seconds)
-        if story.why and self._parts.me == record.members[0]:
-            kind, details = story.event(record, step, self._began)
+        if report.why and self._parts.me == record.members[0]:
+            kind, details = report.event(record, step, self._began)
             self._parts.work.note(kind, **details)
-        story.applied(now)
+        report.applied(now)
 
     # -- copies -------------------------------------------------------------------------------------------------------
 
