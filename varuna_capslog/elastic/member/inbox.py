@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.elastic.host.hooks import notice_of
 from varuna_capslog.elastic.member.peers import Message, Peers
 from varuna_capslog.elastic.notices import callback
@@ -116,7 +117,9 @@ class Inbox:
         self._break_off(member)
 
     def _hear(self, value: dict[str, Any]) -> None:
-        entry = read(value)
+        entry = None
+        with contextlib.suppress(CapslogError):  # the member's own thread reads it again and says what is wrong
+            entry = read(value)
         match entry:
             case DeadEntry(member):
                 with self._lock:
