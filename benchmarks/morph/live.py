@@ -26,6 +26,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from varuna_capslog.elastic.member.pipeline_work import PipelineWork
 
+from varuna_capslog.membership.entries import NoticeEntry
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
@@ -162,8 +164,7 @@ class Live:
     def leave(self, member: str, urgent: bool = False) -> float:
         """A notice; returns when it was given."""
         now = time.monotonic()
-        entry = {"kind": "notice", "member": member, "urgent": urgent, "deadline": None, "source": "program"}
-        self.host.link.store.append(entry)
+        self.host.link.store.append(NoticeEntry(member, urgent, source="program").to_json())
         return now
 
     def join(self) -> float:

@@ -35,8 +35,8 @@ class CheckedRuntime(Runtime):
         if not outer or self.ended:
             return
         for layer, stamp in self.state.held:
-            self.holdings.at(layer, stamp)  # KeyError where it is not there
-        surplus = self.holdings.kept() - self.state.held
+            self.parts.holdings.at(layer, stamp)  # KeyError where it is not there
+        surplus = self.parts.holdings.kept() - self.state.held
         assert not surplus, f"kept without need: {sorted(surplus)} beside {sorted(self.state.held)}"
 
     def run(self) -> End:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,7 @@ def deadline_that_cannot_be_met(redundancy: int, seconds: float) -> Scenario:
         faults = [Fault("m0", "compute", "wait", 5, "five"), Fault("m1", "serve")]
         live = Live(cradle, config_of(folder, 3, elastic={"redundancy": redundancy}), faults=faults)
         live.when("five")
-        live.tell("notice", "m1", urgent=True, deadline=seconds, source="test")
+        live.tell("notice", "m1", urgent=True, deadline=time.time() + seconds, source="test")
         live.until(lambda: live.heard("notice", "m1"), "the notice")
         live.go("five")
         outcome = live.finish()

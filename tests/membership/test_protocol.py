@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from varuna_capslog.membership import first_round
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.generation import EMPTY, INITIAL, Generation, Stamp
 from varuna_capslog.membership.protocol import Phase, State, newcomer, step
-from varuna_capslog.rig.search.world import World, make_job
+from varuna_capslog.rig.search.places import make_job
+from varuna_capslog.rig.search.world import World
 
 
 class Group(World):
@@ -91,7 +93,7 @@ def test_survivors_meet_at_the_newest_boundary_that_all_have() -> None:
         group.feed(i, m.Suspects(frozenset({"m2"})))
     group.found(group.proposal(0))
     group.tally(0, 1)
-    assert group.bases[2] == Stamp(2, 1)
+    assert group.truth.bases[2] == Stamp(2, 1)
     assert boundaries(group.states[1]) <= {1, 2}  # step 3 is taken back
     group.install()
     group.train(1)
@@ -106,7 +108,7 @@ def test_sync_loses_the_interrupted_step_only_and_async_one_more() -> None:
             group.feed(i, m.Suspects(frozenset({"m2"})))
         group.found(group.proposal(0))
         group.tally(0, 1)
-        assert group.bases[2].step == base
+        assert group.truth.bases[2].step == base
 
 
 def test_a_notice_costs_no_step_and_the_leaver_is_let_go() -> None:
@@ -118,7 +120,7 @@ def test_a_notice_costs_no_step_and_the_leaver_is_let_go() -> None:
     assert record == group.proposal(1) == group.proposal(2)
     group.found(record)
     group.tally(0, 1, 2)
-    assert group.bases[2] == Stamp(3, 1)  # nothing is done again
+    assert group.truth.bases[2] == Stamp(3, 1)  # nothing is done again
     assert group.states[2].phase is Phase.SERVE
     group.install()
     group.train(1)
@@ -308,7 +310,7 @@ def test_holders_who_come_back_save_what_was_settled() -> None:
     group.feed(1, m.Asked("m2"))
     group.found(group.proposal(1))
     group.tally(0, 1, 2)
-    assert group.bases[4] == Stamp(2, 1)
+    assert group.truth.bases[4] == Stamp(2, 1)
 
 
 def test_a_notice_that_comes_while_values_are_gathered_is_followed_by_those_that_then_wait() -> None:
@@ -385,5 +387,78 @@ def test_values_heard_one_by_one_make_a_tally_and_older_ones_are_fenced() -> Non
         assert effects == ()
     state, effects = step(group.job, state, m.Heard(1, 2, "m2", votes["m2"]))
     assert m.Apply(1, 2, Stamp(1, 1)) in effects
-    _, effects = step(group.job, state, m.Heard(5, 0, "m1", votes["m1"]))
+    newer, effects = step(group.job, state, m.Heard(5, 0, "m1", votes["m1"]))
     assert effects == (m.ReadStore(),)
+    assert step(group.job, newer, m.Heard(5, 0, "m2", votes["m2"]))[1] == (), "the store is asked once"
+
+
+def proof(layer: int, owner: bool, digest: str, boundary: int = 2) -> m.Proof:
+    return m.Proof(layer, Stamp(boundary, 1), owner, digest)
+
+
+@pytest.mark.parametrize(
+    ("owner", "copy", "trusted"),
+    [
+        (proof(2, True, "a"), proof(2, False, "a"), True),
+        (proof(2, True, "a"), proof(2, False, "b"), False),
+        (proof(2, True, "a", 3), proof(2, False, "b"), False),
+        (proof(2, True, "a"), proof(2, False, "b", 3), False),
+        (proof(1, True, "a"), proof(2, False, "b"), True),
+        (proof(2, True, "a", 0), proof(2, False, "b"), True),
+    ],
+    ids=["equal", "another", "the owner has made one step more", "the owner has made one step less"]
+    + ["no owner of this layer", "an owner of long ago"],
+)
+def test_a_copy_made_ahead_is_left_out_where_its_owner_says_so(owner: m.Proof, copy: m.Proof, trusted: bool) -> None:
+    held = frozenset((layer, Stamp(2, 1)) for layer in range(3))
+    values = {
+        "m0": m.Contribution(held, "a", proofs=frozenset({owner})),
+        "m1": m.Contribution(held, "b", proofs=frozenset({copy})),
+    }
+    left_out = first_round.distrusted(values)
+    assert left_out == (frozenset() if trusted else {("m1", 2)})
+    assert first_round.without(values, left_out)["m0"] == values["m0"]
+    kept = {layer for layer, _ in first_round.without(values, left_out)["m1"].held}
+    assert kept == ({0, 1, 2} if trusted else {0, 1})
+
+
+def test_all_members_leave_out_the_damaged_copy_and_its_owner_sends_the_layer() -> None:
+    group = Group(3, shadows=True, redundancy=0)
+    group.proves = True
+    group.tally(0, 1, 2)
+    group.install()
+    group.train(1)
+    wish = frozenset({("leave", "m2")})
+    group.feed(2, m.Notice(("leave", "m2")))
+    group.train(1)
+    for i in range(3):
+        group.feed(i, m.Prepared(1, wish, frozenset({2}) if i == 1 else frozenset()))
+    group.damage(1, 2)
+    group.train(1)
+    group.found(group.proposal(0))
+    group.tally(0, 1, 2)
+    decisions = [group.said(i, m.Decided)[-1] for i in range(3)]
+    assert decisions[0] == decisions[1] == decisions[2]
+    assert [decision.distrusted for decision in decisions if isinstance(decision, m.Decided)] == [{2}] * 3
+    assert 2 in group.states[1].missing
+    assert not group.truth.damaged, "the damaged copy was freed"
+    assert [effect.layer for effect in group.said(2, m.Send) if isinstance(effect, m.Send)] == [2]
+
+
+def test_a_layer_that_arrives_damaged_ends_the_generation_and_is_sent_again_in_the_next_one() -> None:
+    group = running(1)
+    group.feed(2, m.Notice(("leave", "m2")))
+    group.train(1)
+    group.found(group.proposal(0))
+    group.tally(0, 1, 2)
+    i = next(i for i in (0, 1) if group.states[i].missing)
+    layer = min(group.states[i].missing)
+    group.feed(i, m.Damaged(2, layer))
+    assert group.states[i].phase is Phase.CHANGE
+    assert (layer, group.states[i].at) not in group.memory[i]
+    group.feed(1 - i, m.Broken(2))
+    group.feed(i, m.Tick())
+    group.found(group.proposal(i))
+    group.tally(0, 1, 2)
+    group.install()
+    assert group.states[i].phase is Phase.RUN

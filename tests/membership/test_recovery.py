@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from varuna_capslog.membership.generation import EMPTY, INITIAL, Generation, Layout, Stamp
 from varuna_capslog.membership.messages import Contribution
 from varuna_capslog.membership.recovery import CHECKPOINT, decide, list_moves, newest_boundary
-from varuna_capslog.rig.search.world import even_places
+from varuna_capslog.rig.search.places import even_places
 
 A, B, C = Stamp(1, 1), Stamp(2, 1), Stamp(3, 1)
 

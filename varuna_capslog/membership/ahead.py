@@ -24,7 +24,7 @@ class Ahead:
         mine: what comes here.
         sent: layer -> members that were sent a copy in this generation, for whatever change; they get every update.
         began: the copies of this change have been sent.
-        hinted: it may never be made; nobody waits for it.
+        hinted: it may never be made; no vote waits for it.
     """
 
     changes: frozenset[Change]

@@ -35,7 +35,7 @@ def hint(state: State, change: m.Change) -> Step:
 
 
 def wish(state: State, change: m.Change, urgent: bool, save: bool = False) -> Step:
-    """A change becomes part of the next vote; where nobody votes, it is made at once."""
+    """A change becomes part of the next vote; in a generation that waits and does not vote, it is made at once."""
     kind, member = change
     if state.phase is Phase.OUTSIDE:
         gives_up = change == ("leave", state.me) and state.wants_in
@@ -43,14 +43,14 @@ def wish(state: State, change: m.Change, urgent: bool, save: bool = False) -> St
     if (member in state.record.members) == (kind == "join"):
         return state, ()
     state = replace(state, changes=state.changes | {change}, urgent=state.urgent or urgent, save=state.save or save)
-    if state.phase is Phase.WAIT:  # whoever comes may hold what was waited for: no reason to go back
+    if state.phase is Phase.WAIT:  # a member that joins may hold what was waited for: no reason to go back
         return stop_answering(replace(state, planned=True, regress=False))
     return state, ()
 
 
-def broken(state: State, event: m.Broken) -> Step:
-    """Something of the generation is lost, nobody knows yet what."""
-    if event.generation != state.record.number or not state.votes:
+def broken(state: State, generation: int) -> Step:
+    """Something of the generation is lost, or arrived damaged; which member is lost is not known yet."""
+    if generation != state.record.number or not state.votes:
         return state, ()
     if state.phase not in (Phase.GATHER, Phase.INSTALL, Phase.RUN):
         return state, ()
@@ -68,7 +68,7 @@ def suspects(state: State, members: frozenset[Member]) -> Step:
 
 
 def _concerned(state: State) -> bool:
-    """Whether somebody is suspected on whom this voter waits, or will; one that leaves founds nothing."""
+    """Whether this voter waits, or will wait, for a member that is suspected; one that leaves founds nothing."""
     if not state.votes:
         return False
     match state.phase:
@@ -156,7 +156,7 @@ def adopt(state: State, record: Generation) -> Step:
     if state.phase not in (Phase.OUTSIDE, Phase.CHANGE):
         effects.append(m.Abort(state.record.number))
     inside = state.phase is not Phase.OUTSIDE
-    if not record.members and inside:  # parked: nobody is left whom this member could send anything
+    if not record.members and inside:  # parked: no member is left to which this one could send anything
         effects.append(m.Persist("the run is parked"))
     if state.me not in record.participants or not record.members:
         leaves = ("leave", state.me) in state.changes or (inside and not state.votes)
@@ -220,7 +220,7 @@ def outside(state: State, record: Generation, wants_in: bool) -> Step:
     )
     if not wants_in:
         return state, (m.Release(),)
-    if not record.members:  # nobody can be training: whoever comes goes on
+    if not record.members:  # no member can be training: the next one that asks goes on
         found = record.successor((state.me,), (), None, state.checkpoint, regress=record.regress)
         return state, (m.CompareAndSet(record.number, found),)
     return state, (m.Ask(record.members),)

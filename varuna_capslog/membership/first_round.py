@@ -1,72 +1,58 @@
-"""The first round of a generation, value by value: who holds what, and whether copies made ahead are as they should be.
+"""Which copies made ahead of a change are trusted: each is compared with its owner before a generation relies on it.
 
-A shadow is compared with its owner before anybody relies on it. Everybody compares the same values, so that all leave
-the same ones out.
+Pure functions on the values of a first round. Every participant has the same values, so every one leaves out the same
+copies. `protocol.step` calls this before it decides; `rig.world`'s rule 9 says what must hold.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
 
-from varuna_capslog.membership.generation import Generation, Member, Stamp
-from varuna_capslog.membership.messages import Contribution
+from varuna_capslog.elastic.member.wire import Contribution, Proof
+from varuna_capslog.membership.generation import Member, Stamp
 
-__all__ = ["FirstRound", "Proof"]
-
-
-class Proof(NamedTuple):
-    """A layer's digest at a boundary, by its owner or by one that holds it ahead of a change."""
-
-    layer: int
-    stamp: Stamp
-    owner: bool
-    digest: str
-
-    @classmethod
-    def read(cls, row: Iterable[Any]) -> Proof:
-        """From JSON's list."""
-        layer, stamp, owner, digest = row
-        return cls(int(layer), Stamp(*stamp), bool(owner), str(digest))
+__all__ = ["distrusted", "without"]
 
 
-class FirstRound:
-    """The values of one generation's first round, as far as they are here."""
+def distrusted(
+    values: Mapping[Member, Contribution], valid: Callable[[Stamp], bool] = lambda stamp: True
+) -> frozenset[tuple[Member, int]]:
+    """(member, layer) of copies that are not to be used, at whatever boundary.
 
-    def __init__(self) -> None:
-        self._values: dict[Member, tuple[Contribution, tuple[Proof, ...]]] = {}
+    A copy is left out where an owner stands at the same boundary with another digest. It is also left out where the
+    only owners to compare with stand one step before or after it, because one of the two missed the last vote: nothing
+    is lost by that, since such an owner holds the newest boundary that all members are known to have reached. Where no
+    owner takes part, no participant can judge the copy, and it is used.
 
-    def add(self, member: Member, value: Contribution, proofs: Iterable[Proof]) -> None:
-        """What a participant cast."""
-        self._values[member] = value, tuple(proofs)
+    Args:
+        valid: whether a stamp lies on the generation's lineage; proofs of states that were taken back say nothing.
+    """
+    owners: dict[int, list[Proof]] = {}
+    for value in values.values():
+        for proof in value.proofs:
+            if proof.owner and valid(proof.stamp):
+                owners.setdefault(proof.layer, []).append(proof)
+    return frozenset(
+        (member, proof.layer)
+        for member, value in values.items()
+        for proof in value.proofs
+        if not proof.owner and not _is_trusted(proof, owners.get(proof.layer, []))
+    )
 
-    def is_complete(self, record: Generation) -> bool:
-        """Whether all participants' values are here."""
-        return set(self._values) == set(record.participants)
 
-    def missing(self, record: Generation) -> set[Member]:
-        """Participants that have not cast."""
-        return set(record.participants) - set(self._values)
+def _is_trusted(copy: Proof, owners: Collection[Proof]) -> bool:
+    alike = [owner.digest == copy.digest for owner in owners if owner.stamp == copy.stamp]
+    return all(alike) if alike else not any(abs(owner.stamp.step - copy.stamp.step) == 1 for owner in owners)
 
-    def damaged(self) -> frozenset[tuple[Member, int]]:
-        """(member, layer) of shadows that are not their owner's state at the same boundary."""
-        owners: dict[tuple[int, Stamp], set[str]] = {}
-        for _, proofs in self._values.values():
-            for proof in proofs:
-                if proof.owner:
-                    owners.setdefault((proof.layer, proof.stamp), set()).add(proof.digest)
-        return frozenset(
-            (member, proof.layer)
-            for member, (_, proofs) in self._values.items()
-            for proof in proofs
-            if not proof.owner and owners.get((proof.layer, proof.stamp), {proof.digest}) != {proof.digest}
-        )
 
-    def values(self, record: Generation, damaged: Collection[tuple[Member, int]]) -> dict[Member, Contribution]:
-        """All values in the order of participants, without what is damaged."""
-        return {
-            member: replace(value, held=frozenset(entry for entry in value.held if (member, entry[0]) not in damaged))
-            for member in record.participants
-            for value in (self._values[member][0],)
-        }
+def without(
+    values: Mapping[Member, Contribution], left_out: Collection[tuple[Member, int]]
+) -> dict[Member, Contribution]:
+    """The values without these copies, in the same order."""
+    if not left_out:
+        return dict(values)
+    return {
+        member: replace(value, held=frozenset(entry for entry in value.held if (member, entry[0]) not in left_out))
+        for member, value in values.items()
+    }

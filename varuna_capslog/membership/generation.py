@@ -45,13 +45,13 @@ class Generation:
 
     Attributes:
         number: one more than its predecessor's.
-        members: who votes, in the order of ranks. Nobody: the run is parked with its state on disk.
+        members: who votes, in the order of ranks. Empty: the run is parked with its state on disk.
         leaving: who still serves the layers it held, but neither votes nor owns a layer.
         lineage: (generation, base) of every earlier generation that may have trained since `checkpoint`: the boundary
             from which it went on. States beyond such a base from before it were taken back and are void.
         checkpoint: the newest checkpoint on the lineage that its founder knew of.
         reached: newest step that its founder, or an earlier one, had applied; what is older by two was settled.
-        regress: it may go back beyond settled steps, to the checkpoint, where nobody is left who holds them.
+        regress: it may go back beyond settled steps, to the checkpoint, where no member is left that holds them.
     """
 
     number: int
@@ -110,7 +110,7 @@ class Generation:
     def parked(self, checkpoint: Stamp = INITIAL) -> Generation:
         """The successor without members, for an authority that *knows* that all voters have ended.
 
-        Whoever is left outside may then found the next one. It may go back: what the dead had settled is lost.
+        A member outside may then found the next one. It may go back: what the lost members had settled is gone.
 
         Args:
             checkpoint: as in `successor`.
@@ -163,7 +163,7 @@ class Generation:
 
 
 EMPTY = Generation(0, ())
-"""What a store holds before a run: nobody. Like any parked generation it may be followed by whoever comes."""
+"""What a store holds before a run: no members. Any member that asks may found the next generation."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from varuna_capslog.membership.generation import INITIAL, Generation, Held, Layout, Member, Stamp
+from varuna_capslog.elastic.member.wire import Change, Contribution, Proof, Value, Vote
+from varuna_capslog.membership.generation import Generation, Held, Layout, Member, Stamp
 
 __all__ = [
     "Abort",
@@ -27,6 +28,8 @@ __all__ = [
     "Contribution",
     "Copied",
     "CopyAhead",
+    "Damaged",
+    "Decided",
     "Discard",
     "Drop",
     "Effect",
@@ -41,6 +44,7 @@ __all__ = [
     "Persist",
     "Prepare",
     "Prepared",
+    "Proof",
     "ReadStore",
     "Received",
     "Release",
@@ -55,56 +59,6 @@ __all__ = [
     "Vote",
     "Wait",
 ]
-
-Change = tuple[str, Member]
-"""A wished change: ("leave", member) or ("join", member)."""
-
-
-# -- what members tell each other in a round -------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Contribution:
-    """Cast in round 0 of a generation: what a participant brings.
-
-    Attributes:
-        held: everything of the training state that it can send.
-        host: members of one host are lost together.
-        capacity: bytes of its device, for the planner; 0 where nobody asks.
-        checkpoint: the newest complete checkpoint that it knows of.
-        voted: its last vote on a step: in which generation, and from which boundary. Where all voters of that
-            generation voted from there, the boundary is settled, whether or not anybody has seen the outcome.
-    """
-
-    held: Held
-    host: str
-    capacity: int = 0
-    checkpoint: Stamp = INITIAL
-    voted: tuple[int, Stamp] = (0, INITIAL)
-
-
-@dataclass(frozen=True, slots=True)
-class Vote:
-    """Cast in round s: this member's share of step s is final.
-
-    Attributes:
-        finite: loss and gradients are finite.
-        changes: changes of the membership that this member knows to be wished.
-        prepared: the set of changes for which everything that must move here has been copied ahead.
-        urgent: its deadline leaves no time for preparation.
-        hints: changes that may be wished later.
-        save: one of `changes` may be cut off on its way: a checkpoint is to be written before it begins.
-    """
-
-    finite: bool = True
-    changes: frozenset[Change] = frozenset()
-    prepared: frozenset[Change] = frozenset()
-    urgent: bool = False
-    hints: frozenset[Change] = frozenset()
-    save: bool = False
-
-
-Value = Contribution | Vote
 
 
 # -- events ----------------------------------------------------------------------------------------------------------
@@ -132,7 +86,11 @@ class StoreLost:
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """One participant's value in a round. Promise: only what that member cast."""
+    """One participant's value in a round, this member's own included. Promise: only what that member cast.
+
+    Round 0 is always heard value by value. Each value then carries the proofs of its sender (see `Proof`), which the
+    runtime adds when it carries out Cast: only the runtime can read memory.
+    """
 
     generation: int
     round: int
@@ -144,7 +102,7 @@ class Heard:
 class Tally:
     """A whole round at once: the values of all participants (round 0) or members (steps), as a collective gives them.
 
-    Promise: every one of them cast, and everybody who gets this tally gets the same values. Nothing is promised about
+    Promise: every one of them cast, and all who get this tally get the same values. Nothing is promised about
     *whether* the others get it.
     """
 
@@ -187,8 +145,19 @@ class Received:
 
 
 @dataclass(frozen=True, slots=True)
+class Damaged:
+    """A layer arrived here that is not what its sender sent, judged by the digest that came with it; it was not taken.
+
+    It will not come again in this generation.
+    """
+
+    generation: int
+    layer: int
+
+
+@dataclass(frozen=True, slots=True)
 class Broken:
-    """Communication of the generation failed here, whoever's fault it is; no further tally of it will come."""
+    """Communication of the generation failed here, whichever member caused it; no further tally of it will come."""
 
     generation: int
 
@@ -198,7 +167,7 @@ class Suspects:
     """Whom the failure detector (supervisors, leases) takes for lost now; replaces what it said before.
 
     Only participants of the member's generation count, so it is fed again after each change of generation where it
-    still suspects somebody. It may be wrong: safety never depends on it. Promise for progress: it becomes right some
+    still suspects a member. It may be wrong: safety never depends on it. Promise for progress: it becomes right some
     time.
     """
 
@@ -215,11 +184,11 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """A change that somebody wishes: this member, or a straggler, is to leave.
+    """A change that is wished: this member, or a straggler, is to leave.
 
     Attributes:
         urgent: no time for preparation.
-        save: nor, perhaps, for the change itself, and it holds what nobody else does: a checkpoint first.
+        save: nor, perhaps, for the change itself, and it holds layers that no other member has: a checkpoint first.
     """
 
     change: Change
@@ -273,6 +242,7 @@ Event = (
     | Computed
     | Copied
     | Received
+    | Damaged
     | Broken
     | Suspects
     | Tick
@@ -362,6 +332,22 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
+class Decided:
+    """The first round is complete: every participant has the same values, and decides the same.
+
+    Attributes:
+        values: of all participants in their order, without the copies that are not trusted.
+        distrusted: layers of which a participant held a copy that is not trusted (see `first_round`).
+        moved_bytes: bytes that travel, or are read from the checkpoint, before training goes on.
+    """
+
+    generation: int
+    values: Mapping[Member, Contribution]
+    distrusted: frozenset[int] = frozenset()
+    moved_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Install:
     """All own layers are here: build this rank's stage at the boundary `base` and open the generation's groups."""
 
@@ -394,7 +380,7 @@ class Prepare:
 
 @dataclass(frozen=True, slots=True)
 class CopyAhead:
-    """As Prepare, for changes that may never be made: it costs no vote a wait, and nobody says when it is done."""
+    """As Prepare, for changes that may never be made: no vote waits for it, and no event says when it is done."""
 
     generation: int
     changes: frozenset[Change]
@@ -447,6 +433,7 @@ Effect = (
     | Drop
     | Send
     | Load
+    | Decided
     | Install
     | Abort
     | Ask

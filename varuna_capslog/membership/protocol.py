@@ -14,6 +14,8 @@ What never happens, whatever is lost, late, doubled or wrongly suspected (`rig/s
   of them hold the boundary *before* the step; that boundary is dropped only when the next vote has succeeded.
 - A state that was taken back is mixed with one that was not: states are named by `Stamp`, and the record of a
   generation says which stamps lie on its past.
+- A damaged copy becomes state where a participant could have noticed: copies made ahead are compared with their owners
+  in the first round of a generation, and a layer that arrives damaged ends the generation (`Damaged`).
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from varuna_capslog.membership import changes
+from varuna_capslog.membership import changes, first_round
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.generation import Held, Member, Stamp
 from varuna_capslog.membership.recovery import Decision
@@ -49,8 +51,8 @@ def step(job: Job, state: State, event: m.Event) -> Step:
             return changes.store_says(state, event.record)
         case m.StoreLost():
             return changes.store_lost(state)
-        case m.Broken():
-            return changes.broken(state, event)
+        case m.Damaged() | m.Broken():  # what arrived damaged is not taken, and is sent again only after a change
+            return changes.broken(state, event.generation)
         case m.Suspects():
             return changes.suspects(state, event.members - {state.me})
         case m.Tick():
@@ -82,9 +84,10 @@ def _heard(job: Job, state: State, event: m.Heard) -> Step:
     """Collects a round value by value; a newer generation's value says that there is one, an older one's is dropped."""
     if event.generation < state.record.number:
         return state, ()
+    known = max((heard.generation for heard in state.heard), default=state.record.number)
     state = replace(state, heard=state.heard | {event})
     if event.generation > state.record.number:
-        return state, (m.ReadStore(),)
+        return state, (m.ReadStore(),) if event.generation > known else ()
     return _complete(job, state)
 
 
@@ -109,16 +112,28 @@ def _tally(job: Job, state: State, generation: int, number: int, values: Mapping
         return state, ()
     if state.phase is Phase.GATHER:
         # Every participant hears the same values in the same order, so every one decides alike.
-        pairs = tuple((member, values[member]) for member in state.record.participants)
-        return _decided(state, job.decide(state.record, pairs))
+        brought = {member: values[member] for member in state.record.participants}
+        return _first_round(job, state, brought)  # type: ignore[arg-type]
     if state.phase is Phase.RUN:
         votes = [values[member] for member in state.record.members]
         return _voted(job, state, votes)  # type: ignore[arg-type]
     return state, ()
 
 
+def _first_round(job: Job, state: State, values: Mapping[Member, m.Contribution]) -> Step:
+    """Round 0: all participants know what all of them hold. Copies that are not trusted are left out by all alike."""
+    left_out = first_round.distrusted(values, state.record.continues)
+    values = first_round.without(values, left_out)
+    mine = frozenset(entry for entry in state.held if (state.me, entry[0]) in left_out)
+    decision = job.decide(state.record, tuple(values.items()))
+    layers = frozenset(layer for _, layer in left_out)
+    decided = m.Decided(state.record.number, values, layers, decision.moved_bytes)
+    state, effects = _decided(replace(state, held=state.held - mine), decision)
+    return state, (decided, *([m.Drop(mine)] if mine else []), *effects)
+
+
 def _decided(state: State, decision: Decision) -> Step:
-    """Round 0: everybody knows what everybody holds, and decides the same."""
+    """From the decision of the first round to what this member does next."""
     base, layout = decision.boundary.stamp, decision.layout
     state = replace(state, checkpoint=decision.checkpoint)
     if layout is None:
@@ -133,7 +148,7 @@ def _decided(state: State, decision: Decision) -> Step:
         # Wished while values were gathered; there will be no vote to bring it up.
         waiting, more = changes.stop_answering(replace(waiting, planned=True, regress=False))
         return waiting, (*said, *more)
-    # Roll-back: what lies beyond the base was never settled, or nobody can complete it.
+    # Roll-back: what lies beyond the base was never settled, or no member can complete it.
     kept = frozenset(entry for entry in state.held if entry[1] == base or entry[1].step < base.step)
     effects: list[m.Effect] = [m.Drop(state.held - kept)] if len(kept) < len(state.held) else []
     mine = [move for move in decision.moves if state.me in (move.source, move.target)]

@@ -1,7 +1,7 @@
 """From what the survivors hold to where training goes on: the newest boundary, who owns what, and what must move.
 
-Pure: every participant of a generation calls `decide` with the same contributions and gets the same decision, so nobody
-has to lead. Placement of layers is asked from a planner given by the caller.
+Pure: every participant of a generation calls `decide` with the same contributions and gets the same decision, so no
+member has to lead. Placement of layers is asked from a planner given by the caller.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Boundary:
         stamp: the newest boundary at which every layer can be had.
         holders: layer -> members that hold it there, in the order of the contributions.
         on_disk: the checkpoint is of this boundary, so that layers without a holder come from it.
-        passed_over: newer boundaries, newest first, and the layers that nobody holds there.
+        passed_over: newer boundaries, newest first, and the layers that no survivor holds there.
     """
 
     stamp: Stamp
@@ -64,7 +64,7 @@ class Boundary:
 
         Args:
             reached: newest step that an earlier founder is known to have applied.
-            voted: newest boundary from which everybody here voted who voted last: those that are gone may have, too.
+            voted: newest boundary from which all survivors of the last vote voted; those that are gone may have, too.
         """
         newest = max(reached, self.passed_over[0][0].step if self.passed_over else 0)
         lost = self.stamp.step < newest - 1 or (self.stamp.step < newest and not all(self.holders))
@@ -98,7 +98,7 @@ def newest_boundary(
     valid: Callable[[Stamp], bool],
     checkpoint: Stamp,
 ) -> Boundary:
-    """The newest boundary at which every layer is held by somebody or lies in the checkpoint.
+    """The newest boundary at which every layer is held by a survivor or lies in the checkpoint.
 
     Args:
         held: what each survivor holds; the order of members decides the order of holders.

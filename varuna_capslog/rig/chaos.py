@@ -71,7 +71,7 @@ class Chaos:
             finally:
                 self.machines.close()
             records, finished = self.machines.records, self.machines.members.roster.finished
-            last = records.step if finished is None else int(finished["step"])
+            last = records.step if finished is None else finished.step
             self.say(f"comparing {last} steps with an uninterrupted run of one process")
             try:
                 breaches += breaches_of(self.config, records.segments, last, records.step)

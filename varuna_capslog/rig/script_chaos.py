@@ -23,6 +23,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.elastic.host.host import Host
 from varuna_capslog.elastic.host.roster import Roster
 from varuna_capslog.elastic.store.torch_store import MembershipStore, StoreGone, open_store
+from varuna_capslog.membership.entries import GenerationEntry, NoticeEntry, RequestEntry
 from varuna_capslog.membership.generation import Member
 from varuna_capslog.rig.schedule import ScheduledFault, schedule
 from varuna_capslog.rig.tally import Hit
@@ -82,7 +83,7 @@ class Disturber:
                         break
                     time.sleep(fault.after)
                     self._strike(store, fault)
-                    store.append({"kind": "request", "devices": host.options.num_workers})
+                    store.append(RequestEntry(host.options.num_workers).to_json())
                     self._until(
                         lambda: self._trains(host.options.num_workers), f"{host.options.num_workers} workers again"
                     )
@@ -96,9 +97,9 @@ class Disturber:
             host.stop()
 
     def _hear(self, entry: dict[str, Any]) -> None:
-        if entry.get("kind") == "generation":
-            self._members[int(entry["number"])] = tuple(entry["record"]["members"])
-        self._roster.take(entry)
+        said = self._roster.take(entry)
+        if isinstance(said, GenerationEntry):
+            self._members[said.record.number] = said.record.members
 
     def _newest(self) -> Mapping[str, Any]:
         path = self._run_dir / "metrics.jsonl"
@@ -129,8 +130,7 @@ class Disturber:
             match fault.kind:
                 case "notice" | "urgent":
                     urgent = fault.kind == "urgent"
-                    entry = {"kind": "notice", "member": name, "urgent": urgent, "deadline": None, "source": "chaos"}
-                    store.append(entry)
+                    store.append(NoticeEntry(name, urgent, source="chaos").to_json())
                 case "stop":
                     self._signal(name, signal.SIGSTOP)
                 case "pause":

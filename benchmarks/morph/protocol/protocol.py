@@ -25,7 +25,7 @@ from tables import fill, table
 
 from varuna_capslog.rig.search.explore import Scenario, explore
 from varuna_capslog.rig.search.histories import draw, play
-from varuna_capslog.rig.search.world import make_job
+from varuna_capslog.rig.search.places import make_job
 
 RESULTS = Path(__file__).with_name("results.jsonl")
 README = Path(__file__).with_name("README.md")
@@ -71,6 +71,23 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "late notice and join": {"faults": 0, "late": 1, "members": 2},
     "2 crashes and late notice": {"faults": 2, "kinds": ("crash",), "late": 1},
     "crash, join and late notice": {"faults": 1, "kinds": ("crash",), "late": 1, "members": 2},
+    "damage and notice, shadows": {"faults": 1, "kinds": ("damage",), "leaves": 1, "shadows": True},
+    "damage, hiccup and notice, shadows, no copies": {
+        "faults": 2,
+        "kinds": ("damage", "hiccup"),
+        "once": True,
+        "leaves": 1,
+        "shadows": True,
+        "redundancy": 0,
+    },
+    "damage, crash and notice, shadows, no copies": {
+        "faults": 2,
+        "kinds": ("damage", "crash"),
+        "once": True,
+        "leaves": 1,
+        "shadows": True,
+        "redundancy": 0,
+    },
     "2 of hiccup, store": {"faults": 2, "kinds": ("hiccup", "store")},
     "crash and hang": {"faults": 2, "kinds": ("crash", "hang"), "once": True},
     "crash and cut": {"faults": 2, "kinds": ("crash", "cut"), "once": True},

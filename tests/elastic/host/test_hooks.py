@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.elastic import on_notice, request_morph
 from varuna_capslog.elastic.host.hooks import give_notice, notice_of, outlook
 from varuna_capslog.elastic.notices import Kind, Notice
+from varuna_capslog.membership.entries import AnnounceEntry, HintEntry, NoticeEntry
 from varuna_capslog.plans.plan import Plan, write_plan
 
 
@@ -89,7 +91,8 @@ def test_a_notice_from_a_person_reaches_the_host_and_whoever_watches_notices(tmp
     assert cli._run(["notice", str(tmp_path), "--member", "h-2", "--seconds", "7"]) == 0
     wait_until(lambda: run.of("notice"))
     first = run.of("notice")[0]
-    assert (first["member"], first["urgent"], first["deadline"]) == ("h-2", False, 7.0)
+    assert (first["member"], first["urgent"]) == ("h-2", False)
+    assert 0 < first["deadline"] - time.time() <= 7.0, "a time of day, not the seconds that are left"
     assert heard == [], "the host itself does not leave"
     assert cli._run(["notice", str(tmp_path), "--hint"]) == 0
     wait_until(lambda: sorted(run.told("hint")) == ["h-1", "h-2"])
@@ -98,7 +101,7 @@ def test_a_notice_from_a_person_reaches_the_host_and_whoever_watches_notices(tmp
     wait_until(lambda: len(heard) == 2)
     take_back()
     assert [notice.kind for notice in heard] == [Kind.HINT, Kind.NOW]
-    assert all(entry["urgent"] and 15 < entry["deadline"] <= 20 for entry in run.of("notice")[1:])
+    assert all(entry["urgent"] and 15 < entry["deadline"] - time.time() <= 20 for entry in run.of("notice")[1:])
     assert "told that host h is to leave" in capsys.readouterr().out
 
 
@@ -132,12 +135,14 @@ def test_without_a_run_it_says_so(tmp_path, start, capsys, monkeypatch):
 
 
 def test_an_entry_says_what_its_notice_said():
-    base = {"member": "h-1", "deadline": 4.0, "source": "aws"}
-    leave = notice_of({"kind": "notice", "urgent": False, **base}, "h")
+    leave = notice_of(NoticeEntry("h-1", False, time.time() + 4.0, "aws"), "h")
     assert (leave.kind, leave.source, leave.hosts) == (Kind.LEAVE, "aws", ("h",))
     assert leave.deadline is not None
-    assert notice_of({"kind": "notice", "urgent": True, **base}, "h").kind is Kind.NOW
-    assert notice_of({"kind": "hint", **base, "deadline": None}, "h").deadline is None
+    assert 3.0 < leave.deadline.remaining(time.monotonic()) <= 4.0
+    assert leave.deadline.based_on == "4 s from when it was told"
+    assert notice_of(NoticeEntry("h-1", True), "h").kind is Kind.NOW
+    assert notice_of(HintEntry("h-1"), "h").deadline is None
+    assert notice_of(AnnounceEntry("h", "now"), "h").kind is Kind.NOW
 
 
 def test_a_folder_of_an_older_run_is_not_taken_for_the_new_one(tmp_path: Path, start):

@@ -19,9 +19,11 @@ import pytest
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.supervisor import Interrupted, WorkerFailed
 from varuna_capslog.config.settings import Elastic
+from varuna_capslog.elastic.host.hooks import notice_of
 from varuna_capslog.elastic.host.host import Host, HostEnd, HostOptions
 from varuna_capslog.elastic.notices import CallbackListener, Kind
-from varuna_capslog.elastic.store.torch_store import TcpMembershipStore, open_store, serve_store
+from varuna_capslog.elastic.store.torch_store import StoreGone, TcpMembershipStore, open_store, serve_store
+from varuna_capslog.membership.entries import Entry, HostsEntry, NoticeEntry, read
 from varuna_capslog.membership.generation import EMPTY, Stamp
 
 HERE = Path(__file__).parent
@@ -88,11 +90,11 @@ class Running:
         self.client: TcpMembershipStore = open_store(host.address)
         self.client.follow(self.log.append, lambda why: None)
 
-    def _tell_and_wait(self, entry: dict[str, Any]) -> None:
+    def _tell_and_wait(self, entry: Entry) -> None:
         """The store ends with the host: let the client read the last entries before it does."""
         self._tell(entry)
-        until = time.monotonic() + 1.0
-        while entry.get("state") == "gone" and entry not in list(self.log) and time.monotonic() < until:
+        until, last = time.monotonic() + 1.0, entry == HostsEntry(self.host.name, "gone")
+        while last and entry.to_json() not in list(self.log) and time.monotonic() < until:
             time.sleep(0.005)
 
     def _run(self) -> None:
@@ -376,7 +378,7 @@ def test_a_notice_is_told_for_every_local_member_and_acknowledged_when_the_last_
     wait_until(lambda: len(run.of("notice")) == 2)
     notices = run.of("notice")
     assert [entry["member"] for entry in notices] == ["h-1", "h-2"]
-    assert all(entry["urgent"] is False and 20 < entry["deadline"] <= 25 for entry in notices)
+    assert all(entry["urgent"] is False and 20 < entry["deadline"] - time.time() <= 25 for entry in notices)
     cloud.announce(Kind.NOW, 5)
     wait_until(lambda: len(run.of("notice")) == 4)
     assert all(entry["urgent"] for entry in run.of("notice")[2:])
@@ -386,6 +388,41 @@ def test_a_notice_is_told_for_every_local_member_and_acknowledged_when_the_last_
     run.go("later")
     assert run.end().how == "left"
     assert cloud.left == 1
+
+
+def test_a_notice_kept_while_the_store_was_lost_does_not_promise_the_time_that_has_passed(tmp_path, start, monkeypatch):
+    # the notice was kept with "10 s are left" and sent unchanged when the store was back: its member went on for longer
+    # than the machine lived
+    cloud, lost = Cloud("h"), threading.Event()
+    run = start(tmp_path, 1, all="wait=go leave=0", sources=(cloud,), elastic={"lease_seconds": 0.4})
+    run.seen("h-1")
+    wait_until(lambda: cloud._deliver is not None)
+    for name in ("append", "put"):
+        works = getattr(run.host.store, name)
+
+        def call(*arguments: Any, works: Any = works) -> Any:
+            if lost.is_set():
+                raise StoreGone("the store does not answer")
+            return works(*arguments)
+
+        monkeypatch.setattr(run.host.store, name, call)
+    lost.set()
+    told = time.time()
+    cloud.announce(Kind.LEAVE, 10)
+    wait_until(lambda: any("the run goes on" in line for line in run.lines))
+    time.sleep(1.5)
+    assert not run.of("notice"), "the store was not lost"
+    lost.clear()
+    wait_until(lambda: run.of("notice"))
+    (entry,) = run.of("notice")
+    assert entry["deadline"] == pytest.approx(told + 10, abs=0.3)
+    heard = read(entry)
+    assert isinstance(heard, NoticeEntry)
+    deadline = notice_of(heard, "h").deadline
+    assert deadline is not None
+    assert deadline.remaining(time.monotonic()) < 8.6, "the outage took a second and a half of the ten"
+    run.go()
+    assert run.end().how == "left"
 
 
 def test_notices_are_heard_from_the_hosts_file(tmp_path, start):

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from varuna_capslog.elastic.member import notice_policy as departures
-from varuna_capslog.elastic.member.notice_policy import CHANGE_SECONDS, LINK, Departures, leaves_alone
+from varuna_capslog.elastic.member.notice_policy import CHANGE_SECONDS, LINK, NoticePolicy, leaves_alone
 from varuna_capslog.membership import messages as m
+from varuna_capslog.membership.entries import HintEntry, NoticeEntry
 from varuna_capslog.membership.generation import Generation, Layout
 from varuna_capslog.membership.recovery import Seat
-from varuna_capslog.rig.search.world import even_places
+from varuna_capslog.rig.search.places import even_places
 
 MEMBERS = ("m0", "m1", "m2")
 LEAVE = ("leave", "m1")
+WALL = 1.7e9  # the time of day at which the test begins
 SIZE = int(10 * LINK)  # a layer takes ten seconds
 
 
@@ -24,7 +27,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Both the listener's and the member's."""
     now = SimpleNamespace(at=100.0)
     monkeypatch.setattr(departures, "time", SimpleNamespace(monotonic=lambda: now.at))
-    monkeypatch.setattr("varuna_capslog.elastic.host.hooks.Clock", lambda: SimpleNamespace(monotonic=lambda: now.at))
+    both = SimpleNamespace(monotonic=lambda: now.at, wall=lambda: WALL + now.at - 100.0)
+    monkeypatch.setattr("varuna_capslog.elastic.host.hooks.Clock", lambda: both)
     return now
 
 
@@ -43,14 +47,23 @@ def member(copies: int = 0, usual: float = 0.5, layers: int = 3) -> Any:
     )  # fmt: skip
 
 
-def entry(kind: str = "notice", seconds: float | None = None, urgent: bool = False, name: str = "m1") -> dict[str, Any]:
-    return {"kind": kind, "member": name, "urgent": urgent, "deadline": seconds, "source": "test"}
+def entry(seconds: float | None = None, urgent: bool = False, name: str = "m1") -> NoticeEntry:
+    return NoticeEntry(name, urgent, None if seconds is None else WALL + seconds, "test")
+
+
+def departures_of(one: Any) -> NoticePolicy:
+    return NoticePolicy(one.me, one.work.place, one.job.layer_bytes, one.seats, one.training)
+
+
+def heard_by(one: Any) -> Callable[[NoticeEntry | HintEntry], m.Event]:
+    found = departures_of(one)
+    return lambda said: found.heard(said, one.state)
 
 
 def test_each_rung(clock: SimpleNamespace) -> None:
     del clock
-    heard = Departures(member()).heard
-    assert heard(entry("hint", 1.0)) == m.Hint(LEAVE)
+    heard = heard_by(member())
+    assert heard(HintEntry("m1", deadline=WALL + 1)) == m.Hint(LEAVE)
     assert heard(entry()) == m.Notice(LEAVE)
     assert heard(entry(urgent=True)) == m.Notice(LEAVE, urgent=True)
     least = 10 + 2 * 0.5 + CHANGE_SECONDS  # its layer, two steps, the change
@@ -60,42 +73,42 @@ def test_each_rung(clock: SimpleNamespace) -> None:
 
 def test_what_others_hold_needs_no_checkpoint(clock: SimpleNamespace) -> None:
     del clock
-    heard = Departures(member(copies=1)).heard
+    heard = heard_by(member(copies=1))
     assert heard(entry(seconds=0.5)) == m.Notice(LEAVE, urgent=True)
 
 
 def test_another_ones_deadline_counts_as_well_whoever_hears_of_it_first(clock: SimpleNamespace) -> None:
     del clock
-    found = Departures(member()).heard(entry(seconds=3.0, name="m0"))
+    found = heard_by(member())(entry(seconds=3.0, name="m0"))
     assert found == m.Notice(("leave", "m0"), urgent=True, save=True)
 
 
 def test_time_that_runs_out_is_seen_before_a_step_and_told_once_per_generation(clock: SimpleNamespace) -> None:
     runtime = member()
-    one = Departures(runtime)
-    assert one.heard(entry(seconds=60.0)) == m.Notice(LEAVE)
-    assert one.watch() is None  # the protocol has not taken it yet
+    one = departures_of(runtime)
+    assert one.heard(entry(seconds=60.0), runtime.state) == m.Notice(LEAVE)
+    assert one.watch(runtime.state) is None  # the protocol has not taken it yet
     runtime.state.changes = frozenset({LEAVE})
     clock.at += 40
-    assert one.watch() is None
+    assert one.watch(runtime.state) is None
     clock.at += 10  # ten seconds are left, the layer takes ten
     runtime.sent.add(1)  # but it is on its way
-    assert one.watch() is None
+    assert one.watch(runtime.state) is None
     runtime.sent.clear()
-    assert one.watch() == m.Notice(LEAVE, urgent=True, save=True)
-    assert one.watch() is None
+    assert one.watch(runtime.state) == m.Notice(LEAVE, urgent=True, save=True)
+    assert one.watch(runtime.state) is None
     runtime.state.record = Generation(2, MEMBERS)
-    assert one.watch() == m.Notice(LEAVE, urgent=True, save=True)
+    assert one.watch(runtime.state) == m.Notice(LEAVE, urgent=True, save=True)
 
 
 def test_the_earliest_deadline_counts(clock: SimpleNamespace) -> None:
     runtime = member()
-    one = Departures(runtime)
+    one = departures_of(runtime)
     runtime.state.changes = frozenset({LEAVE})
-    one.heard(entry(seconds=30.0))
-    one.heard(entry(seconds=120.0))
+    one.heard(entry(seconds=30.0), runtime.state)
+    one.heard(entry(seconds=120.0), runtime.state)
     clock.at += 25
-    assert one.watch() == m.Notice(LEAVE, urgent=True, save=True)
+    assert one.watch(runtime.state) == m.Notice(LEAVE, urgent=True, save=True)
 
 
 def test_who_leaves_alone() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 from varuna_capslog.elastic.member.training import Training
 from varuna_capslog.membership.generation import Generation, Layout, Stamp
@@ -24,20 +25,34 @@ def place(seats: Sequence[Seat]) -> Layout:
 def member(name: str, seats: dict[str, Seat]) -> Training:
     record = Generation(1, MEMBERS)
     state = SimpleNamespace(layout=BEFORE, record=record, own=BEFORE.owned[name], at=Stamp(5, 1))
-    job = SimpleNamespace(layer_bytes=(1, 1, 1))
-    runtime = SimpleNamespace(me=name, state=state, seats=seats, place=place, job=job)
-    return Training(runtime)  # type: ignore[arg-type]
+    parts: Any = SimpleNamespace(me=name, seats=seats, job=SimpleNamespace(layer_bytes=(1, 1, 1), place=place))
+    loop: Any = SimpleNamespace(state=state)
+    return Training(parts, path=None, loop=loop)  # type: ignore[arg-type]
 
 
 def test_nobody_prepares_for_a_newcomer_whose_host_it_has_not_heard_of() -> None:
     known = {name: Seat(name, "a", 0) for name in MEMBERS}
-    sender, receiver = member("a-1", known | {"a-4": Seat("a-4", "a", 0)}), member("a-3", known)
-    assert sender.prepare(JOIN, sender._of.seats)
-    assert not receiver.prepare(JOIN, receiver._of.seats)  # it would take a-4 for a host of its own, and expect nothing
-    receiver._of.seats["a-4"] = Seat("a-4", "a", 0)
-    assert receiver.prepare(JOIN, receiver._of.seats)
+    asked = known | {"a-4": Seat("a-4", "a", 0)}
+    sender, receiver = member("a-1", asked), member("a-3", known)
+    assert sender.prepare(JOIN)
+    assert not receiver.prepare(JOIN)  # it would take a-4 for a host of its own, and expect nothing
+    known["a-4"] = asked["a-4"]
+    assert receiver.prepare(JOIN)
     assert sender._ahead is not None
     assert receiver._ahead is not None
     assert sender._ahead.targets == {0: ("a-3",)}
     assert receiver._ahead.mine == {0}
-    assert not receiver.prepare(JOIN, receiver._of.seats)  # that is known by now
+    assert not receiver.prepare(JOIN)  # that is known by now
+
+
+def test_who_sent_copies_ahead_proves_its_layers_until_a_generation_trains() -> None:
+    # the second of two changes in a row had no proofs of owners, so that a damaged copy passed for a sound one
+    known = {name: Seat(name, "a", 0) for name in (*MEMBERS, "a-4")}
+    sender = member("a-1", known)
+    assert sender.prepare(JOIN)
+    assert sender._ahead is not None
+    assert [layer for layer, _ in sender._ahead.due()] == [0]
+    sender.adopt()
+    assert sender.sent_ahead == {0}
+    sender.adopt()  # that generation broke before it trained
+    assert sender.sent_ahead == {0}

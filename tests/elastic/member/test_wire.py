@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from varuna_capslog.elastic.member.wire import decode, encode
+from varuna_capslog.elastic.member.wire import Contribution, Proof, Vote, decode, encode
 from varuna_capslog.membership.generation import Stamp
-from varuna_capslog.membership.messages import Contribution, Vote
 
 names = st.text(min_size=1, max_size=8)
 changes = st.frozensets(st.tuples(st.sampled_from(["leave", "join"]), names), max_size=4)
@@ -19,6 +18,7 @@ contributions = st.builds(
     st.integers(0, 1 << 45),
     stamps,
     st.tuples(st.integers(0, 9), stamps),
+    st.frozensets(st.builds(Proof, st.integers(0, 100), stamps, st.booleans(), names), max_size=4),
 )
 
 

@@ -42,7 +42,7 @@ def test_the_protocol_takes_it() -> None:
     from varuna_capslog.membership import protocol
     from varuna_capslog.membership.generation import Generation
     from varuna_capslog.membership.state import Phase, State
-    from varuna_capslog.rig.search.world import even_places, make_job
+    from varuna_capslog.rig.search.places import even_places, make_job
 
     job = make_job(2, even_places(2, 0))
     state = State("m1", "a", phase=Phase.RUN, record=Generation(1, ("m0", "m1")), round=1)

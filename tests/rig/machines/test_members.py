@@ -8,13 +8,14 @@ import subprocess
 
 import pytest
 
+from varuna_capslog.membership.entries import AskEntry, BrokenEntry, DeadEntry, GenerationEntry, NoticeEntry
 from varuna_capslog.membership.generation import Generation
 from varuna_capslog.rig.judge import Segment
 from varuna_capslog.rig.machines.members import Members
 
 
 def founded(generation):
-    return {"kind": "generation", "number": generation.number, "record": generation.to_json()}
+    return GenerationEntry(generation).to_json()
 
 
 @pytest.fixture
@@ -34,9 +35,9 @@ def test_generations_joins_and_breaks_are_counted(tmp_path):
     members, segment = Members(tmp_path), Segment(broken=set())
     first = Generation(1, ("a-1", "b-1"))
     members.take(founded(first), 10.0, segment)
-    members.take({"kind": "ask", "member": "a-2"}, 11.0, segment)
-    members.take({"kind": "ask", "member": "a-2"}, 12.0, segment)
-    members.take({"kind": "broken", "member": "a-1", "generation": 1}, 12.0, segment)
+    members.take(AskEntry("a-2", "a").to_json(), 11.0, segment)
+    members.take(AskEntry("a-2", "a").to_json(), 12.0, segment)
+    members.take(BrokenEntry(1, "a-1").to_json(), 12.0, segment)
     members.take(founded(first.successor(("a-1", "a-2"))), 13.0, segment)
     assert [(record.number, at) for record, at in segment.founded] == [(1, 10.0), (2, 13.0)]
     assert segment.broken == {1}
@@ -54,8 +55,8 @@ def test_voters_have_a_process_and_neither_died_nor_are_about_to_leave(tmp_path)
     members.take(founded(Generation(1, ("d", "c", "b", "a", "e"))), 1.0, segment)
     for name in "abcd":
         write_pid(tmp_path, name, 1)
-    members.take({"kind": "dead", "member": "b"}, 1.0, segment)
-    members.take({"kind": "notice", "member": "c"}, 1.0, segment)
+    members.take(DeadEntry("b").to_json(), 1.0, segment)
+    members.take(NoticeEntry("c").to_json(), 1.0, segment)
     assert members.voters() == ["a", "d"]
     members.begin()
     assert members.pid_of("a") is None, "of a run that begins again no process is there yet"

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from varuna_capslog.membership import changes, messages, protocol, recovery
+from varuna_capslog.membership import changes, first_round, messages, protocol, recovery
 from varuna_capslog.membership.state import Job, Phase, State, Step
 from varuna_capslog.rig.search.explore import Scenario, explore
 from varuna_capslog.rig.search.mail import MailWorld
-from varuna_capslog.rig.search.world import Transition, Violation, make_job
+from varuna_capslog.rig.search.places import make_job
+from varuna_capslog.rig.search.world import Transition, Violation
+
+LEAVE_OF_TWO = {"leaves": 1, "members": 2, "processes": 2, "job": make_job(2, 0, shadows=True), "redundancy": 0}
+"""One of two gets a notice, and its layer is copied ahead; nobody else has a copy."""
 
 
 @pytest.mark.parametrize(
@@ -28,9 +32,12 @@ from varuna_capslog.rig.search.world import Transition, Violation, make_job
         ({"faults": 0, "late": 1}, 1_500),
         ({"faults": 1, "kinds": ("crash",), "members": 2, "processes": 2, "late": 1, "job": make_job(2)}, 1_000),
         ({"faults": 1, "kinds": ("crash",), "members": 1, "processes": 2, "job": make_job(2)}, 300),
+        ({"faults": 1, "kinds": ("damage",)} | LEAVE_OF_TWO, 400),
+        ({"faults": 2, "kinds": ("damage", "hiccup"), "once": True} | LEAVE_OF_TWO, 3_000),
     ],
     ids=["crash and store", "async", "value by value", "join"]
-    + ["leave", "leave with shadows", "hint", "checkpoint first", "crash and checkpoint", "one and a newcomer"],
+    + ["leave", "leave with shadows", "hint", "checkpoint first", "crash and checkpoint", "one and a newcomer"]
+    + ["damage", "damage and hiccup"],
 )
 def test_every_interleaving_keeps_the_rules_and_leads_on(options: Mapping[str, Any], least: int) -> None:
     found = explore(Scenario(**options))
@@ -99,9 +106,22 @@ def forgets_the_checkpoint(job: Job, state: State, event: messages.Event) -> Ste
     return (new if new.record.number == state.record.number else replace(new, save=False)), effects
 
 
+def takes_what_arrives_damaged(job: Job, state: State, event: messages.Event) -> Step:
+    """Goes on with a layer that is not what was sent."""
+    damaged = isinstance(event, messages.Damaged)
+    return protocol.step(job, state, messages.Received(event.generation, event.layer) if damaged else event)
+
+
+def compares_at_one_boundary(copy: messages.Proof, owners: Collection[messages.Proof]) -> bool:
+    """Trusts a copy where its owner stands at another boundary, because one of them missed the last vote."""
+    return all(owner.digest == copy.digest for owner in owners if owner.stamp == copy.stamp)
+
+
 HINT = {"faults": 0, "hints": 1, "job": make_job(3, shadows=True)}
 LATE = {"faults": 0, "late": 1}
 CRASH = {"faults": 1, "kinds": ("crash",)}
+DAMAGE = {"faults": 1, "kinds": ("damage",)} | LEAVE_OF_TWO
+DAMAGE_AND_HICCUP = {"faults": 2, "kinds": ("damage", "hiccup"), "once": True, "steps": 3} | LEAVE_OF_TWO
 
 
 @pytest.mark.parametrize(
@@ -131,6 +151,15 @@ CRASH = {"faults": 1, "kinds": ("crash",)}
         ("rule 8", LATE, protocol.step, True, (protocol, "_voted", does_not_wait_for_the_checkpoint)),
         ("rule 8", LATE, saves_alone, True, None),
         ("rule 8", {"faults": 1, "kinds": ("hiccup",), "late": 1}, forgets_the_checkpoint, True, None),
+        ("rule 9", DAMAGE, protocol.step, True, (first_round, "distrusted", lambda values, valid: frozenset())),
+        (
+            "rule 9",
+            DAMAGE_AND_HICCUP,
+            protocol.step,
+            True,
+            (first_round, "_is_trusted", compares_at_one_boundary),
+        ),
+        ("rule 10", DAMAGE, takes_what_arrives_damaged, True, None),
     ],
     ids=[
         "the store does not compare",
@@ -145,6 +174,9 @@ CRASH = {"faults": 1, "kinds": ("crash",)}
         "does not wait for the checkpoint",
         "saves alone",
         "forgets the checkpoint",
+        "trusts every copy",
+        "trusts a copy whose owner stands at another boundary",
+        "takes what arrives damaged",
     ],
 )
 def test_the_search_finds_a_broken_protocol(

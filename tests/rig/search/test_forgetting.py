@@ -9,7 +9,8 @@ import pytest
 
 from varuna_capslog.membership import protocol
 from varuna_capslog.rig.search.mail import MailWorld, Scenario
-from varuna_capslog.rig.search.world import make_job
+from varuna_capslog.rig.search.places import make_job
+from varuna_capslog.rig.search.truth import Truth
 
 _TWO: dict[str, Any] = {"members": 2, "processes": 2, "job": make_job(2)}
 
@@ -23,6 +24,7 @@ SCENARIOS: Mapping[str, Mapping[str, Any]] = {
     "leave": {"faults": 0, "leaves": 1, "steps": 1},
     "leave with shadows": {"faults": 0, "leaves": 1, "job": make_job(3, shadows=True)},
     "late": {"faults": 0, "late": 1} | _TWO,
+    "damage": {"faults": 1, "kinds": ("damage",), "leaves": 1} | _TWO | {"job": make_job(2, 0, shadows=True)},
 }
 
 
@@ -39,6 +41,8 @@ class Remembering(MailWorld):
 
 def _frozen(value: Any) -> Any:
     """The same as something that can be looked up."""
+    if isinstance(value, Truth):
+        value = vars(value)
     if isinstance(value, dict):
         return tuple(sorted(((key, _frozen(entry)) for key, entry in value.items()), key=lambda item: item[0]))
     return tuple(value) if isinstance(value, list) else value

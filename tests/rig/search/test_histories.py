@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from varuna_capslog.membership import first_round, protocol
 from varuna_capslog.membership import messages as m
-from varuna_capslog.membership import protocol
 from varuna_capslog.membership.state import Job, State, Step
-from varuna_capslog.rig.search.histories import FAULTS, LADDER, draw, play
+from varuna_capslog.rig.search.course import DAMAGE, FAULTS, LADDER
+from varuna_capslog.rig.search.histories import draw, play
 from varuna_capslog.rig.search.world import Violation
 
 
@@ -32,6 +33,15 @@ def test_a_slice_of_histories_with_the_ladder_of_notices() -> None:
         assert outcome.ended
         faults += outcome.faults
     assert set(faults) == {*FAULTS, *LADDER}
+
+
+def test_a_slice_of_histories_with_damage() -> None:
+    faults: Counter[str] = Counter()
+    for seed in range(200):
+        outcome = play(draw(seed, damage=True))
+        assert outcome.ended
+        faults += outcome.faults
+    assert set(faults) == {*FAULTS, *DAMAGE}
 
 
 def test_a_hundred_members() -> None:
@@ -80,6 +90,17 @@ def test_histories_find_a_checkpoint_that_only_one_writes() -> None:
             play(draw(seed, ladder=True), saves_alone)
 
     with pytest.raises(Violation, match="rule 8"):
+        play_some()
+
+
+def test_histories_find_a_damaged_copy_that_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_round, "distrusted", lambda values, valid: frozenset())
+
+    def play_some() -> None:
+        for seed in range(400):
+            play(draw(seed, damage=True))
+
+    with pytest.raises(Violation, match="rule 9"):
         play_some()
 
 

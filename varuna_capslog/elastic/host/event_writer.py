@@ -15,6 +15,7 @@ from typing import Any
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.elastic.host.roster import Roster
+from varuna_capslog.membership.entries import DeadEntry, GenerationEntry, NoticeEntry, read
 
 __all__ = ["Chronicle"]
 
@@ -35,22 +36,23 @@ class Chronicle:
 
     def take(self, entry: Mapping[str, Any], before: Roster) -> None:
         """Writes down an entry of the log; `before` is the roster without it. A full disk stops no supervisor."""
-        member = str(entry.get("member"))
-        number, mine = before.generation.number, before.members.get(member) == self._host
-        urgent = bool(entry.get("urgent"))
-        match entry.get("kind"):
-            case "notice" if mine and (member not in self._noticed or urgent > self._noticed[member]):
-                about = {key: entry.get(key) for key in ("deadline", "source")}
+        number = before.generation.number
+        match read(entry):
+            case NoticeEntry(member, urgent) as notice if before.members.get(member) == self._host:
+                if member in self._noticed and urgent <= self._noticed[member]:
+                    return
+                left = None if notice.deadline is None else max(0.0, notice.deadline - time.time())
+                about = {"deadline": left, "source": notice.source}
                 self._write("notice", number, member=member, host=self._host, urgent=urgent, **about)
                 self._noticed[member] = urgent
-            case "dead" if member not in before.dead:
+            case DeadEntry(member, why, by) if member not in before.dead:
                 where = before.members.get(member, self._host)
-                if entry.get("by", where) == self._host:
-                    self._write("lost", number, member=member, host=where, why=entry.get("why"))
-            case "generation" if number:
-                for name in entry["record"]["members"]:
+                if (by or where) == self._host:
+                    self._write("lost", number, member=member, host=where, why=why)
+            case GenerationEntry(record) if number:
+                for name in record.members:
                     if before.members.get(name) == self._host and not before.was_named(name):
-                        self._write("join", int(entry["record"]["number"]), member=name, host=self._host)
+                        self._write("join", record.number, member=name, host=self._host)
 
     def _write(self, kind: str, generation: int, **details: Any) -> None:
         about = {"time": time.time(), "generation": generation + self._offset, "step": self.last_step()}

@@ -1,7 +1,7 @@
 """What programs, people and schedulers ask of a run that is going on: more or fewer devices, a host or worker to leave.
 
-Everything goes through the run's store. Whoever runs it leaves its address in `workers/store.json`; workers have it in
-their environment. Nothing here waits for the run to obey: what comes of it stands in `events.jsonl`.
+Everything goes through the run's store. The host that serves it leaves its address in `workers/store.json`; workers
+have it in their environment. Nothing here waits for the run to obey: what comes of it stands in `events.jsonl`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.elastic.host.roster import Roster
 from varuna_capslog.elastic.notices.interface import Clock, Deadline, Kind, Notice
+from varuna_capslog.membership.entries import AnnounceEntry, HintEntry, NoticeEntry, RequestEntry
 
 if TYPE_CHECKING:
     from varuna_capslog.elastic.store.torch_store import MembershipStore
@@ -33,6 +34,7 @@ __all__ = [
     "roster_of",
     "store_of",
     "tell_where",
+    "wall_time_of",
 ]
 
 READ_SECONDS = 10.0
@@ -58,7 +60,7 @@ def request_morph(devices: int, run_dir: Path | str | None = None) -> None:
     if devices < 1:
         raise CapslogError(f"devices={devices}: a run needs at least one; stop it with Ctrl-C instead")
     with store_of(run_dir) as store:
-        store.append({"kind": "request", "devices": devices})
+        store.append(RequestEntry(devices).to_json())
 
 
 def outlook(devices: int, run_dir: Path | str) -> str:
@@ -131,7 +133,7 @@ def give_notice(
         host: as the run names it; None with `member` None: the only one.
         urgent: leave at the next boundary, whatever was copied ahead.
         seconds: that are left; None: no deadline.
-        hint: it may have to leave soon: copy ahead, nobody leaves.
+        hint: it may have to leave soon: copy ahead, no worker leaves.
 
     Returns:
         Who was meant.
@@ -139,13 +141,14 @@ def give_notice(
     Raises:
         CapslogError: no run is going on there, or the name is unknown in it.
     """
+    deadline = None if seconds is None else time.time() + max(0.0, seconds)
     with store_of(run_dir) as store:
         roster = roster_of(store)
         if member is not None:
             if member not in roster.members:
                 raise CapslogError(f"no worker {member!r} in this run; there are {_listed(roster.members)}")
-            entry = {"kind": "hint" if hint else "notice", "member": member, "urgent": urgent, "deadline": seconds}
-            store.append({**entry, "source": "person"})
+            told = HintEntry if hint else NoticeEntry
+            store.append(told(member, urgent, deadline, "person").to_json())
             return f"worker {member}"
         if host is None:
             if len(roster.hosts) != 1:
@@ -154,7 +157,7 @@ def give_notice(
         if host not in roster.hosts:
             raise CapslogError(f"no host {host!r} in this run; there are {_listed(roster.hosts)}")
         kind = "hint" if hint else "now" if urgent else "leave"
-        store.append({"kind": "announce", "host": host, "notice": kind, "deadline": seconds, "id": uuid.uuid4().hex})
+        store.append(AnnounceEntry(host, kind, deadline, uuid.uuid4().hex).to_json())
         return f"host {host}"
 
 
@@ -183,19 +186,31 @@ def check_same_folder(run_dir: Path, address: str, identity: str, seconds: float
         time.sleep(0.1)
 
 
-def notice_of(entry: Mapping[str, Any], host: str) -> Notice:
-    """The notice behind an entry of the log: "announce" (to a host), "notice" or "hint" (to a worker of `host`)."""
-    seconds, kind = entry.get("deadline"), Kind.NOW if entry.get("urgent") else Kind.LEAVE
-    if entry["kind"] == "hint":
-        kind = Kind.HINT
-    elif "notice" in entry:
-        kind = Kind[str(entry["notice"]).upper()]
+def notice_of(entry: NoticeEntry | HintEntry | AnnounceEntry, host: str) -> Notice:
+    """The notice behind an entry of the log: told to a host, or to a worker of `host`.
+
+    The log has the time of day at which the deadline is. So an entry that was kept while the store did not answer, or
+    is read late, leaves as much less time as has passed; the machines' clocks must agree.
+    """
+    match entry:
+        case AnnounceEntry():
+            kind, source, name = Kind[entry.notice.upper()], "person", entry.id
+        case HintEntry():
+            kind, source, name = Kind.HINT, entry.source, entry.member
+        case NoticeEntry():
+            kind, source, name = Kind.NOW if entry.urgent else Kind.LEAVE, entry.source, entry.member
     deadline = None
-    if seconds is not None:
-        left = max(0.0, float(seconds))
-        deadline = Deadline(Clock().monotonic() + left, f"{left:g} s from when it was told")
-    source, name = str(entry.get("source", "person")), str(entry.get("id", entry.get("member")))
+    if entry.deadline is not None:
+        clock = Clock()
+        left = max(0.0, entry.deadline - clock.wall())
+        deadline = Deadline(clock.monotonic() + left, f"{round(left, 1):g} s from when it was told")
     return Notice(kind, source, name, (host,), deadline, detail="told through the run's store")
+
+
+def wall_time_of(deadline: Deadline | None) -> float | None:
+    """The time of day of a deadline, in seconds since 1970, as the log has it."""
+    clock = Clock()
+    return None if deadline is None else clock.wall() + deadline.remaining(clock.monotonic())
 
 
 def forget(address: str, identity: str) -> None:

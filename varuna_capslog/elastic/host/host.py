@@ -28,6 +28,7 @@ from varuna_capslog.elastic.host.store_link import HostStore
 from varuna_capslog.elastic.host.watch import WorkerWatch
 from varuna_capslog.elastic.host.workers import HostWorker, HostWorkers
 from varuna_capslog.elastic.notices import Announcement, Gathering, Kind, auto_sources, listen
+from varuna_capslog.membership import entries
 from varuna_capslog.membership.generation import Generation, Member
 
 __all__ = ["Host", "HostEnd", "HostOptions"]
@@ -158,18 +159,18 @@ class Host:
         if self._asked:
             how = "stopped cleanly" if finished is not None else "stopped"
             how = "killed in the middle of a step" if finished is None and self._asked > 1 else how
-            step = self._chronicle.last_step() if finished is None else finished.get("step")
+            step = self._chronicle.last_step() if finished is None else finished.step
             reached = f" after step {step}" if step else ""
             goes_on = f"continues the run in {run_dir}" if finished is not None else self._whence()
             raise Interrupted(f"interrupted: {how}{reached}; the same command {goes_on}")
-        if finished is not None and finished.get("asked"):
-            how = f"interrupted: stopped cleanly after step {finished.get('step')}, as asked on another host"
+        if finished is not None and finished.asked:
+            how = f"interrupted: stopped cleanly after step {finished.step}, as asked on another host"
             raise Interrupted(f"{how}; the same command continues the run in {run_dir}")
         failures = self._losses.failures
         well = len(self.workers.by_member) > len(failures)
         if finished is None and failures and not well:
             raise self._losses.root(self._founded, self.workers)
-        stopped = finished is not None and bool(finished.get("stopped"))
+        stopped = finished is not None and finished.stopped
         return HostEnd("left" if finished is None else "finished", stopped, tuple(failures))
 
     def _whence(self) -> str:
@@ -209,7 +210,7 @@ class Host:
             self._settling[worker.member] = time.monotonic() + SETTLE_SECONDS
             return
         failure = self._losses.failure(worker, status, self.workers, killed_as_asked=self._asked > 1)
-        self.link.tell({"kind": "dead", "member": worker.member, "why": failure.sentence(), "by": self.link.name})
+        self.link.tell(entries.DeadEntry(worker.member, failure.sentence(), self.link.name))
         self._losses.add(failure, aloud=self._asked < 2)
         self._replace(worker, lost=status < 0 or worker.expelled_since is not None)
 
@@ -226,28 +227,29 @@ class Host:
             return
         self._start(worker.slot)
 
-    def _logged(self, entry: dict[str, Any]) -> None:
-        self._chronicle.take(entry, self.roster)
-        self.roster.take(entry)
+    def _logged(self, value: dict[str, Any]) -> None:
+        self._chronicle.take(value, self.roster)
+        entry = self.roster.take(value)
         if self.options.serves and self.roster.is_complete(self.options.hosts):
             self._found()
-        if entry.get("kind") in ("dead", "left", "generation") and self.roster.is_bereft and not self._asked:
+        ends = isinstance(entry, entries.DeadEntry | entries.LeftEntry | entries.GenerationEntry)
+        if ends and self.roster.is_bereft and not self._asked:
             self._park()
-        self._watch.take(entry, self.workers.by_member.get(str(entry.get("member"))))
-        match entry.get("kind"):
-            case "generation":
+        self._watch.take(entry, self.workers)
+        match entry:
+            case entries.GenerationEntry():
                 self._founded = time.time()
-            case "request":
-                start, leave = self.roster.share(self.link.name, int(entry["devices"]))
+            case entries.RequestEntry(devices):
+                start, leave = self.roster.share(self.link.name, devices)
                 self._resting = bool(leave) or self._resting
                 for _ in range(start):
                     self._start()
                 for member in leave:
-                    self._notify(member, urgent=False, deadline=None, source="request")
-            case "hosts" if entry.get("host") == self.link.name and entry.get("state") == "lost":
+                    self.link.tell(entries.NoticeEntry(member, source="request"))
+            case entries.HostsEntry(self.link.name, "lost"):
                 # It was too slow, or cut off for a while: its devices are to be had again.
                 self.link.tell_here()
-            case "announce" if entry.get("host") == self.link.name:
+            case entries.AnnounceEntry(self.link.name):
                 self._gathering.hear(hooks.notice_of(entry, self.link.name))
 
     def _found(self) -> None:
@@ -264,18 +266,15 @@ class Host:
         notice = announcement.of(self.link.name)
         if notice is None:
             return
-        left = None if notice.deadline is None else notice.deadline.remaining(time.monotonic())
+        deadline = hooks.wall_time_of(notice.deadline)
         self.options.say(f"notice from {notice}")
         if notice.kind is Kind.HINT:  # it changes no membership
             for worker in self.workers.living():
-                self.link.tell({"kind": "hint", "member": worker.member, "deadline": left, "source": notice.source})
+                self.link.tell(entries.HintEntry(worker.member, deadline=deadline, source=notice.source))
             return
         self._noticed = True
         for worker in self.workers.living():
-            self._notify(worker.member, notice.kind is Kind.NOW, left, notice.source)
-
-    def _notify(self, member: Member, urgent: bool, deadline: float | None, source: str) -> None:
-        self.link.tell({"kind": "notice", "member": member, "urgent": urgent, "deadline": deadline, "source": source})
+            self.link.tell(entries.NoticeEntry(worker.member, notice.kind is Kind.NOW, deadline, notice.source))
 
     def _host_silent(self, host: str) -> None:
         if host not in self.roster.hosts:
@@ -284,8 +283,8 @@ class Host:
         self.options.say(why)
         for member, where in tuple(self.roster.members.items()):
             if where == host:
-                self.link.tell({"kind": "dead", "member": member, "why": why, "by": self.link.name})
-        self.link.tell({"kind": "hosts", "host": host, "state": "lost"})
+                self.link.tell(entries.DeadEntry(member, why, self.link.name))
+        self.link.tell(entries.HostsEntry(host, "lost"))
 
     def _signalled(self) -> None:
         self._asked += 1
@@ -319,15 +318,15 @@ class Host:
             return
         if member in roster.generation.members and member not in roster.dead:
             why = f"worker {member} ended before the run did"
-            self.link.tell({"kind": "dead", "member": member, "why": why, "by": self.link.name})
+            self.link.tell(entries.DeadEntry(member, why, self.link.name))
         else:
-            self.link.tell({"kind": "left", "member": member})
+            self.link.tell(entries.LeftEntry(member))
 
     def _start(self, slot: int | None = None) -> None:
         slot = self.workers.free_slot() if slot is None else slot
         member = self.link.new_member()
         if member is not None:
-            self.link.tell({"kind": "worker", "member": member, "host": self.link.name, "slot": slot})
+            self.link.tell(entries.WorkerEntry(member, self.link.name, slot))
             self.workers.start(member, slot, self.link.variables())
 
     # -- this process --------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from varuna_capslog.membership import entries
 from varuna_capslog.membership.generation import EMPTY, INITIAL, Generation, Member, Stamp
 
 __all__ = ["Roster"]
@@ -21,6 +22,7 @@ class Roster:
         hosts: those that are here, with the number of workers each can have.
         members: workers that have neither ended nor been declared dead, oldest first, with their hosts.
         dead: declared dead, by any host or member.
+        here: workers that have loaded and read the log.
         gone: whose own host has reported their end, so that it is certain.
         noticed: workers that have got a notice to leave.
         generation: the newest.
@@ -34,57 +36,67 @@ class Roster:
         self.hosts: dict[str, int] = {}
         self.members: dict[Member, str] = {}
         self.dead: set[Member] = set()
+        self.here: set[Member] = set()
         self.gone: set[Member] = set()
         self.noticed: set[Member] = set()
         self.generation: Generation = EMPTY
         self.broken = 0
         self.checkpoint = INITIAL
-        self.finished: Mapping[str, Any] | None = None
+        self.finished: entries.FinishedEntry | None = None
         self._hosts: dict[Member, str] = {}
         self._participants: dict[int, tuple[Member, ...]] = {}
         self._named: dict[Member, int] = {}
         self._spoke: dict[Member, int] = {}
 
-    def take(self, entry: Mapping[str, Any]) -> None:
-        """Add the next entry; kinds that are of no interest here only count."""
+    def take(self, value: Mapping[str, Any]) -> entries.Entry | None:
+        """Add the next entry, as the store keeps it; kinds that are of no interest here only count.
+
+        Returns:
+            The entry; None where its kind is unknown.
+        """
         self.taken += 1
-        member = entry.get("member")
-        match entry.get("kind"):
-            case "generation":
-                self.generation = Generation.from_json(entry["record"], "the store")
-                self._participants[self.generation.number] = self.generation.participants
-                for name in self.generation.participants:
-                    self._named[name] = self.generation.number
-            case "worker":
-                self.members[str(member)] = self._hosts[str(member)] = str(entry["host"])
-            case "dead":
-                if entry.get("by") == self._hosts.get(str(member)):
-                    self.gone.add(str(member))
-                self.dead.add(str(member))
-                self.members.pop(str(member), None)
-            case "left":
-                self.gone.add(str(member))
-                self.members.pop(str(member), None)
-            case "notice":
-                self.noticed.add(str(member))
-            case "broken":
-                self.broken = max(self.broken, int(entry["generation"]))
-                self._heard(str(member), int(entry["generation"]))
-            case "ask":
-                self._heard(str(member), self.broken)
-            case "hosts" if entry.get("state") == "here":
-                self.hosts[str(entry["host"])] = int(entry["workers"])
-            case "hosts":
-                self.hosts.pop(str(entry["host"]), None)
-            case "checkpoint":
-                self.checkpoint = Stamp(int(entry["step"]), int(entry["generation"]))
-            case "finished" if self.finished is None or "failure" not in self.finished:  # the first one is the cause
-                self.finished = dict(entry)
+        entry = entries.read(value)
+        match entry:
+            case entries.GenerationEntry(record):
+                self.generation = record
+                self._participants[record.number] = record.participants
+                for name in record.participants:
+                    self._named[name] = record.number
+            case entries.WorkerEntry(member, host):
+                self.members[member] = self._hosts[member] = host
+            case entries.HelloEntry(member):
+                self.here.add(member)
+            case entries.DeadEntry(member):
+                if entry.by == self._hosts.get(member):
+                    self.gone.add(member)
+                self.dead.add(member)
+                self.members.pop(member, None)
+            case entries.LeftEntry(member):
+                self.gone.add(member)
+                self.members.pop(member, None)
+            case entries.NoticeEntry(member):
+                self.noticed.add(member)
+            case entries.BrokenEntry(generation, member):
+                self.broken = max(self.broken, generation)
+                self._heard(member, generation)
+            case entries.AskEntry(member):
+                self._heard(member, self.broken)
+            case entries.HostsEntry(host, "here"):
+                self.hosts[host] = entry.workers or 0
+            case entries.HostsEntry(host):
+                self.hosts.pop(host, None)
+            case entries.CheckpointEntry(step, generation):
+                self.checkpoint = Stamp(step, generation)
+            case entries.FinishedEntry() if (
+                self.finished is None or self.finished.failure is None
+            ):  # the first is the cause
+                self.finished = entry
+        return entry
 
     @property
     def failed_for_all(self) -> Mapping[str, Any] | None:
         """The failure that ended the run, if it is one that would stop every member: {"member", "cause", "kind"}."""
-        return None if self.finished is None else self.finished.get("failure")
+        return None if self.finished is None else self.finished.failure
 
     @property
     def is_bereft(self) -> bool:

@@ -17,6 +17,7 @@ from varuna_capslog.elastic.host.options import HostOptions
 from varuna_capslog.elastic.host.roster import Roster
 from varuna_capslog.elastic.store.etcd_store import begin_run
 from varuna_capslog.elastic.store.torch_store import MembershipStore, StoreGone, open_store, serve_store
+from varuna_capslog.membership.entries import Entry, HostsEntry
 from varuna_capslog.membership.generation import Generation, Member
 
 __all__ = ["HostStore"]
@@ -46,7 +47,7 @@ class HostStore:
         self.answers = True
         self.ends_with_us = False
         self._options, self._roster, self._hear = options, roster, hear
-        self._untold: list[dict[str, Any]] = []
+        self._untold: list[Entry] = []
         self._unfollow: Callable[[], None] | None = None
 
     def connect(self, stack: contextlib.ExitStack) -> None:
@@ -97,13 +98,13 @@ class HostStore:
 
     def tell_here(self) -> None:
         """Tells the log that this host is part of the run."""
-        self.tell({"kind": "hosts", "host": self.name, "state": "here", "workers": self._options.num_workers})
+        self.tell(HostsEntry(self.name, "here", self._options.num_workers))
 
-    def tell(self, entry: dict[str, Any]) -> None:
+    def tell(self, entry: Entry) -> None:
         """Append to the log; while the store is lost, keep it for later."""
         if self.answers:
             try:
-                self.store.append(entry)
+                self.store.append(entry.to_json())
                 return
             except StoreGone as error:
                 self.lost(str(error))
@@ -150,7 +151,7 @@ class HostStore:
         """Tells the log that this host has gone."""
         if self._unfollow is not None:
             self._unfollow()  # before the last entry, which wakes the thread that waits for it
-        self.tell({"kind": "hosts", "host": self.name, "state": "gone"})
+        self.tell(HostsEntry(self.name, "gone"))
 
     def variables(self) -> dict[str, str]:
         """What a worker must know to reach the store."""

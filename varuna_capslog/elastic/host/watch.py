@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from varuna_capslog.base.processes import is_stopped
 from varuna_capslog.config.settings import Elastic
 from varuna_capslog.elastic.host.roster import Roster
-from varuna_capslog.elastic.host.workers import HostWorker
+from varuna_capslog.elastic.host.workers import HostWorker, HostWorkers
+from varuna_capslog.membership.entries import BrokenEntry, DeadEntry, Entry, FinishedEntry
 
 __all__ = ["WorkerWatch"]
 
@@ -28,20 +28,18 @@ class WorkerWatch:
         self._breaks: dict[int, float] = {}
         self._ended_at: float | None = None
 
-    def take(self, entry: Mapping[str, Any], worker: HostWorker | None) -> None:
-        """An entry of the log.
-
-        Args:
-            worker: of this host, if the entry is about one.
-        """
-        match entry.get("kind"):
-            case "finished":
+    def take(self, entry: Entry | None, workers: HostWorkers) -> None:
+        """An entry of the log; None: of a kind that is unknown here."""
+        match entry:
+            case FinishedEntry():
                 self._ended_at = time.monotonic()
-            case "broken":
-                self._breaks.setdefault(int(entry["generation"]), time.monotonic())
-            case "dead" if worker is not None and not worker.ended:
-                # Others shun it from now on; it hears so itself and goes.
-                worker.expelled_since = worker.expelled_since or time.monotonic()
+            case BrokenEntry(generation):
+                self._breaks.setdefault(generation, time.monotonic())
+            case DeadEntry(member):
+                worker = workers.by_member.get(member)
+                if worker is not None and not worker.ended:
+                    # Others shun it from now on; it hears so itself and goes.
+                    worker.expelled_since = worker.expelled_since or time.monotonic()
 
     def verdicts(self, now: float, living: Sequence[HostWorker]) -> Iterator[tuple[HostWorker, str]]:
         """The workers to be killed now, and why. Some may come twice, or be under the same verdict already."""

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from varuna_capslog.membership.generation import Generation, Member
+from varuna_capslog.membership.generation import Generation, Layout, Member
+from varuna_capslog.membership.recovery import Place, Seat
 
-__all__ = ["Story", "reasons"]
+__all__ = ["ChangeReport", "reasons"]
 
 
 @dataclass
-class Story:
-    """From the last step before a change to the first one after it; times are of `time.monotonic`."""
+class ChangeReport:
+    """From the last step before a change to the first one after it; times are of `time.monotonic`.
 
+    Attributes:
+        before: members of the last generation that trained.
+    """
+
+    before: tuple[Member, ...] = ()
     last_apply: float | None = None
     search_seconds: float = 0.0
     transfer_began: float = 0.0
@@ -23,11 +29,33 @@ class Story:
     moved_bytes: int = 0
     why: tuple[str, ...] = ()
 
-    def opened(self, why: tuple[str, ...], moved_bytes: int) -> None:
+    def timed(self, place: Place) -> Place:
+        """The same planner; how long its last search took becomes part of the report."""
+
+        def search(seats: Sequence[Seat]) -> Layout | str:
+            began = time.perf_counter()
+            found = place(seats)
+            self.search_seconds = time.perf_counter() - began
+            return found
+
+        return search
+
+    def decided(self) -> None:
+        """The first round is complete, and a layout was searched for: layers begin to travel."""
+        self.transfer_began = time.monotonic() - self.search_seconds
+
+    def opened(self, members: Sequence[Member], dead: Collection[Member], moved_bytes: int) -> None:
         """All layers are where they belong."""
         self.transfer_seconds = time.monotonic() - self.transfer_began
-        self.why = why
+        self.why = reasons(members, self.before, dead)
         self.moved_bytes += moved_bytes
+
+    def applied(self, now: float) -> None:
+        """A step was applied, and the change before it, if there was one, was told: another report begins."""
+        if self.why:
+            self.search_seconds = self.transfer_began = self.transfer_seconds = 0.0
+            self.moved_bytes, self.why = 0, ()
+        self.last_apply = now
 
     def event(self, record: Generation, step: int, step_began: float) -> tuple[str, dict[str, Any]]:
         """The event's kind and content, told when its first step is done.

@@ -10,22 +10,25 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.elastic.host.hooks import notice_of
 from varuna_capslog.elastic.member.peers import PeerMessage, Peers
 from varuna_capslog.elastic.notices import callback
 from varuna_capslog.elastic.store.torch_store import MembershipStore, StoreGone
 from varuna_capslog.engine.communicator import Communicator
+from varuna_capslog.membership.entries import BrokenEntry, DeadEntry, GenerationEntry, HintEntry, NoticeEntry, read
 from varuna_capslog.membership.generation import Member
 
-__all__ = ["Senses"]
+__all__ = ["Inbox"]
 
 _FIND_SECONDS = 5.0
 
 
-class Senses:
+class Inbox:
     """Opens this member's connections and follows the store's log from its beginning.
 
     Args:
@@ -34,7 +37,7 @@ class Senses:
 
     Attributes:
         peers: for sending.
-        inbox: ("mail", PeerMessage), ("log", entry), ("lost", member) or ("store lost", why), in the order of hearing.
+        events: ("mail", PeerMessage), ("log", entry), ("lost", member) or ("store lost", why), in the order of hearing.
 
     Raises:
         StoreGone: the store does not answer.
@@ -42,7 +45,7 @@ class Senses:
 
     def __init__(self, me: Member, host: str, store: MembershipStore, token: str, address: str) -> None:
         self._me, self._host, self._store = me, host, store
-        self.inbox: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self.events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._generation = self._newest = self._answered = 0
         self._engaged: frozenset[Member] = frozenset()
@@ -53,7 +56,7 @@ class Senses:
         self._closed = False
         self.peers = Peers(me, token, self._find, self._got, self._lost, address)
         store.put(f"address/{me}", self.peers.address)
-        self._unfollow = store.follow(self._hear, lambda why: self.inbox.put(("store lost", why)))
+        self._unfollow = store.follow(self._hear, lambda why: self.events.put(("store lost", why)))
 
     # -- for the member's own thread -----------------------------------------------------------------------------------
 
@@ -72,7 +75,7 @@ class Senses:
         return member in self._engaged
 
     def disturbed(self) -> bool:
-        """Whether somebody is lost on whom the generation waits, or there is a newer one."""
+        """Whether a member is lost for which the generation waits, or there is a newer one."""
         with self._lock:
             return bool(self._engaged & (self._unreachable | self._dead)) or self._newest > self._generation
 
@@ -105,36 +108,36 @@ class Senses:
     def _got(self, message: PeerMessage) -> None:
         with self._lock:
             self._unreachable -= {message.sender}
-        self.inbox.put(("mail", message))
+        self.events.put(("mail", message))
 
     def _lost(self, member: Member) -> None:
         with self._lock:
             self._unreachable |= {member}
-        self.inbox.put(("lost", member))
+        self.events.put(("lost", member))
         self._break_off(member)
 
-    def _hear(self, entry: dict[str, Any]) -> None:
-        kind, member = entry.get("kind"), str(entry.get("member"))
-        if kind == "dead":
-            with self._lock:
-                self._dead |= {member}
-        elif kind == "generation":
-            self._newest = max(self._newest, int(entry["number"]))
-        elif kind in ("notice", "hint") and member == self._me:
-            callback.tell(notice_of(entry, self._host))
-        self.inbox.put(("log", entry))
-        if kind == "dead":
-            self._break_off(member)
-        elif kind == "broken" and self._is_ours(entry):
-            self._break_off(member)
+    def _hear(self, value: dict[str, Any]) -> None:
+        entry = None
+        with contextlib.suppress(CapslogError):  # the member's own thread reads it again and says what is wrong
+            entry = read(value)
+        match entry:
+            case DeadEntry(member):
+                with self._lock:
+                    self._dead |= {member}
+            case GenerationEntry(record):
+                self._newest = max(self._newest, record.number)
+            case NoticeEntry(self._me) | HintEntry(self._me):
+                callback.tell(notice_of(entry, self._host))
+        self.events.put(("log", value))
+        if isinstance(entry, DeadEntry):
+            self._break_off(entry.member)
+        elif isinstance(entry, BrokenEntry) and entry.generation == self._generation:
+            self._break_off(entry.member)
             # once: its own word, and each one that answers it, comes back by the log
             if time.monotonic() < self._busy_until and self._answered < self._generation:
                 self._answered = self._generation
                 with contextlib.suppress(StoreGone):
-                    self._store.append({**entry, "member": self._me})
-
-    def _is_ours(self, entry: Mapping[str, Any]) -> bool:
-        return int(entry["generation"]) == self._generation
+                    self._store.append(replace(entry, member=self._me).to_json())
 
     def _break_off(self, member: Member) -> None:
         """Whatever waits for a lost peer ends now."""

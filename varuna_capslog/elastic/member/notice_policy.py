@@ -6,20 +6,20 @@ It looks at the clock and at what is left to move; `ladder` judges, the protocol
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from varuna_capslog.elastic.host.hooks import notice_of
 from varuna_capslog.elastic.notices.interface import Notice
 from varuna_capslog.elastic.notices.ladder import Rung, protocol_event, rung
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.ahead import find_ahead, stay_with
+from varuna_capslog.membership.entries import HintEntry, NoticeEntry
 from varuna_capslog.membership.generation import Layout, Member
+from varuna_capslog.membership.recovery import Place, Seat
+from varuna_capslog.membership.state import State
 
-if TYPE_CHECKING:
-    from varuna_capslog.elastic.member.runtime import Runtime
-
-__all__ = ["Departures", "leaves_alone"]
+__all__ = ["NoticePolicy", "leaves_alone"]
 
 LINK = 100e6
 """Bytes per second at which what is left to move is taken to travel: a network of 1 Gbit/s."""
@@ -28,67 +28,82 @@ CHANGE_SECONDS = 1.0
 """What a change is taken to last besides: two steps come on top."""
 
 
-class Departures:
-    """The notices of one run, as one member hears them. Called by its one thread."""
+class _Steps(Protocol):
+    """What is asked of a training; see `Training`."""
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._of = runtime
+    usual_seconds: float
+
+    def is_sent(self, layer: int) -> bool: ...
+
+
+class NoticePolicy:
+    """The notices of one run, as one member hears them. Called by its one thread.
+
+    Args:
+        place: see `Job`.
+        seats: of all members and of those that asked to be let in; filled by the caller as they become known.
+    """
+
+    def __init__(
+        self, me: Member, place: Place, layer_bytes: Sequence[int], seats: Mapping[Member, Seat], steps: _Steps
+    ) -> None:
+        self._me, self._place, self._layer_bytes = me, place, layer_bytes
+        self._seats, self._steps = seats, steps
         self._mine: Notice | None = None  # with the earliest deadline
         self._gave_up = 0  # the generation in which the crash path was taken
         self._known: tuple[frozenset[m.Change], Member, int, Mapping[int, int]] | None = None
 
-    def heard(self, entry: Mapping[str, Any]) -> m.Event:
-        """What the protocol is told of a "notice" or "hint" in the log."""
-        member, notice = str(entry["member"]), notice_of(entry, str(entry["member"]))
-        if member == self._of.me and notice.deadline is not None:
+    def heard(self, entry: NoticeEntry | HintEntry, state: State) -> m.Event:
+        """What the protocol is told of a notice or hint in the log."""
+        member, notice = entry.member, notice_of(entry, entry.member)
+        if member == self._me and notice.deadline is not None:
             before = self._mine.deadline if self._mine is not None else None
             if before is None or notice.deadline.at < before.at:
                 self._mine = notice
-        return self._event(notice, member)
+        return self._event(notice, member, state)
 
-    def watch(self) -> m.Event | None:
+    def watch(self, state: State) -> m.Event | None:
         """Looked at before every step: what follows when this member's deadline has come too close to prepare."""
-        state, notice = self._of.state, self._mine
-        number = state.record.number
-        if notice is None or self._gave_up == number or ("leave", self._of.me) not in state.changes or state.urgent:
+        notice, number = self._mine, state.record.number
+        if notice is None or self._gave_up == number or ("leave", self._me) not in state.changes or state.urgent:
             return None
-        if rung(notice, time.monotonic(), self._move_seconds(self._of.me)) is not Rung.CRASH_PATH:
+        if rung(notice, time.monotonic(), self._move_seconds(self._me, state)) is not Rung.CRASH_PATH:
             return None
-        return self._event(notice, self._of.me)
+        return self._event(notice, self._me, state)
 
-    def _event(self, notice: Notice, member: Member) -> m.Event:
-        needed = 0.0 if notice.deadline is None else self._move_seconds(member)
-        step, state = rung(notice, time.monotonic(), needed), self._of.state
+    def _event(self, notice: Notice, member: Member, state: State) -> m.Event:
+        needed = 0.0 if notice.deadline is None else self._move_seconds(member, state)
+        step = rung(notice, time.monotonic(), needed)
         alone = False
         if step is Rung.CRASH_PATH:
             changes = state.changes | {("leave", member)}
             alone = state.layout is not None and leaves_alone(
-                state.layout, stay_with(state.record, changes), len(self._of.job.layer_bytes)
+                state.layout, stay_with(state.record, changes), len(self._layer_bytes)
             )
-            if member == self._of.me:
+            if member == self._me:
                 self._gave_up = state.record.number
         return protocol_event(step, member, alone)
 
-    def _move_seconds(self, member: Member) -> float:
-        """How long it takes until nobody needs this member any more, as far as can be told."""
-        left = sum(size for layer, size in self._moves(member).items() if not self._of.training.is_sent(layer))
-        return left / LINK + 2 * self._of.training.usual_seconds + CHANGE_SECONDS
+    def _move_seconds(self, member: Member, state: State) -> float:
+        """How long it takes until no other member needs this one any more, as far as can be told."""
+        left = sum(size for layer, size in self._moves(member, state).items() if not self._steps.is_sent(layer))
+        return left / LINK + 2 * self._steps.usual_seconds + CHANGE_SECONDS
 
-    def _moves(self, member: Member) -> Mapping[int, int]:
+    def _moves(self, member: Member, state: State) -> Mapping[int, int]:
         """Layer -> bytes that the member has to send when it leaves."""
-        state, sizes, seats = self._of.state, self._of.job.layer_bytes, self._of.seats
+        sizes, seats = self._layer_bytes, self._seats
         known = {change for change in state.changes if change[1] in seats}  # a vote may tell of one before it has asked
         changes = frozenset(known | {("leave", member)})
         if state.layout is None or member not in state.record.members:
             return {}
         if self._known is None or self._known[:3] != (changes, member, state.record.number):
-            ahead = find_ahead(member, state.record, state.layout, changes, seats, self._of.work.place, sizes)
+            ahead = find_ahead(member, state.record, state.layout, changes, seats, self._place, sizes)
             moves = {layer: sizes[layer] * len(targets) for layer, targets in ahead.targets.items()}
             self._known = (changes, member, state.record.number, moves)
         return self._known[3]
 
 
 def leaves_alone(layout: Layout, stay: list[Member], num_layers: int) -> bool:
-    """Whether those that stay lack a layer, so that only those that leave can give it; nobody stays: False."""
+    """Whether those that stay lack a layer, so that only those that leave can give it; False where none stays."""
     held = {layer for member in stay for layer in (*layout.owned.get(member, ()), *layout.copied.get(member, ()))}
     return bool(stay) and len(held) < num_layers

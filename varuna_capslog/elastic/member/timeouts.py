@@ -21,9 +21,9 @@ class Patience:
 
     Attributes:
         peer: for any message of the data path, and for layers.
-        change: until somebody founds a generation without knowing who is lost.
+        change: until a member founds a generation without knowing who is lost.
         again: between further attempts.
-        gather: for the others' values in the first round; at least three steps, which nobody breaks off in the middle.
+        gather: for the others' values in the first round; at least three steps, since no member breaks off a step.
     """
 
     peer: float = 30.0
@@ -72,8 +72,8 @@ class WaitingTime:
     def ends(self, state: State, steps: _Steps, roster: Roster) -> float:
         """When patience is at its end if nothing happens.
 
-        Where nobody who once took part may come back, nobody can bring the settled layers that are lacking, and the run
-        need not wait for them; nor do newcomers without them prolong the wait.
+        Where no member that once took part may come back, none can bring the settled layers that are lacking, and the
+        run need not wait for them; nor do new members without them prolong the wait.
         """
         patience, since = self._patience, self._since
         first = again = patience.again

@@ -8,24 +8,43 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from torch import Tensor
 
-from varuna_capslog.elastic.member.change_report import Story
+from varuna_capslog.elastic.member.data_path import DataPath
+from varuna_capslog.elastic.member.parts import Parts
 from varuna_capslog.elastic.member.wire import decode, encode
 from varuna_capslog.engine.communicator import PeerLost
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.ahead import Ahead, find_ahead, first_owner, stay_with
+from varuna_capslog.membership.entries import CheckpointEntry, Entry
 from varuna_capslog.membership.generation import Member, Stamp
-from varuna_capslog.membership.recovery import Seat
-from varuna_capslog.membership.state import Phase
-
-if TYPE_CHECKING:
-    from varuna_capslog.elastic.member.runtime import Runtime
+from varuna_capslog.membership.state import Phase, State
 
 __all__ = ["Training"]
+
+
+class _Loop(Protocol):
+    """What is asked of the one who feeds the protocol; see `Runtime`."""
+
+    @property
+    def state(self) -> State: ...
+
+    @property
+    def ended(self) -> bool: ...
+
+    def feed(self, *events: m.Event) -> None: ...
+
+    def drain(self) -> None: ...
+
+    def end(self, stopped: bool) -> None: ...
+
+    def append(self, entry: Entry) -> None: ...
+
+    def has_met(self, changes: frozenset[m.Change]) -> bool: ...
+
+    def look_at_deadline(self) -> None: ...
 
 
 class Training:
@@ -35,12 +54,12 @@ class Training:
         todo: the step that the protocol wants computed.
         waits_since: when the last computation ended; `time.monotonic`.
         usual_seconds: of the longest of the last steps; 0 before the first one.
-        sent_ahead: layers that this member sent ahead of a planned change in the generation before.
+        sent_ahead: layers that this member sent ahead of a planned change in the last generation that trained.
         save_all: a checkpoint is due at the next boundary, together with all members.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._of = runtime
+    def __init__(self, parts: Parts, path: DataPath, loop: _Loop) -> None:
+        self._parts, self._path, self._loop = parts, path, loop
         self.todo: m.Compute | None = None
         self.waits_since = 0.0
         self.usual_seconds = 0.0
@@ -61,11 +80,12 @@ class Training:
         self.todo = self._computing = None
 
     def adopt(self) -> None:
-        """A newer generation: whoever wants to stop says so again in its first vote, also to those that are new."""
+        """A newer generation: a wish to stop is said again in its first vote, so that new members hear it."""
         self.abort()
         self._stop = self.save_all = False
         ahead, self._ahead = self._ahead, None
-        self.sent_ahead = frozenset() if ahead is None or ahead.hinted else frozenset(ahead.sent)
+        if ahead is not None:  # else this generation did not come so far: the copies of the one before still count
+            self.sent_ahead = frozenset() if ahead.hinted else frozenset(ahead.sent)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -73,121 +93,117 @@ class Training:
         """Computes the step that is due, and votes as soon as all that the vote waits for is here."""
         todo, self.todo = self.todo, None
         assert todo is not None
-        runtime, generation, step = self._of, todo.generation, todo.step
-        runtime.drain()
+        parts, loop, generation, step = self._parts, self._loop, todo.generation, todo.step
+        loop.drain()
         if not self._goes_on(generation):
             return
         try:
-            if self._stop or runtime.work.is_done(runtime.state.at.step):
+            if self._stop or parts.work.is_done(loop.state.at.step):
                 self._finish()
                 return
             self._between()
-            runtime.look_at_deadline()
+            loop.look_at_deadline()
             self._began = time.monotonic()
             self._computing = step
             self._send_ahead()
-            runtime.probe("compute")
-            finite = runtime.work.compute(step)
+            parts.probe("compute")
+            finite = parts.work.compute(step)
         except PeerLost:
-            runtime.feed(m.Broken(generation))
+            loop.feed(m.Broken(generation))
             return
-        runtime.probe("computed")
+        parts.probe("computed")
         self._send_updates(generation, step)
-        runtime.drain()
+        loop.drain()
         if not self._goes_on(generation):
             return
-        runtime.holdings.advance(runtime.state.held, generation)
+        parts.holdings.advance(loop.state.held, generation)
         self._check_ahead()
         self.waits_since = time.monotonic()
-        runtime.feed(m.Computed(generation, step, finite))
+        loop.feed(m.Computed(generation, step, finite))
 
     def _between(self) -> None:
         save, self.save_all = self.save_all, False
-        written = self._of.work.between(self._of.state.at, save)
+        written = self._parts.work.between(self._loop.state.at, save)
         if written is not None:
-            if self._of.me == self._of.state.record.members[0]:
-                self._of.append({"kind": "checkpoint", "step": written.step, "generation": written.generation})
-            self._of.feed(m.Checkpointed(written))
+            if self._parts.me == self._loop.state.record.members[0]:
+                self._loop.append(CheckpointEntry(written.step, written.generation))
+            self._loop.feed(m.Checkpointed(written))
 
     def _goes_on(self, generation: int) -> bool:
-        state = self._of.state
-        return not self._of.ended and state.phase is Phase.RUN and state.record.number == generation
+        state = self._loop.state
+        return not self._loop.ended and state.phase is Phase.RUN and state.record.number == generation
 
     def _finish(self) -> None:
         """The last boundary: all members write the end together."""
-        runtime = self._of
-        runtime.work.finish(runtime.state.at, self._stop)
-        assert runtime.communicator is not None
+        self._parts.work.finish(self._loop.state.at, self._stop)
         # who is gone from here on has finished, or would have: everything is written
         with contextlib.suppress(PeerLost):
-            runtime.communicator.barrier()
-        runtime.end(self._stop)
+            self._path.barrier()
+        self._loop.end(self._stop)
 
     def vote(self, effect: m.Cast) -> tuple[m.Event, ...]:
         """The vote on the step that was computed."""
-        runtime = self._of
+        parts = self._parts
         assert isinstance(effect.value, m.Vote)
-        runtime.probe("vote")
+        parts.probe("vote")
         try:
-            outcome = runtime.work.vote(effect.round, encode(effect.value))
+            outcome = parts.work.vote(effect.round, encode(effect.value))
         except PeerLost:
             return (m.Broken(effect.generation),)
-        runtime.probe("voted")
-        runtime.holdings.voted(effect.round, outcome.scale)
+        parts.probe("voted")
+        parts.holdings.voted(effect.round, outcome.scale)
         self._stop = self._stop or outcome.stop
         votes: dict[Member, m.Value] = {}
-        for member, ballot in zip(runtime.state.record.members, outcome.ballots, strict=True):
+        for member, ballot in zip(self._loop.state.record.members, outcome.ballots, strict=True):
             vote = decode(ballot)
-            # what is not finite only in the sum is not finite for everybody
+            # what is not finite only in the sum is not finite for all members
             votes[member] = vote if outcome.finite else m.Vote(finite=False)
         return (m.Tally(effect.generation, effect.round, votes),)
 
     def apply(self, effect: m.Apply) -> None:
         """The step becomes state; the boundary before it is kept until the next vote."""
-        runtime, holdings = self._of, self._of.holdings
-        runtime.probe("apply")
+        parts, holdings = self._parts, self._parts.holdings
+        parts.probe("apply")
         assert holdings.live == effect.before, (holdings.live, effect.before)
-        holdings.forget(runtime.state.held)
+        holdings.forget(self._loop.state.held)
         holdings.keep_before()
-        runtime.probe("applying")
-        runtime.work.apply(effect.step)
+        parts.probe("applying")
+        parts.work.apply(effect.step)
         holdings.live = Stamp(effect.step, effect.generation)
         self._computing = None
-        holdings.advance(runtime.state.held, effect.generation)
+        self.sent_ahead = frozenset()
+        holdings.advance(self._loop.state.held, effect.generation)
         coming = self._ahead is not None and not self._ahead.mine <= holdings.copies.keys()
         holdings.prune(effect.step, behind=coming)
-        runtime.probe("applied")
+        parts.probe("applied")
         self._tell(effect.step)
 
     def _tell(self, step: int) -> None:
-        now, runtime = time.monotonic(), self._of
+        now, report, record = time.monotonic(), self._parts.report, self._loop.state.record
         self.usual_seconds = max(now - self._began, 0.8 * self.usual_seconds)
-        record = runtime.state.record
-        if runtime.story.why:
-            if runtime.me == record.members[0]:
-                kind, details = runtime.story.event(record, step, self._began)
-                runtime.work.note(kind, **details)
-            runtime.story = Story()
-        runtime.story.last_apply = now
+        if report.why and self._parts.me == record.members[0]:
+            kind, details = report.event(record, step, self._began)
+            self._parts.work.note(kind, **details)
+        report.applied(now)
 
     # -- copies -------------------------------------------------------------------------------------------------------
 
     def _send_updates(self, generation: int, step: int) -> None:
         """What those need that follow layers of this member."""
-        runtime = self._of
-        layout, members = runtime.state.layout, runtime.state.record.members
+        parts, state = self._parts, self._loop.state
+        layout, members = state.layout, state.record.members
         assert layout is not None
         messages: dict[Member, dict[str, Tensor]] = {}
         layers: dict[Member, list[int]] = {}
-        for layer in sorted(runtime.state.own):
-            if first_owner(layer, layout, members) != runtime.me:
+        for layer in sorted(state.own):
+            if first_owner(layer, layout, members) != parts.me:
                 continue
             copies = [member for member in members if layer in layout.copied.get(member, ())]
             shadows = self._ahead.sent.get(layer, ()) if self._ahead is not None else ()
             if not copies and not shadows:
                 continue
-            update = dict(runtime.work.update(layer))
-            if shadows or not runtime.job.sync:  # no vote waits for their arrival, and the step changes them
+            update = dict(parts.work.update(layer))
+            if shadows or not parts.job.sync:  # no vote waits for their arrival, and the step changes them
                 update = {name: tensor.clone() for name, tensor in update.items()}
             for member in dict.fromkeys([*copies, *shadows]):
                 message = messages.setdefault(member, {})
@@ -195,11 +211,11 @@ class Training:
                 layers.setdefault(member, []).append(layer)
         for member, message in messages.items():
             about = layers[member]  # a layer that is not trained has no gradients, and makes its step all the same
-            runtime.senses.peers.send(member, "update", message, generation=generation, layers=about, step=step)
+            parts.peers.send(member, "update", message, generation=generation, layers=about, step=step)
 
     def check_copies(self) -> None:
         """Tells the protocol when what the vote waits for is here."""
-        runtime, state, holdings = self._of, self._of.state, self._of.holdings
+        state, holdings = self._loop.state, self._parts.holdings
         if state.phase is not Phase.RUN or self._computing != state.round or state.copied == state.round:
             return
         holdings.advance(state.held, state.record.number)
@@ -209,10 +225,10 @@ class Training:
             copy = holdings.copies.get(layer)
             if copy is None or copy.stamp != state.at:
                 return
-            needs_update = runtime.job.sync or layer in state.shadows
+            needs_update = self._parts.job.sync or layer in state.shadows
             if needs_update and not holdings.has_update(layer, state.round):
                 return
-        runtime.feed(m.Copied(state.record.number, state.round))
+        self._loop.feed(m.Copied(state.record.number, state.round))
 
     # -- planned changes: copy ahead ----------------------------------------------------------------------------------
 
@@ -220,7 +236,7 @@ class Training:
         """Whether it was sent ahead in this generation, to all that need it."""
         return self._ahead is not None and layer in self._ahead.sent
 
-    def prepare(self, changes: frozenset[m.Change], seats: Mapping[Member, Seat], hinted: bool = False) -> bool:
+    def prepare(self, changes: frozenset[m.Change], hinted: bool = False) -> bool:
         """Finds out what would move for these changes; False where that is known, or cannot be known yet.
 
         A vote may tell of a newcomer before the log does; without its seat this member would expect other layers than
@@ -229,16 +245,14 @@ class Training:
         Args:
             hinted: they may never be made: what comes here is kept current, and that is all.
         """
-        runtime, before = self._of, self._ahead
+        parts, seats, before = self._parts, self._parts.seats, self._ahead
         if before is not None and (before.changes, before.hinted) == (changes, hinted):
             return False
-        state = runtime.state
+        state, job = self._loop.state, parts.job
         assert state.layout is not None
         if not seats.keys() >= set(stay_with(state.record, changes)):
             return False  # Prepare is said again after the next step
-        self._ahead = find_ahead(
-            runtime.me, state.record, state.layout, changes, seats, runtime.place, runtime.job.layer_bytes
-        )
+        self._ahead = find_ahead(parts.me, state.record, state.layout, changes, seats, job.place, job.layer_bytes)
         self._ahead.hinted = hinted
         if before is not None:  # who follows a layer goes on to follow it: votes may wait for that
             self._ahead.sent = before.sent
@@ -246,25 +260,25 @@ class Training:
 
     def _send_ahead(self) -> None:
         """At the beginning of a step: what moves ahead, at this boundary. Updates follow from this step on."""
-        runtime = self._of
+        parts, at, number = self._parts, self._loop.state.at, self._loop.state.record.number
         if self._ahead is None or self._ahead.began:
             return
         for layer, members in self._ahead.due():
-            state = runtime.work.state(layer, copy=True)
+            state = parts.work.state(layer, copy=True)
             for member in members:
-                runtime.send_state("shadow", member, runtime.state.record.number, layer, runtime.state.at, state)
-                runtime.probe("shadow sent")
+                parts.send_state("shadow", member, number, layer, at, state)
+                parts.probe("shadow sent")
 
     def _check_ahead(self) -> bool:
         """Prepared, once all that comes here has come and stands at this step's boundary. Whether that was said now."""
-        runtime, state, ahead = self._of, self._of.state, self._ahead
+        parts, state, ahead = self._parts, self._loop.state, self._ahead
         if ahead is None or ahead.hinted or not ahead.began or state.prepared == ahead.changes or state.cast:
             return False
-        copies = [runtime.holdings.copies.get(layer) for layer in ahead.mine]
+        copies = [parts.holdings.copies.get(layer) for layer in ahead.mine]
         if not all(copy is not None and copy.stamp == state.at for copy in copies):
             return False
-        if not runtime.has_met(ahead.changes):
+        if not self._loop.has_met(ahead.changes):
             return False
-        runtime.probe("prepared")
-        runtime.feed(m.Prepared(state.record.number, ahead.changes, ahead.mine))
+        parts.probe("prepared")
+        self._loop.feed(m.Prepared(state.record.number, ahead.changes, ahead.mine))
         return True

@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.membership.entries import GenerationEntry
 from varuna_capslog.membership.generation import EMPTY, Generation
 
 __all__ = ["LOOK_SECONDS", "Entry", "LogFollower", "Lost", "MembershipStore", "StoreGone", "Take", "pack_entry"]
@@ -79,7 +80,7 @@ class MembershipStore(abc.ABC):
         """
         if record.number != expected + 1:
             raise CapslogError(f"generation {record.number} cannot follow {expected}; number them one by one")
-        text = pack_entry({"kind": "generation", "number": record.number, "record": record.to_json()})
+        text = pack_entry(GenerationEntry(record).to_json())
         while True:
             position, newest = self._catch_up()
             if newest.number != expected:

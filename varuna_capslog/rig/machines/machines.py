@@ -20,6 +20,7 @@ from typing import Any
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.settings import Config
 from varuna_capslog.elastic.host.fork_server import PRELOADED, Nursery
+from varuna_capslog.membership.entries import NoticeEntry, RequestEntry
 from varuna_capslog.membership.generation import Generation, Member, Stamp
 from varuna_capslog.rig.judge import Stepped
 from varuna_capslog.rig.machines.agenda import Agenda
@@ -222,7 +223,7 @@ class Machines:
 
     def request(self, devices: int) -> None:
         """Asks the run to have so many workers."""
-        self.store.append({"kind": "request", "devices": devices})
+        self.store.append(RequestEntry(devices))
 
     def notice(self, member: Member, source: str, urgent: bool = False, deadline: float | None = None) -> None:
         """Announces that a member will be taken away.
@@ -232,9 +233,8 @@ class Machines:
             urgent: at once, without handing over its state.
             deadline: seconds until then; None: the member leaves when it is ready.
         """
-        self.store.append(
-            {"kind": "notice", "member": member, "urgent": urgent, "deadline": deadline, "source": source}
-        )
+        until = None if deadline is None else time.time() + deadline
+        self.store.append(NoticeEntry(member, urgent, until, source))
 
     def lose_store_server(self, number: int, seconds: float) -> None:
         """One of etcd's servers is killed, and comes back after so many seconds."""

@@ -11,6 +11,7 @@ from typing import Any
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.elastic.host.roster import Roster
+from varuna_capslog.membership.entries import AskEntry, BrokenEntry, GenerationEntry
 from varuna_capslog.membership.generation import Member
 from varuna_capslog.rig.judge import Segment
 
@@ -49,19 +50,17 @@ class Members:
         Args:
             now: seconds since the epoch.
         """
-        self.roster.take(entry)
-        match entry.get("kind"):
-            case "generation":
-                record = self.roster.generation
+        match self.roster.take(entry):
+            case GenerationEntry(record):
                 segment.founded.append((record, now))
                 self._of[record.number] = record.members
                 new = set(record.members) - self._known
                 self._known |= new
                 self.joins += len(new) if record.number > 1 else 0
-            case "ask":
-                self.asked.setdefault(str(entry["member"]), now)
-            case "broken" if segment.broken is not None:
-                segment.broken.add(int(entry["generation"]))
+            case AskEntry(member):
+                self.asked.setdefault(member, now)
+            case BrokenEntry(generation) if segment.broken is not None:
+                segment.broken.add(generation)
 
     def of(self, generation: int) -> tuple[Member, ...]:
         """The voters of a generation; () where the log has not named it yet."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from varuna_capslog.elastic.store.etcd_store import begin_run
 from varuna_capslog.elastic.store.torch_store import MembershipStore, StoreGone, StoreServer, open_store, serve_store
+from varuna_capslog.membership.entries import Entry
 from varuna_capslog.membership.generation import Generation
 from varuna_capslog.rig.etcd_servers import EtcdServers
 
@@ -86,11 +87,11 @@ class RunStore:
         assert self._etcd is not None
         self._etcd.start_again(number)
 
-    def append(self, entry: dict[str, Any]) -> None:
+    def append(self, entry: Entry) -> None:
         """Appends an entry to the log; does nothing where the store is lost."""
         if self._client is not None:
             with contextlib.suppress(StoreGone):
-                self._client.append(entry)
+                self._client.append(entry.to_json())
 
     def found(self, generation: Generation) -> None:
         """Founds the first generation, unless there is one or the store is lost."""

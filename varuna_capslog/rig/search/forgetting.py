@@ -67,7 +67,8 @@ def brought(value: m.Value, record: Generation) -> m.Value:
     """What a member cast in a generation, without what its record voids."""
     if not isinstance(value, m.Contribution):
         return value
-    return replace(value, held=valid(value.held, record), voted=_voted(value.voted, record))
+    proofs = frozenset(proof for proof in value.proofs if record.continues(proof.stamp))
+    return replace(value, held=valid(value.held, record), voted=_voted(value.voted, record), proofs=proofs)
 
 
 @functools.lru_cache(_MANY)

@@ -8,75 +8,39 @@ The rules, each checked where it could break:
 
 1. No member answers a generation that it has left, nor casts two values in one round; none acts on an unfinished round.
 2. Once a generation is founded, an older one completes at most the vote that was under way: never two groups train.
-3. Equal stamps are equal states: each has one predecessor, and nobody computes with a mixture.
+3. Equal stamps are equal states: each has one predecessor, and no member computes with a mixture.
 4. A settled step (all voters hold it) is never lost, unless a generation that may go back was founded in so many words;
    and that is needed only where more members are gone than the redundancy covers.
 5. A step is applied at most once in the past of any state, and without gaps.
 6. A member sends, drops and claims only what it holds; all members of a generation decide alike.
 7. Members come and go because of a loss or a wish. A hint changes no membership, and copies are made ahead only of
    what was hinted or wished.
-8. Where a vote asks for a checkpoint, all who act on it write one at that boundary and nobody else does; the change
-   that it was asked for begins after it. Whoever knows of such a wish asks with each vote until there is one.
+8. Where a vote asks for a checkpoint, all who act on it write one at that boundary and no others do; the change
+   that it was asked for begins after it. A member that knows of such a wish asks with each vote until there is one.
+9. A copy made ahead that differs from its owner's state is never used where that owner takes part and could tell: it
+   is not sent, and no member begins with it.
+10. A layer that arrives damaged is not taken, and the member that lacks it answers that generation never again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership import protocol
-from varuna_capslog.membership.generation import EMPTY, INITIAL, Generation, Layout, Member, Stamp
-from varuna_capslog.membership.recovery import Seat
-from varuna_capslog.membership.redundancy import place_copies
+from varuna_capslog.membership.generation import EMPTY, INITIAL, Generation, Held, Member, Stamp
 from varuna_capslog.membership.state import Job, Phase, State, Step
+from varuna_capslog.rig.search.truth import Damage, Truth
 
-__all__ = ["Violation", "World", "even_places", "make_job"]
+__all__ = ["Transition", "Violation", "World"]
 
 Transition = Callable[[Job, State, m.Event], Step]
 
 
 class Violation(AssertionError):
     """A rule of the protocol is broken; the message names the rule, the member and the event."""
-
-
-def even_places(
-    num_layers: int, redundancy: int, fewest: int = 1, replicas: int = 1
-) -> Callable[[Sequence[Seat]], Layout | str]:
-    """A planner for the rig: layers dealt out evenly in rank order, copies by `place_copies`.
-
-    Args:
-        fewest: with fewer members the run waits.
-        replicas: wanted; as many pipelines as there are members for, at most this many.
-    """
-
-    def place(seats: Sequence[Seat]) -> Layout | str:
-        if len(seats) < fewest:
-            return f"{len(seats)} device(s); {fewest} are needed"
-        pipelines = min(replicas, max(1, len(seats) // fewest))
-        owned: dict[Member, tuple[int, ...]] = {}
-        rows: list[list[tuple[Member, Sequence[int]]]] = []
-        size = len(seats) // pipelines
-        for number in range(pipelines):
-            part = seats[number * size : (number + 1) * size]
-            stages = min(len(part), num_layers)
-            cuts = [stage * num_layers // stages for stage in range(stages)] + [num_layers]
-            row = [(part[stage].member, tuple(range(cuts[stage], cuts[stage + 1]))) for stage in range(stages)]
-            owned.update(row)
-            rows.append(list(row))
-        spare = [seat.member for seat in seats if seat.member not in owned]
-        hosts = {seat.member: seat.host for seat in seats}
-        copies = place_copies(rows, hosts, redundancy, [1] * num_layers, spare)
-        return Layout(num_layers, owned, copies.kept, copies.problem)
-
-    return place
-
-
-def make_job(
-    num_layers: int, redundancy: int = 1, sync: bool = True, shadows: bool = False, fewest: int = 1, replicas: int = 1
-) -> Job:
-    """A job for the rig: layers of one byte, placed by `even_places`."""
-    return Job((1,) * num_layers, even_places(num_layers, redundancy, fewest, replicas), sync, shadows)
 
 
 class World:
@@ -86,10 +50,20 @@ class World:
         redundancy: what rule 4 holds the placement to.
         transition: the protocol, or a broken one.
         compare: the store compares before it sets; False is a broken store.
+        proves: members compare copies made ahead with their owners, as a live run does; without damage the outcome is
+            the same, and there are fewer states to tell apart.
     """
 
-    def __init__(self, job: Job, redundancy: int, transition: Transition = protocol.step, compare: bool = True) -> None:
+    def __init__(
+        self,
+        job: Job,
+        redundancy: int,
+        transition: Transition = protocol.step,
+        compare: bool = True,
+        proves: bool = False,
+    ) -> None:
         self.job, self.redundancy, self.transition, self.compare = job, redundancy, transition, compare
+        self.proves = proves
         self.states: list[State] = []
         self.alive: list[bool] = []
         self.memory: list[frozenset[tuple[int, Stamp]]] = []
@@ -100,16 +74,7 @@ class World:
         self.disk: frozenset[Stamp] = frozenset([INITIAL])
         self.saves: dict[Stamp, frozenset[int]] = {}  # who has written its share of a checkpoint that a vote asked for
         self.casts: dict[tuple[int, int], dict[Member, m.Value]] = {}
-        # ghosts: nobody in the model can see these
-        self.parents: dict[Stamp, Stamp] = {}
-        self.bases: dict[int, Stamp] = {}
-        self.rounds: dict[int, int] = {}  # generation -> newest step that all have voted for
-        self.behind: dict[int, int] = {}  # generation -> votes completed after its successor was founded
-        self.settled = INITIAL
-        self.protected: tuple[Member, ...] = ()  # members of the newest generation that voted on a step
-        self.wished: frozenset[m.Change] = frozenset()  # what anybody was told
-        self.hinted: frozenset[m.Change] = frozenset()
-        self.asks: frozenset[tuple[int, m.Change]] = frozenset()  # who knows that this change wants a checkpoint first
+        self.truth = Truth()
 
     def add(self, state: State, memory: frozenset[tuple[int, Stamp]] | None = None) -> int:
         """Lets a process into the world; `memory` is what it really holds (by default what it claims)."""
@@ -137,29 +102,32 @@ class World:
             for entry in state.held - before.held:
                 self._store(i, entry)
         self.states[i] = state
+        answers = state.phase in (Phase.GATHER, Phase.INSTALL, Phase.RUN) and state.votes
+        if isinstance(event, m.Damaged) and answers and state.record.number == event.generation:
+            self._fail(10, i, event, "goes on in a generation in which a layer arrived damaged")
         self._saves_as_asked(i, event, before, effects)
-        if self.asks:  # what it gave up as a wish it need not ask for
-            self.asks = frozenset(ask for ask in self.asks if ask[0] != i or ask[1] in state.changes)
+        if self.truth.asks:  # what it gave up as a wish it need not ask for
+            self.truth.asks = frozenset(ask for ask in self.truth.asks if ask[0] != i or ask[1] in state.changes)
         for effect in effects:
             self._perform(i, effect, before)
         if state.held is not before.held and not state.held <= self.memory[i]:
             self._fail(6, i, event, f"claims {sorted(state.held - self.memory[i])}, which is not in its memory")
-        if state.phase is Phase.RUN and state.record.number not in self.bases:
+        if state.phase is Phase.RUN and state.record.number not in self.truth.bases:
             self._fail(6, i, event, "trains in a generation whose base nobody decided")
 
     def _told(self, i: int, event: m.Event, state: State) -> None:
         """Ghosts: what was wished and hinted, and who knows that a checkpoint is to come first."""
         match event:
             case m.Notice(change):
-                self.wished |= {change}
+                self.truth.wished |= {change}
                 if event.save and change in state.changes:
-                    self.asks |= {(i, change)}
+                    self.truth.asks |= {(i, change)}
             case m.Asked(member):
-                self.wished |= {("join", member)}
+                self.truth.wished |= {("join", member)}
             case m.Hint(change):
-                self.hinted |= {change}
+                self.truth.hinted |= {change}
             case m.Computed() if i in self.saves.get(state.at, ()) and state.at.generation == state.record.number:
-                self.asks = frozenset(ask for ask in self.asks if ask[0] != i)
+                self.truth.asks = frozenset(ask for ask in self.truth.asks if ask[0] != i)
 
     def _saves_as_asked(self, i: int, event: m.Event, before: State, effects: Sequence[m.Effect]) -> None:
         state, number = self.states[i], before.record.number
@@ -180,7 +148,7 @@ class World:
             self._fail(8, i, event, f"{'writes a' if said else 'does not write the'} checkpoint; asked for: {asked}")
         if asked and goes_on:
             wished = frozenset[m.Change]().union(*[vote.changes for vote in votes if vote.save])
-            self.asks |= {(i, change) for change in wished & state.changes}
+            self.truth.asks |= {(i, change) for change in wished & state.changes}
 
     def _store(self, i: int, entry: tuple[int, Stamp]) -> None:
         self.memory[i] |= {entry}
@@ -198,10 +166,14 @@ class World:
                 if not effect.held <= self.memory[i]:
                     self._fail(6, i, effect, "drops what it does not hold")
                 self.memory[i] -= effect.held
+                self.truth.damaged = frozenset(
+                    one for one in self.truth.damaged if not self._is_of(one, i, effect.held)
+                )
             case m.Send():
                 if (effect.layer, effect.stamp) not in self.memory[i]:
                     self._fail(6, i, effect, "sends what it does not hold")
                 self._decided(i, effect.generation, effect.stamp, effect)
+                self._uses(i, effect.generation, effect.layer, effect.stamp, effect)
             case m.Load():
                 if effect.stamp not in self.disk:
                     self._fail(6, i, effect, "loads a checkpoint that does not exist")
@@ -215,10 +187,10 @@ class World:
                     self._fail(1, i, effect, "founds a successor of a generation that it still answers")
                 self._is_wished(i, effect)
             case m.CopyAhead():
-                if not effect.changes <= self.hinted:
+                if not effect.changes <= self.truth.hinted:
                     self._fail(7, i, effect, "copies ahead what nobody has hinted")
             case m.Prepare():
-                if not effect.changes <= self.wished:
+                if not effect.changes <= self.truth.wished:
                     self._fail(7, i, effect, "prepares what nobody wishes")
             case m.SaveAll():
                 self._save(i, effect)
@@ -227,10 +199,12 @@ class World:
         self.emit(i, effect)
 
     def _is_wished(self, i: int, effect: m.CompareAndSet) -> None:
-        """Whoever goes or comes by this record is lost, as far as its founder knows, or somebody wished it."""
+        """A member that goes by this record is lost, as far as its founder knows, or was wished to leave; one that
+        comes was wished to join.
+        """
         before, after = self.records[effect.expected], effect.record
-        leave = {member for kind, member in self.wished if kind == "leave"}
-        join = {member for kind, member in self.wished if kind == "join"}
+        leave = {member for kind, member in self.truth.wished if kind == "leave"}
+        join = {member for kind, member in self.truth.wished if kind == "join"}
         for member in set(before.members) - set(after.members) - leave - self.states[i].suspects:
             self._fail(7, i, effect, f"founds a generation without {member}, which is not lost and was not to leave")
         for member in set(after.members) - set(before.members) - join - {self.states[i].me}:
@@ -260,6 +234,54 @@ class World:
     def emit(self, i: int, effect: m.Effect) -> None:
         """What leaves the member: for the one who drives the world."""
 
+    # -- damage --------------------------------------------------------------------------------------------------------
+
+    def copies_ahead(self, i: int) -> frozenset[int]:
+        """The layers of which a member holds a copy made ahead that is still sound, and may be found damaged."""
+        state, struck = self.states[i], {one.layer for one in self.truth.damaged if one.holder == i}
+        if state.phase not in (Phase.RUN, Phase.CHANGE):  # later its digest is already told
+            return frozenset()
+        return frozenset(layer for layer in state.shadows - struck if (layer, state.at) in state.held)
+
+    def damage(self, i: int, layer: int) -> None:
+        """A copy made ahead is from now on not what its owner has, and neither is what follows from it."""
+        state = self.states[i]
+        owners = frozenset(
+            j for j, other in enumerate(self.states) if other.record == state.record and layer in other.own
+        )
+        self.truth.damaged |= {Damage(i, layer, state.at, owners)}
+
+    def proofs(self, i: int) -> frozenset[m.Proof]:
+        """What a member tells of the copies made ahead, and of the layers that it trains, in a first round."""
+        if not self.proves:
+            return frozenset()
+        state = self.states[i]
+        struck = {one.layer for one in self.truth.damaged if self._is_of(one, i, state.held) and one.stamp == state.at}
+        layers = [(layer, True) for layer in state.own] + [(layer, False) for layer in state.shadows]
+        return frozenset(
+            m.Proof(layer, state.at, owner, f"damaged at {i}" if layer in struck else "sound")
+            for layer, owner in layers
+            if (layer, state.at) in state.held
+        )
+
+    def _is_of(self, damage: Damage, i: int, held: Held) -> bool:
+        return damage.holder == i and (damage.layer, damage.stamp) in held
+
+    def _can_judge(self, damage: Damage, number: int) -> bool:
+        """Whether a participant of a generation trained the layer beside the damaged copy and still does."""
+        told = {self.index[member]: value for member, value in self.casts[number, 0].items()}
+        return any(
+            proof.owner and proof.layer == damage.layer
+            for j in damage.owners & told.keys()
+            for proof in getattr(told[j], "proofs", ())
+        )
+
+    def _uses(self, i: int, number: int, layer: int, stamp: Stamp, effect: m.Effect) -> None:
+        """A state becomes the beginning of a generation, here or at another member."""
+        for one in self.truth.damaged:
+            if self._is_of(one, i, frozenset([(layer, stamp)])) and self._can_judge(one, number):
+                self._fail(9, i, effect, f"uses a damaged copy of layer {layer}, though its owner could tell")
+
     # -- rounds --------------------------------------------------------------------------------------------------------
 
     def _cast(self, i: int, effect: m.Cast) -> None:
@@ -273,19 +295,22 @@ class World:
         self.left[i] = max(self.left[i], number - 1)
         if isinstance(effect.value, m.Vote):
             self._wishes(i, effect, effect.value)
+        value = effect.value
+        if isinstance(value, m.Contribution):
+            value = replace(value, proofs=self.proofs(i))
         values = self.casts.setdefault((number, effect.round), {})
-        if me in values and values[me] != effect.value:
+        if me in values and values[me] != value:
             self._fail(1, i, effect, "casts a second value in the same round")
         if me in values:
             return
-        values[me] = effect.value
+        values[me] = value
         if effect.round and len(values) == len(voters) and self.is_unanimous(number, effect.round):
             self._voted(i, effect, record)
 
     def _wishes(self, i: int, effect: m.Cast, vote: m.Vote) -> None:
-        if not vote.changes <= self.wished or not vote.hints <= self.hinted:
+        if not vote.changes <= self.truth.wished or not vote.hints <= self.truth.hinted:
             self._fail(7, i, effect, "votes for a change that nobody wishes, or hints at")
-        forgotten = {change for j, change in self.asks if j == i} & vote.changes
+        forgotten = {change for j, change in self.truth.asks if j == i} & vote.changes
         if forgotten and not vote.save:
             self._fail(8, i, effect, f"does not ask for the checkpoint that is to come before {sorted(forgotten)}")
 
@@ -296,7 +321,7 @@ class World:
         return len(self.casts.get((number, turn), ())) == len(voters)
 
     def is_unanimous(self, number: int, turn: int) -> bool:
-        """Whether a vote is complete and nobody is against the step."""
+        """Whether a vote is complete and no member is against the step."""
         votes = self.casts.get((number, turn), {}).values()
         return self.is_complete(number, turn) and all(isinstance(vote, m.Vote) and vote.finite for vote in votes)
 
@@ -304,20 +329,20 @@ class World:
         """The last vote on a step is cast; who will hear of it is open."""
         number = record.number
         if number < self.record.number:
-            self.behind[number] = self.behind.get(number, 0) + 1
-            if self.behind[number] > 1:
+            self.truth.behind[number] = self.truth.behind.get(number, 0) + 1
+            if self.truth.behind[number] > 1:
                 self._fail(2, i, effect, f"trains on although generation {self.record.number} was founded")
-        if effect.round != self.rounds.get(number, self.bases[number].step) + 1:
-            self._fail(5, i, effect, f"completes step {effect.round} after {self.rounds.get(number)}")
+        if effect.round != self.truth.rounds.get(number, self.truth.bases[number].step) + 1:
+            self._fail(5, i, effect, f"completes step {effect.round} after {self.truth.rounds.get(number)}")
         at = self.states[i].at
         for member in record.members:
             other = self.states[self.index[member]]
             if other.record.number == number and other.at != at:
                 self._fail(3, i, effect, f"votes from {at}, {member} from {other.at}")
-        self.rounds[number] = effect.round
-        if number == max(self.bases):
-            self.settled = at  # all of them voted from this boundary
-            self.protected = record.members
+        self.truth.rounds[number] = effect.round
+        if number == max(self.truth.bases):
+            self.truth.settled = at  # all of them voted from this boundary
+            self.truth.protected = record.members
 
     def _apply(self, i: int, effect: m.Apply) -> None:
         state, after = self.states[i], Stamp(effect.step, effect.generation)
@@ -325,13 +350,20 @@ class World:
             self._fail(1, i, effect, "applies a step that not all have voted for")
         if effect.step != effect.before.step + 1:
             self._fail(5, i, effect, f"applies step {effect.step} to the boundary after step {effect.before.step}")
-        if self.parents.setdefault(after, effect.before) != effect.before:
-            self._fail(3, i, effect, f"makes {after} from {effect.before}; others made it from {self.parents[after]}")
+        if self.truth.parents.setdefault(after, effect.before) != effect.before:
+            self._fail(
+                3, i, effect, f"makes {after} from {effect.before}; others made it from {self.truth.parents[after]}"
+            )
         follows = state.own | state.shadows | (state.copies if self.job.sync else frozenset())
         for layer in follows:
             if (layer, effect.before) not in self.memory[i]:
                 self._fail(3, i, effect, f"applies the step to layer {layer}, which it does not hold at the boundary")
         self.memory[i] |= {(layer, after) for layer in follows}
+        self.truth.damaged |= {
+            one._replace(stamp=after)
+            for one in self.truth.damaged
+            if (one.holder, one.stamp) == (i, effect.before) and one.layer in follows
+        }
 
     # -- generations ---------------------------------------------------------------------------------------------------
 
@@ -356,31 +388,30 @@ class World:
         for layer in state.own:
             if (layer, effect.base) not in self.memory[i]:
                 self._fail(6, i, effect, f"begins without layer {layer}")
+            self._uses(i, effect.generation, layer, effect.base, effect)
 
     def _decided(self, i: int, number: int, base: Stamp, effect: m.Effect) -> None:
         """A member acts on the decision of its generation's first round."""
         if not self.is_complete(number, 0):
             self._fail(1, i, effect, "acts on an unfinished round")
-        if number in self.bases:
-            if self.bases[number] != base:
-                self._fail(6, i, effect, f"goes on from {base}, others from {self.bases[number]}")
+        if number in self.truth.bases:
+            if self.truth.bases[number] != base:
+                self._fail(6, i, effect, f"goes on from {base}, others from {self.truth.bases[number]}")
             return
-        newest = number > max(self.bases, default=-1)
-        self.bases[number] = base
-        if not newest or self.settled in self._past(base):
+        truth = self.truth
+        newest = number > max(truth.bases, default=-1)
+        truth.bases[number] = base
+        here = {self.index[member] for member in self.records[number].participants}
+        # A copy that no participant can judge is taken for the state that its stamp says.
+        truth.damaged = frozenset(
+            one for one in truth.damaged if one.holder not in here or self._can_judge(one, number)
+        )
+        if not newest or truth.settled in truth.past(base):
             return
         record = self.records[number]
         if not record.regress:
-            self._fail(4, i, effect, f"goes on from {base} and loses {self.settled}, which was settled")
-        gone = set(self.protected) - set(record.participants)
-        if len(gone) <= min(self.redundancy, len(self.protected) - 1):
-            self._fail(4, i, effect, f"goes back from {self.settled} to {base} though only {sorted(gone)} are gone")
-        self.settled = base
-
-    def _past(self, stamp: Stamp) -> set[Stamp]:
-        """A state's whole past, itself included."""
-        found = {stamp}
-        while stamp in self.parents:
-            stamp = self.parents[stamp]
-            found.add(stamp)
-        return found
+            self._fail(4, i, effect, f"goes on from {base} and loses {truth.settled}, which was settled")
+        gone = set(truth.protected) - set(record.participants)
+        if len(gone) <= min(self.redundancy, len(truth.protected) - 1):
+            self._fail(4, i, effect, f"goes back from {truth.settled} to {base} though only {sorted(gone)} are gone")
+        truth.settled = base

@@ -27,6 +27,7 @@ from varuna_capslog.base import units
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.settings import Elastic
 from varuna_capslog.elastic.member.beginning import Beginning
+from varuna_capslog.membership.entries import NoticeEntry
 from varuna_capslog.profiles.record import Profile, read_profile
 from varuna_capslog.varuna_plugin.elastic.job import Job
 from varuna_capslog.varuna_plugin.recognise import find_varuna
@@ -194,9 +195,8 @@ class _Leaving:
         """A thread of its own: a handler must not wait for the store."""
         while True:
             self._heard.get()
-            notice = {"kind": "notice", "member": self._me, "urgent": False, "deadline": None, "source": "signal"}
             with contextlib.suppress(CapslogError):
-                self._store.append(notice)
+                self._store.append(NoticeEntry(self._me, source="signal").to_json())
 
 
 def _take_part(member: MemberScript, job: Job) -> ElasticEnd:

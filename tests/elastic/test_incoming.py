@@ -1,0 +1,93 @@
+"""What becomes of the messages of other members, and what this one tells of its own memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from varuna_capslog.elastic.member.effects import Effects
+from varuna_capslog.elastic.member.incoming import Incoming
+from varuna_capslog.elastic.member.peers import Message
+from varuna_capslog.elastic.member.wire import decode, encode
+from varuna_capslog.membership import messages as m
+from varuna_capslog.membership.generation import Generation, Stamp
+from varuna_capslog.membership.state import Phase, State
+from varuna_capslog.training.layer_state import digest
+
+AT = Stamp(5, 1)
+WEIGHT = {"weight": torch.arange(3.0)}
+STATE = State(
+    "m0", "h0", phase=Phase.INSTALL, record=Generation(2, ("m0", "m1")), at=AT, base=AT, missing=frozenset({1})
+)
+
+
+@pytest.fixture
+def parts() -> Any:
+    notes: list[tuple[str, dict[str, Any]]] = []
+    taken: list[tuple[int, Stamp]] = []
+    return SimpleNamespace(
+        me="m0",
+        notes=notes,
+        taken=taken,
+        sent=[],
+        work=SimpleNamespace(note=lambda kind, **details: notes.append((kind, details))),
+        holdings=SimpleNamespace(
+            take=lambda layer, stamp, state: taken.append((layer, stamp)), at=lambda *entry: WEIGHT
+        ),
+        probe=lambda point: None,
+    )
+
+
+def layer(told: str, number: int = 1) -> Message:
+    header = {"generation": 2, "layer": number, "stamp": list(AT), "digest": told}
+    return Message("m1", "layer", header, WEIGHT)
+
+
+def sorted_out(parts: Any, state: State, *messages: Message) -> list[m.Event]:
+    incoming = Incoming(parts, SimpleNamespace())  # type: ignore[arg-type]
+    for message in messages:
+        incoming.add(message)
+    return incoming.sort(state)
+
+
+def test_a_layer_that_is_not_what_was_sent_is_not_taken_and_the_protocol_hears_of_it(parts: Any) -> None:
+    assert sorted_out(parts, STATE, layer("0" * 8)) == [m.Damaged(2, 1)]
+    assert parts.taken == []
+    assert parts.notes == [("damaged", {"layers": [1], "sender": "m1", "generation": 2})]
+
+
+def test_a_layer_that_is_what_was_sent_is_taken_once_it_is_wanted(parts: Any) -> None:
+    good = digest(WEIGHT).hex()
+    assert sorted_out(parts, STATE, layer(good), layer(good, number=0)) == [m.Received(2, 1)]
+    assert parts.taken == [(1, AT)]
+    incoming = Incoming(parts, SimpleNamespace())  # type: ignore[arg-type]
+    incoming.add(layer(good))
+    assert incoming.sort(replace(STATE, phase=Phase.GATHER)) == [], "the decision is not made yet"
+    assert incoming.sort(STATE) == [m.Received(2, 1)]
+
+
+def test_values_of_the_first_round_go_to_the_protocol_whatever_the_phase(parts: Any) -> None:
+    value = m.Contribution(frozenset({(0, AT)}), "h1", proofs=frozenset({m.Proof(0, AT, True, "ab")}))
+    text = encode(value).decode()
+    messages = [Message("m1", "value", {"generation": number, "value": text}, {}) for number in (1, 2, 3)]
+    assert sorted_out(parts, STATE, *messages) == [m.Heard(2, 0, "m1", value), m.Heard(3, 0, "m1", value)]
+
+
+def test_a_member_proves_the_layers_that_were_copied_ahead_and_hears_its_own_value(parts: Any) -> None:
+    held = frozenset((number, AT) for number in range(4))
+    state = replace(STATE, phase=Phase.GATHER, held=held, own=frozenset({0, 1}), shadows=frozenset({2}))
+    parts.peers = SimpleNamespace(send=lambda target, kind, **header: parts.sent.append((target, kind, header)))
+    training, loop = SimpleNamespace(sent_ahead=frozenset({1})), SimpleNamespace(state=state)
+    effects = Effects(parts, *[SimpleNamespace()] * 3, training, loop)  # type: ignore[arg-type,call-arg]
+    (heard,) = effects.carry_out(m.Cast(2, 0, m.Contribution(held, "h0")))
+    proof = digest(WEIGHT).hex()
+    proofs = {m.Proof(1, AT, True, proof), m.Proof(2, AT, False, proof)}
+    assert heard == m.Heard(2, 0, "m0", m.Contribution(held, "h0", proofs=frozenset(proofs)))
+    ((target, kind, header),) = parts.sent
+    assert (target, kind) == ("m1", "value")
+    assert isinstance(heard, m.Heard)
+    assert decode(header["value"].encode()) == heard.value

@@ -1,0 +1,157 @@
+"""The data path of one member: the communicator of the present generation, and the next ones, opened ahead of use.
+
+A group is opened in a thread of its own while everything else goes on; one that is not used is thrown away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch.distributed as dist
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.elastic.member.inbox import Inbox
+from varuna_capslog.elastic.member.timeouts import Patience
+from varuna_capslog.elastic.member.wire import Change
+from varuna_capslog.engine.communicator import Communicator, connect_group
+from varuna_capslog.membership.ahead import stay_with
+from varuna_capslog.membership.generation import Generation, Member
+
+__all__ = ["DataPath"]
+
+Group = tuple[Communicator, tuple[Any, ...]]
+
+_LOOK_SECONDS = 0.005
+
+
+class DataPath:
+    """Called by the member's one thread.
+
+    Args:
+        rendezvous: a store client of the caller's own, where the members of a group meet.
+        patience: `peer`: longest wait for the others, and then for any message of theirs; `gather`: longest wait of a
+            planned change for a data path that is being opened ahead.
+        knows: what this member tells the others of a group as soon as it is open; called in another thread.
+    """
+
+    def __init__(
+        self,
+        me: Member,
+        inbox: Inbox,
+        rendezvous: Callable[[], dist.Store],
+        patience: Patience,
+        knows: Callable[[], Any],
+    ) -> None:
+        self._me, self._inbox, self._rendezvous = me, inbox, rendezvous
+        self._patience, self._knows = patience, knows
+        self._opening: dict[tuple[int, str], Future[Group]] = {}
+        self._communicator: Communicator | None = None
+        self._old: Communicator | None = None
+        self._meet_until = 0.0
+
+    def begin(self, generation: int, members: Sequence[Member]) -> None:
+        """Begins to open the group of these members, by rank; nothing where that was begun, or it is not for us."""
+        if self._me not in members:
+            return
+        self._drop(generation)
+        name = _name(generation, members)
+        if (generation, name) in self._opening:
+            return
+        future: Future[Group] = Future()
+        self._opening[(generation, name)] = future
+        rank, size = members.index(self._me), len(members)
+
+        def open_it() -> None:
+            try:
+                communicator = connect_group(self._rendezvous(), name, rank, size, self._patience.peer)
+                future.set_result((communicator, tuple(communicator.gather(self._knows()))))
+            except Exception as error:
+                # without its traceback, which would keep the store's connection until the next long garbage collection
+                future.set_exception(CapslogError(f"the group of generation {generation} cannot be opened: {error}"))
+
+        threading.Thread(target=open_it, name=f"connect-{generation}", daemon=True).start()
+
+    def meet(self, generation: int, members: Sequence[Member]) -> None:
+        """As `begin`, for a planned change that waits for it; see `has_met`."""
+        self._meet_until = time.monotonic() + self._patience.gather
+        self.begin(generation, members)
+
+    def has_met(self, record: Generation, changes: Iterable[Change], dead: set[Member]) -> bool:
+        """Whether the data path of the generation that these changes lead to is open, so that no member waits for it.
+
+        A newcomer that does not come holds up a change for a while only.
+        """
+        stay = stay_with(record, frozenset(changes))
+        hopeless = time.monotonic() > self._meet_until or not dead.isdisjoint(stay)
+        opening = self._opening.get((record.number + 1, _name(record.number + 1, stay)))
+        return hopeless or opening is None or opening.done()  # done: also where it could not be opened
+
+    def take(self, record: Generation) -> Group | None:
+        """The open data path of a generation; None where it could not be opened, or a member of it is lost."""
+        self._inbox.engage(record.number, frozenset(record.members))
+        self.begin(record.number, record.members)
+        future = self._opening.pop((record.number, _name(record.number, record.members)))
+        while not future.done():
+            if self._inbox.disturbed():
+                future.add_done_callback(_throw_away)
+                return None
+            with contextlib.suppress(TimeoutError):
+                future.exception(timeout=_LOOK_SECONDS)
+        if future.exception() is not None:
+            return None
+        group = future.result()
+        self._communicator = group[0]
+        self._inbox.guard(group[0])
+        if self._inbox.disturbed():
+            return None
+        if self._old is not None:  # ending it takes ten milliseconds, which training need not wait for
+            threading.Thread(target=self._old.abort, name="end-group", daemon=True).start()
+            self._old = None
+        return group
+
+    def leave(self, planned: bool) -> None:
+        """The present generation is answered no more.
+
+        Args:
+            planned: all members have voted for it, so none waits, and none is to be disturbed: the communicator ends
+                when the next one is open.
+        """
+        self._inbox.guard(None)
+        communicator, self._communicator = self._communicator, None
+        if planned:
+            self._old = communicator or self._old
+        elif communicator is not None:
+            communicator.abort()
+
+    def barrier(self) -> None:
+        """Waits for all members of the generation. Raises PeerLost."""
+        assert self._communicator is not None
+        self._communicator.barrier()
+
+    def close(self) -> None:
+        """Ends everything that is open or being opened."""
+        self._drop()
+        for communicator in (self._communicator, self._old):
+            if communicator is not None:
+                communicator.abort()
+
+    def _drop(self, generation: int | None = None) -> None:
+        """Throws away what was opened for generations before this one; all, where none is given."""
+        for key in [key for key in self._opening if generation is None or key[0] < generation]:
+            self._opening.pop(key).add_done_callback(_throw_away)
+
+
+def _name(generation: int, members: Iterable[Member]) -> str:
+    """Another set of members is another group."""
+    return f"{generation}-{hashlib.blake2b(' '.join(members).encode(), digest_size=6).hexdigest()}"
+
+
+def _throw_away(future: Future[Group]) -> None:
+    if future.exception() is None:
+        future.result()[0].abort()

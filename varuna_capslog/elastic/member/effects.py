@@ -1,0 +1,221 @@
+"""Carries out what the protocol answers: store, messages, states on the move, data paths, steps.
+
+`Runtime` calls it for one effect after the other; what an effect leads to at once is returned as events.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
+
+from varuna_capslog.base.errors import CapslogError, StepRefused
+from varuna_capslog.elastic.host.roster import Roster
+from varuna_capslog.elastic.member.data_path import DataPath
+from varuna_capslog.elastic.member.parts import Parts
+from varuna_capslog.elastic.member.training import Training
+from varuna_capslog.elastic.member.wire import encode
+from varuna_capslog.elastic.member.work import Opening
+from varuna_capslog.elastic.store.torch_store import MembershipStore, StoreGone
+from varuna_capslog.engine.communicator import PeerLost
+from varuna_capslog.membership import messages as m
+from varuna_capslog.membership.ahead import first_owner, stay_with
+from varuna_capslog.membership.entries import AskEntry, BrokenEntry, Entry
+from varuna_capslog.membership.generation import INITIAL, Generation, Member
+from varuna_capslog.membership.recovery import Seat
+from varuna_capslog.membership.state import Phase, State
+from varuna_capslog.training.layer_state import digest
+
+__all__ = ["Effects"]
+
+
+class _Loop(Protocol):
+    """What is asked of the one who feeds the protocol; see `Runtime`."""
+
+    @property
+    def state(self) -> State: ...
+
+    def append(self, entry: Entry) -> None: ...
+
+    def release(self) -> None: ...
+
+
+class Effects:
+    """What one member does because of the protocol. Called by its one thread."""
+
+    def __init__(
+        self, parts: Parts, path: DataPath, roster: Roster, store: MembershipStore, training: Training, loop: _Loop
+    ) -> None:
+        self._parts, self._path, self._roster, self._store = parts, path, roster, store
+        self._training, self._loop = training, loop
+        self._decided: m.Decided | None = None
+        self._refused: str | None = None
+
+    def carry_out(self, effect: m.Effect) -> Iterable[m.Event]:
+        """One effect; effects come in the order in which the protocol gives them. Returns what follows from it at once.
+
+        Raises:
+            StepRefused: a step was voted down; what this member held is on disk.
+            CapslogError: the store is lost at a change (all is on disk), or the work failed.
+        """
+        work, probe, state = self._parts.work, self._parts.probe, self._loop.state
+        match effect:
+            case m.ReadStore():
+                return self._ask_store(lambda: self._store.read(state.record.number))
+            case m.CompareAndSet():
+                probe("founding")
+                answer = self._ask_store(lambda: self._store.compare_and_set(effect.expected, effect.record))
+                probe("founded")
+                return answer
+            case m.Cast(_, _, m.Contribution()):
+                return self._bring(effect)
+            case m.Cast():
+                return self._training.vote(effect)
+            case m.Compute():
+                self._training.todo = effect
+            case m.Apply():
+                self._training.apply(effect)
+            case m.Abort():
+                self._abort(effect.generation)
+            case m.Send():
+                probe("send")
+                lies = self._parts.holdings.at(effect.layer, effect.stamp)
+                self._parts.send_state("layer", effect.target, effect.generation, effect.layer, effect.stamp, lies)
+            case m.Load(generation, layer, stamp):
+                read = work.initial(layer) if stamp == INITIAL else work.load(layer, stamp)
+                self._parts.holdings.take(layer, stamp, read)
+                return (m.Received(generation, layer),)
+            case m.Decided():
+                self._gathered(effect)
+            case m.Install():
+                return self._install(effect)
+            case m.Prepare():
+                self._prepare(effect)
+            case m.CopyAhead():
+                self._training.prepare(effect.changes, hinted=True)
+            case m.SaveAll():
+                self._training.save_all = True
+            case m.Bid():
+                for member in effect.members:
+                    self._parts.peers.send(member, "farewell", generation=effect.generation)
+            case m.Ask():
+                self._loop.append(AskEntry(state.me, state.host, state.capacity))
+            case m.Persist():
+                probe("persist")
+                work.persist(self._parts.holdings.everything(state.held), state.record, effect.why)
+                if state.phase is Phase.STOPPED:
+                    self._stopped(effect.why)
+            case m.Wait():
+                work.note("waiting", why=effect.why, generation=state.record.number)
+            case m.Discard():
+                self._refused = work.discard(effect.step)
+            case m.Release():
+                self._loop.release()
+            case m.Drop():
+                pass  # the holdings follow `state.held`
+        return ()
+
+    def _stopped(self, why: str) -> None:
+        if self._refused is not None:
+            raise StepRefused(self._refused)
+        raise CapslogError(f"{why}; what this member held is on disk, and the same command continues the run")
+
+    def _ask_store(self, question: Callable[[], Generation]) -> tuple[m.Event, ...]:
+        try:
+            return (m.StoreSays(question()),)
+        except StoreGone:
+            return (m.StoreLost(),)
+
+    # -- the first round ----------------------------------------------------------------------------------------------
+
+    def _bring(self, effect: m.Cast) -> Iterable[m.Event]:
+        """Tells all participants what this member brings, and hears it itself; the protocol collects the values."""
+        assert isinstance(effect.value, m.Contribution)
+        value = dataclasses.replace(effect.value, proofs=self._proofs())
+        text = encode(value).decode()
+        for member in self._loop.state.record.participants:
+            if member != self._parts.me:
+                self._parts.peers.send(member, "value", generation=effect.generation, value=text)
+        return (m.Heard(effect.generation, 0, self._parts.me, value),)
+
+    def _proofs(self) -> frozenset[m.Proof]:
+        """Of the layers that moved ahead, as their owner or as holder of the copy."""
+        state, holdings = self._loop.state, self._parts.holdings
+        layers = [(layer, True) for layer in state.own & self._training.sent_ahead]
+        layers += [(layer, False) for layer in state.shadows]
+        return frozenset(
+            m.Proof(layer, state.at, owner, digest(holdings.at(layer, state.at)).hex())
+            for layer, owner in layers
+            if (layer, state.at) in state.held
+        )
+
+    def _gathered(self, effect: m.Decided) -> None:
+        """The first round is complete, and all participants decide the same."""
+        self._parts.probe("gathered")
+        self._decided = effect
+        self._path.begin(effect.generation, self._loop.state.record.members)  # all are here, if they were not before
+        if effect.distrusted:
+            layers = sorted(effect.distrusted)
+            self._parts.work.note("damaged", layers=layers, generation=effect.generation)
+        for member, value in effect.values.items():
+            self._parts.seats[member] = Seat(member, value.host, value.capacity)
+        self._parts.report.decided()
+
+    # -- planned changes ----------------------------------------------------------------------------------------------
+
+    def _prepare(self, effect: m.Prepare) -> None:
+        if not self._training.prepare(effect.changes):
+            return
+        self._parts.probe("prepare")
+        record = self._loop.state.record
+        stay = stay_with(record, effect.changes)
+        if self._parts.me in stay:
+            for newcomer in set(stay) - set(record.members):
+                self._parts.peers.send(newcomer, "meet", generation=record.number, members=stay)
+        self._path.meet(record.number + 1, stay)
+
+    # -- from one generation to the next ------------------------------------------------------------------------------
+
+    def _abort(self, generation: int) -> None:
+        """This member answers the generation never again; its states go to the shelf."""
+        self._parts.probe("abort")
+        self._training.abort()
+        self._parts.holdings.shelve(self._loop.state.held)
+        self._path.leave(self._loop.state.planned)
+        if not self._loop.state.planned:
+            self._loop.append(BrokenEntry(generation, self._parts.me))
+
+    def _install(self, effect: m.Install) -> Iterable[m.Event]:
+        parts, record, decided = self._parts, self._loop.state.record, self._decided
+        parts.probe("install")
+        assert decided is not None
+        assert decided.generation == effect.generation
+        broken = (m.Broken(effect.generation),)
+        group = self._path.take(record)
+        if group is None:
+            return broken
+        communicator, told = group
+        own = parts.holdings.own_at(self._loop.state.own, effect.base)
+        parts.report.opened(record.members, self._roster.dead, decided.moved_bytes)
+        opening = Opening(
+            record.number, effect.base, effect.layout, record.members, parts.report.why, decided.moved_bytes, told
+        )
+        try:
+            parts.work.open(opening, communicator, own)
+        except PeerLost:
+            return broken
+        parts.holdings.open(self._loop.state.own, self._loop.state.copies, effect.base)
+        self._send_copies(effect, decided.values)
+        parts.report.before = record.members
+        parts.probe("installed")
+        return ()
+
+    def _send_copies(self, effect: m.Install, brought: Mapping[Member, m.Contribution]) -> None:
+        """Sends the copies that others lack."""
+        parts, base, layout, members = self._parts, effect.base, effect.layout, self._loop.state.record.members
+        for member in members:
+            for layer in layout.copied.get(member, ()):
+                lacks = member != self._parts.me and (layer, base) not in brought[member].held
+                if lacks and first_owner(layer, layout, members) == self._parts.me:
+                    state = parts.work.state(layer, copy=not parts.job.sync)
+                    parts.send_state("copy", member, effect.generation, layer, base, state)

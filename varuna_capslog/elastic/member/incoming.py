@@ -1,0 +1,99 @@
+"""Messages of the other members, kept until this member is where it can take them.
+
+Messages of older generations are dropped, those of newer ones wait. What a message means becomes an event of the
+protocol, or a state in the holdings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from varuna_capslog.elastic.member.data_path import DataPath
+from varuna_capslog.elastic.member.parts import Parts
+from varuna_capslog.elastic.member.peers import PeerMessage
+from varuna_capslog.elastic.member.wire import decode
+from varuna_capslog.elastic.member.work import LayerState
+from varuna_capslog.membership import messages as m
+from varuna_capslog.membership.generation import Stamp
+from varuna_capslog.membership.state import Phase, State
+from varuna_capslog.training.layer_state import digest
+
+__all__ = ["Incoming"]
+
+
+class Incoming:
+    """The mail of one member. Called by its one thread."""
+
+    def __init__(self, parts: Parts, path: DataPath) -> None:
+        self._parts, self._path = parts, path
+        self._mail: list[PeerMessage] = []
+
+    def add(self, message: PeerMessage) -> None:
+        """A message has arrived."""
+        self._mail.append(message)
+
+    def sort(self, state: State) -> list[m.Event]:
+        """Takes what can be taken in this state; returns what the protocol is to be told of it, in order."""
+        events: list[m.Event] = []
+        self._mail = [message for message in self._mail if not self._take(message, state, events)]
+        return events
+
+    def _take(self, message: PeerMessage, state: State, events: list[m.Event]) -> bool:
+        """Whether a message is done with; False keeps it for later."""
+        generation, number, phase = int(message.header["generation"]), state.record.number, state.phase
+        if generation < number:
+            return True
+        if message.kind == "value":  # the protocol keeps those of newer generations
+            value = decode(str(message.header["value"]).encode())
+            events.append(m.Heard(generation, 0, message.sender, value))
+            return True
+        if generation > number:
+            return False
+        match message.kind:
+            case "meet":  # we are about to be let in
+                if phase is Phase.OUTSIDE and state.wants_in:
+                    self._path.begin(generation + 1, message.header["members"])
+                    self._parts.peers.send(message.sender, "met", generation=generation)  # opens the connection ahead
+                return True
+            case "met":
+                return True
+            case "farewell":
+                self._parts.probe("farewell")
+                events.append(m.Farewell(generation))
+                return True
+        if phase is Phase.GATHER or (phase is Phase.INSTALL and message.kind != "layer"):
+            return False
+        if phase is not (Phase.INSTALL if message.kind == "layer" else Phase.RUN):
+            return True
+        if message.kind == "update":
+            self._update(message.header, message.tensors)
+        else:
+            self._state(message, state, events)
+        return True
+
+    def _update(self, header: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
+        """What copies of layers need to make a step."""
+        updates: dict[int, LayerState] = {layer: {} for layer in header["layers"]}  # type: ignore[attr-defined]
+        for address, tensor in tensors.items():
+            index, _, name = address.partition("/")
+            updates[int(index)][name] = tensor
+        for layer, update in updates.items():
+            self._parts.holdings.take_update(layer, int(header["step"]), update)  # type: ignore[call-overload]
+
+    def _state(self, message: PeerMessage, state: State, events: list[m.Event]) -> None:
+        """A layer: one that this member will train ("layer"), or a copy for it to follow."""
+        parts, generation, layer = self._parts, state.record.number, int(message.header["layer"])
+        arrived, stamp = dict(message.tensors), Stamp(*message.header["stamp"])
+        if message.kind == "layer" and (layer not in state.missing or stamp != state.at):
+            return
+        if digest(arrived).hex() != message.header["digest"]:
+            parts.work.note("damaged", layers=[layer], sender=message.sender, generation=generation)
+            events.append(m.Damaged(generation, layer))
+        elif message.kind == "layer":
+            parts.probe("received")
+            parts.holdings.take(layer, stamp, arrived)
+            events.append(m.Received(generation, layer))
+        else:
+            parts.holdings.follow(layer, stamp, arrived)

@@ -1,0 +1,272 @@
+"""The entries of the store's log: what hosts, members and people tell all who take part in a run.
+
+Every entry is a record that checks itself when it is made, so none that is invalid is ever written or acted on.
+`to_json` gives the form in which the store keeps it, `read` is the way back. `docs/elastic.md` says who tells which.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from varuna_capslog.base import fields
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.membership.generation import Generation, Member
+
+__all__ = [
+    "AnnounceEntry",
+    "AskEntry",
+    "BrokenEntry",
+    "CheckpointEntry",
+    "DeadEntry",
+    "Entry",
+    "FinishedEntry",
+    "GenerationEntry",
+    "HelloEntry",
+    "HintEntry",
+    "HostsEntry",
+    "LeftEntry",
+    "NoticeEntry",
+    "RequestEntry",
+    "WorkerEntry",
+    "read",
+]
+
+_EARLIEST = 1e9
+"""Seconds since 1970 in 2001: a smaller deadline is not a time of day but seconds that are left."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What all entries have in common: a field of one name means the same in each of them.
+
+    Raises:
+        CapslogError: the value of a field is not valid.
+    """
+
+    kind: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        def check() -> None:
+            for field in dataclasses.fields(self):
+                value = getattr(self, field.name)
+                if value is not None or field.default is not None:
+                    _CHECKS[field.name](value, field.name)
+
+        fields.within(f"entry {self.kind!r} of the log", check)
+
+    def to_json(self) -> dict[str, Any]:
+        """The form in which the store keeps it."""
+        return {"kind": self.kind, **{field.name: getattr(self, field.name) for field in dataclasses.fields(self)}}
+
+
+@dataclass(frozen=True)
+class GenerationEntry(Entry):
+    """The record of the newest generation. Only the store writes it, as its compare-and-set."""
+
+    kind = "generation"
+    record: Generation
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": self.kind, "number": self.record.number, "record": self.record.to_json()}
+
+
+@dataclass(frozen=True)
+class HostsEntry(Entry):
+    """A supervisor has come ("here", with so many `workers`), has gone home ("gone"), or does not answer ("lost")."""
+
+    kind = "hosts"
+    host: str
+    state: str
+    workers: int | None = None
+
+
+@dataclass(frozen=True)
+class WorkerEntry(Entry):
+    """A worker is being started on this device of a host."""
+
+    kind = "worker"
+    member: Member
+    host: str
+    slot: int
+
+
+@dataclass(frozen=True)
+class HelloEntry(Entry):
+    """A member has loaded and reads the log."""
+
+    kind = "hello"
+    member: Member
+    host: str | None = None
+
+
+@dataclass(frozen=True)
+class AskEntry(Entry):
+    """A member wants to be let in; `capacity` is the bytes of its device, 0 where the run has no capacities."""
+
+    kind = "ask"
+    member: Member
+    host: str | None = None
+    capacity: int = 0
+
+
+@dataclass(frozen=True)
+class DeadEntry(Entry):
+    """A member has ended, or is taken for dead; this is final. `by`: the host that says so."""
+
+    kind = "dead"
+    member: Member
+    why: str | None = None
+    by: str | None = None
+
+
+@dataclass(frozen=True)
+class LeftEntry(Entry):
+    """A member has ended as it should, and no member waits for it any more."""
+
+    kind = "left"
+    member: Member
+
+
+@dataclass(frozen=True)
+class NoticeEntry(Entry):
+    """A member is to leave.
+
+    Attributes:
+        urgent: at the next boundary, whatever was copied ahead.
+        deadline: when it may be gone, in seconds since 1970; None: no deadline.
+    """
+
+    kind = "notice"
+    member: Member
+    urgent: bool = False
+    deadline: float | None = None
+    source: str = "person"
+
+
+@dataclass(frozen=True)
+class HintEntry(Entry):
+    """A member may have to leave later; `deadline` as in `NoticeEntry`."""
+
+    kind = "hint"
+    member: Member
+    urgent: bool = False
+    deadline: float | None = None
+    source: str = "person"
+
+
+@dataclass(frozen=True)
+class AnnounceEntry(Entry):
+    """A host is to leave and tells its members.
+
+    Attributes:
+        notice: "hint", "leave" or "now".
+        deadline: as in `NoticeEntry`.
+    """
+
+    kind = "announce"
+    host: str
+    notice: str
+    deadline: float | None = None
+    id: str = "announced"
+
+
+@dataclass(frozen=True)
+class RequestEntry(Entry):
+    """The run is to have so many workers: hosts start or send away their share."""
+
+    kind = "request"
+    devices: int
+
+
+@dataclass(frozen=True)
+class BrokenEntry(Entry):
+    """A member answers this generation no more."""
+
+    kind = "broken"
+    generation: int
+    member: Member
+
+
+@dataclass(frozen=True)
+class CheckpointEntry(Entry):
+    """A checkpoint of this boundary is complete."""
+
+    kind = "checkpoint"
+    step: int
+    generation: int
+
+
+@dataclass(frozen=True)
+class FinishedEntry(Entry):
+    """The run has ended.
+
+    Attributes:
+        step: the last one that was applied.
+        stopped: early, as it was asked to; `asked`: by a person.
+        failure: what would stop every member: its `member`, `cause`, `kind` and `time`.
+    """
+
+    kind = "finished"
+    step: int = 0
+    stopped: bool = False
+    asked: bool = False
+    failure: Mapping[str, Any] | None = None
+
+
+def read(value: Mapping[str, Any]) -> Entry | None:
+    """The entry that the store keeps as this JSON object; None: its kind is unknown here.
+
+    Raises:
+        CapslogError: a field is missing, unknown or not valid.
+    """
+    record = _KINDS.get(str(value.get("kind")))
+    if record is None:
+        return None
+    if record is GenerationEntry:
+        return GenerationEntry(Generation.from_json(value.get("record"), "the store"))
+    given = {name: part for name, part in value.items() if name != "kind"}
+    return fields.build(record, given, f"the store's log ({record.kind})")
+
+
+def _time(value: Any, name: str) -> None:
+    if fields.seconds(value, name) < _EARLIEST:
+        raise CapslogError(
+            f"{name} is {value:g}; it must be a time in seconds since 1970, not the seconds that are left"
+        )
+
+
+def _is_a(kind: type, words: str) -> Callable[[Any, str], object]:
+    def check(value: Any, name: str) -> None:
+        if not isinstance(value, kind):
+            raise CapslogError(f"{name} is {value!r}; it must be {words}")
+
+    return check
+
+
+def _one_of(*words: str) -> Callable[[Any, str], object]:
+    return lambda value, name: fields.choice(value, name, words)
+
+
+_CHECKS: Mapping[str, Callable[[Any, str], object]] = {
+    **dict.fromkeys(("member", "host", "by", "source", "id"), fields.text),
+    **dict.fromkeys(("slot", "capacity", "generation", "step", "workers"), fields.whole),
+    **dict.fromkeys(("urgent", "stopped", "asked"), _is_a(bool, "true or false")),
+    "why": _is_a(str, "a string"),
+    "deadline": _time,
+    "devices": lambda value, name: fields.whole(value, name, minimum=1),
+    "state": _one_of("here", "gone", "lost"),
+    "notice": _one_of("hint", "leave", "now"),
+    "record": _is_a(Generation, "a generation"),
+    "failure": _is_a(Mapping, "an object"),
+}
+
+_KINDS: Mapping[str, type[Entry]] = {
+    record.kind: record
+    for record in (
+        *(GenerationEntry, HostsEntry, WorkerEntry, HelloEntry, AskEntry, DeadEntry, LeftEntry, NoticeEntry, HintEntry),
+        *(AnnounceEntry, RequestEntry, BrokenEntry, CheckpointEntry, FinishedEntry),
+    )
+}

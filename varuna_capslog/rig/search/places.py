@@ -1,0 +1,51 @@
+"""A planner for the rig: layers dealt out evenly in rank order, with copies, and jobs that use it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from varuna_capslog.membership.generation import Layout, Member
+from varuna_capslog.membership.recovery import Seat
+from varuna_capslog.membership.redundancy import place_copies
+from varuna_capslog.membership.state import Job
+
+__all__ = ["even_places", "make_job"]
+
+
+def even_places(
+    num_layers: int, redundancy: int, fewest: int = 1, replicas: int = 1
+) -> Callable[[Sequence[Seat]], Layout | str]:
+    """A planner for the rig: layers dealt out evenly in rank order, copies by `place_copies`.
+
+    Args:
+        fewest: with fewer members the run waits.
+        replicas: wanted; as many pipelines as there are members for, at most this many.
+    """
+
+    def place(seats: Sequence[Seat]) -> Layout | str:
+        if len(seats) < fewest:
+            return f"{len(seats)} device(s); {fewest} are needed"
+        pipelines = min(replicas, max(1, len(seats) // fewest))
+        owned: dict[Member, tuple[int, ...]] = {}
+        rows: list[list[tuple[Member, Sequence[int]]]] = []
+        size = len(seats) // pipelines
+        for number in range(pipelines):
+            part = seats[number * size : (number + 1) * size]
+            stages = min(len(part), num_layers)
+            cuts = [stage * num_layers // stages for stage in range(stages)] + [num_layers]
+            row = [(part[stage].member, tuple(range(cuts[stage], cuts[stage + 1]))) for stage in range(stages)]
+            owned.update(row)
+            rows.append(list(row))
+        spare = [seat.member for seat in seats if seat.member not in owned]
+        hosts = {seat.member: seat.host for seat in seats}
+        copies = place_copies(rows, hosts, redundancy, [1] * num_layers, spare)
+        return Layout(num_layers, owned, copies.kept, copies.problem)
+
+    return place
+
+
+def make_job(
+    num_layers: int, redundancy: int = 1, sync: bool = True, shadows: bool = False, fewest: int = 1, replicas: int = 1
+) -> Job:
+    """A job for the rig: layers of one byte, placed by `even_places`."""
+    return Job((1,) * num_layers, even_places(num_layers, redundancy, fewest, replicas), sync, shadows)
