@@ -160,7 +160,7 @@ def test_the_nursery_dies_with_its_host(tmp_path):
 import sys, time
 sys.path.insert(0, {str(HERE)!r})
 from pathlib import Path
-from test_nursery import Told, nursery_of, order
+from test_fork_server import Told, nursery_of, order
 told = Told()
 nursery = nursery_of(Path({str(tmp_path)!r}), told)
 told.next("ready")

@@ -27,8 +27,8 @@ from varuna_capslog import cli
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError, StepRefused
 from varuna_capslog.config.settings import Elastic
-from varuna_capslog.elastic import script
 from varuna_capslog.elastic.member.work import Opening
+from varuna_capslog.elastic.script import task as script
 from varuna_capslog.elastic.script.packing import pack, unpack
 from varuna_capslog.elastic.script.work import Group, ScriptWork, saved_states
 from varuna_capslog.engine.communicator import connect_group
