@@ -1,0 +1,111 @@
+"""The house rules that can be counted: sizes of files, functions and classes, and one meaning for each class name."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LINES = 450
+PARAMETERS = 8
+"""Without `self`. More belong into a dataclass of options."""
+ATTRIBUTES = 22
+"""Of an object: its fields, and what its methods set. More belong into objects of their own."""
+
+
+def sources(root: Path) -> Iterator[tuple[str, str]]:
+    """(path, text) of every module of the library and of the workload."""
+    for package in ("varuna_capslog", "detr_pipeline"):
+        for path in sorted((root / package).rglob("*.py")):
+            yield str(path.relative_to(root)), path.read_text(encoding="utf-8")
+
+
+def long_files(root: Path) -> list[str]:
+    return [path for path, text in sources(root) if len(text.splitlines()) > LINES]
+
+
+def is_command(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether the parameters are a command's options: typer reads them from the signature."""
+    return any("typer" in ast.dump(one.annotation) for one in function.args.args if one.annotation is not None)
+
+
+def long_signatures(root: Path) -> list[str]:
+    found = []
+    for path, text in sources(root):
+        for node in ast.walk(ast.parse(text)):
+            if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) or is_command(node):
+                continue
+            names = [one.arg for one in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+            count = len([name for name in names if name not in ("self", "cls")])
+            if count > PARAMETERS:
+                found.append(f"{path}:{node.lineno} {node.name} has {count} parameters")
+    return found
+
+
+def attributes(node: ast.ClassDef) -> set[str]:
+    found = {one.target.id for one in node.body if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)}
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store):
+            if isinstance(inner.value, ast.Name) and inner.value.id == "self":
+                found.add(inner.attr)
+    return found
+
+
+def is_config(node: ast.ClassDef) -> bool:
+    """Whether the fields are keys of a config, which users write and which are described one by one."""
+    return any(isinstance(base, ast.Name) and base.id == "Section" for base in node.bases)
+
+
+def large_classes(root: Path) -> list[str]:
+    return [
+        f"{path}:{node.lineno} {node.name} has {count} attributes"
+        for path, text in sources(root)
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.ClassDef) and not is_config(node) and (count := len(attributes(node))) > ATTRIBUTES
+    ]
+
+
+def doubled_names(root: Path) -> list[str]:
+    places = defaultdict(list)
+    for path, text in sources(root):
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(path)
+    return [f"{name}: {', '.join(paths)}" for name, paths in sorted(places.items()) if len(paths) > 1]
+
+
+def test_no_file_is_long():
+    assert long_files(ROOT) == []
+
+
+def test_no_function_has_many_parameters():
+    assert long_signatures(ROOT) == []
+
+
+def test_no_class_has_many_attributes():
+    assert large_classes(ROOT) == []
+
+
+def test_no_class_name_has_two_meanings():
+    assert doubled_names(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (long_files, "x = 1\n" * (LINES + 1)),
+        (long_signatures, f"def f({', '.join(f'a{n}' for n in range(PARAMETERS + 1))}): ...\n"),
+        (large_classes, "class C:\n    def f(self):\n" + "".join(f"        self.a{n} = 1\n" for n in range(30))),
+        (doubled_names, "class C: ...\ndef f():\n    class C: ...\n"),
+    ],
+    ids=["long file", "long signature", "large class", "doubled name"],
+)
+def test_each_rule_notices_a_breach(tmp_path, count, text):
+    (tmp_path / "varuna_capslog").mkdir()
+    assert count(tmp_path) == []
+    (tmp_path / "varuna_capslog" / "wrong.py").write_text(text)
+    assert len(count(tmp_path)) == 1
