@@ -49,9 +49,8 @@ def long_signatures(root: Path) -> list[str]:
 def attributes(node: ast.ClassDef) -> set[str]:
     found = {one.target.id for one in node.body if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)}
     for inner in ast.walk(node):
-        if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store):
-            if isinstance(inner.value, ast.Name) and inner.value.id == "self":
-                found.add(inner.attr)
+        if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store) and ast.unparse(inner.value) == "self":
+            found.add(inner.attr)
     return found
 
 

@@ -11,7 +11,6 @@ FILES = [*(ROOT / "varuna_capslog").rglob("*.py"), *(ROOT / "detr_pipeline").rgl
 
 STATE_OF_THE_PROCESS = {
     ("options.py", "_current"),  # Varuna's classes are patched for the whole process: see its module
-    ("script.py", "_task"),  # a program of the user's runs between it and its reader
 }
 
 
@@ -57,7 +56,7 @@ def patches_in(text: str) -> list[int]:
 
 PATCHES = """
 from torch import nn
-from varuna_capslog.elastic.rig import faults
+from varuna_capslog.rig import faults
 nn.Module.to = None
 class Stage:
     pass

@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 def program() -> NoReturn:
     """The process `capslog`: runs the command line of its arguments and ends."""
     status = _run(sys.argv[1:])
-    if "varuna_capslog.elastic.store.torch_store" in sys.modules:
+    if "varuna_capslog.elastic.store.opening" in sys.modules:
         from varuna_capslog.training.worker_process import leave
 
         leave(status)  # a thread of the store's that waits in C++ would abort an interpreter that ends

@@ -25,7 +25,7 @@ from varuna_capslog.base import files
 from varuna_capslog.base.processes import is_stopped
 from varuna_capslog.config.settings import Config
 from varuna_capslog.elastic.host.fork_server import PRELOADED, Nursery
-from varuna_capslog.elastic.store.torch_store import StoreGone, open_store, serve_store
+from varuna_capslog.elastic.store.opening import StoreGone, open_store, serve_store
 from varuna_capslog.engine.communicator import connect_group
 from varuna_capslog.membership.generation import Generation
 from varuna_capslog.rig.faults import VARIABLE, Fault

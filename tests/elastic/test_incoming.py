@@ -12,10 +12,10 @@ import torch
 from varuna_capslog.elastic.member.effects import Effects
 from varuna_capslog.elastic.member.incoming import Incoming
 from varuna_capslog.elastic.member.peers import Message
-from varuna_capslog.elastic.member.wire import decode, encode
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.generation import Generation, Stamp
 from varuna_capslog.membership.state import Phase, State
+from varuna_capslog.membership.wire import decode, encode
 from varuna_capslog.training.layer_state import digest
 
 AT = Stamp(5, 1)

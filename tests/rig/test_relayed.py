@@ -8,7 +8,7 @@ import time
 
 import torch
 
-from varuna_capslog.elastic.store.torch_store import serve_store
+from varuna_capslog.elastic.store.opening import serve_store
 from varuna_capslog.engine.communicator import connect_group
 from varuna_capslog.rig.relay import Line
 from varuna_capslog.rig.relayed import VARIABLE, RelayedStore, opener, rewrite

@@ -21,7 +21,7 @@ from tests.varuna_plugin import models
 from varuna_capslog.base import files
 from varuna_capslog.elastic.host.fork_server import PRELOADED, Nursery
 from varuna_capslog.elastic.member.beginning import Beginning
-from varuna_capslog.elastic.store.torch_store import StoreGone, open_store, serve_store
+from varuna_capslog.elastic.store.opening import StoreGone, open_store, serve_store
 from varuna_capslog.engine.seeds import seed_layer
 from varuna_capslog.membership.generation import Generation, Stamp
 from varuna_capslog.varuna_plugin.checkpoint_files import newest

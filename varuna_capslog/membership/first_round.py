@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
-from varuna_capslog.elastic.member.wire import Contribution, Proof
 from varuna_capslog.membership.generation import Member, Stamp
+from varuna_capslog.membership.wire import Contribution, Proof
 
 __all__ = ["distrusted", "without"]
 

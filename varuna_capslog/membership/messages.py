@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from varuna_capslog.elastic.member.wire import Change, Contribution, Proof, Value, Vote
 from varuna_capslog.membership.generation import Generation, Held, Layout, Member, Stamp
+from varuna_capslog.membership.wire import Change, Contribution, Proof, Value, Vote
 
 __all__ = [
     "Abort",

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from varuna_capslog.elastic.store import torch_store as store
+from varuna_capslog.elastic.store import opening as store
 from varuna_capslog.rig.relay import Line
 
 __all__ = ["VARIABLE", "RelayedStore", "opener", "rewrite"]

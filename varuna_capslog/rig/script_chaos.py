@@ -21,10 +21,10 @@ from typing import Any
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.elastic.host.host import Host
-from varuna_capslog.elastic.host.roster import Roster
-from varuna_capslog.elastic.store.torch_store import MembershipStore, StoreGone, open_store
+from varuna_capslog.elastic.store.opening import MembershipStore, StoreGone, open_store
 from varuna_capslog.membership.entries import GenerationEntry, NoticeEntry, RequestEntry
 from varuna_capslog.membership.generation import Member
+from varuna_capslog.membership.roster import Roster
 from varuna_capslog.rig.schedule import ScheduledFault, schedule
 from varuna_capslog.rig.tally import Hit
 

@@ -23,13 +23,14 @@ from varuna_capslog.elastic.host.options import HostOptions
 from varuna_capslog.elastic.member.beginning import Beginning
 from varuna_capslog.elastic.member.held_state import recover
 from varuna_capslog.elastic.network import network_variables
-from varuna_capslog.elastic.store.torch_store import StoreGone, open_store
+from varuna_capslog.elastic.store.opening import StoreGone, open_store
 from varuna_capslog.membership.generation import Stamp
 from varuna_capslog.plans.folder import latest_plan
 
 __all__ = ["check_elastic", "find_run", "join_run", "run_here", "starting_point", "wait_for_store"]
 
 _LOOK_SECONDS = 0.5
+_ENTRY = "varuna_capslog.start.member_worker:main"
 
 _MODULES = (
     *PRELOADED,
@@ -133,6 +134,7 @@ def _of_config(options: HostOptions, config: Config, modules: Sequence[str]) -> 
     """The options of a machine of this run."""
     return dataclasses.replace(
         options,
+        entry=_ENTRY,
         settings=config.elastic,
         environment={
             "OMP_NUM_THREADS": str(config.train.threads),

@@ -10,9 +10,9 @@ import pytest
 
 from varuna_capslog.base import files
 from varuna_capslog.elastic.host.event_writer import Chronicle
-from varuna_capslog.elastic.host.roster import Roster
 from varuna_capslog.elastic.host.terminal import describe
 from varuna_capslog.membership.generation import EMPTY
+from varuna_capslog.membership.roster import Roster
 
 
 def play(folder: Path, log: list[dict[str, Any]]) -> list[dict[str, Any]]:

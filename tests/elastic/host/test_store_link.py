@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from varuna_capslog.elastic.host.options import HostOptions
-from varuna_capslog.elastic.host.roster import Roster
 from varuna_capslog.elastic.host.store_link import HostStore
-from varuna_capslog.elastic.store.torch_store import StoreGone
+from varuna_capslog.elastic.store.opening import StoreGone
+from varuna_capslog.membership.roster import Roster
 
 
 class Connected:

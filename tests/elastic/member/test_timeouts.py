@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from varuna_capslog.elastic.host.roster import Roster
 from varuna_capslog.elastic.member.timeouts import Patience, WaitingTime
 from varuna_capslog.membership import protocol
 from varuna_capslog.membership.generation import Generation
+from varuna_capslog.membership.roster import Roster
 from varuna_capslog.membership.state import Phase, State
 
 PATIENCE = Patience(peer=30.0, change=2.0, again=0.5, gather=5.0)

@@ -26,7 +26,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.commands.host import check_address
 from varuna_capslog.elastic.network import first_endpoint, network_variables
 from varuna_capslog.elastic.store.etcd_store import EtcdMembershipStore, begin_run
-from varuna_capslog.elastic.store.torch_store import MembershipStore, StoreGone, open_store
+from varuna_capslog.elastic.store.opening import MembershipStore, StoreGone, open_store
 from varuna_capslog.engine.communicator import connect_group
 from varuna_capslog.membership.generation import EMPTY
 from varuna_capslog.rig.etcd_servers import EtcdServers

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 
 from tests.elastic.etcd import find_etcd
-from varuna_capslog.elastic.store.torch_store import open_store
+from varuna_capslog.elastic.store.opening import open_store
 from varuna_capslog.membership.entries import RequestEntry
 from varuna_capslog.membership.generation import Generation
 from varuna_capslog.rig.machines.run_store import RunStore

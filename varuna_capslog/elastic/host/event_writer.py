@@ -14,8 +14,8 @@ from typing import Any
 
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.elastic.host.roster import Roster
 from varuna_capslog.membership.entries import DeadEntry, GenerationEntry, NoticeEntry, read
+from varuna_capslog.membership.roster import Roster
 
 __all__ = ["Chronicle"]
 

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.elastic.host.roster import Roster
 from varuna_capslog.elastic.notices.interface import Clock, Deadline, Kind, Notice
 from varuna_capslog.membership.entries import AnnounceEntry, HintEntry, NoticeEntry, RequestEntry
+from varuna_capslog.membership.roster import Roster
 
 if TYPE_CHECKING:
-    from varuna_capslog.elastic.store.torch_store import MembershipStore
+    from varuna_capslog.elastic.store.opening import MembershipStore
 
 __all__ = [
     "check_same_folder",
@@ -226,7 +226,7 @@ def store_of(run_dir: Path | str | None = None) -> Iterator[MembershipStore]:
     Raises:
         CapslogError: there is none, or it has gone.
     """
-    from varuna_capslog.elastic.store.torch_store import StoreGone, open_store
+    from varuna_capslog.elastic.store.opening import StoreGone, open_store
 
     address, identity = _where(run_dir)
     try:
@@ -258,7 +258,7 @@ def _where(run_dir: Path | str | None) -> tuple[str, str | None]:
 
 def roster_of(store: MembershipStore) -> Roster:
     """What the log says up to now. Raises StoreGone."""
-    from varuna_capslog.elastic.store.torch_store import StoreGone
+    from varuna_capslog.elastic.store.opening import StoreGone
 
     roster, end = Roster(), store.length()
     read, why = threading.Event(), [f"its log was not read within {READ_SECONDS:g} s"]

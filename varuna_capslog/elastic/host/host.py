@@ -23,13 +23,13 @@ from varuna_capslog.elastic.host import hooks
 from varuna_capslog.elastic.host.event_writer import Chronicle
 from varuna_capslog.elastic.host.losses import SETTLE_SECONDS, Losses
 from varuna_capslog.elastic.host.options import HostOptions
-from varuna_capslog.elastic.host.roster import Roster
 from varuna_capslog.elastic.host.store_link import HostStore
 from varuna_capslog.elastic.host.watch import WorkerWatch
 from varuna_capslog.elastic.host.workers import HostWorker, HostWorkers
 from varuna_capslog.elastic.notices import Announcement, Gathering, Kind, auto_sources, listen
 from varuna_capslog.membership import entries
 from varuna_capslog.membership.generation import Generation, Member
+from varuna_capslog.membership.roster import Roster
 
 __all__ = ["Host", "HostEnd", "HostOptions"]
 

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-from varuna_capslog.elastic.store.torch_store import MembershipStore, StoreGone
+from varuna_capslog.elastic.store.opening import MembershipStore, StoreGone
 
 __all__ = ["Leases"]
 

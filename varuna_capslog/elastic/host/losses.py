@@ -8,8 +8,8 @@ from varuna_capslog.base.failures import Failure, read_failure, root_cause
 from varuna_capslog.base.processes import last_line, signal_name
 from varuna_capslog.base.supervisor import WorkerFailed
 from varuna_capslog.elastic.host.options import HostOptions
-from varuna_capslog.elastic.host.roster import Roster
 from varuna_capslog.elastic.host.workers import HostWorker, HostWorkers
+from varuna_capslog.membership.roster import Roster
 
 __all__ = ["SETTLE_SECONDS", "Losses"]
 

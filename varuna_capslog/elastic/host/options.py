@@ -22,7 +22,7 @@ class HostOptions:
 
     Attributes:
         run_dir: the run's folder; on every host, and the same where checkpoints are to be found again.
-        entry: "module:function" that a worker runs.
+        entry: "module:function" that a worker runs; the start-up fills it in.
         arguments: what it is called with (any JSON value); default: [run_dir].
         num_workers: devices of this host.
         name: of this host in the run; default: the system's. A second host of that name gets a number behind it.
@@ -44,7 +44,7 @@ class HostOptions:
     """
 
     run_dir: Path
-    entry: str = "varuna_capslog.start.member_worker:main"
+    entry: str = ""
     arguments: Any = None
     num_workers: int = 1
     name: str | None = None

@@ -14,11 +14,11 @@ from typing import Any
 from varuna_capslog.elastic.host import hooks
 from varuna_capslog.elastic.host.leases import Leases
 from varuna_capslog.elastic.host.options import HostOptions
-from varuna_capslog.elastic.host.roster import Roster
 from varuna_capslog.elastic.store.etcd_store import begin_run
-from varuna_capslog.elastic.store.torch_store import MembershipStore, StoreGone, open_store, serve_store
+from varuna_capslog.elastic.store.opening import MembershipStore, StoreGone, open_store, serve_store
 from varuna_capslog.membership.entries import Entry, HostsEntry
 from varuna_capslog.membership.generation import Generation, Member
+from varuna_capslog.membership.roster import Roster
 
 __all__ = ["HostStore"]
 

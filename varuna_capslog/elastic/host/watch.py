@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 
 from varuna_capslog.base.processes import is_stopped
 from varuna_capslog.config.settings import Elastic
-from varuna_capslog.elastic.host.roster import Roster
 from varuna_capslog.elastic.host.workers import HostWorker, HostWorkers
 from varuna_capslog.membership.entries import BrokenEntry, DeadEntry, Entry, FinishedEntry
+from varuna_capslog.membership.roster import Roster
 
 __all__ = ["WorkerWatch"]
 

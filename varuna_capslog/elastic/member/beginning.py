@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.elastic.store.torch_store import MembershipStore
+from varuna_capslog.elastic.store.opening import MembershipStore
 from varuna_capslog.membership.generation import Member, Stamp
 
 __all__ = ["Beginning", "MemberStart"]

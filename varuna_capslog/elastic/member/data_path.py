@@ -18,10 +18,10 @@ import torch.distributed as dist
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.elastic.member.inbox import Inbox
 from varuna_capslog.elastic.member.timeouts import Patience
-from varuna_capslog.elastic.member.wire import Change
 from varuna_capslog.engine.communicator import Communicator, connect_group
 from varuna_capslog.membership.ahead import stay_with
 from varuna_capslog.membership.generation import Generation, Member
+from varuna_capslog.membership.wire import Change
 
 __all__ = ["DataPath"]
 

@@ -10,20 +10,20 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from varuna_capslog.base.errors import CapslogError, StepRefused
-from varuna_capslog.elastic.host.roster import Roster
 from varuna_capslog.elastic.member.data_path import DataPath
 from varuna_capslog.elastic.member.parts import Parts
 from varuna_capslog.elastic.member.training import Training
-from varuna_capslog.elastic.member.wire import encode
 from varuna_capslog.elastic.member.work import Opening
-from varuna_capslog.elastic.store.torch_store import MembershipStore, StoreGone
+from varuna_capslog.elastic.store.opening import MembershipStore, StoreGone
 from varuna_capslog.engine.communicator import PeerLost
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.ahead import first_owner, stay_with
 from varuna_capslog.membership.entries import AskEntry, BrokenEntry, Entry
 from varuna_capslog.membership.generation import INITIAL, Generation, Member
 from varuna_capslog.membership.recovery import Seat
+from varuna_capslog.membership.roster import Roster
 from varuna_capslog.membership.state import Phase, State
+from varuna_capslog.membership.wire import encode
 from varuna_capslog.training.layer_state import digest
 
 __all__ = ["Effects"]

@@ -18,7 +18,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.elastic.host.hooks import notice_of
 from varuna_capslog.elastic.member.peers import PeerMessage, Peers
 from varuna_capslog.elastic.notices import callback
-from varuna_capslog.elastic.store.torch_store import MembershipStore, StoreGone
+from varuna_capslog.elastic.store.opening import MembershipStore, StoreGone
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.membership.entries import BrokenEntry, DeadEntry, GenerationEntry, HintEntry, NoticeEntry, read
 from varuna_capslog.membership.generation import Member

@@ -17,7 +17,6 @@ from typing import Any
 
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError, DiskFailed
-from varuna_capslog.elastic.host.roster import Roster
 from varuna_capslog.elastic.member.change_report import ChangeReport
 from varuna_capslog.elastic.member.data_path import DataPath
 from varuna_capslog.elastic.member.effects import Effects
@@ -30,11 +29,12 @@ from varuna_capslog.elastic.member.runtime_options import RuntimeOptions
 from varuna_capslog.elastic.member.timeouts import WaitingTime
 from varuna_capslog.elastic.member.training import Training
 from varuna_capslog.elastic.member.work import Work
-from varuna_capslog.elastic.store.torch_store import MembershipStore, StoreGone
+from varuna_capslog.elastic.store.opening import MembershipStore, StoreGone
 from varuna_capslog.membership import entries, protocol
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.generation import Member
 from varuna_capslog.membership.recovery import Seat
+from varuna_capslog.membership.roster import Roster
 from varuna_capslog.membership.state import Job, Phase
 
 __all__ = ["End", "Runtime"]

@@ -18,7 +18,7 @@ from varuna_capslog.elastic.member.peers import local_address
 from varuna_capslog.elastic.member.runtime import End, Runtime
 from varuna_capslog.elastic.member.runtime_options import RuntimeOptions
 from varuna_capslog.elastic.member.work import Work
-from varuna_capslog.elastic.store.torch_store import MembershipStore, open_store
+from varuna_capslog.elastic.store.opening import MembershipStore, open_store
 from varuna_capslog.membership.generation import Stamp
 from varuna_capslog.training.worker_process import StopWish, report_failure
 

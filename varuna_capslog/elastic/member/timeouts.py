@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from typing import Protocol
 
-from varuna_capslog.elastic.host.roster import Roster
+from varuna_capslog.membership.roster import Roster
 from varuna_capslog.membership.state import Phase, State
 
 __all__ = ["Patience", "WaitingTime"]

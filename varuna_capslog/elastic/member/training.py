@@ -14,13 +14,13 @@ from torch import Tensor
 
 from varuna_capslog.elastic.member.data_path import DataPath
 from varuna_capslog.elastic.member.parts import Parts
-from varuna_capslog.elastic.member.wire import decode, encode
 from varuna_capslog.engine.communicator import PeerLost
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.ahead import Ahead, find_ahead, first_owner, stay_with
 from varuna_capslog.membership.entries import CheckpointEntry, Entry
 from varuna_capslog.membership.generation import Member, Stamp
 from varuna_capslog.membership.state import Phase, State
+from varuna_capslog.membership.wire import decode, encode
 
 __all__ = ["Training"]
 

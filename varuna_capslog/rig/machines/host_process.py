@@ -40,7 +40,7 @@ def main(order: Mapping[str, Any]) -> int:
     from varuna_capslog.elastic.host.fork_server import PRELOADED
     from varuna_capslog.elastic.host.host import Host, HostOptions
     from varuna_capslog.elastic.network import network_variables
-    from varuna_capslog.elastic.store.torch_store import StoreGone
+    from varuna_capslog.elastic.store.opening import StoreGone
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     run_dir = Path(order["run_dir"])

@@ -10,9 +10,9 @@ from typing import Any
 
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.elastic.host.roster import Roster
 from varuna_capslog.membership.entries import AskEntry, BrokenEntry, GenerationEntry
 from varuna_capslog.membership.generation import Member
+from varuna_capslog.membership.roster import Roster
 from varuna_capslog.rig.judge import Segment
 
 __all__ = ["Members"]

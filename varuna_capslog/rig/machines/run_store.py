@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from varuna_capslog.elastic.store.etcd_store import begin_run
-from varuna_capslog.elastic.store.torch_store import MembershipStore, StoreGone, StoreServer, open_store, serve_store
+from varuna_capslog.elastic.store.opening import MembershipStore, StoreGone, StoreServer, open_store, serve_store
 from varuna_capslog.membership.entries import Entry
 from varuna_capslog.membership.generation import Generation
 from varuna_capslog.rig.etcd_servers import EtcdServers

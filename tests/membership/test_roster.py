@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from varuna_capslog.elastic.host.roster import Roster
 from varuna_capslog.membership.generation import EMPTY
+from varuna_capslog.membership.roster import Roster
 
 RECORDS = [EMPTY.successor(["a-1", "b-1"])]
 RECORDS.append(RECORDS[0].successor(["b-1", "a-2"], leaving=["a-1"]))

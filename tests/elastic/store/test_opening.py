@@ -21,13 +21,13 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.processes import is_stopped
 from varuna_capslog.elastic.store import lines as store_lines
 from varuna_capslog.elastic.store.etcd_store import EtcdMembershipStore, begin_run
-from varuna_capslog.elastic.store.torch_store import StoreGone, TcpMembershipStore, open_store, serve_store
+from varuna_capslog.elastic.store.opening import StoreGone, TcpMembershipStore, open_store, serve_store
 from varuna_capslog.membership.generation import EMPTY
 from varuna_capslog.rig.etcd_servers import EtcdServers
 
 SERVER = """
 import sys, time
-from varuna_capslog.elastic.store.torch_store import serve_store
+from varuna_capslog.elastic.store.opening import serve_store
 server, port = serve_store(int(sys.argv[1]))
 print(port, flush=True)
 time.sleep(600)

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from varuna_capslog.elastic.member.wire import Contribution, Proof, Vote, decode, encode
 from varuna_capslog.membership.generation import Stamp
+from varuna_capslog.membership.wire import Contribution, Proof, Vote, decode, encode
 
 names = st.text(min_size=1, max_size=8)
 changes = st.frozensets(st.tuples(st.sampled_from(["leave", "join"]), names), max_size=4)
