@@ -7,15 +7,16 @@ whole pipelines, one after the other. `measure` prepares the runs and makes the 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from varuna_capslog.base.errors import DoesNotFit
+from varuna_capslog.base.errors import CapslogError, DoesNotFit
 from varuna_capslog.base.units import format_bytes
 from varuna_capslog.model.chain import TensorSpec
 from varuna_capslog.model.workload import Workload
@@ -24,7 +25,7 @@ from varuna_capslog.profiles.runs import StageRun, capslog_partitionings, mcap_p
 from varuna_capslog.profiling.conditions import RunConditions
 from varuna_capslog.profiling.pipelines import PipelineLaunch, measure_pipeline
 from varuna_capslog.profiling.trim import TrimmedRun
-from varuna_capslog.profiling.worker import WorkerGroup
+from varuna_capslog.profiling.worker import WorkerFailure, WorkerGroup
 
 __all__ = [
     "Bounded",
@@ -32,6 +33,8 @@ __all__ = [
     "LaunchTimes",
     "Progress",
     "Workers",
+    "devices_of",
+    "failures_named",
     "in_capslog_order",
     "in_mcap_order",
     "in_one_launch",
@@ -91,6 +94,25 @@ class LaunchTimes:
             "total_seconds": round(total, 3),
             "end_to_end_seconds": round(time.perf_counter() - self.began, 3),
         }
+
+
+def devices_of(kind: str, workers: int) -> list[torch.device]:
+    """The device of each worker: the CPU, or the GPUs in turn."""
+    if kind == "cpu":
+        return [torch.device("cpu")] * workers
+    return [torch.device("cuda", worker % torch.cuda.device_count()) for worker in range(workers)]
+
+
+@contextlib.contextmanager
+def failures_named(names: Sequence[str]) -> Iterator[None]:
+    """Around all runs of a profile: turns a `WorkerFailure` into an error that names the run's layers."""
+    try:
+        yield
+    except WorkerFailure as error:
+        where = "a profiling worker"
+        if error.run is not None:
+            where = f"the run of {_name((error.run.first, error.run.end), names)}"
+        raise CapslogError(f"{where} failed: {error}; nothing was kept of this profile") from error
 
 
 def in_one_launch(

@@ -6,8 +6,6 @@ with our own engine, and a run may go on with the other one. Only the execution 
 
 from __future__ import annotations
 
-import contextlib
-import io
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -28,7 +26,7 @@ from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.varuna_plugin.building import forward_only
 from varuna_capslog.varuna_plugin.chain_module import ChainModule
 from varuna_capslog.varuna_plugin.inputs import Microbatches
-from varuna_capslog.varuna_plugin.install import install
+from varuna_capslog.varuna_plugin.install import install, silent
 from varuna_capslog.varuna_plugin.options import configure
 
 __all__ = ["VarunaEngine"]
@@ -58,7 +56,7 @@ class VarunaEngine:
         self.replica, self.pipeline_rank = divmod(self.rank, layout.devices)
         communicator.describe_ranks({rank: layout.describe(rank) for rank in range(layout.world_size)})
         shared = chain.shared  # found while the chain is whole
-        with contextlib.redirect_stdout(io.StringIO()):  # Varuna prints as it goes
+        with silent():
             install()
             configure(cuts=layout.cuts, loss="sum", timeout_seconds=parts.timeout_seconds)
             import varuna
@@ -76,7 +74,7 @@ class VarunaEngine:
                 one_microbatch,
                 options.num_microbatches,
                 1,
-                device="cpu" if device.type == "cpu" else device.index or 0,
+                device=device,
                 local_rank=self.rank,
             )
         ends = (*layout.cuts[1:], len(chain))

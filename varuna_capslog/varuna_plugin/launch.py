@@ -8,7 +8,6 @@ the command's. No manager, no daemon, no `pkill`: only processes that were start
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import signal
 import socket
@@ -22,9 +21,9 @@ from typing import Any
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.communicator import PeerLost
-from varuna_capslog.varuna_plugin.options import CUTS_VARIABLE, parse_cuts
+from varuna_capslog.varuna_plugin.install import silent
+from varuna_capslog.varuna_plugin.options import CUTS_VARIABLE, Search, parse_cuts
 from varuna_capslog.varuna_plugin.recognise import find_varuna
-from varuna_capslog.varuna_plugin.searching import Search
 
 __all__ = ["main"]
 
@@ -85,7 +84,7 @@ def _cuts(ours: Namespace, num_stages: int) -> str | None:
 
 def _launch(arguments: list[str], ours: Namespace) -> int:
     find_varuna()
-    with contextlib.redirect_stdout(io.StringIO()):
+    with silent():
         from varuna import launcher
     args = _parsed(launcher, arguments)
     cuts = _cuts(ours, args.nstages)

@@ -6,8 +6,6 @@ a step can be taken back.
 
 from __future__ import annotations
 
-import contextlib
-import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,12 +17,12 @@ from torch.utils import _pytree as pytree
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.elastic.member.work import LayerState
 from varuna_capslog.varuna_plugin import checkpoint, piece_state
-from varuna_capslog.varuna_plugin.drawing import Draws
 from varuna_capslog.varuna_plugin.elastic.groups import VarunaGroups
-from varuna_capslog.varuna_plugin.elastic.job import Job
-from varuna_capslog.varuna_plugin.elastic.model import ModelPieces
+from varuna_capslog.varuna_plugin.elastic.model import ElasticTraining, ModelPieces
 from varuna_capslog.varuna_plugin.inputs import Microbatches
+from varuna_capslog.varuna_plugin.install import silent
 from varuna_capslog.varuna_plugin.options import configure, know_trace
+from varuna_capslog.varuna_plugin.splitting.stage_run import Draws
 from varuna_capslog.varuna_plugin.splitting.stages import ANCHOR
 
 __all__ = ["VarunaPart"]
@@ -42,7 +40,12 @@ class VarunaPart:
     """
 
     def __init__(
-        self, job: Job, pieces: ModelPieces, device: torch.device, groups: VarunaGroups, cuts: tuple[int, ...]
+        self,
+        job: ElasticTraining,
+        pieces: ModelPieces,
+        device: torch.device,
+        groups: VarunaGroups,
+        cuts: tuple[int, ...],
     ) -> None:
         self._job, self._pieces, self._device = job, pieces, device
         self._groups, self._cuts = groups, cuts
@@ -63,7 +66,7 @@ class VarunaPart:
 
         job = self._job
         self._configure(seconds)
-        with contextlib.redirect_stdout(io.StringIO()):  # Varuna prints as it goes
+        with silent():
             self._trainer = varuna.Varuna(
                 model,
                 "".join(f"{stage};" for stage in range(len(self._cuts))),
@@ -71,7 +74,7 @@ class VarunaPart:
                 job.batch_size,
                 job.chunk_size,
                 local_rank=rank,
-                device="cpu" if self._device.type == "cpu" else self._device.index or 0,
+                device=self._device,
             )
         self._configure(job.timeout_seconds)
         self._groups.wait_for(job.timeout_seconds)

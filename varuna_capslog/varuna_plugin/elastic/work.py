@@ -33,8 +33,7 @@ from varuna_capslog.varuna_plugin import building, piece_state
 from varuna_capslog.varuna_plugin.checkpoint_files import read_tensors
 from varuna_capslog.varuna_plugin.elastic import disk as elastic_disk
 from varuna_capslog.varuna_plugin.elastic.groups import VarunaGroups
-from varuna_capslog.varuna_plugin.elastic.job import Job
-from varuna_capslog.varuna_plugin.elastic.model import ModelPieces
+from varuna_capslog.varuna_plugin.elastic.model import ElasticTraining, ModelPieces
 from varuna_capslog.varuna_plugin.elastic.part import VarunaPart
 
 __all__ = ["VarunaWork"]
@@ -51,7 +50,7 @@ class VarunaWork:
     """
 
     def __init__(
-        self, start: MemberStart, job: Job, rendezvous: Callable[[], dist.Store], device: torch.device
+        self, start: MemberStart, job: ElasticTraining, rendezvous: Callable[[], dist.Store], device: torch.device
     ) -> None:
         import varuna
 

@@ -1,14 +1,13 @@
 """Reads what the stage of one rank costs on Varuna: peak, static and saved bytes, seconds.
 
 For the rank of a stage of interest, in a job of any size: `observe` trains three steps by Varuna's own executor. The
-meanings are those of `profiles.trim.observe`, so that rows from both engines stand in one profile format.
+meanings are those of `profiling.trim.observe`, so that rows from both engines stand in one profile format.
 """
 
 from __future__ import annotations
 
 import contextlib
-import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from varuna_capslog.engine.stage_meter import StageMeter
 from varuna_capslog.model.chain import TensorSpec
 from varuna_capslog.profiles.record import Observation
 from varuna_capslog.profiling.conditions import RunConditions
+from varuna_capslog.profiling.trim import observation_of
 from varuna_capslog.varuna_plugin.splitting.stage_run import StageObserver
 from varuna_capslog.varuna_plugin.wire import Bundle
 
@@ -54,27 +54,10 @@ def observe(trainer: Any, inputs: Mapping[str, Any], layers: tuple[int, int], co
             measured.step(inputs)
     finally:
         stage.bundle_type = Bundle
-    assert meter.peak_bytes is not None
     before, behind = (None if cut is None else cut.spec.tensors for cut in (stage.entry, stage.exit))
-    return Observation(
-        layers=layers,
-        device=trainer.device.type,
-        microbatch_size=conditions.microbatch_size,
-        input=dict(conditions.input),
-        memory_action="recompute",
-        peak_bytes=meter.peak_bytes,
-        static_bytes=meter.static_bytes,
-        saved_bytes=meter.saved_bytes,
-        transient_bytes=max(0, meter.peak_bytes - meter.static_bytes),
-        boundary_in_bytes=storage_bytes(measured.given) if before is None else _bytes_of(before),
-        boundary_out_bytes=0 if behind is None else _bytes_of(behind),
-        forward_seconds=statistics.median(meter.seconds["forward"]),
-        backward_seconds=statistics.median(meter.seconds["backward"]),
-    )
-
-
-def _bytes_of(specs: Sequence[TensorSpec]) -> int:
-    return sum(spec.num_bytes for spec in specs)
+    crossing = storage_bytes(measured.given) if before is None else sum(spec.num_bytes for spec in before)
+    boundary_bytes = crossing, sum(spec.num_bytes for spec in behind or ())
+    return observation_of(meter, trainer.device, layers, boundary_bytes, conditions)
 
 
 class _OffDevice(Bundle):

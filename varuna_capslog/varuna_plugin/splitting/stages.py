@@ -20,7 +20,6 @@ from varuna_capslog.varuna_plugin.profiling import trimming
 from varuna_capslog.varuna_plugin.splitting.boundary import Entry, Exit
 from varuna_capslog.varuna_plugin.splitting.partition import Partition, tie_groups
 from varuna_capslog.varuna_plugin.splitting.phantom import Phantom, make_phantoms
-from varuna_capslog.varuna_plugin.splitting.shapes import CutShapes
 from varuna_capslog.varuna_plugin.splitting.stage_run import StageRun
 from varuna_capslog.varuna_plugin.splitting.tracing import Trace, trace_model
 
@@ -94,7 +93,7 @@ def _reduce(model: nn.Module, run: StageRun, cut_type: type[nn.Module]) -> Calla
         known = [cut.tensors for cut in options.trace.cuts]
         shapes: trimming.Shapes = lambda inputs: known  # noqa: E731
     else:
-        shapes = CutShapes(model, cut_type, names)
+        shapes = trimming.CutShapes(model, cut_type, names)
     reduce_to_stage(model, run, trimming.kept_names(run.partition, run.ties, run.stage))
     return lambda device: trimming.play_stage(model, run, shapes, device)
 
