@@ -6,15 +6,13 @@ whoever waits for it, where the original died in silence and left its stage wait
 
 from __future__ import annotations
 
-import contextlib
 import queue
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.varuna_plugin import wire
@@ -22,6 +20,7 @@ from varuna_capslog.varuna_plugin.inputs import Scattered
 from varuna_capslog.varuna_plugin.options import current
 from varuna_capslog.varuna_plugin.schedule import BACKWARD, FORWARD
 from varuna_capslog.varuna_plugin.splitting.phantom import find_phantom
+from varuna_capslog.varuna_plugin.splitting.tracing import copied_buffers
 
 __all__ = [
     "BoundedDistributed",
@@ -206,7 +205,7 @@ def forward(original: Callable[..., Any], self: Any, inputs_as_dict: Any, recomp
         stage.draws.begin_forward(inputs_as_dict)
     if recompute:
         state = save_random_state(self.device)
-        with _statistics_kept(stage.norms(self.module)):
+        with copied_buffers(stage.norms(self.module)):
             result = original(self, inputs_as_dict, recompute=True, **flags)
         restore_random_state(state, self.device)
     else:
@@ -223,19 +222,6 @@ def forward(original: Callable[..., Any], self: Any, inputs_as_dict: Any, recomp
             "must go through every CutPoint between, or come from the model's inputs"
         )
     return result
-
-
-@contextlib.contextmanager
-def _statistics_kept(norms: Sequence[nn.Module]) -> Iterator[None]:
-    """Running statistics are copies inside the block. Exchanged, not written back: the graph has kept them."""
-    kept = [(module, dict(module._buffers)) for module in norms]
-    for module, buffers in kept:
-        module._buffers.update({name: None if b is None else b.clone() for name, b in buffers.items()})
-    try:
-        yield
-    finally:
-        for module, buffers in kept:
-            module._buffers.update(buffers)
 
 
 def save_random_state(device: torch.device) -> tuple[Any, Any]:

@@ -78,8 +78,7 @@ def _cuts(ours: Namespace, num_stages: int) -> str | None:
         first, _ = parse_cuts(ours.cuts)
         if first is not None and len(first) != num_stages:
             raise CapslogError(f"--cuts {ours.cuts} makes {len(first)} stages, but --nstages is {num_stages}")
-    found: str | None = ours.cuts
-    return found
+    return ours.cuts  # type: ignore[no-any-return]
 
 
 def _launch(arguments: list[str], ours: Namespace) -> int:

@@ -131,8 +131,8 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 def state_bytes(model: nn.Module, trace: Trace) -> tuple[int, ...]:
     """Bytes of every piece's state, the optimizer's reckoned as two moments."""
-    sizes = {name: _STATE_FACTOR * p.numel() * p.element_size() for name, p in model.named_parameters()}
-    sizes |= {name: buffer.numel() * buffer.element_size() for name, buffer in model.named_buffers()}
+    sizes = {name: _STATE_FACTOR * p.nbytes for name, p in model.named_parameters()}
+    sizes |= {name: buffer.nbytes for name, buffer in model.named_buffers()}
     return tuple(
         max(1, sum(sizes[name] for names in names_of(trace, piece) for name in names))
         for piece in range(trace.num_pieces)

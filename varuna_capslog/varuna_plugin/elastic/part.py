@@ -105,17 +105,12 @@ class VarunaPart:
     def compute(self, step: int) -> tuple[float, float]:
         """Varuna's forwards and backwards; returns the loss and the norm of the gradients."""
         everything = self._job.microbatches(step)
-        ready = Microbatches([self._on_device(batch) for batch in everything.batches], everything.sizes)
+        moved = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self._device), everything.batches)
+        ready = Microbatches(moved, everything.sizes)
         assert self._draws is not None
         self._draws.begin_step(step, ready.batches)
         loss, _, _ = self._trainer.step(ready, self._job.clip_grad_max_norm)
         return float(loss), float(self._trainer.capslog_grad_norm)
-
-    def _on_device(self, batch: dict[str, Any]) -> dict[str, Any]:
-        if self._device.type == "cpu":
-            return batch
-        moved: dict[str, Any] = pytree.tree_map(lambda v: v.to(self._device) if isinstance(v, Tensor) else v, batch)
-        return moved
 
     def apply(self, step: int) -> None:
         """The update of a step that was voted."""

@@ -77,7 +77,7 @@ def profile(
     build: Callable[[], nn.Module] = _BuiltModel(model) if isinstance(model, nn.Module) else model
     commit, subject = _traced(build, get_batch_fn, chunk_size, chosen)
     whole, trace = build(), subject.trace
-    names, sizes = _names(trace), {name: _num_bytes(tensor) for name, tensor in whole.named_parameters()}
+    names, sizes = _names(trace), {name: tensor.nbytes for name, tensor in whole.named_parameters()}
     conditions = RunConditions(device, chunk_size, _described(subject.batch))
     clock = LaunchTimes()
     rows = _measured(subject, conditions, names, (whole, sizes), clock, progress)
@@ -211,7 +211,3 @@ def _described(value: Any, name: str = "") -> dict[str, list[int]]:
     for key, item in entries:
         found |= _described(item, f"{name}.{key}" if name else str(key))
     return found
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.itemsize

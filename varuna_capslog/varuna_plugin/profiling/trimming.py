@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.chain import TensorSpec
 from varuna_capslog.profiling.trim import dummy_inputs
+from varuna_capslog.varuna_plugin.splitting.boundary import anchor_on
 from varuna_capslog.varuna_plugin.splitting.partition import Partition, TieGroup
 from varuna_capslog.varuna_plugin.splitting.stage_run import StageRun
 from varuna_capslog.varuna_plugin.splitting.tracing import flatten_cut
@@ -137,7 +138,7 @@ def play_stage(model: nn.Module, run: StageRun, shapes: Shapes, device: torch.de
         received: list[Tensor] = []
         if run.entry is not None:
             received = [leaf for leaf in pytree.tree_leaves(run.entry.point(None)) if isinstance(leaf, Tensor)]
-        anchor = torch.empty(0, device=device, requires_grad=True)
+        anchor = anchor_on(device)
         if run.exit is None:
             return _Between.apply(anchor, (torch.zeros((), device=device),), *received)[0]
         cut = run.partition.cuts[run.stage + 1] - 1
@@ -146,8 +147,7 @@ def play_stage(model: nn.Module, run: StageRun, shapes: Shapes, device: torch.de
         tensors = _Between.apply(anchor, made, *received)
         # what needs no gradient in the model must need none here
         wanted = zip(tensors, run.exit.spec.tensors, strict=True)
-        found = iter([tensor if spec.requires_grad else tensor.detach() for tensor, spec in wanted])
-        leaves = [next(found) if present else None for present in run.exit.spec.present]
-        return run.exit.point(*pytree.tree_unflatten(leaves, run.exit.spec.structure))
+        leaving = [tensor if spec.requires_grad else tensor.detach() for tensor, spec in wanted]
+        return run.exit.point(*run.exit.spec.arguments(leaving))
 
     model.forward = forward

@@ -75,7 +75,7 @@ class _Send(torch.autograd.Function):
         return None, None, *ctx.leaving.receive_gradients()
 
 
-def _anchor(device: torch.device) -> Tensor:
+def anchor_on(device: torch.device) -> Tensor:
     """Makes a function part of the graph although none of its tensors may need a gradient."""
     return torch.empty(0, device=device, requires_grad=True)
 
@@ -102,12 +102,10 @@ class Entry:
         tensors = tuple(bundle.tensors)
         self.run.active = True
         if self._differentiable and torch.is_grad_enabled():
-            tensors = _Receive.apply(_anchor(self.point.device), self, tensors)
+            tensors = _Receive.apply(anchor_on(self.point.device), self, tensors)
         if self._one:
             return tensors[0]
-        found = iter(tensors)
-        leaves = [next(found) if present else None for present in self.spec.present]
-        arguments = pytree.tree_unflatten(leaves, self.spec.structure)
+        arguments = self.spec.arguments(tensors)
         return arguments[0] if len(arguments) == 1 else arguments
 
     def send_gradients(self, gradients: tuple[Tensor | None, ...]) -> None:
@@ -134,7 +132,9 @@ class Exit:
         tensors = list(inputs) if plain else self._checked(inputs)
         device = self.point.device
         token = (
-            _Send.apply(_anchor(device), self, *tensors) if torch.is_grad_enabled() else torch.zeros((), device=device)
+            _Send.apply(anchor_on(device), self, *tensors)
+            if torch.is_grad_enabled()
+            else torch.zeros((), device=device)
         )
         self.point.send_fn(self.run.bundle_type(tuple(tensors)))
         self.run.left = True

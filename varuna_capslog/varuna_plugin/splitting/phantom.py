@@ -1,8 +1,8 @@
 """What a stage sees instead of values that other stages compute.
 
 Varuna runs the whole `forward` of a model on every stage; what lies before the stage's first cut works on these. A
-phantom takes part in any tensor code and gives phantoms; code that asks it for a number or a decision is told that the
-value lives on another stage.
+phantom takes part in any tensor code and gives phantoms; code that asks it for a number or a decision gets an error
+which says that another stage has the value.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from varuna_capslog.base.errors import CapslogError
 
@@ -146,13 +147,4 @@ def make_phantoms(structure: Any, source: str) -> Any:
 
 def find_phantom(value: Any) -> Phantom | None:
     """The first phantom inside tuples, lists and dictionaries, or None."""
-    if isinstance(value, Phantom):
-        return value
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (tuple, list)):
-        for item in value:
-            found = find_phantom(item)
-            if found is not None:
-                return found
-    return None
+    return next((leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Phantom)), None)
