@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -30,6 +30,7 @@ from varuna_capslog.profiling.worker import WorkerFailure, WorkerGroup
 __all__ = [
     "Bounded",
     "FreeBytes",
+    "Given",
     "LaunchTimes",
     "Progress",
     "Workers",
@@ -40,6 +41,8 @@ __all__ = [
     "in_one_launch",
 ]
 
+T = TypeVar("T")
+
 Progress = Callable[[int, int, str], None]
 """Called with (runs done, all runs, what has just ended); first with 0 runs done."""
 
@@ -47,6 +50,16 @@ FreeBytes = Callable[[torch.device], int]
 
 Bounded = tuple[TrimmedRun, int]
 """A run and the most bytes it may take."""
+
+
+@dataclass(frozen=True)
+class Given(Generic[T]):
+    """A source of something that is there already; it can be sent to the workers where its value can."""
+
+    value: T
+
+    def __call__(self) -> T:
+        return self.value
 
 
 @dataclass(frozen=True)

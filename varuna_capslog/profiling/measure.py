@@ -30,6 +30,7 @@ from varuna_capslog.profiling.admission import BoundTable
 from varuna_capslog.profiling.conditions import RunConditions, conditions_of_run
 from varuna_capslog.profiling.launches import (
     FreeBytes,
+    Given,
     LaunchTimes,
     Progress,
     Workers,
@@ -108,21 +109,11 @@ def profile_workload(
     conditions = RunConditions(
         device, microbatch_size, shapes_of(workload.profile_inputs(microbatch_size)), precision, recompute, stage_inputs
     )
-    launch = _Launch(_Given(workload), workers, threads, progress, merge_equal, free_bytes, order)
+    launch = _Launch(Given(workload), workers, threads, progress, merge_equal, free_bytes, order)
     return _profile(workload, conditions, launch, use_cache)
 
 
 ORDERS = ("packed", "capslog", "mcap")
-
-
-@dataclass(frozen=True)
-class _Given:
-    """Brings a workload to the workers."""
-
-    workload: Workload
-
-    def __call__(self) -> Workload:
-        return self.workload
 
 
 @dataclass(frozen=True)

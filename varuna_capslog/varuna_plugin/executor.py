@@ -1,7 +1,7 @@
 """What is changed around Varuna's executor: its message threads, and each forward, recomputation and backward.
 
-`Pipeline.run` and its schedule walking stay Varuna's. Threads speak the wire format; a thread that fails says so to
-whoever waits for it, where the original died in silence and left its stage waiting for ever.
+`Pipeline.run` and its schedule walking stay Varuna's. Threads use the wire format; a thread that fails
+puts its error into the queue that its stage reads, where the original ended in silence and the stage waited for ever.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ __all__ = [
     "worker",
 ]
 
-_SPEAKS_FIRST = 1.0
-"""Seconds."""
+_AFTER_RECEIVER = 1.0
+"""Seconds that a stage waits longer than the thread that receives for it, whose error says more."""
 
 _AHEAD = 5
 """Messages that are awaited at a time, as in Varuna."""
@@ -58,14 +58,13 @@ class WatchedQueue(queue.Queue[Any]):
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         """As `Queue.get`; raises CapslogError with the writer's failure, or after the timeout."""
-        # the thread that receives for it knows more, and is to speak first
-        patience = current().timeout_seconds + _SPEAKS_FIRST if timeout is None else timeout
+        limit = current().timeout_seconds + _AFTER_RECEIVER if timeout is None else timeout
         try:
-            item = super().get(block, patience if block else None)
+            item = super().get(block, limit if block else None)
         except queue.Empty:
             if not block or timeout is not None:
                 raise
-            raise CapslogError(f"waited {patience:g} s for a microbatch of another stage; its rank hangs") from None
+            raise CapslogError(f"waited {limit:g} s for a microbatch of another stage; its rank hangs") from None
         if isinstance(item, _Failure):
             self.put(item)
             raise item.error

@@ -1,7 +1,7 @@
 """Gradients made complete after a step: ties added up, replicas averaged, the norm counted once, clipped.
 
 Replaces `Varuna.init_distributed`, `share_weight_grads` and `sync_across_workers`, which need apex also in fp32, and
-which without fp16 reduce a copy that nobody reads.
+which without fp16 reduce a copy that nothing reads.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def sync_across_workers(self: Any, max_norm: float | None) -> tuple[bool, float]
         if self.dp_group is not None:
             _reduce([p for p in _trained(self) if p.requires_grad], self.dp_group, share)
             _share_statistics(self)
-        # every replica has the same gradients now: the first speaks for all, so that all clip by the same number
+        # replicas have equal gradients now: the norm of the first is taken, so that all clip by the same number
         squared = _squared_norm(self) if self.rank_within_stage == 0 else 0.0
         sums = torch.tensor([squared, self.average_loss * share], dtype=torch.float64)
         dist.all_reduce(sums, group=self.capslog_world)

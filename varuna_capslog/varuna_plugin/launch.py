@@ -66,7 +66,7 @@ def _options(arguments: list[str]) -> list[str]:
 
 
 def _cuts(ours: Namespace, num_stages: int) -> str | None:
-    """The cut list or plan file that the workers are told."""
+    """The cut list or plan file that the workers are given."""
     if ours.profile is not None:
         if ours.cuts is not None:
             raise CapslogError("both --cuts and --profile are given; leave one out")
@@ -78,7 +78,7 @@ def _cuts(ours: Namespace, num_stages: int) -> str | None:
         first, _ = parse_cuts(ours.cuts)
         if first is not None and len(first) != num_stages:
             raise CapslogError(f"--cuts {ours.cuts} makes {len(first)} stages, but --nstages is {num_stages}")
-    return ours.cuts  # type: ignore[no-any-return]
+    return ours.cuts
 
 
 def _launch(arguments: list[str], ours: Namespace) -> int:

@@ -130,7 +130,7 @@ class Options:
     loss: whether the model's loss is a "mean" over the samples it is given (Varuna's contract) or a share of the whole
         minibatch's loss, of which all are added ("sum").
     timeout_seconds: longest wait for a message, a gradient or the other ranks.
-    stages_of_interest: the others hand on dummy tensors; None: all compute.
+    stages_of_interest: the others pass on dummy tensors; None: all compute.
     trace: of the model, where it is known; else Varuna's first rank takes it when it is built.
     """
 
@@ -232,7 +232,7 @@ def configure(
 
 
 def know_trace(trace: Trace) -> None:
-    """Spares the next Varuna its trace of the model, which was taken elsewhere on inputs of the very same sizes."""
+    """Gives the next Varuna a trace that was taken elsewhere, on inputs of the same sizes."""
     global _current
     _current = dataclasses.replace(_current, trace=trace)
 
@@ -245,10 +245,10 @@ def reset() -> None:
 
 def current() -> Options:
     """What was configured; without cuts, those of the environment variable `CAPSLOG_VARUNA_CUTS`."""
-    wish = os.environ.get(CUTS_VARIABLE)
-    if _current.cuts is not None or _current.search is not None or not wish:
+    cuts = os.environ.get(CUTS_VARIABLE)
+    if _current.cuts is not None or _current.search is not None or not cuts:
         return _current
-    first, num_pieces = parse_cuts(wish)
+    first, num_pieces = parse_cuts(cuts)
     return dataclasses.replace(_current, cuts=first, num_pieces=num_pieces)
 
 

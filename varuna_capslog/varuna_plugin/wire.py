@@ -186,7 +186,7 @@ class Sending:
 
 class Room:
     """How large the frames of one direction across one cut are: as large as the last step's largest message, so that
-    a message needs one frame. Both ends see the same messages and so know the same size without a word.
+    a message needs one frame. Both ends see the same messages, so both know the size.
     """
 
     def __init__(self) -> None:

@@ -79,7 +79,7 @@ class ElasticTraining:
 
 
 class ModelPieces:
-    """What one process knows of the model, whichever of its pieces train here.
+    """The model's pieces, which are the same on every worker.
 
     Args:
         cut_point: Varuna's class of that name.
@@ -116,7 +116,7 @@ class ModelPieces:
         self.names = [piece_state.names_of(self.trace, piece) for piece in range(self.trace.num_pieces)]
 
     def _build(self) -> nn.Module:
-        """A model as the user's factory makes it, whatever random numbers were drawn before."""
+        """A model of the user's factory, with the random numbers of the run's seed."""
         with torch.random.fork_rng(), torch.enable_grad():
             torch.manual_seed(self._job.seed)
             return self._job.build_model()

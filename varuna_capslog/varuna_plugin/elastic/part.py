@@ -53,7 +53,7 @@ class VarunaPart:
         self._draws: Draws | None = None
         self._parameters: dict[str, nn.Parameter] = {}
         self._buffers: dict[str, Tensor] = {}
-        self._settled: dict[str, Tensor] = {}  # buffers at the present boundary, whatever a forward does
+        self._settled: dict[str, Tensor] = {}  # buffers as they were before the step under way
         self.own: tuple[int, ...] = ()
 
     def build(self, model: nn.Module, rank: int, seconds: float) -> None:

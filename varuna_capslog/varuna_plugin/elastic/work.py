@@ -95,7 +95,7 @@ class VarunaWork:
         cuts, stages, _ = self.placer.pipeline(opening.layout, opening.members)
         rank, job = communicator.rank, self.job
         self._end()
-        torch.set_grad_enabled(True)  # whatever was broken off
+        torch.set_grad_enabled(True)  # a forward that was broken off may have left it off
         self._communicator, self._cuts = communicator, cuts
         self._number, self._base = opening.number, opening.base.step
         self._saved = self._saved if self._saved <= self._base else 0
@@ -121,7 +121,7 @@ class VarunaWork:
 
     @contextlib.contextmanager
     def _breakable(self, communicator: Communicator) -> Any:
-        """Whatever fails once the generation was ended here fails because of that."""
+        """An error after this generation was ended here is the consequence of that end: it becomes PeerLost."""
         try:
             yield
         except PeerLost:
@@ -233,7 +233,7 @@ class VarunaWork:
         return stamp if self._save(step) else None
 
     def _save(self, step: int) -> bool:
-        """Writes a checkpoint together with all members; False where somebody knows that it is there."""
+        """Writes a checkpoint together with all members; False where it has been written already."""
         assert self._communicator is not None
         self._saved = max(self._communicator.gather(self._saved))
         if self._saved >= step:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,23 +23,21 @@ from varuna_capslog.profiles.record import Observation, Profile, SharedParameter
 from varuna_capslog.profiles.runs import StageRun, stage_runs
 from varuna_capslog.profiling import admission
 from varuna_capslog.profiling.conditions import RunConditions
-from varuna_capslog.profiling.launches import LaunchTimes, Progress, Workers, devices_of, failures_named, in_one_launch
+from varuna_capslog.profiling.launches import (
+    Given,
+    LaunchTimes,
+    Progress,
+    Workers,
+    devices_of,
+    failures_named,
+    in_one_launch,
+)
 from varuna_capslog.profiling.trim import TrimmedRun
 from varuna_capslog.varuna_plugin.install import install, installed_patches, silent, uninstall
 from varuna_capslog.varuna_plugin.profiling.worker import ProfileOptions, Subject, VarunaWorkers
 from varuna_capslog.varuna_plugin.splitting.tracing import Trace, trace_model
 
 __all__ = ["profile"]
-
-
-@dataclass(frozen=True)
-class _BuiltModel:
-    """A model that is there already."""
-
-    model: nn.Module
-
-    def __call__(self) -> nn.Module:
-        return self.model
 
 
 def profile(
@@ -74,7 +71,7 @@ def profile(
         raise CapslogError("there is no CUDA device here; profile with device='cpu', or where there is one")
     if workers < 1 or chunk_size < 1:
         raise CapslogError(f"workers={workers}, chunk_size={chunk_size}: both must be at least 1")
-    build: Callable[[], nn.Module] = _BuiltModel(model) if isinstance(model, nn.Module) else model
+    build: Callable[[], nn.Module] = Given(model) if isinstance(model, nn.Module) else model
     commit, subject = _traced(build, get_batch_fn, chunk_size, chosen)
     whole, trace = build(), subject.trace
     names, sizes = _names(trace), {name: tensor.nbytes for name, tensor in whole.named_parameters()}
@@ -156,7 +153,7 @@ def _measured(
     tasks.sort(key=lambda task: -task[1])
     devices = devices_of(options.device, min(options.workers, len(tasks)))
     modules = sorted({type(module).__module__ for module in model[0].modules()})
-    source: Any = subject  # where our own engine's workers get a workload
+    source: Any = Given(subject)  # where our own engine's workers get a workload
     described = Workers(source, devices, options.threads, modules, conditions, admission.free_bytes, names)
     with failures_named(names), VarunaWorkers(source, devices, options.threads, modules) as group:
         found = in_one_launch(tasks, group, described, clock, progress or (lambda *_: None))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -111,13 +112,7 @@ class _MeasuredStage(StageObserver):
     def saving(self) -> Iterator[None]:
         """While it is open, the meter sees what every forward leaves behind for its backward."""
         own = self._resident()
-
-        def watch(call: Callable[..., Any], *arguments: Any, **inputs: Any) -> Any:
-            self.given = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
-            with self.meter.saving(own, self._received):
-                return call(*arguments, **inputs)
-
-        with self._around_forward(watch):
+        with self._around_forward(lambda: self.meter.saving(own, self._received)):
             yield
 
     def _received(self) -> list[Tensor] | None:
@@ -131,14 +126,9 @@ class _MeasuredStage(StageObserver):
     @contextlib.contextmanager
     def timing(self) -> Iterator[None]:
         """While it is open, the meter times every forward and backward, without the waiting of a backward."""
-
-        def watch(call: Callable[..., Any], *arguments: Any, **inputs: Any) -> Any:
-            with self.meter.timing("forward"):
-                return call(*arguments, **inputs)
-
         before, self._stage.observer = self._stage.observer, self
         try:
-            with self._around_forward(watch):
+            with self._around_forward(lambda: self.meter.timing("forward")):
                 yield
         finally:
             self._stage.observer = before
@@ -153,11 +143,16 @@ class _MeasuredStage(StageObserver):
         self._began = self.meter.now()
 
     @contextlib.contextmanager
-    def _around_forward(self, wrapper: Callable[..., Any]) -> Iterator[None]:
-        """Puts `wrapper` around the user's forward on this stage."""
-        own = self._module.__dict__.get("forward")
-        original = self._module.forward
-        self._module.forward = lambda *arguments, **inputs: wrapper(original, *arguments, **inputs)
+    def _around_forward(self, opened: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+        """Opens a context around the user's forward on this stage."""
+        own, original = self._module.__dict__.get("forward"), self._module.forward
+
+        def forward(*arguments: Any, **inputs: Any) -> Any:
+            self.given = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
+            with opened():
+                return original(*arguments, **inputs)
+
+        self._module.forward = forward
         try:
             yield
         finally:

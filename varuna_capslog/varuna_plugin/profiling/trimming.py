@@ -24,15 +24,10 @@ from varuna_capslog.varuna_plugin.splitting.partition import Partition, TieGroup
 from varuna_capslog.varuna_plugin.splitting.stage_run import StageRun
 from varuna_capslog.varuna_plugin.splitting.tracing import flatten_cut
 
-__all__ = ["CutShapes", "Shapes", "interesting_ties", "kept_names", "play_stage"]
+__all__ = ["CutShapes", "Shapes", "kept_names", "play_stage"]
 
 Shapes = Callable[[Mapping[str, Any]], Sequence[Sequence[TensorSpec]]]
 """What crosses each cut of the model for given inputs."""
-
-
-def interesting_ties(ties: Sequence[TieGroup], stages: Sequence[int]) -> tuple[TieGroup, ...]:
-    """The ties that a stage of interest takes part in; no real stage is left in the others."""
-    return tuple(tie for tie in ties if set(tie.stages) & set(stages))
 
 
 def kept_names(partition: Partition, ties: Sequence[TieGroup], stage: int) -> set[str]:

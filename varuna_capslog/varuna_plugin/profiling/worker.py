@@ -76,9 +76,6 @@ class Subject:
     chunk_size: int
     options: ProfileOptions
 
-    def __call__(self) -> Subject:
-        return self
-
 
 _BEFORE, _MEASURED, _BEHIND = range(3)
 

@@ -1,6 +1,6 @@
 """What a CutPoint does: nothing, receive what a stage needs, or send what it made and end the stage's forward.
 
-Replaces `CutPoint.forward` and its one-tensor autograd function. It meets Varuna's executor where the original did:
+Replaces `CutPoint.forward` and its one-tensor autograd function. Varuna's executor calls it as it called the original:
 `recv_fn`, `send_fn` and `set_ret_val_func`, with a `Bundle` in place of the tensor.
 """
 

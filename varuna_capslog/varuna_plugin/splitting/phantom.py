@@ -49,12 +49,6 @@ class Phantom:
     def __setattr__(self, name: str, value: Any) -> None:
         """Ignored: whatever is set here is set on the stage that has the value."""
 
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        return Phantom(self._source)
-
-    def __getitem__(self, key: Any) -> Any:
-        return Phantom(self._source)
-
     def __setitem__(self, key: Any, value: Any) -> None:
         """Ignored, like `__setattr__`."""
 
@@ -68,29 +62,11 @@ class Phantom:
             raise self._refusal("its length")
         return int(self._length)
 
-    def __bool__(self) -> bool:
-        raise self._refusal("a decision")
-
-    def __int__(self) -> int:
-        raise self._refusal("a number")
-
-    def __float__(self) -> float:
-        raise self._refusal("a number")
-
-    def __index__(self) -> int:
-        raise self._refusal("a number")
-
     def __repr__(self) -> str:
         return f"Phantom({self._source})"
 
     def __hash__(self) -> int:
         return id(self)
-
-    def __eq__(self, other: object) -> Any:
-        return Phantom(self._source)
-
-    def __ne__(self, other: object) -> Any:
-        return Phantom(self._source)
 
     def _refusal(self, wanted: str) -> CapslogError:
         return CapslogError(
@@ -99,20 +75,23 @@ class Phantom:
         )
 
 
-def _operator(name: str) -> Callable[..., Phantom]:
-    def operate(self: Phantom, *others: Any) -> Phantom:
-        return Phantom(self._source)
+def _gives_phantom(self: Phantom, *others: Any, **keywords: Any) -> Phantom:
+    return Phantom(self._source)
 
-    operate.__name__ = name
-    return operate
+
+def _refuses(wanted: str) -> Callable[[Phantom], Any]:
+    def refuse(self: Phantom) -> Any:
+        raise self._refusal(wanted)
+
+    return refuse
 
 
 _BINARY = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
-for _name in (
-    *(f"__{kind}{name}__" for name in _BINARY for kind in ("", "r", "i")),
-    *(f"__{name}__" for name in ("neg", "pos", "abs", "invert", "lt", "le", "gt", "ge")),
-):
-    setattr(Phantom, _name, _operator(_name))
+_OTHERS = ("neg", "pos", "abs", "invert", "lt", "le", "gt", "ge", "eq", "ne", "call", "getitem")
+for _name in (*(f"{kind}{name}" for name in _BINARY for kind in ("", "r", "i")), *_OTHERS):
+    setattr(Phantom, f"__{_name}__", _gives_phantom)
+for _name, _wanted in {"bool": "a decision", "int": "a number", "float": "a number", "index": "a number"}.items():
+    setattr(Phantom, f"__{_name}__", _refuses(_wanted))
 
 
 def describe_structure(value: Any) -> Any:

@@ -42,7 +42,7 @@ class Draws:
         """A step begins.
 
         Args:
-            batches: its microbatches, the very dictionaries that the model is given.
+            batches: its microbatches, as the same objects that the model is called with.
         """
         self._step = step
         self._numbers = {id(batch): index for index, batch in enumerate(batches)}

@@ -83,7 +83,8 @@ def _reduce(model: nn.Module, run: StageRun, cut_type: type[nn.Module]) -> Calla
         raise CapslogError(
             f"stages_of_interest={list(interest)}, but the stages are 0 to {run.partition.num_stages - 1}"
         )
-    run.ties = trimming.interesting_ties(run.ties, interest)
+    # no real stage is left in the other ties
+    run.ties = tuple(tie for tie in run.ties if set(tie.stages) & set(interest))
     if run.stage in interest:
         reduce_to_stage(model, run)
         return lambda device: None

@@ -167,22 +167,13 @@ def _never(packed: Any) -> Tensor:
 
 
 def _owned(names: Sequence[str], seen: Mapping[str, set[int]]) -> dict[str, tuple[int, ...]]:
-    """Pieces of each name. What no piece used stays with the name before it in the model: somebody must keep it."""
+    """Pieces of each name. What no piece used belongs where the name before it does, so that some stage keeps it."""
     result: dict[str, tuple[int, ...]] = {}
-    unused: list[str] = []
-    before: int | None = None
+    before = next((min(seen[name]) for name in names if name in seen), 0)
     for name in names:
-        if name in seen:
-            result[name] = tuple(sorted(seen[name]))
-            before = result[name][0]
-            for waiting in unused:
-                result[waiting] = (before,)
-            unused = []
-        elif before is None:
-            unused.append(name)
-        else:
-            result[name] = (before,)
-    return result | dict.fromkeys(unused, (0,))
+        result[name] = tuple(sorted(seen.get(name, {before})))
+        before = result[name][0]
+    return result
 
 
 @contextlib.contextmanager
