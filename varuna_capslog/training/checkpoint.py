@@ -289,7 +289,7 @@ def from_checkpoint(checkpoint: Checkpoint, chain: Chain, index: int) -> LayerSt
         CapslogError: the checkpoint is damaged or of another model.
     """
     layer = chain.layers[index]
-    shared = _shared_names(chain, index)
+    shared = chain.shared_names(index)
     read: dict[str, dict[str, Any]] = {}
 
     def part(owner: str, kind: str) -> Mapping[str, Any]:
@@ -342,14 +342,9 @@ def _split_address(address: str, layer: str, name: str, checkpoint: Checkpoint) 
     )
 
 
-def _shared_names(chain: Chain, index: int) -> dict[str, str]:
-    """Name inside the layer -> address, for its shared parameters."""
-    return {name: shared.name for shared in chain.shared for use, name in shared.uses if use == index}
-
-
 def to_checkpoint(state: Mapping[str, Tensor], chain: Chain, index: int) -> dict[str, Any]:
     """What a checkpoint's file of this layer holds: {"parameters", "buffers", "optimizer"}, on the CPU."""
-    layer, shared = chain.layers[index], _shared_names(chain, index)
+    layer, shared = chain.layers[index], chain.shared_names(index)
     parameters: dict[str, Tensor] = {}
     buffers: dict[str, Tensor] = {}
     moments: dict[str, dict[str, Tensor]] = {}

@@ -55,7 +55,9 @@ class VarunaEngine:
         self.rank = communicator.rank
         self.replica, self.pipeline_rank = divmod(self.rank, layout.devices)
         communicator.describe_ranks({rank: layout.describe(rank) for rank in range(layout.world_size)})
-        shared = chain.shared  # found while the chain is whole
+        ends = (*layout.cuts[1:], len(chain))
+        own = range(layout.cuts[self.pipeline_rank], ends[self.pipeline_rank])
+        shared = [chain.shared_names(index) for index in own]  # found while the chain is whole
         with silent():
             install()
             configure(cuts=layout.cuts, loss="sum", timeout_seconds=parts.timeout_seconds)
@@ -77,14 +79,9 @@ class VarunaEngine:
                 device=device,
                 local_rank=self.rank,
             )
-        ends = (*layout.cuts[1:], len(chain))
-        names: dict[int, dict[str, str]] = {}
-        for use in shared:
-            for index, name in use.uses:
-                names.setdefault(index, {})[name] = use.name
         self.layers = [
-            EngineLayer(index, _bare(chain.layers[index]), device, options.precision, names.get(index, {}))
-            for index in range(layout.cuts[self.pipeline_rank], ends[self.pipeline_rank])
+            EngineLayer(index, _bare(chain.layers[index]), device, options.precision, names)
+            for index, names in zip(own, shared, strict=True)
         ]
         self.optimizer = StageOptimizer(self.layers, options.rate, options.weight_decay, options.multipliers)
         # all that Varuna asks an optimizer for is its parameters: the update is ours

@@ -6,6 +6,7 @@ puts its error into the queue that its stage reads, where the original ended in 
 
 from __future__ import annotations
 
+import functools
 import queue
 from collections import deque
 from collections.abc import Callable
@@ -23,13 +24,10 @@ from varuna_capslog.varuna_plugin.splitting.phantom import find_phantom
 from varuna_capslog.varuna_plugin.splitting.tracing import copied_buffers
 
 __all__ = [
+    "THREADS",
     "BoundedDistributed",
     "WatchedQueue",
-    "acts_receiver",
-    "acts_sender",
     "forward",
-    "grads_receiver",
-    "grads_sender",
     "restore_random_state",
     "run",
     "save_random_state",
@@ -93,49 +91,36 @@ class BoundedDistributed:
 # -- threads
 
 
-def acts_receiver(self: Any) -> None:
-    """Replaces the thread that takes in activations."""
-    _receive_all(self, FORWARD, self.receive_rank, self.partitioned_model.capslog.entry, self.acts_queue)
-
-
-def grads_receiver(self: Any) -> None:
-    """Replaces the thread that takes in gradients."""
-    _receive_all(self, BACKWARD, self.send_rank, self.partitioned_model.capslog.exit, self.grads_queue)
-
-
-def _receive_all(pipeline: Any, kind: int, peer: int, cut: Any, into: WatchedQueue) -> None:
+def _receive_all(self: Any, kind: int) -> None:
+    stage, forward = self.partitioned_model.capslog, kind == FORWARD
+    peer, cut, into = self.send_rank, stage.exit, self.grads_queue
+    if forward:
+        peer, cut, into = self.receive_rank, stage.entry, self.acts_queue
     tensors = cut.spec.tensors
-    count = sum(spec.requires_grad for spec in tensors) if kind == BACKWARD else len(tensors)
-    room = pipeline.partitioned_model.capslog.rooms[kind, "in"]
-    microbatches = [microbatch for task, microbatch in pipeline.schedule if task == kind]
+    count = len(tensors) if forward else sum(spec.requires_grad for spec in tensors)
+    room = stage.rooms[kind, "in"]
+    microbatches = [microbatch for task, microbatch in self.schedule if task == kind]
     try:
         # posted ahead: posting in the middle of a computation wakes gloo's thread each time
-        posted = deque(wire.Expected(count, peer, kind == BACKWARD, room) for _ in microbatches[:_AHEAD])
+        posted = deque(wire.Expected(count, peer, not forward, room) for _ in microbatches[:_AHEAD])
         for index, microbatch in enumerate(microbatches):
             bundle = posted.popleft().take(microbatch, current().timeout)
             if index + _AHEAD < len(microbatches):
-                posted.append(wire.Expected(count, peer, kind == BACKWARD, room))
+                posted.append(wire.Expected(count, peer, not forward, room))
             into.put(bundle)
         room.end_step()
     except BaseException as error:
         into.put(_Failure(error))
 
 
-def acts_sender(self: Any) -> None:
-    """Replaces the thread that sends activations."""
-    _send_all(self, FORWARD, self.send_rank, self.acts_send_queue)
-
-
-def grads_sender(self: Any) -> None:
-    """Replaces the thread that sends gradients."""
-    _send_all(self, BACKWARD, self.receive_rank, self.grads_send_queue)
-
-
-def _send_all(pipeline: Any, kind: int, peer: int, outgoing: WatchedQueue) -> None:
+def _send_all(self: Any, kind: int) -> None:
+    peer, outgoing = self.receive_rank, self.grads_send_queue
+    if kind == FORWARD:
+        peer, outgoing = self.send_rank, self.acts_send_queue
     under_way: deque[wire.Sending] = deque()
-    room = pipeline.partitioned_model.capslog.rooms[kind, "out"]
+    room = self.partitioned_model.capslog.rooms[kind, "out"]
     try:
-        for task, microbatch in pipeline.schedule:
+        for task, microbatch in self.schedule:
             if task != kind:
                 continue
             bundle = outgoing.next_to_send()
@@ -148,7 +133,16 @@ def _send_all(pipeline: Any, kind: int, peer: int, outgoing: WatchedQueue) -> No
             sending.wait(current().timeout)
         room.end_step()
     except BaseException as error:
-        pipeline.capslog_failure = error
+        self.capslog_failure = error
+
+
+THREADS = {
+    "acts_receiver": functools.partialmethod(_receive_all, FORWARD),
+    "grads_receiver": functools.partialmethod(_receive_all, BACKWARD),
+    "acts_sender": functools.partialmethod(_send_all, FORWARD),
+    "grads_sender": functools.partialmethod(_send_all, BACKWARD),
+}
+"""What replaces the four threads of Varuna's `Pipeline` that take in and send activations and gradients."""
 
 
 def run(original: Callable[[Any], Any], self: Any) -> Any:

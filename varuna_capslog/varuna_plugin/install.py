@@ -131,8 +131,8 @@ def _apply(varuna: Any) -> None:
     # messages
     _patches.replace(pipeline, "dist", executor.BoundedDistributed())
     _patches.replace(pipeline, "Queue", executor.WatchedQueue)
-    for thread in (executor.acts_receiver, executor.acts_sender, executor.grads_receiver, executor.grads_sender):
-        _patches.replace(pipeline.Pipeline, thread.__name__, thread)
+    for name, thread in executor.THREADS.items():
+        _patches.replace(pipeline.Pipeline, name, thread)
     _around(pipeline.Pipeline, "worker", executor.worker)
     _around(pipeline.Pipeline, "run", executor.run)
     # inputs and schedule
