@@ -73,10 +73,11 @@ class Workers:
     conditions: RunConditions
     free_bytes: FreeBytes
     names: Sequence[str]
+    kind: type[WorkerGroup] = WorkerGroup
 
     def group(self, count: int) -> WorkerGroup:
         """The first `count` workers."""
-        return WorkerGroup(self.source, self.devices[:count], self.threads, self.preload)
+        return self.kind(self.source, self.devices[:count], self.threads, self.preload)
 
 
 @dataclass

@@ -39,6 +39,7 @@ __all__ = [
     "load_layers",
     "open_checkpoint",
     "prune",
+    "publish",
     "read_file",
     "save_checkpoint",
     "sync_folder",
@@ -154,13 +155,8 @@ def save_checkpoint(
                     "layers": {layer.name: order[layer.name] for layer in chain.layers},
                 },
             )
-            sync_folder(partial)
-            replaced = folder / f".partial-replaced-{step:08d}"  # `prune` removes it, should we not come to it
-            if final.exists():
-                os.replace(final, replaced)
-            os.replace(partial, final)
-            sync_folder(folder)
-            shutil.rmtree(replaced, ignore_errors=True)
+            # `prune` removes what was replaced, should we not come to it
+            publish(partial, final, folder / f".partial-replaced-{step:08d}")
         except (OSError, CapslogError) as error:  # the latter from the manifest
             problem = f"{getattr(error, 'strerror', None) or error}"
     if not problems:
@@ -173,6 +169,17 @@ def save_checkpoint(
             "one is untouched: make room and resume"
         )
     return final
+
+
+def publish(partial: Path, final: Path, replaced: Path) -> None:
+    """Gives a complete checkpoint its name; one of that name lies under `replaced` meanwhile and is then removed."""
+    sync_folder(partial)
+    shutil.rmtree(replaced, ignore_errors=True)
+    if final.exists():
+        os.replace(final, replaced)
+    os.replace(partial, final)
+    sync_folder(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def write_synced(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError, DiskFailed
-from varuna_capslog.training.checkpoint import sync_folder, write_synced
+from varuna_capslog.training.checkpoint import publish, write_synced
 from varuna_capslog.varuna_plugin.checkpoint_files import COMMON, EXTRA, FORMAT, MANIFEST, PARAMETERS, STATE, Reader
 from varuna_capslog.varuna_plugin.executor import restore_random_state, save_random_state
 from varuna_capslog.varuna_plugin.options import current
@@ -187,14 +187,7 @@ def _finish(self: Any, partial: Path, final: Path, step: int, entries: Mapping[s
             "files": entries,
         },
     )
-    sync_folder(partial)
-    replaced = final.with_name(f".replaced-{final.name}")
-    shutil.rmtree(replaced, ignore_errors=True)
-    if final.exists():
-        os.replace(final, replaced)
-    os.replace(partial, final)
-    sync_folder(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    publish(partial, final, final.with_name(f".replaced-{final.name}"))
 
 
 def _held(self: Any) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:

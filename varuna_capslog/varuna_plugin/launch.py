@@ -8,6 +8,7 @@ the command's. No manager, no daemon, no `pkill`: only processes that were start
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import socket
@@ -59,10 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _options(arguments: list[str]) -> list[str]:
     """What stands before the training script: its own arguments may be called like ours."""
-    for index, argument in enumerate(arguments):
-        if argument.endswith(".py"):
-            return arguments[:index]
-    return arguments
+    return list(itertools.takewhile(lambda argument: not argument.endswith(".py"), arguments))
 
 
 def _cuts(ours: Namespace, num_stages: int) -> str | None:

@@ -29,7 +29,7 @@ from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.membership.redundancy import Protection
 from varuna_capslog.schedules import RunShape
 from varuna_capslog.training.recent_steps import RecentSteps
-from varuna_capslog.varuna_plugin import building, piece_state
+from varuna_capslog.varuna_plugin import building, checkpoint, piece_state
 from varuna_capslog.varuna_plugin.checkpoint_files import read_tensors
 from varuna_capslog.varuna_plugin.elastic import disk as elastic_disk
 from varuna_capslog.varuna_plugin.elastic.groups import VarunaGroups
@@ -243,7 +243,7 @@ class VarunaWork:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             with self._breakable(self._communicator):
                 try:
-                    self._part.save(self.checkpoints, step)
+                    checkpoint.save(self._part.trainer, self.checkpoints, step)
                 except PeerLost:
                     raise
                 except CapslogError as error:

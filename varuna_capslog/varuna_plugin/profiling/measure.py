@@ -154,8 +154,10 @@ def _measured(
     devices = devices_of(options.device, min(options.workers, len(tasks)))
     modules = sorted({type(module).__module__ for module in model[0].modules()})
     source: Any = Given(subject)  # where our own engine's workers get a workload
-    described = Workers(source, devices, options.threads, modules, conditions, admission.free_bytes, names)
-    with failures_named(names), VarunaWorkers(source, devices, options.threads, modules) as group:
+    described = Workers(
+        source, devices, options.threads, modules, conditions, admission.free_bytes, names, VarunaWorkers
+    )
+    with failures_named(names), described.group(len(devices)) as group:
         found = in_one_launch(tasks, group, described, clock, progress or (lambda *_: None))
     return [found[run] for run in runs]
 

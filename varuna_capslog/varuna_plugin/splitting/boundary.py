@@ -19,7 +19,7 @@ from varuna_capslog.varuna_plugin.splitting.tracing import CutSpec, flatten_cut
 if TYPE_CHECKING:
     from varuna_capslog.varuna_plugin.splitting.stage_run import StageRun
 
-__all__ = ["Entry", "Exit", "StageDone", "cut_forward"]
+__all__ = ["EntryCut", "ExitCut", "StageDone", "cut_forward"]
 
 
 class StageDone(Exception):
@@ -41,7 +41,7 @@ class _Receive(torch.autograd.Function):
     """Gives received tensors a place in the graph; its backward sends their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, entry: Entry, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, anchor: Tensor, entry: EntryCut, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         # not arguments of the function: an argument given back is a view, and nothing may then work on it in place
         ctx.entry = entry
         ctx.set_materialize_grads(False)
@@ -60,7 +60,7 @@ class _Send(torch.autograd.Function):
     """Ends a stage's graph in a number without meaning; its backward waits for the next stage's gradients."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, leaving: Exit, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, leaving: ExitCut, *tensors: Tensor) -> Tensor:
         ctx.leaving = leaving
         for needs, spec in zip(ctx.needs_input_grad[2:], leaving.spec.tensors, strict=True):
             if needs and not spec.requires_grad:
@@ -88,7 +88,7 @@ def _is_one_tensor(spec: CutSpec) -> bool:
     return spec.present == (True,) and spec.structure == _ONE_TENSOR
 
 
-class Entry:
+class EntryCut:
     """The cut before a stage."""
 
     def __init__(self, point: Any, spec: CutSpec, run: StageRun) -> None:
@@ -119,7 +119,7 @@ class Entry:
         self.send_gradients((None,) * len(self.spec.tensors))
 
 
-class Exit:
+class ExitCut:
     """The cut behind a stage."""
 
     def __init__(self, point: Any, spec: CutSpec, run: StageRun) -> None:

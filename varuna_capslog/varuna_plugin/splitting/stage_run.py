@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from varuna_capslog.engine.seeds import seed_layer
-from varuna_capslog.varuna_plugin.splitting.boundary import Entry, Exit
+from varuna_capslog.varuna_plugin.splitting.boundary import EntryCut, ExitCut
 from varuna_capslog.varuna_plugin.splitting.partition import Partition, TieGroup
 from varuna_capslog.varuna_plugin.wire import Bundle, Room
 
@@ -89,8 +89,8 @@ class StageRun:
         self.trimmed = False
         self.bundle_type = Bundle
         self.rooms = defaultdict[tuple[int, str], Room](Room)
-        self.entry: Entry | None = None
-        self.exit: Exit | None = None
+        self.entry: EntryCut | None = None
+        self.exit: ExitCut | None = None
         self.active = self.left = self.gradients_sent = False
         self.draws: Draws | None = None
         self.observer = StageObserver()

@@ -17,7 +17,7 @@ from torch import nn
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.varuna_plugin.options import current
 from varuna_capslog.varuna_plugin.profiling import trimming
-from varuna_capslog.varuna_plugin.splitting.boundary import Entry, Exit
+from varuna_capslog.varuna_plugin.splitting.boundary import EntryCut, ExitCut
 from varuna_capslog.varuna_plugin.splitting.partition import Partition, tie_groups
 from varuna_capslog.varuna_plugin.splitting.phantom import Phantom, make_phantoms
 from varuna_capslog.varuna_plugin.splitting.stage_run import StageRun
@@ -57,9 +57,9 @@ def initialize(self: Any, get_batch_fn: Callable[..., Any], from_cache: bool = F
     self.pre_cp = _wake(self, points, run.partition.entry(self.stage), self.stage)
     self.post_cp = _wake(self, points, run.partition.exit(self.stage), self.stage + 1)
     if self.pre_cp is not None:
-        run.entry = self.pre_cp.cp_func = Entry(self.pre_cp, partition.entry(self.stage), run)  # type: ignore[arg-type]
+        run.entry = self.pre_cp.cp_func = EntryCut(self.pre_cp, partition.entry(self.stage), run)  # type: ignore[arg-type]
     if self.post_cp is not None:
-        run.exit = self.post_cp.cp_func = Exit(self.post_cp, partition.exit(self.stage), run)  # type: ignore[arg-type]
+        run.exit = self.post_cp.cp_func = ExitCut(self.post_cp, partition.exit(self.stage), run)  # type: ignore[arg-type]
     play(torch.device(self.device))
     # what the rest of Varuna reads
     self.num_cutpoints = len(trace.cuts)
