@@ -74,7 +74,6 @@ class StageRun:
         partition, stage: which pieces these are.
         ties: all ties of the model; each rank acts on those of its stage.
         entry, exit: the stage's CutPoints, None at the pipeline's ends.
-        trimmed: whether dummy tensors stand for what the stage would compute.
         bundle_type: of what leaves the stage.
         rooms: of the messages in each direction, by (task, "in" or "out").
         active: whether the forward has reached the stage's own code.
@@ -86,7 +85,6 @@ class StageRun:
 
     def __init__(self, partition: Partition, stage: int, ties: Sequence[TieGroup]) -> None:
         self.partition, self.stage, self.ties = partition, stage, tuple(ties)
-        self.trimmed = False
         self.bundle_type = Bundle
         self.rooms = defaultdict[tuple[int, str], Room](Room)
         self.entry: EntryCut | None = None
