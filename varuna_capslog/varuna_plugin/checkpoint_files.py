@@ -42,7 +42,7 @@ def newest(folder: Path) -> tuple[int, Path] | None:
 
 
 def read_tensors(place: Path, parameters: Iterable[str], buffers: Iterable[str]) -> LayerState:
-    """Parts of a checkpoint that the plugin wrote, in the form of `engine.layer_state`.
+    """Parts of a checkpoint that the plugin wrote, in the form of `training.layer_state`.
 
     Raises:
         CapslogError: it is damaged, incomplete, of unpatched Varuna, or lacks a name.

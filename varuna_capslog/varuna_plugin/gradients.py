@@ -31,7 +31,7 @@ def init_distributed(self: Any) -> None:
     timeout = current().timeout
     self.capslog_world = dist.new_group(timeout=timeout)
     varuna.pipeline.dist.world = self.capslog_world
-    self.dp_group = self.pipeline_group = self.tied_group = None
+    self.dp_group = self.pipeline_group = None
     backend = "nccl" if self.device.type == "cuda" and dist.is_nccl_available() else "gloo"
     for stage, ranks in sorted(self.stage_to_rank_map.items()):
         if len(ranks) > 1:

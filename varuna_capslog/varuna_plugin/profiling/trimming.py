@@ -46,11 +46,10 @@ class CutShapes:
 
     Args:
         model: whole; it is copied without its parameters' memory, and may be reduced afterwards.
-        cut_type: Varuna's CutPoint.
         names: of the CutPoints, in the order of the forward.
     """
 
-    def __init__(self, model: nn.Module, cut_type: type[nn.Module], names: tuple[str, ...]) -> None:
+    def __init__(self, model: nn.Module, names: tuple[str, ...]) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         memo: dict[int, Any] = {}
         with self._mode:

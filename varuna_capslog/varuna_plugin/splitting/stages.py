@@ -51,7 +51,7 @@ def initialize(self: Any, get_batch_fn: Callable[..., Any], from_cache: bool = F
             "runs most forwards twice and would change them twice: keep such state out of the model"
         )
     run = StageRun(partition, self.stage, tie_groups(partition, self.shared_weights or ()))
-    _reduce(self.module, run, CutPoint, torch.device(self.device))
+    _reduce(self.module, run, torch.device(self.device))
     self.capslog = run
     points = {name: module for name, module in self.module.named_modules() if isinstance(module, CutPoint)}
     self.pre_cp, run.entry = _wake(self, points, partition.entry(self.stage), self.stage, EntryCut)
@@ -62,12 +62,10 @@ def initialize(self: Any, get_batch_fn: Callable[..., Any], from_cache: bool = F
     self.ordered_modules = {name: points[name] for name in (cut.name for cut in trace.cuts)}
     self.param_name_to_pstage = self.parameter_names_to_cuts()
     self.shared_weight_stages = None
-    self.forward_input_shapes, self.backward_grad_shapes = [], []
-    self.model_pruned = True
     _log.info("stage %d of %d holds pieces %s", self.stage, self.num_stages, list(partition.pieces(self.stage)))
 
 
-def _reduce(model: nn.Module, run: StageRun, cut_type: type[nn.Module], device: torch.device) -> None:
+def _reduce(model: nn.Module, run: StageRun, device: torch.device) -> None:
     """Leaves of the model what the stage needs; a stage that is not of interest passes on dummy tensors instead."""
     options = current()
     interest = options.stages_of_interest
@@ -85,7 +83,7 @@ def _reduce(model: nn.Module, run: StageRun, cut_type: type[nn.Module], device: 
     if options.trace is not None:
         shapes: trimming.Shapes = lambda inputs: [cut.tensors for cut in cuts]  # noqa: E731
     else:
-        shapes = trimming.CutShapes(model, cut_type, tuple(cut.name for cut in cuts))
+        shapes = trimming.CutShapes(model, tuple(cut.name for cut in cuts))
     reduce_to_stage(model, run, trimming.kept_names(run.partition, run.ties, run.stage))
     trimming.play_stage(model, run, shapes, device)
 
