@@ -25,7 +25,7 @@ from varuna_capslog.profiles.runs import StageRun, capslog_partitionings, mcap_p
 from varuna_capslog.profiling.conditions import RunConditions
 from varuna_capslog.profiling.pipelines import PipelineLaunch, measure_pipeline
 from varuna_capslog.profiling.trim import TrimmedRun
-from varuna_capslog.profiling.worker import WorkerFailure, WorkerGroup
+from varuna_capslog.profiling.worker import Roles, WorkerFailure, WorkerGroup
 
 __all__ = [
     "Bounded",
@@ -73,11 +73,11 @@ class Workers:
     conditions: RunConditions
     free_bytes: FreeBytes
     names: Sequence[str]
-    kind: type[WorkerGroup] = WorkerGroup
+    roles: Roles | None = None
 
     def group(self, count: int) -> WorkerGroup:
         """The first `count` workers."""
-        return self.kind(self.source, self.devices[:count], self.threads, self.preload)
+        return WorkerGroup(self.source, self.devices[:count], self.threads, self.preload, self.roles)
 
 
 @dataclass

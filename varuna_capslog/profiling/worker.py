@@ -91,6 +91,7 @@ class WorkerGroup:
         devices: one per worker.
         threads: CPU threads of each worker; their neighbours have one.
         preload: modules that are imported once, before the workers part; one that cannot be imported is left out.
+        roles: what a worker and its neighbours play; None: stages on our own engine.
     """
 
     def __init__(
@@ -99,21 +100,17 @@ class WorkerGroup:
         devices: Sequence[torch.device],
         threads: int,
         preload: Sequence[str] = (),
+        roles: Roles | None = None,
     ) -> None:
         self._context = process_context(source, preload)
-        self._arguments = (source, devices, threads)
+        self._arguments = (roles or _engine_roles, source, devices, threads)
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
         self._doing: dict[int, Task] = {}
         self._idle: list[int] = []
 
-    @staticmethod
-    def roles() -> Roles:
-        """What a worker and its neighbours play: here, stages on our own engine."""
-        return _engine_roles
-
     def __enter__(self) -> WorkerGroup:
-        source, devices, threads = self._arguments
+        roles, source, devices, threads = self._arguments
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._store = store
         try:
@@ -121,7 +118,7 @@ class WorkerGroup:
                 ours, theirs = self._context.Pipe()
                 process = self._context.Process(
                     target=_work,
-                    args=(theirs, self.roles(), source, number, store.port, device, threads),
+                    args=(theirs, roles, source, number, store.port, device, threads),
                     name=f"profile-{number}",
                 )
                 process.start()

@@ -34,7 +34,7 @@ from varuna_capslog.profiling.launches import (
 )
 from varuna_capslog.profiling.trim import TrimmedRun
 from varuna_capslog.varuna_plugin.install import install, installed_patches, silent, uninstall
-from varuna_capslog.varuna_plugin.profiling.worker import ProfileOptions, Subject, VarunaWorkers
+from varuna_capslog.varuna_plugin.profiling.worker import ProfileOptions, Subject, varuna_roles
 from varuna_capslog.varuna_plugin.splitting.tracing import Trace, trace_model
 
 __all__ = ["profile"]
@@ -155,7 +155,7 @@ def _measured(
     modules = sorted({type(module).__module__ for module in model[0].modules()})
     source: Any = Given(subject)  # where our own engine's workers get a workload
     described = Workers(
-        source, devices, options.threads, modules, conditions, admission.free_bytes, names, VarunaWorkers
+        source, devices, options.threads, modules, conditions, admission.free_bytes, names, varuna_roles
     )
     with failures_named(names), described.group(len(devices)) as group:
         found = in_one_launch(tasks, group, described, clock, progress or (lambda *_: None))

@@ -21,7 +21,7 @@ from varuna_capslog.profiles.record import Observation
 from varuna_capslog.profiling.conditions import RunConditions
 from varuna_capslog.profiling.skeleton import hollow_module, real_parameter
 from varuna_capslog.profiling.trim import MICROBATCHES, TrimmedRun
-from varuna_capslog.profiling.worker import Role, Roles, WorkerGroup
+from varuna_capslog.profiling.worker import Role
 from varuna_capslog.varuna_plugin.inputs import Microbatches
 from varuna_capslog.varuna_plugin.install import install, silent, uninstall
 from varuna_capslog.varuna_plugin.options import configure, current, know_trace
@@ -29,7 +29,7 @@ from varuna_capslog.varuna_plugin.profiling.meter import STEPS, observe
 from varuna_capslog.varuna_plugin.splitting.partition import Partition, tie_groups
 from varuna_capslog.varuna_plugin.splitting.tracing import Trace
 
-__all__ = ["ProfileOptions", "Subject", "VarunaWorkers"]
+__all__ = ["ProfileOptions", "Subject", "varuna_roles"]
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -80,16 +80,10 @@ class Subject:
 _BEFORE, _MEASURED, _BEHIND = range(3)
 
 
-class VarunaWorkers(WorkerGroup):
-    """`profiling.worker`'s group with Varuna jobs for work; its source gives a `Subject`."""
-
-    @staticmethod
-    def roles() -> Roles:
-        return _roles
-
-
-def _roles(source: Callable[[], Subject], number: int, port: int, device: torch.device) -> tuple[Role, list[Role]]:
-    """The measured stage, and one neighbour before it and one behind it."""
+def varuna_roles(
+    source: Callable[[], Subject], number: int, port: int, device: torch.device
+) -> tuple[Role, list[Role]]:
+    """The measured stage on Varuna, and one neighbour before it and one behind it."""
     subject = source()
     with silent():
         model = hollow_module(subject.build)
