@@ -1,4 +1,4 @@
-"""What is changed around `Varuna.__init__` and `Varuna.evaluate`: checks before, the CPU as a device, any shapes."""
+"""What is changed around `Varuna.__init__` and `Varuna.evaluate`: checks before it, the CPU as a device, any shapes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """`python -m varuna_capslog.varuna_plugin.launch`: Varuna's launcher with a cut list and an honest exit status.
 
 It takes the launcher's own options and gives scripts the same arguments. The layout of ranks is computed by Varuna's
-launcher; what is ours is starting and watching the processes: the first that fails ends the others, and its status is
-the command's. No manager, no daemon, no `pkill`: only processes that were started here are ended.
+launcher. This module starts and watches the processes: the first that fails ends the others, and its status is the
+command's. No manager, no daemon, no `pkill`: only processes that were started here are ended.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def _cause(states: Sequence[int | None]) -> int:
 
 @contextlib.contextmanager
 def _passed_on(workers: list[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
-    """SIGINT, SIGTERM and Varuna's SIGUSR1 go on to the workers; the first two are remembered."""
+    """Passes SIGINT, SIGTERM and Varuna's SIGUSR1 on to the workers; gives the list of the first two that came."""
     heard: list[int] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:

@@ -125,7 +125,7 @@ class Options:
     """Attributes:
 
     cuts: first piece of each stage; None is Varuna's uniform split.
-    num_pieces: what the plan was made for, where known.
+    num_pieces: of the model that the plan is for, where known.
     search: what cuts are searched from instead, once the number of stages is known.
     loss: whether the model's loss is a "mean" over the samples it is given (Varuna's contract) or a share of the whole
         minibatch's loss, of which all are added ("sum").
@@ -151,7 +151,7 @@ class Options:
         """The cut list of a model.
 
         Raises:
-            CapslogError: it was made for another model or number of stages, or what was searched from is.
+            CapslogError: the cuts, or the profile behind them, are for another model or number of stages.
             DoesNotFit: nothing that was searched keeps within the capacity.
         """
         if self.search is not None:

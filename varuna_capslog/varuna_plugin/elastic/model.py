@@ -122,7 +122,7 @@ class ModelPieces:
             return self._job.build_model()
 
     def take(self) -> nn.Module:
-        """A model of the caller's own."""
+        """A fresh model, for the caller to change."""
         model, self._spare = self._spare, None
         return self._build() if model is None else model
 

@@ -147,7 +147,7 @@ class VarunaPart:
         return found | {f"buffers/{name}": buffer for name, buffer in buffers.items()}
 
     def close(self) -> None:
-        """Nothing of the generation is left; also of one that could not be built."""
+        """Ends everything of the generation, also of one that could not be built."""
         self._groups.close()
         if self.trainer is not None:
             _join_threads(self.trainer)

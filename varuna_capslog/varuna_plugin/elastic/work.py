@@ -46,7 +46,7 @@ class VarunaWork:
     """One member's part.
 
     Args:
-        rendezvous: gives a store client of the caller's own.
+        rendezvous: makes a store client that nothing else uses.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class VarunaWork:
         if rank < stages:
             model = self.pieces.take()
             with self._breakable(communicator):
-                communicator.gather(None)  # who was lost meanwhile is not waited for below
+                communicator.gather(None)  # a member that was lost meanwhile is noticed here, not by a long wait below
                 name = f"varuna/{communicator.generation}"
                 seconds = min(self._connect_seconds, job.timeout_seconds)
                 self._connect_seconds *= 2
@@ -138,7 +138,7 @@ class VarunaWork:
         return states
 
     def _end(self) -> None:
-        """Nothing of a generation is left; also of one that could not be opened."""
+        """Ends the generation, also one that could not be opened."""
         if self._part is not None:
             self._part.close()
         self._part = self._communicator = None

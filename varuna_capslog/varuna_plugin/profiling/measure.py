@@ -188,7 +188,7 @@ def _bound_bytes(
 
 
 def _names(trace: Trace) -> list[str]:
-    """A piece is called after the first module that runs wholly inside it."""
+    """A piece is named after the first module that runs wholly inside it."""
     names: list[str] = []
     for piece in range(trace.num_pieces):
         inside = next((call.module for call in trace.calls if call.first == call.last == piece), None)
