@@ -24,7 +24,7 @@ from tests.engine import cases
 from varuna_capslog.base import files
 from varuna_capslog.base.processes import is_stopped
 from varuna_capslog.config.settings import Config
-from varuna_capslog.elastic.host.fork_server import PRELOADED, Nursery
+from varuna_capslog.elastic.host.fork_server import PRELOADED, ForkServer
 from varuna_capslog.elastic.store.opening import StoreGone, open_store, serve_store
 from varuna_capslog.engine.communicator import connect_group
 from varuna_capslog.membership.generation import Generation
@@ -99,7 +99,7 @@ class Cradle:
         self._listeners: dict[str, Callable[[dict[str, Any]], None]] = {}
         self._count = 0
         self.open: list[Live] = []
-        self._nursery = Nursery(_ENTRY, self._hear, folder / "nursery.log", _MODULES)
+        self._nursery = ForkServer(_ENTRY, self._hear, folder / "nursery.log", _MODULES)
 
     def _hear(self, what: dict[str, Any]) -> None:
         listener = self._listeners.get(str(what.get("member")))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from tests.varuna_plugin import models
 from varuna_capslog.base import files
-from varuna_capslog.elastic.host.fork_server import PRELOADED, Nursery
+from varuna_capslog.elastic.host.fork_server import PRELOADED, ForkServer
 from varuna_capslog.elastic.member.beginning import Beginning
 from varuna_capslog.elastic.store.opening import StoreGone, open_store, serve_store
 from varuna_capslog.engine.seeds import seed_layer
@@ -39,7 +39,7 @@ class Cradle:
         self.told: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         modules = (*PRELOADED, "varuna", "varuna_capslog.varuna_plugin.elastic.work", "torch._dynamo")
         entry = "varuna_capslog.varuna_plugin.elastic.run:main"
-        self.nursery = Nursery(entry, self.told.put, folder / "nursery.log", modules)
+        self.nursery = ForkServer(entry, self.told.put, folder / "nursery.log", modules)
         self.runs = 0
 
 

@@ -33,9 +33,7 @@ __all__ = ["main", "run_worker"]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the worker of the RUN_DIR given on the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        "python -m varuna_capslog.start.worker", description="One rank of a prepared run."
-    )
+    parser = argparse.ArgumentParser("python -m varuna_capslog.start.worker", description="One rank of a prepared run.")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--evaluate", action="store_true", help="score the best checkpoint instead of training")
     given = parser.parse_args(arguments)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from varuna_capslog.elastic.host.fork_server import Nursery
+from varuna_capslog.elastic.host.fork_server import ForkServer
 
 HERE = Path(__file__).parent
 BORN_WITH = {name: value for name, value in os.environ.items() if name.startswith("CAPSLOG_")}
@@ -52,13 +52,13 @@ def told() -> Told:
     return Told()
 
 
-def nursery_of(folder: Path, told: Told, *modules: str, **environment: str) -> Nursery:
+def nursery_of(folder: Path, told: Told, *modules: str, **environment: str) -> ForkServer:
     environment = {"PYTHONPATH": str(HERE), **environment}
-    return Nursery("host_entries:act", told.put, folder / "nursery.log", modules, environment)
+    return ForkServer("host_entries:act", told.put, folder / "nursery.log", modules, environment)
 
 
 @pytest.fixture
-def nursery(tmp_path, told) -> Iterator[Nursery]:
+def nursery(tmp_path, told) -> Iterator[ForkServer]:
     one = nursery_of(tmp_path, told)
     yield one
     one.close()

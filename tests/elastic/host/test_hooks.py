@@ -17,7 +17,7 @@ from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.elastic import on_notice, request_morph
 from varuna_capslog.elastic.host.hooks import give_notice, notice_of, outlook
-from varuna_capslog.elastic.notices import Kind, Notice
+from varuna_capslog.elastic.notices.interface import Kind, Notice
 from varuna_capslog.membership.entries import AnnounceEntry, HintEntry, NoticeEntry
 from varuna_capslog.plans.plan import Plan, write_plan
 

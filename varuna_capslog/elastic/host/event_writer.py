@@ -17,12 +17,12 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.membership.entries import DeadEntry, GenerationEntry, NoticeEntry, read
 from varuna_capslog.membership.roster import Roster
 
-__all__ = ["Chronicle"]
+__all__ = ["EventWriter"]
 
 _TAIL_BYTES = 1 << 14
 
 
-class Chronicle:
+class EventWriter:
     """Writes what concerns one host's members.
 
     Args:

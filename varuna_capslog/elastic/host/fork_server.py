@@ -1,7 +1,7 @@
 """Workers that need not load anything: a process that has imported everything forks one whenever the host asks.
 
 `python -m varuna_capslog.elastic.host.fork_server ENTRY MODULE...` reads one JSON line per wished worker, and writes
-one line per fork and, as soon as the system knows it, one per end. `Nursery` is the host's side of these pipes. The
+one line per fork and, as soon as the system knows it, one per end. `ForkServer` is the host's side of these pipes. The
 nursery runs no operation and starts no thread, since a fork would copy its locks but not its threads; nor does it judge
 an end.
 """
@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.processes import die_with_parent, signal_group
 
-__all__ = ["PRELOADED", "Nursery", "main"]
+__all__ = ["PRELOADED", "ForkServer", "main"]
 
 PRELOADED = ("torch", "scipy.optimize")
 """What workers need and what takes long to import; scipy alone cost a recovered run 0.2 s at its first loss."""
@@ -36,7 +36,7 @@ Order = dict[str, Any]
 and errors go, and what the entry is called with (any JSON value)."""
 
 
-class Nursery:
+class ForkServer:
     """A nursery and the thread that hears of its workers.
 
     Args:

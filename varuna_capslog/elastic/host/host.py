@@ -20,13 +20,15 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.failures import Failure
 from varuna_capslog.base.supervisor import Interrupted, WorkerFailed, reserve
 from varuna_capslog.elastic.host import hooks
-from varuna_capslog.elastic.host.event_writer import Chronicle
+from varuna_capslog.elastic.host.event_writer import EventWriter
 from varuna_capslog.elastic.host.losses import SETTLE_SECONDS, Losses
 from varuna_capslog.elastic.host.options import HostOptions
 from varuna_capslog.elastic.host.store_link import HostStore
 from varuna_capslog.elastic.host.watch import WorkerWatch
 from varuna_capslog.elastic.host.workers import HostWorker, HostWorkers
-from varuna_capslog.elastic.notices import Announcement, Gathering, Kind, auto_sources, listen
+from varuna_capslog.elastic.notices.auto import auto_sources
+from varuna_capslog.elastic.notices.gather import Announcement, Gathering, listen
+from varuna_capslog.elastic.notices.interface import Kind
 from varuna_capslog.membership import entries
 from varuna_capslog.membership.generation import Generation, Member
 from varuna_capslog.membership.roster import Roster
@@ -117,7 +119,7 @@ class Host:
             self.link.connect(stack)
             first = self.link.store.get("first-plan", 0.0 if self.options.serves else 0.3)
             offset = 0 if first is None else int(first) - 1
-            self._chronicle = Chronicle(self.options.run_dir, self.link.name, offset)
+            self._chronicle = EventWriter(self.options.run_dir, self.link.name, offset)
             self.link.begin(stack)
             self.workers = HostWorkers(self.options, self.link.name, lambda what: self._inbox.put(("nursery", what)))
             stack.callback(self.workers.close)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from varuna_capslog.base.processes import is_stopped, signal_group, write_unless_there
-from varuna_capslog.elastic.host.fork_server import Nursery
+from varuna_capslog.elastic.host.fork_server import ForkServer
 from varuna_capslog.elastic.host.options import HostOptions
 from varuna_capslog.membership.generation import Member
 
@@ -70,7 +70,7 @@ class HostWorkers:
         self._signal: int | None = None
         environment = {**_QUIET, **os.environ, **options.environment, "CAPSLOG_RUN_DIR": self._run_dir}
         self._nursery_log = self._folder / f"{host}.nursery.log"
-        self.nursery = Nursery(options.entry, hear, self._nursery_log, tuple(options.modules), environment)
+        self.nursery = ForkServer(options.entry, hear, self._nursery_log, tuple(options.modules), environment)
 
     def close(self) -> None:
         """Ends the nursery and all workers that are left."""

@@ -38,12 +38,12 @@ class FileListener(PollingListener):
     def __init__(
         self,
         path: str | os.PathLike[str],
-        host: str | None = None,
+        host: str = "",
         seconds: float = 30.0,
         interval: float = 0.2,
-        clock: Clock | None = None,
+        clock: Clock = Clock(),  # noqa: B008
     ) -> None:
-        super().__init__(host, interval, clock)
+        super().__init__(host, interval=interval, clock=clock)
         self.path = Path(path)
         self.seconds = seconds
         self._seen: tuple[int, int, int] | None = None

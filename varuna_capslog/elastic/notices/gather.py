@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -74,16 +75,12 @@ class Gathering:
     def start(self) -> None:
         """Start all; if one cannot start, none is left running."""
         self._thread.start()
-        started: list[Listener] = []
-        try:
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(self._end)
             for source in self.sources:
                 source.start(self._heard.put)
-                started.append(source)
-        except BaseException:
-            for source in started:
-                source.stop()
-            self._end()
-            raise
+                on_failure.callback(source.stop)
+            on_failure.pop_all()
 
     def stop(self) -> None:
         """Stop all, within some seconds. What was heard before is still told."""
@@ -96,7 +93,7 @@ class Gathering:
         self._heard.put(notice)
 
     def host_left(self, resources_left: Collection[str] = ()) -> tuple[str, ...]:
-        """The last rank of this host has left: every source that knows acknowledgements sends its own."""
+        """Have every source acknowledge that the last rank of this host has left; see `Listener.host_left`."""
         return tuple(name for source in self.sources for name in source.host_left(resources_left))
 
     def __enter__(self) -> Gathering:

@@ -7,10 +7,11 @@ in any listener, runs in the thread that trains, and no listener decides anythin
 from __future__ import annotations
 
 import enum
+import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
 __all__ = ["Clock", "Deadline", "Deliver", "Kind", "Listener", "Notice"]
@@ -88,10 +89,23 @@ Deliver = Callable[[Notice], None]
 """Where a listener puts what it hears; returns at once."""
 
 
+@dataclass(eq=False)
 class Listener(ABC):
-    """One source of notices. Started once, stopped once; may deliver the same notice again and again."""
+    """One source of notices. Started once, stopped once; may deliver the same notice again and again.
+
+    Attributes:
+        host: this host's name in the run; default: what the system calls it.
+        clock: replaced in tests.
+    """
 
     source: ClassVar[str]
+
+    host: str = ""
+    _: KW_ONLY
+    clock: Clock = Clock()
+
+    def __post_init__(self) -> None:
+        self.host = self.host or socket.gethostname()
 
     @abstractmethod
     def start(self, deliver: Deliver) -> None:
@@ -102,7 +116,7 @@ class Listener(ABC):
         """End within a few seconds; nothing is delivered afterwards."""
 
     def host_left(self, resources_left: Collection[str] = ()) -> tuple[str, ...]:
-        """The last rank of this host has left: acknowledge, where the source knows such a thing.
+        """Acknowledge, after the last rank of this host has left, where the source knows such a thing.
 
         Args:
             resources_left: other machines, in the source's own words, whose last rank has left too.

@@ -6,14 +6,13 @@ The base of the listeners that ask (clouds, file). What a round does is theirs.
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.elastic.notices.interface import Clock, Deliver, Listener, Notice
+from varuna_capslog.elastic.notices.interface import Deliver, Listener, Notice
 
 __all__ = ["PollingListener", "Round", "Unavailable", "backoff"]
 
@@ -42,18 +41,19 @@ def backoff(failures: int, interval: float) -> float:
     return min(LONGEST_PAUSE, max(interval, 0.1) * 2.0 ** min(failures - 1, 16))
 
 
+@dataclass(eq=False)
 class PollingListener(Listener):
     """Runs each of `rounds()` in a daemon thread of its own until `stop`.
 
-    Args:
-        host: this host's name in the run; default: what the system calls it.
+    Attributes:
         interval: seconds between two questions.
     """
 
-    def __init__(self, host: str | None = None, interval: float = 0.5, clock: Clock | None = None) -> None:
-        self.host = host or socket.gethostname()
-        self.interval = interval
-        self.clock = clock or Clock()
+    _: KW_ONLY
+    interval: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._threads: list[threading.Thread] = []
         self._stopped = threading.Event()
 
