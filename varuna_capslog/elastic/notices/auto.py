@@ -12,7 +12,7 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from varuna_capslog.elastic.notices import signals
 from varuna_capslog.elastic.notices.aws import AwsListener
@@ -20,9 +20,8 @@ from varuna_capslog.elastic.notices.azure import AzureListener
 from varuna_capslog.elastic.notices.callback import CallbackListener
 from varuna_capslog.elastic.notices.file import FileListener
 from varuna_capslog.elastic.notices.gcp import GcpListener
-from varuna_capslog.elastic.notices.interface import Listener
-from varuna_capslog.elastic.notices.metadata import LINK_LOCAL, HttpOpener, MetadataListener, Opener
-from varuna_capslog.elastic.notices.polling import Unavailable
+from varuna_capslog.elastic.notices.interface import Listener, Unavailable
+from varuna_capslog.elastic.notices.metadata import LINK_LOCAL, HttpOpener, MetadataListener
 
 __all__ = ["auto_sources", "detect_cloud", "signal_meanings"]
 
@@ -31,12 +30,10 @@ _log = logging.getLogger(__name__)
 CLOUDS: dict[str, type[MetadataListener]] = {cloud.source: cloud for cloud in (AwsListener, GcpListener, AzureListener)}
 
 
-def detect_cloud(
-    timeout: float = 1.0, endpoint: str = LINK_LOCAL, opener: Callable[[], Opener] = HttpOpener
-) -> str | None:
+def detect_cloud(timeout: float = 1.0, endpoint: str = LINK_LOCAL) -> str | None:
     """The cloud whose metadata server answers: aws, gcp or azure; None if none did in `timeout` seconds."""
     answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-    asks = opener()
+    asks = HttpOpener()
 
     def ask(name: str) -> None:
         try:

@@ -13,9 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from varuna_capslog.elastic.notices.interface import Deadline, Kind, Notice
+from varuna_capslog.elastic.notices.interface import Deadline, Kind, Notice, Round, Unavailable
 from varuna_capslog.elastic.notices.metadata import Answer, MetadataListener, Opener, json_object
-from varuna_capslog.elastic.notices.polling import Round, Unavailable
 
 __all__ = ["AwsListener"]
 

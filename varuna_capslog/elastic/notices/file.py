@@ -15,8 +15,7 @@ from typing import ClassVar
 
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.elastic.notices.interface import Clock, Deadline, Kind, Notice
-from varuna_capslog.elastic.notices.polling import PollingListener, Round, Unavailable
+from varuna_capslog.elastic.notices.interface import Clock, Deadline, Kind, Notice, PollingListener, Round, Unavailable
 
 __all__ = ["FileListener"]
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import queue
 import threading
@@ -14,7 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from varuna_capslog.elastic.notices import callback as program
-from varuna_capslog.elastic.notices.interface import Deadline, Kind, Listener, Notice
+from varuna_capslog.elastic.notices.interface import Kind, Listener, Notice
 
 __all__ = ["Announcement", "Gathering", "listen"]
 
@@ -43,20 +44,14 @@ class Announcement:
         if not mine:
             return None
         strongest = max(mine, key=lambda notice: notice.kind)  # the first of equals
-        return Notice(
-            strongest.kind,
-            strongest.source,
-            strongest.id,
-            (host,),
-            _earliest([notice for notice in mine if notice.kind is not Kind.HINT] or mine),
-            strongest.resources,
-            "; ".join(notice.detail or notice.id for notice in mine),
+        leaving = [notice for notice in mine if notice.kind is not Kind.HINT] or mine
+        deadlines = [notice.deadline for notice in leaving if notice.deadline is not None]
+        return dataclasses.replace(
+            strongest,
+            hosts=(host,),
+            deadline=min(deadlines, key=lambda deadline: deadline.at, default=None),
+            detail="; ".join(notice.detail or notice.id for notice in mine),
         )
-
-
-def _earliest(notices: Sequence[Notice]) -> Deadline | None:
-    known = [notice.deadline for notice in notices if notice.deadline is not None]
-    return min(known, key=lambda deadline: deadline.at, default=None)
 
 
 class Gathering:

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 from urllib.parse import quote
 
-from varuna_capslog.elastic.notices.interface import Deadline, Kind, Notice
+from varuna_capslog.elastic.notices.interface import Deadline, Kind, Notice, Round, Unavailable
 from varuna_capslog.elastic.notices.metadata import Answer, MetadataListener, Opener
-from varuna_capslog.elastic.notices.polling import Round, Unavailable
 
 __all__ = ["GcpListener"]
 

@@ -21,8 +21,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from datetime import datetime, timezone
 from typing import Any, Protocol
 
-from varuna_capslog.elastic.notices.interface import Deadline
-from varuna_capslog.elastic.notices.polling import PollingListener, Unavailable
+from varuna_capslog.elastic.notices.interface import Deadline, PollingListener, Unavailable
 
 __all__ = ["LINK_LOCAL", "Answer", "HttpOpener", "MetadataListener", "Opener", "json_object"]
 
