@@ -142,7 +142,7 @@ def _host(run_dir: Path, workers: int, settings: Elastic) -> ElasticEnd:
     try:
         end = host.run()
     finally:
-        shutil.rmtree(temporary_folder(host.address.rpartition(":")[2]), ignore_errors=True)
+        shutil.rmtree(temporary_folder(host.link.address.rpartition(":")[2]), ignore_errors=True)
     return ElasticEnd(False, None, end.stopped)
 
 
