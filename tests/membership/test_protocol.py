@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from varuna_capslog.membership import first_round
+from varuna_capslog.elastic.member.effects import Effects
 from varuna_capslog.membership import messages as m
+from varuna_capslog.membership import recovery
 from varuna_capslog.membership.generation import EMPTY, INITIAL, Generation, Stamp
-from varuna_capslog.membership.protocol import Phase, State, newcomer, step
+from varuna_capslog.membership.protocol import Phase, State, step
 from varuna_capslog.rig.search.places import make_job
 from varuna_capslog.rig.search.world import World
 
@@ -22,7 +27,7 @@ class Group(World):
         self.effects: list[list[m.Effect]] = [[] for _ in range(count)]
         self.names = [f"m{i}" for i in range(count)]
         for name in self.names:
-            self.feed(self.add(newcomer(name, f"host of {name}")), m.Enter())
+            self.feed(self.add(State(name, f"host of {name}")), m.Enter())
         self.found(EMPTY.successor(self.names))
 
     def emit(self, i: int, effect: m.Effect) -> None:
@@ -41,7 +46,7 @@ class Group(World):
 
     def install(self) -> None:
         for i, state in enumerate(self.states):
-            for layer in sorted(state.missing):
+            for layer in sorted(state.roles.missing):
                 self.feed(i, m.Received(state.record.number, layer))
 
     def vote(self, *against: int) -> None:
@@ -166,7 +171,7 @@ def test_with_shadows_a_change_waits_until_all_are_prepared_or_one_is_in_a_hurry
         assert group.proposal(0).leaving == ("m2",)
         group.found(group.proposal(0))
         group.tally(0, 1, 2)
-        assert 2 not in group.states[0].missing  # it came ahead, and was kept current
+        assert 2 not in group.states[0].roles.missing  # it came ahead, and was kept current
 
 
 def test_a_change_that_brings_nothing_here_ends_the_wait_for_what_an_earlier_one_brought() -> None:
@@ -189,9 +194,8 @@ def test_a_hint_copies_ahead_in_every_generation_and_changes_no_membership() -> 
         group.feed(2, m.Hint(("leave", "m2")))
         group.train(3)
         assert all(state.record.number == 1 and state.at.step == 4 for state in group.states)
-        wanted = [m.CopyAhead(1, hint)] * 3 if shadows else []  # said again: it may be forgotten
-        assert [group.said(i, m.CopyAhead) for i in range(3)] == [wanted] * 3
-        assert not group.said(0, m.Prepare)
+        wanted = [m.Prepare(1, hint, hinted=True)] * 3 if shadows else []  # said again: it may be forgotten
+        assert [group.said(i, m.Prepare) for i in range(3)] == [wanted] * 3
     group = running(1, shadows=True)
     group.feed(2, m.Hint(("leave", "m2")))
     group.train(1)
@@ -202,7 +206,7 @@ def test_a_hint_copies_ahead_in_every_generation_and_changes_no_membership() -> 
     group.tally(0, 1, 2)
     group.install()
     group.train(1)
-    assert group.said(0, m.CopyAhead)[-1] == m.CopyAhead(2, hint)
+    assert group.said(0, m.Prepare)[-1] == m.Prepare(2, hint, hinted=True)
 
 
 def test_a_change_that_may_be_cut_off_waits_for_a_checkpoint_and_no_longer() -> None:
@@ -239,7 +243,9 @@ def test_a_checkpoint_that_is_to_come_first_is_asked_for_until_it_was_written(mo
     if moment != "after its vote":  # a generation that another one founds, who had not heard of the notice
         base, reached = group.states[0].base, group.states[0].at.step
         group.found(group.states[0].record.successor(group.names, base=base, reached=reached))
-        assert [state.save for state in group.states] == [moment == "before the checkpoint is written"] * 2 + [True]
+        assert [state.wishes.save for state in group.states] == [moment == "before the checkpoint is written"] * 2 + [
+            True
+        ]
         group.tally(0, 1, 2)
         group.install()
     number = group.states[0].record.number
@@ -347,7 +353,7 @@ def test_the_last_ones_park_the_run_on_disk_and_others_take_it_up() -> None:
     assert all(group.said(i, m.Release) for i in range(3))
     effects: list[m.Effect] = []
     group.effects.append(effects)
-    late = group.add(newcomer("m9", "host of m9", held=group.states[0].held | group.states[2].held))
+    late = group.add(State("m9", "host of m9", held=group.states[0].held | group.states[2].held))
     group.memory[late] = group.states[late].held  # read from disk
     group.feed(late, m.Enter())
     group.feed(late, m.StoreSays(record))
@@ -415,10 +421,10 @@ def test_a_copy_made_ahead_is_left_out_where_its_owner_says_so(owner: m.Proof, c
         "m0": m.Contribution(held, "a", proofs=frozenset({owner})),
         "m1": m.Contribution(held, "b", proofs=frozenset({copy})),
     }
-    left_out = first_round.distrusted(values)
+    left_out = recovery.distrusted(values)
     assert left_out == (frozenset() if trusted else {("m1", 2)})
-    assert first_round.without(values, left_out)["m0"] == values["m0"]
-    kept = {layer for layer, _ in first_round.without(values, left_out)["m1"].held}
+    assert recovery.without(values, left_out)["m0"] == values["m0"]
+    kept = {layer for layer, _ in recovery.without(values, left_out)["m1"].held}
     assert kept == ({0, 1, 2} if trusted else {0, 1})
 
 
@@ -440,7 +446,7 @@ def test_all_members_leave_out_the_damaged_copy_and_its_owner_sends_the_layer() 
     decisions = [group.said(i, m.Decided)[-1] for i in range(3)]
     assert decisions[0] == decisions[1] == decisions[2]
     assert [decision.distrusted for decision in decisions if isinstance(decision, m.Decided)] == [{2}] * 3
-    assert 2 in group.states[1].missing
+    assert 2 in group.states[1].roles.missing
     assert not group.truth.damaged, "the damaged copy was freed"
     assert [effect.layer for effect in group.said(2, m.Send) if isinstance(effect, m.Send)] == [2]
 
@@ -451,8 +457,8 @@ def test_a_layer_that_arrives_damaged_ends_the_generation_and_is_sent_again_in_t
     group.train(1)
     group.found(group.proposal(0))
     group.tally(0, 1, 2)
-    i = next(i for i in (0, 1) if group.states[i].missing)
-    layer = min(group.states[i].missing)
+    i = next(i for i in (0, 1) if group.states[i].roles.missing)
+    layer = min(group.states[i].roles.missing)
     group.feed(i, m.Damaged(2, layer))
     assert group.states[i].phase is Phase.CHANGE
     assert (layer, group.states[i].at) not in group.memory[i]
@@ -462,3 +468,9 @@ def test_a_layer_that_arrives_damaged_ends_the_generation_and_is_sent_again_in_t
     group.tally(0, 1, 2)
     group.install()
     assert group.states[i].phase is Phase.RUN
+
+
+@pytest.mark.parametrize(("kind", "handler"), [(m.Event, step), (m.Effect, Effects.carry_out)], ids=["event", "effect"])
+def test_every_event_and_every_effect_has_a_case(kind: type, handler: Callable[..., Any]) -> None:
+    found = re.findall(r"\bm\.(\w+)\(", "".join(re.findall(r"case (.*):", inspect.getsource(handler))))
+    assert {one.__name__ for one in kind.__subclasses__()} <= set(found)

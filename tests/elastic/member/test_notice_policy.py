@@ -37,7 +37,11 @@ def member(copies: int = 0, usual: float = 0.5, layers: int = 3) -> Any:
     place = even_places(layers, copies)
     layout = place([Seat(name, name, 0) for name in MEMBERS])
     assert isinstance(layout, Layout)
-    state = SimpleNamespace(record=Generation(1, MEMBERS), layout=layout, changes=frozenset(), urgent=False)
+    state = SimpleNamespace(
+        record=Generation(1, MEMBERS),
+        roles=SimpleNamespace(layout=layout),
+        wishes=SimpleNamespace(changes=frozenset(), urgent=False),
+    )
     sent: set[int] = set()
     return SimpleNamespace(
         me="m1", state=state, seats={name: Seat(name, name, 0) for name in MEMBERS}, sent=sent,
@@ -88,7 +92,7 @@ def test_time_that_runs_out_is_seen_before_a_step_and_told_once_per_generation(c
     one = departures_of(runtime)
     assert one.heard(entry(seconds=60.0), runtime.state) == m.Notice(LEAVE)
     assert one.watch(runtime.state) is None  # the protocol has not taken it yet
-    runtime.state.changes = frozenset({LEAVE})
+    runtime.state.wishes.changes = frozenset({LEAVE})
     clock.at += 40
     assert one.watch(runtime.state) is None
     clock.at += 10  # ten seconds are left, the layer takes ten
@@ -104,7 +108,7 @@ def test_time_that_runs_out_is_seen_before_a_step_and_told_once_per_generation(c
 def test_the_earliest_deadline_counts(clock: SimpleNamespace) -> None:
     runtime = member()
     one = departures_of(runtime)
-    runtime.state.changes = frozenset({LEAVE})
+    runtime.state.wishes.changes = frozenset({LEAVE})
     one.heard(entry(seconds=30.0), runtime.state)
     one.heard(entry(seconds=120.0), runtime.state)
     clock.at += 25

@@ -9,13 +9,12 @@ from types import SimpleNamespace
 import pytest
 
 from varuna_capslog.elastic.member.timeouts import Patience, WaitingTime
-from varuna_capslog.membership import protocol
 from varuna_capslog.membership.generation import Generation
 from varuna_capslog.membership.roster import Roster
 from varuna_capslog.membership.state import Phase, State
 
 PATIENCE = Patience(peer=30.0, change=2.0, again=0.5, gather=5.0)
-NEW = protocol.newcomer("m", "h", 0)
+NEW = State("m", "h", 0)
 QUIET = SimpleNamespace(waits_since=0.0, usual_seconds=0.0)
 ALL_HERE, ONE_ASTRAY = Roster(), Roster()
 for number, members in ((1, ["m", "n"]), (2, ["m"])):

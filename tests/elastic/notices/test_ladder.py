@@ -48,5 +48,5 @@ def test_the_protocol_takes_it() -> None:
     state = State("m1", "a", phase=Phase.RUN, record=Generation(1, ("m0", "m1")), round=1)
     event = protocol_event(Rung.LEAVE, "m1")
     after, _ = protocol.step(job, state, event)
-    assert after.changes == {("leave", "m1")}
-    assert after.urgent
+    assert after.wishes.changes == {("leave", "m1")}
+    assert after.wishes.urgent

@@ -89,10 +89,10 @@ class Effects:
                 self._gathered(effect)
             case m.Install():
                 return self._install(effect)
+            case m.Prepare(hinted=True):
+                self._training.prepare(effect.changes, hinted=True)
             case m.Prepare():
                 self._prepare(effect)
-            case m.CopyAhead():
-                self._training.prepare(effect.changes, hinted=True)
             case m.SaveAll():
                 self._training.save_all = True
             case m.Bid():
@@ -141,8 +141,8 @@ class Effects:
     def _proofs(self) -> frozenset[m.Proof]:
         """Of the layers that moved ahead, as their owner or as holder of the copy."""
         state, holdings = self._loop.state, self._parts.holdings
-        layers = [(layer, True) for layer in state.own & self._training.sent_ahead]
-        layers += [(layer, False) for layer in state.shadows]
+        layers = [(layer, True) for layer in state.roles.own & self._training.sent_ahead]
+        layers += [(layer, False) for layer in state.roles.shadows]
         return frozenset(
             m.Proof(layer, state.at, owner, digest(holdings.at(layer, state.at)).hex())
             for layer, owner in layers
@@ -181,8 +181,8 @@ class Effects:
         self._parts.probe("abort")
         self._training.abort()
         self._parts.holdings.shelve(self._loop.state.held)
-        self._path.leave(self._loop.state.planned)
-        if not self._loop.state.planned:
+        self._path.leave(self._loop.state.wishes.planned)
+        if not self._loop.state.wishes.planned:
             self._loop.append(BrokenEntry(generation, self._parts.me))
 
     def _install(self, effect: m.Install) -> Iterable[m.Event]:
@@ -195,7 +195,7 @@ class Effects:
         if group is None:
             return broken
         communicator, told = group
-        own = parts.holdings.own_at(self._loop.state.own, effect.base)
+        own = parts.holdings.own_at(self._loop.state.roles.own, effect.base)
         parts.report.opened(record.members, self._roster.dead, decided.moved_bytes)
         opening = Opening(
             record.number, effect.base, effect.layout, record.members, parts.report.why, decided.moved_bytes, told
@@ -204,7 +204,7 @@ class Effects:
             parts.work.open(opening, communicator, own)
         except PeerLost:
             return broken
-        parts.holdings.open(self._loop.state.own, self._loop.state.copies, effect.base)
+        parts.holdings.open(self._loop.state.roles.own, self._loop.state.roles.copies, effect.base)
         self._send_copies(effect, decided.values)
         parts.report.before = record.members
         parts.probe("installed")

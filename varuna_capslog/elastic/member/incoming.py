@@ -86,7 +86,7 @@ class Incoming:
         """A layer: one that this member will train ("layer"), or a copy for it to follow."""
         parts, generation, layer = self._parts, state.record.number, int(message.header["layer"])
         arrived, stamp = dict(message.tensors), Stamp(*message.header["stamp"])
-        if message.kind == "layer" and (layer not in state.missing or stamp != state.at):
+        if message.kind == "layer" and (layer not in state.roles.missing or stamp != state.at):
             return
         if digest(arrived).hex() != message.header["digest"]:
             parts.work.note("damaged", layers=[layer], sender=message.sender, generation=generation)

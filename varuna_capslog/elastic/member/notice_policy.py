@@ -65,7 +65,12 @@ class NoticePolicy:
     def watch(self, state: State) -> m.Event | None:
         """Looked at before every step: what follows when this member's deadline has come too close to prepare."""
         notice, number = self._mine, state.record.number
-        if notice is None or self._gave_up == number or ("leave", self._me) not in state.changes or state.urgent:
+        if (
+            notice is None
+            or self._gave_up == number
+            or ("leave", self._me) not in state.wishes.changes
+            or state.wishes.urgent
+        ):
             return None
         if rung(notice, time.monotonic(), self._move_seconds(self._me, state)) is not Rung.CRASH_PATH:
             return None
@@ -76,9 +81,9 @@ class NoticePolicy:
         step = rung(notice, time.monotonic(), needed)
         alone = False
         if step is Rung.CRASH_PATH:
-            changes = state.changes | {("leave", member)}
-            alone = state.layout is not None and leaves_alone(
-                state.layout, stay_with(state.record, changes), len(self._layer_bytes)
+            changes = state.wishes.changes | {("leave", member)}
+            alone = state.roles.layout is not None and leaves_alone(
+                state.roles.layout, stay_with(state.record, changes), len(self._layer_bytes)
             )
             if member == self._me:
                 self._gave_up = state.record.number
@@ -92,12 +97,14 @@ class NoticePolicy:
     def _moves(self, member: Member, state: State) -> Mapping[int, int]:
         """Layer -> bytes that the member has to send when it leaves."""
         sizes, seats = self._layer_bytes, self._seats
-        known = {change for change in state.changes if change[1] in seats}  # a vote may tell of one before it has asked
+        known = {
+            change for change in state.wishes.changes if change[1] in seats
+        }  # a vote may tell of one before it has asked
         changes = frozenset(known | {("leave", member)})
-        if state.layout is None or member not in state.record.members:
+        if state.roles.layout is None or member not in state.record.members:
             return {}
         if self._known is None or self._known[:3] != (changes, member, state.record.number):
-            ahead = find_ahead(member, state.record, state.layout, changes, seats, self._place, sizes)
+            ahead = find_ahead(member, state.record, state.roles.layout, changes, seats, self._place, sizes)
             moves = {layer: sizes[layer] * len(targets) for layer, targets in ahead.targets.items()}
             self._known = (changes, member, state.record.number, moves)
         return self._known[3]

@@ -35,7 +35,7 @@ from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.generation import Member
 from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.membership.roster import Roster
-from varuna_capslog.membership.state import Job, Phase
+from varuna_capslog.membership.state import Job, Phase, State
 
 __all__ = ["End", "Runtime"]
 
@@ -71,7 +71,7 @@ class Runtime:
         self.inbox = Inbox(me, options.host, store, store.identity, options.address)
         self.parts = Parts(me, work, job, Holdings(work), self.inbox.peers, options.probe, report)
         self.path = DataPath(me, self.inbox, store.rendezvous, patience, work.knows)
-        self.state = protocol.newcomer(me, options.host, options.capacity, checkpoint=options.checkpoint)
+        self.state = State(me, options.host, options.capacity, checkpoint=options.checkpoint)
         self.training = Training(self.parts, self.path, self)
         self._notices = NoticePolicy(me, work.place, work.layer_bytes, self.parts.seats, self.training)
         self._incoming = Incoming(self.parts, self.path)

@@ -99,4 +99,3 @@ def report_failures(run_dir: Path, part: Callable[[StopWish], int]) -> int:
 def local_rank() -> int:
     """The number of this member's device on its host."""
     return int(os.environ.get("CAPSLOG_LOCAL_RANK", "0"))
-

@@ -191,11 +191,11 @@ class Training:
     def _send_updates(self, generation: int, step: int) -> None:
         """What those need that follow layers of this member."""
         parts, state = self._parts, self._loop.state
-        layout, members = state.layout, state.record.members
+        layout, members = state.roles.layout, state.record.members
         assert layout is not None
         messages: dict[Member, dict[str, Tensor]] = {}
         layers: dict[Member, list[int]] = {}
-        for layer in sorted(state.own):
+        for layer in sorted(state.roles.own):
             if first_owner(layer, layout, members) != parts.me:
                 continue
             copies = [member for member in members if layer in layout.copied.get(member, ())]
@@ -219,13 +219,13 @@ class Training:
         if state.phase is not Phase.RUN or self._computing != state.round or state.copied == state.round:
             return
         holdings.advance(state.held, state.record.number)
-        if self._check_ahead() or not (state.copies or state.shadows):
+        if self._check_ahead() or not (state.roles.copies or state.roles.shadows):
             return  # what is prepared now is looked at again
-        for layer in state.copies | state.shadows:
+        for layer in state.roles.copies | state.roles.shadows:
             copy = holdings.copies.get(layer)
             if copy is None or copy.stamp != state.at:
                 return
-            needs_update = self._parts.job.sync or layer in state.shadows
+            needs_update = self._parts.job.sync or layer in state.roles.shadows
             if needs_update and not holdings.has_update(layer, state.round):
                 return
         self._loop.feed(m.Copied(state.record.number, state.round))
@@ -249,10 +249,10 @@ class Training:
         if before is not None and (before.changes, before.hinted) == (changes, hinted):
             return False
         state, job = self._loop.state, parts.job
-        assert state.layout is not None
+        assert state.roles.layout is not None
         if not seats.keys() >= set(stay_with(state.record, changes)):
             return False  # Prepare is said again after the next step
-        self._ahead = find_ahead(parts.me, state.record, state.layout, changes, seats, job.place, job.layer_bytes)
+        self._ahead = find_ahead(parts.me, state.record, state.roles.layout, changes, seats, job.place, job.layer_bytes)
         self._ahead.hinted = hinted
         if before is not None:  # who follows a layer goes on to follow it: votes may wait for that
             self._ahead.sent = before.sent
@@ -272,7 +272,7 @@ class Training:
     def _check_ahead(self) -> bool:
         """Prepared, once all that comes here has come and stands at this step's boundary. Whether that was said now."""
         parts, state, ahead = self._parts, self._loop.state, self._ahead
-        if ahead is None or ahead.hinted or not ahead.began or state.prepared == ahead.changes or state.cast:
+        if ahead is None or ahead.hinted or not ahead.began or state.wishes.prepared == ahead.changes or state.cast:
             return False
         copies = [parts.holdings.copies.get(layer) for layer in ahead.mine]
         if not all(copy is not None and copy.stamp == state.at for copy in copies):
