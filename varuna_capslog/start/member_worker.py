@@ -19,10 +19,9 @@ import torch
 
 from varuna_capslog.base import files
 from varuna_capslog.config.reading import load_config
-from varuna_capslog.elastic.member.equipment import Equipment
 from varuna_capslog.elastic.member.pipeline_work import PipelineRun, PipelineWork
 from varuna_capslog.elastic.member.runtime import Runtime
-from varuna_capslog.elastic.member.runtime_options import RuntimeOptions
+from varuna_capslog.elastic.member.runtime_options import Equipment, RuntimeOptions
 from varuna_capslog.elastic.member.start_up import enter, local_rank, report_failures, take_part
 from varuna_capslog.elastic.member.timeouts import Patience
 from varuna_capslog.model.workload import load_workload
