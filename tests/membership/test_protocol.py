@@ -309,7 +309,7 @@ def test_holders_who_come_back_save_what_was_settled() -> None:
     group.found(group.proposal(0))
     group.tally(0)
     group.feed(0, m.Asked("m1"))
-    assert not group.proposal(0).regress  # nobody has lost patience
+    assert not group.proposal(0).regress  # no time limit has passed
     group.found(group.proposal(0))
     group.tally(0, 1)
     assert group.states[1].phase is Phase.WAIT  # layer 2 is still missing

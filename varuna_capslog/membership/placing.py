@@ -26,7 +26,7 @@ from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
 
-__all__ = ["Placer", "state_bytes", "with_reserves"]
+__all__ = ["Placer", "describe_reserves", "state_bytes", "with_reserves"]
 
 
 class Placer:
@@ -297,7 +297,7 @@ def state_bytes(profile: Profile) -> tuple[list[int], list[int]] | None:
     return states, gradients
 
 
-def _describe_reserves(found: Mapping[Member, Reserve]) -> str:
+def describe_reserves(found: Mapping[Member, Reserve]) -> str:
     """What protection takes, in a sentence: the rank with most of it, and all of them together."""
     most = max(found.values(), key=lambda reserve: reserve.total)
     parts = [f"{format_bytes(most.snapshot)} for its own layers at the last boundary"]
@@ -358,6 +358,6 @@ def with_reserves(config: Config, profile: Profile, plan: Plan, find: Callable[.
                 "devices or capacity, or set elastic.enabled to false"
             )
     layout, _ = placer.of_cuts(plan.cuts, replicas, seats)
-    told = [lack, _describe_reserves(placer.reserves(layout)), layout.problem]
+    told = [lack, describe_reserves(placer.reserves(layout)), layout.problem]
     snapshots = [sum(sizes[0][first:end]) for first, end in plan.stages()]
     return dataclasses.replace(plan, notes=(*plan.notes, *filter(None, told))), snapshots

@@ -23,7 +23,7 @@ from varuna_capslog.elastic.member.pipeline_work import PipelineRun, PipelineWor
 from varuna_capslog.elastic.member.runtime import Runtime
 from varuna_capslog.elastic.member.runtime_options import Equipment, RuntimeOptions
 from varuna_capslog.elastic.member.start_up import enter, local_rank, report_failures, take_part
-from varuna_capslog.elastic.member.timeouts import Patience
+from varuna_capslog.elastic.member.timeouts import Timeouts
 from varuna_capslog.model.workload import load_workload
 from varuna_capslog.plans.plan import read_plan
 from varuna_capslog.profiles.record import read_profile
@@ -96,7 +96,7 @@ def _take_part(run_dir: Path, wish: StopWish, equipment: Equipment) -> int:
         capacity=capacity_of(config.pipeline.capacity, local_rank()),
         sync=config.elastic.protection == "sync",
         shadows=config.elastic.shadows,
-        patience=Patience(config.pipeline.timeout_seconds, config.elastic.patience_seconds),
+        timeouts=Timeouts(config.pipeline.timeout_seconds, config.elastic.patience_seconds),
         probe=equipment.probe,
     )
     return take_part(entry, work, options, equipment.runtime or Runtime)[1]

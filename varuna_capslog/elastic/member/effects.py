@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from varuna_capslog.base.errors import CapslogError, StepRefused
 from varuna_capslog.elastic.member.data_path import DataPath
@@ -18,33 +18,25 @@ from varuna_capslog.elastic.store.opening import MembershipStore, StoreGone
 from varuna_capslog.engine.communicator import PeerLost
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.ahead import first_owner, stay_with
-from varuna_capslog.membership.entries import AskEntry, BrokenEntry, Entry
+from varuna_capslog.membership.entries import AskEntry, BrokenEntry
 from varuna_capslog.membership.generation import INITIAL, Generation, Member
 from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.membership.roster import Roster
-from varuna_capslog.membership.state import Phase, State
+from varuna_capslog.membership.state import Phase
 from varuna_capslog.membership.wire import encode
 from varuna_capslog.training.layer_state import digest
 
+if TYPE_CHECKING:
+    from varuna_capslog.elastic.member.runtime import Runtime
+
 __all__ = ["Effects"]
-
-
-class _Loop(Protocol):
-    """What is asked of the one who feeds the protocol; see `Runtime`."""
-
-    @property
-    def state(self) -> State: ...
-
-    def append(self, entry: Entry) -> None: ...
-
-    def release(self) -> None: ...
 
 
 class Effects:
     """What one member does because of the protocol. Called by its one thread."""
 
     def __init__(
-        self, parts: Parts, path: DataPath, roster: Roster, store: MembershipStore, training: Training, loop: _Loop
+        self, parts: Parts, path: DataPath, roster: Roster, store: MembershipStore, training: Training, loop: Runtime
     ) -> None:
         self._parts, self._path, self._roster, self._store = parts, path, roster, store
         self._training, self._loop = training, loop

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from varuna_capslog.elastic.member.timeouts import Patience
+from varuna_capslog.elastic.member.timeouts import Timeouts
 from varuna_capslog.membership.generation import INITIAL, Stamp
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class RuntimeOptions:
     checkpoint: Stamp = INITIAL
     sync: bool = True
     shadows: bool = True
-    patience: Patience = field(default_factory=Patience)
+    timeouts: Timeouts = field(default_factory=Timeouts)
     probe: Callable[[str], None] = lambda point: None
     stop_wished: Callable[[], bool] = lambda: False
 

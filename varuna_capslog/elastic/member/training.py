@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -17,34 +17,15 @@ from varuna_capslog.elastic.member.parts import Parts
 from varuna_capslog.engine.communicator import PeerLost
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.ahead import Ahead, find_ahead, first_owner, stay_with
-from varuna_capslog.membership.entries import CheckpointEntry, Entry
+from varuna_capslog.membership.entries import CheckpointEntry
 from varuna_capslog.membership.generation import Member, Stamp
-from varuna_capslog.membership.state import Phase, State
+from varuna_capslog.membership.state import Phase
 from varuna_capslog.membership.wire import decode, encode
 
+if TYPE_CHECKING:
+    from varuna_capslog.elastic.member.runtime import Runtime
+
 __all__ = ["Training"]
-
-
-class _Loop(Protocol):
-    """What is asked of the one who feeds the protocol; see `Runtime`."""
-
-    @property
-    def state(self) -> State: ...
-
-    @property
-    def ended(self) -> bool: ...
-
-    def feed(self, *events: m.Event) -> None: ...
-
-    def drain(self) -> None: ...
-
-    def end(self, stopped: bool) -> None: ...
-
-    def append(self, entry: Entry) -> None: ...
-
-    def has_met(self, changes: frozenset[m.Change]) -> bool: ...
-
-    def look_at_deadline(self) -> None: ...
 
 
 class Training:
@@ -58,7 +39,7 @@ class Training:
         save_all: a checkpoint is due at the next boundary, together with all members.
     """
 
-    def __init__(self, parts: Parts, path: DataPath, loop: _Loop) -> None:
+    def __init__(self, parts: Parts, path: DataPath, loop: Runtime) -> None:
         self._parts, self._path, self._loop = parts, path, loop
         self.todo: m.Compute | None = None
         self.waits_since = 0.0
@@ -69,11 +50,6 @@ class Training:
         self._computing: int | None = None
         self._stop = False
         self._began = 0.0
-
-    @property
-    def due(self) -> bool:
-        """Whether a step waits to be computed."""
-        return self.todo is not None
 
     def abort(self) -> None:
         """Nothing of the generation is computed any more."""
@@ -277,7 +253,7 @@ class Training:
         copies = [parts.holdings.copies.get(layer) for layer in ahead.mine]
         if not all(copy is not None and copy.stamp == state.at for copy in copies):
             return False
-        if not self._loop.has_met(ahead.changes):
+        if not self._path.has_met(state.record, ahead.changes, self._loop.roster.dead):
             return False
         parts.probe("prepared")
         self._loop.feed(m.Prepared(state.record.number, ahead.changes, ahead.mine))

@@ -379,7 +379,7 @@ class Course(World):
     # -- time ----------------------------------------------------------------------------------------------------------
 
     def wake(self) -> None:
-        """Nothing is under way: time passes, and members that wait for something lose patience."""
+        """Nothing is under way: time passes, and the time limits of members that wait are over."""
         self.views.clear()
         voters = [self.index[member] for member in self.record.members]
         if voters and self.store_up and not any(self.alive[i] for i in voters):

@@ -1,4 +1,4 @@
-"""Which actions could come next in a world with mail: deliveries, computations, patience that ends, faults."""
+"""Which actions could come next in a world with mail: deliveries, computations, time limits that end, faults."""
 
 from __future__ import annotations
 

@@ -203,7 +203,7 @@ def _take_part(member: MemberScript, job: Job) -> ElasticEnd:
     """This worker's part of the run."""
     from varuna_capslog.elastic.member.runtime_options import RuntimeOptions
     from varuna_capslog.elastic.member.start_up import enter, local_rank, take_part
-    from varuna_capslog.elastic.member.timeouts import Patience
+    from varuna_capslog.elastic.member.timeouts import Timeouts
     from varuna_capslog.training.worker_process import choose_device
     from varuna_capslog.varuna_plugin.elastic.work import VarunaWork
 
@@ -217,7 +217,7 @@ def _take_part(member: MemberScript, job: Job) -> ElasticEnd:
         capacity=job.capacity,
         sync=elastic.protection == "sync",
         shadows=elastic.shadows,
-        patience=Patience(job.timeout_seconds, elastic.patience_seconds),
+        timeouts=Timeouts(job.timeout_seconds, elastic.patience_seconds),
     )
     end, member.status = take_part(entry, work, options)
     return ElasticEnd(True, end.step, end.stopped or end.released)
