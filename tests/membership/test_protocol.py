@@ -118,7 +118,7 @@ def test_sync_loses_the_interrupted_step_only_and_async_one_more() -> None:
 
 def test_a_notice_costs_no_step_and_the_leaver_is_let_go() -> None:
     group = running(2)
-    group.feed(2, m.Notice(("leave", "m2")))
+    group.feed(2, m.Wished(("leave", "m2")))
     group.train(1)
     record = group.proposal(0)
     assert (record.members, record.leaving) == (("m0", "m1"), ("m2",))
@@ -137,19 +137,19 @@ def test_a_notice_costs_no_step_and_the_leaver_is_let_go() -> None:
 
 def test_notices_close_together_become_one_change() -> None:
     group = running(1)
-    group.feed(0, m.Notice(("leave", "m0")))
-    group.feed(2, m.Notice(("leave", "m2")))
-    group.feed(1, m.Asked("m9"))
+    group.feed(0, m.Wished(("leave", "m0")))
+    group.feed(2, m.Wished(("leave", "m2")))
+    group.feed(1, m.Wished(("join", "m9")))
     group.train(1)
     assert (group.proposal(1).members, group.proposal(1).leaving) == (("m1", "m9"), ("m0", "m2"))
 
 
 def test_one_that_leaves_and_asks_to_come_back_is_named_once() -> None:
     group = running(1)
-    group.feed(2, m.Notice(("leave", "m2")))
+    group.feed(2, m.Wished(("leave", "m2")))
     group.train(1)
     group.found(group.proposal(0))  # which nobody has trained in: m2 may hold what is needed
-    group.feed(0, m.Asked("m2"))
+    group.feed(0, m.Wished(("join", "m2")))
     group.feed(0, m.Broken(2))
     group.feed(0, m.Tick())
     assert (group.proposal(0).members, group.proposal(0).leaving) == (("m0", "m1", "m2"), ())
@@ -159,7 +159,7 @@ def test_with_shadows_a_change_waits_until_all_are_prepared_or_one_is_in_a_hurry
     wish = frozenset({("leave", "m2")})
     for urgent in (False, True):
         group = running(1, shadows=True)
-        group.feed(2, m.Notice(("leave", "m2"), urgent))
+        group.feed(2, m.Wished(("leave", "m2"), urgent))
         group.train(1)
         if urgent:
             assert group.proposal(0).leaving == ("m2",)
@@ -199,7 +199,7 @@ def test_a_hint_copies_ahead_in_every_generation_and_changes_no_membership() -> 
     group = running(1, shadows=True)
     group.feed(2, m.Hint(("leave", "m2")))
     group.train(1)
-    group.feed(1, m.Notice(("leave", "m1"), True))  # another one leaves: what is sure goes before what may be
+    group.feed(1, m.Wished(("leave", "m1"), True))  # another one leaves: what is sure goes before what may be
     group.train(1)
     group.found(group.proposal(0))
     assert group.proposal(0).leaving == ("m1",)
@@ -211,7 +211,7 @@ def test_a_hint_copies_ahead_in_every_generation_and_changes_no_membership() -> 
 
 def test_a_change_that_may_be_cut_off_waits_for_a_checkpoint_and_no_longer() -> None:
     group = running(1)
-    group.feed(2, m.Notice(("leave", "m2"), urgent=True, save=True))
+    group.feed(2, m.Wished(("leave", "m2"), urgent=True, save=True))
     group.train(1)
     assert [group.said(i, m.SaveAll) for i in range(3)] == [[m.SaveAll(1)]] * 3
     assert all(state.phase is Phase.RUN for state in group.states)
@@ -222,7 +222,7 @@ def test_a_change_that_may_be_cut_off_waits_for_a_checkpoint_and_no_longer() -> 
     assert group.proposal(0).checkpoint == Stamp(2, 1)
     assert len(group.said(0, m.SaveAll)) == 1
     group = running(1)
-    group.feed(2, m.Notice(("leave", "m2"), urgent=True, save=True))
+    group.feed(2, m.Wished(("leave", "m2"), urgent=True, save=True))
     group.train(2)  # it could not be written
     assert group.proposal(0).leaving == ("m2",)
 
@@ -232,7 +232,7 @@ def test_a_checkpoint_that_is_to_come_first_is_asked_for_until_it_was_written(mo
     group = running(1)
     if moment == "after its vote":
         group.vote()
-    group.feed(2, m.Notice(("leave", "m2"), urgent=True, save=True))
+    group.feed(2, m.Wished(("leave", "m2"), urgent=True, save=True))
     if moment == "after its vote":
         group.tally(0, 1, 2)
     elif moment == "before the checkpoint is written":
@@ -308,12 +308,12 @@ def test_holders_who_come_back_save_what_was_settled() -> None:
     group.feed(0, m.Tick())
     group.found(group.proposal(0))
     group.tally(0)
-    group.feed(0, m.Asked("m1"))
+    group.feed(0, m.Wished(("join", "m1")))
     assert not group.proposal(0).regress  # no time limit has passed
     group.found(group.proposal(0))
     group.tally(0, 1)
     assert group.states[1].phase is Phase.WAIT  # layer 2 is still missing
-    group.feed(1, m.Asked("m2"))
+    group.feed(1, m.Wished(("join", "m2")))
     group.found(group.proposal(1))
     group.tally(0, 1, 2)
     assert group.truth.bases[4] == Stamp(2, 1)
@@ -321,7 +321,7 @@ def test_holders_who_come_back_save_what_was_settled() -> None:
 
 def test_a_notice_that_comes_while_values_are_gathered_is_followed_by_those_that_then_wait() -> None:
     group = Group(fewest=4)
-    group.feed(2, m.Notice(("leave", "m2")))
+    group.feed(2, m.Wished(("leave", "m2")))
     group.tally(0, 1, 2)
     assert [state.phase for state in group.states] == [Phase.WAIT, Phase.WAIT, Phase.CHANGE]
     assert group.proposal(2).members == ("m0", "m1")
@@ -343,7 +343,7 @@ def test_the_loss_of_the_store_stops_a_change_but_no_run() -> None:
 def test_the_last_ones_park_the_run_on_disk_and_others_take_it_up() -> None:
     group = running(1)
     for i in range(3):
-        group.feed(i, m.Notice(("leave", f"m{i}")))
+        group.feed(i, m.Wished(("leave", f"m{i}")))
     group.train(1)
     record = group.proposal(0)
     assert record.members == ()
@@ -435,7 +435,7 @@ def test_all_members_leave_out_the_damaged_copy_and_its_owner_sends_the_layer() 
     group.install()
     group.train(1)
     wish = frozenset({("leave", "m2")})
-    group.feed(2, m.Notice(("leave", "m2")))
+    group.feed(2, m.Wished(("leave", "m2")))
     group.train(1)
     for i in range(3):
         group.feed(i, m.Prepared(1, wish, frozenset({2}) if i == 1 else frozenset()))
@@ -453,7 +453,7 @@ def test_all_members_leave_out_the_damaged_copy_and_its_owner_sends_the_layer() 
 
 def test_a_layer_that_arrives_damaged_ends_the_generation_and_is_sent_again_in_the_next_one() -> None:
     group = running(1)
-    group.feed(2, m.Notice(("leave", "m2")))
+    group.feed(2, m.Wished(("leave", "m2")))
     group.train(1)
     group.found(group.proposal(0))
     group.tally(0, 1, 2)

@@ -16,7 +16,6 @@ __all__ = [
     "Abort",
     "Apply",
     "Ask",
-    "Asked",
     "Bid",
     "Broken",
     "Cast",
@@ -39,7 +38,6 @@ __all__ = [
     "Hint",
     "Install",
     "Load",
-    "Notice",
     "Persist",
     "Prepare",
     "Prepared",
@@ -57,6 +55,7 @@ __all__ = [
     "Value",
     "Vote",
     "Wait",
+    "Wished",
 ]
 
 
@@ -188,8 +187,8 @@ class Tick(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Notice(Event):
-    """A change that is wished: this member, or a straggler, is to leave.
+class Wished(Event):
+    """A change that is wished: this member, or a straggler, is to leave; or one that is outside and warm is to join.
 
     Attributes:
         urgent: no time for preparation.
@@ -206,13 +205,6 @@ class Hint(Event):
     """A change that may be wished later: its copies may be made ahead, but the membership stays as it is."""
 
     change: Change
-
-
-@dataclass(frozen=True, slots=True)
-class Asked(Event):
-    """An outsider is warm and asks to be let in."""
-
-    member: Member
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,7 +346,7 @@ class Abort(Effect):
 
 @dataclass(frozen=True, slots=True)
 class Ask(Effect):
-    """Ask these members to be let in (they get Asked)."""
+    """Ask these members to be let in (they get Wished)."""
 
     members: tuple[Member, ...]
 

@@ -58,12 +58,10 @@ def step(job: Job, state: State, event: m.Event) -> Step:
             return changes.tick(state)
         case m.Enter():
             return replace(state, wants_in=True), (m.ReadStore(),)
-        case m.Notice():
+        case m.Wished():
             return changes.wish(state, event.change, event.urgent, event.save)
         case m.Hint():
             return changes.hint(state, event.change)
-        case m.Asked():
-            return changes.wish(state, ("join", event.member), False)
         case m.Prepared():
             return _prepared(state, event)
         case m.Checkpointed():

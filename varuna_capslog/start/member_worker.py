@@ -68,8 +68,7 @@ def main(arguments: Sequence[str] = (), equipment: Equipment | None = None) -> i
 
 def _take_part(run_dir: Path, wish: StopWish, equipment: Equipment) -> int:
     logging.basicConfig(stream=sys.stderr, format="%(message)s")
-    entry = enter(run_dir, wish, equipment.open_store)
-    start, store = entry.start, entry.store
+    start, store = enter(run_dir, wish, equipment.open_store)
     config = load_config(run_dir / "config.yaml")
     torch.set_num_threads(config.train.threads)
     profile = run_dir / "profile.json"
@@ -99,7 +98,7 @@ def _take_part(run_dir: Path, wish: StopWish, equipment: Equipment) -> int:
         timeouts=Timeouts(config.pipeline.timeout_seconds, config.elastic.patience_seconds),
         probe=equipment.probe,
     )
-    return take_part(entry, work, options, equipment.runtime or Runtime)[1]
+    return take_part(start, store, work, options, equipment.runtime or Runtime)[1]
 
 
 def capacity_of(capacity: int | Sequence[int] | None, device: int) -> int:

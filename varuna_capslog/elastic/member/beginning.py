@@ -12,7 +12,7 @@ from pathlib import Path
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.elastic.store.opening import MembershipStore
-from varuna_capslog.membership.generation import Member, Stamp
+from varuna_capslog.membership.generation import INITIAL, Member, Stamp
 
 __all__ = ["Beginning", "MemberStart"]
 
@@ -73,6 +73,7 @@ class MemberStart:
         offset: generation n of the store is n + offset in the run's files.
         resumed: where the checkpoint lies with which the run begins; nothing at the beginning of training.
         stop_wished: asked once per step; True on any member ends the run after that step.
+        checkpoint: the boundary that the run begins with.
     """
 
     me: Member
@@ -80,3 +81,4 @@ class MemberStart:
     offset: int = 0
     resumed: Mapping[Stamp, Path] = field(default_factory=dict)
     stop_wished: Callable[[], bool] = lambda: False
+    checkpoint: Stamp = INITIAL

@@ -221,7 +221,7 @@ class Runtime:
             case entries.BrokenEntry(generation, member) if member != self.me:
                 self.feed(m.Broken(generation))
             case entries.AskEntry(member) if member not in self.roster.dead and member != self.me:
-                self.feed(m.Asked(member))
+                self.feed(m.Wished(("join", member)))
             case entries.NoticeEntry() | entries.HintEntry():
                 self.feed(self._notices.heard(entry, self.state))
             case entries.FinishedEntry():

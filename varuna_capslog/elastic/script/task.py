@@ -82,12 +82,12 @@ def train(
 
 def _take_part(member: MemberScript, job: ScriptJob) -> None:
     """The steps of `job` as one member of a run; raises SystemExit where this member leaves before the last one."""
-    entry, settings = enter(member.run_dir, member.wish), member.settings
+    (start, store), settings = enter(member.run_dir, member.wish), member.settings
     options = RuntimeOptions(
         shadows=False,  # all members hold all of it: nothing is to be copied ahead
         timeouts=Timeouts(change=settings.patience_seconds),
     )
-    end, member.status = take_part(entry, ScriptWork(entry.start, job, settings), options)
+    end, member.status = take_part(start, store, ScriptWork(start, job, settings), options)
     if member.status or end.step < job.steps:
         raise SystemExit(member.status)
 

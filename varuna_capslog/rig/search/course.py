@@ -272,7 +272,7 @@ class Course(World):
                 else:
                     self.feed(i, m.Damaged(number, layer))
             case ("asked", _, source) if self.reach(source, i):
-                self.feed(i, m.Asked(self.states[source].me))
+                self.feed(i, m.Wished(("join", self.states[source].me)))
             case ("bye", _, source, number) if self.reach(source, i):
                 self.feed(i, m.Farewell(number))
             case ("broken", _, number):
@@ -318,10 +318,10 @@ class Course(World):
             case "false alarm":
                 self.feed(i, m.Suspects(frozenset([self.states[self.dice.choice(inside)].me])))
             case "leave" | "urgent leave":
-                self.feed(i, m.Notice(("leave", self.states[i].me), kind == "urgent leave"))
+                self.feed(i, m.Wished(("leave", self.states[i].me), kind == "urgent leave"))
             case "hint" | "late leave":  # all hear it by the log, each in its own time
                 change = ("leave", self.states[i].me)
-                event = m.Hint(change) if kind == "hint" else m.Notice(change, urgent=True, save=True)
+                event = m.Hint(change) if kind == "hint" else m.Wished(change, urgent=True, save=True)
                 self.pool += [("told", j, event) for j in range(len(self.states)) if self.alive[j]]
             case "join":
                 self._enter()

@@ -146,10 +146,10 @@ class PostWorld(World):
                 self.feed(i, m.Enter())
             case ("notice", i):
                 self.leaves -= 1
-                self.feed(i, m.Notice(("leave", self.states[i].me)))
+                self.feed(i, m.Wished(("leave", self.states[i].me)))
             case ("late", i):
                 self.late -= 1
-                self.feed(i, m.Notice(("leave", self.states[i].me), urgent=True, save=True))
+                self.feed(i, m.Wished(("leave", self.states[i].me), urgent=True, save=True))
             case ("hint", i, member):
                 self.hints -= 1
                 self.feed(i, m.Hint(("leave", member)))
@@ -189,7 +189,7 @@ class PostWorld(World):
                 self.feed(target, m.Received(number, layer))
             case ("ask", source, target):
                 self.mail -= {entry}
-                self.feed(target, m.Asked(self.states[source].me))
+                self.feed(target, m.Wished(("join", self.states[source].me)))
             case ("bye", number, _, target):
                 self.mail -= {entry}
                 self.feed(target, m.Farewell(number))

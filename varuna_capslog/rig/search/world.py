@@ -122,12 +122,10 @@ class World:
     def _told(self, i: int, event: m.Event, state: State) -> None:
         """Ghosts: what was wished and hinted, and who knows that a checkpoint is to come first."""
         match event:
-            case m.Notice(change):
+            case m.Wished(change):
                 self.truth.wished |= {change}
                 if event.save and change in state.wishes.changes:
                     self.truth.asks |= {(i, change)}
-            case m.Asked(member):
-                self.truth.wished |= {("join", member)}
             case m.Hint(change):
                 self.truth.hinted |= {change}
             case m.Computed() if i in self.saves.get(state.at, ()) and state.at.generation == state.record.number:

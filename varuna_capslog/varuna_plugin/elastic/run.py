@@ -207,11 +207,11 @@ def _take_part(member: MemberScript, job: Job) -> ElasticEnd:
     from varuna_capslog.training.worker_process import choose_device
     from varuna_capslog.varuna_plugin.elastic.work import VarunaWork
 
-    entry = enter(job.run_dir, member.wish)
-    store, me, elastic = entry.store, entry.start.me, job.elastic
-    _Leaving(me, store)
+    start, store = enter(job.run_dir, member.wish)
+    elastic = job.elastic
+    _Leaving(start.me, store)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    work = VarunaWork(entry.start, job, store.rendezvous, choose_device("auto", local_rank()))
+    work = VarunaWork(start, job, store.rendezvous, choose_device("auto", local_rank()))
     work.placer.prepare(len(store.read().members) + 2)
     options = RuntimeOptions(
         capacity=job.capacity,
@@ -219,5 +219,5 @@ def _take_part(member: MemberScript, job: Job) -> ElasticEnd:
         shadows=elastic.shadows,
         timeouts=Timeouts(job.timeout_seconds, elastic.patience_seconds),
     )
-    end, member.status = take_part(entry, work, options)
+    end, member.status = take_part(start, store, work, options)
     return ElasticEnd(True, end.step, end.stopped or end.released)
