@@ -50,18 +50,17 @@ class Beginning:
     def read(cls, store: MembershipStore) -> Beginning:
         """What `keys` has put there. Raises CapslogError where it does not come within ten seconds."""
 
-        def told(key: str, what: str) -> str:
+        found = []
+        for key, what in (("first-plan", "plan"), ("resumed-step", "boundary"), ("resumed-path", "checkpoint")):
             value = store.get(key, _WAIT_SECONDS)
             if value is None:
                 raise CapslogError(
-                    f"the store does not say {what}: the host that began the run has not come so far; start anew"
+                    f"the store does not say which {what} the run begins with: the host that began the run has not "
+                    "come so far; start anew"
                 )
-            return value
-
-        first = int(told("first-plan", "which plan the run begins with"))
-        step = int(told("resumed-step", "which boundary the run begins with"))
-        path = told("resumed-path", "which checkpoint the run begins with")
-        return cls(first, step, Path(path) if path else None)
+            found.append(value)
+        first, step, path = found
+        return cls(int(first), int(step), Path(path) if path else None)
 
 
 @dataclass(frozen=True)

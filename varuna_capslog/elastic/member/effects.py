@@ -187,7 +187,7 @@ class Effects:
         if group is None:
             return broken
         communicator, told = group
-        own = parts.holdings.own_at(self._loop.state.roles.own, effect.base)
+        own = {layer: parts.holdings.at(layer, effect.base) for layer in sorted(self._loop.state.roles.own)}
         parts.report.opened(record.members, self._roster.dead, decided.moved_bytes)
         opening = Opening(
             record.number, effect.base, effect.layout, record.members, parts.report.why, decided.moved_bytes, told

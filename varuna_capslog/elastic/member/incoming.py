@@ -80,7 +80,7 @@ class Incoming:
             index, _, name = address.partition("/")
             updates[int(index)][name] = tensor
         for layer, update in updates.items():
-            self._parts.holdings.take_update(layer, int(header["step"]), update)  # type: ignore[call-overload]
+            self._parts.holdings.updates[(layer, int(header["step"]))] = update  # type: ignore[call-overload]
 
     def _state(self, message: PeerMessage, state: State, events: list[m.Event]) -> None:
         """A layer: one that this member will train ("layer"), or a copy for it to follow."""

@@ -242,9 +242,7 @@ class Runtime:
 
     def _limit(self) -> float:
         """When this member stops waiting if nothing happens until then."""
-        return self._waiting.ends(
-            self.state, self.training.usual_seconds, self.training.waits_since, self.roster
-        )
+        return self._waiting.ends(self.state, self.training.usual_seconds, self.training.waits_since, self.roster)
 
     def _limit_passed(self) -> None:
         self._waiting.ended()

@@ -127,7 +127,7 @@ class Training:
         except PeerLost:
             return (m.Broken(effect.generation),)
         parts.probe("voted")
-        parts.holdings.voted(effect.round, outcome.scale)
+        parts.holdings.scales[effect.round] = outcome.scale
         self._stop = self._stop or outcome.stop
         votes: dict[Member, m.Value] = {}
         for member, ballot in zip(self._loop.state.record.members, outcome.ballots, strict=True):
@@ -202,7 +202,7 @@ class Training:
             if copy is None or copy.stamp != state.at:
                 return
             needs_update = self._parts.job.sync or layer in state.roles.shadows
-            if needs_update and not holdings.has_update(layer, state.round):
+            if needs_update and (layer, state.round) not in holdings.updates:
                 return
         self._loop.feed(m.Copied(state.record.number, state.round))
 
