@@ -65,8 +65,8 @@ def main(arguments: Sequence[str], work: type[PipelineWork] | None = None) -> in
     Args:
         work: what is trained; None: `PipelineWork`.
     """
-    from varuna_capslog.elastic.member.equipment import Equipment
     from varuna_capslog.elastic.member.pipeline_work import PipelineWork
+    from varuna_capslog.elastic.member.runtime_options import Equipment
     from varuna_capslog.start import member_worker as worker
 
     folder = Path(arguments[0]) / "marks"

@@ -19,12 +19,11 @@ import torch
 
 from varuna_capslog.base import files
 from varuna_capslog.config.reading import load_config
-from varuna_capslog.elastic.member.equipment import Equipment
 from varuna_capslog.elastic.member.pipeline_work import PipelineRun, PipelineWork
 from varuna_capslog.elastic.member.runtime import Runtime
-from varuna_capslog.elastic.member.runtime_options import RuntimeOptions
+from varuna_capslog.elastic.member.runtime_options import Equipment, RuntimeOptions
 from varuna_capslog.elastic.member.start_up import enter, local_rank, report_failures, take_part
-from varuna_capslog.elastic.member.timeouts import Patience
+from varuna_capslog.elastic.member.timeouts import Timeouts
 from varuna_capslog.model.workload import load_workload
 from varuna_capslog.plans.plan import read_plan
 from varuna_capslog.profiles.record import read_profile
@@ -69,8 +68,7 @@ def main(arguments: Sequence[str] = (), equipment: Equipment | None = None) -> i
 
 def _take_part(run_dir: Path, wish: StopWish, equipment: Equipment) -> int:
     logging.basicConfig(stream=sys.stderr, format="%(message)s")
-    entry = enter(run_dir, wish, equipment.open_store)
-    start, store = entry.start, entry.store
+    start, store = enter(run_dir, wish, equipment.open_store)
     config = load_config(run_dir / "config.yaml")
     torch.set_num_threads(config.train.threads)
     profile = run_dir / "profile.json"
@@ -97,10 +95,10 @@ def _take_part(run_dir: Path, wish: StopWish, equipment: Equipment) -> int:
         capacity=capacity_of(config.pipeline.capacity, local_rank()),
         sync=config.elastic.protection == "sync",
         shadows=config.elastic.shadows,
-        patience=Patience(config.pipeline.timeout_seconds, config.elastic.patience_seconds),
+        timeouts=Timeouts(config.pipeline.timeout_seconds, config.elastic.patience_seconds),
         probe=equipment.probe,
     )
-    return take_part(entry, work, options, equipment.runtime or Runtime)[1]
+    return take_part(start, store, work, options, equipment.runtime or Runtime)[1]
 
 
 def capacity_of(capacity: int | Sequence[int] | None, device: int) -> int:

@@ -100,7 +100,7 @@ def plan_run(config: Config, profile: Profile | None, link: Link | None = None) 
     )
     plan, snapshots = find(capacity=pipeline.capacity), [0] * pipeline.devices
     if config.elastic.enabled:
-        from varuna_capslog.membership.forecast import with_reserves
+        from varuna_capslog.membership.placing import with_reserves
 
         plan, snapshots = with_reserves(config, profile, plan, find)
     if plan.fits and pipeline.capacity is not None and profile.source == "estimated":

@@ -14,14 +14,20 @@ from varuna_capslog.elastic.member.incoming import Incoming
 from varuna_capslog.elastic.member.peers import PeerMessage
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.generation import Generation, Stamp
-from varuna_capslog.membership.state import Phase, State
+from varuna_capslog.membership.state import Phase, Roles, State
 from varuna_capslog.membership.wire import decode, encode
 from varuna_capslog.training.layer_state import digest
 
 AT = Stamp(5, 1)
 WEIGHT = {"weight": torch.arange(3.0)}
 STATE = State(
-    "m0", "h0", phase=Phase.INSTALL, record=Generation(2, ("m0", "m1")), at=AT, base=AT, missing=frozenset({1})
+    "m0",
+    "h0",
+    phase=Phase.INSTALL,
+    record=Generation(2, ("m0", "m1")),
+    at=AT,
+    base=AT,
+    roles=Roles(missing=frozenset({1})),
 )
 
 
@@ -79,7 +85,7 @@ def test_values_of_the_first_round_go_to_the_protocol_whatever_the_phase(parts: 
 
 def test_a_member_proves_the_layers_that_were_copied_ahead_and_hears_its_own_value(parts: Any) -> None:
     held = frozenset((number, AT) for number in range(4))
-    state = replace(STATE, phase=Phase.GATHER, held=held, own=frozenset({0, 1}), shadows=frozenset({2}))
+    state = replace(STATE, phase=Phase.GATHER, held=held, roles=Roles(frozenset({0, 1}), shadows=frozenset({2})))
     parts.peers = SimpleNamespace(send=lambda target, kind, **header: parts.sent.append((target, kind, header)))
     training, loop = SimpleNamespace(sent_ahead=frozenset({1})), SimpleNamespace(state=state)
     effects = Effects(parts, *[SimpleNamespace()] * 3, training, loop)  # type: ignore[arg-type,call-arg]

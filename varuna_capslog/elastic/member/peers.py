@@ -186,10 +186,7 @@ class _Outgoing:
                     continue
                 kind, tensors, header = item
                 _write(self._connection, {"kind": kind, **header}, tensors)
-        except OSError:
-            if not self.stopped and not peers._closed:
-                peers._lost(target)
-        except CapslogError:  # the store that knows the addresses is gone
+        except (OSError, CapslogError):  # or the store that knows the addresses is gone
             if not self.stopped and not peers._closed:
                 peers._lost(target)
         finally:

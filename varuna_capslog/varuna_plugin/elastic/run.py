@@ -196,21 +196,21 @@ def _take_part(member: MemberScript, job: ElasticTraining) -> ElasticEnd:
     """This worker's part of the run."""
     from varuna_capslog.elastic.member.runtime_options import RuntimeOptions
     from varuna_capslog.elastic.member.start_up import enter, local_rank, take_part
-    from varuna_capslog.elastic.member.timeouts import Patience
+    from varuna_capslog.elastic.member.timeouts import Timeouts
     from varuna_capslog.training.worker_process import choose_device
     from varuna_capslog.varuna_plugin.elastic.work import VarunaWork
 
-    entry = enter(job.run_dir, member.wish)
-    store, me, elastic = entry.store, entry.start.me, job.elastic
-    _take_signals(me, store)
+    start, store = enter(job.run_dir, member.wish)
+    elastic = job.elastic
+    _take_signals(start.me, store)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    work = VarunaWork(entry.start, job, store.rendezvous, choose_device("auto", local_rank()))
+    work = VarunaWork(start, job, store.rendezvous, choose_device("auto", local_rank()))
     work.placer.prepare(len(store.read().members) + 2)
     options = RuntimeOptions(
         capacity=job.capacity,
         sync=elastic.protection == "sync",
         shadows=elastic.shadows,
-        patience=Patience(job.timeout_seconds, elastic.patience_seconds),
+        timeouts=Timeouts(job.timeout_seconds, elastic.patience_seconds),
     )
-    end, member.status = take_part(entry, work, options)
+    end, member.status = take_part(start, store, work, options)
     return ElasticEnd(True, end.step, end.stopped or end.released)
