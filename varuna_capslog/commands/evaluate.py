@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from varuna_capslog.commands.arguments import AsJson, RunDirectory, print_json, run_config
+from varuna_capslog.commands.arguments import AsJson, RunDirectory, print_json, print_table, run_config
 
 __all__ = ["evaluate"]
 
@@ -31,12 +31,9 @@ def evaluate(run_dir: RunDirectory, as_json: AsJson = False) -> None:
     if as_json:
         print_json(scores)
         return
-
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("score", "value", title=f"scores of {run_dir}")
-    for name, value in scores.items():
-        if not isinstance(value, (dict, list)):
-            table.add_row(name, f"{value:.4f}" if isinstance(value, float) else str(value))
-    Console().print(table)
+    rows = [
+        [name, f"{value:.4f}" if isinstance(value, float) else str(value)]
+        for name, value in scores.items()
+        if not isinstance(value, (dict, list))
+    ]
+    print_table(f"scores of {run_dir}", ("score", "value"), rows, left=(0, 1))

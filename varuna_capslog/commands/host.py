@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from varuna_capslog.commands.arguments import ConfigFile, Overrides, print_plan
+from varuna_capslog.commands.arguments import (
+    ConfigFile,
+    DryRun,
+    HostName,
+    Machines,
+    Overrides,
+    StoreAddress,
+    Wait,
+    print_plan,
+)
 
 if TYPE_CHECKING:
     from varuna_capslog.config.settings import Config
@@ -27,24 +36,17 @@ def host(
             show_default=False,
         ),
     ] = None,
-    store: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ADDRESS",
-            help="Join the run whose store is there: what --serve says on the machine that begins it.",
-            show_default=False,
-        ),
-    ] = None,
-    nnodes: Annotated[int, typer.Option(min=1, help="Machines that begin together; more may join.")] = 1,
+    store: StoreAddress = None,
+    nnodes: Machines = 1,
     nproc: Annotated[
         int | None,
         typer.Option(
             min=1, help="Workers of this machine.", show_default="the config's workers, spread evenly over --nnodes"
         ),
     ] = None,
-    name: Annotated[str | None, typer.Option(help="Of this machine.", show_default="the system's")] = None,
-    wait: Annotated[float, typer.Option(min=0, help="Longest wait for the store, in seconds.")] = 600.0,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done and stop.")] = False,
+    name: HostName = None,
+    wait: Wait = 600.0,
+    dry_run: DryRun = False,
 ) -> None:
     """Train on several machines that may come and go: the same command on each, one with --serve."""
     from varuna_capslog.base.errors import CapslogError
