@@ -97,7 +97,7 @@ def compare(
         )
     if output is not None:
         from varuna_capslog.base import files
-        from varuna_capslog.reports.comparison import draw_comparison
+        from varuna_capslog.reports.forecasts import draw_comparison
 
         files.write_json(output / "comparison.json", [row.to_json() for row in rows])
         draw_comparison(output / "comparison.png", rows)

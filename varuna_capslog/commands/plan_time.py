@@ -60,8 +60,8 @@ class PlanRequest:
 def plan_front(request: PlanRequest, output: Path | None, as_json: bool) -> None:
     """Prints the front of one pipeline; writes it as a picture (.png) or as JSON. Exit status 3 if nothing fits."""
     from varuna_capslog.memory import MEMORY_MODELS, resolve
-    from varuna_capslog.planners.pareto import pareto_front
     from varuna_capslog.planners.seconds import LayerSeconds
+    from varuna_capslog.planners.throughput import pareto_front
     from varuna_capslog.planning.search import plan, usable_bytes
 
     profile = request.only_profile()
@@ -91,7 +91,7 @@ def plan_front(request: PlanRequest, output: Path | None, as_json: bool) -> None
         "front": [_point(point) for point in front],
     }
     if output is not None and output.suffix.lower() in PICTURES:
-        from varuna_capslog.reports.front import draw_front
+        from varuna_capslog.reports.forecasts import draw_front
 
         draw_front(output, front, title, min(given) if isinstance(given, list) else given)
     elif output is not None:

@@ -65,7 +65,7 @@ def print_replay(found: Replay, trace: Path, output: Path | None, as_json: bool)
     """Prints the result as a table or JSON, and writes replay.json and replay.png into a folder if asked to."""
     if output is not None:
         from varuna_capslog.base import files
-        from varuna_capslog.reports.replay import draw_replay
+        from varuna_capslog.reports.forecasts import draw_replay
 
         files.write_json(output / "replay.json", found.to_json())
         draw_replay(output / "replay.png", found)

@@ -11,7 +11,7 @@ import typer
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.commands.arguments import DryRun, HostName, Machines, StoreAddress, Wait, options_of
-from varuna_capslog.commands.host import check_address
+from varuna_capslog.commands.host import check_address, join_until_end
 
 if TYPE_CHECKING:
     from varuna_capslog.config.settings import Elastic
@@ -115,11 +115,7 @@ def _run(given: ScriptOptions, folder: Path, settings: Elastic) -> None:
         settings=settings,
     )
     if options.store is not None:
-        say = lambda line: typer.echo(f"capslog: {line}")  # noqa: E731
-        end = join_script(command, dataclasses.replace(options, say=say), given.wait)
-        if end.how == "left":
-            raise Interrupted("all workers of this machine have left; the same command joins the run again", 143)
-        say("the run has ended")
+        join_until_end(options, lambda options: join_script(command, options, given.wait))
         return
     with Terminal(folder, None, options.name) as terminal:
         end = run_script(command, dataclasses.replace(options, say=terminal.say))
