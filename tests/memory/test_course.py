@@ -9,14 +9,14 @@ import pytest
 from varuna_capslog.memory import MEMORY_MODELS
 from varuna_capslog.memory.course import StageMemory, memory_courses, peak_of, stage_memory
 from varuna_capslog.profiles.record import LayerProfile, Observation, Profile, layers_of_runs
-from varuna_capslog.schedules import RunShape, make_schedule, parse_csv, simulate
+from varuna_capslog.schedules import RunShape, StageSeconds, make_schedule, parse_csv, simulate
 
 PARTS = StageMemory(static_bytes=1000, saved_bytes=100, working_bytes=130, bare_bytes=20, input_bytes=7)
 
 
 def test_one_stage_without_recomputation() -> None:
     schedule = parse_csv("0F0,0F1,0B0,0B1")
-    timeline = simulate(schedule, [1.0], [2.0])
+    timeline = simulate(schedule, StageSeconds([1.0], [2.0]))
     # 0F0 0-1 builds a graph (130 at work, 100 after), 0F1 1-2 a second one beside it; 0B0 2-4 takes the first away.
     assert memory_courses(timeline.actions, schedule, [PARTS]) == [
         [(0.0, 1000), (0.0, 1130), (1.0, 1230), (4.0, 1130), (6.0, 1000)]
@@ -25,7 +25,7 @@ def test_one_stage_without_recomputation() -> None:
 
 def test_two_stages_with_recomputation_and_inputs_on_the_device() -> None:
     schedule = make_schedule("1f1b", 2, 3, recompute=True)
-    timeline = simulate(schedule, [1.0] * 2, [2.0] * 2)
+    timeline = simulate(schedule, StageSeconds([1.0] * 2, [2.0] * 2))
     first, last = memory_courses(timeline.actions, schedule, [PARTS, PARTS])
     # F0 0-1, F1 1-2, R0 2-3, B0 4-6, F2 6-7, R1 7-8, B1 8-10, R2 10-11, B2 11-13 (see test_simulate).
     assert first == [
@@ -47,7 +47,7 @@ def test_two_stages_with_recomputation_and_inputs_on_the_device() -> None:
 def test_what_is_offloaded_is_not_there() -> None:
     schedule = parse_csv("0F0,0O0,0F1,0L0,0B0,0B1")
     other = {"O": [1.0], "L": [1.0]}
-    (course,) = memory_courses(simulate(schedule, [1.0], [1.0], other_seconds=other).actions, schedule, [PARTS])
+    (course,) = memory_courses(simulate(schedule, StageSeconds([1.0], [1.0], other=other)).actions, schedule, [PARTS])
     assert course == [
         (0.0, 1000), (0.0, 1130), (1.0, 1100), (2.0, 1130), (3.0, 1200), (4.0, 1230), (5.0, 1130), (6.0, 1000),
     ]  # fmt: skip
@@ -94,7 +94,7 @@ def test_the_courses_peak_where_the_memory_model_says(schedule: str, recompute: 
         parts = stage_memory(profile, stages, run)
         assert not isinstance(parts, str)
         actions = make_schedule(schedule, len(stages), 6, recompute=recompute)
-        timeline = simulate(actions, [1.0] * len(stages), [2.0] * len(stages))
+        timeline = simulate(actions, StageSeconds([1.0] * len(stages), [2.0] * len(stages)))
         found = [peak_of(course) for course in memory_courses(timeline.actions, actions, parts)]
         model = MEMORY_MODELS[schedule].stage_costs(profile, run).peaks([0, *cuts])
         assert found == model, stages

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from tests.planners.timed import Positional, chain, cut_lists, seconds_of, simulated
-from varuna_capslog.planners.pareto import pareto_front
 from varuna_capslog.planners.seconds import Link
-from varuna_capslog.planners.throughput import fastest_cuts
+from varuna_capslog.planners.throughput import fastest_cuts, pareto_front
 from varuna_capslog.schedules import SCHEDULES, RunShape
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from varuna_capslog.memory.costs import full_matrix, peaks_of
 from varuna_capslog.planners.seconds import LayerSeconds, Link
 from varuna_capslog.profiles import LayerProfile, Profile
-from varuna_capslog.schedules import make_schedule, simulate
+from varuna_capslog.schedules import StageSeconds, make_schedule, simulate
 
 
 class Positional:
@@ -82,11 +82,13 @@ def simulated(
     bare = [*forward[:-1], 0.0]
     timeline = simulate(
         actions,
-        forward,
-        backward,
-        bare_forward_seconds=bare,
-        transfer_seconds=[link.seconds(size) for size in sizes],
-        handover_seconds=[link.handover_seconds(size) for size in sizes],
+        StageSeconds(
+            forward,
+            backward,
+            bare_forward=bare,
+            transfer=[link.seconds(size) for size in sizes],
+            handover=[link.handover_seconds(size) for size in sizes],
+        ),
     )
     return timeline.step_seconds
 

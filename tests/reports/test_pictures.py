@@ -20,10 +20,16 @@ from matplotlib.transforms import Bbox
 from varuna_capslog.reports import style
 from varuna_capslog.reports.curves import draw_scores, draw_training, main_parts
 from varuna_capslog.reports.gantt import draw_schedule
-from varuna_capslog.reports.generations import MOST_GENERATIONS, Era, draw_generations
-from varuna_capslog.reports.memory import draw_layers, draw_stage_peaks, shows_capacity
+from varuna_capslog.reports.memory import (
+    MOST_GENERATIONS,
+    Era,
+    draw_generations,
+    draw_layers,
+    draw_stage_peaks,
+    shows_capacity,
+)
 from varuna_capslog.reports.run import Evaluation, Event, StepLine
-from varuna_capslog.schedules import make_schedule, simulate
+from varuna_capslog.schedules import StageSeconds, make_schedule, simulate
 
 GIB = 2**30
 
@@ -148,7 +154,7 @@ def test_a_capacity_far_above_is_not_drawn() -> None:
 @pytest.mark.parametrize("name", ["gpipe", "varuna"])
 def test_schedule(name: str, stages: int, ranks: int, microbatches: int, tmp_path: Path, figures: list[Figure]) -> None:
     schedule = make_schedule(name, stages, microbatches, [stage % ranks for stage in range(stages)])
-    timeline = simulate(schedule, [0.01 * (1 + stage % 3) for stage in range(stages)], [0.03] * stages)
+    timeline = simulate(schedule, StageSeconds([0.01 * (1 + stage % 3) for stage in range(stages)], [0.03] * stages))
     complete = draw_schedule(tmp_path / "x.png", timeline, in_seconds=True)
     axes = figures[0].axes[0]
     boxes = [one for row in timeline.actions for one in row]

@@ -19,7 +19,7 @@ from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.plans.plan import Plan, PlanStage, write_plan
 from varuna_capslog.profiles.record import Profile, SharedParameter, write_profile
-from varuna_capslog.reports import write_report
+from varuna_capslog.reports.page import write_report
 from varuna_capslog.reports.wording import UNKNOWN
 
 GIB = 2**30
@@ -373,7 +373,7 @@ def test_importing_reports_is_quick_and_draws_nothing() -> None:
 
 def test_a_report_needs_no_torch(small: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from varuna_capslog.reports import write_report;"
+        "import sys; from pathlib import Path; from varuna_capslog.reports.page import write_report;"
         f"write_report(Path({str(small)!r})); print('torch' in sys.modules, 'matplotlib.pyplot' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)

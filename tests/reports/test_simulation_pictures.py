@@ -14,9 +14,8 @@ from varuna_capslog.planning.simulation import UPDATE_RATE, Simulation, simulate
 from varuna_capslog.planning.trace_replay import Deployment, TraceEvent, replay
 from varuna_capslog.plans.plan import Plan, PlanStage
 from varuna_capslog.profiles.record import LayerProfile, Profile
-from varuna_capslog.reports.comparison import draw_comparison
+from varuna_capslog.reports.forecasts import draw_comparison, draw_replay
 from varuna_capslog.reports.gantt import draw_simulation
-from varuna_capslog.reports.replay import draw_replay
 
 GIB = 2**30
 

@@ -14,9 +14,9 @@ from tests.reports.runs import write_run
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import Config
 from varuna_capslog.profiles.record import Profile, read_profile, write_profile
-from varuna_capslog.reports import write_report
+from varuna_capslog.reports.page import write_report
+from varuna_capslog.reports.peaks import size_text
 from varuna_capslog.reports.run import shapes_of
-from varuna_capslog.reports.sizes import size_text
 from varuna_capslog.reports.wording import UNKNOWN
 
 GIB = 2**30

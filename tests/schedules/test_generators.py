@@ -14,6 +14,7 @@ from varuna_capslog.schedules import (
     SCHEDULES,
     Action,
     Schedule,
+    StageSeconds,
     find_deadlock,
     format_csv,
     graph_keeping_forwards,
@@ -146,7 +147,7 @@ def test_any_placement_is_valid_and_does_not_deadlock(name: str, shape: tuple[in
         )
         assert placement_of(schedule) == placement
         assert find_deadlock(lower(schedule)) is None
-        timeline = simulate(schedule, [1.0] * num_stages, [2.0] * num_stages)
+        timeline = simulate(schedule, StageSeconds([1.0] * num_stages, [2.0] * num_stages))
         assert all(seen <= limit for seen, limit in zip(timeline.max_in_flight, limits, strict=True))
         assert timeline.max_live_graphs == _count_graphs(schedule, num_stages)
         if recompute:
@@ -172,7 +173,7 @@ def test_varuna_does_nothing_else_on_a_stage_between_recompute_and_backward(shap
 
 def test_varuna_recomputes_before_the_gradient_arrives() -> None:
     """With the costs of the played step the first R of every stage ends no later than its gradient comes."""
-    timeline = simulate(make_schedule("varuna", 4, 6), [1.0] * 4, [2.0] * 4)
+    timeline = simulate(make_schedule("varuna", 4, 6), StageSeconds([1.0] * 4, [2.0] * 4))
     end_of = {str(one.action): one.end_seconds for row in timeline.actions for one in row}
     early = [end_of[f"{stage}R0"] <= end_of[f"{stage + 1}B0"] for stage in range(3)]
     assert early == [True, True, True]
@@ -186,7 +187,7 @@ def test_varunas_limit_costs_no_time(num_stages: int) -> None:
         def seconds(limits: list[int], num_microbatches: int = num_microbatches) -> float:
             placement = list(range(num_stages))
             schedule = list_schedule(placement, num_microbatches, limits, recompute=True)
-            return simulate(schedule, [1.0] * num_stages, [2.0] * num_stages).step_seconds
+            return simulate(schedule, StageSeconds([1.0] * num_stages, [2.0] * num_stages)).step_seconds
 
         limits = in_flight_limits("varuna", num_stages, num_microbatches)
         assert seconds(limits) == seconds([num_microbatches] * num_stages)

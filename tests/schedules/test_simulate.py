@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.schedules.cases import compute_edges, names, shapes
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.schedules import Action, Message, Schedule, make_schedule, parse_csv, simulate
+from varuna_capslog.schedules import Action, Message, Schedule, StageSeconds, make_schedule, parse_csv, simulate
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
@@ -20,7 +20,7 @@ def test_uniform_stages_take_the_known_time(name: str, forward: float, backward:
     for num_stages in range(1, 9):
         for num_microbatches in (1, 2, 5, 12):
             schedule = make_schedule(name, num_stages, num_microbatches)
-            timeline = simulate(schedule, [forward] * num_stages, [backward] * num_stages)
+            timeline = simulate(schedule, StageSeconds([forward] * num_stages, [backward] * num_stages))
             slots = num_microbatches + num_stages - 1
             assert timeline.step_seconds == pytest.approx(slots * (forward + backward))
             assert timeline.bubble_fraction == pytest.approx((num_stages - 1) / slots)
@@ -28,10 +28,10 @@ def test_uniform_stages_take_the_known_time(name: str, forward: float, backward:
 
 
 def test_memory_over_time() -> None:
-    timeline = simulate(make_schedule("1f1b", 4, 6), [1.0] * 4, [2.0] * 4)
+    timeline = simulate(make_schedule("1f1b", 4, 6), StageSeconds([1.0] * 4, [2.0] * 4))
     assert timeline.max_in_flight == timeline.max_live_graphs == [4, 3, 2, 1]
-    assert simulate(make_schedule("gpipe", 4, 6), [1.0] * 4, [2.0] * 4).max_in_flight == [6] * 4
-    small = simulate(make_schedule("1f1b", 2, 3, recompute=True), [1.0] * 2, [2.0] * 2)
+    assert simulate(make_schedule("gpipe", 4, 6), StageSeconds([1.0] * 4, [2.0] * 4)).max_in_flight == [6] * 4
+    small = simulate(make_schedule("1f1b", 2, 3, recompute=True), StageSeconds([1.0] * 2, [2.0] * 2))
     # By hand: F0 0-1, F1 1-2, R0 2-3, B0 4-6, F2 6-7, R1 7-8, B1 8-10, R2 10-11, B2 11-13.
     assert small.in_flight[0] == [(0, 1), (1, 2), (6, 1), (6, 2), (10, 1), (13, 0)]
     assert small.live_graphs[0] == [(2, 1), (6, 0), (7, 1), (10, 0), (10, 1), (13, 0)]
@@ -42,14 +42,14 @@ def test_memory_over_time() -> None:
 def test_what_is_offloaded_is_no_live_graph() -> None:
     schedule = parse_csv("0F0,0O0,0F1,0B0,0B1".replace("0B0", "0L0,0B0"))
     other = {"O": [1.0], "L": [1.0]}
-    assert simulate(schedule, [1.0], [1.0], other_seconds=other).live_graphs[0] == [
+    assert simulate(schedule, StageSeconds([1.0], [1.0], other=other)).live_graphs[0] == [
         (0, 1), (2, 0), (2, 1), (3, 2), (5, 1), (6, 0),
     ]  # fmt: skip
 
 
 def test_transfers_delay_and_take_turns_on_a_link() -> None:
     schedule = make_schedule("gpipe", 2, 2)
-    timeline = simulate(schedule, [1.0, 1.0], [2.0, 2.0], transfer_seconds=[3.0])
+    timeline = simulate(schedule, StageSeconds([1.0, 1.0], [2.0, 2.0], transfer=[3.0]))
     # 0F0 0-1, its message 1-4; 0F1 1-2, its message waits for the link: 4-7; 1F1 7-8; 1B0 8-10, message 10-13;
     # 1B1 10-12, message 13-16; 0B1 16-18.
     assert [(one.message, one.start_seconds, one.end_seconds) for one in timeline.messages] == [
@@ -59,10 +59,14 @@ def test_transfers_delay_and_take_turns_on_a_link() -> None:
         (Message("gradient", 1, 1), 13.0, 16.0),
     ]
     assert timeline.step_seconds == 18.0
-    assert simulate(schedule, [1.0, 1.0], [2.0, 2.0], transfer_seconds=[3.0], has_gradient=[False]).step_seconds == 12.0
+    assert (
+        simulate(schedule, StageSeconds([1.0, 1.0], [2.0, 2.0], transfer=[3.0]), has_gradient=[False]).step_seconds
+        == 12.0
+    )
     # Two stages on one rank: nothing is transferred.
     assert (
-        simulate(make_schedule("gpipe", 2, 2, [0, 0]), [1.0] * 2, [2.0] * 2, transfer_seconds=[3.0]).step_seconds == 12
+        simulate(make_schedule("gpipe", 2, 2, [0, 0]), StageSeconds([1.0] * 2, [2.0] * 2, transfer=[3.0])).step_seconds
+        == 12
     )
 
 
@@ -84,7 +88,7 @@ def test_times_are_the_longest_paths(name: str, shape: tuple[int, int, list[int]
     schedule = make_schedule(name, num_stages, num_microbatches, placement, data.draw(st.booleans()))
     whole = st.lists(st.integers(0, 9).map(float), min_size=num_stages, max_size=num_stages)
     seconds = {kind: data.draw(whole) for kind in "FBR"}
-    timeline = simulate(schedule, seconds["F"], seconds["B"], seconds["R"])
+    timeline = simulate(schedule, StageSeconds(seconds["F"], seconds["B"], seconds["R"]))
     expected = _recursive_ends(schedule, num_stages, seconds)
     assert {one.action: one.end_seconds for row in timeline.actions for one in row} == expected
     assert timeline.step_seconds == max(expected.values())
@@ -94,12 +98,12 @@ def test_times_are_the_longest_paths(name: str, shape: tuple[int, int, list[int]
 def test_what_cannot_be_timed_is_refused() -> None:
     schedule = make_schedule("1f1b", 2, 2)
     with pytest.raises(CapslogError, match="seconds of kind B: 1 values where the schedule needs 2"):
-        simulate(schedule, [1.0, 1.0], [1.0])
+        simulate(schedule, StageSeconds([1.0, 1.0], [1.0]))
     with pytest.raises(CapslogError, match=r"seconds of kind F\[1\] is nan"):
-        simulate(schedule, [1.0, float("nan")], [1.0, 1.0])
+        simulate(schedule, StageSeconds([1.0, float("nan")], [1.0, 1.0]))
     with pytest.raises(CapslogError, match=r"transfer_seconds\[0\] is -1"):
-        simulate(schedule, [1.0, 1.0], [1.0, 1.0], transfer_seconds=[-1.0])
+        simulate(schedule, StageSeconds([1.0, 1.0], [1.0, 1.0], transfer=[-1.0]))
     with pytest.raises(CapslogError, match=r"no seconds are known for 0O0 \(offload\).*other_seconds\['O'\]"):
-        simulate(parse_csv("0F0,0O0,0L0,0B0"), [1.0], [1.0])
+        simulate(parse_csv("0F0,0O0,0L0,0B0"), StageSeconds([1.0], [1.0]))
     with pytest.raises(CapslogError, match="deadlocks: rank 0 at 0RECV_B0"):
-        simulate(parse_csv("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1"), [1.0] * 2, [1.0] * 2)
+        simulate(parse_csv("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1"), StageSeconds([1.0] * 2, [1.0] * 2))

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
 from varuna_capslog.base.errors import CapslogError
 
 if TYPE_CHECKING:
-    from varuna_capslog.config.reading import Config
+    from varuna_capslog.config.settings import Config
     from varuna_capslog.planners.seconds import Link
     from varuna_capslog.plans.plan import Plan
     from varuna_capslog.profiles.record import Profile
@@ -21,18 +24,28 @@ __all__ = [
     "Bandwidth",
     "ConfigFile",
     "Devices",
+    "DryRun",
+    "HostName",
     "Latency",
+    "Machines",
     "OptionalConfigFile",
     "Overrides",
     "ProfileFile",
     "RunDirectory",
+    "StoreAddress",
+    "Wait",
     "blocks_of",
     "link_of",
+    "options_of",
+    "output_option",
     "print_json",
     "print_plan",
+    "print_table",
     "profile_of",
     "run_config",
 ]
+
+Options = TypeVar("Options")
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML file.", show_default=False)]
 OptionalConfigFile = Annotated[
@@ -54,6 +67,41 @@ Bandwidth = Annotated[
 ]
 Latency = Annotated[str, typer.Option(help="Of every message, such as 0.1ms.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of a table.")]
+StoreAddress = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ADDRESS",
+        help="Join the run whose store is there: what --serve says on the machine that begins it.",
+        show_default=False,
+    ),
+]
+Machines = Annotated[int, typer.Option(min=1, help="Machines that begin together; more may join.")]
+HostName = Annotated[str | None, typer.Option(help="Of this machine.", show_default="the system's")]
+Wait = Annotated[float, typer.Option(min=0, help="Longest wait for the store, in seconds.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done and stop.")]
+
+
+def output_option(text: str, shown: bool | str = False) -> Any:
+    """The option -o, whose help is `text`; shown: what the help says of its default."""
+    return typer.Option("-o", "--output", help=text, show_default=shown)
+
+
+def options_of(options: type[Options]) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
+    """Make a function of one dataclass a command: every field is a parameter, with typer's annotation and default."""
+    hints = get_type_hints(options, include_extras=True)
+    signature = inspect.signature(options)
+    parameters = [one.replace(annotation=hints[name]) for name, one in signature.parameters.items()]
+
+    def decorate(run: Callable[[Options], None]) -> Callable[..., None]:
+        @functools.wraps(run)
+        def command(**values: Any) -> None:
+            run(options(**values))
+
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = hints
+        return command
+
+    return decorate
 
 
 def run_config(run_dir: Path) -> Config:
@@ -106,27 +154,43 @@ def print_json(value: Any) -> None:
     typer.echo(json.dumps(value, indent=1, allow_nan=False))
 
 
+def print_table(
+    title: str,
+    headings: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    left: Collection[int] = (),
+    notes: Iterable[str] = (),
+) -> None:
+    """Prints a table, set to the right but for the columns in `left`, and a line below it for each note."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title)
+    for column, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if column in left else "right")
+    for row in rows:
+        table.add_row(*row)
+    console = Console()
+    console.print(table)
+    for note in notes:
+        console.print(note, highlight=False, markup=False)
+
+
 def print_plan(plan: Plan, profile: Profile | None = None) -> None:
     """Prints the stages: layers (by name where a profile knows them), predicted peak and what is left of the device
     beside it and its headroom.
     """
-    from rich.console import Console
-    from rich.table import Table
-
     from varuna_capslog.base.units import format_bytes
     from varuna_capslog.planning.verdict import judge_plan
 
-    table = Table(title=f"{plan.planner or 'given cuts'}: {len(plan.cuts)} stages of {plan.num_layers} layers")
-    for heading in ("stage", "rank", "layers", "from", "to", "peak", "margin"):
-        table.add_column(heading, justify="left" if heading in ("from", "to") else "right")
-    ranks, verdict = plan.placement(), judge_plan(plan, profile)
+    title = f"{plan.planner or 'given cuts'}: {len(plan.cuts)} stages of {plan.num_layers} layers"
+    ranks, verdict, rows = plan.placement(), judge_plan(plan, profile), []
     for stage, (first, end) in enumerate(plan.stages()):
         names = [profile.layers[index].name for index in (first, end - 1)] if profile else [str(first), str(end - 1)]
         peak = None if plan.stage_bytes is None else plan.stage_bytes[stage]
         margin = "" if verdict is None else format_bytes(verdict.margins[stage])
         shown = "unknown" if peak is None else format_bytes(peak)
-        table.add_row(str(stage), str(ranks[stage]), str(end - first), *names, shown, margin)
-    console = Console()
-    console.print(table)
-    if plan.search_seconds is not None:
-        console.print(f"found in {plan.search_seconds * 1e3:.3g} ms", highlight=False)
+        rows.append([str(stage), str(ranks[stage]), str(end - first), *names, shown, margin])
+    notes = [] if plan.search_seconds is None else [f"found in {plan.search_seconds * 1e3:.3g} ms"]
+    headings = ("stage", "rank", "layers", "from", "to", "peak", "margin")
+    print_table(title, headings, rows, left=(3, 4), notes=notes)

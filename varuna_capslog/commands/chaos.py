@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.commands.arguments import AsJson, Overrides, print_json
+from varuna_capslog.commands.arguments import AsJson, Overrides, options_of, output_option, print_json
 
 if TYPE_CHECKING:
     from varuna_capslog.config.settings import Config
@@ -20,80 +20,55 @@ if TYPE_CHECKING:
 __all__ = ["chaos"]
 
 
-def chaos(
+@dataclass(frozen=True)
+class ChaosFlags:
+    """The command line of `chaos`."""
+
     config: Annotated[
         str | None,
         typer.Argument(metavar="CONFIG", help="The run's YAML file.", show_default="a built-in training"),
-    ] = None,
-    overrides: Overrides = None,
-    seed: Annotated[int, typer.Option(help="Of the schedule of faults.")] = 0,
-    faults: Annotated[int, typer.Option(min=1, help="How many.")] = 20,
+    ] = None
+    overrides: Overrides = None
+    seed: Annotated[int, typer.Option(help="Of the schedule of faults.")] = 0
+    faults: Annotated[int, typer.Option(min=1, help="How many.")] = 20
     duration: Annotated[
         str | None,
         typer.Option(help="No fault is begun after so long, such as 10min; of --trace's own time.", show_default="all"),
-    ] = None,
-    mean: Annotated[str, typer.Option(help="Mean time between a recovery and the next fault.")] = "500ms",
+    ] = None
+    mean: Annotated[str, typer.Option(help="Mean time between a recovery and the next fault.")] = "500ms"
     kinds: Annotated[
         str | None,
         typer.Option(help="Fault classes and shares, such as kill=3,notice.", show_default="all but store"),
-    ] = None,
-    hosts: Annotated[int, typer.Option(min=1, max=26, help="Supervisors, each as a machine of its own.")] = 2,
-    workers: Annotated[int, typer.Option(min=1, help="Of each host.")] = 2,
+    ] = None
+    hosts: Annotated[int, typer.Option(min=1, max=26, help="Supervisors, each as a machine of its own.")] = 2
+    workers: Annotated[int, typer.Option(min=1, help="Of each host.")] = 2
     network: Annotated[
         str,
         typer.Option(
             help="loopback, or relay: cuts, half-open links and delays too, or namespaces: real networks, no delays."
         ),
-    ] = "relay",
+    ] = "relay"
     store: Annotated[
         str, typer.Option(help="tcp, or etcd: three servers, of which the class store kills one; with loopback.")
-    ] = "tcp",
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Folder of the run.", show_default="a temporary one")
-    ] = None,
-    results: Annotated[
-        Path | None, typer.Option(help="File that gets one line of JSON more.", show_default=False)
-    ] = None,
+    ] = "tcp"
+    output: Annotated[Path | None, output_option("Folder of the run.", "a temporary one")] = None
+    results: Annotated[Path | None, typer.Option(help="File that gets one line of JSON more.", show_default=False)] = (
+        None
+    )
     trace: Annotated[
         Path | None,
         typer.Option(
             help="Replay these preemptions instead; lines of milliseconds,add|remove,node.", show_default=False
         ),
-    ] = None,
-    scale: Annotated[float, typer.Option(help="--trace: by how much faster.")] = 60.0,
-    notice: Annotated[
-        str, typer.Option(help="--trace: how long before a leave it is announced; AWS's 2 min.")
-    ] = "120s",
-    as_json: AsJson = False,
-) -> None:
+    ] = None
+    scale: Annotated[float, typer.Option(help="--trace: by how much faster.")] = 60.0
+    notice: Annotated[str, typer.Option(help="--trace: how long before a leave it is announced; AWS's 2 min.")] = "120s"
+    as_json: AsJson = False
+
+
+@options_of(ChaosFlags)
+def chaos(given: ChaosFlags) -> None:
     """Disturb a training and judge it: all losses, gradient norms and weights must be as if nothing had been."""
-    _run(_ChaosArguments(**locals()))  # all of the parameters and nothing else: this is the first statement
-
-
-@dataclass(frozen=True)
-class _ChaosArguments:
-    """The command line of `chaos`, which says what each field means."""
-
-    config: str | None
-    overrides: list[str] | None
-    seed: int
-    faults: int
-    duration: str | None
-    mean: str
-    kinds: str | None
-    hosts: int
-    workers: int
-    network: str
-    store: str
-    output: Path | None
-    results: Path | None
-    trace: Path | None
-    scale: float
-    notice: str
-    as_json: bool
-
-
-def _run(given: _ChaosArguments) -> None:
     import shutil
     import tempfile
 
@@ -124,7 +99,7 @@ def _run(given: _ChaosArguments) -> None:
         raise CapslogError(f"the run failed: {outcome.breaches[0]}; everything it wrote is in {folder}")
 
 
-def _options(given: _ChaosArguments) -> ChaosOptions:
+def _options(given: ChaosFlags) -> ChaosOptions:
     from varuna_capslog.base import fields, units
     from varuna_capslog.rig.outcome import ChaosOptions
     from varuna_capslog.rig.schedule import weights_of
@@ -152,9 +127,7 @@ def _options(given: _ChaosArguments) -> ChaosOptions:
     )
 
 
-def _preemptions(
-    given: _ChaosArguments, settings: Config, options: ChaosOptions, say: Callable[[str], None]
-) -> Preemptions:
+def _preemptions(given: ChaosFlags, settings: Config, options: ChaosOptions, say: Callable[[str], None]) -> Preemptions:
     from varuna_capslog.base import units
     from varuna_capslog.planning.trace_replay import read_trace
     from varuna_capslog.rig.preemptions import Preemptions, rents
@@ -164,7 +137,7 @@ def _preemptions(
     return Preemptions(settings, options, rented, given.scale, units.parse_seconds(given.notice, "notice"), say)
 
 
-def _settings(given: _ChaosArguments, folder: Path, devices: int) -> Config:
+def _settings(given: ChaosFlags, folder: Path, devices: int) -> Config:
     from varuna_capslog.config.reading import load_config
     from varuna_capslog.rig.toy import toy_config
 

@@ -19,7 +19,9 @@ from varuna_capslog.commands.arguments import (
     Overrides,
     ProfileFile,
     link_of,
+    output_option,
     print_json,
+    print_table,
     profile_of,
 )
 
@@ -59,9 +61,7 @@ def compare(
     ] = None,
     bandwidth: Bandwidth = None,
     latency: Latency = "0s",
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Folder for the picture and JSON.", show_default=False)
-    ] = None,
+    output: Annotated[Path | None, output_option("Folder for the picture and JSON.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Ask every planner but mcap-bo: peak, margin to the capacity, simulated step time and search time of each."""
@@ -97,7 +97,7 @@ def compare(
         )
     if output is not None:
         from varuna_capslog.base import files
-        from varuna_capslog.reports.comparison import draw_comparison
+        from varuna_capslog.reports.forecasts import draw_comparison
 
         files.write_json(output / "comparison.json", [row.to_json() for row in rows])
         draw_comparison(output / "comparison.png", rows)
@@ -127,29 +127,22 @@ def _signs_of_life() -> Iterator[Callable[[int, int, str], None]]:
 
 
 def _print(rows: Sequence[Row], profile: Profile, devices: int) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     from varuna_capslog.base.units import format_bytes
     from varuna_capslog.reports.wording import duration
 
-    table = Table(title=f"{profile.model or 'model'}: {profile.num_layers} layers on {devices} devices")
-    for heading in ("planner", "peak", "margin", "step", "bubble", "search"):
-        table.add_column(heading, justify="left" if heading == "planner" else "right")
-    for row in rows:
+    def cells(row: Row) -> list[str]:
         if row.plan is None:
-            table.add_row(row.planner, *(["-"] * 5))
-            continue
-        table.add_row(
+            return [row.planner, *(["-"] * 5)]
+        return [
             row.planner,
             "unknown" if row.peak_bytes is None else format_bytes(row.peak_bytes),
             "" if row.margin_bytes is None else format_bytes(row.margin_bytes),
             "unknown" if row.step_seconds is None else duration(row.step_seconds),
             "" if row.bubble_fraction is None else f"{100 * row.bubble_fraction:.1f} %",
             "" if row.search_seconds is None else duration(row.search_seconds),
-        )
-    console = Console()
-    console.print(table)
-    for row in rows:
-        if row.reason is not None:
-            console.print(f"{row.planner}: {row.reason}", highlight=False, markup=False)
+        ]
+
+    title = f"{profile.model or 'model'}: {profile.num_layers} layers on {devices} devices"
+    reasons = [f"{row.planner}: {row.reason}" for row in rows if row.reason is not None]
+    headings = ("planner", "peak", "margin", "step", "bubble", "search")
+    print_table(title, headings, map(cells, rows), left=(0,), notes=reasons)

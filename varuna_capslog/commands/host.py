@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from varuna_capslog.commands.arguments import ConfigFile, Overrides, print_plan
+from varuna_capslog.commands.arguments import (
+    ConfigFile,
+    DryRun,
+    HostName,
+    Machines,
+    Overrides,
+    StoreAddress,
+    Wait,
+    print_plan,
+)
 
 if TYPE_CHECKING:
     from varuna_capslog.config.settings import Config
+    from varuna_capslog.elastic.host.host import HostEnd
+    from varuna_capslog.elastic.host.options import HostOptions
 
-__all__ = ["check_address", "host"]
+__all__ = ["check_address", "host", "join_until_end", "prepare_and_print", "run_elastic"]
 
 
 def host(
@@ -27,28 +40,21 @@ def host(
             show_default=False,
         ),
     ] = None,
-    store: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ADDRESS",
-            help="Join the run whose store is there: what --serve says on the machine that begins it.",
-            show_default=False,
-        ),
-    ] = None,
-    nnodes: Annotated[int, typer.Option(min=1, help="Machines that begin together; more may join.")] = 1,
+    store: StoreAddress = None,
+    nnodes: Machines = 1,
     nproc: Annotated[
         int | None,
         typer.Option(
             min=1, help="Workers of this machine.", show_default="the config's workers, spread evenly over --nnodes"
         ),
     ] = None,
-    name: Annotated[str | None, typer.Option(help="Of this machine.", show_default="the system's")] = None,
-    wait: Annotated[float, typer.Option(min=0, help="Longest wait for the store, in seconds.")] = 600.0,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done and stop.")] = False,
+    name: HostName = None,
+    wait: Wait = 600.0,
+    dry_run: DryRun = False,
 ) -> None:
     """Train on several machines that may come and go: the same command on each, one with --serve."""
     from varuna_capslog.base.errors import CapslogError
-    from varuna_capslog.base.supervisor import Interrupted
+    from varuna_capslog.base.supervisor import reserve
     from varuna_capslog.elastic.host.options import HostOptions
     from varuna_capslog.start.elastic_host import check_elastic, join_run
 
@@ -61,16 +67,16 @@ def host(
         part = f"join the store at {store}" if store else f"profile, plan and {_begin(serve)}"
         typer.echo(f"would {part}; {workers} worker(s) here, run_dir {settings.run_dir}, {nnodes} machine(s) to begin")
         return
+    options = HostOptions(settings.run_dir, num_workers=workers, name=name)
     if store is not None:
-        say = lambda line: typer.echo(f"capslog: {line}")  # noqa: E731
-        options = HostOptions(settings.run_dir, num_workers=workers, name=name, store=store, say=say)
-        end = join_run(settings, options, wait_seconds=wait)
-        if end.how == "left":
-            raise Interrupted("all workers of this machine have left; the same command joins the run again", 143)
-        say("the run has ended")
+        options = dataclasses.replace(options, store=store)
+        join_until_end(options, lambda options: join_run(settings, options, wait_seconds=wait))
         return
     assert serve is not None
-    _serve(settings, workers, nnodes, serve, name)
+    with reserve(settings.run_dir):
+        prepare_and_print(settings)
+        options = dataclasses.replace(options, serve_at=serve, hosts=nnodes)
+        run_elastic(settings, options, "the same commands continue")
 
 
 def _begin(serve: str | None) -> str:
@@ -79,26 +85,38 @@ def _begin(serve: str | None) -> str:
     return f"begin a run in the store at {serve}" if str(serve).startswith(SCHEME) else f"serve the store at {serve}"
 
 
-def _serve(settings: Config, workers: int, nnodes: int, serve: str, name: str | None) -> None:
-    from varuna_capslog.base.supervisor import Interrupted, reserve
-    from varuna_capslog.elastic.host.options import HostOptions
-    from varuna_capslog.elastic.host.terminal import Terminal
+def join_until_end(options: HostOptions, join: Callable[[HostOptions], HostEnd]) -> None:
+    """Joins a run from this machine and says when it has ended. Raises Interrupted when this machine's workers left."""
+    from varuna_capslog.base.supervisor import Interrupted
+
+    say = lambda line: typer.echo(f"capslog: {line}")  # noqa: E731
+    end = join(dataclasses.replace(options, say=say))
+    if end.how == "left":
+        raise Interrupted("all workers of this machine have left; the same command joins the run again", 143)
+    say("the run has ended")
+
+
+def prepare_and_print(settings: Config) -> None:
+    """Profiles and plans a run, and prints its plan."""
     from varuna_capslog.profiles.record import read_profile
-    from varuna_capslog.start.elastic_host import run_here
     from varuna_capslog.start.prepare import prepare_run
 
-    with reserve(settings.run_dir):
-        plan = prepare_run(settings)
-        print_plan(plan, read_profile(settings.run_dir / "profile.json") if plan.profile_digest else None)
-        for note in plan.notes:
-            typer.echo(f"note: {note}", err=True)
-        with Terminal(settings.run_dir, settings.train.max_steps, name) as terminal:
-            options = HostOptions(
-                settings.run_dir, num_workers=workers, name=name, serve_at=serve, hosts=nnodes, say=terminal.say
-            )
-            end = run_here(settings, options)
+    plan = prepare_run(settings)
+    print_plan(plan, read_profile(settings.run_dir / "profile.json") if plan.profile_digest else None)
+    for note in plan.notes:
+        typer.echo(f"note: {note}", err=True)
+
+
+def run_elastic(settings: Config, options: HostOptions, continued: str) -> None:
+    """Trains as the host that begins the run. Raises Interrupted when all devices left; `continued`: what goes on."""
+    from varuna_capslog.base.supervisor import Interrupted
+    from varuna_capslog.elastic.host.terminal import Terminal
+    from varuna_capslog.start.elastic_host import run_here
+
+    with Terminal(settings.run_dir, settings.train.max_steps, options.name) as terminal:
+        end = run_here(settings, dataclasses.replace(options, say=terminal.say))
     if end.how == "left":
-        where = f"the same commands continue the run in {settings.run_dir}"
+        where = f"{continued} the run in {settings.run_dir}"
         raise Interrupted(f"all devices have left, and the run is parked; {where}", 143)
 
 

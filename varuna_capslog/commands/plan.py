@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,30 +19,34 @@ from varuna_capslog.commands.arguments import (
     Overrides,
     blocks_of,
     link_of,
+    options_of,
+    output_option,
     print_json,
     print_plan,
 )
 
 if TYPE_CHECKING:
     from varuna_capslog.commands.plan_time import PlanRequest
-    from varuna_capslog.config.reading import Config
-    from varuna_capslog.planners.seconds import Link
+    from varuna_capslog.config.settings import Config
     from varuna_capslog.plans.plan import Plan
     from varuna_capslog.profiles.record import Profile
 
 __all__ = ["plan"]
 
 
-def plan(
-    config: OptionalConfigFile = None,
-    overrides: Overrides = None,
+@dataclass(frozen=True)
+class PlanFlags:
+    """The command line of `plan`."""
+
+    config: OptionalConfigFile = None
+    overrides: Overrides = None
     profile: Annotated[
         list[Path] | None,
         typer.Option(
             help="Plan for this profile instead of measuring; with --joint one per microbatch size to choose from.",
             show_default=False,
         ),
-    ] = None,
+    ] = None
     model: Annotated[
         str | None,
         typer.Option(
@@ -49,7 +54,7 @@ def plan(
             help="Plan for the ordinary module that this function returns; needs no CONFIG.",
             show_default=False,
         ),
-    ] = None,
+    ] = None
     inputs: Annotated[
         list[str] | None,
         typer.Option(
@@ -58,120 +63,118 @@ def plan(
             help="One input of --model, batch first, such as x=float32[1,3,224,224]; may be repeated.",
             show_default="the example inputs that the function returns",
         ),
-    ] = None,
+    ] = None
     cut_points: Annotated[
         str | None,
         typer.Option(
             help="Submodules of --model to cut before, such as layer2,layer3.", show_default="every repeated block"
         ),
-    ] = None,
-    devices: Devices = None,
+    ] = None
+    devices: Devices = None
     planner: Annotated[
         str | None,
         typer.Option(
             help="varuna, mcap-bf, mcap-bo, capslog, capslog-tb, exact or throughput.",
             show_default="pipeline.planner, or exact",
         ),
-    ] = None,
+    ] = None
     memory: Annotated[
         str | None,
         typer.Option(
             help="Memory model: additive, composition, gpipe, 1f1b, varuna, or auto.",
             show_default="pipeline.memory, or auto",
         ),
-    ] = None,
+    ] = None
     capacity: Annotated[
         str | None,
         typer.Option(
             help="Memory of each device: 16GiB, or one size per device: 16GiB,16GiB,8GiB or 16GiB*2,8GiB.",
             show_default="pipeline.capacity, or no limit",
         ),
-    ] = None,
+    ] = None
     minibatch: Annotated[
         int | None,
         typer.Option(
             min=1, help="Samples of one step, where time counts.", show_default="CONFIG's, or 4 microbatches per device"
         ),
-    ] = None,
-    bandwidth: Bandwidth = None,
-    latency: Latency = "0s",
+    ] = None
+    bandwidth: Bandwidth = None
+    latency: Latency = "0s"
     pareto: Annotated[
         bool, typer.Option("--pareto", help="Print the front of peak against step time; -o draws it (.png).")
-    ] = False,
+    ] = False
     joint: Annotated[
         bool, typer.Option("--joint", help="Share --devices out among pipelines of any length, for the shortest step.")
-    ] = False,
+    ] = False
     speeds: Annotated[
         str | None,
         typer.Option(help="Of each device with --joint, such as 1*512,0.6*512.", show_default="1, the profile's"),
-    ] = None,
+    ] = None
     blocks: Annotated[
         int | None,
         typer.Option(
             min=1, help="Accumulation blocks of a step with --joint.", show_default="CONFIG's, or the microbatches"
         ),
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="File for the plan.", show_default=False)
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
+    ] = None
+    output: Annotated[Path | None, output_option("File for the plan.")] = None
+    as_json: AsJson = False
+
+
+@options_of(PlanFlags)
+def plan(given: PlanFlags) -> None:
     """Choose the cuts. Exit status 3 when nothing fits (the plan is written all the same)."""
     from varuna_capslog.commands.plan_time import plan_front, plan_jointly
 
-    if config is not None and model is not None:
+    if given.config is not None and given.model is not None:
         raise CapslogError("both a CONFIG and --model are given; plan for one of them")
-    if model is None and (inputs or cut_points):
+    if given.model is None and (given.inputs or given.cut_points):
         raise CapslogError("--input and --cut-points describe the model of --model; in a CONFIG set keys under model")
-    if pareto and joint:
+    if given.pareto and given.joint:
         raise CapslogError(
             "--pareto is a front of cuts for one pipeline, --joint one plan of many; ask for one of them"
         )
-    if not joint and (speeds is not None or blocks is not None):
+    if not given.joint and (given.speeds is not None or given.blocks is not None):
         raise CapslogError("--speeds and --blocks belong to --joint")
-    flags = {"devices": devices, "planner": planner, "memory": memory, "capacity": capacity}
-    given = {key: value for key, value in flags.items() if value is not None}
-    link = link_of(bandwidth, latency)
+    names = ("devices", "planner", "memory", "capacity")
+    pipeline = {name: value for name in names if (value := getattr(given, name)) is not None}
     settings = None
-    if config is not None:
+    if given.config is not None:
         from varuna_capslog.config.reading import load_config
 
         # Planning means searching: cuts that the config fixes are set aside.
-        changes = [f"pipeline.{key}={value}" for key, value in given.items()]
-        if minibatch is not None:
-            changes.append(f"train.minibatch_size={minibatch}")
-        settings = load_config(config, [*(overrides or ()), *changes, "pipeline.cuts=null"])
-    elif model is not None:
-        settings = _config_of_model(model, inputs, cut_points, given)
-    elif not profile:
+        changes = [f"pipeline.{key}={value}" for key, value in pipeline.items()]
+        if given.minibatch is not None:
+            changes.append(f"train.minibatch_size={given.minibatch}")
+        settings = load_config(given.config, [*(given.overrides or ()), *changes, "pipeline.cuts=null"])
+    elif given.model is not None:
+        settings = _config_of_model(given.model, given, pipeline)
+    elif not given.profile:
         raise CapslogError("nothing to plan for: give a CONFIG file, --profile FILE or --model package.module:function")
-    elif devices is None:
+    elif given.devices is None:
         raise CapslogError("--profile without a CONFIG needs --devices N, the number of devices to plan for")
-    request = _request(settings, profile, given, minibatch, link, show=not as_json)
-    if pareto:
-        plan_front(request, output, as_json)
-    elif joint:
-        plan_jointly(request, speeds, blocks or blocks_of(settings), output, as_json)
+    request = _request(settings, given)
+    if given.pareto:
+        plan_front(request, given.output, given.as_json)
+    elif given.joint:
+        plan_jointly(request, given.speeds, given.blocks or blocks_of(settings), given.output, given.as_json)
     else:
-        _plan_one(request, settings, given.get("planner"), output, as_json)
+        _plan_one(request, settings, given)
 
 
-def _plan_one(
-    request: PlanRequest, config: Config | None, planner: int | str | None, output: Path | None, as_json: bool
-) -> None:
+def _plan_one(request: PlanRequest, config: Config | None, given: PlanFlags) -> None:
     """One pipeline by one planner."""
     profile = request.only_profile()
     if config is None:
-        found = _of_profile(request, profile, planner)
+        found = _of_profile(request, profile, given.planner)
     else:
         from varuna_capslog.start.prepare import plan_run
 
         found = plan_run(config, profile, request.link)
-    if output is not None:
+    if given.output is not None:
         from varuna_capslog.plans.plan import write_plan
 
-        write_plan(output, found)
-    if as_json:
+        write_plan(given.output, found)
+    if given.as_json:
         print_json(found.to_json())
     else:
         print_plan(found, profile)
@@ -181,28 +184,19 @@ def _plan_one(
         typer.echo(f"note: {note}", err=True)
 
 
-def _config_of_model(
-    model: str, inputs: list[str] | None, cut_points: str | None, pipeline: dict[str, int | str]
-) -> Config:
-    from varuna_capslog.config.reading import Config, section
+def _config_of_model(model: str, given: PlanFlags, pipeline: dict[str, int | str]) -> Config:
+    from varuna_capslog.config.reading import section
+    from varuna_capslog.config.settings import Config
     from varuna_capslog.model.model_workload import config_values
 
-    devices = pipeline.get("devices")
-    if not isinstance(devices, int):
+    if given.devices is None:
         raise CapslogError("--model needs --devices N, the number of devices to plan for")
-    names = None if cut_points is None else [name.strip() for name in cut_points.split(",")]
-    values = config_values(model, inputs or [], names, devices)
+    names = None if given.cut_points is None else [name.strip() for name in given.cut_points.split(",")]
+    values = config_values(model, given.inputs or [], names, given.devices)
     return section(Config, values | {"pipeline": pipeline}, "")
 
 
-def _request(
-    config: Config | None,
-    profiles: list[Path] | None,
-    given: dict[str, int | str],
-    minibatch: int | None,
-    link: Link,
-    show: bool,
-) -> PlanRequest:
+def _request(config: Config | None, given: PlanFlags) -> PlanRequest:
     """What is planned for: from the config, or from the flags and what a profile says of its run."""
     from varuna_capslog.base import units
     from varuna_capslog.commands.plan_time import PlanRequest
@@ -211,11 +205,12 @@ def _request(
     from varuna_capslog.schedules import SCHEDULES, RunShape
     from varuna_capslog.start.prepare import profile_run
 
-    read = [read_profile(path) for path in profiles or ()]
+    link = link_of(given.bandwidth, given.latency)
+    read = [read_profile(path) for path in given.profile or ()]
     if config is not None:
         pipeline = config.pipeline
         return PlanRequest(
-            read or [profile_run(config, show)],
+            read or [profile_run(config, show=not given.as_json)],
             pipeline.devices,
             RunShape(None, pipeline.schedule, pipeline.recompute, pipeline.stage_inputs),
             pipeline.memory,
@@ -224,22 +219,23 @@ def _request(
             link,
         )
     defaults = Pipeline()
-    memory, capacity = str(given.get("memory", defaults.memory)), given.get("capacity")
+    assert given.devices is not None, "needed without a config"
+    memory = given.memory or defaults.memory
     return PlanRequest(
         read,
-        int(given["devices"]),
+        given.devices,
         RunShape.of_conditions(read[0].conditions, memory if memory in SCHEDULES else defaults.schedule),
         memory,
-        None if capacity is None else units.parse_capacity(capacity),
-        minibatch,
+        None if given.capacity is None else units.parse_capacity(given.capacity),
+        given.minibatch,
         link,
     )
 
 
-def _of_profile(request: PlanRequest, profile: Profile, planner: int | str | None) -> Plan:
+def _of_profile(request: PlanRequest, profile: Profile, planner: str | None) -> Plan:
     from varuna_capslog.config.settings import Pipeline
     from varuna_capslog.planning.search import plan as search
 
     count = None if request.minibatch_size is None else request.microbatches(profile)
-    run, name = dataclasses.replace(request.run, num_microbatches=count), str(planner or Pipeline().planner)
+    run, name = dataclasses.replace(request.run, num_microbatches=count), planner or Pipeline().planner
     return search(profile, request.devices, name, request.memory, request.capacity, run, request.link)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from varuna_capslog.base.errors import CapslogError, DoesNotFit
-from varuna_capslog.commands.arguments import print_json
+from varuna_capslog.commands.arguments import print_json, print_table
 
 if TYPE_CHECKING:
     from varuna_capslog.planners.joint import JointPlan
@@ -60,8 +60,8 @@ class PlanRequest:
 def plan_front(request: PlanRequest, output: Path | None, as_json: bool) -> None:
     """Prints the front of one pipeline; writes it as a picture (.png) or as JSON. Exit status 3 if nothing fits."""
     from varuna_capslog.memory import MEMORY_MODELS, resolve
-    from varuna_capslog.planners.pareto import pareto_front
     from varuna_capslog.planners.seconds import LayerSeconds
+    from varuna_capslog.planners.throughput import pareto_front
     from varuna_capslog.planning.search import plan, usable_bytes
 
     profile = request.only_profile()
@@ -91,7 +91,7 @@ def plan_front(request: PlanRequest, output: Path | None, as_json: bool) -> None
         "front": [_point(point) for point in front],
     }
     if output is not None and output.suffix.lower() in PICTURES:
-        from varuna_capslog.reports.front import draw_front
+        from varuna_capslog.reports.forecasts import draw_front
 
         draw_front(output, front, title, min(given) if isinstance(given, list) else given)
     elif output is not None:
@@ -164,38 +164,28 @@ def _point(point: Fastest) -> dict[str, Any]:
 
 
 def _print_front(front: list[Fastest], title: str) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     from varuna_capslog.base.units import format_bytes
 
-    table = Table(title=title)
-    for heading in ("peak", "step", "against fastest", "proven", "cuts"):
-        table.add_column(heading, justify="left" if heading == "cuts" else "right")
-    fastest = front[-1].step_seconds
+    fastest, rows = front[-1].step_seconds, []
     for point in front:
         gap = point.step_seconds / point.bound_seconds - 1 if point.bound_seconds > 0 else 0.0
-        table.add_row(
-            format_bytes(point.peak_bytes),
-            format_seconds(point.step_seconds),
-            f"+{(point.step_seconds / fastest - 1) * 100:.1f} %" if fastest else "",
-            "yes" if point.proven else f"within {gap * 100:.2g} %",
-            " ".join(map(str, point.cuts)),
+        rows.append(
+            [
+                format_bytes(point.peak_bytes),
+                format_seconds(point.step_seconds),
+                f"+{(point.step_seconds / fastest - 1) * 100:.1f} %" if fastest else "",
+                "yes" if point.proven else f"within {gap * 100:.2g} %",
+                " ".join(map(str, point.cuts)),
+            ]
         )
-    Console().print(table)
+    print_table(title, ("peak", "step", "against fastest", "proven", "cuts"), rows, left=(4,))
 
 
 def _print_joint(found: JointPlan, devices: list[Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     from varuna_capslog.base.units import format_bytes
 
     of_block = (found.plan.num_microbatches or 1) // sum(one.blocks for one in found.pipelines)
     title = f"{len(found.pipelines)} pipelines of {found.plan.num_layers} layers on {len(devices)} devices"
-    table = Table(title=title)
-    for heading in ("pipelines", "stages", "devices", "layers of each stage", "microbatches", "step", "peak"):
-        table.add_column(heading, justify="left" if heading in ("devices", "layers of each stage") else "right")
     alike: Counter[tuple[str, ...]] = Counter()
     for one in found.pipelines:
         ends = [*one.cuts[1:], found.plan.num_layers]
@@ -208,10 +198,6 @@ def _print_joint(found: JointPlan, devices: list[Any]) -> None:
             format_seconds(one.step_seconds),
             format_bytes(max(one.stage_bytes)),
         ] += 1
-    for row, count in alike.items():
-        table.add_row(str(count), *row)
-    console = Console()
-    console.print(table)
     assert found.step_seconds is not None
     parts = [f"microbatches of {found.plan.microbatch_size}", f"step {format_seconds(found.step_seconds)}"]
     if found.bound_seconds is not None:
@@ -221,7 +207,9 @@ def _print_joint(found: JointPlan, devices: list[Any]) -> None:
     if found.idle:
         parts.append(f"{len(found.idle)} idle")
     parts.append(f"found in {(found.plan.search_seconds or 0) * 1e3:.3g} ms")
-    console.print(", ".join(parts), highlight=False)
+    headings = ("pipelines", "stages", "devices", "layers of each stage", "microbatches", "step", "peak")
+    rows = [[str(count), *row] for row, count in alike.items()]
+    print_table(title, headings, rows, left=(2, 3), notes=[", ".join(parts)])
 
 
 def _kind(device: Any) -> str:

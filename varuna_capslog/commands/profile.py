@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from varuna_capslog.commands.arguments import AsJson, ConfigFile, Overrides, print_json
+from varuna_capslog.commands.arguments import AsJson, ConfigFile, Overrides, output_option, print_json, print_table
 
 __all__ = ["profile"]
 
@@ -17,10 +17,7 @@ __all__ = ["profile"]
 def profile(
     config: ConfigFile,
     overrides: Overrides = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("-o", "--output", help="File for the profile.", show_default="profile.json in the run_dir"),
-    ] = None,
+    output: Annotated[Path | None, output_option("File for the profile.", "profile.json in the run_dir")] = None,
     order: Annotated[
         str | None,
         typer.Option(
@@ -49,33 +46,27 @@ def profile(
         print_json(result.to_json())
         return
 
-    from rich.console import Console
-    from rich.table import Table
-
     from varuna_capslog.base.units import format_bytes
 
-    table = Table(title=f"{result.model or 'model'}: {result.num_layers} layers, {result.source}")
-    for heading in ("", "layer", "alone (M_i)", "added (M_a)", "forward", "backward"):
-        table.add_column(heading, justify="left" if heading == "layer" else "right")
+    rows, notes = [], []
     for index, layer in enumerate(result.layers):
         sizes = ["" if size is None else format_bytes(size) for size in (layer.isolated_bytes, layer.added_bytes)]
         times = ["" if t is None else f"{t * 1e3:.1f} ms" for t in (layer.forward_seconds, layer.backward_seconds)]
-        table.add_row(str(index), layer.name, *sizes, *times)
-    console = Console()
-    console.print(table)
+        rows.append([str(index), layer.name, *sizes, *times])
     if "input_sizes" in result.conditions:
-        console.print(_sizes(result.conditions["input_sizes"]), highlight=False)
+        notes.append(_sizes(result.conditions["input_sizes"]))
     if "headroom" in result.conditions:
         told = result.conditions["headroom"]
-        text = (
+        notes.append(
             f"a device needs {told['fragmentation']:.3g} times a stage's peak, and {format_bytes(told['fixed_bytes'])}"
         )
-        console.print(text, highlight=False)
     for limit in result.conditions.get("limits", []):
-        console.print(f"bytes are too low for {limit}: measure them (without --estimate)", highlight=False)
+        notes.append(f"bytes are too low for {limit}: measure them (without --estimate)")
     if "profiling" in result.conditions:
-        console.print(_launches(result.conditions["profiling"]), highlight=False)
-    console.print(f"written to {path}", highlight=False)
+        notes.append(_launches(result.conditions["profiling"]))
+    title = f"{result.model or 'model'}: {result.num_layers} layers, {result.source}"
+    headings = ("", "layer", "alone (M_i)", "added (M_a)", "forward", "backward")
+    print_table(title, headings, rows, left=(1,), notes=[*notes, f"written to {path}"])
 
 
 def _sizes(told: Mapping[str, Any]) -> str:

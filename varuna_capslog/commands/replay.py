@@ -2,47 +2,44 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
-from varuna_capslog.commands.arguments import blocks_of, print_json
+from varuna_capslog.commands.arguments import blocks_of, print_json, print_table
 
 if TYPE_CHECKING:
-    from varuna_capslog.config.reading import Config
+    from varuna_capslog.commands.simulate import SimulateFlags
+    from varuna_capslog.config.settings import Config
     from varuna_capslog.planners.seconds import Link
-    from varuna_capslog.planning.trace_replay import Pauses, Prices, Replay
+    from varuna_capslog.planning.trace_replay import Replay
     from varuna_capslog.profiles.record import Profile
     from varuna_capslog.schedules import RunShape
 
-__all__ = ["ReplayFlags", "print_replay", "replay_trace"]
+__all__ = ["print_replay", "replay_trace"]
 
 
-@dataclass(frozen=True)
-class ReplayFlags:
-    """What the flags of --trace say; what is None comes from the config, or is the command's default."""
+def replay_trace(
+    given: SimulateFlags, trace: Path, profile: Profile, settings: Config | None, run: RunShape, link: Link
+) -> Replay:
+    """Reads the trace and replays it with a step that is run like `run`.
 
-    trace: Path
-    planner: str | None
-    minibatch: int | None
-    capacity: int | None
-    devices: int | None
-    duration_seconds: float | None
-    pauses: Pauses
-    prices: Prices
-
-
-def replay_trace(flags: ReplayFlags, profile: Profile, settings: Config | None, run: RunShape, link: Link) -> Replay:
-    """Reads the trace and replays it with a step that is run like `run`."""
+    given: the flags of --trace; what is None comes from the config, or is the command's default.
+    """
+    from varuna_capslog.base import units
     from varuna_capslog.planners import DEFAULT_MICROBATCHES_PER_STAGE
     from varuna_capslog.planning.replanning import JOINT, Replanner
-    from varuna_capslog.planning.trace_replay import most_nodes, read_trace, replay
+    from varuna_capslog.planning.trace_replay import Pauses, Prices, most_nodes, read_trace, replay
 
-    events = read_trace(flags.trace)
-    most = flags.devices or most_nodes(events)
-    minibatch, capacity = flags.minibatch, flags.capacity
+    capacity = None if given.capacity is None else units.parse_bytes(given.capacity, "capacity")
+    duration = None if given.duration is None else units.parse_seconds(given.duration)
+    names = ("planned-pause", "crash-pause", "restart-pause", "notice")
+    pauses = Pauses(*(units.parse_seconds(getattr(given, name.replace("-", "_")), name) for name in names))
+    prices = Prices(given.spot_price, given.on_demand_price)
+    events = read_trace(trace)
+    most = given.devices or most_nodes(events)
+    minibatch = given.minibatch
     size = profile.conditions.get("microbatch_size", 1)
     if settings is not None:
         pipeline = settings.pipeline
@@ -55,42 +52,28 @@ def replay_trace(flags: ReplayFlags, profile: Profile, settings: Config | None, 
     answer = Replanner(
         profile,
         minibatch,
-        planner=flags.planner or JOINT,
+        planner=given.planner or JOINT,
         capacity=capacity,
         run=run,
         blocks=blocks_of(settings),
         link=link,
     )
-    return replay(
-        events,
-        answer,
-        devices=most,
-        pauses=flags.pauses,
-        prices=flags.prices,
-        duration_seconds=flags.duration_seconds,
-    )
+    return replay(events, answer, devices=most, pauses=pauses, prices=prices, duration_seconds=duration)
 
 
 def print_replay(found: Replay, trace: Path, output: Path | None, as_json: bool) -> None:
     """Prints the result as a table or JSON, and writes replay.json and replay.png into a folder if asked to."""
     if output is not None:
         from varuna_capslog.base import files
-        from varuna_capslog.reports.replay import draw_replay
+        from varuna_capslog.reports.forecasts import draw_replay
 
         files.write_json(output / "replay.json", found.to_json())
         draw_replay(output / "replay.png", found)
     if as_json:
         print_json(found.to_json())
         return
-
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("", "", title=f"{trace.name}: {found.duration_seconds / 3600:.2f} h, at most {found.devices} devices")
-    table.columns[1].justify = "right"
-    for name, value in _rows(found).items():
-        table.add_row(name, value)
-    Console().print(table)
+    title = f"{trace.name}: {found.duration_seconds / 3600:.2f} h, at most {found.devices} devices"
+    print_table(title, ("", ""), list(_rows(found).items()), left=(0,))
     pauses = found.pauses
     typer.echo(
         f"assumed pauses: {pauses.planned:g} s for a join or announced leave (notice {pauses.notice:g} s), "

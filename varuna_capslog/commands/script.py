@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.commands.host import check_address
+from varuna_capslog.commands.arguments import DryRun, HostName, Machines, StoreAddress, Wait, options_of
+from varuna_capslog.commands.host import check_address, join_until_end
 
 if TYPE_CHECKING:
     from varuna_capslog.config.settings import Elastic
@@ -18,19 +19,22 @@ if TYPE_CHECKING:
 __all__ = ["script"]
 
 
-def script(
+@dataclass(frozen=True)
+class ScriptOptions:
+    """The command line of `script`."""
+
     file: Annotated[
         Path, typer.Argument(metavar="FILE", help="A program that calls elastic.script.train.", show_default=False)
-    ],
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="All that follows is its own.")] = None,
-    nproc: Annotated[int, typer.Option("--nproc", "--devices", min=1, help="Workers of this machine.")] = 2,
+    ]
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="All that follows is its own.")] = None
+    nproc: Annotated[int, typer.Option("--nproc", "--devices", min=1, help="Workers of this machine.")] = 2
     run_dir: Annotated[
         Path | None, typer.Option(help="Of checkpoints, metrics and logs.", show_default="runs/<name of FILE>")
-    ] = None,
+    ] = None
     elastic: Annotated[
         list[str] | None,
         typer.Option(metavar="KEY=VALUE", help="A key of a config's section elastic; may be repeated."),
-    ] = None,
+    ] = None
     serve: Annotated[
         str | None,
         typer.Option(
@@ -38,51 +42,23 @@ def script(
             help="Serve the run's store at HOST:PORT for other machines, or keep it at etcd://HOST:PORT[,...]/PREFIX.",
             show_default=False,
         ),
-    ] = None,
-    store: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ADDRESS",
-            help="Join the run whose store is there: what --serve says on the machine that begins it.",
-            show_default=False,
-        ),
-    ] = None,
-    nnodes: Annotated[int, typer.Option(min=1, help="Machines that begin together; more may join.")] = 1,
-    name: Annotated[str | None, typer.Option(help="Of this machine.", show_default="the system's")] = None,
-    wait: Annotated[float, typer.Option(min=0, help="Longest wait for the store, in seconds.")] = 600.0,
+    ] = None
+    store: StoreAddress = None
+    nnodes: Machines = 1
+    name: HostName = None
+    wait: Wait = 600.0
     chaos: Annotated[
         int | None,
         typer.Option(min=1, help="Disturb the run so many times, stop it and judge it.", show_default=False),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="--chaos: of the faults.")] = 0,
-    mean: Annotated[str, typer.Option(help="--chaos: mean time between a recovery and the next fault.")] = "500ms",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done and stop.")] = False,
-) -> None:
+    ] = None
+    seed: Annotated[int, typer.Option(help="--chaos: of the faults.")] = 0
+    mean: Annotated[str, typer.Option(help="--chaos: mean time between a recovery and the next fault.")] = "500ms"
+    dry_run: DryRun = False
+
+
+@options_of(ScriptOptions)
+def script(given: ScriptOptions) -> None:
     """Run a data-parallel program on workers that may come and go. Ctrl-C stops after the step; the same continues."""
-    _begin(_ScriptArguments(**locals()))  # all of the parameters and nothing else: this is the first statement
-
-
-@dataclass(frozen=True)
-class _ScriptArguments:
-    """The command line of `script`, which says what each field means."""
-
-    file: Path
-    arguments: list[str] | None
-    nproc: int
-    run_dir: Path | None
-    elastic: list[str] | None
-    serve: str | None
-    store: str | None
-    nnodes: int
-    name: str | None
-    wait: float
-    chaos: int | None
-    seed: int
-    mean: str
-    dry_run: bool
-
-
-def _begin(given: _ScriptArguments) -> None:
     if given.serve is not None and given.store is not None:
         raise CapslogError("--serve and --store exclude each other; one machine serves, all others join")
     if given.store is None and given.serve is None and given.nnodes > 1:
@@ -122,7 +98,7 @@ def _settings(pairs: list[str]) -> Elastic:
     return section(Elastic, found, "elastic")
 
 
-def _run(given: _ScriptArguments, folder: Path, settings: Elastic) -> None:
+def _run(given: ScriptOptions, folder: Path, settings: Elastic) -> None:
     from varuna_capslog.base.supervisor import Interrupted
     from varuna_capslog.elastic.host.options import HostOptions
     from varuna_capslog.elastic.host.terminal import Terminal
@@ -139,11 +115,7 @@ def _run(given: _ScriptArguments, folder: Path, settings: Elastic) -> None:
         settings=settings,
     )
     if options.store is not None:
-        say = lambda line: typer.echo(f"capslog: {line}")  # noqa: E731
-        end = join_script(command, dataclasses.replace(options, say=say), given.wait)
-        if end.how == "left":
-            raise Interrupted("all workers of this machine have left; the same command joins the run again", 143)
-        say("the run has ended")
+        join_until_end(options, lambda options: join_script(command, options, given.wait))
         return
     with Terminal(folder, None, options.name) as terminal:
         end = run_script(command, dataclasses.replace(options, say=terminal.say))
@@ -151,7 +123,7 @@ def _run(given: _ScriptArguments, folder: Path, settings: Elastic) -> None:
         raise Interrupted(f"all devices have left, the run is parked; the same command continues it in {folder}", 143)
 
 
-def _disturb(given: _ScriptArguments, folder: Path, settings: Elastic, faults: int) -> None:
+def _disturb(given: ScriptOptions, folder: Path, settings: Elastic, faults: int) -> None:
     from varuna_capslog.base import files, units
     from varuna_capslog.base.supervisor import Interrupted
     from varuna_capslog.elastic.host.options import HostOptions

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from varuna_capslog.commands.arguments import ConfigFile, Overrides, print_plan
+from varuna_capslog.commands.arguments import ConfigFile, Overrides
+from varuna_capslog.commands.host import prepare_and_print, run_elastic
 
 if TYPE_CHECKING:
     from varuna_capslog.config.settings import Config
 
-__all__ = ["train"]
+__all__ = ["run_workers", "train"]
 
 
 def train(
@@ -30,11 +31,10 @@ def train(
 ) -> None:
     """Train over the planned pipeline. Ctrl-C stops after the step; the same command continues."""
     from varuna_capslog.base.errors import CapslogError
-    from varuna_capslog.base.supervisor import Supervisor, reserve
+    from varuna_capslog.base.supervisor import reserve
     from varuna_capslog.config.reading import load_config
+    from varuna_capslog.elastic.host.options import HostOptions
     from varuna_capslog.elastic.member.held_state import recover
-    from varuna_capslog.profiles.record import read_profile
-    from varuna_capslog.start.prepare import prepare_run
 
     settings = load_config(config, overrides or ())
     if nproc is not None and nproc != settings.world_size:
@@ -45,33 +45,24 @@ def train(
             )
         settings = load_config(config, [*(overrides or ()), f"pipeline.devices={nproc // replicas}"])
     with reserve(settings.run_dir):  # from here on: another run's plan must not change under its workers
-        plan = prepare_run(settings)
-        profile_path = settings.run_dir / "profile.json"
-        print_plan(plan, read_profile(profile_path) if plan.profile_digest else None)
-        for note in plan.notes:
-            typer.echo(f"note: {note}", err=True)
+        prepare_and_print(settings)
         if settings.elastic.enabled:
-            _train_elastic(settings)
+            options = HostOptions(settings.run_dir, num_workers=settings.world_size)
+            run_elastic(settings, options, "the same command continues")
             return
         if settings.resume == "auto":
             recover(settings.run_dir)  # an elastic run may have stopped here between two checkpoints
-        Supervisor(
-            settings.run_dir,
-            [sys.executable, "-m", "varuna_capslog.start.worker", str(settings.run_dir)],
-            settings.world_size,
-            environment={"OMP_NUM_THREADS": str(settings.train.threads)},
-            say=lambda line: typer.echo(f"capslog: {line}", err=True),
-        ).run()
+        run_workers(settings)
 
 
-def _train_elastic(settings: Config) -> None:
-    from varuna_capslog.base.supervisor import Interrupted
-    from varuna_capslog.elastic.host.options import HostOptions
-    from varuna_capslog.elastic.host.terminal import Terminal
-    from varuna_capslog.start.elastic_host import run_here
+def run_workers(settings: Config, *flags: str) -> None:
+    """Starts the workers of a run here, with these flags, and watches them until they end."""
+    from varuna_capslog.base.supervisor import Supervisor
 
-    with Terminal(settings.run_dir, settings.train.max_steps) as terminal:
-        end = run_here(settings, HostOptions(settings.run_dir, num_workers=settings.world_size, say=terminal.say))
-    if end.how == "left":
-        where = f"the same command continues the run in {settings.run_dir}"
-        raise Interrupted(f"all devices have left, and the run is parked; {where}", 143)
+    Supervisor(
+        settings.run_dir,
+        [sys.executable, "-m", "varuna_capslog.start.worker", str(settings.run_dir), *flags],
+        settings.world_size,
+        environment={"OMP_NUM_THREADS": str(settings.train.threads)},
+        say=lambda line: typer.echo(f"capslog: {line}", err=True),
+    ).run()

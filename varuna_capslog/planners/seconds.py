@@ -1,6 +1,6 @@
 """From a profile to the seconds of any stage, and to the step time of many cut lists at once.
 
-The planners that weigh time (`throughput`, `pareto`, `joint`) ask here. Step times are those of `schedules.simulate`,
+The planners that weigh time (`throughput`, `joint`) ask here. Step times are those of `schedules.simulate`,
 which stays the one definition; here its play of one schedule is repeated for many cut lists in the same numpy steps.
 """
 

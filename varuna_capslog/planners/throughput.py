@@ -3,7 +3,8 @@
 Two things are exact here and one is not. A bound below the step time of every cut list that fits comes from dynamic
 programming, and the step time of a given list is the simulator's. Between the two a beam of lists is weighed, and its
 best and the lists of other planners are changed cut by cut. That is a heuristic, unless the beam never had to drop a
-list that the bound allows: then the answer is proven (`Fastest.proven`).
+list that the bound allows: then the answer is proven (`Fastest.proven`). The Pareto front of peak against step time is
+the same search again and again under a falling limit of the peak.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from varuna_capslog.memory.costs import StageCosts
+from varuna_capslog.memory.costs import NEVER, StageCosts
 from varuna_capslog.planners.exact import exact_cuts
 from varuna_capslog.planners.seconds import LayerSeconds, Link, StepPlayer, step_player
 from varuna_capslog.planners.varuna import varuna_cuts
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape, in_flight_limits
 
-__all__ = ["Fastest", "fastest_cuts", "throughput_cuts"]
+__all__ = ["Fastest", "fastest_cuts", "pareto_front", "throughput_cuts"]
 
 Floats = NDArray[np.float64]
 Cuts = NDArray[np.intp]
@@ -109,6 +110,42 @@ def throughput_cuts(
     """
     best = fastest_cuts(costs, LayerSeconds.of_profile(profile, link), run, devices, capacities)
     return exact_cuts(costs, devices, capacities) if best is None else list(best.cuts)
+
+
+def pareto_front(
+    costs: StageCosts,
+    seconds: LayerSeconds,
+    run: RunShape,
+    devices: int,
+    capacities: Sequence[int] | None = None,
+    speeds: Sequence[float] | None = None,
+    width: int = 1024,
+) -> list[Fastest]:
+    """Return the points of the front from the smallest peak to the smallest step time; empty if nothing fits.
+
+    No two points have the same peak or step time, and each that follows has a larger peak and a smaller step time.
+    The last is what `fastest_cuts` answers, the first has the smallest peak there is. `bound_seconds` of a point is
+    below the step time of every cut list within its peak.
+
+    Only limits at which the answer may change are tried: the fastest list within a peak P stays the fastest for all
+    limits from its own peak to P, so the next limit is one byte below its peak. As many searches as the front has
+    points, plus one that finds nothing, plus one for each tie.
+    """
+    own = [NEVER - 1] * devices if capacities is None else list(capacities)
+    limit = NEVER - 1
+    found: list[Fastest] = []
+    while True:
+        point = fastest_cuts(costs, seconds, run, devices, [min(limit, most) for most in own], speeds, width)
+        if point is None:
+            break
+        found.append(point)
+        limit = point.peak_bytes - 1
+    front: list[Fastest] = []
+    for point in reversed(found):  # from the smallest peak
+        # A list that was found within a smaller peak and is no slower makes this one worthless.
+        if not front or point.step_seconds < front[-1].step_seconds:
+            front.append(point)
+    return front
 
 
 @dataclass(frozen=True)

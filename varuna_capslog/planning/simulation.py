@@ -11,7 +11,6 @@ __all__ = [
     "UPDATE_RATE",
     "PipelineStep",
     "Simulation",
-    "StageSeconds",
     "simulate_plan",
     "stage_seconds",
 ]
@@ -31,6 +30,7 @@ from varuna_capslog.schedules import (
     Action,
     RunShape,
     Schedule,
+    StageSeconds,
     TimedAction,
     Timeline,
     from_strings,
@@ -41,16 +41,6 @@ from varuna_capslog.schedules import (
 
 UPDATE_RATE = "update_seconds_per_parameter_byte"
 """Where a profile's conditions say what norm, clipping and optimizer cost: seconds per byte of parameters."""
-
-
-@dataclass(frozen=True)
-class StageSeconds:
-    """What each stage of a pipeline takes for one microbatch, per stage; update once per step, None where not known."""
-
-    forward: list[float]
-    backward: list[float]
-    bare_forward: list[float]
-    update: list[float] | None
 
 
 @dataclass(frozen=True)
@@ -192,26 +182,25 @@ def simulate_plan(
         crossing = _crossing_bytes(profile, stages, link, notes)
         timeline = simulate(
             actions,
-            seconds.forward,
-            seconds.backward,
-            seconds.forward,
-            bare_forward_seconds=seconds.bare_forward,
-            transfer_seconds=[link.seconds(size) for size in crossing],
-            handover_seconds=[link.handover_seconds(size) for size in crossing],
-            speeds=speeds,
+            dataclasses.replace(
+                seconds,
+                transfer=[link.seconds(size) for size in crossing],
+                handover=[link.handover_seconds(size) for size in crossing],
+            ),
+            speeds,
         )
         steps.append((rows, actions, timeline, seconds, stages))
 
     exchange = _exchange_seconds(profile, [stages for *_, stages in steps], link, notes)
     together = max(timeline.step_seconds for _, _, timeline, _, _ in steps) + exchange
-    updates = [_slowest_rank(timeline, seconds.update) for _, _, timeline, seconds, _ in steps]
+    updates = [_slowest_rank(timeline, seconds.other.get("U")) for _, _, timeline, seconds, _ in steps]
     update = None if None in updates else max(value for value in updates if value is not None)
     if update is None:
         notes.append(f"the profile's conditions have no {UPDATE_RATE}: the optimizer's time is not counted")
     step_seconds = together + (update or 0.0)
     pipelines: list[PipelineStep] = []
     for rows, actions, timeline, seconds, stages in steps:
-        whole = _with_updates(timeline, seconds.update, together, step_seconds)
+        whole = _with_updates(timeline, seconds.other.get("U"), together, step_seconds)
         parts = stage_memory(profile, stages, dataclasses.replace(run, num_microbatches=counts[len(pipelines)]))
         if isinstance(parts, str):
             notes.append(f"memory over time is unknown: {parts}")
@@ -236,7 +225,7 @@ def simulate_plan(
 
 
 def stage_seconds(profile: Profile, stages: Sequence[tuple[int, int]], recompute: bool = True) -> StageSeconds:
-    """What stages of layers (first, end) take, as sums over their layers.
+    """What stages of layers (first, end) take, as sums over their layers; U where the profile knows it.
 
     A forward that keeps no graph takes as long as one that does, except on the last stage: there nobody reads what it
     makes before the recomputation makes it again, so the engine leaves it out.
@@ -247,13 +236,14 @@ def stage_seconds(profile: Profile, stages: Sequence[tuple[int, int]], recompute
     whole = [sum(forward[first:end]) for first, end in stages]
     rate = profile.conditions.get(UPDATE_RATE)
     weights = [layer.parameter_bytes for layer in profile.layers]
-    update = None
+    other = {}
     if isinstance(rate, (int, float)) and None not in weights:
-        update = [float(rate) * sum(part or 0 for part in weights[first:end]) for first, end in stages]
+        other["U"] = [float(rate) * sum(part or 0 for part in weights[first:end]) for first, end in stages]
     bare = list(whole)
     if recompute and stages[-1][1] == profile.num_layers:
         bare[-1] = 0.0
-    return StageSeconds(whole, [sum(backward[first:end]) for first, end in stages], bare, update)
+    back = [sum(backward[first:end]) for first, end in stages]
+    return StageSeconds(whole, back, bare_forward=bare, other=other)
 
 
 def _conditions(profile: Profile, plan: Plan) -> list[str]:

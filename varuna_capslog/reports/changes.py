@@ -13,8 +13,8 @@ from typing import Any
 from varuna_capslog.base.units import format_bytes
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.reports import markup
-from varuna_capslog.reports.generations import MOST_GENERATIONS, Era, draw_generations
 from varuna_capslog.reports.markup import Markup
+from varuna_capslog.reports.memory import MOST_GENERATIONS, Era, draw_generations
 from varuna_capslog.reports.run import Event, RunRecord
 from varuna_capslog.reports.wording import UNKNOWN, duration, moment, plural
 

@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from varuna_capslog.reports.changes import nature
-from varuna_capslog.reports.generations import COLOURS
+from varuna_capslog.reports.memory import COLOURS
 from varuna_capslog.reports.run import Evaluation, Event, StepLine
 from varuna_capslog.reports.style import ALARM, AMBER, BLUE, GREEN, GREY, INK, LINES, SKY, picture, shorten
 

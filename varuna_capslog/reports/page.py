@@ -1,6 +1,6 @@
 """The report's page: its sections in reading order, each with its pictures, tables and missing facts.
 
-`write_report` calls it with a run's record. It writes only into `report/` and leaves files of other names there alone.
+`capslog report` calls it. It writes only into `report/` and leaves files of other names there alone.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from varuna_capslog.reports.changes import change_section
 from varuna_capslog.reports.curves import draw_scores, draw_training, main_parts
 from varuna_capslog.reports.markup import Markup
 from varuna_capslog.reports.memory import draw_layers
-from varuna_capslog.reports.peaks import peak_section
-from varuna_capslog.reports.run import Event, RunRecord
-from varuna_capslog.reports.sizes import Rehearsal
+from varuna_capslog.reports.peaks import Rehearsal, peak_section
+from varuna_capslog.reports.run import Event, RunRecord, read_run
 from varuna_capslog.reports.step import step_section
 from varuna_capslog.reports.summary import stage_section, summary_section
 from varuna_capslog.reports.wording import UNKNOWN, moment, plain, plural
 
-__all__ = ["write_page"]
+__all__ = ["write_report"]
 
 _PICTURES = frozenset(
     {"stage-memory.png", "generations.png", "schedule.png", "layer-memory.png", "training.png", "scores.png"}
@@ -33,11 +32,20 @@ _MOST_EVENTS = 60
 _PREDICTION = "prediction-"
 
 
-def write_page(run: RunRecord, rehearse: Rehearsal | None = None) -> Path:
-    """Draws the pictures, writes the page last and returns its path. Raises CapslogError where that is impossible.
+def write_report(run_dir: Path, rehearse: Rehearsal | None = None) -> Path:
+    """Writes `run_dir/report/`, index.html with its pictures beside it, and returns the page's path.
 
-    rehearse: as for `write_report`.
+    If a file of the run is missing or unreadable, the section that needs it says so. An earlier report
+    in the folder is replaced; other files there stay.
+
+    Args:
+        rehearse: predicts the peaks of a cut list for given input shapes (`rehearsal.rehearse_config`), for a run whose
+            peaks were measured at other sizes than the plan's predictions hold for; None: these are not compared then.
+
+    Raises:
+        CapslogError: no such folder, nothing in it that a run writes, or the report cannot be written.
     """
+    run = read_run(Path(run_dir))
     folder = run.run_dir / "report"
     try:
         folder.mkdir(exist_ok=True)

@@ -9,14 +9,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.planning.simulation import StageSeconds, stage_seconds
+from varuna_capslog.planning.simulation import stage_seconds
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.reports import markup
 from varuna_capslog.reports.gantt import draw_schedule
 from varuna_capslog.reports.markup import Markup
 from varuna_capslog.reports.run import RunRecord
 from varuna_capslog.reports.wording import duration, plural, significant
-from varuna_capslog.schedules import ALWAYS_RECOMPUTE, Schedule, from_strings, make_schedule, simulate
+from varuna_capslog.schedules import ALWAYS_RECOMPUTE, Schedule, StageSeconds, from_strings, make_schedule, simulate
 
 __all__ = ["step_section"]
 
@@ -31,7 +31,7 @@ def step_section(run: RunRecord, folder: Path) -> Markup:
     try:
         schedule, name = _schedule(run, run.plan)
         seconds, why_uniform = _stage_seconds(run, run.plan)
-        timeline = simulate(schedule, seconds.forward, seconds.backward, bare_forward_seconds=seconds.bare_forward)
+        timeline = simulate(schedule, seconds)
     except CapslogError as error:
         return markup.section("schedule", heading, [markup.note(f"No picture: {str(error).rstrip('.')}.")])
     numbered = draw_schedule(folder / _PICTURE, timeline, in_seconds=why_uniform is None)
@@ -93,7 +93,7 @@ def _schedule(run: RunRecord, plan: Plan) -> tuple[Schedule, str]:
 def _stage_seconds(run: RunRecord, plan: Plan) -> tuple[StageSeconds, str | None]:
     """The seconds of each stage, or units (forward 1, backward 2) and why there are no seconds."""
     ones, last = [1.0] * len(plan.cuts), len(plan.cuts) - 1
-    uniform = StageSeconds(ones, [2.0] * len(plan.cuts), [*ones[:last], 0.0], None)
+    uniform = StageSeconds(ones, [2.0] * len(plan.cuts), bare_forward=[*ones[:last], 0.0])
     if run.profile is None:
         return uniform, run.reason("profile.json")
     if run.profile.num_layers != plan.num_layers:

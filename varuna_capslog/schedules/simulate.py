@@ -7,37 +7,40 @@ except for what handing it over costs the sender.
 
 from __future__ import annotations
 
-__all__ = ["TimedAction", "TimedMessage", "Timeline", "simulate"]
+__all__ = ["StageSeconds", "Timeline", "simulate"]
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.schedules.actions import KINDS, Action, placement_of
-from varuna_capslog.schedules.contention import play_contended
-from varuna_capslog.schedules.lower import Lowered, Message, Recv, SendInstruction, find_deadlock, in_turn, lower
+from varuna_capslog.schedules.lower import find_deadlock, lower
+from varuna_capslog.schedules.play import TimedAction, TimedMessage, play_alone, play_contended
 from varuna_capslog.schedules.recompute import graph_keeping_forwards
 
 
-@dataclass(frozen=True, slots=True)
-class TimedAction:
-    """One action on `rank` with its begin and end in seconds since the step's begin."""
+@dataclass(frozen=True)
+class StageSeconds:
+    """What each stage of a pipeline takes.
 
-    rank: int
-    action: Action
-    start_seconds: float
-    end_seconds: float
+    forward, backward: per stage, of one microbatch.
+    recompute: per stage; default: as long as the forward.
+    bare_forward: per stage, of forwards that keep no graph, since a recomputation follows; default: as the others.
+    transfer: for the cuts before stages 1 .. S-1, one message in either direction; default 0. Messages of one ordered
+        pair of ranks go one after the other; nothing else is shared.
+    handover: per cut, what sending one message costs the sender's rank (gloo copies into host memory and the socket);
+        the transfer begins with it and does not arrive before its end. Counts as idle time; default 0.
+    other: per stage, for the kinds I, W, O, L and U (once per step); a schedule with a kind that has no seconds is
+        refused.
+    """
 
-
-@dataclass(frozen=True, slots=True)
-class TimedMessage:
-    """One transfer from rank `source` to rank `destination`; `end_seconds` is when it has arrived."""
-
-    source: int
-    destination: int
-    message: Message
-    start_seconds: float
-    end_seconds: float
+    forward: Sequence[float]
+    backward: Sequence[float]
+    recompute: Sequence[float] | None = None
+    bare_forward: Sequence[float] | None = None
+    transfer: Sequence[float] | None = None
+    handover: Sequence[float] | None = None
+    other: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -74,32 +77,18 @@ class Timeline:
 
 def simulate(
     schedule: Sequence[Sequence[Action]],
-    forward_seconds: Sequence[float],
-    backward_seconds: Sequence[float],
-    recompute_seconds: Sequence[float] | None = None,
-    *,
-    bare_forward_seconds: Sequence[float] | None = None,
-    transfer_seconds: Sequence[float] | None = None,
-    handover_seconds: Sequence[float] | None = None,
+    seconds: StageSeconds,
     speeds: Sequence[float] | None = None,
-    other_seconds: Mapping[str, Sequence[float]] | None = None,
     has_gradient: Sequence[bool] | None = None,
 ) -> Timeline:
     """Plays one step of a (validated) schedule.
 
     Args:
         schedule: one list of actions per rank.
-        forward_seconds, backward_seconds: per stage and microbatch.
-        recompute_seconds: default: as long as the forward.
-        bare_forward_seconds: of forwards that keep no graph, since a recomputation follows; default: as the others.
-        transfer_seconds: for the cuts before stages 1 .. S-1, one message in either direction; default 0. Messages of
-            one ordered pair of ranks go one after the other; nothing else is shared.
-        handover_seconds: per cut, what sending one message costs the sender's rank (gloo copies into host memory and
-            the socket); the transfer begins with it and does not arrive before its end. Counts as idle time; default 0.
+        seconds: of its stages.
         speeds: `speeds[k - 1]` is the speed of each of k ranks that compute at the same time, 1 being that of the given
             seconds; beyond the list all cores are shared out evenly. So [1.0, 1.0] are two full cores. Default: a
             core for every rank.
-        other_seconds: per stage, for the kinds I, W, O, L and U; a schedule with a kind that has no cost is refused.
         has_gradient: as in `lower`.
 
     Raises `CapslogError` for lists of a wrong length, times that are negative or not finite, and a schedule that
@@ -107,17 +96,17 @@ def simulate(
     """
     placement = placement_of(schedule)
     num_stages = len(placement)
-    seconds: dict[str, Sequence[float]] = {
-        **(other_seconds or {}),
-        "F": forward_seconds,
-        "B": backward_seconds,
-        "R": forward_seconds if recompute_seconds is None else recompute_seconds,
+    of_kind: dict[str, Sequence[float]] = {
+        **seconds.other,
+        "F": seconds.forward,
+        "B": seconds.backward,
+        "R": seconds.forward if seconds.recompute is None else seconds.recompute,
     }
-    bare = forward_seconds if bare_forward_seconds is None else bare_forward_seconds
+    bare = seconds.forward if seconds.bare_forward is None else seconds.bare_forward
     none = [0.0] * (num_stages - 1)
-    transfers = none if transfer_seconds is None else transfer_seconds
-    handovers = none if handover_seconds is None else handover_seconds
-    for kind, values in seconds.items():
+    transfers = none if seconds.transfer is None else seconds.transfer
+    handovers = none if seconds.handover is None else seconds.handover
+    for kind, values in of_kind.items():
         _check_times(f"seconds of kind {kind}", values, num_stages)
     _check_times("bare_forward_seconds", bare, num_stages)
     _check_times("transfer_seconds", transfers, num_stages - 1)
@@ -128,23 +117,21 @@ def simulate(
     cost: dict[Action, float] = {}
     for actions in schedule:
         for action in actions:
-            if action.kind not in seconds:
+            if action.kind not in of_kind:
                 raise CapslogError(
                     f"no seconds are known for {action} ({KINDS[action.kind]}); "
                     f"give other_seconds[{action.kind!r}], one per stage"
                 )
             reruns = action.kind == "F" and (action.stage, action.microbatch) not in keeping
-            cost[action] = (bare if reruns else seconds[action.kind])[action.stage]
+            cost[action] = (bare if reruns else of_kind[action.kind])[action.stage]
 
     lowered = lower(schedule, has_gradient)
     if (deadlock := find_deadlock(lowered)) is not None:
         raise CapslogError(f"the schedule deadlocks: {deadlock}; reorder the lists of these ranks")
     if speeds is None or (len(speeds) >= len(lowered.programs) and all(speed == 1.0 for speed in speeds)):
-        timed, messages = _play(lowered, cost, transfers, handovers)
+        timed, messages = play_alone(lowered, cost, transfers, handovers)
     else:
-        played = play_contended(lowered, cost, transfers, handovers, speeds)
-        timed = [[TimedAction(rank, *one) for one in row] for rank, row in enumerate(played.actions)]
-        messages = [TimedMessage(*one) for one in played.messages]
+        timed, messages = play_contended(lowered, cost, transfers, handovers, speeds)
 
     step_seconds = max((row[-1].end_seconds for row in timed if row), default=0.0)
     busy_seconds = [sum(one.end_seconds - one.start_seconds for one in row) for row in timed]
@@ -159,32 +146,6 @@ def simulate(
         in_flight=in_flight,
         live_graphs=live_graphs,
     )
-
-
-def _play(
-    lowered: Lowered, cost: Mapping[Action, float], transfers: Sequence[float], handovers: Sequence[float]
-) -> tuple[list[list[TimedAction]], list[TimedMessage]]:
-    """Every rank has a core of its own, so that one pass over the programs tells when everything happens."""
-    clock = [0.0] * len(lowered.programs)
-    link_free: dict[tuple[int, int], float] = {}
-    arrival: dict[Message, float] = {}
-    timed: list[list[TimedAction]] = [[] for _ in lowered.programs]
-    messages: list[TimedMessage] = []
-    for rank, instruction in in_turn(lowered):
-        if isinstance(instruction, Recv):
-            clock[rank] = max(clock[rank], arrival[instruction.message])
-        elif isinstance(instruction, SendInstruction):
-            link, cut = (rank, instruction.peer), instruction.message.boundary - 1
-            begin = max(clock[rank], link_free.get(link, 0.0))
-            clock[rank] += handovers[cut]
-            end = max(begin + transfers[cut], clock[rank])
-            link_free[link] = arrival[instruction.message] = end
-            messages.append(TimedMessage(rank, instruction.peer, instruction.message, begin, end))
-        else:
-            end = clock[rank] + cost[instruction]
-            timed[rank].append(TimedAction(rank, instruction, clock[rank], end))
-            clock[rank] = end
-    return timed, messages
 
 
 def _check_times(name: str, values: Sequence[float], length: int) -> None:

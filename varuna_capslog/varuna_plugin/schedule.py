@@ -2,7 +2,7 @@
 
 Replaces the call of that binary, which an ordinary installation does not contain: without it Varuna's list is empty and
 a step trains nothing. The rules below are those of Microsoft's generator (time in equal quanta, one task per stage and
-quantum); lists recorded from the real one are the test. The generator of our own engine, `schedules.varuna`, follows
+quantum); lists recorded from the real one are the test. Our own generator, `schedules.generators`, follows
 the paper and gives other lists.
 """
 

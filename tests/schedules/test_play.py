@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from tests.schedules.cases import names, shapes
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.schedules import lower, make_schedule, simulate
-from varuna_capslog.schedules.contention import play_contended, speed_of
+from varuna_capslog.schedules import StageSeconds, lower, make_schedule, simulate
+from varuna_capslog.schedules.play import play_contended, speed_of
 
 
 def test_speeds_beyond_the_list_share_what_all_cores_give() -> None:
@@ -18,7 +18,7 @@ def test_speeds_beyond_the_list_share_what_all_cores_give() -> None:
 
 def test_two_ranks_on_one_core_take_turns() -> None:
     schedule = make_schedule("gpipe", 2, 2)
-    timeline = simulate(schedule, [1.0, 1.0], [1.0, 1.0], speeds=[1.0])
+    timeline = simulate(schedule, StageSeconds([1.0, 1.0], [1.0, 1.0]), speeds=[1.0])
     # 0F0 0-1 alone. 0F1 and 1F0 at half speed 1-3. 1F1 3-4 alone. 1B0 4-5, then 0B0 and 1B1 at half speed 5-7, 0B1 7-8.
     times = {str(one.action): (one.start_seconds, one.end_seconds) for row in timeline.actions for one in row}
     assert times == {
@@ -31,20 +31,20 @@ def test_two_ranks_on_one_core_take_turns() -> None:
 def test_a_slower_pair_stretches_only_what_runs_together() -> None:
     # 0F0 0-1; 0F1 beside 1F0 at half speed each: 1-3; and so on: 1F1 alone 3-4, 1B0 4-5, 0B0 | 1B1 5-7, 0B1 7-8.
     schedule = make_schedule("gpipe", 2, 2)
-    assert simulate(schedule, [1.0] * 2, [1.0] * 2, speeds=[1.0, 0.5]).step_seconds == 8.0
-    assert simulate(schedule, [1.0] * 2, [1.0] * 2, speeds=[1.0, 1.0]).step_seconds == 6.0
+    assert simulate(schedule, StageSeconds([1.0] * 2, [1.0] * 2), speeds=[1.0, 0.5]).step_seconds == 8.0
+    assert simulate(schedule, StageSeconds([1.0] * 2, [1.0] * 2), speeds=[1.0, 1.0]).step_seconds == 6.0
 
 
 def test_handing_over_costs_the_sender_and_delays_the_message() -> None:
     schedule = make_schedule("gpipe", 2, 1)
     for speeds in (None, [1.0, 0.999999999]):
         timeline = simulate(
-            schedule, [1.0, 1.0], [1.0, 1.0], transfer_seconds=[0.25], handover_seconds=[0.5], speeds=speeds
+            schedule, StageSeconds([1.0, 1.0], [1.0, 1.0], transfer=[0.25], handover=[0.5]), speeds=speeds
         )
         # 0F0 0-1, handed over 1-1.5 (the link alone would need 1.25), 1F0 1.5-2.5, 1B0 2.5-3.5, over at 4, 0B0 4-5.
         assert timeline.step_seconds == pytest.approx(5.0)
         assert [one.end_seconds for one in timeline.messages] == pytest.approx([1.5, 4.0])
-    twice = simulate(make_schedule("gpipe", 2, 2), [1.0] * 2, [1.0] * 2, handover_seconds=[0.5])
+    twice = simulate(make_schedule("gpipe", 2, 2), StageSeconds([1.0] * 2, [1.0] * 2, handover=[0.5]))
     # The second forward of stage 0 begins after the first was handed over.
     assert [one.start_seconds for one in twice.actions[0][:2]] == [0.0, 1.5]
 
@@ -58,13 +58,12 @@ def test_a_core_for_every_rank_is_the_plain_simulation(name: str, shape: tuple, 
     forward, backward = data.draw(whole), data.draw(whole)
     cuts = st.lists(st.integers(0, 3).map(float), min_size=num_stages - 1, max_size=num_stages - 1)
     transfer, handover = data.draw(cuts), data.draw(cuts)
-    plain = simulate(schedule, forward, backward, transfer_seconds=transfer, handover_seconds=handover)
+    plain = simulate(schedule, StageSeconds(forward, backward, transfer=transfer, handover=handover))
     cost = {one.action: one.end_seconds - one.start_seconds for row in plain.actions for one in row}
-    played = play_contended(lower(schedule), cost, transfer, handover, [1.0] * len(schedule))
-    expected = [[(one.action, one.start_seconds, one.end_seconds) for one in row] for row in plain.actions]
-    assert played.actions == expected
+    played, messages = play_contended(lower(schedule), cost, transfer, handover, [1.0] * len(schedule))
+    assert played == plain.actions
     arrivals = {one.message: one.end_seconds for one in plain.messages}
-    assert {message: end for _, _, message, _, end in played.messages} == arrivals
+    assert {one.message: one.end_seconds for one in messages} == arrivals
 
 
 @settings(max_examples=40, deadline=None)
@@ -73,8 +72,8 @@ def test_fewer_cores_never_help_and_work_is_conserved(name: str, shape: tuple, c
     num_stages, num_microbatches, placement = shape
     schedule = make_schedule(name, num_stages, num_microbatches, placement)
     seconds = [float(1 + stage % 3) for stage in range(num_stages)]
-    plain = simulate(schedule, seconds, seconds)
-    shared = simulate(schedule, seconds, seconds, speeds=[1.0] * cores)
+    plain = simulate(schedule, StageSeconds(seconds, seconds))
+    shared = simulate(schedule, StageSeconds(seconds, seconds), speeds=[1.0] * cores)
     assert shared.step_seconds >= plain.step_seconds - 1e-9
     assert shared.step_seconds >= sum(plain.busy_seconds) / cores - 1e-9
     assert [[one.action for one in row] for row in shared.actions] == schedule
@@ -84,10 +83,10 @@ def test_forwards_without_a_graph_may_cost_less() -> None:
     schedule = make_schedule("gpipe", 1, 2, recompute=True)
     # F0, F1, R0 B0 R1 B1: F0 and F1 keep no graph.
     assert [str(action) for action in schedule[0]] == ["0F0", "0F1", "0R0", "0B0", "0R1", "0B1"]
-    assert simulate(schedule, [1.0], [2.0], bare_forward_seconds=[0.0]).step_seconds == 6.0
+    assert simulate(schedule, StageSeconds([1.0], [2.0], bare_forward=[0.0])).step_seconds == 6.0
 
 
 @pytest.mark.parametrize("speeds", [[], [0.0], [1.0, 1.5]])
 def test_impossible_speeds_are_refused(speeds: list[float]) -> None:
     with pytest.raises(CapslogError, match="speeds is"):
-        simulate(make_schedule("gpipe", 2, 2), [1.0] * 2, [1.0] * 2, speeds=speeds)
+        simulate(make_schedule("gpipe", 2, 2), StageSeconds([1.0] * 2, [1.0] * 2), speeds=speeds)

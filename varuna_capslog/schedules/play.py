@@ -1,26 +1,71 @@
-"""Plays lowered programs on fewer cores than ranks: ranks that compute at the same time slow each other down.
+"""Plays lowered programs against the seconds of their actions, for `simulate`: when everything begins and ends.
 
-`simulate` calls it if its caller gives speeds. It is processor sharing: at any moment all ranks that compute have one
-speed, which depends only on their number. Messages have a speed of their own. The order of actions is not decided here.
+`play_alone` gives every rank a core of its own. `play_contended` has fewer cores than ranks, and ranks that compute at
+the same time slow each other down. It is processor sharing: at any moment all ranks that compute have one speed, which
+depends only on their number. Messages have a speed of their own. The order of actions is not decided here.
 """
 
 from __future__ import annotations
 
-__all__ = ["Contended", "play_contended", "speed_of"]
+__all__ = ["TimedAction", "TimedMessage", "play_alone", "play_contended", "speed_of"]
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from varuna_capslog.schedules.actions import Action
-from varuna_capslog.schedules.lower import Lowered, Message, Recv, SendInstruction
+from varuna_capslog.schedules.lower import Lowered, Message, Recv, SendInstruction, in_turn
 
 
-@dataclass(frozen=True)
-class Contended:
-    """The result: per rank its actions with begin and end, and every message with begin and end, in seconds."""
+@dataclass(frozen=True, slots=True)
+class TimedAction:
+    """One action on `rank` with its begin and end in seconds since the step's begin."""
 
-    actions: list[list[tuple[Action, float, float]]]
-    messages: list[tuple[int, int, Message, float, float]]
+    rank: int
+    action: Action
+    start_seconds: float
+    end_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class TimedMessage:
+    """One transfer from rank `source` to rank `destination`; `end_seconds` is when it has arrived."""
+
+    source: int
+    destination: int
+    message: Message
+    start_seconds: float
+    end_seconds: float
+
+
+Played: TypeAlias = tuple[list[list[TimedAction]], list[TimedMessage]]
+"""Per rank its actions, and every message."""
+
+
+def play_alone(
+    lowered: Lowered, cost: Mapping[Action, float], transfers: Sequence[float], handovers: Sequence[float]
+) -> Played:
+    """Every rank has a core of its own, so that one pass over the programs tells when everything happens."""
+    clock = [0.0] * len(lowered.programs)
+    link_free: dict[tuple[int, int], float] = {}
+    arrival: dict[Message, float] = {}
+    timed: list[list[TimedAction]] = [[] for _ in lowered.programs]
+    messages: list[TimedMessage] = []
+    for rank, instruction in in_turn(lowered):
+        if isinstance(instruction, Recv):
+            clock[rank] = max(clock[rank], arrival[instruction.message])
+        elif isinstance(instruction, SendInstruction):
+            link, cut = (rank, instruction.peer), instruction.message.boundary - 1
+            begin = max(clock[rank], link_free.get(link, 0.0))
+            clock[rank] += handovers[cut]
+            end = max(begin + transfers[cut], clock[rank])
+            link_free[link] = arrival[instruction.message] = end
+            messages.append(TimedMessage(rank, instruction.peer, instruction.message, begin, end))
+        else:
+            end = clock[rank] + cost[instruction]
+            timed[rank].append(TimedAction(rank, instruction, clock[rank], end))
+            clock[rank] = end
+    return timed, messages
 
 
 def speed_of(active: int, speeds: Sequence[float]) -> float:
@@ -44,7 +89,7 @@ def play_contended(
     transfer_seconds: Sequence[float],
     handover_seconds: Sequence[float],
     speeds: Sequence[float],
-) -> Contended:
+) -> Played:
     """Plays the programs from event to event; the next event is the first end of a piece of work or of a wait.
 
     The state is per rank the instruction at hand and the work left in it. Between two events every working rank does
@@ -58,8 +103,8 @@ def play_contended(
     """
     programs = lowered.programs
     ranks = [_CoreUser() for _ in programs]
-    actions: list[list[tuple[Action, float, float]]] = [[] for _ in programs]
-    messages: list[tuple[int, int, Message, float, float]] = []
+    timed: list[list[TimedAction]] = [[] for _ in programs]
+    messages: list[TimedMessage] = []
     link_free: dict[tuple[int, int], float] = {}
     arrival: dict[Message, float] = {}
     now = 0.0
@@ -86,9 +131,9 @@ def play_contended(
                         begin = max(rank.begun, link_free.get(link, 0.0))
                         end = max(begin + transfer_seconds[instruction.message.boundary - 1], now)
                         link_free[link] = arrival[instruction.message] = end
-                        messages.append((number, instruction.peer, instruction.message, begin, end))
+                        messages.append(TimedMessage(number, instruction.peer, instruction.message, begin, end))
                     elif isinstance(instruction, Action):
-                        actions[number].append((instruction, rank.begun, now))
+                        timed[number].append(TimedAction(number, instruction, rank.begun, now))
                     rank.left = None
                     rank.at += 1
                     moved = True
@@ -102,7 +147,7 @@ def play_contended(
             and instruction.message in arrival
         ]
         if not working and not waited:
-            return Contended(actions, messages)
+            return timed, messages
         speed = speed_of(len(working), speeds) if working else 1.0
         nearest = min((rank.left or 0.0 for rank in working), default=float("inf"))
         step = min([nearest / speed, *(moment - now for moment in waited)])

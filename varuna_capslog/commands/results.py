@@ -1,0 +1,94 @@
+"""`capslog evaluate`, `predict` and `report`: what a run has learnt and done, from its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.commands.arguments import (
+    AsJson,
+    RunDirectory,
+    output_option,
+    print_json,
+    print_table,
+    run_config,
+)
+from varuna_capslog.commands.train import run_workers
+
+if TYPE_CHECKING:
+    from varuna_capslog.config.settings import Config
+
+__all__ = ["evaluate", "predict", "report"]
+
+
+def evaluate(run_dir: RunDirectory, as_json: AsJson = False) -> None:
+    """Score the best checkpoint of a run; the scores are also written to RUN_DIR/evaluation.json."""
+    from varuna_capslog.base import files
+    from varuna_capslog.base.supervisor import reserve
+
+    settings = run_config(run_dir)
+    path = run_dir / "evaluation.json"
+    with reserve(run_dir):
+        path.unlink(missing_ok=True)
+        run_workers(settings, "--evaluate")
+    scores = files.read_json(path)
+    if as_json:
+        print_json(scores)
+        return
+    rows = [
+        [name, f"{value:.4f}" if isinstance(value, float) else str(value)]
+        for name, value in scores.items()
+        if not isinstance(value, (dict, list))
+    ]
+    print_table(f"scores of {run_dir}", ("score", "value"), rows, left=(0, 1))
+
+
+def predict(
+    run_dir: RunDirectory,
+    images: Annotated[list[Path], typer.Argument(metavar="IMAGE...", help="Image files.", show_default=False)],
+    output: Annotated[Path | None, output_option("Folder for the pictures.", "RUN_DIR/predictions")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Draw what a run's best checkpoint (the newest one, if it was never evaluated) sees on images."""
+    for image in images:
+        if not image.is_file():
+            raise CapslogError(f"image {str(image)!r} is not a file; check the path")
+    settings = run_config(run_dir)
+
+    from varuna_capslog.reports.predictions import draw
+
+    pictures = draw(settings, images, output or run_dir / "predictions")
+    if as_json:
+        print_json([str(picture) for picture in pictures])
+        return
+    for picture in pictures:
+        typer.echo(str(picture))
+
+
+def report(run_dir: RunDirectory, as_json: AsJson = False) -> None:
+    """Write RUN_DIR/report: peaks predicted and measured, the schedule, curves and sample predictions."""
+    settings = run_config(run_dir)  # says so in one sentence where this is no run
+
+    from varuna_capslog.reports.page import write_report
+    from varuna_capslog.reports.predictions import draw_samples
+
+    try:
+        draw_samples(settings)
+    except CapslogError as error:
+        # a page without pictures is better than none, and says that they are missing
+        typer.echo(f"note: no sample predictions: {error}", err=True)
+    page = write_report(run_dir, _rehearse)
+    if as_json:
+        print_json({"report": str(page)})
+    else:
+        typer.echo(f"report: {page}")
+
+
+def _rehearse(config: Config, cuts: Sequence[int], shapes: Mapping[str, Sequence[int]]) -> list[int]:
+    from varuna_capslog.profiling.rehearsal import rehearse_config
+
+    return rehearse_config(config, cuts, shapes)
