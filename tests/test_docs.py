@@ -1,7 +1,7 @@
 """The pages name what exists: modules, names in them, files, and the targets of links.
 
 A page names a module as `varuna_capslog.room.module`, as `room/module.py`, or with a name in it, as
-`room/module.function`. Other words in backticks (commands, keys, files of a run) are not looked at.
+`room/module.function` or `room.function`. Other words in backticks (commands, keys, files of a run) are not looked at.
 """
 
 from __future__ import annotations
@@ -17,13 +17,20 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("varuna_capslog", "detr_pipeline")
 FOLDERS = (*PACKAGES, "tests", "benchmarks", "docs", "configs", "launch", "examples")
+OTHERS = {"config", "elastic", "model"}
+"""Rooms whose names are also sections of a config or files: `elastic.redundancy`, `config.yaml`."""
 EXAMPLES = {"train.py", "pretrain.py", "my_train.py", "model.py", "my_model.py"}
 """Files of a reader's own."""
 
 
 def pages(root: Path) -> list[Path]:
     """README, CONTRIBUTING, docs and the README of every benchmark."""
-    found = [root / "README.md", root / "CONTRIBUTING.md", *root.glob("docs/*.md"), *root.glob("benchmarks/**/README.md")]
+    found = [
+        root / "README.md",
+        root / "CONTRIBUTING.md",
+        *root.glob("docs/*.md"),
+        *root.glob("benchmarks/**/README.md"),
+    ]
     return sorted(page for page in found if page.is_file())
 
 
@@ -81,7 +88,7 @@ def wrong_modules(root: Path, text: str) -> Iterator[str]:
 
 
 def wrong_paths(root: Path, page: Path, text: str) -> Iterator[str]:
-    """Paths in backticks and in commands that are neither in the repository, nor in the library, nor beside the page."""
+    """Paths in backticks and commands that are not in the repository, not in the library and not beside the page."""
     library = root / "varuna_capslog"
     rooms = {path.name for path in library.iterdir() if path.is_dir()}
     places = (root, library, library / "elastic", page.parent)
@@ -96,6 +103,9 @@ def wrong_paths(root: Path, page: Path, text: str) -> Iterator[str]:
                 yield path
         elif path.endswith(".py") and "/" not in path:
             if path not in EXAMPLES and not any(found.name == path for found in _modules(root)):
+                yield path
+        elif "/" not in path and "." in path and first.split(".")[0] in rooms - OTHERS:
+            if lacks(library, path):
                 yield path
         elif path.endswith(".py") or ("/" in path and first in (*FOLDERS, *rooms)):
             there = any((place / path).exists() or (place / f"{path}.py").exists() for place in places)
@@ -151,6 +161,8 @@ def test_what_a_page_names_exists(page: Path) -> None:
         ("`plans/plan.Plan`", None),
         ("`plans/plan.Cut`", "plans/plan.Cut"),
         ("`plans/` and `plans/file`", "plans/file"),
+        ("`plans.LIMIT` and `plans.plan.Plan`", None),
+        ("`plans.limit`", "plans.limit"),
         ("    python benchmarks/speed/speed.py", "benchmarks/speed/speed.py"),
         ("[a link](docs/page.md#a-heading), [another](https://example.org/page.md)", None),
         ("[a link](docs/other.md)", "docs/other.md"),
@@ -160,7 +172,7 @@ def test_what_a_page_names_exists(page: Path) -> None:
 def test_what_does_not_exist_is_named(tmp_path: Path, text: str, name: str | None) -> None:
     for path, content in (
         ("varuna_capslog/__init__.py", ""),
-        ("varuna_capslog/plans/__init__.py", ""),
+        ("varuna_capslog/plans/__init__.py", "LIMIT = 1\n"),
         ("varuna_capslog/plans/plan.py", "class Plan:\n    cuts: tuple[int, ...]\n"),
         ("docs/page.md", "# A heading\n"),
         ("README.md", text),
