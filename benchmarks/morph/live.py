@@ -1,4 +1,4 @@
-"""An elastic run on this machine that a script watches and disturbs: supervisor, store, nursery and members as ever.
+"""An elastic run on this machine that a script watches and disturbs: supervisor, store, fork server and members.
 
 `Live` runs a `Host` in a thread and takes orders (leave, join, kill). The members are ordinary ones but for one thing:
 the entry below writes a line whenever a step has been applied, with the machine's monotonic clock, into a file that

@@ -1,7 +1,7 @@
 """A member that looks, after all that happened to it, whether it has in memory what the protocol says it holds.
 
-The nursery that imports this traces the tiny chain's shapes once for all its members: that alone was most of what a run
-of twelve steps costs.
+The fork server that imports this traces the tiny chain's shapes once for all its members: that alone was most of what
+a run of twelve steps costs.
 """
 
 from __future__ import annotations

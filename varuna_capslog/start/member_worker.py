@@ -1,7 +1,7 @@
 """The process of one member of an elastic run of the pipeline engine, started by the host's supervisor.
 
 It joins the store, takes part until the run ends or it is released, and leaves: done (0), asked to stop (130), or
-failed, with one sentence in `workers/<member>.error.json`. What it needs stands in the run's folder and the store.
+failed, with one sentence in `workers/<member>.error.json`. It reads its config from the run's folder and the store.
 """
 
 from __future__ import annotations
@@ -33,14 +33,11 @@ from varuna_capslog.training.worker_process import StopWish, choose_device
 __all__ = ["Papers", "capacity_of", "main"]
 
 _MORE_DEVICES = 2
-"""So many more than there are now may come without a search that takes longer than milliseconds."""
+"""Plans are prepared for so many more devices than there are, so that a join needs no long search."""
 
 
 class Papers:
-    """`workers/<member>.json`: what the host has written there when it started this process, and this member's stage.
-
-    Called by threads that may overtake each other.
-    """
+    """`workers/<member>.json`: what the host wrote there when it started this process, and this member's stage."""
 
     def __init__(self, run_dir: Path, me: str) -> None:
         self._path = run_dir / "workers" / f"{me}.json"
@@ -48,7 +45,10 @@ class Papers:
         self._newest, self._lock = -1, threading.Lock()
 
     def placed(self, generation: int, stages: Sequence[int]) -> None:
-        """The stage of this generation, several in a list, none of a member that only keeps copies."""
+        """Write the stage of this generation: several in a list, null for a member that only keeps copies.
+
+        Threads may overtake each other: an older generation than the newest is left out.
+        """
         stage = list(stages) if len(stages) > 1 else stages[0] if stages else None
         with self._lock:
             if generation > self._newest:
@@ -88,11 +88,11 @@ def _take_part(run_dir: Path, wish: StopWish, equipment: Equipment) -> int:
     else:
         work.loop.began(max(0.0, time.time() - float(began)))
     newest = store.read()
-    if newest.number:  # the others are at work; what takes long the first time is done before they wait for it
+    if newest.number:  # the others train already: slow first calls are made before they wait for this member
         work.warm_up()
     work.placer.prepare(max(config.world_size, len(newest.members)) + _MORE_DEVICES)
     gc.collect()
-    gc.freeze()  # what is there by now stays; later collections need not look at it
+    gc.freeze()  # later collections need not look at what exists by now
     options = RuntimeOptions(
         capacity=capacity_of(config.pipeline.capacity, local_rank()),
         sync=config.elastic.protection == "sync",

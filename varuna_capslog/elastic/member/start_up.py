@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from varuna_capslog.elastic.member.beginning import Beginning, MemberStart
-from varuna_capslog.elastic.member.peers import local_address
 from varuna_capslog.elastic.member.runtime import End, Runtime
 from varuna_capslog.elastic.member.runtime_options import RuntimeOptions
 from varuna_capslog.elastic.member.work import Work
+from varuna_capslog.elastic.network import address_towards
 from varuna_capslog.elastic.store.opening import MembershipStore, open_store
 from varuna_capslog.membership.generation import Stamp
 from varuna_capslog.training.worker_process import StopWish, report_failure
@@ -75,7 +75,7 @@ def take_part(entry: Entry, work: Work, options: RuntimeOptions, runtime: type[R
     options = dataclasses.replace(
         options,
         host=os.environ.get("CAPSLOG_HOST", "host"),
-        address=os.environ.get("CAPSLOG_ADDRESS") or local_address(os.environ["CAPSLOG_STORE"]),
+        address=os.environ.get("CAPSLOG_ADDRESS") or address_towards(os.environ["CAPSLOG_STORE"]) or "127.0.0.1",
         checkpoint=entry.checkpoint,
         stop_wished=start.stop_wished,
     )
@@ -99,4 +99,3 @@ def report_failures(run_dir: Path, part: Callable[[StopWish], int]) -> int:
 def local_rank() -> int:
     """The number of this member's device on its host."""
     return int(os.environ.get("CAPSLOG_LOCAL_RANK", "0"))
-
