@@ -22,7 +22,7 @@ from varuna_capslog.profiles.record import Profile
 from varuna_capslog.profiling import estimate
 from varuna_capslog.profiling.estimate import Memo, StageEstimator, estimate_config, estimate_stage, estimate_workload
 from varuna_capslog.profiling.estimation.allocator import replay
-from varuna_capslog.profiling.estimation.quirks import LIMITS, Quirks
+from varuna_capslog.profiling.estimation.quirks import LIMITS, Quirks, quirks_of
 from varuna_capslog.profiling.estimation.recipes import Recipes
 from varuna_capslog.profiling.measure import profile_workload
 from varuna_capslog.start.prepare import profile_run
@@ -140,17 +140,27 @@ def test_what_the_caching_allocator_gives_beyond_requests_counts_as_saved(
     assert max(seen) > 0
 
 
-def test_a_profile_that_is_known_to_be_too_low_says_so_and_no_plan_promises_bytes() -> None:
+@pytest.mark.parametrize("amx", [True, False])
+def test_a_profile_that_is_known_to_be_too_low_says_so_and_no_plan_promises_bytes(
+    amx: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(estimate, "quirks_of", lambda device: dataclasses.replace(quirks_of(device), amx=amx))
     low = estimate_workload(Blocks(), precision="bfloat16", device="cpu")
-    assert low.conditions["limits"] == list(LIMITS) == ["16-bit convolutions on the CPU"]
+    assert low.conditions["limits"] == ["16-bit convolutions on the CPU"]
+    assert list(LIMITS) == ["16-bit convolutions on the CPU", "bfloat16 products on a CPU without AMX"]
     found = plan(low, 2, capacity=1 << 40)
     assert (found.fits, found.peak_bytes) == (None, None)
     assert "the estimate is too low for 16-bit convolutions on the CPU; measure the profile" in found.notes[0]
     others = [
         estimate_workload(Blocks(), device="cpu"),
         estimate_workload(Blocks(), precision="bfloat16", device="cuda"),
-        estimate_workload(Megabytes(), precision="bfloat16", device="cpu"),
     ]
+    products = estimate_workload(Megabytes(), precision="bfloat16", device="cpu")
+    if amx:
+        others.append(products)
+    else:
+        assert products.conditions["limits"] == ["bfloat16 products on a CPU without AMX"]
+        assert plan(products, 2, capacity=1 << 40).fits is None
     for profile in others:
         assert "limits" not in profile.conditions
         assert plan(profile, 2, capacity=1 << 40).fits
