@@ -8,7 +8,6 @@ therefore confirms a plan, it does not search one.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -17,15 +16,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import Config
 from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine, Ready
-from varuna_capslog.engine.probe import resident_tensors
-from varuna_capslog.model.chain import Chain, Layer, TensorSpec
+from varuna_capslog.model.chain import TensorSpec
 from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.profiling.estimate import StageEstimator
 from varuna_capslog.profiling.estimation.allocator import replay
-from varuna_capslog.profiling.estimation.hollow import SilentCommunicator, begin_optimizer, host_memory
-from varuna_capslog.profiling.estimation.lifetimes import Lifetimes
+from varuna_capslog.profiling.estimation.hollow import SilentCommunicator, fake_step, host_memory
 from varuna_capslog.profiling.estimation.quirks import quirks_of
-from varuna_capslog.profiling.skeleton import real_parameter
+from varuna_capslog.profiling.skeleton import with_real_layers
 from varuna_capslog.profiling.trim import KnownShapes
 
 __all__ = ["rehearse", "rehearse_config"]
@@ -106,7 +103,7 @@ def _peak(
     layout = Layout(tuple(cuts), tuple(range(len(cuts))))
     with torch.random.fork_rng(devices=[]), mode, quirks.dispatch():
         engine = PipelineEngine(
-            _with_real_layers(estimator.chain, cuts[rank], ends[rank]),
+            with_real_layers(estimator.chain, cuts[rank], ends[rank]),
             estimator.workload.loss,
             layout,
             options,
@@ -114,36 +111,5 @@ def _peak(
             _CPU,
             Ready(KnownShapes(estimator.specs), host=host_memory(quirks, conditions)),
         )
-        begin_optimizer(engine, quirks)
-        followed = Lifetimes(quirks.temporary, resident_tensors(engine.layers, engine.optimizer))
-        with followed:
-            try:
-                engine.train_step(
-                    2, minibatch, lambda _: {name: spec.empty() for name, spec in estimator.specs[0].items()}
-                )
-            except CapslogError:
-                raise
-            except Exception as error:
-                raise CapslogError(
-                    f"stage {rank} cannot run on fake tensors ({type(error).__name__}: {error}); let its layers depend "
-                    "on shapes only, or set profile.source=measured"
-                ) from error
-        if not quirks.caching:
-            return followed.peak_bytes
-        lasting = [(0, quirks.lasting_bytes)] if quirks.lasting_bytes else []
-        return replay([*lasting, *followed.events]).allocated_bytes
-
-
-def _with_real_layers(chain: Chain, first: int, end: int) -> Chain:
-    """The chain with parameters for layers [first, end), also where others share them; the rest keep shapes alone."""
-    memo: dict[int, object] = {}
-    owned = {id(parameter) for layer in chain.layers[first:end] for parameter in layer.module.parameters()}
-    for index, layer in enumerate(chain.layers):
-        for parameter in layer.module.parameters():
-            if id(parameter) not in memo:
-                memo[id(parameter)] = real_parameter(parameter) if id(parameter) in owned else parameter
-        for buffer in layer.module.buffers():
-            memo[id(buffer)] = torch.empty_like(buffer) if first <= index < end else buffer
-    modules = copy.deepcopy([layer.module for layer in chain.layers], memo)
-    layers = [Layer(old.name, new, old.reads, old.writes) for old, new in zip(chain.layers, modules, strict=True)]
-    return Chain(layers, chain.inputs, chain.outputs, chain.name)
+        peak_bytes, events = fake_step(engine, quirks, minibatch, (f"stage {rank}", "its layers"))
+        return replay(events).allocated_bytes if quirks.caching else peak_bytes

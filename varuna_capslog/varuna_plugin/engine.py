@@ -21,7 +21,7 @@ from varuna_capslog.engine.interface import EngineParts, Load
 from varuna_capslog.engine.layers import EngineLayer
 from varuna_capslog.engine.optimizer import StageOptimizer
 from varuna_capslog.engine.options import EngineOptions, Layout, StepResult
-from varuna_capslog.engine.step import check_minibatch, microbatches_of, train_step, verify_copies
+from varuna_capslog.engine.step import check_minibatch, microbatches_of
 from varuna_capslog.engine.vote import Verdict
 from varuna_capslog.model.chain import Layer
 from varuna_capslog.model.workload import Minibatch
@@ -105,11 +105,6 @@ class VarunaEngine:
         return self.pipeline_rank == 0
 
     @property
-    def owns_last_stage(self) -> bool:
-        """True where the loss is computed."""
-        return self.pipeline_rank == len(self.layout.cuts) - 1
-
-    @property
     def doing(self) -> str:
         """What is under way, for error messages."""
         return self._doing
@@ -119,17 +114,6 @@ class VarunaEngine:
         self._module.parts.clear()
         for parameter in self.optimizer.parameters.values():
             parameter.grad = None
-
-    def train_step(
-        self,
-        step: int,
-        minibatch: Minibatch,
-        load: Load,
-        stop: bool = False,
-        before_commit: Callable[[], None] | None = None,
-    ) -> StepResult:
-        """One optimizer step on all ranks; see `step.train_step`."""
-        return train_step(self, step, minibatch, load, stop, before_commit)
 
     def compute(self, step: int, minibatch: Minibatch, load: Load) -> None:
         """As `Engine.compute`; the forwards, backwards and sums are Varuna's."""
@@ -180,10 +164,6 @@ class VarunaEngine:
             forward_only(self._varuna, batches, take)
         finally:
             self._varuna.train()
-
-    def verify_copies(self) -> None:
-        """Compares every parameter that several ranks hold; raises CapslogError where two ranks differ."""
-        verify_copies(self)
 
     def _inputs(self, step: int, minibatch: Minibatch, load: Load, index: int) -> dict[str, Any]:
         inputs = load(index) if self.owns_first_stage else {}

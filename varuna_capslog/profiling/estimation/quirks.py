@@ -129,8 +129,8 @@ QUIRKS = {
             "bfloat16 packing",
             ("cpu",),
             "Products of bfloat16 matrices copy the smaller one, of a batch one at a time, into the layout of their "
-            "instructions. Measured with torch 2.15 (oneDNN 3.13) on AVX-512 with AMX tiles; some weight gradients take "
-            "1.4 times that. Without AMX, oneDNN copies panels of another size instead: see `LIMITS`.",
+            "instructions. Measured with torch 2.15 (oneDNN 3.13) on AVX-512 with AMX tiles; some weight gradients "
+            "take 1.4 times that. Without AMX, oneDNN copies panels of another size instead: see `LIMITS`.",
         ),
     )
 }

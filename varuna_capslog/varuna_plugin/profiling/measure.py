@@ -24,10 +24,10 @@ from varuna_capslog.model.chain import TensorSpec
 from varuna_capslog.profiles.record import Observation, Profile, SharedParameter, layers_of_runs
 from varuna_capslog.profiles.runs import StageRun, stage_runs
 from varuna_capslog.profiling import admission
-from varuna_capslog.profiling.conditions import RunConditions
-from varuna_capslog.profiling.launches import LaunchTimes, Progress, Workers, in_one_launch
+from varuna_capslog.profiling.conditions import Progress, RunConditions
+from varuna_capslog.profiling.launches import LaunchTimes, in_one_launch
 from varuna_capslog.profiling.trim import TrimmedRun
-from varuna_capslog.profiling.worker import WorkerFailure
+from varuna_capslog.profiling.worker import WorkerFailure, Workers
 from varuna_capslog.varuna_plugin.install import install, installed_patches, uninstall
 from varuna_capslog.varuna_plugin.profiling.subject import MakeOptimizer, Subject
 from varuna_capslog.varuna_plugin.profiling.worker import VarunaWorkers
