@@ -64,7 +64,7 @@ def connect(
 
     Args:
         timeout_seconds: longest wait for any message of a peer.
-        host_store: this rank serves the store; False where somebody else does (torchrun's agent, a test's parent).
+        host_store: this rank serves the store; False where another process does (torchrun's agent, a test's parent).
 
     Raises:
         PeerLost: not all ranks arrived within the timeout.

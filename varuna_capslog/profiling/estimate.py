@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from varuna_capslog.model.chain import TensorSpec
-from varuna_capslog.model.trace import ShapeTable
+from varuna_capslog.model.chain import Chain, TensorSpec
+from varuna_capslog.model.trace import ShapeTable, layer_signature
 from varuna_capslog.model.workload import Workload
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.profiles.runs import stage_runs
@@ -31,8 +32,8 @@ from varuna_capslog.profiling.conditions import (
 )
 from varuna_capslog.profiling.estimation.headroom import StepTrace, state_headroom
 from varuna_capslog.profiling.estimation.hollow import HollowRun, run_hollow
-from varuna_capslog.profiling.estimation.memo import Memo, run_key
 from varuna_capslog.profiling.estimation.quirks import QUIRKS, QUIRKS_VERSION, quirks_of
+from varuna_capslog.profiling.estimation.recipes import Recipes
 from varuna_capslog.profiling.estimation.roofline import SPEEDS, Speed, calibrated_cpu
 from varuna_capslog.profiling.skeleton import skeleton
 from varuna_capslog.profiling.trim import TrimmedRun
@@ -53,6 +54,31 @@ class StageEstimate(HollowRun):
     """What layers [first, end) cost as one stage."""
 
     layers: tuple[int, int]
+
+
+class Memo:
+    """Results of runs by key. Keeps alive what keys name by identity, so that no identity comes twice.
+
+    Attributes:
+        recipes: for the operators of runs that are not known yet.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[object, HollowRun] = {}
+        self._alive: dict[int, object] = {}
+        self.recipes = Recipes()
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def find(self, key: object) -> HollowRun | None:
+        """The result under this key, or None."""
+        return self._found.get(key)
+
+    def keep(self, key: object, run: HollowRun, named: Sequence[object]) -> None:
+        """Keeps a result; `named`: whose parts the key names by identity."""
+        self._found[key] = run
+        self._alive |= {id(item): item for item in named}
 
 
 class StageEstimator:
@@ -120,7 +146,7 @@ class StageEstimator:
             self._targets if last else None,
             self._normalisers if last else {},
         )
-        key = (run_key(self.chain, run, self.conditions, self.workload), self.speed)
+        key = (_run_key(self.chain, run, self.conditions, self.workload), self.speed)
         found = self._memo.find(key)
         if found is None:
             quirks = quirks_of(self.conditions.device)
@@ -244,3 +270,39 @@ def _key(estimator: StageEstimator, sizes: InputSizes, transport: str) -> dict[s
 def _whole_numbers(value: Any) -> list[int]:
     values = value if isinstance(value, tuple) else (value,)
     return [item for item in values if isinstance(item, int)]
+
+
+def _run_key(chain: Chain, run: TrimmedRun, conditions: RunConditions, workload: Workload) -> object:
+    """Equal for runs that do the same work; it must hold all that a result depends on.
+
+    It holds: the layers' classes, attributes (dilation, stride, dropout), parameter shapes and hooks, what they read
+    and write; the tensors at every cut (shape, dtype, stride, requires_grad); whether there are stages before and
+    after; which parameters are shared, within and with layers elsewhere; the conditions; and for the last stage what
+    the workload says of its loss.
+    """
+    layers = chain.layers[run.first : run.end]
+    inside = set(range(run.first, run.end))
+    ties = tuple(
+        (
+            tuple((index - run.first, name) for index, name in shared.uses if index in inside),
+            # uses elsewhere send their gradients here
+            tuple(index < run.first for index in shared.layers if index not in inside),
+        )
+        for shared in chain.shared
+        if inside & set(shared.layers)
+    )
+    return (
+        tuple((layer.reads, layer.writes, layer_signature(layer), _kinds(layer.module)) for layer in layers),
+        tuple(tuple(sorted(cut.items())) for cut in run.specs),
+        (run.has_upstream, run.has_downstream, ties),
+        (conditions.device, conditions.precision, conditions.recompute, conditions.stage_inputs, conditions.blocks),
+        None if run.has_downstream else (workload.loss_key(), conditions.microbatch_size),
+    )
+
+
+def _kinds(module: nn.Module) -> tuple[object, ...]:
+    """The very classes of all parts (a name may stand for two), and what is hooked on them."""
+    return tuple(
+        (type(part), tuple(map(id, (*part._forward_hooks.values(), *part._forward_pre_hooks.values()))))
+        for part in module.modules()
+    )

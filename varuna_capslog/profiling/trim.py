@@ -312,13 +312,13 @@ def observe(
     def load(microbatch: int) -> dict[str, Tensor]:
         return dummy_inputs(boundaries[0])
 
-    with measured.saving(meter, resident_tensors(engine.layers, engine.optimizer)):
+    with measured.watching(meter, resident_tensors(engine.layers, engine.optimizer)):
         train_step(engine, 1, minibatch, load)
     if measured.refused:
         raise CapslogError(f"the loss refuses dummy values ({measured.refused}); make it finite on any outputs")
     with meter.peak():
         train_step(engine, 2, minibatch, load, before_commit=meter.count_static)
-    with measured.timing(meter):
+    with measured.watching(meter):
         for step in range(3, 3 + _TIMED_STEPS):
             train_step(engine, step, minibatch, load)
     assert meter.peak_bytes is not None
@@ -352,22 +352,17 @@ class MeasuredStage(Observer):
         self._own: list[Tensor] | None = None
 
     @contextlib.contextmanager
-    def saving(self, meter: StageMeter, own: list[Tensor]) -> Iterator[None]:
-        """While it is open, the meter sees what every forward leaves behind for its backward."""
+    def watching(self, meter: StageMeter, own: list[Tensor] | None = None) -> Iterator[None]:
+        """While it is open, the meter times every forward and backward.
+
+        Args:
+            own: what is resident; the meter then sees what every forward leaves behind for its backward instead.
+        """
         self._meter, self._own = meter, own
         try:
             yield
         finally:
             self._meter = self._own = None
-
-    @contextlib.contextmanager
-    def timing(self, meter: StageMeter) -> Iterator[None]:
-        """While it is open, the meter times every forward and backward."""
-        self._meter = meter
-        try:
-            yield
-        finally:
-            self._meter = None
 
     def working(self, kind: str, stage: Stage, context: MicrobatchContext) -> AbstractContextManager[None]:
         if self._meter is None:
