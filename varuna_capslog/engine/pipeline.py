@@ -179,18 +179,6 @@ class PipelineEngine:
             for index in indices
         ]
 
-    def _make_executor(self, context: MicrobatchContext) -> Executor:
-        """Lowers the schedule once the first minibatch shows which cuts carry gradients."""
-        options, layout = self.options, self.layout
-        lowered = _lowered(
-            options.schedule if options.actions is None else options.actions,
-            layout.placement,
-            len(self.local_microbatches),
-            options.recompute,
-            tuple(any(spec.requires_grad for spec in context.specs[cut].values()) for cut in layout.cuts[1:]),
-        )
-        return self._executor_of(lowered)
-
     def _executor_of(self, lowered: Lowered) -> Executor:
         return Executor(
             self.communicator,
@@ -213,7 +201,17 @@ class PipelineEngine:
         local = self.local_microbatches
         contexts = self._contexts(minibatch, local, step)
         if self._executor is None:
-            self._executor = self._make_executor(contexts[0])
+            # the first minibatch shows which cuts carry gradients
+            options, layout, specs = self.options, self.layout, contexts[0].specs
+            self._executor = self._executor_of(
+                _lowered(
+                    options.schedule if options.actions is None else options.actions,
+                    layout.placement,
+                    len(local),
+                    options.recompute,
+                    tuple(any(spec.requires_grad for spec in specs[cut].values()) for cut in layout.cuts[1:]),
+                )
+            )
         per_block = self.options.num_microbatches // self.options.num_blocks
 
         def after_backward(stage: Stage, microbatch: int) -> None:

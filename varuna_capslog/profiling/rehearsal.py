@@ -43,9 +43,38 @@ def rehearse(
     Raises:
         CapslogError: a layer or the loss cannot run on fake tensors; cuts that do not fit the chain.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    estimator.chain.check_cuts(cuts)
-    return [_peak(estimator, mode, cuts, rank, schedule, num_microbatches, recompute) for rank in range(len(cuts))]
+    chain, conditions = estimator.chain, estimator.conditions
+    chain.check_cuts(cuts)
+    options = EngineOptions(
+        num_microbatches=num_microbatches,
+        num_blocks=conditions.blocks,
+        schedule=schedule,
+        recompute=recompute,
+        stage_inputs=conditions.stage_inputs,
+        precision=conditions.precision,
+        clip_norm=1.0,
+        refuses=False,
+    )
+    targets, normalisers = estimator.workload.profile_targets(conditions.microbatch_size)
+    inputs = [dict(estimator.specs[0])] * num_microbatches
+    minibatch = Minibatch(inputs, [targets] * num_microbatches, dict(normalisers))
+    layout, mode = Layout(tuple(cuts), tuple(range(len(cuts)))), FakeTensorMode(allow_non_fake_inputs=True)
+    peaks = []
+    for rank, (first, end) in enumerate(zip(cuts, [*cuts[1:], len(chain)], strict=True)):
+        quirks = quirks_of(conditions.device)
+        with torch.random.fork_rng(devices=[]), mode, quirks.dispatch():
+            engine = PipelineEngine(
+                with_real_layers(chain, first, end),
+                estimator.workload.loss,
+                layout,
+                options,
+                SilentCommunicator(rank, len(cuts), quirks.staged),
+                _CPU,
+                Ready(KnownShapes(estimator.specs), host=host_memory(quirks, conditions)),
+            )
+            peak_bytes, events = fake_step(engine, quirks, minibatch, (f"stage {rank}", "its layers"))
+            peaks.append(replay(events).allocated_bytes if quirks.caching else peak_bytes)
+    return peaks
 
 
 def rehearse_config(
@@ -73,43 +102,3 @@ def rehearse_config(
     blocks = estimator.conditions.blocks
     recompute = estimator.conditions.recompute
     return rehearse(estimator, cuts, pipeline.schedule, -(-count // blocks) * blocks, recompute)
-
-
-def _peak(
-    estimator: StageEstimator,
-    mode: FakeTensorMode,
-    cuts: Sequence[int],
-    rank: int,
-    schedule: str,
-    num_microbatches: int,
-    recompute: bool,
-) -> int:
-    conditions, quirks = estimator.conditions, quirks_of(estimator.conditions.device)
-    ends = [*cuts[1:], len(estimator.chain)]
-    options = EngineOptions(
-        num_microbatches=num_microbatches,
-        num_blocks=conditions.blocks,
-        schedule=schedule,
-        recompute=recompute,
-        stage_inputs=conditions.stage_inputs,
-        precision=conditions.precision,
-        clip_norm=1.0,
-        refuses=False,
-    )
-    targets, normalisers = estimator.workload.profile_targets(conditions.microbatch_size)
-    minibatch = Minibatch(
-        [dict(estimator.specs[0])] * num_microbatches, [targets] * num_microbatches, dict(normalisers)
-    )
-    layout = Layout(tuple(cuts), tuple(range(len(cuts))))
-    with torch.random.fork_rng(devices=[]), mode, quirks.dispatch():
-        engine = PipelineEngine(
-            with_real_layers(estimator.chain, cuts[rank], ends[rank]),
-            estimator.workload.loss,
-            layout,
-            options,
-            SilentCommunicator(rank, len(cuts), quirks.staged),
-            _CPU,
-            Ready(KnownShapes(estimator.specs), host=host_memory(quirks, conditions)),
-        )
-        peak_bytes, events = fake_step(engine, quirks, minibatch, (f"stage {rank}", "its layers"))
-        return replay(events).allocated_bytes if quirks.caching else peak_bytes

@@ -76,10 +76,6 @@ class Lifetimes(TorchDispatchMode):
         if key is not None:
             self._released(key, num_bytes)
 
-    def lasting(self, num_bytes: int) -> None:
-        """Something of that size comes and stays."""
-        self._allocated(num_bytes)
-
     def _allocated(self, num_bytes: int) -> int | None:
         if num_bytes <= 0:
             return None
