@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -348,6 +349,17 @@ def test_a_second_run_of_the_same_process_is_refused_too(tmp_path):
         thread.join()
     assert len(refused) == 1
     with reserve(tmp_path):  # free again
+        pass
+
+
+def test_a_folder_that_was_reserved_in_another_thread_can_be_freed_here(tmp_path):
+    """Under torchrun rank 0 reserves in a thread, while the ranks wait together, and frees it at the end of the run."""
+    held = contextlib.ExitStack()
+    thread = threading.Thread(target=lambda: held.enter_context(reserve(tmp_path)))
+    thread.start()
+    thread.join()
+    held.close()
+    with reserve(tmp_path):
         pass
 
 

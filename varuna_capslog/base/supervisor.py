@@ -351,11 +351,11 @@ def reserve(run_dir: Path) -> Iterator[None]:
             raise CapslogError(
                 f"{run_dir} is in use by another run; wait for it to end or choose another run_dir"
             ) from None
-        token = _reserved.set(_reserved.get() | {folder})
+        _reserved.set(_reserved.get() | {folder})
         try:
             yield
         finally:
-            _reserved.reset(token)
+            _reserved.set(_reserved.get() - {folder})  # not a reset: the caller may end in another thread
 
 
 def _rendezvous(num_workers: int) -> dict[str, str]:

@@ -33,9 +33,7 @@ __all__ = ["main", "run_worker"]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the worker of the RUN_DIR given on the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        "python -m varuna_capslog.start.worker", description="One rank of a prepared run."
-    )
+    parser = argparse.ArgumentParser("python -m varuna_capslog.start.worker", description="One rank of a prepared run.")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--evaluate", action="store_true", help="score the best checkpoint instead of training")
     given = parser.parse_args(arguments)
@@ -58,15 +56,15 @@ def run_worker(run_dir: Path, evaluate: bool = False, prepare: Callable[[], obje
     if evaluate:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing to save: Ctrl-C ends it at once
     place: dict[str, Any] = {"rank": rank, "pid": os.getpid(), "host": socket.gethostname(), "stage": None}
-    state: dict[str, Any] = {"step": None, "doing": None}
     try:
-        return _work(run_dir, rank, wish, place, state, evaluate, prepare)
+        return _work(run_dir, rank, wish, place, evaluate, prepare)
     except Exception as error:
+        run: Run | None = place.get("run")
         where = {
             "rank": rank,
             "stage": place["stage"],
-            "step": state["step"],
-            "microbatch": _microbatch(state["doing"]),
+            "step": run.begun_step if run else None,
+            "microbatch": _microbatch(run.failed_at if run else None),
         }
         leave(report_failure(run_dir, str(rank), str(place.get("name", f"rank {rank}")), error, where))
 
@@ -81,7 +79,6 @@ def _work(
     rank: int,
     wish: StopWish,
     place: dict[str, Any],
-    state: dict[str, Any],
     evaluate: bool,
     prepare: Callable[[], object] | None,
 ) -> int:
@@ -117,7 +114,8 @@ def _work(
     if config.pipeline.transport == "nccl":
         _check_nccl(device)
     with _connected(rank, f"run-{generation}", config.pipeline.timeout_seconds) as communicator:
-        run = Run(config, plan, load_workload(config), communicator, device, generation, wish, state, ENGINES)
+        run = Run(config, plan, load_workload(config), communicator, device, generation, wish, ENGINES)
+        place["run"] = run
         try:
             if evaluate:
                 return _evaluate(run, run_dir)

@@ -93,7 +93,7 @@ class Running:
     def _tell_and_wait(self, entry: Entry) -> None:
         """The store ends with the host: let the client read the last entries before it does."""
         self._tell(entry)
-        until, last = time.monotonic() + 1.0, entry == HostsEntry(self.host.name, "gone")
+        until, last = time.monotonic() + 1.0, entry == HostsEntry(self.host.link.name, "gone")
         while last and entry.to_json() not in list(self.log) and time.monotonic() < until:
             time.sleep(0.005)
 
@@ -398,14 +398,14 @@ def test_a_notice_kept_while_the_store_was_lost_does_not_promise_the_time_that_h
     run.seen("h-1")
     wait_until(lambda: cloud._deliver is not None)
     for name in ("append", "put"):
-        works = getattr(run.host.store, name)
+        works = getattr(run.host.link.store, name)
 
         def call(*arguments: Any, works: Any = works) -> Any:
             if lost.is_set():
                 raise StoreGone("the store does not answer")
             return works(*arguments)
 
-        monkeypatch.setattr(run.host.store, name, call)
+        monkeypatch.setattr(run.host.link.store, name, call)
     lost.set()
     told = time.time()
     cloud.announce(Kind.LEAVE, 10)

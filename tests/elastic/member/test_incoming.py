@@ -11,7 +11,7 @@ import torch
 
 from varuna_capslog.elastic.member.effects import Effects
 from varuna_capslog.elastic.member.incoming import Incoming
-from varuna_capslog.elastic.member.peers import Message
+from varuna_capslog.elastic.member.peers import PeerMessage
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.generation import Generation, Stamp
 from varuna_capslog.membership.state import Phase, State
@@ -42,12 +42,12 @@ def parts() -> Any:
     )
 
 
-def layer(told: str, number: int = 1) -> Message:
+def layer(told: str, number: int = 1) -> PeerMessage:
     header = {"generation": 2, "layer": number, "stamp": list(AT), "digest": told}
-    return Message("m1", "layer", header, WEIGHT)
+    return PeerMessage("m1", "layer", header, WEIGHT)
 
 
-def sorted_out(parts: Any, state: State, *messages: Message) -> list[m.Event]:
+def sorted_out(parts: Any, state: State, *messages: PeerMessage) -> list[m.Event]:
     incoming = Incoming(parts, SimpleNamespace())  # type: ignore[arg-type]
     for message in messages:
         incoming.add(message)
@@ -73,7 +73,7 @@ def test_a_layer_that_is_what_was_sent_is_taken_once_it_is_wanted(parts: Any) ->
 def test_values_of_the_first_round_go_to_the_protocol_whatever_the_phase(parts: Any) -> None:
     value = m.Contribution(frozenset({(0, AT)}), "h1", proofs=frozenset({m.Proof(0, AT, True, "ab")}))
     text = encode(value).decode()
-    messages = [Message("m1", "value", {"generation": number, "value": text}, {}) for number in (1, 2, 3)]
+    messages = [PeerMessage("m1", "value", {"generation": number, "value": text}, {}) for number in (1, 2, 3)]
     assert sorted_out(parts, STATE, *messages) == [m.Heard(2, 0, "m1", value), m.Heard(3, 0, "m1", value)]
 
 
