@@ -58,8 +58,6 @@ class StageOptimizer:
         rate: LearningRate,
         weight_decay: float,
         multipliers: Mapping[str, float],
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
     ) -> None:
         self.rate = rate
         self.parameters: dict[str, nn.Parameter] = {}
@@ -79,8 +77,8 @@ class StageOptimizer:
             torch.optim.AdamW(
                 [{"params": parameters} for parameters in groups.values()],
                 lr=rate.base,
-                betas=betas,
-                eps=eps,
+                betas=(0.9, 0.999),
+                eps=1e-8,
                 weight_decay=weight_decay,
                 fused=self._fused or None,
             )

@@ -34,7 +34,7 @@ from varuna_capslog.profiling.estimation.headroom import StepTrace, state_headro
 from varuna_capslog.profiling.estimation.hollow import HollowRun, run_hollow
 from varuna_capslog.profiling.estimation.quirks import QUIRKS, QUIRKS_VERSION, quirks_of
 from varuna_capslog.profiling.estimation.recipes import Recipes
-from varuna_capslog.profiling.estimation.roofline import SPEEDS, Speed, calibrated_cpu
+from varuna_capslog.profiling.estimation.roofline import RTX_A4000, Speed, calibrated_cpu
 from varuna_capslog.profiling.skeleton import skeleton
 from varuna_capslog.profiling.trim import TrimmedRun
 
@@ -107,7 +107,7 @@ class StageEstimator:
         inputs = workload.profile_inputs(conditions.microbatch_size) if inputs is None else inputs
         self.conditions = replace(conditions, input=shapes_of(inputs))
         quirks = quirks_of(conditions.device)
-        self.speed = speed or (calibrated_cpu() if conditions.device == "cpu" else SPEEDS["rtx a4000"])
+        self.speed = speed or (calibrated_cpu() if conditions.device == "cpu" else RTX_A4000)
         with torch.random.fork_rng(devices=[]):
             self.chain = skeleton(workload)
         with quirks.dispatch():

@@ -27,6 +27,7 @@ from varuna_capslog.model.workload import Workload
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.training.checkpoint import Checkpoint, latest_checkpoint, load_layers, open_checkpoint
 from varuna_capslog.training.constants import check_continues, check_folder
+from varuna_capslog.training.initial import initialise
 from varuna_capslog.training.loop import TrainingLoop
 from varuna_capslog.training.run_setup import RunSetup
 
@@ -48,8 +49,6 @@ def build_chain(config: Config, workload: Workload) -> tuple[Chain, list[str]]:
     chain = workload.build_chain()
     if config.init_from is None:
         return chain, []
-    from varuna_capslog.training.initial import initialise
-
     return chain, initialise(chain, workload, config.init_from, config.init_skip)
 
 
