@@ -184,7 +184,7 @@ def test_what_a_worker_refuses_at_its_start_is_one_sentence(whole: Path, tmp_pat
 
 
 KILLED_AT_EVERY_FILE_OPERATION = """
-import datetime, os, pathlib, signal, sys
+import datetime, os, pathlib, signal, sys, types
 import torch
 from tests.engine import models
 from varuna_capslog.training.checkpoint import latest_checkpoint, prune, save_checkpoint
@@ -198,11 +198,12 @@ chain = models.build_chain()
 layers = take_layers(chain, range(len(chain)), device, "float32")
 optimizer = StageOptimizer(layers, LearningRate(1e-3), 0.0, {})
 alone = Communicator(0, 1, 0, datetime.timedelta(seconds=5))
+engine = types.SimpleNamespace(chain=chain, layers=layers, optimizer=optimizer, communicator=alone, replica=0)
 weight = layers[1].parameters["conv.weight"]
 
 def save(step):
     torch.nn.init.constant_(weight, float(step))
-    save_checkpoint(folder, step, 0, chain, layers, optimizer, alone, True, {})
+    save_checkpoint(folder, step, 0, engine, {})
     prune(folder, 1)
 
 def crash_at(number):

@@ -34,6 +34,7 @@ from common import (
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.optimizer import LearningRate
 from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine
+from varuna_capslog.engine.step import train_step
 
 SIZES = {
     "small": TransformerSize(blocks=6, dim=64, sequence=32, microbatch_size=2),
@@ -69,7 +70,7 @@ def measure(communicator: Communicator, size: TransformerSize, rounds: int) -> d
     ours: list[float] = []
 
     def step_ours() -> None:
-        result = engine.train_step(len(ours) + 1, minibatch, lambda index: {"x": tokens[index]})
+        result = train_step(engine, len(ours) + 1, minibatch, lambda index: {"x": tokens[index]})
         ours.append(result.parts["loss"])
 
     schedule = Schedule1F1B(

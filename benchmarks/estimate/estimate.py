@@ -24,6 +24,7 @@ import torch  # noqa: E402
 from varuna_capslog.config.reading import load_config  # noqa: E402
 from varuna_capslog.model.workload import load_workload  # noqa: E402
 from varuna_capslog.planning.search import plan  # noqa: E402
+from varuna_capslog.profiling.conditions import RunConditions  # noqa: E402
 from varuna_capslog.profiling.estimate import Memo, StageEstimator, estimate_config  # noqa: E402
 
 CONFIGS = ("rn50_e6", "rn50_d_e6", "rn101_e6", "rn101_d_e6", "rn101_e12", "rn101_d_e12")
@@ -56,7 +57,7 @@ def figure_8(name: str, memo: Memo) -> dict[str, Any]:
     """Peaks of every stage, each estimated as a whole, under uniform cuts and under our plan's."""
     config = load_config(str(ROOT / f"configs/paper/{name}.yaml"))
     profile = estimate_config(config, memo=memo)
-    estimator = StageEstimator(load_workload(config), device="cuda", memo=memo)
+    estimator = StageEstimator(load_workload(config), RunConditions(device="cuda"), memo=memo)
     found: dict[str, Any] = {"config": name}
     cuts = {
         "uniform": list(plan(profile, DEVICES, planner="varuna").cuts),

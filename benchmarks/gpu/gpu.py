@@ -33,6 +33,7 @@ from detr_pipeline.loss import set_loss  # noqa: E402
 from varuna_capslog.engine.communicator import connect  # noqa: E402
 from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine  # noqa: E402
 from varuna_capslog.engine.probe import PeakProbe, resident_tensors  # noqa: E402
+from varuna_capslog.engine.step import train_step  # noqa: E402
 from varuna_capslog.model.chain import Chain, TensorSpec  # noqa: E402
 from varuna_capslog.model.trace import ShapeTable, layer_signature  # noqa: E402
 from varuna_capslog.model.workload import DataSource, Minibatch, Workload  # noqa: E402
@@ -130,7 +131,7 @@ def main() -> int:
     for name in given.configs:
         begun = time.process_time()
         workload = PaperWorkload(name, given.image_size)
-        profiles[name] = estimate_workload(workload, device=given.device)
+        profiles[name] = estimate_workload(workload, RunConditions(device=given.device))
         entry = {"estimate_cpu_seconds": round(time.process_time() - begun, 2), "plans": {}}
         for planner in PLANNERS:
             found = plan(profiles[name], RANKS, planner=planner)
@@ -245,11 +246,11 @@ def train_rank(
     specs = [{key: TensorSpec.of(value) for key, value in values.items()} for values in inputs]
     total = {key: value * MICROBATCHES for key, value in normalisers.items()}
     minibatch = Minibatch(specs, [targets] * MICROBATCHES, total)
-    engine.train_step(1, minibatch, inputs.__getitem__)
+    train_step(engine, 1, minibatch, inputs.__getitem__)
     communicator.barrier()
     begun = time.perf_counter()
     with PeakProbe(device, resident_tensors(engine.layers, engine.optimizer)) as probe:
-        outcome = engine.train_step(2, minibatch, inputs.__getitem__)
+        outcome = train_step(engine, 2, minibatch, inputs.__getitem__)
     return {
         "allocated": probe.peak_bytes,
         "reserved": torch.cuda.max_memory_reserved() if device.type == "cuda" else None,

@@ -16,6 +16,7 @@ from varuna_capslog.config.reading import Config, load_config
 from varuna_capslog.memory.costs import NEVER
 from varuna_capslog.model.workload import load_workload
 from varuna_capslog.profiles.record import Profile
+from varuna_capslog.profiling.conditions import RunConditions
 from varuna_capslog.profiling.estimate import Memo, StageEstimate, StageEstimator, estimate_config
 
 __all__ = ["PAPER", "configuration", "estimator_of", "exact_ranges", "profile_of", "requested_bytes"]
@@ -40,11 +41,13 @@ def estimator_of(name: str, memo: Memo) -> StageEstimator:
     config = configuration(name)
     return StageEstimator(
         load_workload(config),
-        device=config.profile.device or "cuda",
-        microbatch_size=config.train.microbatch_size,
-        precision=config.train.precision,
-        recompute=config.pipeline.recompute,
-        stage_inputs=config.pipeline.stage_inputs,
+        RunConditions(
+            device=config.profile.device or "cuda",
+            microbatch_size=config.train.microbatch_size,
+            precision=config.train.precision,
+            recompute=config.pipeline.recompute,
+            stage_inputs=config.pipeline.stage_inputs,
+        ),
         memo=memo,
     )
 

@@ -35,6 +35,7 @@ from varuna_capslog.config.settings import Config
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.optimizer import LearningRate
 from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine
+from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.workload import Minibatch
 
@@ -136,7 +137,7 @@ def measure(communicator: Communicator, name: str, rounds: int) -> dict[str, Any
     ours: list[float] = []
 
     def step_ours() -> None:
-        ours.append(engine.train_step(len(ours) + 1, minibatch, inputs.__getitem__).parts["loss"])
+        ours.append(train_step(engine, len(ours) + 1, minibatch, inputs.__getitem__).parts["loss"])
 
     times = interleave({"ours": step_ours, "plain": step_plain}, rounds)
     return {"times": times, "losses": {"ours": ours, "plain": plain}}

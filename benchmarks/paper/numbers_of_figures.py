@@ -27,6 +27,7 @@ from varuna_capslog.planning.simulation import simulate_plan
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.profiles.runs import capslog_partitionings, mcap_partitionings, pack_runs, stage_runs
+from varuna_capslog.profiling.conditions import RunConditions
 from varuna_capslog.profiling.estimate import Memo, StageEstimator, estimate_config
 from varuna_capslog.schedules import RunShape
 
@@ -94,7 +95,7 @@ def load(progress: Callable[[str], None]) -> dict[str, Model]:
         begun = time.process_time()
         profile = estimate_config(config, memo=memo)
         seconds = time.process_time() - begun
-        estimator = StageEstimator(load_workload(config), device="cuda", memo=memo)
+        estimator = StageEstimator(load_workload(config), RunConditions(device="cuda"), memo=memo)
         assert config.profile.image_size is not None
         height, width = config.profile.image_size
         resident = config.train.minibatch_size * height * width * (3 * 4 + 1)

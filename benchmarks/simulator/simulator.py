@@ -36,6 +36,7 @@ from common import (
 from varuna_capslog.config.reading import load_config
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine
+from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 from varuna_capslog.model.workload import Minibatch, Workload, load_workload
 from varuna_capslog.planners.seconds import Link
@@ -43,6 +44,7 @@ from varuna_capslog.planning.search import plan
 from varuna_capslog.planning.simulation import UPDATE_RATE, simulate_plan
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import LayerProfile, Profile
+from varuna_capslog.profiling.conditions import RunConditions
 from varuna_capslog.profiling.measure import profile_workload
 from varuna_capslog.schedules import RunShape
 
@@ -192,7 +194,7 @@ def _engine(
     engine._squared_norms = timed_norms  # type: ignore[method-assign]
     engine.optimizer.step = timed_apply  # type: ignore[method-assign]
     steps = itertools.count(1)
-    return lambda: engine.train_step(next(steps), minibatch, lambda _: values), costs
+    return lambda: train_step(engine, next(steps), minibatch, lambda _: values), costs
 
 
 def _values(spec: TensorSpec) -> Tensor:
@@ -255,7 +257,8 @@ def profiles_of(name: str, repeats: int) -> list[Profile]:
     """Measured profiles, one after the other."""
     workload = make_workload(name)
     return [
-        profile_workload(workload, microbatch_size=MICROBATCH[name], recompute=False, workers=1) for _ in range(repeats)
+        profile_workload(workload, RunConditions(microbatch_size=MICROBATCH[name], recompute=False), workers=1)
+        for _ in range(repeats)
     ]
 
 

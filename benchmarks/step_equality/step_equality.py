@@ -26,6 +26,7 @@ from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine
 from varuna_capslog.engine.probe import PeakProbe, resident_tensors
 from varuna_capslog.engine.seeds import seed_layer
+from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.workload import Minibatch, Workload
 
@@ -122,7 +123,7 @@ def pipeline(
     communicator.barrier()
     began = time.perf_counter()
     with PeakProbe(engine.device, held) as probe:
-        result = engine.train_step(1, batch, inputs.__getitem__, before_commit=keep)
+        result = train_step(engine, 1, batch, inputs.__getitem__, before_commit=keep)
     seconds = time.perf_counter() - began
     return {
         "loss": result.parts["loss"],

@@ -22,6 +22,7 @@ from common import Sleeping, interleave, run_ranks
 
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine
+from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.plans.plan import Plan
@@ -90,7 +91,7 @@ def _engine(communicator: Communicator, times: Times, cuts: tuple[int, ...], mic
     values = {"x": torch.zeros(1, _WIDTH)}
     minibatch = Minibatch([{"x": TensorSpec.of(values["x"])}] * microbatches, [None] * microbatches, {})
     numbers = itertools.count(1)
-    return lambda: engine.train_step(next(numbers), minibatch, lambda _: values)
+    return lambda: train_step(engine, next(numbers), minibatch, lambda _: values)
 
 
 def _loss(outputs: Mapping[str, Tensor], targets: Any, normalisers: Mapping[str, float]) -> dict[str, Tensor]:

@@ -26,10 +26,10 @@ from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.model.workload import load_workload
 from varuna_capslog.planning.search import plan
 from varuna_capslog.profiles.record import Observation
+from varuna_capslog.profiling.conditions import shapes_of
 from varuna_capslog.profiling.estimate import StageEstimator, estimate_config
 from varuna_capslog.profiling.estimation.headroom import state_headroom
 from varuna_capslog.profiling.rehearsal import rehearse
-from varuna_capslog.profiling.sizes import shapes_of
 from varuna_capslog.profiling.trim import RunConditions, TrimmedRun
 from varuna_capslog.profiling.worker import WorkerGroup
 from varuna_capslog.schedules import RunShape
@@ -146,7 +146,9 @@ def single_stages(name: str) -> Iterator[Trial]:
     config = config_of(name)
     workload = load_workload(config)
     size = config.train.microbatch_size
-    estimator = StageEstimator(workload, device="cpu", microbatch_size=size, precision=config.train.precision)
+    estimator = StageEstimator(
+        workload, RunConditions(device="cpu", microbatch_size=size, precision=config.train.precision)
+    )
     names = [layer.name for layer in estimator.chain.layers]
     stages = stages_of(name, len(names))
     real = measured(config, estimator, stages)
@@ -218,10 +220,12 @@ def whole_run(wanted: str, places: Sequence[float], options: Mapping[str, Any]) 
         assert found.stage_bytes is not None, found.notes
         estimator = StageEstimator(
             load_workload(config),
-            device="cpu",
-            microbatch_size=config.train.microbatch_size,
-            precision=config.train.precision,
-            recompute=pipeline.recompute,
+            RunConditions(
+                device="cpu",
+                microbatch_size=config.train.microbatch_size,
+                precision=config.train.precision,
+                recompute=pipeline.recompute,
+            ),
         )
         rehearsed = rehearse(estimator, cuts, pipeline.schedule, config.num_microbatches, pipeline.recompute)
         config = config_of(name, Path(folder) / "run", devices=len(places), cuts=cuts, **options)

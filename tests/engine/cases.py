@@ -15,7 +15,7 @@ from varuna_capslog.config.settings import Config
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.optimizer import LearningRate
 from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine
-from varuna_capslog.engine.step import verify_copies
+from varuna_capslog.engine.step import train_step, verify_copies
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.training import checkpoint
 from varuna_capslog.training.run import Run
@@ -66,7 +66,7 @@ def train(
         if twist == "reseed":
             engine.options = EngineOptions(**(SETTINGS | options | {"seed": 8}))
         results.append(
-            engine.train_step(step, minibatch, inputs.__getitem__, before_commit=keep_gradients if step == 1 else None)
+            train_step(engine, step, minibatch, inputs.__getitem__, before_commit=keep_gradients if step == 1 else None)
         )
     verify_copies(engine)
     layers = engine.layers
@@ -89,7 +89,7 @@ def refuse_a_step(communicator: Communicator, layout: Layout, poison: str) -> st
     chain = models.build_chain()
     engine = PipelineEngine(chain, models.loss, layout, EngineOptions(**SETTINGS), communicator, torch.device("cpu"))
     minibatch, inputs = models.make_minibatch(4, 1)
-    engine.train_step(1, minibatch, inputs.__getitem__)
+    train_step(engine, 1, minibatch, inputs.__getitem__)
     before = [tensor.clone() for tensor in _tensors(engine)]
     minibatch, inputs = models.make_minibatch(4, 2)
     if poison == "loss":
@@ -98,7 +98,7 @@ def refuse_a_step(communicator: Communicator, layout: Layout, poison: str) -> st
         trainable = [p for layer in engine.layers for p in layer.parameters.values() if p.requires_grad]
         trainable[0].register_hook(lambda gradient: gradient * float("inf"))
     try:
-        engine.train_step(2, minibatch, inputs.__getitem__)
+        train_step(engine, 2, minibatch, inputs.__getitem__)
     except Exception as error:
         unchanged = [torch.equal(a, b) for a, b in zip(before, _tensors(engine), strict=True)]
         assert all(unchanged), "a refused step changed the model"

@@ -13,6 +13,7 @@ from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.observer import HostMemory, Kept, Observer
 from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine, Ready
 from varuna_capslog.engine.stage import MicrobatchContext, Stage
+from varuna_capslog.engine.step import train_step
 from varuna_capslog.schedules.lower import Instruction
 
 LAYOUT = Layout((0, 7), (0, 0))  # two stages on one rank: nobody else is needed
@@ -46,7 +47,7 @@ def _trained(observer: Observer | None = None, host: HostMemory | None = None) -
     engine = PipelineEngine(models.build_chain(), models.loss, LAYOUT, options, alone, cpu, ready, observer)
     for step in (1, 2):
         minibatch, inputs = models.make_minibatch(4, step)
-        engine.train_step(step, minibatch, inputs.__getitem__)
+        train_step(engine, step, minibatch, inputs.__getitem__)
     return engine, [p.detach() for layer in engine.layers for p in layer.parameters.values()]
 
 
@@ -90,5 +91,5 @@ def test_an_option_lets_a_step_with_dummy_values_pass() -> None:
     engine = PipelineEngine(models.build_chain(), models.loss, LAYOUT, options, alone, torch.device("cpu"))
     minibatch, inputs = models.make_minibatch(4, 1)
     minibatch.targets[1][0, 0, 0] = float("nan")
-    result = engine.train_step(1, minibatch, inputs.__getitem__)
+    result = train_step(engine, 1, minibatch, inputs.__getitem__)
     assert result.parts["loss"] != result.parts["loss"]

@@ -25,7 +25,7 @@ from varuna_capslog.membership.redundancy import Protection, Reserve
 from varuna_capslog.planners.seconds import Link, step_player
 from varuna_capslog.planning.simulation import UPDATE_RATE, simulate_plan
 from varuna_capslog.plans.plan import Plan, PlanStage
-from varuna_capslog.profiles import LayerProfile, Profile
+from varuna_capslog.profiles.record import LayerProfile, Profile
 from varuna_capslog.schedules import RunShape
 
 GIB = 1 << 30

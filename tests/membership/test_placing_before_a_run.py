@@ -9,7 +9,7 @@ import pytest
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import Config, section
 from varuna_capslog.plans.plan import Plan
-from varuna_capslog.profiles import LayerProfile, Profile
+from varuna_capslog.profiles.record import LayerProfile, Profile
 from varuna_capslog.start.prepare import plan_run
 
 

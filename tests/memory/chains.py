@@ -9,8 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from varuna_capslog.profiles import LayerProfile, Observation, Profile
-from varuna_capslog.profiles.record import layers_of_runs
+from varuna_capslog.profiles.record import LayerProfile, Observation, Profile, layers_of_runs
 from varuna_capslog.profiles.runs import stage_runs
 
 

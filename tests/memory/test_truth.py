@@ -13,10 +13,10 @@ from tests.profiling.workloads import Megabytes
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine
 from varuna_capslog.engine.probe import PeakProbe, resident_tensors
+from varuna_capslog.engine.step import train_step
 from varuna_capslog.memory import MEMORY_MODELS
 from varuna_capslog.model.workload import Minibatch
-from varuna_capslog.profiles import Observation, Profile
-from varuna_capslog.profiles.record import layers_of_runs
+from varuna_capslog.profiles.record import Observation, Profile, layers_of_runs
 from varuna_capslog.profiles.runs import stage_runs
 from varuna_capslog.profiling.trim import MEASURED_RANK
 from varuna_capslog.schedules import RunShape
@@ -53,9 +53,9 @@ def real_peak(communicator: Communicator, recompute: bool) -> int:
     def load(_: int) -> dict[str, torch.Tensor]:
         return {name: torch.ones(spec.shape, dtype=spec.dtype) for name, spec in inputs.items()}
 
-    engine.train_step(1, minibatch, load)
+    train_step(engine, 1, minibatch, load)
     with PeakProbe(cpu, resident_tensors(engine.layers, engine.optimizer)) as probe:
-        engine.train_step(2, minibatch, load)
+        train_step(engine, 2, minibatch, load)
     return probe.peak_bytes
 
 

@@ -19,7 +19,7 @@ from varuna_capslog.planners.seconds import Link as Blocking
 from varuna_capslog.planning import search
 from varuna_capslog.planning.search import joint_plan
 from varuna_capslog.plans.plan import Plan
-from varuna_capslog.profiles import LayerProfile, Profile
+from varuna_capslog.profiles.record import LayerProfile, Profile
 from varuna_capslog.schedules import RunShape
 
 LINKS = (None, Link(100.0, 0.01), Link(None, 0.2), Blocking(100.0, 0.01, copy_bandwidth=60.0))

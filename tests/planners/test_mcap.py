@@ -18,7 +18,7 @@ from varuna_capslog.planners import mcap
 from varuna_capslog.planners.exact import exact_cuts
 from varuna_capslog.planners.mcap import count_cut_lists, mcap_bf_cuts, mcap_bo_cuts
 from varuna_capslog.planning import search
-from varuna_capslog.profiles import LayerProfile, Profile
+from varuna_capslog.profiles.record import LayerProfile, Profile
 
 
 def by_rounds(isolated: list[int], added: list[int], devices: int) -> list[int]:

@@ -14,7 +14,7 @@ from varuna_capslog.planners.seconds import LayerSeconds, Link, step_player
 from varuna_capslog.planners.seconds import Link as Blocking
 from varuna_capslog.planners.throughput import Fastest, fastest_cuts
 from varuna_capslog.planning import search
-from varuna_capslog.profiles import LayerProfile, Profile
+from varuna_capslog.profiles.record import LayerProfile, Profile
 from varuna_capslog.schedules import SCHEDULES, RunShape
 
 LINKS = (

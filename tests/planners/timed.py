@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from varuna_capslog.memory.costs import full_matrix, peaks_of
 from varuna_capslog.planners.seconds import LayerSeconds, Link
-from varuna_capslog.profiles import LayerProfile, Profile
+from varuna_capslog.profiles.record import LayerProfile, Profile
 from varuna_capslog.schedules import StageSeconds, make_schedule, simulate
 
 

@@ -13,8 +13,7 @@ from varuna_capslog import planners
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.planning import search
 from varuna_capslog.plans.plan import Plan
-from varuna_capslog.profiles import LayerProfile, Observation, Profile
-from varuna_capslog.profiles.record import layers_of_runs
+from varuna_capslog.profiles.record import LayerProfile, Observation, Profile, layers_of_runs
 from varuna_capslog.schedules import RunShape
 
 
@@ -132,7 +131,7 @@ def test_planning_imports_no_torch(tmp_path: Path) -> None:
 import sys
 from varuna_capslog import planners
 from varuna_capslog.planning import search
-from varuna_capslog.profiles import Profile
+from varuna_capslog.profiles.record import Profile
 from varuna_capslog.profiles.runs import stage_runs
 from varuna_capslog.plans.plan import read_plan, write_plan
 rows = [{"name": "a", "isolated_bytes": 3, "added_bytes": None}, {"name": "b", "isolated_bytes": 4, "added_bytes": 1}]

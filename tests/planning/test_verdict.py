@@ -14,7 +14,7 @@ from varuna_capslog.planning.comparison import compare
 from varuna_capslog.planning.search import plan
 from varuna_capslog.planning.verdict import MemoryVerdict, capacities_of_devices, judge, judge_plan, rehearsed
 from varuna_capslog.plans.plan import Plan, Shortfall
-from varuna_capslog.profiles import LayerProfile, Profile
+from varuna_capslog.profiles.record import LayerProfile, Profile
 
 TENTH = Headroom(3, 1.1)
 

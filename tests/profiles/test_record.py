@@ -12,7 +12,14 @@ import pytest
 
 from tests import values
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.profiles import LayerProfile, Observation, Profile, layers_of_runs, read_profile, write_profile
+from varuna_capslog.profiles.record import (
+    LayerProfile,
+    Observation,
+    Profile,
+    layers_of_runs,
+    read_profile,
+    write_profile,
+)
 
 SHORTEST: dict[str, Any] = {
     "format": "varuna-capslog/profile/1",

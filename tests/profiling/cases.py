@@ -10,6 +10,7 @@ from tests.profiling.workloads import Watching
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine
 from varuna_capslog.engine.probe import PeakProbe, resident_tensors
+from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Minibatch, Workload
 from varuna_capslog.profiles.record import Observation
@@ -61,7 +62,7 @@ def real_peak(
     def load(_: int) -> dict[str, torch.Tensor]:
         return {name: torch.ones(spec.shape, dtype=spec.dtype) for name, spec in inputs.items()}
 
-    engine.train_step(1, minibatch, load)
+    train_step(engine, 1, minibatch, load)
     with PeakProbe(CPU, resident_tensors(engine.layers, engine.optimizer)) as probe:
-        engine.train_step(2, minibatch, load)
+        train_step(engine, 2, minibatch, load)
     return probe.peak_bytes, {"source": probe.peak_source}

@@ -20,9 +20,10 @@ from varuna_capslog.model.workload import Workload
 from varuna_capslog.planning.search import plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.profiling import estimate
-from varuna_capslog.profiling.estimate import Memo, StageEstimator, estimate_config, estimate_stage, estimate_workload
+from varuna_capslog.profiling.conditions import RunConditions
+from varuna_capslog.profiling.estimate import Memo, StageEstimator, estimate_config, estimate_workload
 from varuna_capslog.profiling.estimation.allocator import replay
-from varuna_capslog.profiling.estimation.quirks import LIMITS, Quirks
+from varuna_capslog.profiling.estimation.quirks import LIMITS, Quirks, quirks_of
 from varuna_capslog.profiling.estimation.recipes import Recipes
 from varuna_capslog.profiling.measure import profile_workload
 from varuna_capslog.start.prepare import profile_run
@@ -69,8 +70,8 @@ class Block(nn.Module):
 
 def compare(workload: Workload, size: int, tolerance: float, **conditions: Any) -> list[float]:
     """Relative errors of all estimated peaks; static and saved bytes must agree exactly."""
-    real = profile_workload(workload, microbatch_size=size, workers=2, merge_equal=True, **conditions)
-    estimated = estimate_workload(workload, microbatch_size=size, **conditions)
+    real = profile_workload(workload, RunConditions(microbatch_size=size, **conditions), workers=2, merge_equal=True)
+    estimated = estimate_workload(workload, RunConditions(microbatch_size=size, **conditions))
     assert [row.layers for row in real.observations] == [row.layers for row in estimated.observations]
     errors = []
     for ours, theirs in zip(estimated.observations, real.observations, strict=True):
@@ -101,13 +102,13 @@ def test_a_small_detr_meets_it_from_the_frozen_stem_to_the_matched_loss() -> Non
 
 def test_every_kind_of_layer_can_be_estimated() -> None:
     for device in ("cpu", "cuda"):
-        profile = estimate_workload(Tiny(), microbatch_size=2, device=device)
+        profile = estimate_workload(Tiny(), RunConditions(microbatch_size=2, device=device))
         assert profile.num_layers == 11
         assert all(row.peak_bytes > row.static_bytes >= 0 for row in profile.observations)  # type: ignore[operator]
 
 
 def test_any_range_of_layers_is_a_stage_and_its_events_replay_to_its_peak() -> None:
-    estimator = StageEstimator(Megabytes(), microbatch_size=16, device="cuda")
+    estimator = StageEstimator(Megabytes(), RunConditions(microbatch_size=16, device="cuda"))
     for first, end in ((0, 7), (1, 6), (2, 3)):
         stage = estimator.stage(first, end)
         assert stage.layers == (first, end)
@@ -118,7 +119,9 @@ def test_any_range_of_layers_is_a_stage_and_its_events_replay_to_its_peak() -> N
         assert sum(live.values()) >= stage.static_bytes - sum(
             parameter.nbytes for layer in estimator.chain.layers[first:end] for parameter in layer.module.parameters()
         )
-    assert estimate_stage(Megabytes(), 2, 3, microbatch_size=16, device="cuda") == estimator.stage(2, 3)
+    assert StageEstimator(Megabytes(), RunConditions(microbatch_size=16, device="cuda")).stage(2, 3) == estimator.stage(
+        2, 3
+    )
 
 
 @pytest.mark.parametrize("recompute", [True, False])
@@ -127,12 +130,12 @@ def test_what_the_caching_allocator_gives_beyond_requests_counts_as_saved(
 ) -> None:
     """A stage saves more tensors than a pair: counted with the pair's peak alone, their remainders were missed."""
     conditions = {"microbatch_size": 16, "device": "cuda", "recompute": recompute}
-    stages = [estimate_stage(Megabytes(), *run, **conditions) for run in ((0, 4), (2, 5), (4, 7))]
+    stages = [StageEstimator(Megabytes(), RunConditions(**conditions)).stage(*run) for run in ((0, 4), (2, 5), (4, 7))]
     plain = Quirks("cuda", caching=False, staged=True, foreach=True)
     monkeypatch.setattr(estimate, "quirks_of", lambda device: dataclasses.replace(plain))
     seen = []
     for stage in stages:
-        asked = estimate_stage(Megabytes(), *stage.layers, **conditions)
+        asked = StageEstimator(Megabytes(), RunConditions(**conditions)).stage(*stage.layers)
         remainder = replay(stage.events).remainder_bytes
         graphs = 2 if stage.layers[1] < 7 and not recompute else 1
         assert stage.saved_bytes == asked.saved_bytes + remainder // graphs
@@ -140,17 +143,27 @@ def test_what_the_caching_allocator_gives_beyond_requests_counts_as_saved(
     assert max(seen) > 0
 
 
-def test_a_profile_that_is_known_to_be_too_low_says_so_and_no_plan_promises_bytes() -> None:
-    low = estimate_workload(Blocks(), precision="bfloat16", device="cpu")
-    assert low.conditions["limits"] == list(LIMITS) == ["16-bit convolutions on the CPU"]
+@pytest.mark.parametrize("amx", [True, False])
+def test_a_profile_that_is_known_to_be_too_low_says_so_and_no_plan_promises_bytes(
+    amx: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(estimate, "quirks_of", lambda device: dataclasses.replace(quirks_of(device), amx=amx))
+    low = estimate_workload(Blocks(), RunConditions(precision="bfloat16", device="cpu"))
+    assert low.conditions["limits"] == ["16-bit convolutions on the CPU"]
+    assert list(LIMITS) == ["16-bit convolutions on the CPU", "bfloat16 products on a CPU without AMX"]
     found = plan(low, 2, capacity=1 << 40)
     assert (found.fits, found.peak_bytes) == (None, None)
     assert "the estimate is too low for 16-bit convolutions on the CPU; measure the profile" in found.notes[0]
     others = [
-        estimate_workload(Blocks(), device="cpu"),
-        estimate_workload(Blocks(), precision="bfloat16", device="cuda"),
-        estimate_workload(Megabytes(), precision="bfloat16", device="cpu"),
+        estimate_workload(Blocks(), RunConditions(device="cpu")),
+        estimate_workload(Blocks(), RunConditions(precision="bfloat16", device="cuda")),
     ]
+    products = estimate_workload(Megabytes(), RunConditions(precision="bfloat16", device="cpu"))
+    if amx:
+        others.append(products)
+    else:
+        assert products.conditions["limits"] == ["bfloat16 products on a CPU without AMX"]
+        assert plan(products, 2, capacity=1 << 40).fits is None
     for profile in others:
         assert "limits" not in profile.conditions
         assert plan(profile, 2, capacity=1 << 40).fits
@@ -158,7 +171,7 @@ def test_a_profile_that_is_known_to_be_too_low_says_so_and_no_plan_promises_byte
 
 def test_results_from_recipes_change_no_event(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = ((0, 2), (2, 4), (5, 7))
-    quick = StageEstimator(Megabytes(), microbatch_size=4, device="cuda")
+    quick = StageEstimator(Megabytes(), RunConditions(microbatch_size=4, device="cuda"))
     fast = [quick.stage(*run) for run in runs]
     called = []
 
@@ -167,7 +180,7 @@ def test_results_from_recipes_change_no_event(monkeypatch: pytest.MonkeyPatch) -
         return func(*args, **kwargs)
 
     monkeypatch.setattr(Recipes, "call", plainly)
-    slow = StageEstimator(Megabytes(), microbatch_size=4, device="cuda", speed=quick.speed)
+    slow = StageEstimator(Megabytes(), RunConditions(microbatch_size=4, device="cuda"), speed=quick.speed)
     assert [slow.stage(*run) for run in runs] == fast
     assert called
 
@@ -175,11 +188,11 @@ def test_results_from_recipes_change_no_event(monkeypatch: pytest.MonkeyPatch) -
 def test_a_layer_that_differs_in_dilation_only_is_never_taken_for_its_twin() -> None:
     # all shapes agree; a dilated kernel of one parameter layout saves the same but computes and scratches otherwise
     memo = Memo()
-    plain = StageEstimator(Blocks((1, 1, 1, 1)), memo=memo, device="cuda")
+    plain = StageEstimator(Blocks((1, 1, 1, 1)), RunConditions(device="cuda"), memo=memo)
     plain.stage(1, 2)
     plain.stage(2, 3)
     assert len(memo) == 1
-    dilated = StageEstimator(Blocks((1, 2, 1, 1)), memo=memo, device="cuda")
+    dilated = StageEstimator(Blocks((1, 2, 1, 1)), RunConditions(device="cuda"), memo=memo)
     dilated.stage(1, 2)
     assert len(memo) == 2
     dilated.stage(2, 3)  # the plain one again, in another model
@@ -195,16 +208,16 @@ def test_conditions_neighbours_and_ties_are_part_of_what_is_equal() -> None:
     keys = 0
     for conditions in ({}, {"recompute": False}, {"stage_inputs": "device"}, {"blocks": 2}, {"microbatch_size": 2}):
         for first, end in ((0, 1), (1, 2), (3, 4)):  # the first, one between, the last
-            StageEstimator(Equal(length=4), memo=memo, device="cuda", **conditions).stage(first, end)
+            StageEstimator(Equal(length=4), RunConditions(device="cuda", **conditions), memo=memo).stage(first, end)
             keys += 1
     assert len(memo) == keys
-    tied = StageEstimator(Megabytes(), memo=Memo(), device="cuda", microbatch_size=4)
+    tied = StageEstimator(Megabytes(), RunConditions(device="cuda", microbatch_size=4), memo=Memo())
     alone, together = tied.stage(6, 7), tied.stage(0, 7)
     assert alone.static_bytes + tied.stage(0, 6).static_bytes > together.static_bytes
 
 
 def test_a_cuda_profile_needs_no_cuda_and_states_its_conditions() -> None:
-    profile = estimate_workload(Megabytes(), device="cuda", microbatch_size=4)
+    profile = estimate_workload(Megabytes(), RunConditions(device="cuda", microbatch_size=4))
     assert profile.source == "estimated"
     told = profile.conditions
     assert told["device"] == "cuda"
@@ -223,7 +236,7 @@ def test_the_numbers_of_the_paper_from_shapes_alone() -> None:
     """Fig. 8: uniform cuts need 13.3, the best ones 6.2 GB on RN50-D-E6, once the minibatch that sits on every GPU in
     the reference code (0.17 GiB) is added; our engine keeps none there.
     """
-    estimator = StageEstimator(workload_of(PAPER), device="cuda")
+    estimator = StageEstimator(workload_of(PAPER), RunConditions(device="cuda"))
     minibatch = 8 * (3 * 4 + 1) * 1333 * 1333
     uniform = max(estimator.stage(*run).peak_bytes for run in ((12, 15), (15, 18), (18, 21)))
     best = estimator.stage(13, 14).peak_bytes
@@ -261,12 +274,12 @@ def test_a_loss_that_fails_is_named_and_random_numbers_stay_as_they_were() -> No
     from tests.profiling.workloads import Unlucky
 
     with pytest.raises(CapslogError, match=r"cannot run on fake tensors \(RuntimeError: no loss today\)"):
-        estimate_stage(Unlucky(length=2), 1, 2)
+        StageEstimator(Unlucky(length=2)).stage(1, 2)
     before = torch.get_rng_state()
-    estimate_stage(Megabytes(), 2, 3)
+    StageEstimator(Megabytes()).stage(2, 3)
     assert torch.equal(before, torch.get_rng_state())
 
 
 def test_an_unknown_device_is_refused() -> None:
     with pytest.raises(CapslogError, match="no table of quirks for the device 'tpu'"):
-        StageEstimator(Equal(), device="tpu")
+        StageEstimator(Equal(), RunConditions(device="tpu"))

@@ -14,12 +14,12 @@ from varuna_capslog.base.errors import CapslogError, DoesNotFit
 from varuna_capslog.config.reading import load_config
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.profiles.runs import capslog_partitionings, mcap_partitionings, stage_runs
-from varuna_capslog.profiling import launches
+from varuna_capslog.profiling import worker as worker_module
 from varuna_capslog.profiling.conditions import RunConditions
-from varuna_capslog.profiling.launches import LaunchTimes, Workers, in_capslog_order
+from varuna_capslog.profiling.launches import LaunchTimes, in_capslog_order
 from varuna_capslog.profiling.measure import profile_workload
 from varuna_capslog.profiling.trim import TrimmedRun
-from varuna_capslog.profiling.worker import Task, WorkerGroup
+from varuna_capslog.profiling.worker import Task, WorkerGroup, Workers
 
 LAYERS, GPUS, WIDTH, SAMPLES = 3, 3, 64, 2048
 BOUNDARY = SAMPLES * WIDTH * 4
@@ -40,7 +40,7 @@ class Staggered(WorkerGroup):
         self._to_come = list(range(len(self._processes)))
         return self
 
-    def _end(self) -> None:
+    def __exit__(self, *_: object) -> None:
         pass
 
     def start(self, worker: int, task: Task, conditions: RunConditions) -> None:
@@ -59,7 +59,7 @@ class Staggered(WorkerGroup):
 @pytest.fixture(scope="module")
 def orders() -> dict[str, Profile]:
     return {
-        order: profile_workload(Wide(), microbatch_size=SAMPLES, workers=GPUS, order=order)
+        order: profile_workload(Wide(), RunConditions(microbatch_size=SAMPLES), workers=GPUS, order=order)
         for order in ("packed", "capslog", "mcap")
     }
 
@@ -109,7 +109,7 @@ def test_launches_are_counted_and_timed(orders: dict[str, Profile]) -> None:
 
 
 def test_a_worker_that_is_ready_early_leaves_the_others_their_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launches, "WorkerGroup", Staggered)
+    monkeypatch.setattr(worker_module, "WorkerGroup", Staggered)
     conditions = RunConditions("cpu", 1, {})
     workers = Workers(Wide, [torch.device("cpu")] * GPUS, 1, (), conditions, lambda device: 1 << 30, "abc")
     tasks = [(TrimmedRun(first, end, LAYERS, ()), 1) for first, end in stage_runs(LAYERS)]
@@ -141,7 +141,7 @@ def test_what_an_order_cannot_do_is_said_before_anything_starts() -> None:
 
 def test_a_stage_that_dies_is_named() -> None:
     with pytest.raises(CapslogError, match=r"a profiling worker failed: (stage 2:|the process of stage 2 died)"):
-        profile_workload(Deadly(), microbatch_size=2, workers=GPUS, order="mcap")
+        profile_workload(Deadly(), RunConditions(microbatch_size=2), workers=GPUS, order="mcap")
 
 
 def test_the_order_is_a_key_of_the_config(tmp_path: Path) -> None:

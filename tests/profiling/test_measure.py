@@ -21,6 +21,7 @@ from varuna_capslog.profiles.record import Profile
 from varuna_capslog.profiles.runs import stage_runs
 from varuna_capslog.profiling import admission, cache
 from varuna_capslog.profiling.admission import BoundTable
+from varuna_capslog.profiling.conditions import RunConditions
 from varuna_capslog.profiling.measure import profile_config, profile_workload
 from varuna_capslog.profiling.skeleton import skeleton
 from varuna_capslog.profiling.worker import WorkerGroup
@@ -33,7 +34,7 @@ def measured() -> tuple[Profile, list[tuple[int, int, str]]]:
     calls: list[tuple[int, int, str]] = []
     profile = profile_workload(
         Megabytes(),
-        microbatch_size=SIZE,
+        RunConditions(microbatch_size=SIZE),
         workers=2,
         progress=lambda done, total, text: calls.append((done, total, text)),
     )
@@ -79,9 +80,12 @@ def test_a_profile_says_what_it_holds_for(measured: tuple[Profile, list[tuple[in
 def test_equal_runs_measured_once_have_the_bytes_of_all(measured: tuple[Profile, list[tuple[int, int, str]]]) -> None:
     totals = set()
     workload = Equal(length=5, width=256)
-    full = profile_workload(workload, microbatch_size=8)
+    full = profile_workload(workload, RunConditions(microbatch_size=8))
     merged = profile_workload(
-        workload, microbatch_size=8, merge_equal=True, progress=lambda done, total, text: totals.add(total)
+        workload,
+        RunConditions(microbatch_size=8),
+        merge_equal=True,
+        progress=lambda done, total, text: totals.add(total),
     )
     assert totals == {6}  # the first, the inner and the last layer; the first, an inner and the last pair
     assert merged.column("isolated_bytes") == full.column("isolated_bytes")
@@ -106,7 +110,7 @@ def test_runs_that_may_not_fit_are_named_and_nothing_is_tried() -> None:
     with pytest.raises(DoesNotFit, match=r"none was tried: feed\.0 \+ feed\.1 \(up to .*\); free memory"):
         profile_workload(
             Megabytes(),
-            microbatch_size=SIZE,
+            RunConditions(microbatch_size=SIZE),
             progress=lambda count, total, text: done.append(count),
             free_bytes=lambda device: second,
         )
@@ -126,7 +130,7 @@ def test_only_as_many_runs_are_under_way_as_memory_holds(monkeypatch: pytest.Mon
         under_way.append(sum(bound for _, bound in group._doing.values()))
 
     monkeypatch.setattr(WorkerGroup, "start", start)
-    profile_workload(workload, microbatch_size=8, workers=2, free_bytes=lambda device: largest)
+    profile_workload(workload, RunConditions(microbatch_size=8), workers=2, free_bytes=lambda device: largest)
     assert len(under_way) == 5
     assert max(under_way) <= largest
 
@@ -135,16 +139,17 @@ def test_a_worker_that_dies_names_its_run() -> None:
     with pytest.raises(
         CapslogError, match=r"the run of (layer\.2 \+ )?deadly failed: its process was killed by SIGKILL"
     ):
-        profile_workload(Deadly(), microbatch_size=2)
+        profile_workload(Deadly(), RunConditions(microbatch_size=2))
 
 
 def test_a_run_that_fails_says_why() -> None:
     with pytest.raises(CapslogError, match=r"the run of .*layer\.1 failed: RuntimeError: no loss today"):
-        profile_workload(Unlucky(length=2), microbatch_size=2)
+        profile_workload(Unlucky(length=2), RunConditions(microbatch_size=2))
 
 
 LOCAL = """
 from tests.profiling.workloads import Equal
+from varuna_capslog.profiling.conditions import RunConditions
 from varuna_capslog.profiling.measure import profile_workload
 
 def local():
@@ -152,7 +157,7 @@ def local():
         pass
     return Local(length=2, width=16)
 
-print(len(profile_workload(local(), microbatch_size=2).observations))
+print(len(profile_workload(local(), RunConditions(microbatch_size=2)).observations))
 """
 
 
@@ -171,7 +176,7 @@ def test_cuda_that_is_not_there_is_refused() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
     with pytest.raises(CapslogError, match="no CUDA device here"):
-        profile_workload(Equal(), device="cuda")
+        profile_workload(Equal(), RunConditions(device="cuda"))
 
 
 def config_workload(config: Any) -> Equal:
@@ -207,9 +212,10 @@ def test_no_process_outlives_an_interrupted_profile(tmp_path: Path, number: sign
     script = tmp_path / "script.py"
     script.write_text(
         "from tests.profiling.workloads import Equal\n"
+        "from varuna_capslog.profiling.conditions import RunConditions\n"
         "from varuna_capslog.profiling.measure import profile_workload\n"
         "if __name__ == '__main__':\n"
-        "    profile_workload(Equal(length=40, width=512), microbatch_size=256,\n"
+        "    profile_workload(Equal(length=40, width=512), RunConditions(microbatch_size=256),\n"
         "                     progress=lambda done, total, text: print(done, flush=True))\n"
     )
     marker = f"{tmp_path.name}-{os.getpid()}"

@@ -16,6 +16,7 @@ from varuna_capslog.config.reading import Config, section
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.model.chain import TensorSpec
 from varuna_capslog.profiles.record import LayerProfile, Profile
+from varuna_capslog.profiling.conditions import RunConditions
 from varuna_capslog.profiling.estimate import StageEstimator
 from varuna_capslog.profiling.rehearsal import rehearse, rehearse_config
 from varuna_capslog.start.prepare import plan_run
@@ -26,19 +27,19 @@ SIZE = 4
 def test_one_rank_alone() -> None:
     """The loss, the update and every layer between them, without messages."""
     peak, _ = cases.real_peak(Communicator(0, 1, 0, datetime.timedelta(0)), Megabytes(), (0,), SIZE, 3)
-    (rehearsed,) = rehearse(StageEstimator(Megabytes(), microbatch_size=SIZE), (0,), "varuna", 3)
+    (rehearsed,) = rehearse(StageEstimator(Megabytes(), RunConditions(microbatch_size=SIZE)), (0,), "varuna", 3)
     assert rehearsed == pytest.approx(peak, rel=0.002)
 
 
 def test_what_waits_depends_on_schedule_place_and_device() -> None:
-    estimator = StageEstimator(Megabytes(), microbatch_size=SIZE, recompute=False)
+    estimator = StageEstimator(Megabytes(), RunConditions(microbatch_size=SIZE, recompute=False))
     one = rehearse(estimator, (0, 3), "1f1b", 6, recompute=False)
     more = rehearse(estimator, (0, 3), "gpipe", 6, recompute=False)
     # GPipe keeps six graphs where 1F1B keeps two and one
     assert more[0] > one[0]
     assert more[1] > one[1]
     # inputs that wait for a recomputation, and outputs sent ahead, grow with the microbatches in flight
-    estimator = StageEstimator(Megabytes(), microbatch_size=SIZE)
+    estimator = StageEstimator(Megabytes(), RunConditions(microbatch_size=SIZE))
     two, six = (rehearse(estimator, (0, 2, 4), "varuna", count)[0] for count in (2, 6))
     assert six > two
 
@@ -88,7 +89,7 @@ def test_a_config_is_rehearsed_at_the_largest_or_at_given_shapes() -> None:
     smaller, largest = rehearse_config(config, (0, 6), shapes), rehearse_config(config, (0, 6))
     assert all(one < other for one, other in zip(smaller, largest, strict=True))
     specs = {"x": TensorSpec((2, 3, 4, 6)), "sizes": TensorSpec((2, 2), torch.int64)}
-    estimator = StageEstimator(TinyWorkload(config), microbatch_size=2, inputs=specs)
+    estimator = StageEstimator(TinyWorkload(config), RunConditions(microbatch_size=2), inputs=specs)
     assert smaller == rehearse(estimator, (0, 6), "varuna", 2)
     with pytest.raises(CapslogError, match=r"given for \['x'\], the chain's inputs are \['sizes', 'x'\]"):
         rehearse_config(config, (0, 6), {"x": [2, 3, 4, 6]})
@@ -96,4 +97,4 @@ def test_a_config_is_rehearsed_at_the_largest_or_at_given_shapes() -> None:
 
 def test_cuts_that_do_not_fit_the_chain_are_refused() -> None:
     with pytest.raises(CapslogError):
-        rehearse(StageEstimator(Megabytes(), microbatch_size=1), (0, 9), "varuna", 2)
+        rehearse(StageEstimator(Megabytes(), RunConditions(microbatch_size=1)), (0, 9), "varuna", 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.profiling.workloads import Equal
 from varuna_capslog.model.chain import TensorSpec
-from varuna_capslog.profiling.sizes import input_sizes
+from varuna_capslog.profiling.conditions import input_sizes
 
 
 class Uneven(Equal):

@@ -23,11 +23,12 @@ LOST = PeerLost("rank 1 was waiting for rank 0: connection lost", 0)
 ABANDONED = """
 from tests.profiling.workloads import Abandoned
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.profiling.conditions import RunConditions
 from varuna_capslog.profiling.measure import profile_workload
 
 if __name__ == "__main__":
     try:
-        profile_workload(Abandoned(), microbatch_size=2)
+        profile_workload(Abandoned(), RunConditions(microbatch_size=2))
     except CapslogError as error:
         print(error)
 """

@@ -18,6 +18,7 @@ from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layers import EngineLayer
 from varuna_capslog.engine.optimizer import LearningRate
 from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine, Ready
+from varuna_capslog.engine.step import train_step
 from varuna_capslog.training import layer_state
 from varuna_capslog.training.checkpoint import (
     from_checkpoint,
@@ -56,7 +57,7 @@ def make_engine(
 def train(engine: PipelineEngine, *steps: int) -> None:
     for step in steps:
         minibatch, inputs = models.make_minibatch(4, step)
-        engine.train_step(step, minibatch, inputs.__getitem__)
+        train_step(engine, step, minibatch, inputs.__getitem__)
 
 
 def states(engine: PipelineEngine, copy: bool = True) -> dict[int, layer_state.LayerState]:
@@ -137,8 +138,7 @@ def test_what_an_optimizer_keeps_comes_back_as_it_was() -> None:
 def test_a_checkpoint_gives_every_layer_its_state(tmp_path: Path) -> None:
     engine, chain = make_engine(), models.build_chain()
     train(engine, 1, 2)
-    arguments = (chain, engine.layers, engine.optimizer, engine.communicator, True, {})
-    checkpoint = open_checkpoint(save_checkpoint(tmp_path, 2, 0, *arguments))
+    checkpoint = open_checkpoint(save_checkpoint(tmp_path, 2, 0, engine, {}))
     found = states(engine)
     for index, state in found.items():
         assert layer_state.digest(from_checkpoint(checkpoint, chain, index)) == layer_state.digest(state)

@@ -15,6 +15,7 @@ from varuna_capslog.base.errors import CapslogError, StepRefused
 from varuna_capslog.config.settings import Config
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.pipeline import Layout, PipelineEngine
+from varuna_capslog.engine.step import train_step
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.training.loop import TrainingLoop
 from varuna_capslog.training.run import Run, check_plan, set_up_run
@@ -51,7 +52,7 @@ def plain_losses(config: Config, steps: int) -> list[float]:
     setup = set_up_run(config, TinyWorkload(config))
     engine = PipelineEngine(setup.chain, setup.workload.loss, Layout((0,), (0,)), setup.options, alone(), CPU)
     feed = setup.feed(engine.local_microbatches)
-    results = [engine.train_step(step, feed.minibatch(step), feed.loader(step)) for step in range(1, steps + 1)]
+    results = [train_step(engine, step, feed.minibatch(step), feed.loader(step)) for step in range(1, steps + 1)]
     feed.close()
     return [result.parts["loss"] for result in results]
 
@@ -126,14 +127,13 @@ def test_a_stop_by_the_clock_is_evaluated_and_one_by_a_person_is_not(tmp_path: P
 
 def test_a_refused_step_leaves_the_boundary_before_it_and_names_no_microbatch(tmp_path: Path) -> None:
     config = cases.run_config(str(tmp_path), data={"samples": 24, "poison": 5}, train={"max_steps": 3})
-    state: dict[str, Any] = {"step": None, "doing": None}
     plan = Plan(num_layers=11, cuts=(0,), model="tiny")
-    run = Run(config, plan, TinyWorkload(config), alone(), CPU, state=state)
+    run = Run(config, plan, TinyWorkload(config), alone(), CPU)
     with pytest.raises(StepRefused) as caught:
         run.train()
     run.close()
     step = int(str(caught.value).split("step ")[1].split(":")[0])
-    assert (state["step"], state["doing"], run.step) == (step, None, step - 1)
+    assert (run.begun_step, run.failed_at, run.step) == (step, None, step - 1)
     assert saved_steps(tmp_path) == ([step - 1] if step > 1 else [])
 
 

@@ -64,7 +64,7 @@ def connect(
 
     Args:
         timeout_seconds: longest wait for any message of a peer.
-        host_store: this rank serves the store; False where somebody else does (torchrun's agent, a test's parent).
+        host_store: this rank serves the store; False where another process does (torchrun's agent, a test's parent).
 
     Raises:
         PeerLost: not all ranks arrived within the timeout.
@@ -72,8 +72,8 @@ def connect(
     timeout = datetime.timedelta(seconds=timeout_seconds)
     try:
         # joining waits for slow imports on other hosts, so it is granted more than one message
-        patience = datetime.timedelta(seconds=max(60.0, timeout_seconds))
-        store = dist.TCPStore(address, port, is_master=host_store, timeout=patience, wait_for_workers=False)
+        joining = datetime.timedelta(seconds=max(60.0, timeout_seconds))
+        store = dist.TCPStore(address, port, is_master=host_store, timeout=joining, wait_for_workers=False)
         prefixed = dist.PrefixStore(f"generation-{generation}", store)
         dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=world_size, timeout=timeout)
     except (RuntimeError, ValueError) as error:
@@ -128,13 +128,8 @@ class PendingReceive:
     def __init__(
         self, communicator: Communicator, work: dist.Work | None, peer: int, buffer: Tensor, device: torch.device
     ) -> None:
-        self._communicator, self._work, self._peer, self._buffer, self._device = (
-            communicator,
-            work,
-            peer,
-            buffer,
-            device,
-        )
+        self._communicator, self._work, self._peer = communicator, work, peer
+        self._buffer, self._device = buffer, device
 
     def wait(self) -> Tensor:
         """The received tensor. Raises PeerLost."""
@@ -273,24 +268,20 @@ class Communicator:
         """
         assert slots.dtype == torch.float64
         assert slots.device.type == "cpu"
-        self._check_open("in the vote of all ranks", None)
-        if self.world_size > 1:
-            assert self._group is not None
-            try:
-                self._group.allreduce([slots]).wait()
-            except RuntimeError as error:
-                raise self._lost(error, "in the vote of all ranks", None) from error
-        return slots
+        return self._add_up(slots, "in the vote of all ranks")
 
     def add(self, tensor: Tensor) -> Tensor:
         """Adds the tensors of all ranks, in place, in their own type: the same bits on every rank."""
-        self._check_open("adding over all ranks", None)
+        return self._add_up(tensor, "adding over all ranks")
+
+    def _add_up(self, tensor: Tensor, doing: str) -> Tensor:
+        self._check_open(doing, None)
         if self.world_size > 1:
             assert self._group is not None
             try:
                 self._group.allreduce([tensor]).wait()
             except RuntimeError as error:
-                raise self._lost(error, "adding over all ranks", None) from error
+                raise self._lost(error, doing, None) from error
         return tensor
 
     def gather(self, value: Any) -> list[Any]:

@@ -58,14 +58,12 @@ class StageOptimizer:
         rate: LearningRate,
         weight_decay: float,
         multipliers: Mapping[str, float],
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
     ) -> None:
         self.rate = rate
         self.parameters: dict[str, nn.Parameter] = {}
         for layer in layers:
             for name, parameter in layer.parameters.items():
-                address = layer.shared.get(name, f"{layer.name}.{name}")
+                address = layer.address(name)
                 if parameter.requires_grad:
                     self.parameters.setdefault(address, parameter)
         groups: dict[float, list[nn.Parameter]] = {}
@@ -79,8 +77,8 @@ class StageOptimizer:
             torch.optim.AdamW(
                 [{"params": parameters} for parameters in groups.values()],
                 lr=rate.base,
-                betas=betas,
-                eps=eps,
+                betas=(0.9, 0.999),
+                eps=1e-8,
                 weight_decay=weight_decay,
                 fused=self._fused or None,
             )
@@ -135,13 +133,7 @@ class StageOptimizer:
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Moments and step count by parameter address: {"exp_avg", "exp_avg_sq", "step"}; live tensors, not copies."""
-        if self._adamw is None:
-            return {}
-        return {
-            address: dict(self._adamw.state[parameter])
-            for address, parameter in self.parameters.items()
-            if parameter in self._adamw.state
-        }
+        return {address: moments for address in self.parameters if (moments := self.moments(address))}
 
     def moments(self, address: str) -> dict[str, Tensor]:
         """As `state` gives them, of one address; {} before its first step, and for what is not trained here."""

@@ -1,8 +1,8 @@
 """A training step of one rank: run the schedule, add the gradients, vote, apply.
 
 `PipelineEngine` ties stages, executor, gradients and optimizer together under the commit rule: nothing of the model
-changes before every rank knows that the whole step is finite, and nobody talks after that. It knows plans, not
-planners, and files not at all.
+changes before every rank knows that the whole step is finite, and no message is sent after that. It knows plans, not
+planners, and no files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from varuna_capslog.engine.observer import HostMemory, Observer
 from varuna_capslog.engine.optimizer import StageOptimizer
 from varuna_capslog.engine.options import EngineOptions, Layout, StepResult
 from varuna_capslog.engine.stage import LossFunction, MicrobatchContext, Stage
-from varuna_capslog.engine.step import check_minibatch, microbatches_of, train_step
+from varuna_capslog.engine.step import check_minibatch, microbatches_of
 from varuna_capslog.engine.vote import Poll, Verdict
 from varuna_capslog.model.chain import Chain
 from varuna_capslog.model.trace import ShapeTable
@@ -59,8 +59,7 @@ class PipelineEngine:
     """One rank of a training run on our executor; see `interface.Engine`.
 
     Args:
-        chain: whole, on the CPU, initialised alike on every rank; the engine takes the layers it needs.
-        loss: the workload's.
+        chain, loss: as for `EngineParts`; the engine takes the layers it needs.
         communicator: connects `layout.world_size` ranks or more. Those beyond it are idle: they have no stages,
             compute nothing, and vote.
         ready: what need not be made anew.
@@ -180,18 +179,6 @@ class PipelineEngine:
             for index in indices
         ]
 
-    def _make_executor(self, context: MicrobatchContext) -> Executor:
-        """Lowers the schedule once the first minibatch shows which cuts carry gradients."""
-        options, layout = self.options, self.layout
-        lowered = _lowered(
-            options.schedule if options.actions is None else options.actions,
-            layout.placement,
-            len(self.local_microbatches),
-            options.recompute,
-            tuple(any(spec.requires_grad for spec in context.specs[cut].values()) for cut in layout.cuts[1:]),
-        )
-        return self._executor_of(lowered)
-
     def _executor_of(self, lowered: Lowered) -> Executor:
         return Executor(
             self.communicator,
@@ -206,30 +193,25 @@ class PipelineEngine:
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
-    def train_step(
-        self,
-        step: int,
-        minibatch: Minibatch,
-        load: Load,
-        stop: bool = False,
-        before_commit: Callable[[], None] | None = None,
-    ) -> StepResult:
-        """One optimizer step on all ranks; see `step.train_step`."""
-        return train_step(self, step, minibatch, load, stop, before_commit)
-
     def compute(self, step: int, minibatch: Minibatch, load: Load) -> None:
-        """Everything of a step up to its vote: forwards, backwards, sums over blocks, replicas and shared uses.
-
-        Afterwards the gradients of the whole minibatch lie in `.grad`, and nothing of the model has changed. What a
-        failure leaves is dropped. Arguments and errors as in `train_step`.
-        """
+        """As `Engine.compute`; the sums are over blocks, replicas and shared uses. What a failure leaves is dropped."""
         check_minibatch(minibatch, self.options)
         if self.idle:
             return
         local = self.local_microbatches
         contexts = self._contexts(minibatch, local, step)
         if self._executor is None:
-            self._executor = self._make_executor(contexts[0])
+            # the first minibatch shows which cuts carry gradients
+            options, layout, specs = self.options, self.layout, contexts[0].specs
+            self._executor = self._executor_of(
+                _lowered(
+                    options.schedule if options.actions is None else options.actions,
+                    layout.placement,
+                    len(local),
+                    options.recompute,
+                    tuple(any(spec.requires_grad for spec in specs[cut].values()) for cut in layout.cuts[1:]),
+                )
+            )
         per_block = self.options.num_microbatches // self.options.num_blocks
 
         def after_backward(stage: Stage, microbatch: int) -> None:
@@ -245,16 +227,7 @@ class PipelineEngine:
             raise
 
     def vote(self, step: int, minibatch: Minibatch, stop: bool = False, ballot: bytes = b"") -> Verdict:
-        """After `compute`: all ranks learn whether the step is good, and what each of them has to say.
-
-        A step with a `refusal` is not to be applied: `forget` drops it.
-
-        Args:
-            ballot: told to all ranks together with the verdict; for what is decided at step boundaries.
-
-        Raises:
-            PeerLost: another rank is gone; the step is forgotten here, though others may hold its verdict.
-        """
+        """As `Engine.vote`. A step with a `refusal` must not be applied: `forget` drops it."""
         last = self.stages.get(len(self.layout.cuts) - 1)
         norms = {}
         if self.replica == 0 and self.layers:
@@ -285,7 +258,7 @@ class PipelineEngine:
         return update
 
     def apply(self, verdict: Verdict) -> StepResult:
-        """Clipping, optimizer, running statistics: makes the step that was voted for, without a word to anybody."""
+        """As `Engine.apply`: clipping, optimizer, running statistics."""
         rate = self.optimizer.step(verdict.step, verdict.scale)
         for layer in self.layers:
             if layer.index in self._statistics:
@@ -319,7 +292,7 @@ class PipelineEngine:
         return torch.stack(values).cpu()
 
     def _take_statistics(self, layer: EngineLayer) -> dict[int, list[Tensor]]:
-        """A layer's running statistics of all microbatches of the step, whoever computed them."""
+        """A layer's running statistics of all microbatches of the step, those of other replicas included."""
         mine = layer.statistics.take()
         return mine | self._statistics_of_replicas(layer, mine) if self.layout.replicas > 1 else mine
 
@@ -341,12 +314,7 @@ class PipelineEngine:
     # -- evaluation --------------------------------------------------------------------------------------------------
 
     def evaluate(self, minibatch: Minibatch, load: Load, take: Callable[[int, dict[str, Tensor]], None]) -> None:
-        """Runs one minibatch of this replica forward, in evaluation mode.
-
-        Args:
-            load: microbatch -> inputs; called on the rank of stage 0.
-            take: called with (microbatch, outputs) on the rank of the last stage.
-        """
+        """As `Engine.evaluate`."""
         count = len(minibatch.inputs)
         executor = self._evaluators.get(count)
         if executor is None:

@@ -1,4 +1,4 @@
-"""One pipeline stage at work: forwards, recomputations and backwards of microbatches, nothing about who asks or why.
+"""One pipeline stage at work: forwards, recomputations and backwards of microbatches, not who asks for them.
 
 A stage is a run of layers and, if it is the last one, the loss. It keeps per microbatch what its schedule needs: the
 graph of its layers, or only its inputs (for a later recomputation), on the host if asked.
@@ -105,7 +105,7 @@ class Stage:
             keep = self._host.keep if self._host is not None else _as_it_is
             held.inputs = {name: keep(tensor) for name, tensor in values.items()}
         if self._loss is not None and not graph and not self._has_statistics():
-            return {}  # nobody reads these outputs before the recomputation makes them again
+            return {}  # these outputs are not read before the recomputation makes them again
         return self._run(context, values, held, graph and wanted, record=True)
 
     def _has_statistics(self) -> bool:

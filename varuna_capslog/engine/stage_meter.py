@@ -1,7 +1,7 @@
 """The stage meter: what one rank's stage costs, for the profilers of both engines and for the peaks of a run.
 
-Bytes are read as `profiles.probe` says, seconds from the clock when the device has finished. The meter is told when to
-look; which part of a step that is, its callers decide.
+Bytes are read as `probe` says, seconds from the clock when the device has finished. Its callers decide
+which part of a step it looks at.
 """
 
 from __future__ import annotations

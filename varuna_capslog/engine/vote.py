@@ -2,7 +2,7 @@
 
 Loss parts by microbatch, squared gradient norms by layer, wishes to stop and who gives a ballot are slots of one
 float64 vector; every slot has one owner, so that the sum has the same bits on all ranks and all judge alike. Nothing is
-applied here, and after the vote nobody needs to talk.
+applied here, and no message follows the vote.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Verdict:
         refusal: why the step must not be applied; None for one that may. Where the loss itself refused outputs, its
             words are known on the ranks of the last stage only.
         stop: some rank wishes to stop after this step.
-        ballots: by rank, what each gave (empty: nothing); () where nobody gave any.
+        ballots: by rank, what each gave (empty: nothing); () where no rank gave any.
     """
 
     step: int

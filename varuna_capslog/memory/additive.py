@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.memory.costs import NEVER, peaks_of
+from varuna_capslog.memory.costs import NEVER, StageCosts
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
 
@@ -25,7 +25,7 @@ __all__ = ["AdditiveCosts", "gap", "stage_costs"]
 
 
 @dataclass(frozen=True)
-class AdditiveCosts:
+class AdditiveCosts(StageCosts):
     """Peak bytes of every possible stage, kept as two lists of L whole numbers.
 
     The peak of layers first .. end-1 is head[first] + running[end-1]: `running[k]` sums M_a(1) .. M_a(k), and
@@ -64,10 +64,6 @@ class AdditiveCosts:
         result = np.array(self.head, dtype=np.int64)[:, None] + np.array([0, *self.running], dtype=np.int64)
         result[np.tri(*result.shape, dtype=np.bool_)] = NEVER
         return result
-
-    def peaks(self, cuts: Sequence[int]) -> list[int]:
-        """Return the peak bytes of each stage of a cut list."""
-        return peaks_of(self, cuts)
 
 
 def stage_costs(profile: Profile, run: RunShape) -> AdditiveCosts:

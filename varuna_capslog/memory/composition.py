@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory import additive
-from varuna_capslog.memory.costs import NEVER, peaks_of
+from varuna_capslog.memory.costs import NEVER, StageCosts
 from varuna_capslog.profiles.record import Observation, Profile
 from varuna_capslog.schedules import RunShape
 
@@ -42,7 +42,7 @@ _PARTS = ("static_bytes", "saved_bytes")
 
 
 @dataclass(frozen=True)
-class RangeCosts:
+class RangeCosts(StageCosts):
     """Peak bytes of every range of layers, [L, L + 1], wherever it stands in the pipeline."""
 
     ranges: Bytes
@@ -60,10 +60,6 @@ class RangeCosts:
     def matrix(self, stage: int = 0, stages: int = 1) -> Bytes:
         """Return the bytes of every stage, [L, L + 1]; see `costs.StageCosts`."""
         return self.ranges
-
-    def peaks(self, cuts: Sequence[int]) -> list[int]:
-        """Return the peak bytes of each stage of a cut list."""
-        return peaks_of(self, cuts)
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ class StageCosts(Protocol):
 
     def peaks(self, cuts: Sequence[int]) -> list[int]:
         """Return the peak bytes of each stage of a cut list."""
-        ...
+        return peaks_of(self, cuts)
 
 
 def peaks_of(costs: StageCosts, cuts: Sequence[int]) -> list[int]:
@@ -64,7 +64,7 @@ def full_matrix(costs: StageCosts, stage: int = 0, stages: int = 1) -> NDArray[n
 
 
 @dataclass(frozen=True)
-class RaisedCosts:
+class RaisedCosts(StageCosts):
     """Stage costs with more bytes for every range of layers, at every place.
 
     more: [L, L + 1], 0 where end <= first.
@@ -90,8 +90,3 @@ class RaisedCosts:
     def matrix(self, stage: int = 0, stages: int = 1) -> NDArray[np.int64]:
         """Return the bytes of every stage, [L, L + 1]; see `StageCosts`."""
         return np.asarray(self.costs.matrix(stage, stages) + self.more)
-
-    def peaks(self, cuts: Sequence[int]) -> list[int]:
-        """Return the peak bytes of each stage of a cut list."""
-        held = zip(self.costs.peaks(cuts), cuts, [*cuts[1:], self.num_layers], strict=True)
-        return [peak + int(self.more[first, end]) for peak, first, end in held]

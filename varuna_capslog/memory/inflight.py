@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory.composition import Composition, compose, observed, only_ranges
-from varuna_capslog.memory.costs import peaks_of
+from varuna_capslog.memory.costs import StageCosts
 from varuna_capslog.profiles.record import Observation, Profile
 from varuna_capslog.schedules import RunShape, in_flight_limits
 
@@ -72,7 +72,7 @@ def waiting(run: RunShape, stages: int, one_memory: bool) -> list[InFlight]:
 
 
 @dataclass(frozen=True)
-class InflightCosts:
+class InflightCosts(StageCosts):
     """Peak bytes of every stage at every place in the pipeline.
 
     alone: peaks with one microbatch in flight, NEVER where end <= first; saved, inputs, outputs: bytes of one waiting
@@ -111,10 +111,6 @@ class InflightCosts:
             if count:
                 matrix = matrix + count * each
         return matrix
-
-    def peaks(self, cuts: Sequence[int]) -> list[int]:
-        """Return the peak bytes of each stage of a cut list."""
-        return peaks_of(self, cuts)
 
 
 _waiting = functools.lru_cache(maxsize=64)(waiting)

@@ -169,14 +169,11 @@ class Chain:
     @cached_property
     def _crossing(self) -> tuple[tuple[str, ...], ...]:
         live = set(self.outputs)
-        crossing = [self._ordered(live)]
+        crossing = [tuple(sorted(live))]
         for layer in reversed(self.layers):
             live = (live - set(layer.writes)) | set(layer.reads)
-            crossing.append(self._ordered(live))
+            crossing.append(tuple(sorted(live)))
         return tuple(reversed(crossing))
-
-    def _ordered(self, live: set[str]) -> tuple[str, ...]:
-        return tuple(sorted(live))
 
     def crossing(self, cut: int) -> tuple[str, ...]:
         """Names of the tensors that cross the cut before layer `cut` (0: what enters, L: what the loss reads),

@@ -194,20 +194,12 @@ def module_fqns_per_model_part(
 
 
 def _unit(path: str, names: Mapping[str, str]) -> str:
-    pieces = _rename(path, names).split(".")
+    prefix = path
+    while prefix and prefix not in names:
+        prefix = prefix.rpartition(".")[0]
+    renamed = names[prefix] + path[len(prefix) :] if prefix else path
+    pieces = renamed.split(".")
     return ".".join(pieces[: 2 if len(pieces) > 1 and pieces[1].isdigit() else 1])
-
-
-def _prefixes(path: str) -> list[str]:
-    pieces = path.split(".")
-    return [".".join(pieces[: count + 1]) for count in range(len(pieces))]
-
-
-def _rename(path: str, names: Mapping[str, str]) -> str:
-    for prefix in reversed(_prefixes(path)):
-        if prefix in names:
-            return names[prefix] + path[len(prefix) :]
-    return path
 
 
 def _example(spec: TensorSpec) -> Tensor:

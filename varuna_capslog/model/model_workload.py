@@ -267,7 +267,9 @@ class ModelWorkload(Workload):
         found: dict[str, Tensor] = {}
         for address in self.build_chain().named_parameters():
             # an address is <layer>.<the model's own name>, and a layer may have dots in its name
-            own = next((address[cut + 1 :] for cut in _dots(address) if address[cut + 1 :] in state), None)
+            pieces = address.split(".")
+            names = (".".join(pieces[first:]) for first in range(1, len(pieces)))
+            own = next((name for name in names if name in state), None)
             if own is not None:
                 found[address] = state[own]
         used = {id(tensor) for tensor in found.values()}
@@ -295,7 +297,7 @@ class ModelWorkload(Workload):
 
     def _take_example(self, model: nn.Module | Chain, example: Any) -> None:
         if isinstance(example, (tuple, list)):
-            names = _parameter_names(model)
+            names = model.inputs if isinstance(model, Chain) else inspect.signature(model.forward).parameters
             example = dict(zip(names, example, strict=False))
         if isinstance(example, Mapping):
             self._constants = {name: value for name, value in example.items() if not isinstance(value, Tensor)}
@@ -349,14 +351,6 @@ class _MadeUpData:
         return self._owner.make(minibatch.recipes[microbatch])
 
 
-def _parameter_names(model: nn.Module | Chain) -> list[str]:
-    return list(model.inputs) if isinstance(model, Chain) else list(inspect.signature(model.forward).parameters)
-
-
 def _above(value: Tensor) -> int:
     """One more than the largest of the example's whole numbers, at least 2."""
     return 2 if value.is_floating_point() or value.dtype == torch.bool else max(2, int(value.max()) + 1)
-
-
-def _dots(address: str) -> list[int]:
-    return [index for index, character in enumerate(address) if character == "."]

@@ -7,7 +7,7 @@ real parameters: it works on a skeleton of the chain whose parameters have shape
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 
-__all__ = ["ShapeTable", "autocast_context", "layer_signature"]
+__all__ = ["ShapeTable", "autocast_context", "call_on", "fake_operands", "layer_signature"]
 
 
 def autocast_context(device_type: str, precision: str) -> AbstractContextManager[Any]:
@@ -124,21 +124,15 @@ class ShapeTable:
 
     def _run(self, layer: Layer, read: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
         with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
-            state = {
-                name: _fake(tensor, self._device)
-                for name, tensor in [*layer.module.named_parameters(), *layer.module.named_buffers()]
-            }
-            arguments = [spec.empty(self._device).requires_grad_(spec.requires_grad) for spec in read]
+            state, arguments = fake_operands(layer, read, self._device)
             try:
                 with autocast_context(self._device, self._precision):
-                    result = torch.func.functional_call(layer.module, state, tuple(arguments), tie_weights=True)
+                    result = call_on(layer, state, arguments)
             except CapslogError:
                 raise
             except Exception as error:
                 shapes = ", ".join(f"{name}{list(spec.shape)}" for name, spec in zip(layer.reads, read, strict=True))
                 raise CapslogError(f"layer {layer.name!r} cannot run on {shapes}: {error}") from error
-            if isinstance(result, Tensor):
-                result = (result,)
             if len(result) != len(layer.writes):
                 raise CapslogError(
                     f"layer {layer.name!r} returned {len(result)} tensors but declares writes={list(layer.writes)}"
@@ -150,7 +144,20 @@ def _meta_parameter(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
 
 
-def _fake(tensor: Tensor, device: str) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device).requires_grad_(
-        tensor.requires_grad
-    )
+def fake_operands(
+    layer: Layer, read: Sequence[TensorSpec], device: str
+) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
+    """Inside a `FakeTensorMode`: a layer's parameters and buffers by name, and tensors for what it reads."""
+    state = {
+        name: torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device).requires_grad_(
+            tensor.requires_grad
+        )
+        for name, tensor in [*layer.module.named_parameters(), *layer.module.named_buffers()]
+    }
+    return state, tuple(spec.empty(device).requires_grad_(spec.requires_grad) for spec in read)
+
+
+def call_on(layer: Layer, state: dict[str, Tensor], arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """What a layer writes with `state` in place of its own parameters and buffers."""
+    result = torch.func.functional_call(layer.module, state, arguments, tie_weights=True)
+    return (result,) if isinstance(result, Tensor) else result

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
-from varuna_capslog.model.trace import autocast_context, layer_signature
+from varuna_capslog.model.trace import autocast_context, call_on, fake_operands, layer_signature
 
 __all__ = ["BoundTable", "free_bytes"]
 
@@ -105,13 +105,7 @@ class BoundTable:
     def _trace(self, layer: Layer, read: Sequence[TensorSpec]) -> int:
         """Bytes that a forward saves, its inputs and outputs included."""
         with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
-            state = {
-                name: torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).requires_grad_(
-                    tensor.requires_grad
-                )
-                for name, tensor in [*layer.module.named_parameters(), *layer.module.named_buffers()]
-            }
-            arguments = [spec.empty().requires_grad_(spec.requires_grad) for spec in read]
+            state, arguments = fake_operands(layer, read, "cpu")
             saved: list[Tensor] = list(arguments)
 
             def pack(tensor: Tensor) -> Tensor:
@@ -122,8 +116,7 @@ class BoundTable:
                 torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
                 autocast_context("cpu", self._precision),
             ):
-                written = torch.func.functional_call(layer.module, state, tuple(arguments), tie_weights=True)
-            saved.extend([written] if isinstance(written, Tensor) else written)
+                saved.extend(call_on(layer, state, arguments))
             own = {tensor.untyped_storage()._cdata for tensor in state.values()}
             sizes = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in saved}
             return sum(size for key, size in sizes.items() if key not in own)

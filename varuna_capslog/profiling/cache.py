@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from varuna_capslog.model.chain import Chain
 from varuna_capslog.model.workload import Workload
 from varuna_capslog.profiles.record import Profile, read_profile, write_profile
 
-__all__ = ["folder", "load", "model_digest", "store"]
+__all__ = ["folder", "kept", "load", "model_digest", "store"]
 
 _log = logging.getLogger(__name__)
 _TOLD = ("profiling", "attention", "seconds", "headroom", "limits")
@@ -63,6 +63,15 @@ def store(profile: Profile) -> None:
         write_profile(_path(profile.conditions), profile)
     except CapslogError as error:
         _log.warning("the profile is not kept for the next time: %s", error)
+
+
+def kept(conditions: Mapping[str, Any], make: Callable[[], Profile]) -> Profile:
+    """The profile that was stored under these conditions; where there is none, what `make` returns, stored."""
+    profile = load(conditions)
+    if profile is None:
+        profile = make()
+        store(profile)
+    return profile
 
 
 def _lasting(conditions: Mapping[str, Any]) -> dict[str, Any]:

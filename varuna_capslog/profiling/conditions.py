@@ -1,25 +1,43 @@
-"""What holds for every run of a profile, and what a config says of it.
+"""What holds for every run of a profile: the conditions, the sizes of the inputs, and the rows made under them.
 
 `measure` runs under these conditions, `estimate` and `rehearsal` play under them; a profile's own conditions begin with
-them.
+them. Sizes come from the workload's description of its data; nothing is decoded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from varuna_capslog.model.chain import TensorSpec
-from varuna_capslog.profiling.sizes import shapes_of
+from varuna_capslog.model.chain import Chain, TensorSpec
+from varuna_capslog.model.workload import Workload
+from varuna_capslog.profiles.record import Observation, Profile, SharedParameter, layers_of_runs
 from varuna_capslog.schedules import RunShape
 
 if TYPE_CHECKING:
     from varuna_capslog.config.reading import Config
 
-__all__ = ["RunConditions", "conditions_of_run"]
+__all__ = [
+    "InputSizes",
+    "Progress",
+    "RunConditions",
+    "conditions_of_run",
+    "input_sizes",
+    "profile_of",
+    "shapes_of",
+]
+
+Progress = Callable[[int, int, str], None]
+"""Called with (runs done, all runs, what has just ended); first with 0 runs done."""
+
+SAMPLES = 256
+"""Minibatches that are sampled."""
+
+Inputs = Mapping[str, TensorSpec]
 
 
 @dataclass(frozen=True)
@@ -33,13 +51,45 @@ class RunConditions:
         blocks: accumulation blocks of one pipeline; from two on, a second sum of gradients is alive.
     """
 
-    device: str
-    microbatch_size: int
-    input: Mapping[str, Sequence[int]]
+    device: str = "cpu"
+    microbatch_size: int = 1
+    input: Mapping[str, Sequence[int]] = field(default_factory=dict)
     precision: str = "float32"
     recompute: bool = True
     stage_inputs: str = "host"
     blocks: int = 1
+
+    def row(
+        self,
+        layers: tuple[int, int],
+        boundaries: tuple[Inputs, Inputs],
+        bytes_: tuple[int, int, int],
+        seconds: tuple[float, float],
+    ) -> Observation:
+        """The row of one run.
+
+        Args:
+            layers: (first, end) of the stage in its whole chain.
+            boundaries: what crosses its first and its last cut.
+            bytes_: peak, static and saved.
+            seconds: of a forward and of a backward.
+        """
+        peak_bytes, static_bytes, saved_bytes = bytes_
+        return Observation(
+            layers=layers,
+            device=self.device,
+            microbatch_size=self.microbatch_size,
+            input=dict(self.input),
+            memory_action="recompute" if self.recompute else "none",
+            peak_bytes=peak_bytes,
+            static_bytes=static_bytes,
+            saved_bytes=saved_bytes,
+            transient_bytes=max(0, peak_bytes - static_bytes),
+            boundary_in_bytes=_num_bytes(boundaries[0]),
+            boundary_out_bytes=_num_bytes(boundaries[1]),
+            forward_seconds=seconds[0],
+            backward_seconds=seconds[1],
+        )
 
 
 def conditions_of_run(config: Config, inputs: Mapping[str, TensorSpec]) -> RunConditions:
@@ -57,3 +107,74 @@ def conditions_of_run(config: Config, inputs: Mapping[str, TensorSpec]) -> RunCo
         stage_inputs=run.stage_inputs,
         blocks=run.num_blocks,
     )
+
+
+def profile_of(
+    chain: Chain,
+    rows: Sequence[Observation],
+    source: str,
+    conditions: Mapping[str, Any],
+    grown_from_first: bool = False,
+) -> Profile:
+    """The profile that these rows make; the last argument as for `layers_of_runs`."""
+    names = [layer.name for layer in chain.layers]
+    parameters = [
+        sum(parameter.numel() * parameter.itemsize for parameter in layer.module.parameters()) for layer in chain.layers
+    ]
+    return Profile(
+        layers=layers_of_runs(names, rows, parameters, grown_from_first),
+        model=chain.name,
+        source=source,
+        conditions=conditions,
+        shared=tuple(SharedParameter(shared.name, shared.num_bytes, shared.layers) for shared in chain.shared),
+        observations=tuple(rows),
+    )
+
+
+@dataclass(frozen=True)
+class InputSizes:
+    """Inputs of one microbatch.
+
+    Attributes:
+        largest: of those that the run can meet.
+        sampled: of random minibatches, the smallest first; one entry where all are alike.
+    """
+
+    largest: Inputs
+    sampled: tuple[Inputs, ...]
+
+    def quantile(self, part: float) -> Inputs:
+        """The sampled inputs that this part of all is smaller than; 0.5 is the median."""
+        return self.sampled[min(int(part * len(self.sampled)), len(self.sampled) - 1)]
+
+    def to_json(self) -> dict[str, Any]:
+        """Shapes: the largest, the median, and the histogram as [shapes, number of minibatches] by rising bytes."""
+        counts = Counter(_text(inputs) for inputs in self.sampled)
+        shapes = {_text(inputs): shapes_of(inputs) for inputs in self.sampled}
+        return {
+            "largest": shapes_of(self.largest),
+            "median": shapes_of(self.quantile(0.5)),
+            "sampled": len(self.sampled),
+            "histogram": [[shapes[text], counts[text]] for text in shapes],
+        }
+
+
+def input_sizes(workload: Workload, microbatch_size: int, count: int = SAMPLES, seed: int = 0) -> InputSizes:
+    """The sizes that training of this workload meets; equal seeds give equal samples."""
+    sampled = workload.sampled_inputs(microbatch_size, count, seed)
+    return InputSizes(workload.profile_inputs(microbatch_size), tuple(sorted(sampled, key=_num_bytes)))
+
+
+def _num_bytes(inputs: Inputs) -> int:
+    return sum(spec.num_bytes for spec in inputs.values())
+
+
+def shapes_of(inputs: Inputs) -> dict[str, list[int]]:
+    """The shape of every input, as a profile writes it."""
+    return {name: list(spec.shape) for name, spec in inputs.items()}
+
+
+def _text(inputs: Inputs) -> str:
+    """The shape of the input with most bytes, which the others go along with."""
+    name, spec = max(inputs.items(), key=lambda item: item[1].num_bytes)
+    return f"{name} {'x'.join(map(str, spec.shape))}"

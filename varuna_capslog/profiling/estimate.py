@@ -7,36 +7,41 @@ Nothing is allocated, and the device that the profile is for need not be there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from varuna_capslog.model.chain import TensorSpec
-from varuna_capslog.model.trace import ShapeTable
+from varuna_capslog.model.chain import Chain, TensorSpec
+from varuna_capslog.model.trace import ShapeTable, layer_signature
 from varuna_capslog.model.workload import Workload
-from varuna_capslog.profiles.record import Observation, Profile, SharedParameter, layers_of_runs
+from varuna_capslog.profiles.record import Profile
 from varuna_capslog.profiles.runs import stage_runs
 from varuna_capslog.profiling import cache
-from varuna_capslog.profiling.conditions import RunConditions, conditions_of_run
+from varuna_capslog.profiling.conditions import (
+    InputSizes,
+    Progress,
+    RunConditions,
+    conditions_of_run,
+    input_sizes,
+    profile_of,
+    shapes_of,
+)
 from varuna_capslog.profiling.estimation.headroom import StepTrace, state_headroom
-from varuna_capslog.profiling.estimation.hollow import run_hollow
-from varuna_capslog.profiling.estimation.memo import Memo, run_key
+from varuna_capslog.profiling.estimation.hollow import HollowRun, run_hollow
 from varuna_capslog.profiling.estimation.quirks import QUIRKS, QUIRKS_VERSION, quirks_of
-from varuna_capslog.profiling.estimation.roofline import SPEEDS, Speed, calibrated_cpu
-from varuna_capslog.profiling.sizes import InputSizes, input_sizes, shapes_of
+from varuna_capslog.profiling.estimation.recipes import Recipes
+from varuna_capslog.profiling.estimation.roofline import RTX_A4000, Speed, calibrated_cpu
 from varuna_capslog.profiling.skeleton import skeleton
 from varuna_capslog.profiling.trim import TrimmedRun
 
 if TYPE_CHECKING:
     from varuna_capslog.config.reading import Config
 
-__all__ = ["Memo", "StageEstimate", "StageEstimator", "estimate_config", "estimate_stage", "estimate_workload"]
-
-Progress = Callable[[int, int, str], None]
-"""Called with (runs done, all runs, what has just ended); first with 0 runs done."""
+__all__ = ["Memo", "StageEstimate", "StageEstimator", "estimate_config", "estimate_workload"]
 
 _USUAL = (0.1, 0.5, 0.9)
 """Input sizes that fragmentation is simulated with besides the largest, as parts of the sampled minibatches."""
@@ -45,39 +50,45 @@ _SIMULATED = 6
 
 
 @dataclass(frozen=True)
-class StageEstimate:
-    """What layers [first, end) cost as one stage; bytes and seconds as in `record.Observation`.
-
-    Attributes:
-        attention: how its layers attend: "eager" (matrices of softmax are there), "fused"; empty: they do not.
-        limits: what it met of `quirks.LIMITS`, because of which its bytes are too low.
-        events: the step's allocations and releases in order, for `allocator.replay`.
-    """
+class StageEstimate(HollowRun):
+    """What layers [first, end) cost as one stage."""
 
     layers: tuple[int, int]
-    peak_bytes: int
-    static_bytes: int
-    saved_bytes: int
-    transient_bytes: int
-    boundary_in_bytes: int
-    boundary_out_bytes: int
-    forward_seconds: float
-    backward_seconds: float
-    attention: frozenset[str]
-    limits: frozenset[str]
-    events: tuple[tuple[int, int], ...]
+
+
+class Memo:
+    """Results of runs by key. Keeps alive what keys name by identity, so that no identity comes twice.
+
+    Attributes:
+        recipes: for the operators of runs that are not known yet.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[object, HollowRun] = {}
+        self._alive: dict[int, object] = {}
+        self.recipes = Recipes()
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def find(self, key: object) -> HollowRun | None:
+        """The result under this key, or None."""
+        return self._found.get(key)
+
+    def keep(self, key: object, run: HollowRun, named: Sequence[object]) -> None:
+        """Keeps a result; `named`: whose parts the key names by identity."""
+        self._found[key] = run
+        self._alive |= {id(item): item for item in named}
 
 
 class StageEstimator:
     """Estimates stages of one workload under one set of conditions.
 
     Args:
-        device: "cpu" or "cuda"; the machine need not have it.
-        microbatch_size, precision, recompute, stage_inputs: as in `measure.profile_workload`.
-        blocks: accumulation blocks of one pipeline.
+        conditions: their device need not be there; their `input` is taken from `inputs`.
+        inputs: specs of the chain's inputs; None: the workload's `profile_inputs`.
         speed: for the seconds; None: that of `roofline` for the device.
         memo: shared by estimators of related models, so that what they have in common is run once.
-        inputs: specs of the chain's inputs; None: the workload's `profile_inputs`.
 
     Raises:
         CapslogError: there is no table of quirks for the device, or a layer cannot run on these inputs.
@@ -86,45 +97,25 @@ class StageEstimator:
     def __init__(
         self,
         workload: Workload,
-        *,
-        device: str = "cpu",
-        microbatch_size: int = 1,
-        precision: str = "float32",
-        recompute: bool = True,
-        stage_inputs: str = "host",
-        blocks: int = 1,
+        conditions: RunConditions | None = None,
+        inputs: Mapping[str, TensorSpec] | None = None,
         speed: Speed | None = None,
         memo: Memo | None = None,
-        inputs: Mapping[str, TensorSpec] | None = None,
     ) -> None:
         self.workload = workload
-        inputs = workload.profile_inputs(microbatch_size) if inputs is None else inputs
-        self.conditions = RunConditions(
-            device, microbatch_size, shapes_of(inputs), precision, recompute, stage_inputs, blocks
-        )
-        quirks = quirks_of(device)
-        self.speed = speed or (calibrated_cpu() if device == "cpu" else SPEEDS["rtx a4000"])
+        conditions = conditions or RunConditions()
+        inputs = workload.profile_inputs(conditions.microbatch_size) if inputs is None else inputs
+        self.conditions = replace(conditions, input=shapes_of(inputs))
+        quirks = quirks_of(conditions.device)
+        self.speed = speed or (calibrated_cpu() if conditions.device == "cpu" else RTX_A4000)
         with torch.random.fork_rng(devices=[]):
             self.chain = skeleton(workload)
         with quirks.dispatch():
             # on CPU tensors in any case, as the runs: both then see the same operators
-            self.specs = ShapeTable(self.chain, "cpu", precision).boundaries(inputs)
-        self._targets, self._normalisers = workload.profile_targets(microbatch_size)
+            self.specs = ShapeTable(self.chain, "cpu", conditions.precision).boundaries(inputs)
+        self._targets, self._normalisers = workload.profile_targets(conditions.microbatch_size)
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._memo = Memo() if memo is None else memo
-
-    @classmethod
-    def under(
-        cls,
-        workload: Workload,
-        conditions: RunConditions,
-        inputs: Mapping[str, TensorSpec],
-        speed: Speed | None = None,
-        memo: Memo | None = None,
-    ) -> StageEstimator:
-        """An estimator under known conditions, their `input` aside: chain inputs are of these sizes."""
-        given = {item.name: getattr(conditions, item.name) for item in fields(conditions) if item.name != "input"}
-        return cls(workload, **given, speed=speed, memo=memo, inputs=inputs)
 
     @classmethod
     def of_config(cls, config: Config, speed: Speed | None = None, memo: Memo | None = None) -> StageEstimator:
@@ -134,11 +125,11 @@ class StageEstimator:
 
         workload = load_workload(config)
         inputs = workload.profile_inputs(config.train.microbatch_size)
-        return cls.under(workload, conditions_of_run(config, inputs), inputs, speed, memo)
+        return cls(workload, conditions_of_run(config, inputs), inputs, speed, memo)
 
     def at(self, inputs: Mapping[str, TensorSpec]) -> StageEstimator:
         """The same workload and conditions with inputs of another size."""
-        return self.under(self.workload, self.conditions, inputs, self.speed, self._memo)
+        return StageEstimator(self.workload, self.conditions, inputs, self.speed, self._memo)
 
     def stage(self, first: int, end: int) -> StageEstimate:
         """The stage of layers first .. end-1; any range of the chain.
@@ -155,7 +146,7 @@ class StageEstimator:
             self._targets if last else None,
             self._normalisers if last else {},
         )
-        key = (run_key(self.chain, run, self.conditions, self.workload), self.speed)
+        key = (_run_key(self.chain, run, self.conditions, self.workload), self.speed)
         found = self._memo.find(key)
         if found is None:
             quirks = quirks_of(self.conditions.device)
@@ -163,35 +154,13 @@ class StageEstimator:
             recipes = self._memo.recipes
             found = run_hollow(self._mode, self.chain, run, self.conditions, loss, quirks, self.speed, recipes)
             self._memo.keep(key, found, (self.chain, self.workload))
-        return StageEstimate(
-            layers=(first, end),
-            peak_bytes=found.peak_bytes,
-            static_bytes=found.static_bytes,
-            saved_bytes=found.saved_bytes,
-            transient_bytes=max(0, found.peak_bytes - found.static_bytes),
-            boundary_in_bytes=sum(spec.num_bytes for spec in run.specs[0].values()),
-            boundary_out_bytes=sum(spec.num_bytes for spec in run.specs[-1].values()),
-            forward_seconds=found.forward_seconds,
-            backward_seconds=found.backward_seconds,
-            attention=found.attention,
-            limits=found.limits,
-            events=found.events,
-        )
+        return StageEstimate(**vars(found), layers=(first, end))
 
 
-def estimate_stage(workload: Workload, first: int, end: int, **conditions: Any) -> StageEstimate:
-    """One stage of a workload; see `StageEstimator`, which is better for many stages of one model."""
-    return StageEstimator(workload, **conditions).stage(first, end)
-
-
-def estimate_workload(workload: Workload, *, progress: Progress | None = None, **conditions: Any) -> Profile:
-    """Profiles a workload, also one that no config describes, without running it.
-
-    Args:
-        conditions: keywords of `StageEstimator`.
-    """
-    estimator = StageEstimator(workload, **conditions)
-    return _profile(estimator, input_sizes(workload, estimator.conditions.microbatch_size), "gloo", progress)
+def estimate_workload(workload: Workload, conditions: RunConditions | None = None) -> Profile:
+    """Profiles a workload, also one that no config describes, without running it; see `StageEstimator`."""
+    estimator = StageEstimator(workload, conditions)
+    return _profile(estimator, input_sizes(workload, estimator.conditions.microbatch_size), "gloo", None)
 
 
 def estimate_config(
@@ -212,14 +181,11 @@ def estimate_config(
     """
     estimator = StageEstimator.of_config(config, speed, memo)
     sizes, transport = input_sizes(estimator.workload, config.train.microbatch_size), config.pipeline.transport
-    if use_cache:
-        known = cache.load(_key(estimator, sizes, transport))
-        if known is not None:
-            return known
-    profile = _profile(estimator, sizes, transport, progress)
-    if use_cache:
-        cache.store(profile)
-    return profile
+
+    def estimated() -> Profile:
+        return _profile(estimator, sizes, transport, progress)
+
+    return cache.kept(_key(estimator, sizes, transport), estimated) if use_cache else estimated()
 
 
 def _profile(estimator: StageEstimator, sizes: InputSizes, transport: str, progress: Progress | None) -> Profile:
@@ -232,9 +198,14 @@ def _profile(estimator: StageEstimator, sizes: InputSizes, transport: str, progr
     for number, (first, end) in enumerate(runs):
         stages.append(estimator.stage(first, end))
         progress(number + 1, len(runs), " + ".join(names[first:end]))
-    rows = [_row(stage, estimator.conditions) for stage in stages]
-    parameters = [
-        sum(parameter.numel() * parameter.itemsize for parameter in layer.module.parameters()) for layer in chain.layers
+    rows = [
+        estimator.conditions.row(
+            stage.layers,
+            (estimator.specs[stage.layers[0]], estimator.specs[stage.layers[1]]),
+            (stage.peak_bytes, stage.static_bytes, stage.saved_bytes),
+            (stage.forward_seconds, stage.backward_seconds),
+        )
+        for stage in stages
     ]
     found: dict[str, Any] = {
         "attention": "+".join(sorted(frozenset().union(*(stage.attention for stage in stages)))) or "none",
@@ -243,32 +214,7 @@ def _profile(estimator: StageEstimator, sizes: InputSizes, transport: str, progr
     }
     if limits := frozenset().union(*(stage.limits for stage in stages)):
         found["limits"] = sorted(limits)
-    return Profile(
-        layers=layers_of_runs(names, rows, parameters),
-        model=chain.name,
-        source="estimated",
-        conditions=_key(estimator, sizes, transport) | found,
-        shared=tuple(SharedParameter(shared.name, shared.num_bytes, shared.layers) for shared in chain.shared),
-        observations=tuple(rows),
-    )
-
-
-def _row(stage: StageEstimate, conditions: RunConditions) -> Observation:
-    return Observation(
-        layers=stage.layers,
-        device=conditions.device,
-        microbatch_size=conditions.microbatch_size,
-        input=dict(conditions.input),
-        memory_action="recompute" if conditions.recompute else "none",
-        peak_bytes=stage.peak_bytes,
-        static_bytes=stage.static_bytes,
-        saved_bytes=stage.saved_bytes,
-        transient_bytes=stage.transient_bytes,
-        boundary_in_bytes=stage.boundary_in_bytes,
-        boundary_out_bytes=stage.boundary_out_bytes,
-        forward_seconds=stage.forward_seconds,
-        backward_seconds=stage.backward_seconds,
-    )
+    return profile_of(chain, rows, "estimated", _key(estimator, sizes, transport) | found)
 
 
 def _headroom(
@@ -324,3 +270,39 @@ def _key(estimator: StageEstimator, sizes: InputSizes, transport: str) -> dict[s
 def _whole_numbers(value: Any) -> list[int]:
     values = value if isinstance(value, tuple) else (value,)
     return [item for item in values if isinstance(item, int)]
+
+
+def _run_key(chain: Chain, run: TrimmedRun, conditions: RunConditions, workload: Workload) -> object:
+    """Equal for runs that do the same work; it must hold all that a result depends on.
+
+    It holds: the layers' classes, attributes (dilation, stride, dropout), parameter shapes and hooks, what they read
+    and write; the tensors at every cut (shape, dtype, stride, requires_grad); whether there are stages before and
+    after; which parameters are shared, within and with layers elsewhere; the conditions; and for the last stage what
+    the workload says of its loss.
+    """
+    layers = chain.layers[run.first : run.end]
+    inside = set(range(run.first, run.end))
+    ties = tuple(
+        (
+            tuple((index - run.first, name) for index, name in shared.uses if index in inside),
+            # uses elsewhere send their gradients here
+            tuple(index < run.first for index in shared.layers if index not in inside),
+        )
+        for shared in chain.shared
+        if inside & set(shared.layers)
+    )
+    return (
+        tuple((layer.reads, layer.writes, layer_signature(layer), _kinds(layer.module)) for layer in layers),
+        tuple(tuple(sorted(cut.items())) for cut in run.specs),
+        (run.has_upstream, run.has_downstream, ties),
+        (conditions.device, conditions.precision, conditions.recompute, conditions.stage_inputs, conditions.blocks),
+        None if run.has_downstream else (workload.loss_key(), conditions.microbatch_size),
+    )
+
+
+def _kinds(module: nn.Module) -> tuple[object, ...]:
+    """The very classes of all parts (a name may stand for two), and what is hooked on them."""
+    return tuple(
+        (type(part), tuple(map(id, (*part._forward_hooks.values(), *part._forward_pre_hooks.values()))))
+        for part in module.modules()
+    )

@@ -12,72 +12,20 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 
 from varuna_capslog.base.errors import CapslogError, DoesNotFit
 from varuna_capslog.base.units import format_bytes
 from varuna_capslog.model.chain import TensorSpec
-from varuna_capslog.model.workload import Workload
 from varuna_capslog.profiles.record import Observation
 from varuna_capslog.profiles.runs import StageRun, capslog_partitionings, mcap_partitionings
-from varuna_capslog.profiling.conditions import RunConditions
+from varuna_capslog.profiling.conditions import Progress
 from varuna_capslog.profiling.pipelines import PipelineLaunch, measure_pipeline
-from varuna_capslog.profiling.trim import TrimmedRun
-from varuna_capslog.profiling.worker import Roles, WorkerFailure, WorkerGroup
+from varuna_capslog.profiling.worker import FreeBytes, Task, WorkerFailure, WorkerGroup, Workers
 
-__all__ = [
-    "Bounded",
-    "FreeBytes",
-    "Given",
-    "LaunchTimes",
-    "Progress",
-    "Workers",
-    "devices_of",
-    "failures_named",
-    "in_capslog_order",
-    "in_mcap_order",
-    "in_one_launch",
-]
-
-T = TypeVar("T")
-
-Progress = Callable[[int, int, str], None]
-"""Called with (runs done, all runs, what has just ended); first with 0 runs done."""
-
-FreeBytes = Callable[[torch.device], int]
-
-Bounded = tuple[TrimmedRun, int]
-"""A run and the most bytes it may take."""
-
-
-@dataclass(frozen=True)
-class Given(Generic[T]):
-    """A source of something that is there already; it can be sent to the workers where its value can."""
-
-    value: T
-
-    def __call__(self) -> T:
-        return self.value
-
-
-@dataclass(frozen=True)
-class Workers:
-    """What processes are started with."""
-
-    source: Callable[[], Workload]
-    devices: Sequence[torch.device]
-    threads: int
-    preload: Sequence[str]
-    conditions: RunConditions
-    free_bytes: FreeBytes
-    names: Sequence[str]
-    roles: Roles | None = None
-
-    def group(self, count: int) -> WorkerGroup:
-        """The first `count` workers."""
-        return WorkerGroup(self.source, self.devices[:count], self.threads, self.preload, self.roles)
+__all__ = ["LaunchTimes", "devices_of", "failures_named", "in_capslog_order", "in_mcap_order", "in_one_launch"]
 
 
 @dataclass
@@ -130,7 +78,7 @@ def failures_named(names: Sequence[str]) -> Iterator[None]:
 
 
 def in_one_launch(
-    tasks: Sequence[Bounded], group: WorkerGroup, workers: Workers, clock: LaunchTimes, progress: Progress
+    tasks: Sequence[Task], group: WorkerGroup, workers: Workers, clock: LaunchTimes, progress: Progress
 ) -> dict[StageRun, Observation]:
     """Carry out trimmed runs on the workers there are, as many at once as fit into what is free before the first.
 
@@ -166,7 +114,7 @@ def in_one_launch(
 
 
 def in_capslog_order(
-    tasks: Sequence[Bounded], workers: Workers, clock: LaunchTimes, progress: Progress
+    tasks: Sequence[Task], workers: Workers, clock: LaunchTimes, progress: Progress
 ) -> dict[StageRun, Observation]:
     """Carry out trimmed runs in the launches of CAPSlog, Sec. III-A, each with new processes.
 
@@ -216,9 +164,7 @@ def in_mcap_order(
         _refuse_what_does_not_fit(stages, devices, bound_bytes, workers.free_bytes)
         pipeline = PipelineLaunch(tuple(stages), tuple(specs), *goal)
         begun = time.perf_counter()
-        rows, seconds = measure_pipeline(
-            workers.source, pipeline, workers.conditions, devices, workers.threads, workers.preload
-        )
+        rows, seconds = measure_pipeline(pipeline, devices, workers)
         ended = time.perf_counter()
         clock.launches.append([(rank, max(begun, ended - seconds), ended) for rank in range(len(stages))])
         for gpu in partitioning.measured:
@@ -246,7 +192,7 @@ def _refuse_what_does_not_fit(
             )
 
 
-def _refusal(too_big: Sequence[Bounded], free: int, names: Sequence[str]) -> str:
+def _refusal(too_big: Sequence[Task], free: int, names: Sequence[str]) -> str:
     shown = ", ".join(
         f"{_name((run.first, run.end), names)} (up to {format_bytes(bound)})" for run, bound in too_big[:3]
     )

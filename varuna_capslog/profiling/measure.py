@@ -23,28 +23,24 @@ from varuna_capslog.engine.probe import CPU_SOURCE, CUDA_SOURCE
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.trace import ShapeTable, layer_signature
 from varuna_capslog.model.workload import Workload, load_workload
-from varuna_capslog.profiles.record import Observation, Profile, SharedParameter, layers_of_runs
+from varuna_capslog.profiles.record import Observation, Profile
 from varuna_capslog.profiles.runs import StageRun, stage_runs
 from varuna_capslog.profiling import admission, cache
 from varuna_capslog.profiling.admission import BoundTable
-from varuna_capslog.profiling.conditions import RunConditions, conditions_of_run
+from varuna_capslog.profiling.conditions import Progress, RunConditions, conditions_of_run, profile_of, shapes_of
 from varuna_capslog.profiling.launches import (
-    FreeBytes,
-    Given,
     LaunchTimes,
-    Progress,
-    Workers,
     devices_of,
     failures_named,
     in_capslog_order,
     in_mcap_order,
     in_one_launch,
 )
-from varuna_capslog.profiling.sizes import shapes_of
 from varuna_capslog.profiling.skeleton import skeleton
 from varuna_capslog.profiling.trim import TrimmedRun
+from varuna_capslog.profiling.worker import FreeBytes, Given, Task, Workers
 
-__all__ = ["Progress", "profile_config", "profile_workload"]
+__all__ = ["profile_config", "profile_workload"]
 
 
 def profile_config(
@@ -76,26 +72,21 @@ def profile_config(
 
 def profile_workload(
     workload: Workload,
+    conditions: RunConditions | None = None,
     *,
-    device: str = "cpu",
-    microbatch_size: int = 1,
-    precision: str = "float32",
-    recompute: bool = True,
-    stage_inputs: str = "host",
     workers: int = 1,
     threads: int = 1,
     order: str = "packed",
     merge_equal: bool = False,
-    use_cache: bool = False,
     progress: Progress | None = None,
     free_bytes: FreeBytes = admission.free_bytes,
 ) -> Profile:
     """Profiles a workload, also one that no config describes.
 
     Args:
-        device: "cpu" or "cuda"; with several GPUs the workers take turns.
-        recompute, stage_inputs: of the training that the profile is for; see the config's `pipeline` section.
-        workers, use_cache: as in `profile_config`.
+        conditions: of the training that the profile is for; their `input` is taken from the workload. With several GPUs
+            the workers take turns.
+        workers: as in `profile_config`.
         threads: CPU threads of each worker.
         order: "packed", "capslog" or "mcap", of so many `workers`; see `launches`.
         merge_equal: measure runs that do the same work (equal layers on equal inputs) once. Bytes are the same. In the
@@ -106,11 +97,10 @@ def profile_workload(
         as `profile_config`; also CapslogError where CUDA is in use and the workload cannot be sent to a process.
     """
     fields.choice(order, "order", ORDERS)
-    conditions = RunConditions(
-        device, microbatch_size, shapes_of(workload.profile_inputs(microbatch_size)), precision, recompute, stage_inputs
-    )
+    conditions = conditions or RunConditions()
+    conditions = replace(conditions, input=shapes_of(workload.profile_inputs(conditions.microbatch_size)))
     launch = _Launch(Given(workload), workers, threads, progress, merge_equal, free_bytes, order)
-    return _profile(workload, conditions, launch, use_cache)
+    return _profile(workload, conditions, launch, use_cache=False)
 
 
 ORDERS = ("packed", "capslog", "mcap")
@@ -140,25 +130,15 @@ def _profile(workload: Workload, conditions: RunConditions, launch: _Launch, use
     chain = skeleton(workload)
     clock = LaunchTimes()
     described = _describe(workload, chain, conditions, launch)
-    if use_cache:
-        known = cache.load(described)
-        if known is not None:
-            return known
-    names = [layer.name for layer in chain.layers]
-    with failures_named(names):
-        rows = _launched(workload, chain, conditions, launch, names, clock)
-    parameter_bytes = [_parameter_bytes(chain, index) for index in range(len(chain))]
-    profile = Profile(
-        layers=layers_of_runs(names, rows, parameter_bytes, grown_from_first=launch.order == "mcap"),
-        model=chain.name,
-        source="measured",
-        conditions={**described, "profiling": clock.report(launch.order, launch.workers)},
-        shared=tuple(SharedParameter(shared.name, shared.num_bytes, shared.layers) for shared in chain.shared),
-        observations=tuple(rows),
-    )
-    if use_cache:
-        cache.store(profile)
-    return profile
+
+    def measured() -> Profile:
+        names = [layer.name for layer in chain.layers]
+        with failures_named(names):
+            rows = _launched(workload, chain, conditions, launch, names, clock)
+        taken = {**described, "profiling": clock.report(launch.order, launch.workers)}
+        return profile_of(chain, rows, "measured", taken, grown_from_first=launch.order == "mcap")
+
+    return cache.kept(described, measured) if use_cache else measured()
 
 
 def _launched(
@@ -198,7 +178,7 @@ def _launched(
             measured = in_capslog_order(tasks, workers, clock, progress)
         else:
             measured = in_one_launch(tasks, group, workers, clock, progress)
-    return [_as_run(measured[twins[run]], run) for run in runs]
+    return [replace(measured[twins[run]], layers=run) for run in runs]
 
 
 def _modules(workload: Workload, chain: Chain) -> list[str]:
@@ -213,7 +193,7 @@ def _tasks(
     specs: Sequence[Mapping[str, TensorSpec]],
     bounds: BoundTable,
     runs: Sequence[StageRun],
-) -> list[tuple[TrimmedRun, int]]:
+) -> list[Task]:
     """The runs with their bounds in bytes, the largest first: as `pack_runs` would, with bytes for seconds."""
     targets, normalisers = workload.profile_targets(conditions.microbatch_size)
     last = len(specs) - 1
@@ -241,14 +221,6 @@ def _twins(
             key = (cuts, layers)
         twins[run] = first_of.setdefault(key, run)
     return twins
-
-
-def _as_run(row: Observation, run: StageRun) -> Observation:
-    return row if row.layers == run else replace(row, layers=run)
-
-
-def _parameter_bytes(chain: Chain, index: int) -> int:
-    return sum(parameter.numel() * parameter.itemsize for parameter in chain.layers[index].module.parameters())
 
 
 def _describe(workload: Workload, chain: Chain, conditions: RunConditions, launch: _Launch) -> dict[str, Any]:

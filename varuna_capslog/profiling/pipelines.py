@@ -6,7 +6,6 @@ before sends; peaks are read as in the trimmed runs (`trim.observe`).
 
 from __future__ import annotations
 
-import copy
 import multiprocessing.connection
 import threading
 import time
@@ -16,22 +15,22 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from varuna_capslog.engine.communicator import Communicator, PeerLost, connect
 from varuna_capslog.engine.pipeline import Layout, PipelineEngine, Ready
-from varuna_capslog.model.chain import Chain, Layer, TensorSpec
+from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.workload import Minibatch, Workload
 from varuna_capslog.profiles.record import Observation
 from varuna_capslog.profiles.runs import StageRun
 from varuna_capslog.profiling.conditions import RunConditions
-from varuna_capslog.profiling.skeleton import real_parameter, skeleton
+from varuna_capslog.profiling.skeleton import skeleton, with_real_layers
 from varuna_capslog.profiling.trim import MICROBATCHES, KnownShapes, MeasuredStage, dummy_options, observe
 from varuna_capslog.profiling.worker import (
+    Processes,
     WorkerFailure,
+    Workers,
     belong_to_parent,
     end_with_client,
-    process_context,
     report,
     sentence,
 )
@@ -55,18 +54,12 @@ class PipelineLaunch:
 
 
 def measure_pipeline(
-    source: Callable[[], Workload],
-    pipeline: PipelineLaunch,
-    conditions: RunConditions,
-    devices: Sequence[torch.device],
-    threads: int,
-    preload: Sequence[str] = (),
+    pipeline: PipelineLaunch, devices: Sequence[torch.device], workers: Workers
 ) -> tuple[list[Observation], float]:
     """Start one process per stage, train, read every stage's peak, end them.
 
     Args:
         devices: one per stage.
-        threads: CPU threads of each process.
 
     Returns:
         An observation per stage, and the seconds from the moment when all processes were connected.
@@ -74,29 +67,15 @@ def measure_pipeline(
     Raises:
         WorkerFailure: a rank failed or died.
     """
-    context = process_context(source, preload)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    processes, pipes = [], []
-    try:
+    source, conditions = workers.source, workers.conditions
+    with Processes(source, workers.preload) as group:
         for rank, device in enumerate(devices):
-            ours, theirs = context.Pipe()
-            arguments = (theirs, source, rank, pipeline, conditions, store.port, device, threads)
-            process = context.Process(target=_work, args=arguments, name=f"pipeline-{rank}")
-            process.start()
-            theirs.close()
-            processes.append(process)
-            pipes.append(ours)
-        _collect(pipes)
+            arguments = (source, rank, pipeline, conditions, group.port, device, workers.threads)
+            group.begin(_work, f"pipeline-{rank}", *arguments)
+        _collect(group.pipes)
         began = time.perf_counter()
-        found = _collect(pipes)
+        found = _collect(group.pipes)
         return found, time.perf_counter() - began
-    finally:
-        for process in processes:
-            process.kill()
-        for process in processes:
-            process.join()
-        for pipe in pipes:
-            pipe.close()
 
 
 def _collect(pipes: Sequence[Connection]) -> list[Any]:
@@ -106,8 +85,8 @@ def _collect(pipes: Sequence[Connection]) -> list[Any]:
     deadline = None
     while len(values) < len(pipes):
         left = [pipe for rank, pipe in enumerate(pipes) if rank not in values]
-        patience = None if deadline is None else max(0.0, deadline - time.monotonic())
-        ready = multiprocessing.connection.wait(left, patience)
+        remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
+        ready = multiprocessing.connection.wait(left, remaining)
         for connection in ready:
             rank = pipes.index(connection)
             try:
@@ -142,7 +121,7 @@ def _work(
     torch.set_num_threads(threads)
     try:
         workload = source()
-        chain = _with_real_layers(skeleton(workload), pipeline.stages[rank])
+        chain = with_real_layers(skeleton(workload), *pipeline.stages[rank])
         if device.type == "cuda":
             torch.cuda.set_device(device)
         communicator = connect(rank, len(pipeline.stages), "127.0.0.1", port, 0, _MESSAGE_SECONDS)
@@ -153,20 +132,6 @@ def _work(
         report(pipe, "lost", str(error))
     except Exception as error:
         report(pipe, "failed", sentence(error))
-
-
-def _with_real_layers(chain: Chain, stage: StageRun) -> Chain:
-    """The whole chain with memory for the parameters of one stage's layers, wherever else these are used."""
-    memo: dict[int, Any] = {}
-    for index, layer in enumerate(chain.layers):
-        for parameter in layer.module.parameters():
-            if stage[0] <= index < stage[1]:
-                memo[id(parameter)] = real_parameter(parameter)
-            else:
-                memo.setdefault(id(parameter), parameter)
-    modules = copy.deepcopy([layer.module for layer in chain.layers], memo)
-    layers = [Layer(old.name, new, old.reads, old.writes) for old, new in zip(chain.layers, modules, strict=True)]
-    return Chain(layers, chain.inputs, chain.outputs, chain.name)
 
 
 def _observe(

@@ -8,7 +8,6 @@ therefore confirms a plan, it does not search one.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -17,15 +16,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import Config
 from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine, Ready
-from varuna_capslog.engine.probe import resident_tensors
-from varuna_capslog.model.chain import Chain, Layer, TensorSpec
+from varuna_capslog.model.chain import TensorSpec
 from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.profiling.estimate import StageEstimator
 from varuna_capslog.profiling.estimation.allocator import replay
-from varuna_capslog.profiling.estimation.hollow import SilentCommunicator, begin_optimizer, host_memory
-from varuna_capslog.profiling.estimation.lifetimes import Lifetimes
+from varuna_capslog.profiling.estimation.hollow import SilentCommunicator, fake_step, host_memory
 from varuna_capslog.profiling.estimation.quirks import quirks_of
-from varuna_capslog.profiling.skeleton import real_parameter
+from varuna_capslog.profiling.skeleton import with_real_layers
 from varuna_capslog.profiling.trim import KnownShapes
 
 __all__ = ["rehearse", "rehearse_config"]
@@ -46,9 +43,38 @@ def rehearse(
     Raises:
         CapslogError: a layer or the loss cannot run on fake tensors; cuts that do not fit the chain.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    estimator.chain.check_cuts(cuts)
-    return [_peak(estimator, mode, cuts, rank, schedule, num_microbatches, recompute) for rank in range(len(cuts))]
+    chain, conditions = estimator.chain, estimator.conditions
+    chain.check_cuts(cuts)
+    options = EngineOptions(
+        num_microbatches=num_microbatches,
+        num_blocks=conditions.blocks,
+        schedule=schedule,
+        recompute=recompute,
+        stage_inputs=conditions.stage_inputs,
+        precision=conditions.precision,
+        clip_norm=1.0,
+        refuses=False,
+    )
+    targets, normalisers = estimator.workload.profile_targets(conditions.microbatch_size)
+    inputs = [dict(estimator.specs[0])] * num_microbatches
+    minibatch = Minibatch(inputs, [targets] * num_microbatches, dict(normalisers))
+    layout, mode = Layout(tuple(cuts), tuple(range(len(cuts)))), FakeTensorMode(allow_non_fake_inputs=True)
+    peaks = []
+    for rank, (first, end) in enumerate(zip(cuts, [*cuts[1:], len(chain)], strict=True)):
+        quirks = quirks_of(conditions.device)
+        with torch.random.fork_rng(devices=[]), mode, quirks.dispatch():
+            engine = PipelineEngine(
+                with_real_layers(chain, first, end),
+                estimator.workload.loss,
+                layout,
+                options,
+                SilentCommunicator(rank, len(cuts), quirks.staged),
+                _CPU,
+                Ready(KnownShapes(estimator.specs), host=host_memory(quirks, conditions)),
+            )
+            peak_bytes, events = fake_step(engine, quirks, minibatch, (f"stage {rank}", "its layers"))
+            peaks.append(replay(events).allocated_bytes if quirks.caching else peak_bytes)
+    return peaks
 
 
 def rehearse_config(
@@ -76,74 +102,3 @@ def rehearse_config(
     blocks = estimator.conditions.blocks
     recompute = estimator.conditions.recompute
     return rehearse(estimator, cuts, pipeline.schedule, -(-count // blocks) * blocks, recompute)
-
-
-def _peak(
-    estimator: StageEstimator,
-    mode: FakeTensorMode,
-    cuts: Sequence[int],
-    rank: int,
-    schedule: str,
-    num_microbatches: int,
-    recompute: bool,
-) -> int:
-    conditions, quirks = estimator.conditions, quirks_of(estimator.conditions.device)
-    ends = [*cuts[1:], len(estimator.chain)]
-    options = EngineOptions(
-        num_microbatches=num_microbatches,
-        num_blocks=conditions.blocks,
-        schedule=schedule,
-        recompute=recompute,
-        stage_inputs=conditions.stage_inputs,
-        precision=conditions.precision,
-        clip_norm=1.0,
-        refuses=False,
-    )
-    targets, normalisers = estimator.workload.profile_targets(conditions.microbatch_size)
-    minibatch = Minibatch(
-        [dict(estimator.specs[0])] * num_microbatches, [targets] * num_microbatches, dict(normalisers)
-    )
-    layout = Layout(tuple(cuts), tuple(range(len(cuts))))
-    with torch.random.fork_rng(devices=[]), mode, quirks.dispatch():
-        engine = PipelineEngine(
-            _with_real_layers(estimator.chain, cuts[rank], ends[rank]),
-            estimator.workload.loss,
-            layout,
-            options,
-            SilentCommunicator(rank, len(cuts), quirks.staged),
-            _CPU,
-            Ready(KnownShapes(estimator.specs), host=host_memory(quirks, conditions)),
-        )
-        begin_optimizer(engine, quirks)
-        followed = Lifetimes(quirks.temporary, resident_tensors(engine.layers, engine.optimizer))
-        with followed:
-            try:
-                engine.train_step(
-                    2, minibatch, lambda _: {name: spec.empty() for name, spec in estimator.specs[0].items()}
-                )
-            except CapslogError:
-                raise
-            except Exception as error:
-                raise CapslogError(
-                    f"stage {rank} cannot run on fake tensors ({type(error).__name__}: {error}); let its layers depend "
-                    "on shapes only, or set profile.source=measured"
-                ) from error
-        if not quirks.caching:
-            return followed.peak_bytes
-        lasting = [(0, quirks.lasting_bytes)] if quirks.lasting_bytes else []
-        return replay([*lasting, *followed.events]).allocated_bytes
-
-
-def _with_real_layers(chain: Chain, first: int, end: int) -> Chain:
-    """The chain with parameters for layers [first, end), also where others share them; the rest keep shapes alone."""
-    memo: dict[int, object] = {}
-    owned = {id(parameter) for layer in chain.layers[first:end] for parameter in layer.module.parameters()}
-    for index, layer in enumerate(chain.layers):
-        for parameter in layer.module.parameters():
-            if id(parameter) not in memo:
-                memo[id(parameter)] = real_parameter(parameter) if id(parameter) in owned else parameter
-        for buffer in layer.module.buffers():
-            memo[id(buffer)] = torch.empty_like(buffer) if first <= index < end else buffer
-    modules = copy.deepcopy([layer.module for layer in chain.layers], memo)
-    layers = [Layer(old.name, new, old.reads, old.writes) for old, new in zip(chain.layers, modules, strict=True)]
-    return Chain(layers, chain.inputs, chain.outputs, chain.name)

@@ -19,7 +19,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from varuna_capslog.model.chain import Chain, Layer
 from varuna_capslog.model.workload import Workload
 
-__all__ = ["hollow_module", "real_parameter", "skeleton"]
+__all__ = ["hollow_module", "real_parameter", "skeleton", "with_real_layers"]
 
 _Built = TypeVar("_Built")
 _Stripped = dict[int, tuple["weakref.ref[nn.Parameter]", nn.Parameter]]
@@ -95,6 +95,21 @@ def _on_meta(parameter: nn.Parameter, stripped: _Stripped) -> nn.Parameter:
 def _with_modules(chain: Chain, modules: Sequence[nn.Module]) -> Chain:
     layers = [Layer(old.name, new, old.reads, old.writes) for old, new in zip(chain.layers, modules, strict=True)]
     return Chain(layers, chain.inputs, chain.outputs, chain.name)
+
+
+def with_real_layers(chain: Chain, first: int, end: int) -> Chain:
+    """The chain with memory for layers [first, end), also where other layers share it; the rest keep shapes alone."""
+    memo: dict[int, object] = {}
+    for layer in chain.layers[first:end]:
+        for parameter in layer.module.parameters():
+            if id(parameter) not in memo:
+                memo[id(parameter)] = real_parameter(parameter)
+        memo |= {id(buffer): buffer.detach().clone() for buffer in layer.module.buffers()}
+    modules = [layer.module for layer in chain.layers]
+    for module in modules:
+        for tensor in (*module.parameters(), *module.buffers()):
+            memo.setdefault(id(tensor), tensor)
+    return _with_modules(chain, copy.deepcopy(modules, memo))
 
 
 def real_parameter(parameter: nn.Parameter) -> nn.Parameter:

@@ -26,6 +26,7 @@ from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine
 from varuna_capslog.engine.probe import resident_tensors
 from varuna_capslog.engine.stage import LossFunction, MicrobatchContext, Stage
 from varuna_capslog.engine.stage_meter import StageMeter
+from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Minibatch
@@ -45,7 +46,6 @@ __all__ = [
     "dummy_inputs",
     "dummy_options",
     "measure_run",
-    "observation_of",
     "observe",
     "play_neighbours",
     "trimmed_chain",
@@ -256,7 +256,7 @@ def play_neighbours(chain: Chain, run: TrimmedRun, conditions: RunConditions, co
     engine = pipeline.engine(_dummy_loss, communicator, torch.device("cpu"))
     values = dummy_inputs(run.specs[0])
     for step in range(1, 3 + _TIMED_STEPS):
-        engine.train_step(step, pipeline.minibatch, lambda microbatch: values)
+        train_step(engine, step, pipeline.minibatch, lambda microbatch: values)
 
 
 def measure_run(
@@ -307,49 +307,23 @@ def observe(
         layers: (first, end) of the stage in its whole chain.
         boundaries: what crosses its first and its last cut.
     """
-    device = engine.device
-    meter = StageMeter(device, lambda: resident_tensors(engine.layers, engine.optimizer))
+    meter = StageMeter(engine.device, lambda: resident_tensors(engine.layers, engine.optimizer))
 
     def load(microbatch: int) -> dict[str, Tensor]:
         return dummy_inputs(boundaries[0])
 
-    with measured.saving(meter, resident_tensors(engine.layers, engine.optimizer)):
-        engine.train_step(1, minibatch, load)
+    with measured.watching(meter, resident_tensors(engine.layers, engine.optimizer)):
+        train_step(engine, 1, minibatch, load)
     if measured.refused:
         raise CapslogError(f"the loss refuses dummy values ({measured.refused}); make it finite on any outputs")
     with meter.peak():
-        engine.train_step(2, minibatch, load, before_commit=meter.count_static)
-    with measured.timing(meter):
+        train_step(engine, 2, minibatch, load, before_commit=meter.count_static)
+    with measured.watching(meter):
         for step in range(3, 3 + _TIMED_STEPS):
-            engine.train_step(step, minibatch, load)
-    crossing = [sum(spec.num_bytes for spec in cut.values()) for cut in boundaries]
-    return observation_of(meter, device, layers, (crossing[0], crossing[1]), conditions)
-
-
-def observation_of(
-    meter: StageMeter,
-    device: torch.device,
-    layers: tuple[int, int],
-    boundary_bytes: tuple[int, int],
-    conditions: RunConditions,
-) -> Observation:
-    """What a meter has read of a stage of these layers; `boundary_bytes` cross its first and its last cut."""
+            train_step(engine, step, minibatch, load)
     assert meter.peak_bytes is not None
-    return Observation(
-        layers=layers,
-        device=device.type,
-        microbatch_size=conditions.microbatch_size,
-        input=dict(conditions.input),
-        memory_action="recompute" if conditions.recompute else "none",
-        peak_bytes=meter.peak_bytes,
-        static_bytes=meter.static_bytes,
-        saved_bytes=meter.saved_bytes,
-        transient_bytes=max(0, meter.peak_bytes - meter.static_bytes),
-        boundary_in_bytes=boundary_bytes[0],
-        boundary_out_bytes=boundary_bytes[1],
-        forward_seconds=statistics.median(meter.seconds["forward"]),
-        backward_seconds=statistics.median(meter.seconds["backward"]),
-    )
+    seconds = (statistics.median(meter.seconds["forward"]), statistics.median(meter.seconds["backward"]))
+    return conditions.row(layers, boundaries, (meter.peak_bytes, meter.static_bytes, meter.saved_bytes), seconds)
 
 
 def dummy_inputs(specs: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
@@ -378,22 +352,17 @@ class MeasuredStage(Observer):
         self._own: list[Tensor] | None = None
 
     @contextlib.contextmanager
-    def saving(self, meter: StageMeter, own: list[Tensor]) -> Iterator[None]:
-        """While it is open, the meter sees what every forward leaves behind for its backward."""
+    def watching(self, meter: StageMeter, own: list[Tensor] | None = None) -> Iterator[None]:
+        """While it is open, the meter times every forward and backward.
+
+        Args:
+            own: what is resident; the meter then sees what every forward leaves behind for its backward instead.
+        """
         self._meter, self._own = meter, own
         try:
             yield
         finally:
             self._meter = self._own = None
-
-    @contextlib.contextmanager
-    def timing(self, meter: StageMeter) -> Iterator[None]:
-        """While it is open, the meter times every forward and backward."""
-        self._meter = meter
-        try:
-            yield
-        finally:
-            self._meter = None
 
     def working(self, kind: str, stage: Stage, context: MicrobatchContext) -> AbstractContextManager[None]:
         if self._meter is None:

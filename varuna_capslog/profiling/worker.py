@@ -17,11 +17,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,18 +41,23 @@ from varuna_capslog.profiling.trim import (
     play_neighbours,
 )
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 __all__ = [
+    "Given",
     "Play",
+    "Processes",
     "Role",
     "Roles",
     "WorkerFailure",
     "WorkerGroup",
+    "Workers",
     "belong_to_parent",
     "cause_of_loss",
     "end_with_client",
     "next_task",
     "pass_on",
-    "process_context",
     "report",
     "sentence",
 ]
@@ -60,6 +66,8 @@ _MESSAGE_SECONDS = 3600.0
 _GRACE_SECONDS = 10.0
 """How long a worker that lost a neighbour waits for the neighbour's process to say why, or to end."""
 _PR_SET_PDEATHSIG = 1
+
+T = TypeVar("T")
 
 Task = tuple[TrimmedRun, int]
 """A run and the most bytes it may take."""
@@ -74,6 +82,9 @@ Roles = Callable[[Callable[[], Any], int, int, torch.device], tuple[Role, list[R
 """From (source, the worker's number, the store's port, device): the worker's role, and those of its neighbours, each of
 which gets a process forked from the worker's."""
 
+FreeBytes = Callable[[torch.device], int]
+"""What a device has left."""
+
 
 class WorkerFailure(CapslogError):
     """A worker could not be started, or a run did not end. `run` is None for a start."""
@@ -83,14 +94,55 @@ class WorkerFailure(CapslogError):
         self.run = None if task is None else task[0]
 
 
-class WorkerGroup:
-    """Workers that stay for a whole profile; a context manager that ends all of them, however it is left.
+class Processes:
+    """Processes with a pipe to each of them; a context manager that ends all of them, however it is left.
 
     Args:
-        source: makes the workload in every worker.
+        source: makes the workload in every process.
+        preload: modules that are imported once, before the processes part; one that cannot be imported is left out.
+    """
+
+    def __init__(self, source: Callable[[], Workload], preload: Sequence[str]) -> None:
+        self._context = _process_context(source, preload)
+        self._processes: list[BaseProcess] = []
+        self.pipes: list[Connection] = []
+
+    def __enter__(self) -> Self:
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for pipe in self.pipes:
+            pipe.close()
+
+    @property
+    def port(self) -> int:
+        """Of the store through which the processes connect."""
+        return self._store.port
+
+    def begin(self, target: Callable[..., None], name: str, *arguments: Any) -> None:
+        """Starts a process that runs `target(its end of the pipe, *arguments)`."""
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=target, args=(theirs, *arguments), name=name)
+        process.start()
+        theirs.close()
+        self._processes.append(process)
+        self.pipes.append(ours)
+
+
+class WorkerGroup(Processes):
+    """Workers that stay for a whole profile.
+
+    Args:
+        source, preload: see `Processes`.
         devices: one per worker.
         threads: CPU threads of each worker; their neighbours have one.
-        preload: modules that are imported once, before the workers part; one that cannot be imported is left out.
         roles: what a worker and its neighbours play; None: stages on our own engine.
     """
 
@@ -102,46 +154,21 @@ class WorkerGroup:
         preload: Sequence[str] = (),
         roles: Roles | None = None,
     ) -> None:
-        self._context = process_context(source, preload)
+        super().__init__(source, preload)
         self._arguments = (roles or _engine_roles, source, devices, threads)
-        self._processes: list[BaseProcess] = []
-        self._pipes: list[Connection] = []
         self._doing: dict[int, Task] = {}
         self._idle: list[int] = []
 
-    def __enter__(self) -> WorkerGroup:
+    def __enter__(self) -> Self:
+        super().__enter__()
         roles, source, devices, threads = self._arguments
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._store = store
         try:
             for number, device in enumerate(devices):
-                ours, theirs = self._context.Pipe()
-                process = self._context.Process(
-                    target=_work,
-                    args=(theirs, roles, source, number, store.port, device, threads),
-                    name=f"profile-{number}",
-                )
-                process.start()
-                theirs.close()
-                self._processes.append(process)
-                self._pipes.append(ours)
-        except BaseException:
-            self._end()
+                self.begin(_work, f"profile-{number}", roles, source, number, self.port, device, threads)
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
             raise
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._end()
-
-    def _end(self) -> None:
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.join()
-        for pipe in self._pipes:
-            pipe.close()
 
     @property
     def idle(self) -> list[int]:
@@ -163,7 +190,7 @@ class WorkerGroup:
         self._idle.remove(worker)
         self._doing[worker] = task
         try:
-            self._pipes[worker].send((task[0], conditions))
+            self.pipes[worker].send((task[0], conditions))
         except OSError as error:
             raise self._died(worker) from error
 
@@ -173,10 +200,10 @@ class WorkerGroup:
         Raises:
             WorkerFailure: a run failed or its worker died.
         """
-        for ready in multiprocessing.connection.wait(self._pipes):
-            worker = self._pipes.index(ready)  # type: ignore[arg-type]
+        for ready in multiprocessing.connection.wait(self.pipes):
+            worker = self.pipes.index(ready)  # type: ignore[arg-type]
             try:
-                kind, value = self._pipes[worker].recv()
+                kind, value = self.pipes[worker].recv()
             except (EOFError, OSError) as error:
                 raise self._died(worker) from error
             if kind == "failed":
@@ -191,7 +218,35 @@ class WorkerGroup:
         return WorkerFailure(self._doing.get(worker), f"its process {_how_it_ended(process.exitcode)}")
 
 
-def process_context(source: Callable[[], Workload], preload: Sequence[str]) -> Any:
+@dataclass(frozen=True)
+class Given(Generic[T]):
+    """A source of something that is there already; it can be sent to the workers where its value can."""
+
+    value: T
+
+    def __call__(self) -> T:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Workers:
+    """What processes are started with."""
+
+    source: Callable[[], Workload]
+    devices: Sequence[torch.device]
+    threads: int
+    preload: Sequence[str]
+    conditions: RunConditions
+    free_bytes: FreeBytes
+    names: Sequence[str]
+    roles: Roles | None = None
+
+    def group(self, count: int) -> WorkerGroup:
+        """The first `count` workers."""
+        return WorkerGroup(self.source, self.devices[:count], self.threads, self.preload, self.roles)
+
+
+def _process_context(source: Callable[[], Workload], preload: Sequence[str]) -> Any:
     """How to start processes: from a clean server that has imported torch once, or else from this process."""
     try:
         pickle.dumps(source)

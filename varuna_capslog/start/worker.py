@@ -54,12 +54,13 @@ def run_worker(run_dir: Path, evaluate: bool = False, prepare: Callable[[], obje
     wish = StopWish()
     if evaluate:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # an evaluation saves nothing: Ctrl-C ends it at once
-    state: dict[str, Any] = {"name": f"rank {rank}", "stage": None, "step": None, "doing": None}
+    state: dict[str, Any] = {"name": f"rank {rank}", "stage": None}
     try:
         return _work(run_dir, rank, wish, state, evaluate, prepare)
     except Exception as error:
-        where = {"rank": rank, "stage": state["stage"], "step": state["step"]}
-        where["microbatch"] = _microbatch(state["doing"])
+        run: Run | None = state.get("run")
+        where = {"rank": rank, "stage": state["stage"], "step": run.begun_step if run else None}
+        where["microbatch"] = _microbatch(run.failed_at if run else None)
         leave(report_failure(run_dir, str(rank), state["name"], error, where))
 
 
@@ -107,7 +108,8 @@ def _work(
     if config.pipeline.transport == "nccl":
         _check_nccl(device)
     with _connected(rank, f"run-{generation}", config.pipeline.timeout_seconds) as communicator:
-        run = Run(config, plan, load_workload(config), communicator, device, generation, wish, state, ENGINES)
+        run = Run(config, plan, load_workload(config), communicator, device, generation, wish, ENGINES)
+        state["run"] = run
         try:
             if evaluate:
                 return _evaluate(run, run_dir)

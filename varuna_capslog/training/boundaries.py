@@ -5,18 +5,22 @@ All ranks of a generation come here together, and each of them knows the same ab
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
 from varuna_capslog.base import files
 from varuna_capslog.engine.interface import Engine
 from varuna_capslog.engine.step import verify_copies
+from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.training.checkpoint import prune, save_checkpoint
 from varuna_capslog.training.constants import run_constants
+from varuna_capslog.training.feed import evaluation_groups
 from varuna_capslog.training.journal import Journal
-from varuna_capslog.training.judging import Judging
 from varuna_capslog.training.run_setup import RunSetup
 
 __all__ = ["Boundaries"]
@@ -31,7 +35,7 @@ class Boundaries:
 
     def __init__(self, setup: RunSetup, log: Journal) -> None:
         self._setup, self._log = setup, log
-        self._judging = Judging(setup.config, setup.workload)
+        self._val: Any = None  # opened when it is first asked for
         self._engine: Engine | None = None
         self._generation = self._base = self._saved = self._judged = 0
         self._best: tuple[float, int] | None = None
@@ -88,17 +92,8 @@ class Boundaries:
         if self._saved >= step:
             return False
         began, engine = time.monotonic(), self._running
-        save_checkpoint(
-            self._setup.checkpoints,
-            step,
-            self._generation,
-            engine.chain,
-            engine.layers,
-            engine.optimizer,
-            engine.communicator,
-            engine.replica == 0,
-            {"constants": run_constants(self._setup.config), "cuts": list(engine.layout.cuts)},
-        )
+        extra = {"constants": run_constants(self._setup.config), "cuts": list(engine.layout.cuts)}
+        save_checkpoint(self._setup.checkpoints, step, self._generation, engine, extra)
         self._saved = step
         if self._log.writes:
             spare = () if self._best is None else (self._best[1],)
@@ -107,8 +102,41 @@ class Boundaries:
         return True
 
     def evaluate(self, engine: Engine) -> Mapping[str, Any] | None:
-        """Scores of the validation set on `engine`, the same on every rank; None without validation data."""
-        return self._judging.scores(engine)
+        """Runs the validation set through `engine`; the scores are the same on every rank.
+
+        Returns:
+            None where the workload has no evaluator or no validation data.
+
+        Raises:
+            PeerLost: another rank is gone.
+        """
+        evaluator = self._setup.workload.evaluator()
+        if evaluator is None:
+            return None
+        communicator, config = engine.communicator, self._setup.config
+        # asked by all ranks together, also where some have opened the data in an earlier generation
+        self._val = communicator.together(lambda: self._setup.workload.val_data() if self._val is None else self._val)
+        if self._val is None:
+            return None
+        results: list[Any] = []
+        replicas = engine.layout.replicas
+        if communicator.rank < replicas * engine.layout.devices:  # the others are idle
+            groups = evaluation_groups(
+                len(self._val), config.train.microbatch_size, config.num_microbatches, engine.replica, replicas
+            )
+            for group in groups:
+                minibatch = self._val.minibatch(group, 0)
+
+                def take(microbatch: int, outputs: dict[str, Tensor], minibatch: Minibatch = minibatch) -> None:
+                    host = {name: tensor.cpu() for name, tensor in outputs.items()}
+                    results.extend(evaluator.collect(host, minibatch, microbatch))
+
+                engine.evaluate(minibatch, functools.partial(self._val.load, minibatch), take)
+        # replicas finish at different times, and scoring takes as long as it takes
+        communicator.together(lambda: None)
+        everything = [result for theirs in communicator.gather(results) for result in theirs]
+        mine = communicator.together(lambda: evaluator.summarize(everything) if communicator.rank == 0 else None)
+        return communicator.gather(mine)[0]
 
     @property
     def _running(self) -> Engine:

@@ -13,7 +13,7 @@ import pickle
 import shutil
 import time
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,11 @@ from torch import Tensor
 
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError, DiskFailed
-from varuna_capslog.engine.communicator import Communicator
+from varuna_capslog.engine.interface import Engine
 from varuna_capslog.engine.layers import EngineLayer
 from varuna_capslog.engine.optimizer import StageOptimizer
 from varuna_capslog.model.chain import Chain
-from varuna_capslog.training.layer_state import LayerState, capture, model_state
+from varuna_capslog.training.layer_state import LayerState, capture, flatten, install, model_state
 
 __all__ = [
     "Checkpoint",
@@ -98,27 +98,18 @@ def read_file(path: Path, advice: str, digest: str | None = None) -> Any:
         raise CapslogError(f"{path}: cannot be read ({error}); {advice}") from error
 
 
-def save_checkpoint(
-    folder: Path,
-    step: int,
-    generation: int,
-    chain: Chain,
-    layers: Sequence[EngineLayer],
-    optimizer: StageOptimizer,
-    communicator: Communicator,
-    writes: bool,
-    extra: Mapping[str, Any],
-) -> Path:
+def save_checkpoint(folder: Path, step: int, generation: int, engine: Engine, extra: Mapping[str, Any]) -> Path:
     """Writes a checkpoint together with all ranks; every rank calls it at the same step boundary.
 
     Args:
         folder: the run's `checkpoints/`.
-        writes: True on the ranks of one replica; together they hold every layer once.
+        engine: of this rank; the ranks of the first replica write, which together hold every layer once.
         extra: further entries of the manifest (config digest, data position, ...).
 
     Raises:
         CapslogError: on every rank, when any rank could not write (full disk, no permission); nothing was replaced.
     """
+    chain, communicator = engine.chain, engine.communicator
     final = folder / f"step-{step:08d}"
     partial = folder / f".partial-step-{step:08d}-g{generation}"
 
@@ -126,11 +117,10 @@ def save_checkpoint(
         entries: dict[str, Any] = {}
         try:
             partial.mkdir(parents=True, exist_ok=True)
-            if writes:
-                for layer in layers:
-                    file = f"layer-{layer.index:04d}.pt"
-                    state = to_checkpoint(capture(layer, optimizer, copy=False), chain, layer.index)
-                    entries[layer.name] = {"file": file, **write_synced(partial / file, state)}
+            for layer in engine.layers if engine.replica == 0 else ():
+                file = f"layer-{layer.index:04d}.pt"
+                state = to_checkpoint(capture(layer, engine.optimizer, copy=False), chain, layer.index)
+                entries[layer.name] = {"file": file, **write_synced(partial / file, state)}
         except OSError as error:
             return f"{error.strerror or error}", entries
         return None, entries
@@ -295,8 +285,32 @@ def from_checkpoint(checkpoint: Checkpoint, chain: Chain, index: int) -> LayerSt
     Raises:
         CapslogError: the checkpoint is damaged or of another model.
     """
-    layer = chain.layers[index]
-    shared = chain.shared_names(index)
+
+    def mismatch(address: str, value: Tensor | None, wanted: Tensor) -> CapslogError:
+        found = "nothing" if value is None else f"shape {list(value.shape)}"
+        return CapslogError(
+            f"{checkpoint.path}: {address!r} has shape {list(wanted.shape)} in the model, {found} there; it was "
+            "written for another model"
+        )
+
+    name, shared = chain.layers[index].name, chain.shared_names(index)
+    return _state_of(checkpoint, name, model_state(chain, index), shared, mismatch)
+
+
+def _state_of(
+    checkpoint: Checkpoint,
+    layer: str,
+    targets: Mapping[str, Tensor],
+    shared: Mapping[str, str],
+    mismatch: Callable[[str, Tensor | None, Tensor], CapslogError],
+) -> LayerState:
+    """What a checkpoint has for a layer.
+
+    Args:
+        targets: a state of the layer, whose parameters and buffers are looked up.
+        shared: name inside the layer -> address, of its shared parameters.
+        mismatch: the error for (address, its value or None, the tensor that it should fill).
+    """
     read: dict[str, dict[str, Any]] = {}
 
     def part(owner: str, kind: str) -> Mapping[str, Any]:
@@ -306,19 +320,15 @@ def from_checkpoint(checkpoint: Checkpoint, chain: Chain, index: int) -> LayerSt
         return found
 
     state: LayerState = {}
-    for key, tensor in model_state(chain, index).items():
+    for key, tensor in targets.items():
         kind, name = key.split("/", 1)
-        address, owner, inner = f"{layer.name}.{name}", layer.name, name
+        address, owner, inner = f"{layer}.{name}", layer, name
         if kind == "parameters":
             address = shared.get(name, address)
-            owner, inner = _split_address(address, layer.name, name, checkpoint)
+            owner, inner = _split_address(address, layer, name, checkpoint)
         value = part(owner, kind).get(inner)
         if value is None or value.shape != tensor.shape:
-            found = "nothing" if value is None else f"shape {list(value.shape)}"
-            raise CapslogError(
-                f"{checkpoint.path}: {address!r} has shape {list(tensor.shape)} in the model, {found} there; it was "
-                "written for another model"
-            )
+            raise mismatch(address, value, tensor)
         state[key] = value
         if kind == "parameters":
             for moment, content in part(owner, "optimizer").get(inner, {}).items():
@@ -370,41 +380,33 @@ def to_checkpoint(state: Mapping[str, Tensor], chain: Chain, index: int) -> dict
     return {"parameters": parameters, "buffers": buffers, "optimizer": moments}
 
 
-def load_layers(checkpoint: Checkpoint, layers: Sequence[EngineLayer], optimizer: StageOptimizer | None) -> None:
-    """Loads these layers' parameters, buffers and (with `optimizer`) moments.
+def load_layers(checkpoint: Checkpoint, layers: Sequence[EngineLayer], optimizer: StageOptimizer) -> None:
+    """Loads these layers' parameters, buffers and moments.
 
     Raises:
         CapslogError: a layer or parameter is missing or has another shape (both are named).
     """
-    cache: dict[str, dict[str, Any]] = {}
 
-    def state_of(name: str) -> dict[str, Any]:
-        if name not in cache:
-            cache[name] = checkpoint.layer(name)
-        return cache[name]
+    def mismatch(address: str, value: Tensor | None, wanted: Tensor) -> CapslogError:
+        return _mismatch(wanted, value, address, checkpoint.path)
 
-    moments: dict[str, Mapping[str, Tensor]] = {}
     for layer in layers:
-        for name, parameter in layer.parameters.items():
-            address = layer.address(name)
-            owner, inner = _split_address(address, layer.name, name, checkpoint)
-            _copy(parameter, state_of(owner)["parameters"].get(inner), address, checkpoint.path)
-            if inner in state_of(owner)["optimizer"]:
-                moments[address] = state_of(owner)["optimizer"][inner]
-        for name, buffer in layer.buffers.items():
-            _copy(buffer, state_of(layer.name)["buffers"].get(name), f"{layer.name}.{name}", checkpoint.path)
-    if optimizer is not None:
-        optimizer.load(moments)
+        targets = flatten(layer.parameters, layer.buffers, {})
+        install(layer, optimizer, _state_of(checkpoint, layer.name, targets, layer.shared, mismatch))
 
 
-def _copy(target: Tensor, value: Tensor | None, address: str, where: Path) -> None:
+def _mismatch(target: Tensor, value: Tensor | None, address: str, where: Path) -> CapslogError:
     if value is None:
-        raise CapslogError(f"{where}: has no {address!r}; it was written for another model")
+        return CapslogError(f"{where}: has no {address!r}; it was written for another model")
+    return CapslogError(
+        f"{where}: {address!r} has shape {list(value.shape)}, the model wants {list(target.shape)}; use init_from "
+        "with init_skip to leave it out"
+    )
+
+
+def _copy(target: Tensor, value: Tensor, address: str, where: Path) -> None:
     if value.shape != target.shape:
-        raise CapslogError(
-            f"{where}: {address!r} has shape {list(value.shape)}, the model wants {list(target.shape)}; use init_from "
-            "with init_skip to leave it out"
-        )
+        raise _mismatch(target, value, address, where)
     with torch.no_grad():
         target.copy_(value)
 

@@ -1,7 +1,7 @@
 """The training of one rank: steps, and what is due between them, on the engine that runs at the moment.
 
-Two drive it. `engine.run.Run` makes a fixed number of steps with one engine; a member of an elastic run makes each step
-when the protocol says so, and the engine changes with every generation. Neither of them trains by itself.
+Two drive it. `run.Run` makes a fixed number of steps with one engine; a member of an elastic run makes each step when
+the protocol says so, and the engine changes with every generation. Neither of them trains by itself.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """A whole training run as one worker sees it: set up, resume, step, evaluate, save, stop.
 
-Reads as the story of a run; the parts are in the other rooms of the engine. It takes a resolved config and a plan and
-never decides where to cut.
+The parts are in the neighbouring modules. It takes a resolved config and a plan and never decides where to cut.
 """
 
 from __future__ import annotations
@@ -28,37 +27,38 @@ from varuna_capslog.model.workload import Workload
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.training.checkpoint import Checkpoint, latest_checkpoint, load_layers, open_checkpoint
 from varuna_capslog.training.constants import check_continues, check_folder
+from varuna_capslog.training.initial import initialise
 from varuna_capslog.training.loop import TrainingLoop
 from varuna_capslog.training.run_setup import RunSetup
 
-__all__ = [
-    "Run",
-    "RunEnd",
-    "build_chain",
-    "check_plan",
-    "engine_options",
-    "seed_weights",
-    "set_up_run",
-    "total_steps",
-]
+__all__ = ["Run", "RunEnd", "build_chain", "check_plan", "set_up_run"]
 
 
 @dataclass(frozen=True)
 class RunEnd:
-    """How a run ended: the last committed step and whether somebody asked it to stop early."""
+    """How a run ended: the last committed step and whether it was asked to stop early."""
 
     step: int
     stopped: bool
     scores: Mapping[str, Any] | None
 
 
-def engine_options(config: Config, steps_per_epoch: int | None, plan: Plan | None = None) -> EngineOptions:
-    """The engine's constants of a run; `steps_per_epoch` turns `lr_drop_epochs` into steps."""
-    train, pipeline = config.train, config.pipeline
-    drop = train.lr_drop_steps
-    if train.lr_drop_epochs is not None and steps_per_epoch is not None:
-        drop = train.lr_drop_epochs * steps_per_epoch
-    return EngineOptions(
+def build_chain(config: Config, workload: Workload) -> tuple[Chain, list[str]]:
+    """The whole chain with the weights that the run begins from, alike on every rank; and what `init_from` left out."""
+    torch.manual_seed(config.train.seed)
+    chain = workload.build_chain()
+    if config.init_from is None:
+        return chain, []
+    return chain, initialise(chain, workload, config.init_from, config.init_skip)
+
+
+def set_up_run(config: Config, workload: Workload, plan: Plan | None = None) -> RunSetup:
+    """Builds what a run trains; `plan` is one whose own actions the engine is to follow."""
+    chain, left_out = build_chain(config, workload)
+    source, train, pipeline = workload.train_data(), config.train, config.pipeline
+    steps_per_epoch = len(source) // train.minibatch_size
+    drop = train.lr_drop_steps if train.lr_drop_epochs is None else train.lr_drop_epochs * steps_per_epoch
+    options = EngineOptions(
         num_microbatches=config.num_microbatches,
         num_blocks=config.num_blocks,
         schedule=pipeline.schedule,
@@ -73,51 +73,10 @@ def engine_options(config: Config, steps_per_epoch: int | None, plan: Plan | Non
         multipliers=train.lr_multipliers,
         actions=plan.actions if plan is not None else None,
     )
-
-
-def seed_weights(seed: int) -> None:
-    """Seeds torch before a chain is built, so that every rank initialises alike."""
-    torch.manual_seed(seed)
-
-
-def build_chain(config: Config, workload: Workload) -> tuple[Chain, list[str]]:
-    """The whole chain with the weights that the run begins from, alike on every rank; and what `init_from` left out."""
-    seed_weights(config.train.seed)
-    chain = workload.build_chain()
-    if config.init_from is None:
-        return chain, []
-    from varuna_capslog.training.initial import initialise
-
-    return chain, initialise(chain, workload, config.init_from, config.init_skip)
-
-
-def total_steps(config: Config, steps_per_epoch: int) -> int | None:
-    """The step that ends the run; None where only time limits it."""
-    train = config.train
     limits = [] if train.epochs is None else [train.epochs * steps_per_epoch]
     if train.max_steps is not None:
         limits.append(train.max_steps)
-    return min(limits) if limits else None
-
-
-def check_multipliers(chain: Chain, multipliers: Mapping[str, float]) -> None:
-    """A misspelt key would silently leave the plain learning rate; on every rank alike, as all know the whole chain."""
-    addresses = list(chain.named_parameters())
-    for text in multipliers:
-        if not any(text in address for address in addresses):
-            raise CapslogError(
-                f"train.lr_multipliers has the key {text!r}, which is part of no parameter's address; they look like "
-                f"{', '.join(repr(address) for address in addresses[:: max(1, len(addresses) // 3)][:3])}"
-            )
-
-
-def set_up_run(config: Config, workload: Workload, plan: Plan | None = None) -> RunSetup:
-    """Builds what a run trains; `plan` is one whose own actions the engine is to follow."""
-    chain, left_out = build_chain(config, workload)
-    source = workload.train_data()
-    steps_per_epoch = len(source) // config.train.minibatch_size
-    options = engine_options(config, steps_per_epoch, plan)
-    return RunSetup(config, workload, chain, source, options, total_steps(config, steps_per_epoch), left_out)
+    return RunSetup(config, workload, chain, source, options, min(limits) if limits else None, left_out)
 
 
 def check_plan(setup: RunSetup, plan: Plan) -> None:
@@ -129,7 +88,14 @@ def check_plan(setup: RunSetup, plan: Plan) -> None:
         )
     if plan.model is not None and plan.model != chain.name:
         raise CapslogError(f"the plan is for the model {plan.model!r}, the config builds {chain.name!r}: plan again")
-    check_multipliers(chain, setup.config.train.lr_multipliers)
+    # a misspelt key would leave the plain learning rate
+    addresses = list(chain.named_parameters())
+    for text in setup.config.train.lr_multipliers:
+        if not any(text in address for address in addresses):
+            raise CapslogError(
+                f"train.lr_multipliers has the key {text!r}, which is part of no parameter's address; they look like "
+                f"{', '.join(repr(address) for address in addresses[:: max(1, len(addresses) // 3)][:3])}"
+            )
 
 
 class Run:
@@ -137,8 +103,11 @@ class Run:
 
     Args:
         stop_wished: asked at every step boundary; True on any rank stops all ranks there.
-        state: its "step" is kept up to date, and its "doing" says what a step that failed was at, for error messages.
         engines: those that the config may name; by default our own only.
+
+    Attributes:
+        begun_step: the step that was begun last; None before the first.
+        failed_at: what a step that failed was at, for error messages; None where none has.
     """
 
     def __init__(
@@ -150,7 +119,6 @@ class Run:
         device: torch.device,
         generation: int = 0,
         stop_wished: Callable[[], bool] = lambda: False,
-        state: dict[str, Any] | None = None,
         engines: Engines | None = None,
     ) -> None:
         began = time.monotonic()
@@ -165,7 +133,8 @@ class Run:
         self.loop = TrainingLoop(self.setup, device, generation - 1, stop_wished)
         self.loop.began(time.monotonic() - began)
         self._found: Checkpoint | None = None
-        self._state: dict[str, Any] = {} if state is None else state
+        self.begun_step: int | None = None
+        self.failed_at: str | None = None
 
     def _make_engine(self, engines: Engines) -> Engine:
         layout, setup = layout_of(self.plan, self.config), self.setup
@@ -224,7 +193,7 @@ class Run:
         return self.loop.step
 
     def train(self) -> RunEnd:
-        """Steps until the end, somebody's wish to stop, or an error.
+        """Steps until the end, a wish to stop, or an error.
 
         Raises:
             StepRefused: after the boundary before the refused step was saved.
@@ -245,12 +214,12 @@ class Run:
 
     def _one_step(self, step: int) -> bool:
         """Computes, votes and applies; returns whether some rank wishes to stop."""
-        self._state["step"] = step
+        self.begun_step = step
         try:
             self.loop.compute(step)
             verdict = self.loop.vote(step)
         except Exception:
-            self._state["doing"] = self.engine.doing
+            self.failed_at = self.engine.doing
             raise
         if verdict.refusal is None:
             self.loop.apply()

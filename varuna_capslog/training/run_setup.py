@@ -1,6 +1,6 @@
 """What a run trains and what no change of cuts alters: the chain, the data, the loss and the engine's options.
 
-A process builds it once, `engine.run.set_up_run` from config and plan; every engine of the process is made over it.
+A process builds it once, `run.set_up_run` from config and plan; every engine of the process is made over it.
 """
 
 from __future__ import annotations

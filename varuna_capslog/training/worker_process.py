@@ -1,6 +1,6 @@
 """What every worker's process has, whatever it trains: the wish to stop, the report of a failure, its device, its end.
 
-`engine.worker` is a rank of a run of a fixed number of steps, `elastic.start_up` a member of an elastic run.
+`start.worker` is a rank of a run of a fixed number of steps, `elastic.member` a member of an elastic run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["StopWish", "choose_device", "failure_kind", "leave", "report_failure
 
 
 class StopWish:
-    """Whether somebody asked this process to stop; SIGINT sets it, a step boundary reads it."""
+    """Whether this process was asked to stop; SIGINT sets it, a step boundary reads it."""
 
     def __init__(self) -> None:
         self.stop = False
@@ -46,23 +46,17 @@ def report_failure(run_dir: Path, name: str, who: str, error: Exception, where: 
     Returns:
         The exit status that goes with the error.
     """
-    cause = _say_cause(who, error)
-    report = {"peer": getattr(error, "peer", None), **where}
-    report |= {"kind": failure_kind(error), "cause": cause, "time": time.time()}
-    with contextlib.suppress(CapslogError):
-        files.write_json(run_dir / "workers" / f"{name}.error.json", report)
-    return error.exit_status if isinstance(error, CapslogError) else 1
-
-
-def _say_cause(who: str, error: Exception) -> str:
-    """Writes into this process's log why it ends; returns the cause in a sentence."""
     known = isinstance(error, CapslogError)
     cause = str(error) if known else f"{type(error).__name__}: {error}"
     with contextlib.suppress(OSError):  # the log may lie on a disk that is full
         if not known or os.environ.get("CAPSLOG_DEBUG"):
             traceback.print_exc()
         sys.stderr.write(f"{who}: {cause}\n")
-    return cause
+    report = {"peer": getattr(error, "peer", None), **where}
+    report |= {"kind": failure_kind(error), "cause": cause, "time": time.time()}
+    with contextlib.suppress(CapslogError):
+        files.write_json(run_dir / "workers" / f"{name}.error.json", report)
+    return error.exit_status if isinstance(error, CapslogError) else 1
 
 
 def failure_kind(error: Exception) -> str:

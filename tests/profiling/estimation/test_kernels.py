@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable
 from typing import Any
@@ -95,10 +96,16 @@ def test_the_stem_reads_three_channels_as_they_are():
     check(aten.convolution_backward.default, (gradient, pixels, kernel, None, *common, [False, True, False]))
 
 
+def test_products_of_float32_pack_nothing():
+    check(aten.mm.default, (torch.randn(1024, 256), torch.randn(256, 768)))
+
+
+@pytest.mark.skipif(
+    not torch.cpu._is_amx_tile_supported(), reason="the table's bfloat16 packing holds for processors with AMX tiles"
+)
 @pytest.mark.parametrize(
     ("func", "shapes", "dtype"),
     [
-        (aten.mm.default, [(1024, 256), (256, 768)], torch.float32),
         (aten.mm.default, [(1024, 256), (256, 768)], torch.bfloat16),
         (aten.mm.default, [(1024, 1024), (1024, 256)], torch.bfloat16),
         (aten.addmm.default, [(256,), (1024, 256), (256, 256)], torch.bfloat16),
@@ -107,6 +114,26 @@ def test_the_stem_reads_three_channels_as_they_are():
 )
 def test_products_of_bfloat16_pack_one_matrix(func, shapes, dtype):
     check(func, tuple(torch.randn(shape).to(dtype) for shape in shapes))
+
+
+@pytest.mark.skipif(torch.cpu._is_amx_tile_supported(), reason="with AMX tiles the table holds")
+def test_products_of_bfloat16_without_amx_are_still_beyond_the_table():
+    """Why `LIMITS` names them. Where this fails they are modelled, and may be promised."""
+    arguments = (torch.randn(4096, 4096).bfloat16(), torch.randn(4096, 64).bfloat16())
+    peak, result = real_peak(lambda: aten.mm.default(*arguments))
+    assert peak > 1.1 * (result.nbytes + kernel_bytes(aten.mm.default, arguments, result))
+
+
+@pytest.mark.parametrize("amx", [True, False])
+def test_only_products_of_bfloat16_without_amx_are_a_limit(amx):
+    found = []
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        quirks = dataclasses.replace(quirks_of("cpu"), amx=amx)
+        left, right = torch.randn(8, 8).to(dtype), torch.randn(8, 8).to(dtype)
+        for func, arguments in ((aten.mm.default, (left, right)), (aten.addmm.default, (left, left, right))):
+            quirks.temporary(func, arguments, {}, left)
+        found.append(quirks.limits)
+    assert found == [set() if amx else {"bfloat16 products on a CPU without AMX"}, set(), set()]
 
 
 def test_convolutions_of_bfloat16_are_still_beyond_the_table():

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from tests.profiling.workloads import Equal, Megabytes
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.profiling.conditions import RunConditions
 from varuna_capslog.profiling.estimate import StageEstimator
 from varuna_capslog.profiling.estimation.lifetimes import Lifetimes
 from varuna_capslog.profiling.estimation.quirks import QUIRKS, quirks_of
@@ -100,23 +101,25 @@ def cublas_workspace() -> None:
 def foreach_update() -> None:
     # weights far larger than activations: the update decides the peak
     cpu = StageEstimator(Equal(length=3, width=1024)).stage(1, 2)
-    cuda = StageEstimator(Equal(length=3, width=1024), device="cuda").stage(1, 2)
+    cuda = StageEstimator(Equal(length=3, width=1024), RunConditions(device="cuda")).stage(1, 2)
     weight = 1024 * 1024 * 4
     assert cuda.peak_bytes - 2 * 8519680 - cuda.static_bytes == pytest.approx(2 * weight, rel=0.02)
     assert cpu.peak_bytes - cpu.static_bytes == pytest.approx(2 * weight, rel=0.02)  # the norm's copy in both
 
 
 def host_staging() -> None:
-    host = StageEstimator(Megabytes(), device="cuda", microbatch_size=16).stage(3, 4)
-    device = StageEstimator(Megabytes(), device="cuda", microbatch_size=16, stage_inputs="device").stage(3, 4)
+    host = StageEstimator(Megabytes(), RunConditions(device="cuda", microbatch_size=16)).stage(3, 4)
+    device = StageEstimator(Megabytes(), RunConditions(device="cuda", microbatch_size=16, stage_inputs="device")).stage(
+        3, 4
+    )
     crossing = 16 * 96 * (192 * 4 + 1)  # the activations and the mask of the microbatch that waits
     assert device.peak_bytes - host.peak_bytes == pytest.approx(crossing, rel=0.5)
-    cpu = StageEstimator(Megabytes(), microbatch_size=16).stage(3, 4)
+    cpu = StageEstimator(Megabytes(), RunConditions(microbatch_size=16)).stage(3, 4)
     assert cpu.peak_bytes > host.peak_bytes - 2 * 8519680
 
 
 def caching_allocator() -> None:
-    stage = StageEstimator(Equal(length=3, width=10), device="cuda").stage(1, 2)
+    stage = StageEstimator(Equal(length=3, width=10), RunConditions(device="cuda")).stage(1, 2)
     cpu = StageEstimator(Equal(length=3, width=10)).stage(1, 2)
     assert stage.peak_bytes % 512 == 0
     assert stage.peak_bytes - 2 * 8519680 > 4 * cpu.peak_bytes / 3

@@ -13,6 +13,7 @@ from tests.profiling.workloads import Megabytes
 from tests.varuna_plugin import megabytes
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.profiles.record import Profile, read_profile, write_profile
+from varuna_capslog.profiling.conditions import RunConditions
 from varuna_capslog.profiling.measure import profile_workload
 from varuna_capslog.varuna_plugin import FoundVaruna, options
 
@@ -65,7 +66,7 @@ def test_bytes_beside_our_own_engines_profile(profile: Profile) -> None:
     """Static and saved bytes are equal. On a CPU our own engine counts what waits in host memory, Varuna's rows never
     do: the peaks differ by 2 to 8 boundaries. That is nearly the same everywhere, so M_a hardly differs.
     """
-    own = profile_workload(Megabytes(), microbatch_size=CHUNK)
+    own = profile_workload(Megabytes(), RunConditions(microbatch_size=CHUNK))
     assert profile.column("parameter_bytes") == own.column("parameter_bytes")
     for ours, theirs in zip(profile.observations, own.observations, strict=True):
         assert ours.layers == theirs.layers

@@ -18,7 +18,7 @@ from torch import fx, nn
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.capture.export import Captured, module_calls
 
-__all__ = ["attribute", "collapse_modules", "mutated_arguments"]
+__all__ = ["collapse_modules", "mutated_arguments"]
 
 
 def collapse_modules(captured: Captured, model: nn.Module, cut_points: Sequence[str]) -> None:
@@ -103,18 +103,12 @@ def _single_ends(
                 continue
             if source.op == "get_attr":
                 # a constant made by the code is not the module's to keep; leave such a part as operations
-                if source.target in captured.extra or id(attribute(model, str(source.target))) not in own:
+                if source.target in captured.extra or id(operator.attrgetter(str(source.target))(model)) not in own:
                     return None
                 continue
             sources.append(source)
     results = [node for node in part if node in returned or any(user not in inside for user in node.users)]
     return (sources[0], results[0]) if len(sources) == 1 and len(results) == 1 else None
-
-
-def attribute(model: nn.Module, target: str) -> Any:
-    """The parameter, buffer or submodule of that qualified name."""
-    owner, _, name = target.rpartition(".")
-    return getattr(model.get_submodule(owner), name)
 
 
 def _stack_at(node: fx.Node, key: str) -> dict[str, Any]:

@@ -87,11 +87,8 @@ def export_model(model: nn.Module, arguments: tuple[Any, ...], keywords: Mapping
         elif _is_check(node):
             continue
         elif (region := _region(node, program.graph_module)) is not None:
-            path = f"region_{sum(key.startswith('region_') for key in extra)}"
-            extra[path] = region
-            passed = [item for item in node.args if isinstance(item, fx.Node) and item.op != "get_attr"]
-            env[node] = graph.call_module(path, tuple(env[item] for item in passed))
-            env[node].meta = {"val": node.meta.get("val"), "nn_module_stack": _common_stack(region)}
+            env[node] = _called(region, node, graph, env, extra)
+            env[node].meta["val"] = node.meta.get("val")
             env[node].meta["inner_stacks"] = [
                 inner.meta.get("nn_module_stack") or {} for inner in _body(region).graph.nodes
             ]
@@ -230,6 +227,18 @@ def _region(node: fx.Node, root: nn.Module) -> Region | None:
     return None
 
 
+def _called(
+    region: Region, node: fx.Node, graph: fx.Graph, env: Mapping[fx.Node, fx.Node], extra: dict[str, Any]
+) -> fx.Node:
+    """The call, in our graph, of a region that torch's graph runs at `node`."""
+    path = f"region_{sum(key.startswith('region_') for key in extra)}"
+    extra[path] = region
+    passed = [env[item] for item in node.args if isinstance(item, fx.Node) and item.op != "get_attr"]
+    call = graph.call_module(path, tuple(passed))
+    call.meta = {"nn_module_stack": _common_stack(region)}
+    return call
+
+
 def _body(region: Region) -> fx.GraphModule:
     assert isinstance(region.body, fx.GraphModule)
     return region.body
@@ -239,17 +248,13 @@ def _cleaned_body(root: nn.Module, attribute: Any) -> fx.GraphModule:
     body = root.get_submodule(attribute.target)
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
-    extra: dict[str, nn.Module] = {}
+    extra: dict[str, Any] = {}
     for node in body.graph.nodes:  # type: ignore[union-attr]
         if _is_check(node) or node.op == "get_attr":
             continue
         inner = _region(node, body)
         if inner is not None:
-            path = f"region_{len(extra)}"
-            extra[path] = inner
-            passed = [item for item in node.args if isinstance(item, fx.Node) and item.op != "get_attr"]
-            env[node] = graph.call_module(path, tuple(env[item] for item in passed))
-            env[node].meta = {"nn_module_stack": _common_stack(inner)}
+            env[node] = _called(inner, node, graph, env, extra)
             continue
         env[node] = graph.node_copy(node, lambda old: env[old])
     follow_device(graph, next((node for node in graph.nodes if node.op == "placeholder"), None))

@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.model.capture.collapse import attribute, mutated_arguments
+from varuna_capslog.model.capture.collapse import mutated_arguments
 from varuna_capslog.model.capture.export import Captured, follow_device, module_calls, module_path
 from varuna_capslog.model.capture.runtime import Guard
 from varuna_capslog.model.layer import Layer
@@ -262,7 +262,7 @@ def _layer_module(
     for node in graph.nodes:
         node.meta = {}
     targets = {str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")}
-    held = {target: extra[target] if target in extra else attribute(model, target) for target in targets}
+    held = {target: extra[target] if target in extra else operator.attrgetter(target)(model) for target in targets}
     module = fx.GraphModule(held, graph, class_name="CapturedLayer")
     _keep_persistence(module, model)
     known = {id(submodule) for submodule in model.modules()}

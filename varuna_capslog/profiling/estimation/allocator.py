@@ -43,7 +43,7 @@ class AllocatorPeaks:
     """The most that was allocated and the most that was reserved at once, in bytes; how many segments there were.
 
     `allocated_bytes` is what `torch.cuda.max_memory_allocated` shows: blocks as they were given, not as asked for.
-    `remainder_bytes` of them, nobody asked for: blocks larger than their request rounded up to 512 bytes.
+    `remainder_bytes` of them were not asked for: blocks larger than their request rounded up to 512 bytes.
     """
 
     allocated_bytes: int

@@ -23,7 +23,9 @@ from varuna_capslog.engine.observer import HostMemory, Kept, Observer
 from varuna_capslog.engine.pipeline import PipelineEngine
 from varuna_capslog.engine.probe import resident_tensors
 from varuna_capslog.engine.stage import LossFunction, MicrobatchContext, Stage
+from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.chain import Chain, TensorSpec
+from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.profiling.conditions import RunConditions
 from varuna_capslog.profiling.estimation.allocator import replay
 from varuna_capslog.profiling.estimation.lifetimes import Lifetimes
@@ -32,7 +34,7 @@ from varuna_capslog.profiling.estimation.recipes import Recipes
 from varuna_capslog.profiling.estimation.roofline import Speed, Stopwatch
 from varuna_capslog.profiling.trim import MEASURED_RANK, TrimmedPipeline, TrimmedRun
 
-__all__ = ["HollowRun", "SilentCommunicator", "begin_optimizer", "host_memory", "run_hollow"]
+__all__ = ["HollowRun", "SilentCommunicator", "fake_step", "host_memory", "run_hollow"]
 
 _CPU = torch.device("cpu")
 
@@ -70,8 +72,7 @@ def run_hollow(
     loss: LossFunction,
     quirks: Quirks,
     speed: Speed,
-    recipes: Recipes | None = None,
-    microbatches: int | None = None,
+    recipes: Recipes,
 ) -> HollowRun:
     """One step of a trimmed stage that has trained before: the optimizer's moments are there, gradients are not.
 
@@ -81,7 +82,6 @@ def run_hollow(
         loss: the workload's.
         quirks, speed: of the device that the run is for.
         recipes: see `Lifetimes`.
-        microbatches: of the step; None: `enough_microbatches`.
 
     Raises:
         CapslogError: a layer or the loss cannot run on fake tensors.
@@ -89,40 +89,17 @@ def run_hollow(
     alone = not run.has_upstream and not run.has_downstream
     rank, world_size = (0, 1) if alone else (MEASURED_RANK, 2)
     communicator = SilentCommunicator(rank, world_size, quirks.staged)
-    count = microbatches or enough_microbatches(conditions, quirks)
+    count = enough_microbatches(conditions, quirks)
     with torch.random.fork_rng(devices=[]), mode, quirks.dispatch():
         pipeline, meter = TrimmedPipeline.of(chain, run, conditions, True, count), _Meter(speed)
         host = host_memory(quirks, conditions)
         engine = pipeline.engine(loss, communicator, _CPU, host, meter)
-        begin_optimizer(engine, quirks)
-        held = resident_tensors(engine.layers, engine.optimizer)
-        own = {tensor.untyped_storage()._cdata for tensor in held}
-        followed = Lifetimes(quirks.temporary, held, recipes)
-        meter.begin(own, followed)
-        del held
-        with followed:
-            try:
-                engine.train_step(
-                    2,
-                    pipeline.minibatch,
-                    lambda _: {name: spec.empty() for name, spec in run.specs[0].items()},
-                    before_commit=lambda: meter.count_static(engine),
-                )
-            except CapslogError:
-                raise
-            except Exception as error:
-                raise CapslogError(
-                    f"layers {run.first} to {run.end - 1} cannot run on fake tensors "
-                    f"({type(error).__name__}: {error}); let them depend on shapes only, or set profile.source=measured"
-                ) from error
+        who = f"layers {run.first} to {run.end - 1}", "them"
+        peak_bytes, events = fake_step(engine, quirks, pipeline.minibatch, who, recipes, meter)
         if meter.refused:
             raise CapslogError(f"the loss refuses fake values ({meter.refused}); make it finite on any outputs")
-        events, lasting = followed.events, quirks.lasting_bytes
-        if lasting:
-            # taken in an earlier step
-            events = [(0, lasting), *events]
         seconds = meter.seconds
-        peak_bytes, saved_bytes = followed.peak_bytes, meter.saved_bytes
+        saved_bytes = meter.saved_bytes
         if quirks.caching:
             # such an allocator gives somewhat more than it is asked for, and most of it with what is saved
             peaks = replay(events)
@@ -142,6 +119,52 @@ def run_hollow(
         )
 
 
+def fake_step(
+    engine: PipelineEngine,
+    quirks: Quirks,
+    minibatch: Minibatch,
+    who: tuple[str, str],
+    recipes: Recipes | None = None,
+    meter: _Meter | None = None,
+) -> tuple[int, list[tuple[int, int]]]:
+    """One step of an engine that seems to have trained before, inside a `FakeTensorMode` and the quirks' dispatch.
+
+    Args:
+        who: how an error names the layers, and then refers to them.
+        meter: the engine's observer.
+
+    Returns:
+        The peak of requested bytes, and the step's events for `allocator.replay`: what is there before it comes first.
+
+    Raises:
+        CapslogError: a layer or the loss cannot run on fake tensors.
+    """
+    _begin_optimizer(engine, quirks)
+    held = resident_tensors(engine.layers, engine.optimizer)
+    followed = Lifetimes(quirks.temporary, held, recipes)
+    if meter is not None:
+        meter.begin(engine, set(_storages(held)), followed)
+    del held
+    with followed:
+        try:
+            train_step(
+                engine,
+                2,
+                minibatch,
+                lambda microbatch: {name: spec.empty() for name, spec in minibatch.inputs[microbatch].items()},
+                before_commit=None if meter is None else meter.count_static,
+            )
+        except CapslogError:
+            raise
+        except Exception as error:
+            raise CapslogError(
+                f"{who[0]} cannot run on fake tensors ({type(error).__name__}: {error}); let {who[1]} depend on "
+                "shapes only, or set profile.source=measured"
+            ) from error
+    taken_before = [(0, quirks.lasting_bytes)] if quirks.lasting_bytes else []
+    return followed.peak_bytes, [*taken_before, *followed.events]
+
+
 def enough_microbatches(conditions: RunConditions, quirks: Quirks) -> int:
     """How many show the peak of any longer step.
 
@@ -153,7 +176,7 @@ def enough_microbatches(conditions: RunConditions, quirks: Quirks) -> int:
     return 2 if conditions.recompute and conditions.stage_inputs == "host" else 3
 
 
-def begin_optimizer(engine: PipelineEngine, quirks: Quirks) -> None:
+def _begin_optimizer(engine: PipelineEngine, quirks: Quirks) -> None:
     """Gives the optimizer its moments and the kernels of the device, as if the engine had trained before."""
     moments = {}
     for address, parameter in engine.optimizer.parameters.items():
@@ -192,6 +215,7 @@ class _Meter(Observer):
 
     def __init__(self, speed: Speed) -> None:
         self._speed = speed
+        self._engine: PipelineEngine | None = None
         self._own: set[int] = set()
         self._followed: Lifetimes | None = None
         self.saved_bytes = self.static_bytes = 0
@@ -199,18 +223,19 @@ class _Meter(Observer):
         self.attention: set[str] = set()
         self.refused = ""
 
-    def begin(self, own: set[int], followed: Lifetimes) -> None:
+    def begin(self, engine: PipelineEngine, own: set[int], followed: Lifetimes) -> None:
         """Before the step.
 
         Args:
             own: the storages that are there before, which no forward saves.
             followed: shows every operator.
         """
-        self._own, self._followed = own, followed
+        self._engine, self._own, self._followed = engine, own, followed
 
-    def count_static(self, engine: PipelineEngine) -> None:
+    def count_static(self) -> None:
         """Between backward and update, when all gradients are there."""
-        self.static_bytes = sum(_storages(resident_tensors(engine.layers, engine.optimizer)).values())
+        assert self._engine is not None
+        self.static_bytes = sum(_storages(resident_tensors(self._engine.layers, self._engine.optimizer)).values())
 
     def working(self, kind: str, stage: Stage, context: MicrobatchContext) -> AbstractContextManager[None]:
         return self._reading(kind, stage, context) if context.index == 0 else contextlib.nullcontext()
@@ -259,7 +284,7 @@ def _storages(tensors: list[Tensor]) -> dict[int, int]:
     return found
 
 
-# -- messages that nobody sends
+# -- messages that are not sent
 
 
 class SilentCommunicator(Communicator):

@@ -156,7 +156,7 @@ def _forward(args: Sequence[Any], result: Tensor) -> int:
     """Copies of input and weights are there while the blocked output is made; it is there while the plain one is."""
     x, w, _, stride, padding, dilation, transposed, output_padding, groups = args[:9]
     backend = _backend(x, w, stride, padding, dilation, transposed, output_padding, groups)
-    if backend is None or transposed or x.dim() != 4:
+    if backend is None:
         return 0
     c = _Convolution.of(x, w, result.shape[2:], stride, dilation, groups)
     if backend == "columns":
@@ -174,7 +174,7 @@ def _backward(args: Sequence[Any], result: Sequence[Tensor | None]) -> int:
     """
     gradient, x, w, _, stride, padding, dilation, transposed, output_padding, groups, mask = args[:11]
     backend = _backend(x, w, stride, padding, dilation, transposed, output_padding, groups)
-    if backend is None or transposed or x.dim() != 4:
+    if backend is None:
         return 0
     c = _Convolution.of(x, w, gradient.shape[2:], stride, dilation, groups)
     if backend == "columns":
@@ -211,7 +211,9 @@ def _backend(
     output_padding: Sequence[int],
     groups: int,
 ) -> str | None:
-    """Which of the two ways to convolve torch takes here, if one of them."""
+    """Which of the two ways to convolve images torch takes here, if one of them."""
+    if transposed or x.dim() != 4:
+        return None
     name = torch._C._select_conv_backend(
         x, w, None, stride, padding, dilation, transposed, output_padding, groups, None
     ).name

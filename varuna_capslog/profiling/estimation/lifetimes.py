@@ -49,7 +49,7 @@ class Lifetimes(TorchDispatchMode):
     Attributes:
         events: (key, bytes) of an allocation and (key, 0) of its release, in order; `allocator.replay` reads them.
         live_bytes, peak_bytes: at present, and the most so far.
-        observer: is shown every operator with its arguments, keywords and result; None: nobody looks.
+        observer: is shown every operator with its arguments, keywords and result; or None.
     """
 
     def __init__(
@@ -75,10 +75,6 @@ class Lifetimes(TorchDispatchMode):
         key = self._allocated(num_bytes)
         if key is not None:
             self._released(key, num_bytes)
-
-    def lasting(self, num_bytes: int) -> None:
-        """Something of that size comes and stays."""
-        self._allocated(num_bytes)
 
     def _allocated(self, num_bytes: int) -> int | None:
         if num_bytes <= 0:
@@ -141,7 +137,7 @@ class Lifetimes(TorchDispatchMode):
     def _adds_in_place(self, args: Sequence[Any], kwargs: Mapping[str, Any], node: int) -> bool:
         """Whether autograd, meeting ordinary tensors, would add this second gradient to the first one in its place.
 
-        For tensors of a subclass, as fake ones are, it makes a new one instead. It adds in place where nobody else
+        For tensors of a subclass, as fake ones are, it makes a new one instead. It adds in place where nothing else
         holds the first gradient (torch/csrc/autograd/input_buffer.cpp). The sum is autograd's own, not part of a
         formula, if the second gradient is fresh from the node that has just run and the first one is not.
         """

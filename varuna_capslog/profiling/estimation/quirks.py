@@ -129,16 +129,21 @@ QUIRKS = {
             "bfloat16 packing",
             ("cpu",),
             "Products of bfloat16 matrices copy the smaller one, of a batch one at a time, into the layout of their "
-            "instructions. Measured with torch 2.15 (oneDNN 3.13) on AVX-512; some weight gradients take 1.4 times "
-            "that.",
+            "instructions. Measured with torch 2.15 (oneDNN 3.13) on AVX-512 with AMX tiles; some weight gradients "
+            "take 1.4 times that. Without AMX, oneDNN copies panels of another size instead: see `LIMITS`.",
         ),
     )
 }
 """By name. Not modelled: the workspaces of cuDNN's convolutions, which depend on what it finds free and fast."""
 
+_LOW_CONVOLUTIONS = "16-bit convolutions on the CPU"
+_LOW_PRODUCTS = "bfloat16 products on a CPU without AMX"
+
 LIMITS = {
-    "16-bit convolutions on the CPU": "oneDNN keeps copies and sums of 32 bits by rules that are not modelled. Single "
+    _LOW_CONVOLUTIONS: "oneDNN keeps copies and sums of 32 bits by rules that are not modelled. Single "
     "kernels take up to 2.7 times the copies of the float32 table, those of one element copies where it has none.",
+    _LOW_PRODUCTS: "oneDNN copies panels whose sizes are not modelled. Small products and those with a narrow matrix "
+    "take up to 4 times the bytes of the table and 0.2 MiB more (AVX-512 BF16); large ones take less.",
 }
 """By name, what estimates are known to be too low for. A profile that met one says so in its conditions (`limits`), and
 planners then promise no bytes."""
@@ -152,6 +157,7 @@ class Quirks:
         caching: whether allocations come from a caching allocator (see `allocator`).
         staged: whether messages and kept inputs wait in host memory.
         foreach: whether the optimizer steps all parameters together.
+        amx: whether the CPU multiplies bfloat16 matrices in AMX tiles.
         lasting_bytes: of workspaces that have been taken and stay.
         limits: names of `LIMITS` that were met.
     """
@@ -160,6 +166,7 @@ class Quirks:
     caching: bool
     staged: bool
     foreach: bool
+    amx: bool = field(default_factory=torch.cpu._is_amx_tile_supported)
     lasting_bytes: int = 0
     limits: set[str] = field(default_factory=set)
 
@@ -175,7 +182,9 @@ class Quirks:
                 self._threads.add(backward)
                 self.lasting_bytes += _CUBLAS_WORKSPACE
         if self.device == "cpu" and func in _CONVOLUTIONS and args[1].itemsize == 2:
-            self.limits.add("16-bit convolutions on the CPU")
+            self.limits.add(_LOW_CONVOLUTIONS)
+        if self.device == "cpu" and not self.amx and func in _GEMMS and args[1].dtype == torch.bfloat16:
+            self.limits.add(_LOW_PRODUCTS)
         kernel = self._kernels.get(func)
         return 0 if kernel is None else kernel(args, result)
 

@@ -1,7 +1,7 @@
 """Seconds without a device: every operator takes as long as its arithmetic or its bytes, whichever is longer.
 
 `hollow` shows each operator of a stage to a `Stopwatch`. FLOPs come from torch's own registry, bytes from the tensors
-that an operator reads and writes, speeds from a table. This ranks plans; it does not know clocks, caches or overlap.
+that an operator reads and writes, speeds from a `Speed`. This ranks plans; it does not know clocks, caches or overlap.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-__all__ = ["SPEEDS", "Speed", "Stopwatch", "calibrated_cpu"]
+__all__ = ["RTX_A4000", "Speed", "Stopwatch", "calibrated_cpu"]
 
 _aten = torch.ops.aten
 _CONVOLUTIONS = frozenset({_aten.convolution, _aten.convolution_backward})
@@ -41,18 +41,15 @@ class Speed:
     source: str
 
 
-SPEEDS = {
-    "rtx a4000": Speed(
-        "rtx a4000",
-        19e12,
-        13.4e12,
-        360e9,
-        5e-6,
-        "data sheet: 19.2 TFLOP/s, 448 GB/s; convolutions in TF32 taken for 19, the rest at 70 and 80 % (assumed)",
-    ),
-    "cpu core": Speed("cpu core", 60e9, 80e9, 8e9, 5e-6, "one AVX-512 core of a shared server (rough)"),
-}
-"""By name: the GPU of the CAPSlog paper, and a CPU core for want of a better."""
+RTX_A4000 = Speed(
+    "rtx a4000",
+    19e12,
+    13.4e12,
+    360e9,
+    5e-6,
+    "data sheet: 19.2 TFLOP/s, 448 GB/s; convolutions in TF32 taken for 19, the rest at 70 and 80 % (assumed)",
+)
+"""The GPU of the CAPSlog paper."""
 
 
 class Stopwatch:

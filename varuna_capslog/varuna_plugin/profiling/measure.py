@@ -22,17 +22,10 @@ from varuna_capslog.model.chain import TensorSpec
 from varuna_capslog.profiles.record import Observation, Profile, SharedParameter, layers_of_runs
 from varuna_capslog.profiles.runs import StageRun, stage_runs
 from varuna_capslog.profiling import admission
-from varuna_capslog.profiling.conditions import RunConditions
-from varuna_capslog.profiling.launches import (
-    Given,
-    LaunchTimes,
-    Progress,
-    Workers,
-    devices_of,
-    failures_named,
-    in_one_launch,
-)
+from varuna_capslog.profiling.conditions import Progress, RunConditions
+from varuna_capslog.profiling.launches import LaunchTimes, devices_of, failures_named, in_one_launch
 from varuna_capslog.profiling.trim import TrimmedRun
+from varuna_capslog.profiling.worker import Given, Workers
 from varuna_capslog.varuna_plugin.install import install, installed_patches, silent, uninstall
 from varuna_capslog.varuna_plugin.profiling.worker import ProfileOptions, Subject, varuna_roles
 from varuna_capslog.varuna_plugin.splitting.tracing import Trace, trace_model

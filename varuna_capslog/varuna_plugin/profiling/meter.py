@@ -7,8 +7,10 @@ meanings are those of `profiling.trim.observe`, so that rows from both engines s
 from __future__ import annotations
 
 import contextlib
+import statistics
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,6 @@ from varuna_capslog.engine.stage_meter import StageMeter
 from varuna_capslog.model.chain import TensorSpec
 from varuna_capslog.profiles.record import Observation
 from varuna_capslog.profiling.conditions import RunConditions
-from varuna_capslog.profiling.trim import observation_of
 from varuna_capslog.varuna_plugin.splitting.stage_run import StageObserver
 from varuna_capslog.varuna_plugin.wire import Bundle
 
@@ -55,10 +56,12 @@ def observe(trainer: Any, inputs: Mapping[str, Any], layers: tuple[int, int], co
             measured.step(inputs)
     finally:
         stage.bundle_type = Bundle
-    before, behind = (None if cut is None else cut.spec.tensors for cut in (stage.entry, stage.exit))
-    crossing = storage_bytes(measured.given) if before is None else sum(spec.num_bytes for spec in before)
-    boundary_bytes = crossing, sum(spec.num_bytes for spec in behind or ())
-    return observation_of(meter, trainer.device, layers, boundary_bytes, conditions)
+    assert meter.peak_bytes is not None
+    before, behind = (() if cut is None else cut.spec.tensors for cut in (stage.entry, stage.exit))
+    boundaries = {str(n): spec for n, spec in enumerate(before)}, {str(n): spec for n, spec in enumerate(behind)}
+    seconds = statistics.median(meter.seconds["forward"]), statistics.median(meter.seconds["backward"])
+    row = conditions.row(layers, boundaries, (meter.peak_bytes, meter.static_bytes, meter.saved_bytes), seconds)
+    return row if stage.entry is not None else replace(row, boundary_in_bytes=storage_bytes(measured.given))
 
 
 class _OffDevice(Bundle):
