@@ -68,7 +68,7 @@ def find_ahead(
     place: Place,
     layer_bytes: Sequence[int],
 ) -> Ahead:
-    """What moves for these changes. Newcomers get nothing ahead: they are not in the generation that sends.
+    """What moves for these changes. Joining members get nothing ahead: they are not in the generation that sends.
 
     Args:
         seats: of all members, and of those that asked to be let in; the same everywhere, or the members disagree.

@@ -1,7 +1,6 @@
 """What a generation is: its members, the boundaries on its past, and the stamp that every state of a layer carries.
 
 The store holds exactly one `Generation`, replaced by compare-and-set on its number; every message of a run names one.
-Data only: nothing here decides, waits or talks.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Generation:
 
     Attributes:
         number: one more than its predecessor's.
-        members: who votes, in the order of ranks. Empty: the run is parked with its state on disk.
+        members: who votes, in the order of ranks. Empty: the run waits with its state on disk.
         leaving: who still serves the layers it held, but neither votes nor owns a layer.
         lineage: (generation, base) of every earlier generation that may have trained since `checkpoint`: the boundary
             from which it went on. States beyond such a base from before it were taken back and are void.

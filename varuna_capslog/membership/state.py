@@ -1,7 +1,4 @@
-"""What one member knows: its `State`, the phases it goes through, and the `Job` that is the same for all.
-
-Data only; `protocol.step` is the one that changes a state.
-"""
+"""What one member knows: its `State`, the phases it goes through, and the `Job` that is the same for all."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What a member makes of the notices that it hears: how far up the ladder each one is, now and as time runs out.
-
-It looks at the clock and at what is left to move; `ladder` judges, the protocol acts.
-"""
+"""How urgent each notice is for a member, from the clock and from what is left to move; `ladder` has the rules."""
 
 from __future__ import annotations
 
@@ -46,7 +43,7 @@ class NoticePolicy:
         self._known: tuple[frozenset[m.Change], Member, int, Mapping[int, int]] | None = None
 
     def heard(self, entry: NoticeEntry | HintEntry, state: State) -> m.Event:
-        """What the protocol is told of a notice or hint in the log."""
+        """The event of the protocol that a notice or hint in the log becomes."""
         member, notice = entry.member, notice_of(entry, entry.member)
         if member == self._me and notice.deadline is not None:
             before = self._mine.deadline if self._mine is not None else None

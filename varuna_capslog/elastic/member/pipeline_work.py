@@ -106,8 +106,8 @@ class PipelineWork:
         self._part_names: list[str] | None = None
 
     def warm_up(self) -> None:
-        """One microbatch through a whole chain of this process's own, so that a newcomer meets nothing for the first
-        time while others wait for it. Left out for chains of which a device might not hold a second one.
+        """Trains one microbatch on a whole chain of this process's own, so that a joining member does nothing for the
+        first time while others wait. Left out for chains of which a device might not hold a second one.
         """
         if sum(self.layer_bytes) > _WARM_UP_BYTES:
             return

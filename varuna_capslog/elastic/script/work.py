@@ -1,8 +1,4 @@
-"""The `Work` of a script that trains in data parallel: one layer, which is all of its state, held by every member.
-
-A loss costs the step under way and nothing else. A step that not all have finished is taken back: the script is given
-the state before it again.
-"""
+"""The `Work` of a script that trains in data parallel: one layer, which is all of its state, held by every member."""
 
 from __future__ import annotations
 
@@ -49,7 +45,7 @@ class Script(Protocol):
     def step(self, number: int, group: Group) -> float | Tensor | None:
         """One optimizer step; returns the loss, if it has one. If it is not finite, the run ends with the state before.
 
-        What `group` raises must be let through: somebody is gone, and the step will be made again.
+        What `group` raises must be let through: a member is gone, and the step will be made again.
         """
 
 
@@ -203,14 +199,14 @@ class ScriptWork:
 
     def state(self, layer: int, copy: bool) -> LayerState:
         if self._before is not None:
-            return self._before  # a copy already, and nobody changes it
+            return self._before  # a copy already, which stays as it is
         return pack(self._script.state(), copy)
 
     def update(self, layer: int) -> Mapping[str, Tensor]:
-        raise AssertionError("nobody follows a state that all members hold")
+        raise AssertionError("all members hold the state, so none follows it")
 
     def follow(self, layer: int, state: LayerState) -> Followed:
-        raise AssertionError("nobody follows a state that all members hold")
+        raise AssertionError("all members hold the state, so none follows it")
 
     def initial(self, layer: int) -> LayerState:
         return self._first
@@ -225,7 +221,7 @@ class ScriptWork:
         self.note("persisted", why=why, states=len(held), member=self._start.me, generation=record.number)
 
     def _path(self, stamp: Stamp) -> Path:
-        return _folder(self._run_dir) / f"step-{stamp.step:08d}-{stamp.generation + self._start.offset:06d}.pt"
+        return self._run_dir / "checkpoints" / f"step-{stamp.step:08d}-{stamp.generation + self._start.offset:06d}.pt"
 
     # -- boundaries ----------------------------------------------------------------------------------------------------
 
@@ -247,7 +243,7 @@ class ScriptWork:
             )
         if self._group.rank == 0 and stamp not in self._start.resumed:
             _write(self._path(stamp), state)
-            for path in sorted(_folder(self._run_dir).glob("step-*-*.pt"))[:-_KEPT]:
+            for path in sorted((self._run_dir / "checkpoints").glob("step-*-*.pt"))[:-_KEPT]:
                 path.unlink(missing_ok=True)
         self._group.barrier()
 
@@ -283,14 +279,10 @@ def loss_of(given: float | Tensor | None) -> float:
 def saved_states(run_dir: Path) -> list[tuple[Stamp, Path]]:
     """The boundaries that lie on disk, the newest last, by the generations that files count."""
     found = []
-    for path in _folder(run_dir).glob("step-*-*.pt"):
+    for path in (run_dir / "checkpoints").glob("step-*-*.pt"):
         _, step, generation = path.stem.split("-")
         found.append((Stamp(int(step), int(generation)), path))
     return sorted(found)
-
-
-def _folder(run_dir: Path) -> Path:
-    return run_dir / "checkpoints"
 
 
 def _write(path: Path, state: LayerState) -> None:
