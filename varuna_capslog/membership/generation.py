@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
 
-__all__ = ["EMPTY", "INITIAL", "Generation", "Held", "Layout", "Member", "Stamp"]
+__all__ = ["EMPTY", "INITIAL", "Generation", "Held", "Member", "MemberLayout", "Stamp"]
 
 FORMAT = "varuna-capslog/generation/1"
 
@@ -166,7 +166,7 @@ EMPTY = Generation(0, ())
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class MemberLayout:
     """Who holds what in a generation.
 
     Attributes:

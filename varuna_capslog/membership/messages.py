@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from varuna_capslog.membership.generation import Generation, Held, Layout, Member, Stamp
+from varuna_capslog.membership.generation import Generation, Held, Member, MemberLayout, Stamp
 from varuna_capslog.membership.wire import Change, Contribution, Proof, Value, Vote
 
 __all__ = [
@@ -326,7 +326,7 @@ class Install(Effect):
 
     generation: int
     base: Stamp
-    layout: Layout
+    layout: MemberLayout
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.units import format_bytes
 from varuna_capslog.config.reading import Config
 from varuna_capslog.membership.candidates import Candidate, Candidates
-from varuna_capslog.membership.generation import Layout, Member
+from varuna_capslog.membership.generation import Member, MemberLayout
 from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.membership.redundancy import Copies, Protection, Reserve, place_copies, reserves
 from varuna_capslog.memory import NEVER
@@ -105,7 +105,7 @@ class Placer:
         """
         self._candidates.prepare(devices)
 
-    def __call__(self, seats: Sequence[Seat]) -> Layout | str:
+    def __call__(self, seats: Sequence[Seat]) -> MemberLayout | str:
         """Who owns and copies what, or the sentence that says for what the run waits."""
         if not seats:
             return "no device is left; waiting for one"
@@ -135,7 +135,7 @@ class Placer:
 
     def of_cuts(
         self, cuts: Sequence[int], replicas: int, seats: Sequence[Seat]
-    ) -> tuple[Layout, tuple[int, ...] | None]:
+    ) -> tuple[MemberLayout, tuple[int, ...] | None]:
         """The layout of given cuts, and the bytes of each stage with the reserves that every stage has; None where no
         memory model describes the run.
         """
@@ -147,12 +147,12 @@ class Placer:
         usable = _Limits(seats, self._candidates).usable(replicas, stages)
         return self._candidates.candidate(replicas, stages, usable).cuts
 
-    def _layout(self, found: Candidate, seats: Sequence[Seat], limits: _Limits) -> Layout:
+    def _layout(self, found: Candidate, seats: Sequence[Seat], limits: _Limits) -> MemberLayout:
         copies = self._place_copies(found, seats, limits if self._limited_copies(limits) else None)
         owned = {member: layers for row in _pipelines(found, seats, len(self.layer_bytes)) for member, layers in row}
-        return Layout(len(self.layer_bytes), owned, dict(copies.kept), copies.problem)
+        return MemberLayout(len(self.layer_bytes), owned, dict(copies.kept), copies.problem)
 
-    def pipeline(self, layout: Layout, members: Sequence[Member]) -> tuple[tuple[int, ...], int, int]:
+    def pipeline(self, layout: MemberLayout, members: Sequence[Member]) -> tuple[tuple[int, ...], int, int]:
         """Cuts, devices of one pipeline and replicas of a layout that a placer made for these members, by rank.
 
         Raises CapslogError where the layout is not one of whole pipelines on the first ranks.
@@ -176,7 +176,7 @@ class Placer:
             )
         return tuple(layers[0] for layers in rows[0]), devices, replicas
 
-    def reserves(self, layout: Layout) -> dict[Member, Reserve]:
+    def reserves(self, layout: MemberLayout) -> dict[Member, Reserve]:
         """What protection takes on each member beside training."""
         return reserves(
             layout.owned,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from varuna_capslog.membership import messages as m
-from varuna_capslog.membership.generation import EMPTY, INITIAL, Generation, Held, Layout, Member, Stamp
+from varuna_capslog.membership.generation import EMPTY, INITIAL, Generation, Held, Member, MemberLayout, Stamp
 from varuna_capslog.membership.recovery import Decision, Place, decide
 
 __all__ = ["Job", "Phase", "Roles", "State", "Step", "Wishes"]
@@ -67,7 +67,7 @@ class Roles:
     copies: frozenset[int] = frozenset()
     shadows: frozenset[int] = frozenset()
     missing: frozenset[int] = frozenset()
-    layout: Layout | None = None
+    layout: MemberLayout | None = None
 
 
 @dataclass(frozen=True, slots=True)

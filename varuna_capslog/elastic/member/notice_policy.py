@@ -12,7 +12,7 @@ from varuna_capslog.elastic.notices.ladder import Rung, protocol_event, rung
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.ahead import find_ahead, stay_with
 from varuna_capslog.membership.entries import HintEntry, NoticeEntry
-from varuna_capslog.membership.generation import Layout, Member
+from varuna_capslog.membership.generation import Member, MemberLayout
 from varuna_capslog.membership.recovery import Place, Seat
 from varuna_capslog.membership.state import State
 
@@ -99,7 +99,7 @@ class NoticePolicy:
         return self._known[3]
 
 
-def leaves_alone(layout: Layout, stay: list[Member], num_layers: int) -> bool:
+def leaves_alone(layout: MemberLayout, stay: list[Member], num_layers: int) -> bool:
     """Whether those that stay lack a layer, so that only those that leave can give it; False where none stays."""
     held = {layer for member in stay for layer in (*layout.owned.get(member, ()), *layout.copied.get(member, ()))}
     return bool(stay) and len(held) < num_layers

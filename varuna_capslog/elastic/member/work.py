@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from varuna_capslog.engine.communicator import Communicator
-from varuna_capslog.membership.generation import Generation, Layout, Member, Stamp
+from varuna_capslog.membership.generation import Generation, Member, MemberLayout, Stamp
 from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.training.layer_state import LayerState
 
@@ -51,7 +51,7 @@ class Opening:
 
     number: int
     base: Stamp
-    layout: Layout
+    layout: MemberLayout
     members: tuple[Member, ...]
     why: tuple[str, ...] = ()
     moved_bytes: int = 0
@@ -75,7 +75,7 @@ class Work(Protocol):
     asked: bool
     """After `finish`: whether a person's wish ended the run."""
 
-    def place(self, seats: Sequence[Seat]) -> Layout | str:
+    def place(self, seats: Sequence[Seat]) -> MemberLayout | str:
         """See `recovery.Place`."""
 
     def knows(self) -> Any:

@@ -19,7 +19,7 @@ from varuna_capslog.elastic.member.beginning import MemberStart
 from varuna_capslog.elastic.member.work import Followed, LayerState, Opening, Outcome
 from varuna_capslog.elastic.script.packing import pack, unpack
 from varuna_capslog.engine.communicator import Communicator
-from varuna_capslog.membership.generation import INITIAL, Generation, Layout, Stamp
+from varuna_capslog.membership.generation import INITIAL, Generation, MemberLayout, Stamp
 from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.training.checkpoint import write_whole
 from varuna_capslog.training.layer_state import digest
@@ -115,14 +115,14 @@ class ScriptWork:
         self._recent: RecentSteps[dict[str, Any]] = RecentSteps(start.run_dir / "metrics.jsonl")
         self.asked = False
 
-    def place(self, seats: Sequence[Seat]) -> Layout | str:
+    def place(self, seats: Sequence[Seat]) -> MemberLayout | str:
         if len(seats) < self._settings.min_devices:
             return f"{len(seats)} member(s) are here; waiting for elastic.min_devices={self._settings.min_devices}"
         hosts, wanted = len({seat.host for seat in seats}), self._settings.redundancy + 1
         problem = None
         if hosts < wanted:
             problem = f"the state is held on {hosts} host(s); {wanted} are needed to lose {wanted - 1} at once"
-        return Layout(1, {seat.member: (0,) for seat in seats}, {}, problem)
+        return MemberLayout(1, {seat.member: (0,) for seat in seats}, {}, problem)
 
     def knows(self) -> Any:
         return None
