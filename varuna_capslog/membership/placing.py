@@ -178,14 +178,7 @@ class Placer:
 
     def reserves(self, layout: MemberLayout) -> dict[Member, Reserve]:
         """What protection takes on each member beside training."""
-        return reserves(
-            layout.owned,
-            layout.copied,
-            self.layer_bytes,
-            self.gradient_bytes,
-            self.protection.sync,
-            self.protection.reserves_on,
-        )
+        return reserves(layout, self.protection, self.layer_bytes, self.gradient_bytes)
 
     def _given_if_it_fits(self, seats: Sequence[Seat], limits: _Limits) -> Candidate | None:
         given = self._given
