@@ -36,7 +36,7 @@ class CheckedRuntime(Runtime):
             return
         for layer, stamp in self.state.held:
             self.parts.holdings.at(layer, stamp)  # KeyError where it is not there
-        surplus = self.parts.holdings.kept() - self.state.held
+        surplus = self.parts.holdings._kept.keys() - self.state.held
         assert not surplus, f"kept without need: {sorted(surplus)} beside {sorted(self.state.held)}"
 
     def run(self) -> End:

@@ -18,7 +18,7 @@ from tests.planners.timed import chain
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import Config, section
 from varuna_capslog.membership.candidates import Candidates
-from varuna_capslog.membership.generation import Layout
+from varuna_capslog.membership.generation import MemberLayout
 from varuna_capslog.membership.placing import Placer, describe_reserves, state_bytes
 from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.membership.redundancy import Protection, Reserve
@@ -65,8 +65,8 @@ def plain(layers: int, seconds: bool = True, **fields: object) -> Profile:
     return Profile(tuple(rows), conditions={"microbatch_size": 1, **fields})
 
 
-def shape_of(placer: Placer, layout: Layout | str, seats: Sequence[Seat]) -> tuple[tuple[int, ...], int, int]:
-    assert isinstance(layout, Layout), layout
+def shape_of(placer: Placer, layout: MemberLayout | str, seats: Sequence[Seat]) -> tuple[tuple[int, ...], int, int]:
+    assert isinstance(layout, MemberLayout), layout
     return placer.pipeline(layout, [seat.member for seat in seats])
 
 
@@ -237,7 +237,7 @@ def test_any_number_of_devices_gets_whole_pipelines_on_the_first_ranks(replicas:
         seats = seats_of([0] * count)
         layout = placer(seats)
         cuts, devices, found = shape_of(placer, layout, seats)
-        assert isinstance(layout, Layout)
+        assert isinstance(layout, MemberLayout)
         assert found <= replicas
         assert devices * found <= count
         ends = [*cuts[1:], layers]
@@ -252,7 +252,7 @@ def test_a_layout_of_other_ranks_or_of_parts_is_refused() -> None:
     placer = placer_of(plain(4), steps_of(4, 2, 1), max_replicas=1)
     seats = seats_of([0] * 3)
     layout = placer(seats)
-    assert isinstance(layout, Layout)
+    assert isinstance(layout, MemberLayout)
     members = [seat.member for seat in seats]
     others = list(layout.owned)[1:]
     broken = {
@@ -323,7 +323,7 @@ def test_what_does_not_fit_says_where_how_much_and_how_many_devices_would_do() -
         "the job does not fit 2 device(s): layers 0 to 2 need 300 B of the 200 B of m0 on h0, 100 B too much; "
         "waiting for 1 more of 200 B"
     )
-    assert isinstance(placer(seats_of([200, 200, 200])), Layout)
+    assert isinstance(placer(seats_of([200, 200, 200])), MemberLayout)
     assert "of more than 50 B, since no number of these holds the layers" in str(placer(seats_of([50] * 6)))
 
 
@@ -339,16 +339,16 @@ def test_the_number_of_devices_that_is_waited_for_is_enough_and_no_more() -> Non
             if isinstance(answer, str) and " more of " in answer:
                 tried += 1
                 more = int(answer.split("waiting for ")[1].split()[0])
-                assert isinstance(found[count + more - 1], Layout)
+                assert isinstance(found[count + more - 1], MemberLayout)
                 assert all(isinstance(one, str) for one in found[: count + more - 1])
     assert tried > 20
 
 
 def test_headroom_counts() -> None:
     tight = {"headroom": {"fixed_bytes": 50, "fragmentation": 1.5}}
-    assert isinstance(placer_of(plain(4), steps_of(4))(seats_of([200, 200])), Layout)
+    assert isinstance(placer_of(plain(4), steps_of(4))(seats_of([200, 200])), MemberLayout)
     assert "need 350 B of the 200 B" in str(placer_of(plain(4, **tight), steps_of(4))(seats_of([200, 200])))
-    assert isinstance(placer_of(plain(4, **tight), steps_of(4))(seats_of([350, 350])), Layout)
+    assert isinstance(placer_of(plain(4, **tight), steps_of(4))(seats_of([350, 350])), MemberLayout)
 
 
 def test_gradients_that_wait_for_other_pipelines_count() -> None:
@@ -364,15 +364,15 @@ def test_gradients_that_wait_for_other_pipelines_count() -> None:
 
 def test_a_run_that_the_memory_model_does_not_describe_is_compared_with_no_capacity() -> None:
     placer = placer_of(plain(4), steps_of(4, 1, 1, "gpipe", recompute=False), memory="additive")
-    assert isinstance(placer(seats_of([1])), Layout)
+    assert isinstance(placer(seats_of([1])), MemberLayout)
     other = placer_of(plain(4), steps_of(4, 1, microbatch_size=2), memory="additive")
-    assert isinstance(other(seats_of([1])), Layout)
+    assert isinstance(other(seats_of([1])), MemberLayout)
 
 
 def test_fewer_devices_than_the_run_asks_for_are_waited_for() -> None:
     placer = placer_of(plain(4), steps_of(4), min_devices=3)
     assert placer(seats_of([0])) == "1 device(s) are left, but elastic.min_devices is 3; waiting for 2 more"
-    assert isinstance(placer(seats_of([0] * 3)), Layout)
+    assert isinstance(placer(seats_of([0] * 3)), MemberLayout)
     assert placer_of(plain(4), steps_of(4))([]) == "no device is left; waiting for one"
 
 
@@ -388,7 +388,7 @@ def test_any_losses_of_hosts_up_to_the_redundancy_leave_every_layer_held(redunda
         placer = placer_of(profile, steps_of(6, 6, 1), memory="additive", redundancy=redundancy)
         hosts = [f"h{rng.randrange(5)}" for _ in range(rng.randint(1, 9))]
         layout = placer(seats_of([0] * len(hosts), hosts))
-        assert isinstance(layout, Layout)
+        assert isinstance(layout, MemberLayout)
         names = sorted(set(hosts))
         if len(names) <= redundancy:
             assert layout.problem is not None
@@ -404,7 +404,7 @@ def test_any_losses_of_hosts_up_to_the_redundancy_leave_every_layer_held(redunda
 def test_on_one_host_copies_protect_against_the_loss_of_a_worker() -> None:
     placer = placer_of(plain(6), steps_of(8), redundancy=1)
     layout = placer(seats_of([0] * 4, ["here"] * 4))
-    assert isinstance(layout, Layout)
+    assert isinstance(layout, MemberLayout)
     for lost in range(4):
         assert layout.covers(frozenset(f"m{number}" for number in range(4) if number != lost))
     assert layout.problem is not None
@@ -414,7 +414,7 @@ def test_on_one_host_copies_protect_against_the_loss_of_a_worker() -> None:
 def test_idle_members_keep_copies() -> None:
     placer = placer_of(plain(2), steps_of(4), redundancy=1)
     layout = placer(seats_of([0] * 3))
-    assert isinstance(layout, Layout)
+    assert isinstance(layout, MemberLayout)
     assert "m2" not in layout.owned
     assert layout.copied["m2"] == (0, 1)
 
@@ -424,17 +424,17 @@ def test_reserves_on_the_device_count_against_its_capacity() -> None:
     seats = seats_of([400] * 2)
     device = placer_of(plain(4), steps_of(4, 1, 1), memory="additive", reserves_on="device")
     layout = device(seats)
-    assert isinstance(layout, Layout)
+    assert isinstance(layout, MemberLayout)
     assert sorted(layout.copied) == ["m0", "m1"]
     assert {reserve.total for reserve in device.reserves(layout).values()} == {200}
     assert all(reserve.where == "device" for reserve in device.reserves(layout).values())
     lacking = device(seats_of([399] * 2))
-    assert isinstance(lacking, Layout)
+    assert isinstance(lacking, MemberLayout)
     assert "finds no room for copies" in str(lacking.problem)
     assert not lacking.covers(frozenset(["m0"]))
     assert "260 B of the 259 B" in str(device(seats_of([259] * 2)))
     host = placer_of(plain(4), steps_of(4, 1, 1), memory="additive")
-    assert isinstance(host(seats_of([200] * 2)), Layout)
+    assert isinstance(host(seats_of([200] * 2)), MemberLayout)
 
 
 def test_a_slower_placement_is_taken_where_only_its_copies_find_room() -> None:
@@ -453,12 +453,12 @@ def test_a_slower_placement_is_taken_where_only_its_copies_find_room() -> None:
     assert shape_of(placer, placer(roomy), roomy)[1:] == (3, 1)
     # a stage of one layer takes 100 B beside its snapshot; a copy of the middle layer's state 2 x 300 B and 100 B
     layout = placer(tight)
-    assert isinstance(layout, Layout)
+    assert isinstance(layout, MemberLayout)
     assert shape_of(placer, layout, tight)[1:] == (1, 2)
     assert layout.problem is None
     single = placer_of(profile, steps_of(6, 2, 1), link=slow_exchange, max_replicas=1, **options)
     layout = single(tight)
-    assert isinstance(layout, Layout)
+    assert isinstance(layout, MemberLayout)
     assert "finds no room for copies of layers 1" in str(layout.problem)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 
-from varuna_capslog.membership.generation import EMPTY, INITIAL, Generation, Layout, Stamp
+from varuna_capslog.membership.generation import EMPTY, INITIAL, Generation, MemberLayout, Stamp
 from varuna_capslog.membership.messages import Contribution
 from varuna_capslog.membership.recovery import CHECKPOINT, decide, list_moves, newest_boundary
 from varuna_capslog.rig.search.places import even_places
@@ -115,7 +115,7 @@ def test_those_that_leave_send_but_own_nothing() -> None:
     record = EMPTY.successor(["a", "b"]).successor(["a"], ["b"], INITIAL, reached=1)
     values = contributions({"a": {(0, A), (0, INITIAL)}, "b": {(1, A), (1, INITIAL)}})
     decision = decide(record, values, (1, 1), even_places(2, 1))
-    assert isinstance(decision.layout, Layout)
+    assert isinstance(decision.layout, MemberLayout)
     assert decision.layout.owned == {"a": (0, 1)}
     assert decision.boundary.stamp == A
     assert [(move.layer, move.source, move.target) for move in decision.moves] == [(1, "b", "a")]

@@ -9,7 +9,8 @@ from itertools import pairwise
 import pytest
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.membership.redundancy import Copies, place_copies, reserves
+from varuna_capslog.membership.generation import MemberLayout
+from varuna_capslog.membership.redundancy import Copies, Protection, place_copies, reserves
 
 Pipelines = list[list[tuple[str, tuple[int, ...]]]]
 
@@ -115,7 +116,8 @@ def test_it_says_what_cannot_be_placed() -> None:
 
 
 def test_what_protection_costs() -> None:
-    found = reserves({"a": (0,), "b": (1, 2)}, {"a": (2,)}, [10, 20, 30], [1, 2, 3], sync=True)
+    found = reserves(MemberLayout(3, {"a": (0,), "b": (1, 2)}, {"a": (2,)}), Protection(), [10, 20, 30], [1, 2, 3])
     assert (found["a"].snapshot, found["a"].copies, found["a"].updates, found["a"].total) == (10, 60, 3, 73)
     assert (found["b"].snapshot, found["b"].copies, found["b"].updates) == (50, 0, 0)
-    assert reserves({"a": (0,)}, {"a": (2,)}, [10, 20, 30], [1, 2, 3], sync=False)["a"].updates == 0
+    behind = reserves(MemberLayout(3, {"a": (0,)}, {"a": (2,)}), Protection(sync=False), [10, 20, 30], [1, 2, 3])
+    assert behind["a"].updates == 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from varuna_capslog.membership.generation import INITIAL, Generation, Layout, Member
+from varuna_capslog.membership.generation import INITIAL, Generation, Member, MemberLayout
 from varuna_capslog.membership.messages import Change
 from varuna_capslog.membership.recovery import Place, Seat, list_moves, newest_boundary
 
@@ -46,7 +46,7 @@ class Ahead:
         return found
 
 
-def first_owner(layer: int, layout: Layout, members: Sequence[Member]) -> Member | None:
+def first_owner(layer: int, layout: MemberLayout, members: Sequence[Member]) -> Member | None:
     """Of several replicas that own a layer, the one that sends it."""
     return next((member for member in members if layer in layout.owned.get(member, ())), None)
 
@@ -62,13 +62,13 @@ def stay_with(record: Generation, changes: Collection[Change]) -> list[Member]:
 def find_ahead(
     me: Member,
     record: Generation,
-    layout: Layout,
+    layout: MemberLayout,
     changes: frozenset[Change],
     seats: Mapping[Member, Seat],
     place: Place,
     layer_bytes: Sequence[int],
 ) -> Ahead:
-    """What moves for these changes. Newcomers get nothing ahead: they are not in the generation that sends.
+    """What moves for these changes. Joining members get nothing ahead: they are not in the generation that sends.
 
     Args:
         seats: of all members, and of those that asked to be let in; the same everywhere, or the members disagree.

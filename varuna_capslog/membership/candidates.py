@@ -176,9 +176,8 @@ class Candidates:
     ) -> Candidate | None:
         """The best candidate that fits: the smallest `rank`, none of which is below `best_rank`, then the quickest.
 
-        First the cuts that are the best without a limit, where they fit; then, where a bound says that they may still
-        win, those that the planner finds within the limits. Without seconds it is one pipeline, of as many stages as
-        can be, then of fewer.
+        Of equally quick ones that with most devices, then that with fewest replicas. First the cuts that are the best
+        without a limit; then, where a bound says that they may still win, those that the planner finds within limits.
 
         Args:
             usable: (replicas, stages) -> bytes that each stage's devices can use, None without a limit.

@@ -1,7 +1,6 @@
 """What a generation is: its members, the boundaries on its past, and the stamp that every state of a layer carries.
 
 The store holds exactly one `Generation`, replaced by compare-and-set on its number; every message of a run names one.
-Data only: nothing here decides, waits or talks.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
 
-__all__ = ["EMPTY", "INITIAL", "Generation", "Held", "Layout", "Member", "Stamp"]
+__all__ = ["EMPTY", "INITIAL", "Generation", "Held", "Member", "MemberLayout", "Stamp"]
 
 FORMAT = "varuna-capslog/generation/1"
 
@@ -45,7 +44,7 @@ class Generation:
 
     Attributes:
         number: one more than its predecessor's.
-        members: who votes, in the order of ranks. Empty: the run is parked with its state on disk.
+        members: who votes, in the order of ranks. Empty: the run waits with its state on disk.
         leaving: who still serves the layers it held, but neither votes nor owns a layer.
         lineage: (generation, base) of every earlier generation that may have trained since `checkpoint`: the boundary
             from which it went on. States beyond such a base from before it were taken back and are void.
@@ -167,7 +166,7 @@ EMPTY = Generation(0, ())
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class MemberLayout:
     """Who holds what in a generation.
 
     Attributes:

@@ -1,7 +1,7 @@
-"""The words between the protocol and the world: events that the runtime feeds, effects that it must carry out.
+"""Events that the runtime feeds to the protocol, and effects that it must carry out.
 
 Every event and effect of a generation names it. `protocol.step` drops events of older generations, so the runtime may
-deliver late, twice or out of order; it must keep the promises written at each class, on which the proofs rest.
+deliver late, twice or out of order; it must keep the promises written at each class.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from varuna_capslog.membership.generation import Generation, Held, Layout, Member, Stamp
+from varuna_capslog.membership.generation import Generation, Held, Member, MemberLayout, Stamp
 from varuna_capslog.membership.wire import Change, Contribution, Proof, Value, Vote
 
 __all__ = [
@@ -106,8 +106,7 @@ class Heard(Event):
 class Tally(Event):
     """A whole round at once: the values of all participants (round 0) or members (steps), as a collective gives them.
 
-    Promise: every one of them cast, and all who get this tally get the same values. Nothing is promised about
-    *whether* the others get it.
+    Promise: each of them cast, and all who get this tally get the same values. The others may not get it.
     """
 
     generation: int
@@ -139,10 +138,7 @@ class Copied(Event):
 
 @dataclass(frozen=True, slots=True)
 class Received(Event):
-    """A layer that this rank now owns is here at the generation's base, from a peer or the checkpoint, verified.
-
-    Fed once the first round is decided here; what arrives before that waits.
-    """
+    """A layer that this rank now owns is here, verified, at the base. Fed once the first round is decided here."""
 
     generation: int
     layer: int
@@ -150,10 +146,7 @@ class Received(Event):
 
 @dataclass(frozen=True, slots=True)
 class Damaged(Event):
-    """A layer arrived here that is not what its sender sent, judged by the digest that came with it; it was not taken.
-
-    It will not come again in this generation.
-    """
+    """A layer arrived whose digest is not its sender's; it was not taken, and comes again after a change only."""
 
     generation: int
     layer: int
@@ -170,9 +163,8 @@ class Broken(Event):
 class Suspects(Event):
     """Whom the failure detector (supervisors, leases) takes for lost now; replaces what it said before.
 
-    Only participants of the member's generation count, so it is fed again after each change of generation where it
-    still suspects a member. It may be wrong: safety never depends on it. Promise for progress: it becomes right some
-    time.
+    Only participants of the member's generation count, so it is fed again after each change of generation. It may be
+    wrong: safety never depends on it. Promise for progress: it becomes right some time.
     """
 
     members: frozenset[Member]
@@ -334,7 +326,7 @@ class Install(Effect):
 
     generation: int
     base: Stamp
-    layout: Layout
+    layout: MemberLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,10 +357,7 @@ class Prepare(Effect):
 
 @dataclass(frozen=True, slots=True)
 class SaveAll(Effect):
-    """Write a checkpoint together with all members, at the boundary where the step just applied ends.
-
-    Before Compute; whether or not it can be written, the change that it was asked for comes with the next vote.
-    """
+    """Write a checkpoint together with all members, before Compute. The change comes next, also where that fails."""
 
     generation: int
 

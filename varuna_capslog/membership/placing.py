@@ -15,7 +15,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.units import format_bytes
 from varuna_capslog.config.reading import Config
 from varuna_capslog.membership.candidates import Candidate, Candidates
-from varuna_capslog.membership.generation import Layout, Member
+from varuna_capslog.membership.generation import Member, MemberLayout
 from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.membership.redundancy import Copies, Protection, Reserve, place_copies, reserves
 from varuna_capslog.memory import NEVER
@@ -32,10 +32,9 @@ __all__ = ["Placer", "describe_reserves", "state_bytes", "with_reserves"]
 class Placer:
     """Places layers and copies on any number of devices.
 
-    Seats are ranks in order: replica r's device d is seat `r * devices + d`; the others, the last ones, are idle and
-    may keep copies. Among equal pipelines, of every number of replicas that divides the blocks and of every number of
-    stages, the quickest that fits is taken, with the planner's cuts; of equally quick ones that with most devices, then
-    that with fewest replicas. Without seconds it is one pipeline of as many stages as possible.
+    Seats are ranks in order: replica r's device d is seat `r * devices + d`; the last ones beyond these are idle and
+    may keep copies. The quickest of `Candidates` that fits is taken; without seconds one pipeline of as many stages as
+    possible.
 
     Args:
         candidates: every pipeline that could be; where reserves lie on the device, its `beside` counts the snapshots.
@@ -100,13 +99,13 @@ class Placer:
         return cls(candidates, protection, gradient_bytes=gradient_bytes, given=given, min_devices=elastic.min_devices)
 
     def prepare(self, devices: int) -> None:
-        """Weighs ahead of time all that up to `devices` devices could be, while nobody waits.
+        """Weighs ahead of time all that up to `devices` devices could be, while no member waits for it.
 
         Afterwards a question takes milliseconds where the devices are alike; see benchmarks/morph/search.
         """
         self._candidates.prepare(devices)
 
-    def __call__(self, seats: Sequence[Seat]) -> Layout | str:
+    def __call__(self, seats: Sequence[Seat]) -> MemberLayout | str:
         """Who owns and copies what, or the sentence that says for what the run waits."""
         if not seats:
             return "no device is left; waiting for one"
@@ -122,19 +121,21 @@ class Placer:
         if found is None:
             # What hosts are too few for, no placement protects from.
             least = max(0, self.protection.redundancy - (len({seat.host for seat in seats}) - 1))
-            found = self._candidates.quickest(
-                len(seats),
-                limits.usable,
-                (lambda candidate: self._lost_protection(candidate, seats, limits)) if on_device else (lambda _: least),
-                least,
-            )
+
+            def lost_protection(candidate: Candidate) -> int:
+                """By how many host losses the copies that find room fall short of what is asked."""
+                if not on_device:
+                    return least
+                return self.protection.redundancy - self._place_copies(candidate, seats, limits).survives
+
+            found = self._candidates.quickest(len(seats), limits.usable, lost_protection, least)
         if found is None:
             return self._waiting(seats, limits)
         return self._layout(found, seats, limits)
 
     def of_cuts(
         self, cuts: Sequence[int], replicas: int, seats: Sequence[Seat]
-    ) -> tuple[Layout, tuple[int, ...] | None]:
+    ) -> tuple[MemberLayout, tuple[int, ...] | None]:
         """The layout of given cuts, and the bytes of each stage with the reserves that every stage has; None where no
         memory model describes the run.
         """
@@ -146,14 +147,12 @@ class Placer:
         usable = _Limits(seats, self._candidates).usable(replicas, stages)
         return self._candidates.candidate(replicas, stages, usable).cuts
 
-    def _layout(self, found: Candidate, seats: Sequence[Seat], limits: _Limits) -> Layout:
-        copies = self._place_copies(
-            found, seats, limits if self.protection.reserves_on == "device" and limits.any else None
-        )
+    def _layout(self, found: Candidate, seats: Sequence[Seat], limits: _Limits) -> MemberLayout:
+        copies = self._place_copies(found, seats, limits if self._limited_copies(limits) else None)
         owned = {member: layers for row in _pipelines(found, seats, len(self.layer_bytes)) for member, layers in row}
-        return Layout(len(self.layer_bytes), owned, dict(copies.kept), copies.problem)
+        return MemberLayout(len(self.layer_bytes), owned, dict(copies.kept), copies.problem)
 
-    def pipeline(self, layout: Layout, members: Sequence[Member]) -> tuple[tuple[int, ...], int, int]:
+    def pipeline(self, layout: MemberLayout, members: Sequence[Member]) -> tuple[tuple[int, ...], int, int]:
         """Cuts, devices of one pipeline and replicas of a layout that a placer made for these members, by rank.
 
         Raises CapslogError where the layout is not one of whole pipelines on the first ranks.
@@ -177,16 +176,9 @@ class Placer:
             )
         return tuple(layers[0] for layers in rows[0]), devices, replicas
 
-    def reserves(self, layout: Layout) -> dict[Member, Reserve]:
+    def reserves(self, layout: MemberLayout) -> dict[Member, Reserve]:
         """What protection takes on each member beside training."""
-        return reserves(
-            layout.owned,
-            layout.copied,
-            self.layer_bytes,
-            self.gradient_bytes,
-            self.protection.sync,
-            self.protection.reserves_on,
-        )
+        return reserves(layout, self.protection, self.layer_bytes, self.gradient_bytes)
 
     def _given_if_it_fits(self, seats: Sequence[Seat], limits: _Limits) -> Candidate | None:
         given = self._given
@@ -202,7 +194,6 @@ class Placer:
         return self.protection.reserves_on == "device" and limits.any
 
     def _place_copies(self, candidate: Candidate, seats: Sequence[Seat], limits: _Limits | None) -> Copies:
-        """Copies of a candidate's layers."""
         pipelines = _pipelines(candidate, seats, len(self.layer_bytes))
         spare = [seat.member for seat in seats[candidate.devices :]]
         hosts = {seat.member: seat.host for seat in seats}
@@ -211,18 +202,13 @@ class Placer:
 
     def _room(self, candidate: Candidate, limits: _Limits) -> dict[Member, int]:
         """Bytes that each device has left for copies."""
-        found = {}
-        stages = len(candidate.cuts)
-        for rank, seat in enumerate(limits.seats):
-            held = 0
-            if rank < candidate.devices and candidate.stage_bytes is not None:
-                held = candidate.stage_bytes[rank % stages]
-            found[seat.member] = max(0, limits.of_rank[rank] - held)
-        return found
-
-    def _lost_protection(self, candidate: Candidate, seats: Sequence[Seat], limits: _Limits) -> int:
-        """By how many host losses the copies that find room fall short of what is asked."""
-        return self.protection.redundancy - self._place_copies(candidate, seats, limits).survives
+        held = [0] * len(limits.seats)
+        if candidate.stage_bytes is not None:
+            held[: candidate.devices] = candidate.stage_bytes * candidate.replicas
+        return {
+            seat.member: max(0, usable - taken)
+            for seat, usable, taken in zip(limits.seats, limits.of_rank, held, strict=True)
+        }
 
     # -- what is lacking
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from varuna_capslog.membership.generation import INITIAL, Generation, Layout, Member, Stamp
+from varuna_capslog.membership.generation import INITIAL, Generation, Member, MemberLayout, Stamp
 from varuna_capslog.membership.wire import Contribution, Proof
 
 __all__ = [
@@ -39,7 +39,7 @@ class Seat(NamedTuple):
     capacity: int
 
 
-Place = Callable[[Sequence[Seat]], Layout | str]
+Place = Callable[[Sequence[Seat]], MemberLayout | str]
 """Seats in rank order -> who owns and copies what, or a sentence that says for what the run must wait."""
 
 
@@ -92,7 +92,7 @@ class Decision:
     """
 
     boundary: Boundary
-    layout: Layout | None
+    layout: MemberLayout | None
     moves: tuple[Move, ...]
     waiting: str | None = None
     checkpoint: Stamp = INITIAL

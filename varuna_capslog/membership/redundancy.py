@@ -7,14 +7,14 @@ in a pipeline hold all copies of a layer. Pure arithmetic on names and bytes, fo
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.units import format_bytes
-from varuna_capslog.membership.generation import Member
+from varuna_capslog.membership.generation import Member, MemberLayout
 
 __all__ = ["Copies", "Protection", "Reserve", "place_copies", "reserves"]
 
@@ -235,12 +235,7 @@ class Reserve:
 
 
 def reserves(
-    owned: Mapping[Member, Iterable[int]],
-    copies: Mapping[Member, Iterable[int]],
-    layer_bytes: Sequence[int],
-    gradient_bytes: Sequence[int],
-    sync: bool,
-    where: str = "host",
+    layout: MemberLayout, protection: Protection, layer_bytes: Sequence[int], gradient_bytes: Sequence[int]
 ) -> dict[Member, Reserve]:
     """What the commit rule and the copies cost each rank, in bytes.
 
@@ -251,13 +246,9 @@ def reserves(
         layer_bytes: state of each layer: parameters, buffers, moments.
         gradient_bytes: gradients of each layer as they are sent.
     """
-
-    def size(layers: Iterable[int], each: Sequence[int]) -> int:
-        return sum(each[layer] for layer in layers)
-
     found = {}
-    for member in dict.fromkeys([*owned, *copies]):
-        mine, theirs = tuple(owned.get(member, ())), tuple(copies.get(member, ()))
-        updates = size(theirs, gradient_bytes) if sync else 0
-        found[member] = Reserve(size(mine, layer_bytes), 2 * size(theirs, layer_bytes), updates, where)
+    for member in dict.fromkeys([*layout.owned, *layout.copied]):
+        mine, theirs = (sum(layer_bytes[layer] for layer in of.get(member, ())) for of in (layout.owned, layout.copied))
+        updates = sum(gradient_bytes[layer] for layer in layout.copied.get(member, ())) if protection.sync else 0
+        found[member] = Reserve(mine, 2 * theirs, updates, protection.reserves_on)
     return found

@@ -26,7 +26,7 @@ class Roster:
         gone: whose own host has reported their end, so that it is certain.
         noticed: workers that have got a notice to leave.
         generation: the newest.
-        broken: newest generation that somebody said is broken.
+        broken: newest generation that a member said is broken.
         checkpoint: the newest that was written.
         finished: the entry that ended the run.
     """
@@ -134,13 +134,10 @@ class Roster:
         return [member for member in self.members if member not in self.noticed]
 
     def share(self, host: str, devices: int) -> tuple[int, tuple[Member, ...]]:
-        """What one host does so that the run has `devices` workers: all hosts work out the same division.
+        """What one host does so that the run has `devices` workers: how many to start, and which of its own leave.
 
-        Missing ones are started by the hosts in the order of their names, up to what each can have; of too many the
-        youngest leave.
-
-        Returns:
-            How many to start, and which of its own to tell to leave.
+        All hosts work out the same division. Missing workers are started by the hosts in the order of their names, up
+        to what each can have; of too many the youngest leave.
         """
         staying = self.staying
         missing = devices - len(staying)

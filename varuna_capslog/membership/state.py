@@ -1,7 +1,4 @@
-"""What one member knows: its `State`, the phases it goes through, and the `Job` that is the same for all.
-
-Data only; `protocol.step` is the one that changes a state.
-"""
+"""What one member knows: its `State`, the phases it goes through, and the `Job` that is the same for all."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from varuna_capslog.membership import messages as m
-from varuna_capslog.membership.generation import EMPTY, INITIAL, Generation, Held, Layout, Member, Stamp
+from varuna_capslog.membership.generation import EMPTY, INITIAL, Generation, Held, Member, MemberLayout, Stamp
 from varuna_capslog.membership.recovery import Decision, Place, decide
 
 __all__ = ["Job", "Phase", "Roles", "State", "Step", "Wishes"]
@@ -70,7 +67,7 @@ class Roles:
     copies: frozenset[int] = frozenset()
     shadows: frozenset[int] = frozenset()
     missing: frozenset[int] = frozenset()
-    layout: Layout | None = None
+    layout: MemberLayout | None = None
 
 
 @dataclass(frozen=True, slots=True)

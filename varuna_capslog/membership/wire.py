@@ -1,7 +1,4 @@
-"""What members tell each other in a round, and its JSON form: what each one holds, and each one's vote on a step.
-
-Data only. The protocol makes and reads these values; the runtime carries them from member to member.
-"""
+"""What members tell each other in a round, and its JSON form: what each one holds, and each one's vote on a step."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from varuna_capslog.config.reading import load_config
 from varuna_capslog.membership.candidates import Candidates
-from varuna_capslog.membership.generation import Layout
+from varuna_capslog.membership.generation import MemberLayout
 from varuna_capslog.membership.placing import Placer, state_bytes
 from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.membership.redundancy import Protection
@@ -84,7 +84,7 @@ def measure(profile: Profile, run: tuple[int, int], link: Link | None, planner: 
             seats = seats_of(fleet(dice, dice.randint(1, MOST)))
             spent, layout = milliseconds(partial(placer, seats))
             taken.append(spent)
-            if isinstance(layout, Layout):
+            if isinstance(layout, MemberLayout):
                 shapes.add(placer.pipeline(layout, [seat.member for seat in seats]))
             else:
                 waits += 1

@@ -12,7 +12,7 @@ from varuna_capslog.elastic.member import notice_policy as departures
 from varuna_capslog.elastic.member.notice_policy import CHANGE_SECONDS, LINK, NoticePolicy, leaves_alone
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.entries import HintEntry, NoticeEntry
-from varuna_capslog.membership.generation import Generation, Layout
+from varuna_capslog.membership.generation import Generation, MemberLayout
 from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.rig.search.places import even_places
 
@@ -36,7 +36,7 @@ def member(copies: int = 0, usual: float = 0.5, layers: int = 3) -> Any:
     """m1 of three that own a layer each."""
     place = even_places(layers, copies)
     layout = place([Seat(name, name, 0) for name in MEMBERS])
-    assert isinstance(layout, Layout)
+    assert isinstance(layout, MemberLayout)
     state = SimpleNamespace(
         record=Generation(1, MEMBERS),
         roles=SimpleNamespace(layout=layout),
@@ -116,7 +116,7 @@ def test_the_earliest_deadline_counts(clock: SimpleNamespace) -> None:
 
 
 def test_who_leaves_alone() -> None:
-    layout = Layout(3, {"m0": (0, 1), "m1": (2,)}, {"m2": (2,)})
+    layout = MemberLayout(3, {"m0": (0, 1), "m1": (2,)}, {"m2": (2,)})
     assert not leaves_alone(layout, ["m0", "m2"], 3)
     assert leaves_alone(layout, ["m0"], 3)
     assert leaves_alone(layout, ["m2"], 3)

@@ -7,19 +7,19 @@ from types import SimpleNamespace
 from typing import Any
 
 from varuna_capslog.elastic.member.training import Training
-from varuna_capslog.membership.generation import Generation, Layout, Stamp
+from varuna_capslog.membership.generation import Generation, MemberLayout, Stamp
 from varuna_capslog.membership.recovery import Seat
 
 MEMBERS = ("a-1", "a-2", "a-3")
-BEFORE = Layout(3, {"a-1": (0,), "a-2": (1,), "a-3": (2,)}, {})
+BEFORE = MemberLayout(3, {"a-1": (0,), "a-2": (1,), "a-3": (2,)}, {})
 JOIN = frozenset({("join", "a-4")})
 
 
-def place(seats: Sequence[Seat]) -> Layout:
+def place(seats: Sequence[Seat]) -> MemberLayout:
     """Copies lie on another host, where there is one: the place of a layer hangs on where the newcomer is."""
     others = [seat.member for seat in seats if seat.host != seats[0].host]
     owned = {seat.member: (layer,) if layer < 3 else () for layer, seat in enumerate(seats)}
-    return Layout(3, owned, {(others or ["a-3"])[0]: (0,)})
+    return MemberLayout(3, owned, {(others or ["a-3"])[0]: (0,)})
 
 
 def member(name: str, seats: dict[str, Seat]) -> Training:

@@ -34,7 +34,7 @@ from varuna_capslog.elastic.script import task
 from varuna_capslog.elastic.script.packing import pack, unpack
 from varuna_capslog.elastic.script.work import Group, ScriptJob, ScriptWork, saved_states
 from varuna_capslog.engine.communicator import connect_group
-from varuna_capslog.membership.generation import INITIAL, Generation, Layout, Stamp
+from varuna_capslog.membership.generation import INITIAL, Generation, MemberLayout, Stamp
 from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.rig.script_chaos import judge_script
 
@@ -114,7 +114,7 @@ def work_of(training: Any, folder: Path, steps: int = 10, **options: Any) -> Scr
 
 def opening(number: int, base: Stamp, size: int = 1) -> Opening:
     members = tuple(f"m{rank}" for rank in range(size))
-    return Opening(number, base, Layout(1, dict.fromkeys(members, (0,)), {}), members)
+    return Opening(number, base, MemberLayout(1, dict.fromkeys(members, (0,)), {}), members)
 
 
 def alone() -> Any:
@@ -244,7 +244,7 @@ def test_everybody_owns_all_and_too_few_wait(tmp_path: Path) -> None:
     assert isinstance(sentence, str)
     assert "min_devices=2" in sentence
     layout = work.place([Seat("m0", "a", 0), Seat("m1", "a", 0)])
-    assert isinstance(layout, Layout)
+    assert isinstance(layout, MemberLayout)
     assert layout.owned == {"m0": (0,), "m1": (0,)}
     assert "1 host(s); 2 are needed" in (layout.problem or "")
 

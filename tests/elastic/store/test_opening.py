@@ -167,6 +167,9 @@ def test_a_generation_follows_only_the_newest_and_everybody_hears_of_it(place):
             one.compare_and_set(0, second)
         with pytest.raises(CapslogError, match="compare_and_set only"):
             one.append({"kind": "generation", "number": 3})
+        with pytest.raises(CapslogError, match="member is ''; it must be a non-empty string"):
+            one.append({"kind": "left", "member": ""})
+        assert one.length() == 2
         with pytest.raises(StoreGone, match="forgotten generation 9"):
             one.read(known=9)
 

@@ -9,8 +9,8 @@ import pytest
 
 from varuna_capslog.membership import protocol
 from varuna_capslog.rig.search.mail import MailWorld, Scenario
+from varuna_capslog.rig.search.past import Past
 from varuna_capslog.rig.search.places import make_job
-from varuna_capslog.rig.search.truth import Truth
 
 _TWO: dict[str, Any] = {"members": 2, "processes": 2, "job": make_job(2)}
 
@@ -41,7 +41,7 @@ class Remembering(MailWorld):
 
 def _frozen(value: Any) -> Any:
     """The same as something that can be looked up."""
-    if isinstance(value, Truth):
+    if isinstance(value, Past):
         value = vars(value)
     if isinstance(value, dict):
         return tuple(sorted(((key, _frozen(entry)) for key, entry in value.items()), key=lambda item: item[0]))

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from varuna_capslog.membership.generation import Generation, Layout, Member
+from varuna_capslog.membership.generation import Generation, Member, MemberLayout
 from varuna_capslog.membership.recovery import Place, Seat
 
 __all__ = ["ChangeReport", "reasons"]
@@ -32,7 +32,7 @@ class ChangeReport:
     def timed(self, place: Place) -> Place:
         """The same planner; how long its last search took becomes part of the report."""
 
-        def search(seats: Sequence[Seat]) -> Layout | str:
+        def search(seats: Sequence[Seat]) -> MemberLayout | str:
             began = time.perf_counter()
             found = place(seats)
             self.search_seconds = time.perf_counter() - began

@@ -85,7 +85,7 @@ class DataPath:
     def has_met(self, record: Generation, changes: Iterable[Change], dead: set[Member]) -> bool:
         """Whether the data path of the generation that these changes lead to is open, so that no member waits for it.
 
-        A newcomer that does not come holds up a change for a while only.
+        A joining member that does not come delays a change only until the limit.
         """
         stay = stay_with(record, frozenset(changes))
         hopeless = time.monotonic() > self._meet_until or not dead.isdisjoint(stay)

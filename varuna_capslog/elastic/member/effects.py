@@ -1,7 +1,4 @@
-"""Carries out what the protocol answers: store, messages, states on the move, data paths, steps.
-
-`Runtime` calls it for one effect after the other; what an effect leads to at once is returned as events.
-"""
+"""Carries out what the protocol answers: store, messages, states on the move, data paths, steps."""
 
 from __future__ import annotations
 
@@ -44,7 +41,7 @@ class Effects:
         self._refused: str | None = None
 
     def carry_out(self, effect: m.Effect) -> Iterable[m.Event]:
-        """One effect; effects come in the order in which the protocol gives them. Returns what follows from it at once.
+        """One effect, in the order in which the protocol gives them. Returns what follows from it at once.
 
         Raises:
             StepRefused: a step was voted down; what this member held is on disk.
@@ -95,8 +92,11 @@ class Effects:
             case m.Persist():
                 probe("persist")
                 work.persist(self._parts.holdings.everything(state.held), state.record, effect.why)
+                if state.phase is Phase.STOPPED and self._refused is not None:
+                    raise StepRefused(self._refused)
                 if state.phase is Phase.STOPPED:
-                    self._stopped(effect.why)
+                    why = f"{effect.why}; what this member held is on disk, and the same command continues the run"
+                    raise CapslogError(why)
             case m.Wait():
                 work.note("waiting", why=effect.why, generation=state.record.number)
             case m.Discard():
@@ -106,11 +106,6 @@ class Effects:
             case m.Drop():
                 pass  # the holdings follow `state.held`
         return ()
-
-    def _stopped(self, why: str) -> None:
-        if self._refused is not None:
-            raise StepRefused(self._refused)
-        raise CapslogError(f"{why}; what this member held is on disk, and the same command continues the run")
 
     def _ask_store(self, question: Callable[[], Generation]) -> tuple[m.Event, ...]:
         try:
@@ -162,8 +157,8 @@ class Effects:
         record = self._loop.state.record
         stay = stay_with(record, effect.changes)
         if self._parts.me in stay:
-            for newcomer in set(stay) - set(record.members):
-                self._parts.peers.send(newcomer, "meet", generation=record.number, members=stay)
+            for member in set(stay) - set(record.members):
+                self._parts.peers.send(member, "meet", generation=record.number, members=stay)
         self._path.meet(record.number + 1, stay)
 
     # -- from one generation to the next ------------------------------------------------------------------------------

@@ -86,10 +86,6 @@ class Holdings:
                 found[(layer, stamp)] = self.at(layer, stamp)
         return found
 
-    def kept(self) -> frozenset[tuple[int, Stamp]]:
-        """What lies aside, beside live layers and copies."""
-        return frozenset(self._kept)
-
     # -- coming and going ----------------------------------------------------------------------------------------------
 
     def take(self, layer: int, stamp: Stamp, state: LayerState) -> None:

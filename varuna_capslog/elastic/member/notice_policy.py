@@ -1,7 +1,4 @@
-"""What a member makes of the notices that it hears: how far up the ladder each one is, now and as time runs out.
-
-It looks at the clock and at what is left to move; `ladder` judges, the protocol acts.
-"""
+"""How urgent each notice is for a member, from the clock and from what is left to move; `ladder` has the rules."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from varuna_capslog.elastic.notices.ladder import Rung, protocol_event, rung
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.ahead import find_ahead, stay_with
 from varuna_capslog.membership.entries import HintEntry, NoticeEntry
-from varuna_capslog.membership.generation import Layout, Member
+from varuna_capslog.membership.generation import Member, MemberLayout
 from varuna_capslog.membership.recovery import Place, Seat
 from varuna_capslog.membership.state import State
 
@@ -46,7 +43,7 @@ class NoticePolicy:
         self._known: tuple[frozenset[m.Change], Member, int, Mapping[int, int]] | None = None
 
     def heard(self, entry: NoticeEntry | HintEntry, state: State) -> m.Event:
-        """What the protocol is told of a notice or hint in the log."""
+        """The event of the protocol that a notice or hint in the log becomes."""
         member, notice = entry.member, notice_of(entry, entry.member)
         if member == self._me and notice.deadline is not None:
             before = self._mine.deadline if self._mine is not None else None
@@ -102,7 +99,7 @@ class NoticePolicy:
         return self._known[3]
 
 
-def leaves_alone(layout: Layout, stay: list[Member], num_layers: int) -> bool:
+def leaves_alone(layout: MemberLayout, stay: list[Member], num_layers: int) -> bool:
     """Whether those that stay lack a layer, so that only those that leave can give it; False where none stays."""
     held = {layer for member in stay for layer in (*layout.owned.get(member, ()), *layout.copied.get(member, ()))}
     return bool(stay) and len(held) < num_layers

@@ -2,7 +2,7 @@
 
 Plain TCP sockets with threads of their own, one connection per direction and pair. They outlive generations, so that a
 change of membership rebuilds none of them, and the end of a process is seen at once as the end of its connection.
-Every message names its generation; whoever reads it fences out the older ones.
+Every message names its generation; its reader drops the older ones.
 """
 
 from __future__ import annotations

@@ -28,9 +28,8 @@ from varuna_capslog.elastic.member.work import Followed, LayerState, Opening, Ou
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layers import EngineLayer
 from varuna_capslog.engine.observer import Observer
-from varuna_capslog.engine.pipeline import Layout as EngineLayout
-from varuna_capslog.engine.pipeline import PipelineEngine, Ready
-from varuna_capslog.membership.generation import Generation, Layout, Stamp
+from varuna_capslog.engine.pipeline import Layout, PipelineEngine, Ready
+from varuna_capslog.membership.generation import Generation, MemberLayout, Stamp
 from varuna_capslog.membership.placing import Placer
 from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.model.trace import ShapeTable
@@ -106,8 +105,8 @@ class PipelineWork:
         self._part_names: list[str] | None = None
 
     def warm_up(self) -> None:
-        """One microbatch through a whole chain of this process's own, so that a newcomer meets nothing for the first
-        time while others wait for it. Left out for chains of which a device might not hold a second one.
+        """Trains one microbatch on a whole chain of this process's own, so that a joining member does nothing for the
+        first time while others wait. Left out for chains of which a device might not hold a second one.
         """
         if sum(self.layer_bytes) > _WARM_UP_BYTES:
             return
@@ -121,7 +120,7 @@ class PipelineWork:
         )
         options = dataclasses.replace(setup.options, num_microbatches=1, num_blocks=1)
         alone = Communicator(0, 1, "warm-up", datetime.timedelta(seconds=1))
-        layout = EngineLayout((0,), (0,), 1)
+        layout = Layout((0,), (0,), 1)
         loss, ready = setup.workload.loss, Ready(self._table, layers={})
         engine = PipelineEngine(self.chain, loss, layout, options, alone, self.device, ready, self._observer)
         inputs = {name: tensor.to(self.device) for name, tensor in setup.source.load(whole, 0).items()}
@@ -133,14 +132,14 @@ class PipelineWork:
     def knows(self) -> list[str] | None:
         return self._part_names
 
-    def place(self, seats: Sequence[Seat]) -> Layout | str:
+    def place(self, seats: Sequence[Seat]) -> MemberLayout | str:
         return self.placer(seats)
 
     # -- generations --------------------------------------------------------------------------------------------------
 
     def open(self, opening: Opening, communicator: Communicator, states: Mapping[int, LayerState]) -> None:
         cuts, devices, replicas = self.placer.pipeline(opening.layout, opening.members)
-        layout = EngineLayout(tuple(cuts), tuple(range(devices)), replicas)
+        layout = Layout(tuple(cuts), tuple(range(devices)), replicas)
         kept = {
             index: layer
             for index, (layer, shelved) in self._shelved.items()
@@ -169,7 +168,7 @@ class PipelineWork:
         saved = path is not None and path.parent == self.setup.checkpoints.absolute()
         self.loop.begin(engine, opening.number, opening.base.step, writes, saved)
 
-    def _write_papers(self, number: int, layout: EngineLayout, stages: list[int], writes: bool) -> None:
+    def _write_papers(self, number: int, layout: Layout, stages: list[int], writes: bool) -> None:
         """The generation's plan file, and what this member is in it; beside the training, which does not wait."""
         try:
             if writes:
@@ -279,7 +278,7 @@ class _PlanFiles:
     def __init__(self, config: Config, plan: Plan, profile: Profile | None) -> None:
         self._config, self._plan, self._profile = config, plan, profile
 
-    def write(self, number: int, layout: EngineLayout) -> None:
+    def write(self, number: int, layout: Layout) -> None:
         """The plan of a generation that trains; what is there stays."""
         path = self._path(number)
         if path.exists():

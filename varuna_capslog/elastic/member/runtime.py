@@ -1,8 +1,7 @@
 """One member at work: feeds `protocol.step` with what happens and carries out what it answers.
 
-The protocol decides, this module acts: it trains while the protocol says Compute, talks to the store and the other
-members, and stops at once when a peer is gone. All of it is one thread; `senses` hears for it, `incoming` sorts its
-mail, `roster` folds the log, `effects` carries out, `training` makes the steps.
+The protocol decides, this module acts, in one thread: `inbox` collects what happens, `incoming` sorts the messages,
+`roster` folds the log, `effects` carries out, `training` makes the steps.
 """
 
 from __future__ import annotations
@@ -143,7 +142,7 @@ class Runtime:
         self.append(entries.FinishedEntry(self.state.at.step, stopped=True, failure=failure))
 
     def _catch_up(self) -> None:
-        """Reads the log up to now. What was told before this member came needs no answer from it."""
+        """Reads the log up to now; earlier entries need no answer from this member."""
         self._store.append(entries.HelloEntry(self.me, self._host).to_json())
         until = time.monotonic() + self._timeouts.peer
         while True:

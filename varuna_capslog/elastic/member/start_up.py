@@ -1,8 +1,6 @@
 """How a member's process takes part in a run, whatever it trains: open the store, build the runtime, run, end.
 
-The pipeline engine's member (`worker`), that of a script (`script`) and that of a training on Varuna
-(`varuna_plugin.elastic_run`) differ in what they train only. What a member needs to know stands in variables of its
-process, which the host sets, and in the store.
+What a member needs to know stands in variables of its process, which the host sets, and in the store.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The steps of one member: compute, vote, apply, and what keeps copies of layers equal to their owners.
 
-`Runtime` says when, and feeds the protocol with what comes of it; `Work` computes. Nothing here founds or leaves a
-generation.
+`Runtime` says when, and feeds the protocol with the results; `Work` computes.
 """
 
 from __future__ import annotations
@@ -215,8 +214,8 @@ class Training:
     def prepare(self, changes: frozenset[m.Change], hinted: bool = False) -> bool:
         """Finds out what would move for these changes; False where that is known, or cannot be known yet.
 
-        A vote may tell of a newcomer before the log does; without its seat this member would expect other layers than
-        the others send, for ever.
+        A vote may name a joining member before the log does; without its seat this member would expect other layers
+        than the others send, for ever.
 
         Args:
             hinted: they may never be made: what comes here is kept current, and that is all.

@@ -1,7 +1,6 @@
 """What a run must be able to do so that the runtime can move it between machines: the `Work` of one member.
 
-`pipeline_work` is our engine, `script` any program with `state()`, `load()` and `step()`. The runtime decides nothing
-about training, a work nothing about membership.
+`pipeline_work` is our engine, `script` any program with `state()`, `load()` and `step()`.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from varuna_capslog.engine.communicator import Communicator
-from varuna_capslog.membership.generation import Generation, Layout, Member, Stamp
+from varuna_capslog.membership.generation import Generation, Member, MemberLayout, Stamp
 from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.training.layer_state import LayerState
 
@@ -27,7 +26,7 @@ class Outcome:
     Attributes:
         finite: loss and gradients are; the step may be applied.
         ballots: what each member gave, by rank.
-        stop: somebody wishes to stop after this step.
+        stop: a member wishes to stop after this step.
         scale: the clipping coefficient, for those that follow layers.
     """
 
@@ -52,7 +51,7 @@ class Opening:
 
     number: int
     base: Stamp
-    layout: Layout
+    layout: MemberLayout
     members: tuple[Member, ...]
     why: tuple[str, ...] = ()
     moved_bytes: int = 0
@@ -76,11 +75,11 @@ class Work(Protocol):
     asked: bool
     """After `finish`: whether a person's wish ended the run."""
 
-    def place(self, seats: Sequence[Seat]) -> Layout | str:
+    def place(self, seats: Sequence[Seat]) -> MemberLayout | str:
         """See `recovery.Place`."""
 
     def knows(self) -> Any:
-        """What this member can tell those who come; picklable. Asked in another thread, ahead of `open`."""
+        """What this member can tell joining members; picklable. Asked in another thread, ahead of `open`."""
 
     def open(self, opening: Opening, communicator: Communicator, states: Mapping[int, LayerState]) -> None:
         """Begins a generation: builds this rank's part from the states of its layers, which it may keep."""
@@ -108,7 +107,7 @@ class Work(Protocol):
         """The vote on a step that was computed. Raises PeerLost."""
 
     def apply(self, step: int) -> None:
-        """Applies the step that was voted; talks to nobody."""
+        """Applies the step that was voted, without communication."""
 
     def discard(self, step: int) -> str:
         """Drops a step that was voted down; returns why, in a sentence."""

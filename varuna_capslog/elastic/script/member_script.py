@@ -1,8 +1,7 @@
-"""A user's script run by a member's process: what the function that it calls to train finds of the run around it.
+"""A user's script run by a member's process.
 
-`elastic.script.train` and `varuna_plugin.run_elastic` are called by a script that knows nothing of members. The process
-runs that script inside a `MemberScript`, which the called function finds with `current_script`. It belongs to the
-context that runs the script, and ends with it: another run in the same process has its own.
+The process runs the script inside a `MemberScript`, which `elastic.script.train` or `varuna_plugin.run_elastic` finds
+with `current_script` when the script calls it. Another run in the same process has its own.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def train(
     """Makes the steps up to number `steps`, together with the other members, if there are any.
 
     Without `capslog script` around it this is a loop in this process alone. Returns when the last step is made; where
-    this member is told to leave before, or somebody stops the run, the process ends here (SystemExit).
+    this member has to leave before, or the run is stopped, the process ends here (SystemExit).
 
     Args:
         done: told of each step that is final, and of its loss (NaN: none), on the first member.

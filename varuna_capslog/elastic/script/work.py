@@ -1,8 +1,4 @@
-"""The `Work` of a script that trains in data parallel: one layer, which is all of its state, held by every member.
-
-A loss costs the step under way and nothing else. A step that not all have finished is taken back: the script is given
-the state before it again.
-"""
+"""The `Work` of a script that trains in data parallel: one layer, which is all of its state, held by every member."""
 
 from __future__ import annotations
 
@@ -23,7 +19,7 @@ from varuna_capslog.elastic.member.beginning import MemberStart
 from varuna_capslog.elastic.member.work import Followed, LayerState, Opening, Outcome
 from varuna_capslog.elastic.script.packing import pack, unpack
 from varuna_capslog.engine.communicator import Communicator
-from varuna_capslog.membership.generation import INITIAL, Generation, Layout, Stamp
+from varuna_capslog.membership.generation import INITIAL, Generation, MemberLayout, Stamp
 from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.training.checkpoint import write_whole
 from varuna_capslog.training.layer_state import digest
@@ -49,7 +45,7 @@ class Script(Protocol):
     def step(self, number: int, group: Group) -> float | Tensor | None:
         """One optimizer step; returns the loss, if it has one. If it is not finite, the run ends with the state before.
 
-        What `group` raises must be let through: somebody is gone, and the step will be made again.
+        What `group` raises must be let through: a member is gone, and the step will be made again.
         """
 
 
@@ -119,14 +115,14 @@ class ScriptWork:
         self._recent: RecentSteps[dict[str, Any]] = RecentSteps(start.run_dir / "metrics.jsonl")
         self.asked = False
 
-    def place(self, seats: Sequence[Seat]) -> Layout | str:
+    def place(self, seats: Sequence[Seat]) -> MemberLayout | str:
         if len(seats) < self._settings.min_devices:
             return f"{len(seats)} member(s) are here; waiting for elastic.min_devices={self._settings.min_devices}"
         hosts, wanted = len({seat.host for seat in seats}), self._settings.redundancy + 1
         problem = None
         if hosts < wanted:
             problem = f"the state is held on {hosts} host(s); {wanted} are needed to lose {wanted - 1} at once"
-        return Layout(1, {seat.member: (0,) for seat in seats}, {}, problem)
+        return MemberLayout(1, {seat.member: (0,) for seat in seats}, {}, problem)
 
     def knows(self) -> Any:
         return None
@@ -203,14 +199,14 @@ class ScriptWork:
 
     def state(self, layer: int, copy: bool) -> LayerState:
         if self._before is not None:
-            return self._before  # a copy already, and nobody changes it
+            return self._before  # a copy already, which stays as it is
         return pack(self._script.state(), copy)
 
     def update(self, layer: int) -> Mapping[str, Tensor]:
-        raise AssertionError("nobody follows a state that all members hold")
+        raise AssertionError("all members hold the state, so none follows it")
 
     def follow(self, layer: int, state: LayerState) -> Followed:
-        raise AssertionError("nobody follows a state that all members hold")
+        raise AssertionError("all members hold the state, so none follows it")
 
     def initial(self, layer: int) -> LayerState:
         return self._first
@@ -225,7 +221,7 @@ class ScriptWork:
         self.note("persisted", why=why, states=len(held), member=self._start.me, generation=record.number)
 
     def _path(self, stamp: Stamp) -> Path:
-        return _folder(self._run_dir) / f"step-{stamp.step:08d}-{stamp.generation + self._start.offset:06d}.pt"
+        return self._run_dir / "checkpoints" / f"step-{stamp.step:08d}-{stamp.generation + self._start.offset:06d}.pt"
 
     # -- boundaries ----------------------------------------------------------------------------------------------------
 
@@ -247,7 +243,7 @@ class ScriptWork:
             )
         if self._group.rank == 0 and stamp not in self._start.resumed:
             _write(self._path(stamp), state)
-            for path in sorted(_folder(self._run_dir).glob("step-*-*.pt"))[:-_KEPT]:
+            for path in sorted((self._run_dir / "checkpoints").glob("step-*-*.pt"))[:-_KEPT]:
                 path.unlink(missing_ok=True)
         self._group.barrier()
 
@@ -283,14 +279,10 @@ def loss_of(given: float | Tensor | None) -> float:
 def saved_states(run_dir: Path) -> list[tuple[Stamp, Path]]:
     """The boundaries that lie on disk, the newest last, by the generations that files count."""
     found = []
-    for path in _folder(run_dir).glob("step-*-*.pt"):
+    for path in (run_dir / "checkpoints").glob("step-*-*.pt"):
         _, step, generation = path.stem.split("-")
         found.append((Stamp(int(step), int(generation)), path))
     return sorted(found)
-
-
-def _folder(run_dir: Path) -> Path:
-    return run_dir / "checkpoints"
 
 
 def _write(path: Path, state: LayerState) -> None:

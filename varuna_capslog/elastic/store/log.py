@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.membership.entries import GenerationEntry
+from varuna_capslog.membership.entries import GenerationEntry, read
 from varuna_capslog.membership.generation import EMPTY, Generation
 
 __all__ = ["LOOK_SECONDS", "Entry", "LogFollower", "Lost", "MembershipStore", "StoreGone", "Take", "pack_entry"]
@@ -88,9 +88,13 @@ class MembershipStore(abc.ABC):
                 return record
 
     def append(self, entry: Entry) -> None:
-        """Add an entry (kinds: `docs/membership-protocol.md`) to the log, exactly once; "generation" is refused."""
+        """Add an entry (kinds: `docs/membership-protocol.md`) to the log, exactly once; "generation" is refused.
+
+        Raises CapslogError where the entry is not valid.
+        """
         if entry.get("kind") == "generation":
             raise CapslogError("a generation enters the log by compare_and_set only")
+        read(entry)
         text = pack_entry(entry)
         while not self._write(self._catch_up()[0], text):
             pass

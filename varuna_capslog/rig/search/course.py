@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from varuna_capslog.membership import messages as m
-from varuna_capslog.membership.generation import Layout, Member, Stamp
+from varuna_capslog.membership.generation import Member, MemberLayout, Stamp
 from varuna_capslog.membership.state import Phase, State
 from varuna_capslog.rig.search.places import make_job
 from varuna_capslog.rig.search.world import Transition, World
@@ -97,7 +97,7 @@ class Course(World):
         self.outcome = HistoryOutcome()
         self.sent: dict[tuple[int, int], set[int]] = {}
         self.offers: dict[tuple[int, int], dict[int, int]] = {}
-        self.followers: tuple[Layout | None, dict[Member, list[int]], dict[int, int]] = (None, {}, {})
+        self.followers: tuple[MemberLayout | None, dict[Member, list[int]], dict[int, int]] = (None, {}, {})
         self.aborted: set[int] = set()
         self.views: dict[Any, frozenset[Member]] = {}
         self.spoils: list[str] = []  # damage that waits for something to strike

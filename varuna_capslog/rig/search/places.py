@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from varuna_capslog.membership.generation import Layout, Member
+from varuna_capslog.membership.generation import Member, MemberLayout
 from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.membership.redundancy import place_copies
 from varuna_capslog.membership.state import Job
@@ -14,7 +14,7 @@ __all__ = ["even_places", "make_job"]
 
 def even_places(
     num_layers: int, redundancy: int, fewest: int = 1, replicas: int = 1
-) -> Callable[[Sequence[Seat]], Layout | str]:
+) -> Callable[[Sequence[Seat]], MemberLayout | str]:
     """A planner for the rig: layers dealt out evenly in rank order, copies by `place_copies`.
 
     Args:
@@ -22,7 +22,7 @@ def even_places(
         replicas: wanted; as many pipelines as there are members for, at most this many.
     """
 
-    def place(seats: Sequence[Seat]) -> Layout | str:
+    def place(seats: Sequence[Seat]) -> MemberLayout | str:
         if len(seats) < fewest:
             return f"{len(seats)} device(s); {fewest} are needed"
         pipelines = min(replicas, max(1, len(seats) // fewest))
@@ -39,7 +39,7 @@ def even_places(
         spare = [seat.member for seat in seats if seat.member not in owned]
         hosts = {seat.member: seat.host for seat in seats}
         copies = place_copies(rows, hosts, redundancy, [1] * num_layers, spare)
-        return Layout(num_layers, owned, copies.kept, copies.problem)
+        return MemberLayout(num_layers, owned, copies.kept, copies.problem)
 
     return place
 

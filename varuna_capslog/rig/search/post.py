@@ -22,7 +22,7 @@ class Scenario:
     """What to explore.
 
     Attributes:
-        members: processes in generation 1 from the beginning; the rest of `processes` come as newcomers.
+        members: processes in generation 1 from the beginning; the rest of `processes` join later.
         faults: how many of `kinds` strike, at any moment each.
         kinds: "crash", "hang", "cut", "store", "hiccup" (communication fails, no member is lost), "damage" (of a copy
             made ahead, or of a layer on its way; not among the default kinds).

@@ -32,7 +32,7 @@ from varuna_capslog.membership import messages as m
 from varuna_capslog.membership import protocol
 from varuna_capslog.membership.generation import EMPTY, INITIAL, Generation, Held, Member, Stamp
 from varuna_capslog.membership.state import Job, Phase, State, Step
-from varuna_capslog.rig.search.truth import Damage, Truth
+from varuna_capslog.rig.search.past import Damage, Past
 
 __all__ = ["Transition", "Violation", "World"]
 
@@ -74,7 +74,7 @@ class World:
         self.disk: frozenset[Stamp] = frozenset([INITIAL])
         self.saves: dict[Stamp, frozenset[int]] = {}  # who has written its share of a checkpoint that a vote asked for
         self.casts: dict[tuple[int, int], dict[Member, m.Value]] = {}
-        self.truth = Truth()
+        self.truth = Past()
 
     def add(self, state: State, memory: frozenset[tuple[int, Stamp]] | None = None) -> int:
         """Lets a process into the world; `memory` is what it really holds (by default what it claims)."""

@@ -23,7 +23,7 @@ from varuna_capslog.elastic.member.beginning import MemberStart
 from varuna_capslog.elastic.member.work import Followed, LayerState, Opening, Outcome
 from varuna_capslog.engine.communicator import Communicator, PeerLost
 from varuna_capslog.membership.candidates import Candidates
-from varuna_capslog.membership.generation import Generation, Layout, Stamp
+from varuna_capslog.membership.generation import Generation, MemberLayout, Stamp
 from varuna_capslog.membership.placing import Placer
 from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.membership.redundancy import Protection
@@ -83,7 +83,7 @@ class VarunaWork:
         self._began = 0.0
         self.asked = False
 
-    def place(self, seats: Sequence[Seat]) -> Layout | str:
+    def place(self, seats: Sequence[Seat]) -> MemberLayout | str:
         return self.placer(seats)
 
     def knows(self) -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.generation import INITIAL, Member, Stamp
 
-__all__ = ["Damage", "Truth"]
+__all__ = ["Damage", "Past"]
 
 
 class Damage(NamedTuple):
@@ -21,7 +21,7 @@ class Damage(NamedTuple):
 
 
 @dataclass
-class Truth:
+class Past:
     """The past of every state, and what was wished and by whom it is known.
 
     Attributes:
@@ -47,7 +47,7 @@ class Truth:
     asks: frozenset[tuple[int, m.Change]] = frozenset()
     damaged: frozenset[Damage] = frozenset()
 
-    def copy(self) -> Truth:
+    def copy(self) -> Past:
         """The same once more, to change."""
         parents, bases, rounds, behind = dict(self.parents), dict(self.bases), dict(self.rounds), dict(self.behind)
         return replace(self, parents=parents, bases=bases, rounds=rounds, behind=behind)
