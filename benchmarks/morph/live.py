@@ -1,4 +1,4 @@
-"""An elastic run on this machine that a script watches and disturbs: supervisor, store, nursery and members as ever.
+"""An elastic run on this machine that a script watches and disturbs: supervisor, store, fork server and members.
 
 `Live` runs a `Host` in a thread and takes orders (leave, join, kill). The members are ordinary ones but for one thing:
 the entry below writes a line whenever a step has been applied, with the machine's monotonic clock, into a file that
@@ -65,8 +65,8 @@ def main(arguments: Sequence[str], work: type[PipelineWork] | None = None) -> in
     Args:
         work: what is trained; None: `PipelineWork`.
     """
-    from varuna_capslog.elastic.member.equipment import Equipment
     from varuna_capslog.elastic.member.pipeline_work import PipelineWork
+    from varuna_capslog.elastic.member.runtime_options import Equipment
     from varuna_capslog.start import member_worker as worker
 
     folder = Path(arguments[0]) / "marks"

@@ -155,7 +155,7 @@ def _patched(variant: str) -> Iterator[Any]:
     import varuna.varuna
 
     import varuna_capslog.varuna_plugin as plugin
-    from varuna_capslog.varuna_plugin.patches import Patches
+    from varuna_capslog.varuna_plugin.install import Patches
     from varuna_capslog.varuna_plugin.schedule import varuna_tasks
 
     if variant == "plugin":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.processes import write_unless_there
 from varuna_capslog.base.supervisor import Supervisor, WorkerFailed, reserve
 
 PRELUDE = """
@@ -194,14 +196,12 @@ def test_the_children_of_a_worker_that_ended_do_not_stay_behind(tmp_path):
 
 
 def test_the_pid_never_overwrites_what_a_quick_worker_wrote(tmp_path):
-    boss = supervisor(tmp_path, "pass")
-    boss.folder.mkdir()
-    (boss.folder / "0.json").write_text('{"pid": 5, "stage": 1}')
-    boss._write_pid(0, 5)
-    boss._write_pid(1, 6)
-    assert json.loads((boss.folder / "0.json").read_text()) == {"pid": 5, "stage": 1}
-    assert json.loads((boss.folder / "1.json").read_text())["pid"] == 6
-    assert sorted(path.name for path in boss.folder.iterdir()) == ["0.json", "1.json"]
+    (tmp_path / "0.json").write_text('{"pid": 5, "stage": 1}')
+    write_unless_there(tmp_path / "0.json", {"pid": 5})
+    write_unless_there(tmp_path / "1.json", {"pid": 6})
+    assert json.loads((tmp_path / "0.json").read_text()) == {"pid": 5, "stage": 1}
+    assert json.loads((tmp_path / "1.json").read_text())["pid"] == 6
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.json", "1.json"]
 
 
 SUPERVISE = """
@@ -348,6 +348,17 @@ def test_a_second_run_of_the_same_process_is_refused_too(tmp_path):
         thread.join()
     assert len(refused) == 1
     with reserve(tmp_path):  # free again
+        pass
+
+
+def test_a_folder_that_was_reserved_in_another_thread_can_be_freed_here(tmp_path):
+    """Under torchrun rank 0 reserves in a thread, while the ranks wait together, and frees it at the end of the run."""
+    held = contextlib.ExitStack()
+    thread = threading.Thread(target=lambda: held.enter_context(reserve(tmp_path)))
+    thread.start()
+    thread.join()
+    held.close()
+    with reserve(tmp_path):
         pass
 
 

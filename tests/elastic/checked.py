@@ -1,7 +1,7 @@
 """A member that looks, after all that happened to it, whether it has in memory what the protocol says it holds.
 
-The nursery that imports this traces the tiny chain's shapes once for all its members: that alone was most of what a run
-of twelve steps costs.
+The fork server that imports this traces the tiny chain's shapes once for all its members: that alone was most of what
+a run of twelve steps costs.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 from tests.engine import models
 from tests.engine.workload import TinyData
 from varuna_capslog.elastic.member import pipeline_work
-from varuna_capslog.elastic.member.equipment import Equipment
 from varuna_capslog.elastic.member.runtime import End, Runtime
+from varuna_capslog.elastic.member.runtime_options import Equipment
 from varuna_capslog.membership.messages import Event
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.rig import faults

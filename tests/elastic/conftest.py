@@ -1,4 +1,4 @@
-"""One nursery and one uninterrupted run for all tests of live members."""
+"""One fork server and one uninterrupted run for all tests of live members."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from tests.elastic.live import Cradle, Truth, truth_of
 
 
 @pytest.fixture(scope="session")
-def nursery_of_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cradle]:
+def fork_server_of_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cradle]:
     found = Cradle(tmp_path_factory.mktemp("cradle"))
     yield found
     found.close()
 
 
 @pytest.fixture
-def cradle(nursery_of_all: Cradle) -> Iterator[Cradle]:
-    yield nursery_of_all
-    nursery_of_all.sweep()
+def cradle(fork_server_of_all: Cradle) -> Iterator[Cradle]:
+    yield fork_server_of_all
+    fork_server_of_all.sweep()
 
 
 @pytest.fixture(scope="session")

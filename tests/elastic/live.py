@@ -1,7 +1,7 @@
 """A real elastic run for tests: members in processes of their own, faults at chosen points, and what an uninterrupted
 run gives.
 
-The test's process plays the supervisor: it serves the store, has members forked by a nursery that has imported
+The test's process plays the supervisor: it serves the store, has members forked by a fork server that has imported
 everything, and tells the log who died as soon as the system knows it.
 """
 
@@ -24,8 +24,8 @@ from tests.engine import cases
 from varuna_capslog.base import files
 from varuna_capslog.base.processes import is_stopped
 from varuna_capslog.config.settings import Config
-from varuna_capslog.elastic.host.fork_server import PRELOADED, Nursery
-from varuna_capslog.elastic.store.opening import StoreGone, open_store, serve_store
+from varuna_capslog.elastic.host.fork_server import PRELOADED, ForkServer
+from varuna_capslog.elastic.store.opening import StoreGone, StoreServer, open_store
 from varuna_capslog.engine.communicator import connect_group
 from varuna_capslog.membership.generation import Generation
 from varuna_capslog.rig.faults import VARIABLE, Fault
@@ -92,14 +92,14 @@ def final_of(run_dir: Path) -> dict[str, Any]:
 
 
 class Cradle:
-    """One nursery for many runs; each run hears of its own members."""
+    """One fork server for many runs; each run hears of its own members."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._listeners: dict[str, Callable[[dict[str, Any]], None]] = {}
         self._count = 0
         self.open: list[Live] = []
-        self._nursery = Nursery(_ENTRY, self._hear, folder / "nursery.log", _MODULES)
+        self._fork_server = ForkServer(_ENTRY, self._hear, folder / "nursery.log", _MODULES)
 
     def _hear(self, what: dict[str, Any]) -> None:
         listener = self._listeners.get(str(what.get("member")))
@@ -108,7 +108,7 @@ class Cradle:
 
     def fork(self, order: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
         self._listeners[order["member"]] = tell
-        self._nursery.fork(order)
+        self._fork_server.fork(order)
 
     def sweep(self) -> None:
         """Ends the runs that a failed test has left."""
@@ -117,7 +117,7 @@ class Cradle:
 
     def close(self) -> None:
         self.sweep()
-        self._nursery.close()
+        self._fork_server.close()
 
 
 @dataclass
@@ -223,7 +223,8 @@ class Live:
         if not resumes:
             prepare_run(config, show=False)
         keys, stamp = starting_point(config)
-        self.server, port = serve_store()
+        self.server = StoreServer()
+        port = self.server.port
         self.store = open_store(f"127.0.0.1:{port}", self.server.identity)
         self._port = port
         cradle.open.append(self)
@@ -263,7 +264,7 @@ class Live:
         return member
 
     def _look(self, seconds: float) -> None:
-        """Takes what the nursery tells, and tells the log of losses."""
+        """Takes what the fork server tells, and tells the log of losses."""
         try:
             what = self._inbox.get(timeout=seconds)
         except queue.Empty:

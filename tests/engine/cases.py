@@ -15,6 +15,7 @@ from varuna_capslog.config.settings import Config
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.optimizer import LearningRate
 from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine
+from varuna_capslog.engine.step import verify_copies
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.training import checkpoint
 from varuna_capslog.training.run import Run
@@ -67,7 +68,7 @@ def train(
         results.append(
             engine.train_step(step, minibatch, inputs.__getitem__, before_commit=keep_gradients if step == 1 else None)
         )
-    engine.verify_copies()
+    verify_copies(engine)
     layers = engine.layers
     return {
         "parts": [result.parts for result in results],

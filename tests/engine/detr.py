@@ -12,6 +12,7 @@ from varuna_capslog.config.settings import Config
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine
 from varuna_capslog.engine.seeds import seed_layer
+from varuna_capslog.engine.step import verify_copies
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.workload import Minibatch
 
@@ -102,6 +103,6 @@ def step(communicator: Communicator, name: str, layout: Layout, options: dict[st
         )
 
     result = engine.train_step(1, batch, inputs.__getitem__, before_commit=keep)
-    engine.verify_copies()
+    verify_copies(engine)
     state = {f"{layer.name}.{n}": p.detach().clone() for layer in engine.layers for n, p in layer.parameters.items()}
     return {"loss": result.parts["loss"], "gradients": gradients, "state": state}

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from varuna_capslog.membership import first_round
+from varuna_capslog.elastic.member.effects import Effects
 from varuna_capslog.membership import messages as m
+from varuna_capslog.membership import recovery
 from varuna_capslog.membership.generation import EMPTY, INITIAL, Generation, Stamp
-from varuna_capslog.membership.protocol import Phase, State, newcomer, step
+from varuna_capslog.membership.protocol import Phase, State, step
 from varuna_capslog.rig.search.places import make_job
 from varuna_capslog.rig.search.world import World
 
@@ -22,7 +27,7 @@ class Group(World):
         self.effects: list[list[m.Effect]] = [[] for _ in range(count)]
         self.names = [f"m{i}" for i in range(count)]
         for name in self.names:
-            self.feed(self.add(newcomer(name, f"host of {name}")), m.Enter())
+            self.feed(self.add(State(name, f"host of {name}")), m.Enter())
         self.found(EMPTY.successor(self.names))
 
     def emit(self, i: int, effect: m.Effect) -> None:
@@ -41,7 +46,7 @@ class Group(World):
 
     def install(self) -> None:
         for i, state in enumerate(self.states):
-            for layer in sorted(state.missing):
+            for layer in sorted(state.roles.missing):
                 self.feed(i, m.Received(state.record.number, layer))
 
     def vote(self, *against: int) -> None:
@@ -113,7 +118,7 @@ def test_sync_loses_the_interrupted_step_only_and_async_one_more() -> None:
 
 def test_a_notice_costs_no_step_and_the_leaver_is_let_go() -> None:
     group = running(2)
-    group.feed(2, m.Notice(("leave", "m2")))
+    group.feed(2, m.Wished(("leave", "m2")))
     group.train(1)
     record = group.proposal(0)
     assert (record.members, record.leaving) == (("m0", "m1"), ("m2",))
@@ -132,19 +137,19 @@ def test_a_notice_costs_no_step_and_the_leaver_is_let_go() -> None:
 
 def test_notices_close_together_become_one_change() -> None:
     group = running(1)
-    group.feed(0, m.Notice(("leave", "m0")))
-    group.feed(2, m.Notice(("leave", "m2")))
-    group.feed(1, m.Asked("m9"))
+    group.feed(0, m.Wished(("leave", "m0")))
+    group.feed(2, m.Wished(("leave", "m2")))
+    group.feed(1, m.Wished(("join", "m9")))
     group.train(1)
     assert (group.proposal(1).members, group.proposal(1).leaving) == (("m1", "m9"), ("m0", "m2"))
 
 
 def test_one_that_leaves_and_asks_to_come_back_is_named_once() -> None:
     group = running(1)
-    group.feed(2, m.Notice(("leave", "m2")))
+    group.feed(2, m.Wished(("leave", "m2")))
     group.train(1)
     group.found(group.proposal(0))  # which nobody has trained in: m2 may hold what is needed
-    group.feed(0, m.Asked("m2"))
+    group.feed(0, m.Wished(("join", "m2")))
     group.feed(0, m.Broken(2))
     group.feed(0, m.Tick())
     assert (group.proposal(0).members, group.proposal(0).leaving) == (("m0", "m1", "m2"), ())
@@ -154,7 +159,7 @@ def test_with_shadows_a_change_waits_until_all_are_prepared_or_one_is_in_a_hurry
     wish = frozenset({("leave", "m2")})
     for urgent in (False, True):
         group = running(1, shadows=True)
-        group.feed(2, m.Notice(("leave", "m2"), urgent))
+        group.feed(2, m.Wished(("leave", "m2"), urgent))
         group.train(1)
         if urgent:
             assert group.proposal(0).leaving == ("m2",)
@@ -166,7 +171,7 @@ def test_with_shadows_a_change_waits_until_all_are_prepared_or_one_is_in_a_hurry
         assert group.proposal(0).leaving == ("m2",)
         group.found(group.proposal(0))
         group.tally(0, 1, 2)
-        assert 2 not in group.states[0].missing  # it came ahead, and was kept current
+        assert 2 not in group.states[0].roles.missing  # it came ahead, and was kept current
 
 
 def test_a_change_that_brings_nothing_here_ends_the_wait_for_what_an_earlier_one_brought() -> None:
@@ -189,25 +194,24 @@ def test_a_hint_copies_ahead_in_every_generation_and_changes_no_membership() -> 
         group.feed(2, m.Hint(("leave", "m2")))
         group.train(3)
         assert all(state.record.number == 1 and state.at.step == 4 for state in group.states)
-        wanted = [m.CopyAhead(1, hint)] * 3 if shadows else []  # said again: it may be forgotten
-        assert [group.said(i, m.CopyAhead) for i in range(3)] == [wanted] * 3
-        assert not group.said(0, m.Prepare)
+        wanted = [m.Prepare(1, hint, hinted=True)] * 3 if shadows else []  # said again: it may be forgotten
+        assert [group.said(i, m.Prepare) for i in range(3)] == [wanted] * 3
     group = running(1, shadows=True)
     group.feed(2, m.Hint(("leave", "m2")))
     group.train(1)
-    group.feed(1, m.Notice(("leave", "m1"), True))  # another one leaves: what is sure goes before what may be
+    group.feed(1, m.Wished(("leave", "m1"), True))  # another one leaves: what is sure goes before what may be
     group.train(1)
     group.found(group.proposal(0))
     assert group.proposal(0).leaving == ("m1",)
     group.tally(0, 1, 2)
     group.install()
     group.train(1)
-    assert group.said(0, m.CopyAhead)[-1] == m.CopyAhead(2, hint)
+    assert group.said(0, m.Prepare)[-1] == m.Prepare(2, hint, hinted=True)
 
 
 def test_a_change_that_may_be_cut_off_waits_for_a_checkpoint_and_no_longer() -> None:
     group = running(1)
-    group.feed(2, m.Notice(("leave", "m2"), urgent=True, save=True))
+    group.feed(2, m.Wished(("leave", "m2"), urgent=True, save=True))
     group.train(1)
     assert [group.said(i, m.SaveAll) for i in range(3)] == [[m.SaveAll(1)]] * 3
     assert all(state.phase is Phase.RUN for state in group.states)
@@ -218,7 +222,7 @@ def test_a_change_that_may_be_cut_off_waits_for_a_checkpoint_and_no_longer() -> 
     assert group.proposal(0).checkpoint == Stamp(2, 1)
     assert len(group.said(0, m.SaveAll)) == 1
     group = running(1)
-    group.feed(2, m.Notice(("leave", "m2"), urgent=True, save=True))
+    group.feed(2, m.Wished(("leave", "m2"), urgent=True, save=True))
     group.train(2)  # it could not be written
     assert group.proposal(0).leaving == ("m2",)
 
@@ -228,7 +232,7 @@ def test_a_checkpoint_that_is_to_come_first_is_asked_for_until_it_was_written(mo
     group = running(1)
     if moment == "after its vote":
         group.vote()
-    group.feed(2, m.Notice(("leave", "m2"), urgent=True, save=True))
+    group.feed(2, m.Wished(("leave", "m2"), urgent=True, save=True))
     if moment == "after its vote":
         group.tally(0, 1, 2)
     elif moment == "before the checkpoint is written":
@@ -239,7 +243,9 @@ def test_a_checkpoint_that_is_to_come_first_is_asked_for_until_it_was_written(mo
     if moment != "after its vote":  # a generation that another one founds, who had not heard of the notice
         base, reached = group.states[0].base, group.states[0].at.step
         group.found(group.states[0].record.successor(group.names, base=base, reached=reached))
-        assert [state.save for state in group.states] == [moment == "before the checkpoint is written"] * 2 + [True]
+        assert [state.wishes.save for state in group.states] == [moment == "before the checkpoint is written"] * 2 + [
+            True
+        ]
         group.tally(0, 1, 2)
         group.install()
     number = group.states[0].record.number
@@ -302,12 +308,12 @@ def test_holders_who_come_back_save_what_was_settled() -> None:
     group.feed(0, m.Tick())
     group.found(group.proposal(0))
     group.tally(0)
-    group.feed(0, m.Asked("m1"))
-    assert not group.proposal(0).regress  # nobody has lost patience
+    group.feed(0, m.Wished(("join", "m1")))
+    assert not group.proposal(0).regress  # no time limit has passed
     group.found(group.proposal(0))
     group.tally(0, 1)
     assert group.states[1].phase is Phase.WAIT  # layer 2 is still missing
-    group.feed(1, m.Asked("m2"))
+    group.feed(1, m.Wished(("join", "m2")))
     group.found(group.proposal(1))
     group.tally(0, 1, 2)
     assert group.truth.bases[4] == Stamp(2, 1)
@@ -315,7 +321,7 @@ def test_holders_who_come_back_save_what_was_settled() -> None:
 
 def test_a_notice_that_comes_while_values_are_gathered_is_followed_by_those_that_then_wait() -> None:
     group = Group(fewest=4)
-    group.feed(2, m.Notice(("leave", "m2")))
+    group.feed(2, m.Wished(("leave", "m2")))
     group.tally(0, 1, 2)
     assert [state.phase for state in group.states] == [Phase.WAIT, Phase.WAIT, Phase.CHANGE]
     assert group.proposal(2).members == ("m0", "m1")
@@ -337,7 +343,7 @@ def test_the_loss_of_the_store_stops_a_change_but_no_run() -> None:
 def test_the_last_ones_park_the_run_on_disk_and_others_take_it_up() -> None:
     group = running(1)
     for i in range(3):
-        group.feed(i, m.Notice(("leave", f"m{i}")))
+        group.feed(i, m.Wished(("leave", f"m{i}")))
     group.train(1)
     record = group.proposal(0)
     assert record.members == ()
@@ -347,7 +353,7 @@ def test_the_last_ones_park_the_run_on_disk_and_others_take_it_up() -> None:
     assert all(group.said(i, m.Release) for i in range(3))
     effects: list[m.Effect] = []
     group.effects.append(effects)
-    late = group.add(newcomer("m9", "host of m9", held=group.states[0].held | group.states[2].held))
+    late = group.add(State("m9", "host of m9", held=group.states[0].held | group.states[2].held))
     group.memory[late] = group.states[late].held  # read from disk
     group.feed(late, m.Enter())
     group.feed(late, m.StoreSays(record))
@@ -415,10 +421,10 @@ def test_a_copy_made_ahead_is_left_out_where_its_owner_says_so(owner: m.Proof, c
         "m0": m.Contribution(held, "a", proofs=frozenset({owner})),
         "m1": m.Contribution(held, "b", proofs=frozenset({copy})),
     }
-    left_out = first_round.distrusted(values)
+    left_out = recovery.distrusted(values)
     assert left_out == (frozenset() if trusted else {("m1", 2)})
-    assert first_round.without(values, left_out)["m0"] == values["m0"]
-    kept = {layer for layer, _ in first_round.without(values, left_out)["m1"].held}
+    assert recovery.without(values, left_out)["m0"] == values["m0"]
+    kept = {layer for layer, _ in recovery.without(values, left_out)["m1"].held}
     assert kept == ({0, 1, 2} if trusted else {0, 1})
 
 
@@ -429,7 +435,7 @@ def test_all_members_leave_out_the_damaged_copy_and_its_owner_sends_the_layer() 
     group.install()
     group.train(1)
     wish = frozenset({("leave", "m2")})
-    group.feed(2, m.Notice(("leave", "m2")))
+    group.feed(2, m.Wished(("leave", "m2")))
     group.train(1)
     for i in range(3):
         group.feed(i, m.Prepared(1, wish, frozenset({2}) if i == 1 else frozenset()))
@@ -440,19 +446,19 @@ def test_all_members_leave_out_the_damaged_copy_and_its_owner_sends_the_layer() 
     decisions = [group.said(i, m.Decided)[-1] for i in range(3)]
     assert decisions[0] == decisions[1] == decisions[2]
     assert [decision.distrusted for decision in decisions if isinstance(decision, m.Decided)] == [{2}] * 3
-    assert 2 in group.states[1].missing
+    assert 2 in group.states[1].roles.missing
     assert not group.truth.damaged, "the damaged copy was freed"
     assert [effect.layer for effect in group.said(2, m.Send) if isinstance(effect, m.Send)] == [2]
 
 
 def test_a_layer_that_arrives_damaged_ends_the_generation_and_is_sent_again_in_the_next_one() -> None:
     group = running(1)
-    group.feed(2, m.Notice(("leave", "m2")))
+    group.feed(2, m.Wished(("leave", "m2")))
     group.train(1)
     group.found(group.proposal(0))
     group.tally(0, 1, 2)
-    i = next(i for i in (0, 1) if group.states[i].missing)
-    layer = min(group.states[i].missing)
+    i = next(i for i in (0, 1) if group.states[i].roles.missing)
+    layer = min(group.states[i].roles.missing)
     group.feed(i, m.Damaged(2, layer))
     assert group.states[i].phase is Phase.CHANGE
     assert (layer, group.states[i].at) not in group.memory[i]
@@ -462,3 +468,9 @@ def test_a_layer_that_arrives_damaged_ends_the_generation_and_is_sent_again_in_t
     group.tally(0, 1, 2)
     group.install()
     assert group.states[i].phase is Phase.RUN
+
+
+@pytest.mark.parametrize(("kind", "handler"), [(m.Event, step), (m.Effect, Effects.carry_out)], ids=["event", "effect"])
+def test_every_event_and_every_effect_has_a_case(kind: type, handler: Callable[..., Any]) -> None:
+    found = re.findall(r"\bm\.(\w+)\(", "".join(re.findall(r"case (.*):", inspect.getsource(handler))))
+    assert {one.__name__ for one in kind.__subclasses__()} <= set(found)

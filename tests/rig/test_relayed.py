@@ -8,7 +8,7 @@ import time
 
 import torch
 
-from varuna_capslog.elastic.store.opening import serve_store
+from varuna_capslog.elastic.store.opening import StoreServer
 from varuna_capslog.engine.communicator import connect_group
 from varuna_capslog.rig.relay import Line
 from varuna_capslog.rig.relayed import VARIABLE, RelayedStore, opener, rewrite
@@ -25,7 +25,8 @@ def test_a_host_whose_supervisor_was_started_again_is_cut_by_its_machine(line, r
     """The second supervisor of machine `again` is called again.2; cuts of `again` once did not reach its workers."""
     monkeypatch.setenv("CAPSLOG_HOST", "again.2")
     monkeypatch.setenv(VARIABLE, f"again@{relay.address}")
-    server, port = serve_store()
+    server = StoreServer()
+    port = server.port
     open_relayed = opener()
     assert open_relayed is not None
     store = open_relayed(f"127.0.0.1:{port}", server.identity)
@@ -38,7 +39,8 @@ def test_a_host_whose_supervisor_was_started_again_is_cut_by_its_machine(line, r
 
 def test_gloo_groups_of_two_hosts_are_cut_with_their_network(line, relay):
     """If gloo ever hands its addresses round in another way, this sum arrives in spite of the cut."""
-    server, port = serve_store()
+    server = StoreServer()
+    port = server.port
     groups, lines = {}, []
 
     def join(rank):

@@ -20,7 +20,7 @@ from varuna_capslog.config.reading import load_config
 from varuna_capslog.elastic.host.hooks import check_same_folder
 from varuna_capslog.elastic.host.options import HostOptions
 from varuna_capslog.elastic.network import address_towards, interface_of, network_variables
-from varuna_capslog.elastic.store.opening import open_store, serve_store
+from varuna_capslog.elastic.store.opening import StoreServer, open_store
 from varuna_capslog.plans.plan import Plan, write_plan
 from varuna_capslog.start.elastic_host import check_elastic, join_run, starting_point
 
@@ -78,7 +78,8 @@ def test_a_run_that_waits_can_be_stopped_and_one_whose_disk_is_full_ends_with_on
 
 
 def test_a_folder_that_is_not_shared_is_refused(tmp_path):
-    server, port = serve_store()
+    server = StoreServer()
+    port = server.port
     client = open_store(f"127.0.0.1:{port}")
     client.put("first-plan", "0")
     config = load_config(write_config(tmp_path))

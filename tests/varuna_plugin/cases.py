@@ -251,7 +251,7 @@ def mutated(name: str) -> Iterator[None]:
     owner, attribute, broken = {
         "ties": (gradients, "_add_ties", lambda self: None),
         "replicas": (gradients, "_reduce", lambda parameters, group, factor: None),
-        "statistics": (executor, "_statistics_kept", lambda model: contextlib.nullcontext()),
+        "statistics": (executor, "copied_buffers", lambda model: contextlib.nullcontext()),
         "in place": (wire, "_copy", lambda tensor, device: tensor),
         "short": (executor, "_divisor", lambda batches, inputs: float(len(batches))),
         "norm": (gradients, "_squared_norm", _norm_of_every_copy),

@@ -1,5 +1,5 @@
-"""Elastic runs on the real Varuna for tests: workers forked from one nursery, this process in the host's place, so that
-a test says exactly when who is lost, and what an uninterrupted run gives.
+"""Elastic runs on the real Varuna for tests: workers forked from one fork server, this process in the host's place, so
+that a test says exactly when who is lost, and what an uninterrupted run gives.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from tests.varuna_plugin import models
 from varuna_capslog.base import files
-from varuna_capslog.elastic.host.fork_server import PRELOADED, Nursery
+from varuna_capslog.elastic.host.fork_server import PRELOADED, ForkServer
 from varuna_capslog.elastic.member.beginning import Beginning
-from varuna_capslog.elastic.store.opening import StoreGone, open_store, serve_store
+from varuna_capslog.elastic.store.opening import StoreGone, StoreServer, open_store
 from varuna_capslog.engine.seeds import seed_layer
 from varuna_capslog.membership.generation import Generation, Stamp
 from varuna_capslog.varuna_plugin.checkpoint_files import newest
@@ -33,13 +33,13 @@ BATCH, CHUNK = 7, 2
 
 
 class Cradle:
-    """One nursery for many runs."""
+    """One fork server for many runs."""
 
     def __init__(self, folder: Path) -> None:
         self.told: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         modules = (*PRELOADED, "varuna", "varuna_capslog.varuna_plugin.elastic.work", "torch._dynamo")
         entry = "varuna_capslog.varuna_plugin.elastic.run:main"
-        self.nursery = Nursery(entry, self.told.put, folder / "nursery.log", modules)
+        self.fork_server = ForkServer(entry, self.told.put, folder / "nursery.log", modules)
         self.runs = 0
 
 
@@ -80,7 +80,8 @@ class Live:
         self._waited: list[str] = []
         (run_dir / "workers").mkdir(parents=True, exist_ok=True)
         step, path = begin_with(run_dir)
-        self.server, port = serve_store()
+        self.server = StoreServer()
+        port = self.server.port
         self._address = f"127.0.0.1:{port}"
         self.store = open_store(self._address, self.server.identity)
         for key, value in Beginning(1, step, Path(path) if path else None).keys().items():
@@ -104,11 +105,11 @@ class Live:
         }
         log = str(self.run_dir / "workers" / f"{member}.log")
         order = {"environment": environment, "log": log, "arguments": self._arguments}
-        self._cradle.nursery.fork({"member": f"{self._prefix}-{member}", **order})
+        self._cradle.fork_server.fork({"member": f"{self._prefix}-{member}", **order})
         return member
 
     def _look(self) -> None:
-        """Takes what the nursery tells, and tells the log of losses, as a host does."""
+        """Takes what the fork server tells, and tells the log of losses, as a host does."""
         with contextlib.suppress(queue.Empty):
             what = self._cradle.told.get(timeout=0.01)
             prefix, _, member = str(what.get("member", "")).partition("-")

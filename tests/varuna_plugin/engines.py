@@ -15,6 +15,7 @@ from varuna_capslog.config.settings import Config
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.interface import EngineParts
 from varuna_capslog.engine.pipeline import EngineOptions, Layout
+from varuna_capslog.engine.step import train_step, verify_copies
 
 
 def detr_step(communicator: Communicator, name: str, layout: Layout) -> dict[str, Any]:
@@ -44,8 +45,8 @@ def detr_step(communicator: Communicator, name: str, layout: Layout) -> dict[str
             parameters = engine.optimizer.parameters
             gradients.update({name: p.grad.clone() for name, p in parameters.items() if p.grad is not None})
 
-        result = engine.train_step(1, batch, inputs.__getitem__, before_commit=keep)
-        engine.verify_copies()
+        result = train_step(engine, 1, batch, inputs.__getitem__, before_commit=keep)
+        verify_copies(engine)
         return {"loss": result.parts["loss"], "gradients": gradients, "norm": result.grad_norm}
     finally:
         plugin.uninstall()

@@ -23,7 +23,7 @@ STEPS = 12
 def cradle(varuna: FoundVaruna, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cradle]:
     found = Cradle(tmp_path_factory.mktemp("cradle"))
     yield found
-    found.nursery.close()
+    found.fork_server.close()
 
 
 @pytest.fixture(scope="module")

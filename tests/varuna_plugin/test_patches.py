@@ -12,7 +12,7 @@ import pytest
 
 import varuna_capslog.varuna_plugin as plugin
 from varuna_capslog.varuna_plugin import FoundVaruna
-from varuna_capslog.varuna_plugin.patches import Patches
+from varuna_capslog.varuna_plugin.install import Patches
 
 
 class Owner:

@@ -1,7 +1,7 @@
 """How workers fail, and which of several failures is the cause.
 
-A failure is known from the report that the worker wrote, or from the way its process ended. The supervisor collects the
-failures and asks this module which one to name. Nothing here starts, signals or waits for a process.
+A failure is known from the report that the worker wrote, or from the way its process ended. Supervisors collect the
+failures and ask this module which one to name. Nothing here starts, signals or waits for a process.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Failure", "is_consequence", "read_failure", "root_cause"]
+from varuna_capslog.base.processes import last_line, signal_name
+
+__all__ = ["Failure", "ended", "is_consequence", "read_failure", "root_cause"]
 
 _SECONDARY_KINDS = ("peer", "stopped", "interrupted")  # consequences of another rank's end
 
@@ -81,6 +83,18 @@ def read_failure(path: Path, rank: int, stage: Any, member: str | None = None) -
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None  # missing, or cut off by the same failure that it was to report
+
+
+def ended(rank: int, status: int, log: Path, time: float, **known: Any) -> Failure:
+    """The failure that the end of a process shows, for a worker that wrote no report.
+
+    Args:
+        status: its exit status, or minus the number of the signal that ended it.
+        known: further fields of the failure.
+    """
+    if status < 0:
+        return Failure(rank, f"was killed by {signal_name(-status)}", "signal", time, **known)
+    return Failure(rank, f"exit status {status}: {last_line(log)}", "exit", time, **known)
 
 
 def is_consequence(failure: Failure) -> bool:

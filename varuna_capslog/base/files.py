@@ -13,6 +13,7 @@ import itertools
 import json
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ __all__ = [
     "append_jsonl",
     "is_full",
     "last_lines",
+    "objects_in",
     "read_json",
     "read_jsonl",
     "write_failure",
@@ -124,16 +126,18 @@ def last_lines(path: str | os.PathLike[str], size: int = 1 << 16) -> list[dict[s
     try:
         with open(path, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - size))
-            lines = file.read().splitlines()
+            return list(objects_in(file.read()))
     except OSError as error:
-        raise CapslogError(f"{path} cannot be read: {error.strerror or error}; check the path") from error
-    found = []
-    for line in lines:
+        raise _unreadable(path, error) from error
+
+
+def objects_in(data: bytes) -> Iterator[dict[str, Any]]:
+    """The objects in a part of a line file; incomplete lines are left out."""
+    for line in data.splitlines():
         with contextlib.suppress(ValueError):
             value = json.loads(line)
             if isinstance(value, dict):
-                found.append(value)
-    return found
+                yield value
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -144,7 +148,7 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     try:
         lines = Path(path).read_bytes().split(b"\n")
     except OSError as error:
-        raise CapslogError(f"{path} cannot be read: {error.strerror or error}; check the path") from error
+        raise _unreadable(path, error) from error
     records = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -165,6 +169,10 @@ def write_failure(what: str, error: OSError) -> CapslogError:
     """The error for a failed write: DiskFailed if no process can write to the file system."""
     kind = DiskFailed if is_full(error) else CapslogError
     return kind(f"{what}: {error.strerror or error}; free space or choose another path")
+
+
+def _unreadable(path: str | os.PathLike[str], error: OSError) -> CapslogError:
+    return CapslogError(f"{path} cannot be read: {error.strerror or error}; check the path")
 
 
 def _dumps(path: str | os.PathLike[str], value: Any, indent: int | None) -> str:

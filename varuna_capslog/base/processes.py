@@ -11,11 +11,19 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["die_with_parent", "is_stopped", "last_line", "signal_group", "signal_name", "write_unless_there"]
+__all__ = [
+    "die_with_parent",
+    "heard_signals",
+    "is_stopped",
+    "last_line",
+    "signal_group",
+    "signal_name",
+    "write_unless_there",
+]
 
 _PR_SET_PDEATHSIG = 1
 
@@ -38,6 +46,23 @@ def die_with_parent() -> Callable[[], None]:
                 os._exit(1)
 
     return prepare
+
+
+@contextlib.contextmanager
+def heard_signals(numbers: Sequence[signal.Signals], hear: Callable[[int], object]) -> Iterator[None]:
+    """Calls `hear` with the number of each of these signals that this process gets in the block.
+
+    Outside the main thread Python cannot: there the caller keeps the signals.
+    """
+    try:
+        before = {number: signal.signal(number, lambda number, frame: hear(number)) for number in numbers}
+    except ValueError:
+        before = {}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def is_stopped(pid: int) -> bool:

@@ -16,27 +16,26 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
-from types import FrameType
 from typing import IO, Any
 
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.failures import Failure, is_consequence, read_failure, root_cause
+from varuna_capslog.base.failures import Failure, ended, is_consequence, read_failure, root_cause
 from varuna_capslog.base.processes import (
     die_with_parent,
+    heard_signals,
     is_stopped,
-    last_line,
     signal_group,
-    signal_name,
     write_unless_there,
 )
 
-__all__ = ["Interrupted", "Supervisor", "WorkerFailed", "reserve"]
+__all__ = ["Interrupted", "Supervisor", "WorkerFailed", "last_step", "new_run", "reserve"]
 
 POLL_SECONDS = 0.05
 SETTLE_SECONDS = 1.0  # a worker's neighbours often die before it does: wait for the cause to be written
 HANG_SECONDS = 5.0  # where all workers report a silent rank: wait also for the workers that only wait for it
 STOPPED_SECONDS = 10.0  # a worker may be stopped (SIGSTOP) for this long; the workers that wait for it give up later
+_TAIL_BYTES = 1 << 14
 EXIT_STATUS = {"user": 2, "does_not_fit": 3, "step_refused": 4, "interrupted": 130}
 
 
@@ -111,7 +110,7 @@ class Supervisor:
             Interrupted: SIGINT or SIGTERM came; the workers have ended.
             CapslogError: the folder cannot be written, or the command cannot be started.
         """
-        with self._empty_folder(), self._heard_signals():
+        with new_run(self.run_dir), heard_signals((signal.SIGINT, signal.SIGTERM), self._signals.append):
             try:
                 self._start()
                 self._watch()
@@ -138,7 +137,8 @@ class Supervisor:
                     reason = f"{self.command[0]!r} cannot be started: {error.strerror}"
                     raise CapslogError(f"worker {rank}: {reason}; check the installation") from error
             self._workers.append(worker)
-            self._write_pid(rank, worker.pid)
+            started = {"rank": rank, "pid": worker.pid, "host": socket.gethostname()}
+            write_unless_there(self.folder / f"{rank}.json", started)
 
     def _watch(self) -> None:
         asked = 0
@@ -208,48 +208,33 @@ class Supervisor:
         named = [failure.peer for failure in complaints if failure.peer in silent]
         stopped = [rank for rank in silent if is_stopped(self._workers[rank].pid)]
         rank = next(iter([*stopped, *named, *silent]))
-        steps = [failure.step for failure in complaints if failure.step is not None]
         if rank in stopped:
             cause = "it is stopped (SIGSTOP, or a debugger)"
         else:
             cause = "it hangs, or it is so slow that pipeline.timeout_seconds must be raised"
-        after = None if steps else self._last_step()
-        step = steps[0] if steps else None
-        return [Failure(rank, cause, "hang", time.time(), stage=self._stage(rank), step=step, after_step=after)]
+        return [Failure(rank, cause, "hang", time.time(), **self._where(rank, complaints))]
 
     def _reported(self, rank: int) -> Failure | None:
         return read_failure(self.folder / f"{rank}.error.json", rank, self._stage(rank))
 
     def _seen(self, rank: int, others: Sequence[Failure]) -> Failure:
         """The failure that the end of a worker without a report shows."""
-        status = self._workers[rank].returncode
-        steps = [failure.step for failure in others if failure.step is not None]
-        kind, cause = "signal", f"was killed by {signal_name(-status)}"
-        if status >= 0:
-            kind, cause = "exit", f"exit status {status}: {last_line(self.log(rank))}"
-        return Failure(
-            rank,
-            cause,
-            kind,
-            self._ended[rank],
-            stage=self._stage(rank),
-            step=steps[0] if steps else None,
-            after_step=None if steps else self._last_step(),
-        )
+        where = self._where(rank, others)
+        return ended(rank, self._workers[rank].returncode, self.log(rank), self._ended[rank], **where)
+
+    def _where(self, rank: int, others: Sequence[Failure]) -> dict[str, Any]:
+        """Stage and step of a failure that the worker did not report: the step that other reports name, or the last."""
+        step = next((failure.step for failure in others if failure.step is not None), None)
+        after = last_step(self.run_dir) if step is None else None
+        return {"stage": self._stage(rank), "step": step, "after_step": after}
 
     def _stage(self, rank: int) -> Any:
         with contextlib.suppress(CapslogError, AttributeError):
             return files.read_json(self.folder / f"{rank}.json").get("stage")
         return None
 
-    def _last_step(self) -> int | None:
-        with contextlib.suppress(CapslogError):
-            steps = [line["step"] for line in files.read_jsonl(self.run_dir / "metrics.jsonl") if "step" in line]
-            return steps[-1] if steps else None
-        return None
-
     def _farewell(self, how: str) -> str:
-        step = self._last_step()
+        step = last_step(self.run_dir)
         reached = "" if step is None else f" after step {step}"
         return f"interrupted: {how}{reached}; the same command continues the run in {self.run_dir}"
 
@@ -291,34 +276,6 @@ class Supervisor:
         """Where the worker's error output goes (and its standard output, but for rank 0)."""
         return self.folder / f"{rank}.log"
 
-    def _write_pid(self, rank: int, pid: int) -> None:
-        worker = {"rank": rank, "pid": pid, "host": socket.gethostname()}
-        write_unless_there(self.folder / f"{rank}.json", worker)
-
-    @contextlib.contextmanager
-    def _empty_folder(self) -> Iterator[None]:
-        """Makes `workers/` empty, without the files of an earlier run."""
-        with reserve(self.run_dir):
-            for suffix in ("json", "log"):
-                for stale in self.folder.glob(f"*.{suffix}"):
-                    stale.unlink()
-            yield
-
-    @contextlib.contextmanager
-    def _heard_signals(self) -> Iterator[None]:
-        def hear(number: int, frame: FrameType | None) -> None:
-            self._signals.append(number)
-
-        try:
-            before = {number: signal.signal(number, hear) for number in (signal.SIGINT, signal.SIGTERM)}
-        except ValueError:  # not the main thread: the caller keeps the signals
-            before = {}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
 
 _reserved: ContextVar[frozenset[Path]] = ContextVar("reserved", default=frozenset())
 """Folders that the caller of this code holds. Another run of this process, in a thread of its own, holds none of them:
@@ -351,11 +308,29 @@ def reserve(run_dir: Path) -> Iterator[None]:
             raise CapslogError(
                 f"{run_dir} is in use by another run; wait for it to end or choose another run_dir"
             ) from None
-        token = _reserved.set(_reserved.get() | {folder})
+        _reserved.set(_reserved.get() | {folder})
         try:
             yield
         finally:
-            _reserved.reset(token)
+            _reserved.set(_reserved.get() - {folder})  # not a reset: the caller may end in another thread
+
+
+@contextlib.contextmanager
+def new_run(run_dir: Path) -> Iterator[None]:
+    """Reserves a run's folder, and removes what the workers of an earlier run left in it."""
+    with reserve(run_dir):
+        for suffix in ("json", "log"):
+            for stale in (Path(run_dir) / "workers").glob(f"*.{suffix}"):
+                stale.unlink()
+        yield
+
+
+def last_step(run_dir: Path) -> int | None:
+    """The last step in a run's metrics: where the run stands, or stood."""
+    with contextlib.suppress(CapslogError):
+        lines = files.last_lines(run_dir / "metrics.jsonl", _TAIL_BYTES)
+        return next((int(line["step"]) for line in reversed(lines) if "step" in line), None)
+    return None
 
 
 def _rendezvous(num_workers: int) -> dict[str, str]:

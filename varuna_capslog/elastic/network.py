@@ -1,8 +1,7 @@
-"""Addresses: how stores are named, and under which one the others reach this machine (found out once by its host, told
-to its workers as variables).
+"""Addresses: how stores are named, and under which address the other machines reach this one.
 
 The address that a name server or /etc/hosts gives for the own name is often the loopback's, which no other machine can
-use. What counts here is the interface that leads to the store.
+use. What counts here is the interface that leads to the store. A host finds it once, for all its workers.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import struct
 
 from varuna_capslog.base.errors import CapslogError
 
-__all__ = ["SCHEME", "address_towards", "first_endpoint", "interface_of", "network_variables", "parse_address"]
+__all__ = ["SCHEME", "address_towards", "interface_of", "network_variables", "parse_address"]
 
 SCHEME = "etcd://"
 
@@ -42,7 +41,7 @@ def network_variables(store: str) -> dict[str, str]:
 
 def address_towards(store: str) -> str | None:
     """This machine's IPv4 address on the way to a store; None where there is no way."""
-    host = first_endpoint(store).rpartition(":")[0]
+    host = parse_address(store)[0][0][0]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, 9))  # sends nothing
@@ -52,25 +51,22 @@ def address_towards(store: str) -> str | None:
 
 
 def parse_address(address: str) -> tuple[tuple[tuple[str, int], ...], str]:
-    """Endpoints and prefix of `etcd://HOST:PORT[,HOST:PORT...]/PREFIX`. Raises CapslogError."""
-    places, _, prefix = address.removeprefix(SCHEME).partition("/")
+    """Endpoints and prefix of `etcd://HOST:PORT[,HOST:PORT...]/PREFIX`; of `host:port` the prefix is empty.
+
+    Raises CapslogError for anything else.
+    """
+    etcd = "://" in address
+    places, _, prefix = address.removeprefix(SCHEME).partition("/") if etcd else (address, "", "")
     endpoints = []
-    for place in places.split(","):
+    for place in places.split(",") if etcd else [places]:
         host, _, port = place.rpartition(":")
         if not host or not port.isascii() or not port.isdigit():
-            raise CapslogError(f"store address {address!r} is not {SCHEME}HOST:PORT[,HOST:PORT...]/PREFIX")
+            form = f"{SCHEME}HOST:PORT[,HOST:PORT...]/PREFIX" if etcd else "host:port"
+            raise CapslogError(f"store address {address!r} is not {form}")
         endpoints.append((host, int(port)))
-    if not prefix.strip("/"):
+    if etcd and not prefix.strip("/"):
         raise CapslogError(f"store address {address!r} names no prefix, under which the run's keys are kept")
     return tuple(endpoints), prefix.strip("/")
-
-
-def first_endpoint(address: str) -> str:
-    """host:port of any store's address, to find the way to it."""
-    if not address.startswith(SCHEME):
-        return address
-    host, port = parse_address(address)[0][0]
-    return f"{host}:{port}"
 
 
 def interface_of(address: str) -> str | None:

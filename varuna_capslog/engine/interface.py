@@ -37,7 +37,7 @@ Example: TypeAlias = "Callable[[], tuple[Mapping[str, Tensor], Any, Mapping[str,
 
 
 class Engine(Protocol):
-    """One rank of a training run.
+    """One rank of a training run. A step is `compute`, `vote`, `apply`; `step.train_step` makes all three.
 
     Attributes:
         replica: the pipeline of this rank, counted from 0.
@@ -64,22 +64,8 @@ class Engine(Protocol):
         """True where the inputs are loaded."""
 
     @property
-    def owns_last_stage(self) -> bool:
-        """True where the loss is computed."""
-
-    @property
     def doing(self) -> str:
         """What is under way, for error messages."""
-
-    def train_step(
-        self,
-        step: int,
-        minibatch: Minibatch,
-        load: Load,
-        stop: bool = False,
-        before_commit: Callable[[], None] | None = None,
-    ) -> StepResult:
-        """One optimizer step on all ranks: `compute`, `vote`, `apply`; see `step.train_step`."""
 
     def compute(self, step: int, minibatch: Minibatch, load: Load) -> None:
         """Forwards, backwards and sums: afterwards the minibatch's gradients lie in `.grad`, and nothing has changed.
@@ -115,9 +101,6 @@ class Engine(Protocol):
         Args:
             take: called with (microbatch, outputs) on the ranks of the last stage.
         """
-
-    def verify_copies(self) -> None:
-        """Compares every parameter that several ranks hold; raises CapslogError where two ranks differ."""
 
 
 @dataclass(frozen=True)

@@ -177,15 +177,11 @@ def take_layers(
         CapslogError: layers share a module that keeps running statistics.
     """
     storage: dict[int, Tensor] = {}
-    shared_by_layer: dict[int, dict[str, str]] = {}
-    for use in chain.shared:
-        for index, name in use.uses:
-            shared_by_layer.setdefault(index, {})[name] = use.name
     taken = []
     for index in indices:
         layer = chain.layers[index]
         module = layer.module
-        shared = shared_by_layer.get(index, {})
+        shared = chain.shared_names(index)
         found = None if shared or ready is None else ready.get(index)
         if found is not None:
             found.reset()

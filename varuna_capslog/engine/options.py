@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.config.settings import Config
 from varuna_capslog.engine.optimizer import LearningRate
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.schedules import RunShape
+
+if TYPE_CHECKING:
+    from varuna_capslog.config.settings import Config
 
 __all__ = ["EngineOptions", "Layout", "StepResult", "layout_of"]
 

@@ -24,7 +24,7 @@ from varuna_capslog.engine.observer import HostMemory, Observer
 from varuna_capslog.engine.optimizer import StageOptimizer
 from varuna_capslog.engine.options import EngineOptions, Layout, StepResult
 from varuna_capslog.engine.stage import LossFunction, MicrobatchContext, Stage
-from varuna_capslog.engine.step import check_minibatch, microbatches_of, train_step, verify_copies
+from varuna_capslog.engine.step import check_minibatch, microbatches_of, train_step
 from varuna_capslog.engine.vote import Poll, Verdict
 from varuna_capslog.model.chain import Chain
 from varuna_capslog.model.trace import ShapeTable
@@ -167,11 +167,6 @@ class PipelineEngine:
     def owns_first_stage(self) -> bool:
         """True where the inputs are loaded."""
         return 0 in self.stages
-
-    @property
-    def owns_last_stage(self) -> bool:
-        """True where the loss is computed."""
-        return len(self.layout.cuts) - 1 in self.stages
 
     def _contexts(self, minibatch: Minibatch, indices: Sequence[int], step: int) -> list[MicrobatchContext]:
         return [
@@ -372,12 +367,6 @@ class PipelineEngine:
         finally:
             for stage in self.stages.values():
                 stage.train(True)
-
-    # -- shared parameters -------------------------------------------------------------------------------------------
-
-    def verify_copies(self) -> None:
-        """Compares every parameter that several ranks hold; raises CapslogError where two ranks differ."""
-        verify_copies(self)
 
 
 def _build(parts: EngineParts) -> PipelineEngine:

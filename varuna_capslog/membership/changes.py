@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.generation import Generation, Member
-from varuna_capslog.membership.state import Phase, State, Step
+from varuna_capslog.membership.state import Phase, State, Step, Wishes
 
 __all__ = [
     "adopt",
@@ -31,7 +31,7 @@ def hint(state: State, change: m.Change) -> Step:
     """A change that may be wished later becomes part of this member's votes; nothing else comes of it here."""
     if state.phase is Phase.OUTSIDE or change[1] not in state.record.members:
         return state, ()
-    return replace(state, hints=state.hints | {change}), ()
+    return replace(state, wishes=replace(state.wishes, hints=state.wishes.hints | {change})), ()
 
 
 def wish(state: State, change: m.Change, urgent: bool, save: bool = False) -> Step:
@@ -42,10 +42,11 @@ def wish(state: State, change: m.Change, urgent: bool, save: bool = False) -> St
         return outside(state, state.record, wants_in=False) if gives_up else (state, ())
     if (member in state.record.members) == (kind == "join"):
         return state, ()
-    state = replace(state, changes=state.changes | {change}, urgent=state.urgent or urgent, save=state.save or save)
+    known = state.wishes
+    known = replace(known, changes=known.changes | {change}, urgent=known.urgent or urgent, save=known.save or save)
     if state.phase is Phase.WAIT:  # a member that joins may hold what was waited for: no reason to go back
-        return stop_answering(replace(state, planned=True, regress=False))
-    return state, ()
+        return stop_answering(replace(state, wishes=replace(known, planned=True), regress=False))
+    return replace(state, wishes=known), ()
 
 
 def broken(state: State, generation: int) -> Step:
@@ -95,7 +96,7 @@ def stop_answering(state: State) -> Step:
             return state, (*effects, *more)
     lost = not state.suspects.isdisjoint(state.record.participants)
     left = frozenset(state.record.participants) - state.suspects
-    sure = state.planned or (lost and state.layout is not None and state.layout.covers(left))
+    sure = state.wishes.planned or (lost and state.roles.layout is not None and state.roles.layout.covers(left))
     return state, (*effects, *(_proposal(state) if sure else (m.ReadStore(),)))
 
 
@@ -108,8 +109,8 @@ def _proposal(state: State) -> tuple[m.Effect, ...]:
     if not state.votes:
         return (m.ReadStore(),)
     record, gone = state.record, state.suspects
-    leave = {member for kind, member in state.changes if kind == "leave"}
-    join = {member for kind, member in state.changes if kind == "join"}
+    leave = {member for kind, member in state.wishes.changes if kind == "leave"}
+    join = {member for kind, member in state.wishes.changes if kind == "join"}
     stay = [member for member in record.members if member not in gone and member not in leave]
     stay += sorted(join - gone - leave - set(record.members)) if join else []
     leaving = [member for member in record.members if member in leave and member not in gone]
@@ -123,12 +124,12 @@ def _proposal(state: State) -> tuple[m.Effect, ...]:
 
 
 def tick(state: State) -> Step:
-    """Patience is at an end."""
+    """A time limit has passed."""
     match state.phase:
         case Phase.CHANGE:
             return state, _proposal(state)
         case Phase.WAIT if state.regress:
-            return stop_answering(replace(state, planned=True))
+            return stop_answering(replace(state, wishes=replace(state.wishes, planned=True)))
         case Phase.GATHER | Phase.INSTALL | Phase.SERVE:
             return state, (m.ReadStore(),)
         case Phase.OUTSIDE if state.wants_in:
@@ -159,13 +160,13 @@ def adopt(state: State, record: Generation) -> Step:
     if not record.members and inside:  # parked: no member is left to which this one could send anything
         effects.append(m.Persist("the run is parked"))
     if state.me not in record.participants or not record.members:
-        leaves = ("leave", state.me) in state.changes or (inside and not state.votes)
+        leaves = ("leave", state.me) in state.wishes.changes or (inside and not state.votes)
         leaves = leaves or state.me in record.leaving
         state, more = outside(state, record, wants_in=not leaves and (inside or state.wants_in))
         return state, (*effects, *more)
-    members = frozenset(record.members)
+    members, known = frozenset(record.members), state.wishes
     # A join that was not taken up must be asked for again, or two views of who is lost would change places for ever.
-    changes = frozenset(change for change in state.changes if change[0] == "leave" and change[1] in members)
+    changes = frozenset(change for change in known.changes if change[0] == "leave" and change[1] in members)
     if not inside and not state.wants_in:  # it changed its mind on the way
         changes |= {("leave", state.me)}
     state = replace(
@@ -176,15 +177,14 @@ def adopt(state: State, record: Generation) -> Step:
         cast=True,
         heard=heard_of(state, record.number),
         base=None,
-        missing=frozenset(),
+        roles=replace(state.roles, missing=frozenset()),
         suspects=state.suspects.intersection(record.participants),
-        changes=changes,
-        urgent=state.urgent and bool(changes),
-        hints=frozenset(change for change in state.hints if change[1] in members),
-        save=state.save and bool(changes),
-        saving=False,
-        prepared=frozenset(),
-        planned=False,
+        wishes=Wishes(
+            changes,
+            urgent=known.urgent and bool(changes),
+            hints=frozenset(change for change in known.hints if change[1] in members),
+            save=known.save and bool(changes),
+        ),
         unseen=None,
         wants_in=False,
         regress=False,
@@ -206,17 +206,11 @@ def outside(state: State, record: Generation, wants_in: bool) -> Step:
         cast=False,
         heard=heard_of(state, record.number + 1),
         suspects=frozenset(),
-        changes=frozenset(),
-        urgent=False,
-        hints=frozenset(),
-        save=False,
-        saving=False,
-        prepared=frozenset(),
-        planned=False,
+        roles=replace(state.roles, missing=frozenset()),
+        wishes=Wishes(),
         unseen=None,
         wants_in=wants_in,
         regress=False,
-        missing=frozenset(),
     )
     if not wants_in:
         return state, (m.Release(),)

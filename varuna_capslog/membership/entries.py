@@ -38,6 +38,9 @@ _EARLIEST = 1e9
 """Seconds since 1970 in 2001: a smaller deadline is not a time of day but seconds that are left."""
 
 
+_KINDS: dict[str, type[Entry]] = {}
+
+
 @dataclass(frozen=True)
 class Entry:
     """What all entries have in common: a field of one name means the same in each of them.
@@ -47,6 +50,10 @@ class Entry:
     """
 
     kind: ClassVar[str]
+
+    def __init_subclass__(cls, kind: str) -> None:
+        cls.kind = kind
+        _KINDS[kind] = cls
 
     def __post_init__(self) -> None:
         def check() -> None:
@@ -63,10 +70,9 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class GenerationEntry(Entry):
+class GenerationEntry(Entry, kind="generation"):
     """The record of the newest generation. Only the store writes it, as its compare-and-set."""
 
-    kind = "generation"
     record: Generation
 
     def to_json(self) -> dict[str, Any]:
@@ -74,64 +80,58 @@ class GenerationEntry(Entry):
 
 
 @dataclass(frozen=True)
-class HostsEntry(Entry):
+class HostsEntry(Entry, kind="hosts"):
     """A supervisor has come ("here", with so many `workers`), has gone home ("gone"), or does not answer ("lost")."""
 
-    kind = "hosts"
     host: str
     state: str
     workers: int | None = None
 
 
 @dataclass(frozen=True)
-class WorkerEntry(Entry):
+class WorkerEntry(Entry, kind="worker"):
     """A worker is being started on this device of a host."""
 
-    kind = "worker"
     member: Member
     host: str
     slot: int
 
 
 @dataclass(frozen=True)
-class HelloEntry(Entry):
+class HelloEntry(Entry, kind="hello"):
     """A member has loaded and reads the log."""
 
-    kind = "hello"
     member: Member
     host: str | None = None
 
 
 @dataclass(frozen=True)
-class AskEntry(Entry):
+class AskEntry(Entry, kind="ask"):
     """A member wants to be let in; `capacity` is the bytes of its device, 0 where the run has no capacities."""
 
-    kind = "ask"
     member: Member
     host: str | None = None
     capacity: int = 0
 
 
 @dataclass(frozen=True)
-class DeadEntry(Entry):
+class DeadEntry(Entry, kind="dead"):
     """A member has ended, or is taken for dead; this is final. `by`: the host that says so."""
 
-    kind = "dead"
     member: Member
     why: str | None = None
     by: str | None = None
 
 
 @dataclass(frozen=True)
-class LeftEntry(Entry):
+class LeftEntry(Entry, kind="left"):
     """A member has ended as it should, and no member waits for it any more."""
 
-    kind = "left"
     member: Member
 
 
 @dataclass(frozen=True)
-class NoticeEntry(Entry):
+class NoticeEntry(Entry, kind="notice"):
     """A member is to leave.
 
     Attributes:
@@ -139,7 +139,6 @@ class NoticeEntry(Entry):
         deadline: when it may be gone, in seconds since 1970; None: no deadline.
     """
 
-    kind = "notice"
     member: Member
     urgent: bool = False
     deadline: float | None = None
@@ -147,10 +146,9 @@ class NoticeEntry(Entry):
 
 
 @dataclass(frozen=True)
-class HintEntry(Entry):
+class HintEntry(Entry, kind="hint"):
     """A member may have to leave later; `deadline` as in `NoticeEntry`."""
 
-    kind = "hint"
     member: Member
     urgent: bool = False
     deadline: float | None = None
@@ -158,7 +156,7 @@ class HintEntry(Entry):
 
 
 @dataclass(frozen=True)
-class AnnounceEntry(Entry):
+class AnnounceEntry(Entry, kind="announce"):
     """A host is to leave and tells its members.
 
     Attributes:
@@ -166,7 +164,6 @@ class AnnounceEntry(Entry):
         deadline: as in `NoticeEntry`.
     """
 
-    kind = "announce"
     host: str
     notice: str
     deadline: float | None = None
@@ -174,33 +171,30 @@ class AnnounceEntry(Entry):
 
 
 @dataclass(frozen=True)
-class RequestEntry(Entry):
+class RequestEntry(Entry, kind="request"):
     """The run is to have so many workers: hosts start or send away their share."""
 
-    kind = "request"
     devices: int
 
 
 @dataclass(frozen=True)
-class BrokenEntry(Entry):
+class BrokenEntry(Entry, kind="broken"):
     """A member answers this generation no more."""
 
-    kind = "broken"
     generation: int
     member: Member
 
 
 @dataclass(frozen=True)
-class CheckpointEntry(Entry):
+class CheckpointEntry(Entry, kind="checkpoint"):
     """A checkpoint of this boundary is complete."""
 
-    kind = "checkpoint"
     step: int
     generation: int
 
 
 @dataclass(frozen=True)
-class FinishedEntry(Entry):
+class FinishedEntry(Entry, kind="finished"):
     """The run has ended.
 
     Attributes:
@@ -209,7 +203,6 @@ class FinishedEntry(Entry):
         failure: what would stop every member: its `member`, `cause`, `kind` and `time`.
     """
 
-    kind = "finished"
     step: int = 0
     stopped: bool = False
     asked: bool = False
@@ -261,12 +254,4 @@ _CHECKS: Mapping[str, Callable[[Any, str], object]] = {
     "notice": _one_of("hint", "leave", "now"),
     "record": _is_a(Generation, "a generation"),
     "failure": _is_a(Mapping, "an object"),
-}
-
-_KINDS: Mapping[str, type[Entry]] = {
-    record.kind: record
-    for record in (
-        *(GenerationEntry, HostsEntry, WorkerEntry, HelloEntry, AskEntry, DeadEntry, LeftEntry, NoticeEntry, HintEntry),
-        *(AnnounceEntry, RequestEntry, BrokenEntry, CheckpointEntry, FinishedEntry),
-    )
 }

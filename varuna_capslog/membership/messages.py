@@ -16,7 +16,6 @@ __all__ = [
     "Abort",
     "Apply",
     "Ask",
-    "Asked",
     "Bid",
     "Broken",
     "Cast",
@@ -27,7 +26,6 @@ __all__ = [
     "Computed",
     "Contribution",
     "Copied",
-    "CopyAhead",
     "Damaged",
     "Decided",
     "Discard",
@@ -40,7 +38,6 @@ __all__ = [
     "Hint",
     "Install",
     "Load",
-    "Notice",
     "Persist",
     "Prepare",
     "Prepared",
@@ -58,19 +55,26 @@ __all__ = [
     "Value",
     "Vote",
     "Wait",
+    "Wished",
 ]
 
 
 # -- events ----------------------------------------------------------------------------------------------------------
 
 
+class Event:
+    """What a member hears: an event of `protocol.step`."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
-class Enter:
+class Enter(Event):
     """This process is loaded and warm, and wants to take part. Fed once; also after it was put aside."""
 
 
 @dataclass(frozen=True, slots=True)
-class StoreSays:
+class StoreSays(Event):
     """The record in the store: answer to ReadStore and CompareAndSet (whether it was taken or not), or a watch.
 
     Promise: records come from one store that forgets nothing. A store that was started anew, empty, is lost.
@@ -80,12 +84,12 @@ class StoreSays:
 
 
 @dataclass(frozen=True, slots=True)
-class StoreLost:
+class StoreLost(Event):
     """The store does not answer, or it is another one than before."""
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class Heard(Event):
     """One participant's value in a round, this member's own included. Promise: only what that member cast.
 
     Round 0 is always heard value by value. Each value then carries the proofs of its sender (see `Proof`), which the
@@ -99,7 +103,7 @@ class Heard:
 
 
 @dataclass(frozen=True, slots=True)
-class Tally:
+class Tally(Event):
     """A whole round at once: the values of all participants (round 0) or members (steps), as a collective gives them.
 
     Promise: every one of them cast, and all who get this tally get the same values. Nothing is promised about
@@ -112,7 +116,7 @@ class Tally:
 
 
 @dataclass(frozen=True, slots=True)
-class Computed:
+class Computed(Event):
     """This rank's gradients of the step are final (and summed over replicas); nothing was applied."""
 
     generation: int
@@ -121,7 +125,7 @@ class Computed:
 
 
 @dataclass(frozen=True, slots=True)
-class Copied:
+class Copied(Event):
     """What the vote on `step` waits for here: fed once the step has begun here, and only where this member follows
     layers of others.
 
@@ -134,7 +138,7 @@ class Copied:
 
 
 @dataclass(frozen=True, slots=True)
-class Received:
+class Received(Event):
     """A layer that this rank now owns is here at the generation's base, from a peer or the checkpoint, verified.
 
     Fed once the first round is decided here; what arrives before that waits.
@@ -145,7 +149,7 @@ class Received:
 
 
 @dataclass(frozen=True, slots=True)
-class Damaged:
+class Damaged(Event):
     """A layer arrived here that is not what its sender sent, judged by the digest that came with it; it was not taken.
 
     It will not come again in this generation.
@@ -156,14 +160,14 @@ class Damaged:
 
 
 @dataclass(frozen=True, slots=True)
-class Broken:
+class Broken(Event):
     """Communication of the generation failed here, whichever member caused it; no further tally of it will come."""
 
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
-class Suspects:
+class Suspects(Event):
     """Whom the failure detector (supervisors, leases) takes for lost now; replaces what it said before.
 
     Only participants of the member's generation count, so it is fed again after each change of generation where it
@@ -175,16 +179,16 @@ class Suspects:
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
-    """Patience is at an end in a phase that waits (CHANGE, OUTSIDE, SERVE): ask, or propose, again.
+class Tick(Event):
+    """A time limit has passed in a phase that waits (CHANGE, OUTSIDE, SERVE): ask, or propose, again.
 
     The first Tick in CHANGE comes later than a usual detection of who died; those after it may come quicker.
     """
 
 
 @dataclass(frozen=True, slots=True)
-class Notice:
-    """A change that is wished: this member, or a straggler, is to leave.
+class Wished(Event):
+    """A change that is wished: this member, or a straggler, is to leave; or one that is outside and warm is to join.
 
     Attributes:
         urgent: no time for preparation.
@@ -197,21 +201,14 @@ class Notice:
 
 
 @dataclass(frozen=True, slots=True)
-class Hint:
+class Hint(Event):
     """A change that may be wished later: its copies may be made ahead, but the membership stays as it is."""
 
     change: Change
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """An outsider is warm and asks to be let in."""
-
-    member: Member
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
+class Prepared(Event):
     """Shadows: these layers are here, at the boundary of this step's beginning, and will be kept current by Copied."""
 
     generation: int
@@ -220,51 +217,35 @@ class Prepared:
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpointed:
+class Checkpointed(Event):
     """A checkpoint of all layers at this boundary is complete on disk."""
 
     stamp: Stamp
 
 
 @dataclass(frozen=True, slots=True)
-class Farewell:
+class Farewell(Event):
     """The generation has taken its first step without those that leave: they may go."""
 
     generation: int
 
 
-Event = (
-    Enter
-    | StoreSays
-    | StoreLost
-    | Heard
-    | Tally
-    | Computed
-    | Copied
-    | Received
-    | Damaged
-    | Broken
-    | Suspects
-    | Tick
-    | Notice
-    | Hint
-    | Asked
-    | Prepared
-    | Checkpointed
-    | Farewell
-)
-
-
 # -- effects, carried out in the order given ---------------------------------------------------------------------------
 
 
+class Effect:
+    """What `protocol.step` answers: something that the runtime must do."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
-class ReadStore:
+class ReadStore(Effect):
     """Ask the store for its record."""
 
 
 @dataclass(frozen=True, slots=True)
-class CompareAndSet:
+class CompareAndSet(Effect):
     """Replace the record if its number is still `expected`; answer with what the store then holds."""
 
     expected: int
@@ -272,7 +253,7 @@ class CompareAndSet:
 
 
 @dataclass(frozen=True, slots=True)
-class Cast:
+class Cast(Effect):
     """Give this value in a round, to all of the generation's participants (round 0) or members (steps)."""
 
     generation: int
@@ -281,7 +262,7 @@ class Cast:
 
 
 @dataclass(frozen=True, slots=True)
-class Compute:
+class Compute(Effect):
     """Begin this step: forward, backward, sums. Nothing of the state at the boundary before it may change."""
 
     generation: int
@@ -289,7 +270,7 @@ class Compute:
 
 
 @dataclass(frozen=True, slots=True)
-class Apply:
+class Apply(Effect):
     """The vote succeeded: apply the step to the layers owned and followed, keeping their state at `before` as well."""
 
     generation: int
@@ -298,7 +279,7 @@ class Apply:
 
 
 @dataclass(frozen=True, slots=True)
-class Discard:
+class Discard(Effect):
     """The step was voted down by all: drop its gradients and end the run, the state as before the step."""
 
     generation: int
@@ -306,14 +287,14 @@ class Discard:
 
 
 @dataclass(frozen=True, slots=True)
-class Drop:
+class Drop(Effect):
     """These states are needed no more: free them."""
 
     held: Held
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
+class Send(Effect):
     """Send a layer at a boundary to its new owner."""
 
     generation: int
@@ -323,7 +304,7 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class Load(Effect):
     """Load a layer from the checkpoint of this boundary (INITIAL: initialise it from the seed)."""
 
     generation: int
@@ -332,12 +313,12 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Decided:
+class Decided(Effect):
     """The first round is complete: every participant has the same values, and decides the same.
 
     Attributes:
         values: of all participants in their order, without the copies that are not trusted.
-        distrusted: layers of which a participant held a copy that is not trusted (see `first_round`).
+        distrusted: layers of which a participant held a copy that is not trusted (see `recovery.distrusted`).
         moved_bytes: bytes that travel, or are read from the checkpoint, before training goes on.
     """
 
@@ -348,7 +329,7 @@ class Decided:
 
 
 @dataclass(frozen=True, slots=True)
-class Install:
+class Install(Effect):
     """All own layers are here: build this rank's stage at the boundary `base` and open the generation's groups."""
 
     generation: int
@@ -357,37 +338,33 @@ class Install:
 
 
 @dataclass(frozen=True, slots=True)
-class Abort:
+class Abort(Effect):
     """End all communication of the generation at once: nothing of it is answered again."""
 
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """Ask these members to be let in (they get Asked)."""
+class Ask(Effect):
+    """Ask these members to be let in (they get Wished)."""
 
     members: tuple[Member, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Prepare:
-    """Begin to copy ahead what would move for these changes; Prepared when what comes here has come."""
+class Prepare(Effect):
+    """Begin to copy ahead what would move for these changes; Prepared when what comes here has come.
+
+    hinted: they may never be made, so no vote waits for the copies, and no event says when they are there.
+    """
 
     generation: int
     changes: frozenset[Change]
+    hinted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class CopyAhead:
-    """As Prepare, for changes that may never be made: no vote waits for it, and no event says when it is done."""
-
-    generation: int
-    changes: frozenset[Change]
-
-
-@dataclass(frozen=True, slots=True)
-class SaveAll:
+class SaveAll(Effect):
     """Write a checkpoint together with all members, at the boundary where the step just applied ends.
 
     Before Compute; whether or not it can be written, the change that it was asked for comes with the next vote.
@@ -397,7 +374,7 @@ class SaveAll:
 
 
 @dataclass(frozen=True, slots=True)
-class Bid:
+class Bid(Effect):
     """Tell these that they may go (they get Farewell)."""
 
     generation: int
@@ -405,43 +382,19 @@ class Bid:
 
 
 @dataclass(frozen=True, slots=True)
-class Persist:
+class Persist(Effect):
     """Write all that is held to disk, by layer and stamp, before anything else; then say why."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(Effect):
     """Say that the run waits, and for what."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
+class Release(Effect):
     """This member has no part in the run any more: the process may end, the host may be given back."""
-
-
-Effect = (
-    ReadStore
-    | CompareAndSet
-    | Cast
-    | Compute
-    | Apply
-    | Discard
-    | Drop
-    | Send
-    | Load
-    | Decided
-    | Install
-    | Abort
-    | Ask
-    | Prepare
-    | CopyAhead
-    | SaveAll
-    | Bid
-    | Persist
-    | Wait
-    | Release
-)

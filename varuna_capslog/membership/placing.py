@@ -7,7 +7,8 @@ imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from varuna_capslog.base.errors import CapslogError
@@ -18,13 +19,14 @@ from varuna_capslog.membership.generation import Layout, Member
 from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.membership.redundancy import Copies, Protection, Reserve, place_copies, reserves
 from varuna_capslog.memory import NEVER
+from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planners.seconds import Link
-from varuna_capslog.planning.verdict import judge
+from varuna_capslog.planning.verdict import MemoryVerdict, judge
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
 
-__all__ = ["Placer", "describe_reserves", "state_bytes"]
+__all__ = ["Placer", "describe_reserves", "state_bytes", "with_reserves"]
 
 
 class Placer:
@@ -309,3 +311,53 @@ def describe_reserves(found: Mapping[Member, Reserve]) -> str:
         f"protection takes up to {format_bytes(most.total)} of a rank's memory on {where} beside training "
         f"({', '.join(parts)}), {format_bytes(total)} over {len(found)} rank(s)"
     )
+
+
+def with_reserves(config: Config, profile: Profile, plan: Plan, find: Callable[..., Plan]) -> tuple[Plan, list[int]]:
+    """Before a run: the plan with what protection takes in its notes, and the bytes of each stage's own snapshot.
+
+    Snapshots and copies may lie on the device beside training, so a plan that fits without them may not fit with them.
+    Every rank is taken to be on a host of its own. Where a capacity is given that the plan keeps to without snapshots
+    and not with them, it is cut anew with them, unless the config fixes the cuts; where that does not help it does not
+    fit. Copies that find no room are said, not refused: the run trains without that protection.
+
+    Args:
+        find: `search.plan` for this run, without capacity and cuts.
+
+    Raises:
+        CapslogError: as `Placer`: what a run that changes its members cannot be planned with.
+    """
+    pipeline, replicas = config.pipeline, config.pipeline.replicas
+    sizes = state_bytes(profile)
+    if sizes is None:
+        note = "what protection takes is unknown: the profile has no static_bytes or parameter_bytes; profile again"
+        Placer.of_config(config, profile, [0] * profile.num_layers)
+        return dataclasses.replace(plan, notes=(*plan.notes, note)), [0] * len(plan.cuts)
+    placer, headroom = Placer.of_config(config, profile, *sizes), Headroom.of(profile)
+    capacities = plan.capacities_of(plan.placement())
+    seats = [
+        Seat(f"rank {rank}", f"host {rank}", 0 if capacities is None else capacities[rank % len(plan.cuts)])
+        for rank in range(len(plan.cuts) * replicas)
+    ]
+
+    def judged(cuts: Sequence[int]) -> MemoryVerdict | None:
+        """Whether stages with what lies beside them fit their devices."""
+        return judge(placer.of_cuts(cuts, replicas, seats)[1], capacities, headroom)
+
+    lack, verdict = "", judged(plan.cuts)
+    if plan.fits and verdict is not None and not verdict.fits:
+        cuts = placer.cuts_of(len(plan.cuts), replicas, seats)
+        other = judged(cuts)
+        if pipeline.cuts is None and other is not None and other.fits:
+            found = find(capacity=pipeline.capacity, cuts=list(cuts))
+            plan = dataclasses.replace(found, planner=plan.planner, search_seconds=plan.search_seconds)
+        else:
+            plan = dataclasses.replace(plan, fits=False, shortfall=verdict.shortfall(None))
+            lack = (
+                f"does not fit with elastic.enabled: {verdict.need} where a snapshot of its layers lies beside it; add "
+                "devices or capacity, or set elastic.enabled to false"
+            )
+    layout, _ = placer.of_cuts(plan.cuts, replicas, seats)
+    told = [lack, describe_reserves(placer.reserves(layout)), layout.problem]
+    snapshots = [sum(sizes[0][first:end]) for first, end in plan.stages()]
+    return dataclasses.replace(plan, notes=(*plan.notes, *filter(None, told))), snapshots

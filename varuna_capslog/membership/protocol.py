@@ -23,13 +23,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from varuna_capslog.membership import changes, first_round
+from varuna_capslog.membership import changes, recovery
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.generation import Held, Member, Stamp
-from varuna_capslog.membership.recovery import Decision
-from varuna_capslog.membership.state import Job, Phase, State, Step, newcomer
+from varuna_capslog.membership.state import Job, Phase, Roles, State, Step
 
-__all__ = ["Job", "Phase", "State", "newcomer", "step"]
+__all__ = ["Job", "Phase", "State", "step"]
 
 
 def step(job: Job, state: State, event: m.Event) -> Step:
@@ -59,12 +58,10 @@ def step(job: Job, state: State, event: m.Event) -> Step:
             return changes.tick(state)
         case m.Enter():
             return replace(state, wants_in=True), (m.ReadStore(),)
-        case m.Notice():
+        case m.Wished():
             return changes.wish(state, event.change, event.urgent, event.save)
         case m.Hint():
             return changes.hint(state, event.change)
-        case m.Asked():
-            return changes.wish(state, ("join", event.member), False)
         case m.Prepared():
             return _prepared(state, event)
         case m.Checkpointed():
@@ -74,7 +71,7 @@ def step(job: Job, state: State, event: m.Event) -> Step:
         case m.Farewell():
             if state.phase is Phase.SERVE and event.generation == state.record.number:
                 return changes.outside(state, state.record, wants_in=False)
-            return state, ()
+    return state, ()
 
 
 # -- rounds ----------------------------------------------------------------------------------------------------------
@@ -122,8 +119,8 @@ def _tally(job: Job, state: State, generation: int, number: int, values: Mapping
 
 def _first_round(job: Job, state: State, values: Mapping[Member, m.Contribution]) -> Step:
     """Round 0: all participants know what all of them hold. Copies that are not trusted are left out by all alike."""
-    left_out = first_round.distrusted(values, state.record.continues)
-    values = first_round.without(values, left_out)
+    left_out = recovery.distrusted(values, state.record.continues)
+    values = recovery.without(values, left_out)
     mine = frozenset(entry for entry in state.held if (state.me, entry[0]) in left_out)
     decision = job.decide(state.record, tuple(values.items()))
     layers = frozenset(layer for _, layer in left_out)
@@ -132,7 +129,7 @@ def _first_round(job: Job, state: State, values: Mapping[Member, m.Contribution]
     return state, (decided, *([m.Drop(mine)] if mine else []), *effects)
 
 
-def _decided(state: State, decision: Decision) -> Step:
+def _decided(state: State, decision: recovery.Decision) -> Step:
     """From the decision of the first round to what this member does next."""
     base, layout = decision.boundary.stamp, decision.layout
     state = replace(state, checkpoint=decision.checkpoint)
@@ -143,10 +140,12 @@ def _decided(state: State, decision: Decision) -> Step:
             return state, (m.Persist(why), *more)
         waiting = replace(state, phase=Phase.WAIT, regress=decision.for_holders)
         said = (m.Persist(why), m.Wait(why))
-        if not state.changes:
+        if not state.wishes.changes:
             return waiting, said
         # Wished while values were gathered; there will be no vote to bring it up.
-        waiting, more = changes.stop_answering(replace(waiting, planned=True, regress=False))
+        waiting, more = changes.stop_answering(
+            replace(waiting, wishes=replace(waiting.wishes, planned=True), regress=False)
+        )
         return waiting, (*said, *more)
     # Roll-back: what lies beyond the base was never settled, or no member can complete it.
     kept = frozenset(entry for entry in state.held if entry[1] == base or entry[1].step < base.step)
@@ -155,36 +154,40 @@ def _decided(state: State, decision: Decision) -> Step:
     generation = state.record.number
     effects += [m.Send(generation, move.layer, base, move.target) for move in mine if move.source == state.me]
     effects += [m.Load(generation, move.layer, base) for move in mine if move.source is None]
-    own = frozenset(layout.owned.get(state.me, ()))
     state = replace(
         state,
         phase=Phase.INSTALL if state.votes else Phase.SERVE,
         held=kept,
         at=base,
         base=base,
-        own=own,
-        copies=frozenset(layout.copied.get(state.me, ())),
-        shadows=frozenset(),
-        prepared=frozenset(),
-        missing=frozenset(move.layer for move in mine if move.target == state.me),
-        layout=layout,
+        roles=Roles(
+            own=frozenset(layout.owned.get(state.me, ())),
+            copies=frozenset(layout.copied.get(state.me, ())),
+            missing=frozenset(move.layer for move in mine if move.target == state.me),
+            layout=layout,
+        ),
+        wishes=replace(state.wishes, prepared=frozenset()),
     )
     state, more = _start(state)
     return state, (*effects, *more)
 
 
 def _received(state: State, event: m.Received) -> Step:
-    if state.phase is not Phase.INSTALL or event.generation != state.record.number or event.layer not in state.missing:
+    if (
+        state.phase is not Phase.INSTALL
+        or event.generation != state.record.number
+        or event.layer not in state.roles.missing
+    ):
         return state, ()
-    held = state.held | {(event.layer, state.at)}
-    return _start(replace(state, held=held, missing=state.missing - {event.layer}))
+    roles = replace(state.roles, missing=state.roles.missing - {event.layer})
+    return _start(replace(state, held=state.held | {(event.layer, state.at)}, roles=roles))
 
 
 def _start(state: State) -> Step:
     """All own layers are here: train."""
-    if state.phase is not Phase.INSTALL or state.missing or state.layout is None:
+    if state.phase is not Phase.INSTALL or state.roles.missing or state.roles.layout is None:
         return state, ()
-    install = m.Install(state.record.number, state.at, state.layout)
+    install = m.Install(state.record.number, state.at, state.roles.layout)
     state, effects = _next_step(replace(state, phase=Phase.RUN))
     return state, (install, *effects)
 
@@ -206,8 +209,8 @@ def _computed(state: State, event: m.Computed) -> Step:
         return state, ()
     if state.computed:
         return state, ()
-    if state.saving:  # that lies behind: a checkpoint that could not be written is not tried again
-        state = replace(state, save=False, saving=False)
+    if state.wishes.saving:  # that lies behind: a checkpoint that could not be written is not tried again
+        state = replace(state, wishes=replace(state.wishes, save=False, saving=False))
     if not event.finite:  # what is not finite needs no protection
         return _cast(replace(state, computed=True), finite=False)
     return _cast_if_ready(replace(state, computed=True))
@@ -216,21 +219,21 @@ def _computed(state: State, event: m.Computed) -> Step:
 def _copied(state: State, event: m.Copied) -> Step:
     if state.phase is not Phase.RUN or (event.generation, event.step) != (state.record.number, state.round):
         return state, ()
-    follows = frozenset((layer, state.at) for layer in state.copies | state.shadows)
+    follows = frozenset((layer, state.at) for layer in state.roles.copies | state.roles.shadows)
     return _cast_if_ready(replace(state, copied=event.step, held=state.held | follows))
 
 
 def _cast_if_ready(state: State) -> Step:
     """The receipt of the copies is part of the vote."""
-    protected = state.copied == state.round or not (state.copies or state.shadows)
+    protected = state.copied == state.round or not (state.roles.copies or state.roles.shadows)
     if not state.computed or state.cast or not protected:
         return state, ()
     return _cast(state, finite=True)
 
 
 def _cast(state: State, finite: bool) -> Step:
-    vote = m.Vote(finite, state.changes, state.prepared, state.urgent, state.hints, state.save)
-    number = state.record.number
+    known, number = state.wishes, state.record.number
+    vote = m.Vote(finite, known.changes, known.prepared, known.urgent, known.hints, known.save)
     return replace(state, cast=True, voted=(number, state.at)), (m.Cast(number, state.round, vote),)
 
 
@@ -241,7 +244,7 @@ def _voted(job: Job, state: State, votes: Sequence[m.Vote]) -> Step:
         why = f"step {number} was voted down; nothing was changed"
         return replace(state, phase=Phase.STOPPED), (m.Discard(generation, number), m.Persist(why))
     before, after = state.at, Stamp(number, generation)
-    follows = state.own | state.shadows | (state.copies if job.sync else frozenset())
+    follows = state.roles.own | state.roles.shadows | (state.roles.copies if job.sync else frozenset())
     held = _kept(state, before) | frozenset((layer, after) for layer in follows)
     effects: list[m.Effect] = [m.Apply(generation, number, before)]
     if dropped := state.held - held:
@@ -258,17 +261,19 @@ def _voted(job: Job, state: State, votes: Sequence[m.Vote]) -> Step:
     # generation, or with the one that was told.
     save = any(vote.save for vote in votes)
     hinted = frozenset[m.Change]().union(*[vote.hints for vote in votes])
-    state = replace(state, changes=state.changes | wished, hints=state.hints | hinted, save=state.save or save)
+    known = state.wishes
+    known = replace(known, changes=known.changes | wished, hints=known.hints | hinted, save=known.save or save)
+    state = replace(state, wishes=known)
     if wished and not save and (urgent or not job.shadows or all(vote.prepared == wished for vote in votes)):
-        state, more = changes.stop_answering(replace(state, planned=True))
+        state, more = changes.stop_answering(replace(state, wishes=replace(known, planned=True)))
         return state, (*effects, *more)
-    if wished and state.prepared != wished:
+    if wished and known.prepared != wished:
         effects.append(m.Prepare(generation, wished))
     elif hinted and not wished and job.shadows:
-        effects.append(m.CopyAhead(generation, hinted))
+        effects.append(m.Prepare(generation, hinted, hinted=True))
     if save:
         effects.append(m.SaveAll(generation))
-        state = replace(state, saving=True)
+        state = replace(state, wishes=replace(known, saving=True))
     state, more = _next_step(state)
     return state, (*effects, *more)
 
@@ -278,7 +283,7 @@ def _kept(state: State, before: Stamp) -> Held:
 
     All voters hold that boundary, copies included, or they would not have voted; so nothing older is ever needed.
     """
-    roles = state.own | state.copies | state.shadows
+    roles = state.roles.own | state.roles.copies | state.roles.shadows
     return frozenset(entry for entry in state.held if entry[1] == before and entry[0] in roles)
 
 
@@ -288,6 +293,7 @@ def _prepared(state: State, event: m.Prepared) -> Step:
     if state.cast or state.copied == state.round:  # too late for this step: Prepare will be said again
         return state, ()
     held = state.held | {(layer, state.at) for layer in event.layers}
-    shadows = event.layers - state.own - state.copies
+    roles = replace(state.roles, shadows=event.layers - state.roles.own - state.roles.copies)
+    known = replace(state.wishes, prepared=event.changes)
     # a change for which nothing comes here may take away all that the vote waited for
-    return _cast_if_ready(replace(state, prepared=event.changes, shadows=shadows, held=held))
+    return _cast_if_ready(replace(state, wishes=known, roles=roles, held=held))

@@ -7,13 +7,25 @@ member has to lead. Placement of layers is asked from a planner given by the cal
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from varuna_capslog.membership.generation import INITIAL, Generation, Layout, Member, Stamp
-from varuna_capslog.membership.messages import Contribution
+from varuna_capslog.membership.wire import Contribution, Proof
 
-__all__ = ["CHECKPOINT", "Boundary", "Decision", "Move", "Place", "Seat", "decide", "list_moves", "newest_boundary"]
+__all__ = [
+    "CHECKPOINT",
+    "Boundary",
+    "Decision",
+    "Move",
+    "Place",
+    "Seat",
+    "decide",
+    "distrusted",
+    "list_moves",
+    "newest_boundary",
+    "without",
+]
 
 CHECKPOINT = None
 """The source of a move that is read from disk."""
@@ -192,3 +204,49 @@ def _lack(boundary: Boundary, record: Generation, checkpoint: Stamp) -> str:
         f"nobody of {len(record.participants)} member(s) holds layers {', '.join(map(str, missing))} at step {newest}; "
         f"waiting for one that does, or to go back to the checkpoint of step {checkpoint.step}"
     )
+
+
+# -- copies made ahead of a change: each is compared with its owner before a generation relies on it -------------------
+
+
+def distrusted(
+    values: Mapping[Member, Contribution], valid: Callable[[Stamp], bool] = lambda stamp: True
+) -> frozenset[tuple[Member, int]]:
+    """(member, layer) of copies that are not to be used, at whatever boundary.
+
+    A copy is left out where an owner stands at the same boundary with another digest. It is also left out where the
+    only owners to compare with stand one step before or after it, because one of the two missed the last vote: nothing
+    is lost by that, since such an owner holds the newest boundary that all members are known to have reached. Where no
+    owner takes part, no participant can judge the copy, and it is used.
+
+    Args:
+        valid: whether a stamp lies on the generation's lineage; proofs of states that were taken back say nothing.
+    """
+    owners: dict[int, list[Proof]] = {}
+    for value in values.values():
+        for proof in value.proofs:
+            if proof.owner and valid(proof.stamp):
+                owners.setdefault(proof.layer, []).append(proof)
+    return frozenset(
+        (member, proof.layer)
+        for member, value in values.items()
+        for proof in value.proofs
+        if not proof.owner and not _is_trusted(proof, owners.get(proof.layer, []))
+    )
+
+
+def _is_trusted(copy: Proof, owners: Collection[Proof]) -> bool:
+    alike = [owner.digest == copy.digest for owner in owners if owner.stamp == copy.stamp]
+    return all(alike) if alike else not any(abs(owner.stamp.step - copy.stamp.step) == 1 for owner in owners)
+
+
+def without(
+    values: Mapping[Member, Contribution], left_out: Collection[tuple[Member, int]]
+) -> dict[Member, Contribution]:
+    """The values without these copies, in the same order."""
+    if not left_out:
+        return dict(values)
+    return {
+        member: replace(value, held=frozenset(entry for entry in value.held if (member, entry[0]) not in left_out))
+        for member, value in values.items()
+    }

@@ -13,12 +13,10 @@ from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.generation import EMPTY, INITIAL, Generation, Held, Layout, Member, Stamp
 from varuna_capslog.membership.recovery import Decision, Place, decide
 
-__all__ = ["Job", "Phase", "State", "Step", "newcomer"]
+__all__ = ["Job", "Phase", "Roles", "State", "Step", "Wishes"]
 
 Step = tuple["State", tuple[m.Effect, ...]]
 """What an event makes of a state, and what the runtime must do, in order."""
-
-_NOTHING: Held = frozenset()
 
 
 class Phase(Enum):
@@ -59,28 +57,60 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
-    """All that one member knows. Made by `newcomer`, changed by `step` only.
+class Roles:
+    """What a member does for the layers of the last decided generation.
 
     Attributes:
-        record: the newest generation it adopted, or, OUTSIDE, the newest it saw.
-        round: 0 while it gathers, then the step that is under way.
-        cast: it has cast in this round.
-        computed, copied: what the vote waits for is here (`copied` is the step it is here for).
-        heard: single values of rounds of this generation or later ones, kept until the round is complete.
-        held: all of the training state that it can send, whatever for.
-        at: the boundary of its own layers.
-        base: where this generation began; None before that is decided.
         own, copies, shadows: layers it trains, keeps copies of, holds ahead of a planned change.
         missing: own layers still on their way.
-        layout: of the last decided generation, to judge whether the survivors hold everything.
-        suspects: participants that the failure detector takes for lost.
-        changes, urgent: wishes it knows of, until they are part of a generation.
+        layout: of all members, to judge whether the survivors hold everything.
+    """
+
+    own: frozenset[int] = frozenset()
+    copies: frozenset[int] = frozenset()
+    shadows: frozenset[int] = frozenset()
+    missing: frozenset[int] = frozenset()
+    layout: Layout | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """The changes of the membership that a member knows to be wished, until they are part of a generation.
+
+    Attributes:
+        urgent: there is no time to prepare them.
         hints: members of the generation that may be told to leave.
         save: its votes ask for a checkpoint before a change begins.
         saving: that checkpoint comes before the computation that is under way.
         prepared: the wishes for which its shadows are complete.
         planned: it stopped because a vote said so; the new generation may be proposed at once.
+    """
+
+    changes: frozenset[m.Change] = frozenset()
+    urgent: bool = False
+    hints: frozenset[m.Change] = frozenset()
+    save: bool = False
+    saving: bool = False
+    prepared: frozenset[m.Change] = frozenset()
+    planned: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """All that one member knows; changed by `step` only. A process that has just started knows of no generation.
+
+    Attributes:
+        me: never used before.
+        record: the newest generation it adopted, or, OUTSIDE, the newest it saw.
+        round: 0 while it gathers, then the step that is under way.
+        cast: it has cast in this round.
+        computed, copied: what the vote waits for is here (`copied` is the step it is here for).
+        heard: single values of rounds of this generation or later ones, kept until the round is complete.
+        held: all of the training state that it can send, whatever for; at first what earlier members wrote to disk
+            (`Persist`) and this one can read.
+        at: the boundary of its own layers.
+        base: where this generation began; None before that is decided.
+        suspects: participants that the failure detector takes for lost.
         unseen: a newer generation seen while its own vote was out.
         wants_in: OUTSIDE, it asks to be let in.
         regress: WAIT, it waits for holders of settled steps, and may go back to the checkpoint instead.
@@ -98,22 +128,12 @@ class State:
     computed: bool = False
     copied: int = 0
     heard: frozenset[m.Heard] = frozenset()
-    held: Held = _NOTHING
+    held: Held = frozenset()
     at: Stamp = INITIAL
     base: Stamp | None = None
-    own: frozenset[int] = frozenset()
-    copies: frozenset[int] = frozenset()
-    shadows: frozenset[int] = frozenset()
-    missing: frozenset[int] = frozenset()
-    layout: Layout | None = None
+    roles: Roles = Roles()
     suspects: frozenset[Member] = frozenset()
-    changes: frozenset[m.Change] = frozenset()
-    urgent: bool = False
-    hints: frozenset[m.Change] = frozenset()
-    save: bool = False
-    saving: bool = False
-    prepared: frozenset[m.Change] = frozenset()
-    planned: bool = False
+    wishes: Wishes = Wishes()
     unseen: Generation | None = None
     wants_in: bool = False
     regress: bool = False
@@ -124,13 +144,3 @@ class State:
     def votes(self) -> bool:
         """Whether it is a voter of its generation."""
         return self.me in self.record.members
-
-
-def newcomer(me: Member, host: str, capacity: int = 0, held: Held = _NOTHING, checkpoint: Stamp = INITIAL) -> State:
-    """A process that knows of no generation. Its name must never have been used before.
-
-    Args:
-        held: what earlier members of this run wrote to disk (`Persist`) and this one can read.
-        checkpoint: the newest complete one on disk.
-    """
-    return State(me, host, capacity, held=held, checkpoint=checkpoint)

@@ -6,7 +6,7 @@ Data only. The protocol makes and reads these values; the runtime carries them f
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from varuna_capslog.membership.generation import INITIAL, Held, Member, Stamp
@@ -82,14 +82,7 @@ def encode(value: Value) -> bytes:
     if isinstance(value, Vote):
         if value == Vote():
             return b""
-        data: dict[str, Any] = {
-            "finite": value.finite,
-            "changes": sorted(value.changes),
-            "prepared": sorted(value.prepared),
-            "urgent": value.urgent,
-            "hints": sorted(value.hints),
-            "save": value.save,
-        }
+        data: dict[str, Any] = {field.name: getattr(value, field.name) for field in fields(value)}
     else:
         data = {
             "held": [[layer, *stamp] for layer, stamp in sorted(value.held)],
@@ -97,9 +90,9 @@ def encode(value: Value) -> bytes:
             "capacity": value.capacity,
             "checkpoint": list(value.checkpoint),
             "voted": [value.voted[0], *value.voted[1]],
-            "proofs": sorted(value.proofs),
+            "proofs": value.proofs,
         }
-    return json.dumps(data, separators=(",", ":")).encode()
+    return json.dumps(data, separators=(",", ":"), default=sorted).encode()
 
 
 def decode(text: bytes) -> Value:
@@ -108,8 +101,8 @@ def decode(text: bytes) -> Value:
         return Vote()
     data = json.loads(text)
     if "finite" in data:
-        changes, prepared, hints = (_changes(data[key]) for key in ("changes", "prepared", "hints"))
-        return Vote(data["finite"], changes, prepared, data["urgent"], hints, data["save"])
+        changes = {key: frozenset(map(tuple, data[key])) for key in ("changes", "prepared", "hints")}
+        return Vote(**{**data, **changes})
     return Contribution(
         frozenset((layer, Stamp(step, generation)) for layer, step, generation in data["held"]),
         data["host"],
@@ -118,7 +111,3 @@ def decode(text: bytes) -> Value:
         (data["voted"][0], Stamp(*data["voted"][1:])),
         frozenset(Proof(layer, Stamp(*stamp), owner, digest) for layer, stamp, owner, digest in data["proofs"]),
     )
-
-
-def _changes(rows: list[list[str]]) -> frozenset[Change]:
-    return frozenset((kind, member) for kind, member in rows)

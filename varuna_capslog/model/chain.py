@@ -205,6 +205,10 @@ class Chain:
             if len(where) > 1
         )
 
+    def shared_names(self, index: int) -> dict[str, str]:
+        """Name inside a layer -> address, for those of its parameters that are shared."""
+        return {name: shared.name for shared in self.shared for use, name in shared.uses if use == index}
+
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Every parameter once, by its address `<layer>.<name>`; a shared one under its first layer."""
         found: dict[str, nn.Parameter] = {}

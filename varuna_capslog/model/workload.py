@@ -13,13 +13,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
 from varuna_capslog.base.errors import CapslogError, ConfigError
-from varuna_capslog.config.settings import Config
 from varuna_capslog.model.chain import Chain, TensorSpec
+
+if TYPE_CHECKING:
+    from varuna_capslog.config.settings import Config
 
 __all__ = ["DataSource", "Evaluator", "Minibatch", "Workload", "call_function", "load_workload"]
 

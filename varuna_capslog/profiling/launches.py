@@ -7,15 +7,16 @@ whole pipelines, one after the other. `measure` prepares the runs and makes the 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
-from varuna_capslog.base.errors import DoesNotFit
+from varuna_capslog.base.errors import CapslogError, DoesNotFit
 from varuna_capslog.base.units import format_bytes
 from varuna_capslog.model.chain import TensorSpec
 from varuna_capslog.model.workload import Workload
@@ -24,18 +25,23 @@ from varuna_capslog.profiles.runs import StageRun, capslog_partitionings, mcap_p
 from varuna_capslog.profiling.conditions import RunConditions
 from varuna_capslog.profiling.pipelines import PipelineLaunch, measure_pipeline
 from varuna_capslog.profiling.trim import TrimmedRun
-from varuna_capslog.profiling.worker import WorkerGroup
+from varuna_capslog.profiling.worker import Roles, WorkerFailure, WorkerGroup
 
 __all__ = [
     "Bounded",
     "FreeBytes",
+    "Given",
     "LaunchTimes",
     "Progress",
     "Workers",
+    "devices_of",
+    "failures_named",
     "in_capslog_order",
     "in_mcap_order",
     "in_one_launch",
 ]
+
+T = TypeVar("T")
 
 Progress = Callable[[int, int, str], None]
 """Called with (runs done, all runs, what has just ended); first with 0 runs done."""
@@ -44,6 +50,16 @@ FreeBytes = Callable[[torch.device], int]
 
 Bounded = tuple[TrimmedRun, int]
 """A run and the most bytes it may take."""
+
+
+@dataclass(frozen=True)
+class Given(Generic[T]):
+    """A source of something that is there already; it can be sent to the workers where its value can."""
+
+    value: T
+
+    def __call__(self) -> T:
+        return self.value
 
 
 @dataclass(frozen=True)
@@ -57,10 +73,11 @@ class Workers:
     conditions: RunConditions
     free_bytes: FreeBytes
     names: Sequence[str]
+    roles: Roles | None = None
 
     def group(self, count: int) -> WorkerGroup:
         """The first `count` workers."""
-        return WorkerGroup(self.source, self.devices[:count], self.threads, self.preload)
+        return WorkerGroup(self.source, self.devices[:count], self.threads, self.preload, self.roles)
 
 
 @dataclass
@@ -91,6 +108,25 @@ class LaunchTimes:
             "total_seconds": round(total, 3),
             "end_to_end_seconds": round(time.perf_counter() - self.began, 3),
         }
+
+
+def devices_of(kind: str, workers: int) -> list[torch.device]:
+    """The device of each worker: the CPU, or the GPUs in turn."""
+    if kind == "cpu":
+        return [torch.device("cpu")] * workers
+    return [torch.device("cuda", worker % torch.cuda.device_count()) for worker in range(workers)]
+
+
+@contextlib.contextmanager
+def failures_named(names: Sequence[str]) -> Iterator[None]:
+    """Around all runs of a profile: turns a `WorkerFailure` into an error that names the run's layers."""
+    try:
+        yield
+    except WorkerFailure as error:
+        where = "a profiling worker"
+        if error.run is not None:
+            where = f"the run of {_name((error.run.first, error.run.end), names)}"
+        raise CapslogError(f"{where} failed: {error}; nothing was kept of this profile") from error
 
 
 def in_one_launch(

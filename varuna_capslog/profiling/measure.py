@@ -30,9 +30,12 @@ from varuna_capslog.profiling.admission import BoundTable
 from varuna_capslog.profiling.conditions import RunConditions, conditions_of_run
 from varuna_capslog.profiling.launches import (
     FreeBytes,
+    Given,
     LaunchTimes,
     Progress,
     Workers,
+    devices_of,
+    failures_named,
     in_capslog_order,
     in_mcap_order,
     in_one_launch,
@@ -40,7 +43,6 @@ from varuna_capslog.profiling.launches import (
 from varuna_capslog.profiling.sizes import shapes_of
 from varuna_capslog.profiling.skeleton import skeleton
 from varuna_capslog.profiling.trim import TrimmedRun
-from varuna_capslog.profiling.worker import WorkerFailure
 
 __all__ = ["Progress", "profile_config", "profile_workload"]
 
@@ -107,21 +109,11 @@ def profile_workload(
     conditions = RunConditions(
         device, microbatch_size, shapes_of(workload.profile_inputs(microbatch_size)), precision, recompute, stage_inputs
     )
-    launch = _Launch(_Given(workload), workers, threads, progress, merge_equal, free_bytes, order)
+    launch = _Launch(Given(workload), workers, threads, progress, merge_equal, free_bytes, order)
     return _profile(workload, conditions, launch, use_cache)
 
 
 ORDERS = ("packed", "capslog", "mcap")
-
-
-@dataclass(frozen=True)
-class _Given:
-    """Brings a workload to the workers."""
-
-    workload: Workload
-
-    def __call__(self) -> Workload:
-        return self.workload
 
 
 @dataclass(frozen=True)
@@ -153,13 +145,8 @@ def _profile(workload: Workload, conditions: RunConditions, launch: _Launch, use
         if known is not None:
             return known
     names = [layer.name for layer in chain.layers]
-    try:
+    with failures_named(names):
         rows = _launched(workload, chain, conditions, launch, names, clock)
-    except WorkerFailure as error:
-        where = "a profiling worker"
-        if error.run is not None:
-            where = f"the run of {' + '.join(names[error.run.first : error.run.end])}"
-        raise CapslogError(f"{where} failed: {error}; nothing was kept of this profile") from error
     parameter_bytes = [_parameter_bytes(chain, index) for index in range(len(chain))]
     profile = Profile(
         layers=layers_of_runs(names, rows, parameter_bytes, grown_from_first=launch.order == "mcap"),
@@ -187,7 +174,7 @@ def _launched(
     count = min(launch.workers, len(runs)) if launch.order == "packed" else launch.workers
     workers = Workers(
         launch.source,
-        _devices(conditions.device, count),
+        devices_of(conditions.device, count),
         launch.threads,
         _modules(workload, chain),
         conditions,
@@ -212,13 +199,6 @@ def _launched(
         else:
             measured = in_one_launch(tasks, group, workers, clock, progress)
     return [_as_run(measured[twins[run]], run) for run in runs]
-
-
-def _devices(name: str, workers: int) -> list[torch.device]:
-    """The device of each worker."""
-    if name == "cpu":
-        return [torch.device("cpu")] * workers
-    return [torch.device("cuda", worker % torch.cuda.device_count()) for worker in range(workers)]
 
 
 def _modules(workload: Workload, chain: Chain) -> list[str]:

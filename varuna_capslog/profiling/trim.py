@@ -45,6 +45,7 @@ __all__ = [
     "dummy_inputs",
     "dummy_options",
     "measure_run",
+    "observation_of",
     "observe",
     "play_neighbours",
     "trimmed_chain",
@@ -321,6 +322,18 @@ def observe(
     with measured.timing(meter):
         for step in range(3, 3 + _TIMED_STEPS):
             engine.train_step(step, minibatch, load)
+    crossing = [sum(spec.num_bytes for spec in cut.values()) for cut in boundaries]
+    return observation_of(meter, device, layers, (crossing[0], crossing[1]), conditions)
+
+
+def observation_of(
+    meter: StageMeter,
+    device: torch.device,
+    layers: tuple[int, int],
+    boundary_bytes: tuple[int, int],
+    conditions: RunConditions,
+) -> Observation:
+    """What a meter has read of a stage of these layers; `boundary_bytes` cross its first and its last cut."""
     assert meter.peak_bytes is not None
     return Observation(
         layers=layers,
@@ -332,8 +345,8 @@ def observe(
         static_bytes=meter.static_bytes,
         saved_bytes=meter.saved_bytes,
         transient_bytes=max(0, meter.peak_bytes - meter.static_bytes),
-        boundary_in_bytes=sum(spec.num_bytes for spec in boundaries[0].values()),
-        boundary_out_bytes=sum(spec.num_bytes for spec in boundaries[1].values()),
+        boundary_in_bytes=boundary_bytes[0],
+        boundary_out_bytes=boundary_bytes[1],
         forward_seconds=statistics.median(meter.seconds["forward"]),
         backward_seconds=statistics.median(meter.seconds["backward"]),
     )

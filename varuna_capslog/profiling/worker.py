@@ -28,7 +28,6 @@ import torch.distributed as dist
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.communicator import PeerLost, connect
-from varuna_capslog.model.chain import Chain
 from varuna_capslog.model.workload import Workload
 from varuna_capslog.profiles.record import Observation
 from varuna_capslog.profiling.conditions import RunConditions
@@ -42,6 +41,9 @@ from varuna_capslog.profiling.trim import (
 )
 
 __all__ = [
+    "Play",
+    "Role",
+    "Roles",
     "WorkerFailure",
     "WorkerGroup",
     "belong_to_parent",
@@ -51,7 +53,6 @@ __all__ = [
     "pass_on",
     "process_context",
     "report",
-    "report_of_neighbour",
     "sentence",
 ]
 
@@ -62,6 +63,16 @@ _PR_SET_PDEATHSIG = 1
 
 Task = tuple[TrimmedRun, int]
 """A run and the most bytes it may take."""
+
+Play = Callable[[TrimmedRun, RunConditions], "Observation | None"]
+"""One process's part of a run: what it has measured; None where it plays stages around the measured one."""
+
+Role = Callable[[], Play]
+"""Called once in the process that plays the part, before its first run."""
+
+Roles = Callable[[Callable[[], Any], int, int, torch.device], tuple[Role, list[Role]]]
+"""From (source, the worker's number, the store's port, device): the worker's role, and those of its neighbours, each of
+which gets a process forked from the worker's."""
 
 
 class WorkerFailure(CapslogError):
@@ -80,6 +91,7 @@ class WorkerGroup:
         devices: one per worker.
         threads: CPU threads of each worker; their neighbours have one.
         preload: modules that are imported once, before the workers part; one that cannot be imported is left out.
+        roles: what a worker and its neighbours play; None: stages on our own engine.
     """
 
     def __init__(
@@ -88,29 +100,25 @@ class WorkerGroup:
         devices: Sequence[torch.device],
         threads: int,
         preload: Sequence[str] = (),
+        roles: Roles | None = None,
     ) -> None:
         self._context = process_context(source, preload)
-        self._arguments = (source, devices, threads)
+        self._arguments = (roles or _engine_roles, source, devices, threads)
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
         self._doing: dict[int, Task] = {}
         self._idle: list[int] = []
 
-    @staticmethod
-    def target() -> Callable[..., None]:
-        """What a process runs: as `_work`, which measures on our own engine."""
-        return _work
-
     def __enter__(self) -> WorkerGroup:
-        source, devices, threads = self._arguments
+        roles, source, devices, threads = self._arguments
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._store = store
         try:
             for number, device in enumerate(devices):
                 ours, theirs = self._context.Pipe()
                 process = self._context.Process(
-                    target=self.target(),
-                    args=(theirs, source, number, store.port, device, threads),
+                    target=_work,
+                    args=(theirs, roles, source, number, store.port, device, threads),
                     name=f"profile-{number}",
                 )
                 process.start()
@@ -207,34 +215,75 @@ def process_context(source: Callable[[], Workload], preload: Sequence[str]) -> A
 
 
 def _work(
-    pipe: Connection, source: Callable[[], Workload], number: int, port: int, device: torch.device, threads: int
+    pipe: Connection,
+    roles: Roles,
+    source: Callable[[], Any],
+    number: int,
+    port: int,
+    device: torch.device,
+    threads: int,
 ) -> None:
     """A worker: measures the runs that come through `pipe`, until it closes."""
     belong_to_parent()
     torch.set_num_threads(1)
-    tasks, theirs = multiprocessing.Pipe()
+    neighbours: list[tuple[BaseProcess, Connection]] = []
     try:
-        workload = source()
-        chain = skeleton(workload)
+        measured, others = roles(source, number, port, device)
         # before any thread or CUDA context exists here
-        neighbour = multiprocessing.get_context("fork").Process(
-            target=_neighbour, args=(theirs, (pipe, tasks), chain, number, port), daemon=True
-        )
-        neighbour.start()
-        theirs.close()
+        pipes = [multiprocessing.Pipe() for _ in others]
+        for role, (ours, theirs) in zip(others, pipes, strict=True):
+            foreign = [pipe, *(end for pair in pipes for end in pair if end is not theirs)]
+            process = multiprocessing.get_context("fork").Process(
+                target=_neighbour, args=(theirs, foreign, role), daemon=True
+            )
+            process.start()
+            neighbours.append((process, ours))
+        for _, theirs in pipes:
+            theirs.close()
         threading.Thread(target=end_with_client, daemon=True).start()
         torch.set_num_threads(threads)
+        play = measured()
+        report(pipe, "ready", None)
+        while (task := next_task(pipe)) is not None:
+            pass_on(task, [ours for _, ours in neighbours])
+            report(pipe, "done", play(*task))
+    except PeerLost as error:
+        report(pipe, "failed", cause_of_loss(error, neighbours))
+    except Exception as error:
+        report(pipe, "failed", sentence(error))
+
+
+def _neighbour(tasks: Connection, foreign: Sequence[Connection], role: Role) -> None:
+    """What plays stages around a worker's runs; `foreign` are ends of pipes that it must not keep open."""
+    belong_to_parent()
+    for connection in foreign:
+        connection.close()
+    try:
+        play = role()
+        while (task := next_task(tasks)) is not None:
+            play(*task)
+    except Exception as error:
+        report(tasks, "lost" if isinstance(error, PeerLost) else "failed", sentence(error))
+
+
+def _engine_roles(
+    source: Callable[[], Workload], number: int, port: int, device: torch.device
+) -> tuple[Role, list[Role]]:
+    """Our own engine: one neighbour plays the stages before and behind."""
+    workload = source()
+    chain = skeleton(workload)
+
+    def measured() -> Play:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         communicator = connect(MEASURED_RANK, 2, "127.0.0.1", port, number, _MESSAGE_SECONDS)
-        report(pipe, "ready", None)
-        while (task := next_task(pipe)) is not None:
-            pass_on(task, [tasks])
-            report(pipe, "done", measure_run(chain, *task, workload.loss, communicator, device))
-    except PeerLost as error:
-        report(pipe, "failed", cause_of_loss(error, [(neighbour, tasks)]))
-    except Exception as error:
-        report(pipe, "failed", sentence(error))
+        return lambda run, conditions: measure_run(chain, run, conditions, workload.loss, communicator, device)
+
+    def neighbour() -> Play:
+        communicator = connect(NEIGHBOUR_RANK, 2, "127.0.0.1", port, number, _MESSAGE_SECONDS)
+        return lambda run, conditions: play_neighbours(chain, run, conditions, communicator)
+
+    return measured, [neighbour]
 
 
 def next_task(pipe: Connection) -> tuple[TrimmedRun, RunConditions] | None:
@@ -262,11 +311,6 @@ def report(pipe: Connection, kind: str, value: Any) -> None:
     """Sends (kind, value) to the process that waits for this one; without effect where that process has ended."""
     with contextlib.suppress(ConnectionError):
         pipe.send((kind, value))
-
-
-def report_of_neighbour(pipe: Connection, error: Exception) -> None:
-    """A neighbour's last message to its worker: that it failed, or that it lost the worker."""
-    report(pipe, "lost" if isinstance(error, PeerLost) else "failed", sentence(error))
 
 
 def cause_of_loss(lost: PeerLost, neighbours: Sequence[tuple[BaseProcess, Connection]]) -> str:
@@ -323,19 +367,6 @@ def sentence(error: Exception) -> str:
     """What a worker reports of an error: its first line, and its kind where it is not one of ours."""
     text = str(error).split("\n", 1)[0]
     return text if isinstance(error, CapslogError) else f"{type(error).__name__}: {text}"
-
-
-def _neighbour(tasks: Connection, foreign: Sequence[Connection], chain: Chain, number: int, port: int) -> None:
-    """What plays the stages around a worker's runs; `foreign` are the worker's own ends of pipes."""
-    belong_to_parent()
-    for connection in foreign:
-        connection.close()
-    try:
-        communicator = connect(NEIGHBOUR_RANK, 2, "127.0.0.1", port, number, _MESSAGE_SECONDS)
-        while (task := next_task(tasks)) is not None:
-            play_neighbours(chain, *task, communicator)
-    except Exception as error:
-        report_of_neighbour(tasks, error)
 
 
 def end_with_client() -> None:

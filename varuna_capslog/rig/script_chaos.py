@@ -74,7 +74,7 @@ class Disturber:
     def _run(self, host: Host) -> None:
         try:
             self._until(lambda: (self._run_dir / "workers" / "store.json").exists(), "its store")
-            store = open_store(host.address)
+            store = open_store(host.link.address)
             stop = store.follow(self._hear, lambda why: None)
             try:
                 self._until(lambda: self._trains(host.options.num_workers), "its first step")

@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from varuna_capslog.elastic.member.equipment import Equipment
 from varuna_capslog.elastic.member.pipeline_work import PipelineWork
+from varuna_capslog.elastic.member.runtime_options import Equipment
 from varuna_capslog.elastic.member.work import LayerState, Opening
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.rig import relayed

@@ -1,8 +1,8 @@
 """One machine's part of an elastic run, from a prepared folder to its end: `capslog train` with `elastic.enabled`, and
 `capslog host`.
 
-The machine that serves the store finds out where the run goes on (a checkpoint, or what members left behind when they
-stopped) and tells the store; the others wait for that. Then a `Host` starts and watches the workers.
+The machine that serves the store finds where the run goes on (a checkpoint, or the state that members wrote when they
+stopped) and writes that into the store; the others wait for it. Then a `Host` starts and watches the workers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from varuna_capslog.elastic.host.host import Host, HostEnd
 from varuna_capslog.elastic.host.options import HostOptions
 from varuna_capslog.elastic.member.beginning import Beginning
 from varuna_capslog.elastic.member.held_state import recover
-from varuna_capslog.elastic.network import network_variables
 from varuna_capslog.elastic.store.opening import StoreGone, open_store
 from varuna_capslog.membership.generation import Stamp
 from varuna_capslog.plans.folder import latest_plan
@@ -44,10 +43,10 @@ _MODULES = (
 
 
 def starting_point(config: Config, say: Callable[[str], None] = lambda line: None) -> tuple[dict[str, str], Stamp]:
-    """What the store must say before the first worker looks, and the boundary that the run begins with.
+    """The keys that the store must hold before the first worker looks, and the boundary that the run begins with.
 
     Args:
-        say: told from which checkpoint, and which were passed over.
+        say: prints from which checkpoint, and which were passed over.
 
     Raises:
         CapslogError: nothing is prepared, or there is no checkpoint where `resume` says.
@@ -74,11 +73,7 @@ def starting_point(config: Config, say: Callable[[str], None] = lambda line: Non
 
 
 def check_elastic(config: Config) -> None:
-    """Refuses what live changes do not go with, before anything is profiled.
-
-    Raises:
-        CapslogError: another engine or transport, or an agent above that ends all workers when one is lost.
-    """
+    """Raises CapslogError for an engine, transport or launcher that cannot change its members while it trains."""
     if config.engine != "capslog":
         raise CapslogError(f"elastic.enabled needs engine=capslog; engine={config.engine} restarts from checkpoints")
     if config.pipeline.transport != "gloo":
@@ -92,26 +87,24 @@ def check_elastic(config: Config) -> None:
         )
 
 
-def run_here(config: Config, options: HostOptions, modules: Sequence[str] = ()) -> HostEnd:
+def run_here(config: Config, options: HostOptions) -> HostEnd:
     """Serves the store and trains with this machine's workers until the run ends, everywhere.
 
     Args:
         options: this machine's; workers, settings and where the run begins are filled in here.
-        modules: imported ahead for all workers, besides those of the engine and of the workload.
 
     Raises:
-        WorkerFailed, Interrupted: see `Host.run`.
-        CapslogError: `engine: varuna`, which has no part in this; or nothing to begin with.
+        WorkerFailed, Interrupted, CapslogError: see `Host.run`, `check_elastic` and `starting_point`.
     """
     check_elastic(config)
     keys, stamp = starting_point(config, options.say)
-    options = dataclasses.replace(_of_config(options, config, modules), keys=keys, first=stamp)
+    options = dataclasses.replace(_of_config(options, config), keys=keys, first=stamp)
     if options.hosts == 1:
         options = dataclasses.replace(options, environment={**options.environment, "CAPSLOG_ONE_HOST": "1"})
     return Host(options).run()
 
 
-def join_run(config: Config, options: HostOptions, modules: Sequence[str] = (), wait_seconds: float = 600.0) -> HostEnd:
+def join_run(config: Config, options: HostOptions, wait_seconds: float = 600.0) -> HostEnd:
     """Waits for the machine that serves the store, then takes part with this machine's workers until the run ends or
     all of them have left.
 
@@ -121,34 +114,28 @@ def join_run(config: Config, options: HostOptions, modules: Sequence[str] = (), 
         wait_seconds: for the store, which is served once the run is profiled and planned.
 
     Raises:
-        WorkerFailed, Interrupted: see `Host.run`.
-        CapslogError: no machine serves the store in time, or `run_dir` is not the folder that the serving machine uses.
+        WorkerFailed, Interrupted, CapslogError: see `Host.run`, `check_elastic` and `find_run`.
     """
     check_elastic(config)
     find_run(options, wait_seconds)
-    here = load_config(config.run_dir / "config.yaml")
-    return Host(_of_config(options, here, modules)).run()
+    return Host(_of_config(options, load_config(config.run_dir / "config.yaml"))).run()
 
 
-def _of_config(options: HostOptions, config: Config, modules: Sequence[str]) -> HostOptions:
-    """The options of a machine of this run."""
+def _of_config(options: HostOptions, config: Config) -> HostOptions:
     return dataclasses.replace(
         options,
         entry=_ENTRY,
         settings=config.elastic,
-        environment={
-            "OMP_NUM_THREADS": str(config.train.threads),
-            **network_variables(options.store or options.serve_at),
-        },
-        modules=(*_MODULES, config.workload.partition(":")[0], *modules),
+        environment={"OMP_NUM_THREADS": str(config.train.threads)},
+        modules=(*_MODULES, config.workload.partition(":")[0]),
     )
 
 
 def find_run(options: HostOptions, wait_seconds: float) -> None:
-    """Waits for the run's store, and holds this machine's folder against that of the machine that serves it.
+    """Waits for the run's store, and compares this machine's folder with that of the machine that serves it.
 
     Raises:
-        CapslogError: no machine serves the store in time, or the folders differ.
+        CapslogError: no machine serves the store in time, or `run_dir` is not the folder that the serving machine uses.
     """
     assert options.store is not None
     identity = wait_for_store(options.store, wait_seconds, options.say)
@@ -156,8 +143,8 @@ def find_run(options: HostOptions, wait_seconds: float) -> None:
 
 
 def wait_for_store(store: str, seconds: float, say: Callable[[str], None]) -> str:
-    """The identity of the store, once it says with which plan the run begins, and the run is one that lives: a store
-    that outlives machines may hold one that has ended.
+    """The identity of the store, once it holds the run's first plan and a machine of the run gives a sign of life: a
+    store that outlives machines may hold a run that has ended.
     """
     until, told = time.monotonic() + seconds, False
     signs: dict[str, Sequence[str]] = {}

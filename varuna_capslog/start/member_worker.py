@@ -1,7 +1,7 @@
 """The process of one member of an elastic run of the pipeline engine, started by the host's supervisor.
 
 It joins the store, takes part until the run ends or it is released, and leaves: done (0), asked to stop (130), or
-failed, with one sentence in `workers/<member>.error.json`. What it needs stands in the run's folder and the store.
+failed, with one sentence in `workers/<member>.error.json`. It reads its config from the run's folder and the store.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ import torch
 
 from varuna_capslog.base import files
 from varuna_capslog.config.reading import load_config
-from varuna_capslog.elastic.member.equipment import Equipment
 from varuna_capslog.elastic.member.pipeline_work import PipelineRun, PipelineWork
 from varuna_capslog.elastic.member.runtime import Runtime
-from varuna_capslog.elastic.member.runtime_options import RuntimeOptions
+from varuna_capslog.elastic.member.runtime_options import Equipment, RuntimeOptions
 from varuna_capslog.elastic.member.start_up import enter, local_rank, report_failures, take_part
-from varuna_capslog.elastic.member.timeouts import Patience
+from varuna_capslog.elastic.member.timeouts import Timeouts
 from varuna_capslog.model.workload import load_workload
 from varuna_capslog.plans.plan import read_plan
 from varuna_capslog.profiles.record import read_profile
@@ -33,14 +32,11 @@ from varuna_capslog.training.worker_process import StopWish, choose_device
 __all__ = ["Papers", "capacity_of", "main"]
 
 _MORE_DEVICES = 2
-"""So many more than there are now may come without a search that takes longer than milliseconds."""
+"""Plans are prepared for so many more devices than there are, so that a join needs no long search."""
 
 
 class Papers:
-    """`workers/<member>.json`: what the host has written there when it started this process, and this member's stage.
-
-    Called by threads that may overtake each other.
-    """
+    """`workers/<member>.json`: what the host wrote there when it started this process, and this member's stage."""
 
     def __init__(self, run_dir: Path, me: str) -> None:
         self._path = run_dir / "workers" / f"{me}.json"
@@ -48,7 +44,10 @@ class Papers:
         self._newest, self._lock = -1, threading.Lock()
 
     def placed(self, generation: int, stages: Sequence[int]) -> None:
-        """The stage of this generation, several in a list, none of a member that only keeps copies."""
+        """Write the stage of this generation: several in a list, null for a member that only keeps copies.
+
+        Threads may overtake each other: an older generation than the newest is left out.
+        """
         stage = list(stages) if len(stages) > 1 else stages[0] if stages else None
         with self._lock:
             if generation > self._newest:
@@ -69,8 +68,7 @@ def main(arguments: Sequence[str] = (), equipment: Equipment | None = None) -> i
 
 def _take_part(run_dir: Path, wish: StopWish, equipment: Equipment) -> int:
     logging.basicConfig(stream=sys.stderr, format="%(message)s")
-    entry = enter(run_dir, wish, equipment.open_store)
-    start, store = entry.start, entry.store
+    start, store = enter(run_dir, wish, equipment.open_store)
     config = load_config(run_dir / "config.yaml")
     torch.set_num_threads(config.train.threads)
     profile = run_dir / "profile.json"
@@ -88,19 +86,19 @@ def _take_part(run_dir: Path, wish: StopWish, equipment: Equipment) -> int:
     else:
         work.loop.began(max(0.0, time.time() - float(began)))
     newest = store.read()
-    if newest.number:  # the others are at work; what takes long the first time is done before they wait for it
+    if newest.number:  # the others train already: slow first calls are made before they wait for this member
         work.warm_up()
     work.placer.prepare(max(config.world_size, len(newest.members)) + _MORE_DEVICES)
     gc.collect()
-    gc.freeze()  # what is there by now stays; later collections need not look at it
+    gc.freeze()  # later collections need not look at what exists by now
     options = RuntimeOptions(
         capacity=capacity_of(config.pipeline.capacity, local_rank()),
         sync=config.elastic.protection == "sync",
         shadows=config.elastic.shadows,
-        patience=Patience(config.pipeline.timeout_seconds, config.elastic.patience_seconds),
+        timeouts=Timeouts(config.pipeline.timeout_seconds, config.elastic.patience_seconds),
         probe=equipment.probe,
     )
-    return take_part(entry, work, options, equipment.runtime or Runtime)[1]
+    return take_part(start, store, work, options, equipment.runtime or Runtime)[1]
 
 
 def capacity_of(capacity: int | Sequence[int] | None, device: int) -> int:

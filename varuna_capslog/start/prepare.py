@@ -1,7 +1,7 @@
-"""What happens before the first worker starts: profile the model, plan its cuts, lay out the run's folder.
+"""What happens before the first worker starts: profile the model, plan its cuts, write the run's folder.
 
-`capslog` and `detr_pipeline.train` call it, on one process. It decides nothing about training and starts no worker of
-the engine; a plan that does not fit ends here.
+`capslog` and `detr_pipeline.train` call it, in one process. It starts no worker of the engine; a plan that does not fit
+ends here.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def plan_run(config: Config, profile: Profile | None, link: Link | None = None) 
     )
     plan, snapshots = find(capacity=pipeline.capacity), [0] * pipeline.devices
     if config.elastic.enabled:
-        from varuna_capslog.membership.forecast import with_reserves
+        from varuna_capslog.membership.placing import with_reserves
 
         plan, snapshots = with_reserves(config, profile, plan, find)
     if plan.fits and pipeline.capacity is not None and profile.source == "estimated":

@@ -15,7 +15,6 @@ from varuna_capslog.elastic.host.fork_server import PRELOADED
 from varuna_capslog.elastic.host.host import Host, HostEnd
 from varuna_capslog.elastic.host.options import HostOptions
 from varuna_capslog.elastic.member.beginning import Beginning
-from varuna_capslog.elastic.network import network_variables
 from varuna_capslog.elastic.script.work import saved_states
 from varuna_capslog.start.elastic_host import find_run
 
@@ -60,7 +59,7 @@ def run_script(
 
     Args:
         options: this machine's, with the section `elastic`; workers and where the run begins are filled in here.
-        begun: given the host before it runs.
+        begun: called with the host before it runs.
 
     Raises:
         WorkerFailed, Interrupted: see `Host.run`.
@@ -81,8 +80,7 @@ def join_script(command: ScriptCommand, options: HostOptions, wait_seconds: floa
             into the run's folder, which all machines share.
 
     Raises:
-        WorkerFailed, Interrupted: see `Host.run`.
-        CapslogError: no machine serves the store in time, or `run_dir` is not the folder that the serving machine uses.
+        WorkerFailed, Interrupted, CapslogError: see `Host.run` and `find_run`.
     """
     find_run(options, wait_seconds)
     settings = Elastic.model_validate(files.read_json(options.run_dir / _NOTE)["elastic"])
@@ -90,12 +88,10 @@ def join_script(command: ScriptCommand, options: HostOptions, wait_seconds: floa
 
 
 def _of_script(options: HostOptions, command: ScriptCommand) -> HostOptions:
-    """The options of a machine that runs this script."""
     return dataclasses.replace(
         options,
         entry=_ENTRY,
         arguments=command.order(options.run_dir, options.settings),
-        environment=network_variables(options.store or options.serve_at),
         modules=_MODULES,
     )
 

@@ -1,8 +1,7 @@
 """The process of one rank: `python -m varuna_capslog.start.worker RUN_DIR`, started by the supervisor or by torchrun.
 
 It connects, runs, and ends in one of three ways: done (0), asked to stop at a step boundary (130), or failed, with one
-sentence in `workers/<rank>.error.json` and on stderr. Everything it needs stands in RUN_DIR and in torchrun's
-variables.
+sentence in `workers/<rank>.error.json` and on stderr. It reads RUN_DIR and torchrun's variables.
 """
 
 from __future__ import annotations
@@ -33,9 +32,7 @@ __all__ = ["main", "run_worker"]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the worker of the RUN_DIR given on the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        "python -m varuna_capslog.start.worker", description="One rank of a prepared run."
-    )
+    parser = argparse.ArgumentParser("python -m varuna_capslog.start.worker", description="One rank of a prepared run.")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--evaluate", action="store_true", help="score the best checkpoint instead of training")
     given = parser.parse_args(arguments)
@@ -56,19 +53,14 @@ def run_worker(run_dir: Path, evaluate: bool = False, prepare: Callable[[], obje
     rank = int(os.environ.get("RANK", "0"))
     wish = StopWish()
     if evaluate:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing to save: Ctrl-C ends it at once
-    place: dict[str, Any] = {"rank": rank, "pid": os.getpid(), "host": socket.gethostname(), "stage": None}
-    state: dict[str, Any] = {"step": None, "doing": None}
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # an evaluation saves nothing: Ctrl-C ends it at once
+    state: dict[str, Any] = {"name": f"rank {rank}", "stage": None, "step": None, "doing": None}
     try:
-        return _work(run_dir, rank, wish, place, state, evaluate, prepare)
+        return _work(run_dir, rank, wish, state, evaluate, prepare)
     except Exception as error:
-        where = {
-            "rank": rank,
-            "stage": place["stage"],
-            "step": state["step"],
-            "microbatch": _microbatch(state["doing"]),
-        }
-        leave(report_failure(run_dir, str(rank), str(place.get("name", f"rank {rank}")), error, where))
+        where = {"rank": rank, "stage": state["stage"], "step": state["step"]}
+        where["microbatch"] = _microbatch(state["doing"])
+        leave(report_failure(run_dir, str(rank), state["name"], error, where))
 
 
 def _microbatch(doing: str | None) -> int | None:
@@ -80,7 +72,6 @@ def _work(
     run_dir: Path,
     rank: int,
     wish: StopWish,
-    place: dict[str, Any],
     state: dict[str, Any],
     evaluate: bool,
     prepare: Callable[[], object] | None,
@@ -95,7 +86,7 @@ def _work(
     from varuna_capslog.training.run import Run
 
     if rank == 0 and not evaluate:  # whose output may be JSON
-        # what the data room repairs in annotation files is for the user's eyes, not for a log
+        # the user is to see what the data room repairs in annotation files
         logging.basicConfig(stream=sys.stdout, format="%(message)s")
     if prepare is not None:
         # a store and a group of their own: the run's timeout is not known yet
@@ -108,11 +99,10 @@ def _work(
         raise CapslogError(f"{run_dir} holds no plan-<generation>.json; start the run with `capslog train`")
     generation, plan = planned
     layout = layout_of(plan, config)
-    place["stage"] = stages[0] if len(stages := layout.stages_of(rank)) == 1 else stages
-    place["name"] = layout.describe(rank)
-    files.write_json(
-        run_dir / "workers" / f"{rank}.json", {key: place[key] for key in ("rank", "pid", "host", "stage")}
-    )
+    state["stage"] = stages[0] if len(stages := layout.stages_of(rank)) == 1 else stages
+    state["name"] = layout.describe(rank)
+    place = {"rank": rank, "pid": os.getpid(), "host": socket.gethostname(), "stage": state["stage"]}
+    files.write_json(run_dir / "workers" / f"{rank}.json", place)
     device = choose_device(config.device, int(os.environ.get("LOCAL_RANK", rank)))
     if config.pipeline.transport == "nccl":
         _check_nccl(device)

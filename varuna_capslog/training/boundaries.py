@@ -12,6 +12,7 @@ from typing import Any
 
 from varuna_capslog.base import files
 from varuna_capslog.engine.interface import Engine
+from varuna_capslog.engine.step import verify_copies
 from varuna_capslog.training.checkpoint import prune, save_checkpoint
 from varuna_capslog.training.constants import run_constants
 from varuna_capslog.training.journal import Journal
@@ -116,7 +117,7 @@ class Boundaries:
 
     def _verify(self, step: int) -> None:
         if _due(self._setup.config.pipeline.verify_every, step):
-            self._running.verify_copies()
+            verify_copies(self._running)
 
     def _agree(self, step: int) -> None:
         """At the boundary with which a generation begins: a rank that joined has no record of earlier checkpoints and

@@ -39,6 +39,7 @@ __all__ = [
     "load_layers",
     "open_checkpoint",
     "prune",
+    "publish",
     "read_file",
     "save_checkpoint",
     "sync_folder",
@@ -154,13 +155,8 @@ def save_checkpoint(
                     "layers": {layer.name: order[layer.name] for layer in chain.layers},
                 },
             )
-            sync_folder(partial)
-            replaced = folder / f".partial-replaced-{step:08d}"  # `prune` removes it, should we not come to it
-            if final.exists():
-                os.replace(final, replaced)
-            os.replace(partial, final)
-            sync_folder(folder)
-            shutil.rmtree(replaced, ignore_errors=True)
+            # `prune` removes what was replaced, should we not come to it
+            publish(partial, final, folder / f".partial-replaced-{step:08d}")
         except (OSError, CapslogError) as error:  # the latter from the manifest
             problem = f"{getattr(error, 'strerror', None) or error}"
     if not problems:
@@ -173,6 +169,17 @@ def save_checkpoint(
             "one is untouched: make room and resume"
         )
     return final
+
+
+def publish(partial: Path, final: Path, replaced: Path) -> None:
+    """Gives a complete checkpoint its name; one of that name lies under `replaced` meanwhile and is then removed."""
+    sync_folder(partial)
+    shutil.rmtree(replaced, ignore_errors=True)
+    if final.exists():
+        os.replace(final, replaced)
+    os.replace(partial, final)
+    sync_folder(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def write_synced(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -289,7 +296,7 @@ def from_checkpoint(checkpoint: Checkpoint, chain: Chain, index: int) -> LayerSt
         CapslogError: the checkpoint is damaged or of another model.
     """
     layer = chain.layers[index]
-    shared = _shared_names(chain, index)
+    shared = chain.shared_names(index)
     read: dict[str, dict[str, Any]] = {}
 
     def part(owner: str, kind: str) -> Mapping[str, Any]:
@@ -342,14 +349,9 @@ def _split_address(address: str, layer: str, name: str, checkpoint: Checkpoint) 
     )
 
 
-def _shared_names(chain: Chain, index: int) -> dict[str, str]:
-    """Name inside the layer -> address, for its shared parameters."""
-    return {name: shared.name for shared in chain.shared for use, name in shared.uses if use == index}
-
-
 def to_checkpoint(state: Mapping[str, Tensor], chain: Chain, index: int) -> dict[str, Any]:
     """What a checkpoint's file of this layer holds: {"parameters", "buffers", "optimizer"}, on the CPU."""
-    layer, shared = chain.layers[index], _shared_names(chain, index)
+    layer, shared = chain.layers[index], chain.shared_names(index)
     parameters: dict[str, Tensor] = {}
     buffers: dict[str, Tensor] = {}
     moments: dict[str, dict[str, Tensor]] = {}

@@ -175,9 +175,7 @@ class Run:
             return setup.source.load(minibatch, 0), minibatch.targets[0], minibatch.normalisers
 
         timeout, loss = self.config.pipeline.timeout_seconds, self.workload.loss
-        parts = EngineParts(
-            setup.chain, loss, layout, setup.options, self.communicator, self.device, example, timeout
-        )
+        parts = EngineParts(setup.chain, loss, layout, setup.options, self.communicator, self.device, example, timeout)
         return engines[self.config.engine].build(parts)
 
     # -- resume ------------------------------------------------------------------------------------------------------

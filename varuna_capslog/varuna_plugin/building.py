@@ -1,7 +1,8 @@
-"""What is changed around `Varuna.__init__` and `Varuna.evaluate`: checks before, the CPU as a device, any shapes."""
+"""What is changed around `Varuna.__init__` and `Varuna.evaluate`: checks before it, the CPU as a device, any shapes."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import tempfile
 from collections.abc import Callable, Sequence
@@ -25,37 +26,31 @@ __all__ = [
 ]
 
 
-def build(
-    original: Callable[..., None],
-    self: Any,
-    model: Any,
-    stage_to_rank_map: str,
-    get_batch_fn: Callable[..., Any],
-    batch_size: int,
-    chunk_size: int,
-    fp16: bool = False,
-    local_rank: int = -1,
-    device: Any = -1,
-    **options: Any,
-) -> None:
-    """Around `Varuna.__init__`; the same arguments. Without a CUDA device the default device is the CPU.
+def build(original: Callable[..., None], self: Any, *arguments: Any, **keywords: Any) -> None:
+    """Around `Varuna.__init__`; the same arguments. Without a CUDA device the default device is the CPU; a
+    `torch.device` is taken, too.
 
     Raises:
         CapslogError: fp16, a batch that the replicas cannot share, a map that is not one rank for each process, a
             capacity for other microbatches.
     """
-    if fp16:
+    call = inspect.signature(original).bind(self, *arguments, **keywords)
+    call.apply_defaults()
+    given = call.arguments
+    if given["fp16"]:
         raise CapslogError(
             "fp16=True is not there: Varuna's mixed precision needs apex, and the plugin's sums of gradients know no "
             "loss scaling; leave it out"
         )
-    stage_to_rank_map = stage_to_rank_map.rstrip(";") + ";"  # without the last one Varuna loses the last stage
-    rows = [[int(rank) for rank in row.split(",")] for row in stage_to_rank_map[:-1].split(";")]
+    batch_size, chunk_size = given["batch_size"], given["chunk_size"]
+    mapping = given["stage_to_rank_map"].rstrip(";") + ";"  # without the last one Varuna loses the last stage
+    given["stage_to_rank_map"] = mapping
+    rows = [[int(rank) for rank in row.split(",")] for row in mapping[:-1].split(";")]
     named = sorted(rank for row in rows for rank in row)
     if len({len(row) for row in rows}) != 1 or named != list(range(dist.get_world_size())):
         raise CapslogError(
-            f"stage_to_rank_map={stage_to_rank_map!r} must name each of the {dist.get_world_size()} ranks once, "
-            "equally many for every stage"
+            f"stage_to_rank_map={mapping!r} must name each of the {dist.get_world_size()} ranks once, equally many for "
+            "every stage"
         )
     if batch_size % len(rows[0]) or min(batch_size, chunk_size) < 1:
         raise CapslogError(
@@ -65,20 +60,11 @@ def build(
     search = current().search
     if search is not None:
         search.check_microbatch(chunk_size)
-    if device == -1 and not torch.cuda.is_available():
-        device = "cpu"
-    original(
-        self,
-        model,
-        stage_to_rank_map,
-        get_batch_fn,
-        batch_size,
-        chunk_size,
-        fp16=fp16,
-        local_rank=local_rank,
-        device=device,
-        **options,
-    )
+    if given["device"] == -1 and not torch.cuda.is_available():
+        given["device"] = "cpu"
+    elif isinstance(given["device"], torch.device):
+        given["device"] = "cpu" if given["device"].type == "cpu" else given["device"].index or 0
+    original(*call.args, **call.kwargs)
     if self.device.type == "cpu":
         # the executor compares with the text "cpu", else it synchronises CUDA
         self.config["device"] = "cpu"
@@ -143,7 +129,7 @@ def forward_only(self: Any, batches: Sequence[dict[str, Any]], take: Callable[[i
         acts_send, _, acts_received = queues[:3]
         if stage.entry is not None:
             count = len(stage.entry.spec.tensors)
-            acts_received.put(wire.receive(count, microbatch, self.receive_rank, False, timeout))
+            acts_received.put(wire.Expected(count, self.receive_rank, False).take(microbatch, timeout))
         output = partitioned(batch, handle_comm=True)
         if stage.exit is not None:
             under_way.append(wire.send(acts_send.get(), microbatch, self.send_rank, False))

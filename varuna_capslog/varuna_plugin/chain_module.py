@@ -28,7 +28,7 @@ class ChainModule(nn.Module):
         seed: of the run. Every layer draws from (seed, step, microbatch, layer), as on our own engine.
 
     Attributes:
-        parts: by microbatch, the loss parts of forwards in training mode on the last stage, until somebody clears them.
+        parts: by microbatch, the loss parts of forwards in training mode on the last stage, until they are cleared.
     """
 
     def __init__(self, chain: Chain, cut: type[nn.Module], loss: LossFunction, seed: int = 0) -> None:

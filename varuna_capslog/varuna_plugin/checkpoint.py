@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError, DiskFailed
-from varuna_capslog.training.checkpoint import sync_folder, write_synced
+from varuna_capslog.training.checkpoint import publish, write_synced
 from varuna_capslog.varuna_plugin.checkpoint_files import COMMON, EXTRA, FORMAT, MANIFEST, PARAMETERS, STATE, Reader
 from varuna_capslog.varuna_plugin.executor import restore_random_state, save_random_state
 from varuna_capslog.varuna_plugin.options import current
@@ -187,14 +187,7 @@ def _finish(self: Any, partial: Path, final: Path, step: int, entries: Mapping[s
             "files": entries,
         },
     )
-    sync_folder(partial)
-    replaced = final.with_name(f".replaced-{final.name}")
-    shutil.rmtree(replaced, ignore_errors=True)
-    if final.exists():
-        os.replace(final, replaced)
-    os.replace(partial, final)
-    sync_folder(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    publish(partial, final, final.with_name(f".replaced-{final.name}"))
 
 
 def _held(self: Any) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
@@ -220,7 +213,8 @@ def _track(self: Any, step: int) -> None:
 
 
 def load(self: Any, global_store: str | os.PathLike[str], iteration: int, check_complete: bool = True) -> None:
-    """Replaces `Varuna.load_checkpoint`: takes over what this stage needs, whatever the cuts it was written under.
+    """Replaces `Varuna.load_checkpoint`: takes over what this stage needs; it may have been written under
+    other cuts.
 
     Args:
         check_complete: refuse a checkpoint that lacks a parameter or whose files are damaged; False keeps the present
@@ -248,9 +242,7 @@ def load(self: Any, global_store: str | os.PathLike[str], iteration: int, check_
 def _take(self: Any, reader: Reader, check: bool) -> None:
     parameters, buffers = _held(self)
     home = self.partitioned_model.capslog.partition.home
-    where: Mapping[str, int] = (
-        {**home, **(reader.manifest["parameters"] | reader.manifest["buffers"])} if (reader.manifest) else home
-    )
+    where = home if reader.manifest is None else home | reader.manifest["parameters"] | reader.manifest["buffers"]
     wanted = {name: where[name] for name in parameters}
     values = reader.search(PARAMETERS, wanted)
     _copy_all(parameters, values, reader, check)
@@ -311,7 +303,7 @@ def _take_groups(self: Any, reader: Reader, parameters: Mapping[str, nn.Paramete
 
 
 def _take_random_state(self: Any, reader: Reader) -> None:
-    """Only under the very layout in which it was written: the streams belong to ranks."""
+    """Only under the layout in which it was written, because every rank has a random stream of its own."""
     manifest = reader.manifest
     if manifest is None:
         return

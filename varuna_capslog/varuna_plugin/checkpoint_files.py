@@ -7,7 +7,7 @@ ranks, stages or a model.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ def newest(folder: Path) -> tuple[int, Path] | None:
 
 
 def read_tensors(place: Path, parameters: Iterable[str], buffers: Iterable[str]) -> LayerState:
-    """Parts of a checkpoint that the plugin wrote, in the form of `engine.layer_state`.
+    """Parts of a checkpoint that the plugin wrote, in the form of `training.layer_state`.
 
     Raises:
         CapslogError: it is damaged, incomplete, of unpatched Varuna, or lacks a name.
@@ -90,18 +90,10 @@ class Reader:
         """Content of a piece's file, its shards together; empty where there is none."""
         name = pattern.format(piece)
         if name not in self._cache:
-            content: dict[str, Any] = {}
-            for path in self._paths(name):
-                content.update(self.file(path))
-            self._cache[name] = content
+            whole = self.folder / name
+            paths = [whole] if whole.exists() else sorted(self.folder.glob(f"{name}_*"))
+            self._cache[name] = {key: value for path in paths for key, value in self.file(path).items()}
         return dict(self._cache[name])
-
-    def _paths(self, name: str) -> Iterator[Path]:
-        whole = self.folder / name
-        if whole.exists():
-            yield whole
-        else:
-            yield from sorted(self.folder.glob(f"{name}_*"))
 
     def file(self, path: Path) -> Any:
         """A file's content, checked against the manifest where there is one."""

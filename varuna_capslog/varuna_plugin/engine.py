@@ -6,8 +6,6 @@ with our own engine, and a run may go on with the other one. Only the execution 
 
 from __future__ import annotations
 
-import contextlib
-import io
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -21,14 +19,14 @@ from varuna_capslog.engine.interface import EngineParts, Load
 from varuna_capslog.engine.layers import EngineLayer
 from varuna_capslog.engine.optimizer import StageOptimizer
 from varuna_capslog.engine.options import EngineOptions, Layout, StepResult
-from varuna_capslog.engine.step import check_minibatch, microbatches_of, train_step, verify_copies
+from varuna_capslog.engine.step import check_minibatch, microbatches_of
 from varuna_capslog.engine.vote import Verdict
 from varuna_capslog.model.chain import Layer
 from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.varuna_plugin.building import forward_only
 from varuna_capslog.varuna_plugin.chain_module import ChainModule
 from varuna_capslog.varuna_plugin.inputs import Microbatches
-from varuna_capslog.varuna_plugin.install import install
+from varuna_capslog.varuna_plugin.install import install, silent
 from varuna_capslog.varuna_plugin.options import configure
 
 __all__ = ["VarunaEngine"]
@@ -57,8 +55,10 @@ class VarunaEngine:
         self.rank = communicator.rank
         self.replica, self.pipeline_rank = divmod(self.rank, layout.devices)
         communicator.describe_ranks({rank: layout.describe(rank) for rank in range(layout.world_size)})
-        shared = chain.shared  # found while the chain is whole
-        with contextlib.redirect_stdout(io.StringIO()):  # Varuna prints as it goes
+        ends = (*layout.cuts[1:], len(chain))
+        own = range(layout.cuts[self.pipeline_rank], ends[self.pipeline_rank])
+        shared = [chain.shared_names(index) for index in own]  # found while the chain is whole
+        with silent():
             install()
             configure(cuts=layout.cuts, loss="sum", timeout_seconds=parts.timeout_seconds)
             import varuna
@@ -76,17 +76,12 @@ class VarunaEngine:
                 one_microbatch,
                 options.num_microbatches,
                 1,
-                device="cpu" if device.type == "cpu" else device.index or 0,
+                device=device,
                 local_rank=self.rank,
             )
-        ends = (*layout.cuts[1:], len(chain))
-        names: dict[int, dict[str, str]] = {}
-        for use in shared:
-            for index, name in use.uses:
-                names.setdefault(index, {})[name] = use.name
         self.layers = [
-            EngineLayer(index, _bare(chain.layers[index]), device, options.precision, names.get(index, {}))
-            for index in range(layout.cuts[self.pipeline_rank], ends[self.pipeline_rank])
+            EngineLayer(index, _bare(chain.layers[index]), device, options.precision, names)
+            for index, names in zip(own, shared, strict=True)
         ]
         self.optimizer = StageOptimizer(self.layers, options.rate, options.weight_decay, options.multipliers)
         # all that Varuna asks an optimizer for is its parameters: the update is ours
@@ -105,11 +100,6 @@ class VarunaEngine:
         return self.pipeline_rank == 0
 
     @property
-    def owns_last_stage(self) -> bool:
-        """True where the loss is computed."""
-        return self.pipeline_rank == len(self.layout.cuts) - 1
-
-    @property
     def doing(self) -> str:
         """What is under way, for error messages."""
         return self._doing
@@ -119,17 +109,6 @@ class VarunaEngine:
         self._module.parts.clear()
         for parameter in self.optimizer.parameters.values():
             parameter.grad = None
-
-    def train_step(
-        self,
-        step: int,
-        minibatch: Minibatch,
-        load: Load,
-        stop: bool = False,
-        before_commit: Callable[[], None] | None = None,
-    ) -> StepResult:
-        """One optimizer step on all ranks; see `step.train_step`."""
-        return train_step(self, step, minibatch, load, stop, before_commit)
 
     def compute(self, step: int, minibatch: Minibatch, load: Load) -> None:
         """As `Engine.compute`; the forwards, backwards and sums are Varuna's."""
@@ -180,10 +159,6 @@ class VarunaEngine:
             forward_only(self._varuna, batches, take)
         finally:
             self._varuna.train()
-
-    def verify_copies(self) -> None:
-        """Compares every parameter that several ranks hold; raises CapslogError where two ranks differ."""
-        verify_copies(self)
 
     def _inputs(self, step: int, minibatch: Minibatch, load: Load, index: int) -> dict[str, Any]:
         inputs = load(index) if self.owns_first_stage else {}

@@ -1,20 +1,19 @@
 """What is changed around Varuna's executor: its message threads, and each forward, recomputation and backward.
 
-`Pipeline.run` and its schedule walking stay Varuna's. Threads speak the wire format; a thread that fails says so to
-whoever waits for it, where the original died in silence and left its stage waiting for ever.
+`Pipeline.run` and its schedule walking stay Varuna's. Threads use the wire format; a thread that fails
+puts its error into the queue that its stage reads, where the original ended in silence and the stage waited for ever.
 """
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import queue
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.varuna_plugin import wire
@@ -22,23 +21,21 @@ from varuna_capslog.varuna_plugin.inputs import Scattered
 from varuna_capslog.varuna_plugin.options import current
 from varuna_capslog.varuna_plugin.schedule import BACKWARD, FORWARD
 from varuna_capslog.varuna_plugin.splitting.phantom import find_phantom
+from varuna_capslog.varuna_plugin.splitting.tracing import copied_buffers
 
 __all__ = [
+    "THREADS",
     "BoundedDistributed",
     "WatchedQueue",
-    "acts_receiver",
-    "acts_sender",
     "forward",
-    "grads_receiver",
-    "grads_sender",
     "restore_random_state",
     "run",
     "save_random_state",
     "worker",
 ]
 
-_SPEAKS_FIRST = 1.0
-"""Seconds."""
+_AFTER_RECEIVER = 1.0
+"""Seconds that a stage waits longer than the thread that receives for it, whose error says more."""
 
 _AHEAD = 5
 """Messages that are awaited at a time, as in Varuna."""
@@ -59,14 +56,13 @@ class WatchedQueue(queue.Queue[Any]):
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         """As `Queue.get`; raises CapslogError with the writer's failure, or after the timeout."""
-        # the thread that receives for it knows more, and is to speak first
-        patience = current().timeout_seconds + _SPEAKS_FIRST if timeout is None else timeout
+        limit = current().timeout_seconds + _AFTER_RECEIVER if timeout is None else timeout
         try:
-            item = super().get(block, patience if block else None)
+            item = super().get(block, limit if block else None)
         except queue.Empty:
             if not block or timeout is not None:
                 raise
-            raise CapslogError(f"waited {patience:g} s for a microbatch of another stage; its rank hangs") from None
+            raise CapslogError(f"waited {limit:g} s for a microbatch of another stage; its rank hangs") from None
         if isinstance(item, _Failure):
             self.put(item)
             raise item.error
@@ -95,49 +91,36 @@ class BoundedDistributed:
 # -- threads
 
 
-def acts_receiver(self: Any) -> None:
-    """Replaces the thread that takes in activations."""
-    _receive_all(self, FORWARD, self.receive_rank, self.partitioned_model.capslog.entry, self.acts_queue)
-
-
-def grads_receiver(self: Any) -> None:
-    """Replaces the thread that takes in gradients."""
-    _receive_all(self, BACKWARD, self.send_rank, self.partitioned_model.capslog.exit, self.grads_queue)
-
-
-def _receive_all(pipeline: Any, kind: int, peer: int, cut: Any, into: WatchedQueue) -> None:
+def _receive_all(self: Any, kind: int) -> None:
+    stage, forward = self.partitioned_model.capslog, kind == FORWARD
+    peer, cut, into = self.send_rank, stage.exit, self.grads_queue
+    if forward:
+        peer, cut, into = self.receive_rank, stage.entry, self.acts_queue
     tensors = cut.spec.tensors
-    count = sum(spec.requires_grad for spec in tensors) if kind == BACKWARD else len(tensors)
-    room = pipeline.partitioned_model.capslog.rooms[kind, "in"]
-    microbatches = [microbatch for task, microbatch in pipeline.schedule if task == kind]
+    count = len(tensors) if forward else sum(spec.requires_grad for spec in tensors)
+    room = stage.rooms[kind, "in"]
+    microbatches = [microbatch for task, microbatch in self.schedule if task == kind]
     try:
         # posted ahead: posting in the middle of a computation wakes gloo's thread each time
-        posted = deque(wire.Expected(count, peer, kind == BACKWARD, room) for _ in microbatches[:_AHEAD])
+        posted = deque(wire.Expected(count, peer, not forward, room) for _ in microbatches[:_AHEAD])
         for index, microbatch in enumerate(microbatches):
             bundle = posted.popleft().take(microbatch, current().timeout)
             if index + _AHEAD < len(microbatches):
-                posted.append(wire.Expected(count, peer, kind == BACKWARD, room))
+                posted.append(wire.Expected(count, peer, not forward, room))
             into.put(bundle)
         room.end_step()
     except BaseException as error:
         into.put(_Failure(error))
 
 
-def acts_sender(self: Any) -> None:
-    """Replaces the thread that sends activations."""
-    _send_all(self, FORWARD, self.send_rank, self.acts_send_queue)
-
-
-def grads_sender(self: Any) -> None:
-    """Replaces the thread that sends gradients."""
-    _send_all(self, BACKWARD, self.receive_rank, self.grads_send_queue)
-
-
-def _send_all(pipeline: Any, kind: int, peer: int, outgoing: WatchedQueue) -> None:
+def _send_all(self: Any, kind: int) -> None:
+    peer, outgoing = self.receive_rank, self.grads_send_queue
+    if kind == FORWARD:
+        peer, outgoing = self.send_rank, self.acts_send_queue
     under_way: deque[wire.Sending] = deque()
-    room = pipeline.partitioned_model.capslog.rooms[kind, "out"]
+    room = self.partitioned_model.capslog.rooms[kind, "out"]
     try:
-        for task, microbatch in pipeline.schedule:
+        for task, microbatch in self.schedule:
             if task != kind:
                 continue
             bundle = outgoing.next_to_send()
@@ -150,7 +133,16 @@ def _send_all(pipeline: Any, kind: int, peer: int, outgoing: WatchedQueue) -> No
             sending.wait(current().timeout)
         room.end_step()
     except BaseException as error:
-        pipeline.capslog_failure = error
+        self.capslog_failure = error
+
+
+THREADS = {
+    "acts_receiver": functools.partialmethod(_receive_all, FORWARD),
+    "grads_receiver": functools.partialmethod(_receive_all, BACKWARD),
+    "acts_sender": functools.partialmethod(_send_all, FORWARD),
+    "grads_sender": functools.partialmethod(_send_all, BACKWARD),
+}
+"""What replaces the four threads of Varuna's `Pipeline` that take in and send activations and gradients."""
 
 
 def run(original: Callable[[Any], Any], self: Any) -> Any:
@@ -206,7 +198,7 @@ def forward(original: Callable[..., Any], self: Any, inputs_as_dict: Any, recomp
         stage.draws.begin_forward(inputs_as_dict)
     if recompute:
         state = save_random_state(self.device)
-        with _statistics_kept(stage.norms(self.module)):
+        with copied_buffers(stage.norms(self.module)):
             result = original(self, inputs_as_dict, recompute=True, **flags)
         restore_random_state(state, self.device)
     else:
@@ -223,19 +215,6 @@ def forward(original: Callable[..., Any], self: Any, inputs_as_dict: Any, recomp
             "must go through every CutPoint between, or come from the model's inputs"
         )
     return result
-
-
-@contextlib.contextmanager
-def _statistics_kept(norms: Sequence[nn.Module]) -> Iterator[None]:
-    """Running statistics are copies inside the block. Exchanged, not written back: the graph has kept them."""
-    kept = [(module, dict(module._buffers)) for module in norms]
-    for module, buffers in kept:
-        module._buffers.update({name: None if b is None else b.clone() for name, b in buffers.items()})
-    try:
-        yield
-    finally:
-        for module, buffers in kept:
-            module._buffers.update(buffers)
 
 
 def save_random_state(device: torch.device) -> tuple[Any, Any]:

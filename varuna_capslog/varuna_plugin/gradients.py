@@ -1,7 +1,7 @@
 """Gradients made complete after a step: ties added up, replicas averaged, the norm counted once, clipped.
 
 Replaces `Varuna.init_distributed`, `share_weight_grads` and `sync_across_workers`, which need apex also in fp32, and
-which without fp16 reduce a copy that nobody reads.
+which without fp16 reduce a copy that nothing reads.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def init_distributed(self: Any) -> None:
     timeout = current().timeout
     self.capslog_world = dist.new_group(timeout=timeout)
     varuna.pipeline.dist.world = self.capslog_world
-    self.dp_group = self.pipeline_group = self.tied_group = None
+    self.dp_group = self.pipeline_group = None
     backend = "nccl" if self.device.type == "cuda" and dist.is_nccl_available() else "gloo"
     for stage, ranks in sorted(self.stage_to_rank_map.items()):
         if len(ranks) > 1:
@@ -92,21 +92,17 @@ def step_alone(original: Callable[..., Any], self: Any, inputs: Any, clip_grad_m
 def sync_across_workers(self: Any, max_norm: float | None) -> tuple[bool, float]:
     """Replaces Varuna's. Returns (no overflow, norm of all gradients after clipping); sets the loss of all replicas."""
     with named_loss("adding up gradients", None, current().timeout):
-        return _sync(self, max_norm)
-
-
-def _sync(self: Any, max_norm: float | None) -> tuple[bool, float]:
-    _add_ties(self)
-    share = 1.0 if current().loss == "sum" else 1.0 / self.data_depth
-    if self.dp_group is not None:
-        _reduce([p for p in _trained(self) if p.requires_grad], self.dp_group, share)
-        _share_statistics(self)
-    # every replica has the same gradients now: the first speaks for all, so that all clip by the same number
-    squared = _squared_norm(self) if self.rank_within_stage == 0 else 0.0
-    sums = torch.tensor([squared, self.average_loss * share], dtype=torch.float64)
-    dist.all_reduce(sums, group=self.capslog_world)
-    self.average_loss = float(sums[1])
-    return False, _clipped(self, float(sums[0]), max_norm)
+        _add_ties(self)
+        share = 1.0 if current().loss == "sum" else 1.0 / self.data_depth
+        if self.dp_group is not None:
+            _reduce([p for p in _trained(self) if p.requires_grad], self.dp_group, share)
+            _share_statistics(self)
+        # replicas have equal gradients now: the norm of the first is taken, so that all clip by the same number
+        squared = _squared_norm(self) if self.rank_within_stage == 0 else 0.0
+        sums = torch.tensor([squared, self.average_loss * share], dtype=torch.float64)
+        dist.all_reduce(sums, group=self.capslog_world)
+        self.average_loss = float(sums[1])
+        return False, _clipped(self, float(sums[0]), max_norm)
 
 
 def _share_statistics(self: Any) -> None:

@@ -5,15 +5,65 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 from collections.abc import Callable
 from typing import Any
 
 from varuna_capslog.varuna_plugin.options import reset
-from varuna_capslog.varuna_plugin.patches import Patches
 from varuna_capslog.varuna_plugin.recognise import FoundVaruna, find_varuna
 
-__all__ = ["install", "installed_patches", "uninstall"]
+__all__ = ["Patches", "install", "installed_patches", "silent", "uninstall"]
+
+_ABSENT = object()
+
+
+class Patches:
+    """Attributes replaced in another package's modules and classes, put back exactly and in reverse order."""
+
+    def __init__(self) -> None:
+        self._undo: list[tuple[Any, str, Any]] = []
+
+    def __len__(self) -> int:
+        return len(self._undo)
+
+    def replace(self, owner: Any, name: str, value: Any) -> Any:
+        """Sets `owner.name` (a module's or a class's own attribute) and returns what it was.
+
+        Raises AttributeError where the owner has no such attribute of its own: a patch must hit something.
+        """
+        before = vars(owner).get(name, _ABSENT)
+        if before is _ABSENT:
+            raise AttributeError(f"{owner!r} has no attribute {name!r} of its own to replace")
+        self._undo.append((owner, name, before))
+        setattr(owner, name, value)
+        return before
+
+    def add(self, owner: Any, name: str, value: Any) -> None:
+        """Sets an attribute that `owner` does not have."""
+        if name in vars(owner):
+            raise AttributeError(f"{owner!r} already has an attribute {name!r}")
+        self._undo.append((owner, name, _ABSENT))
+        setattr(owner, name, value)
+
+    def names(self) -> list[str]:
+        """What is replaced, as `module.Class.attribute`, in order."""
+        return [f"{_path(owner)}.{name}" for owner, name, _ in self._undo]
+
+    def undo(self) -> None:
+        """Puts everything back as it was."""
+        while self._undo:
+            owner, name, before = self._undo.pop()
+            if before is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+
+
+def _path(owner: Any) -> str:
+    return f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else str(owner.__name__)
+
 
 _patches = Patches()
 
@@ -46,6 +96,11 @@ def install() -> FoundVaruna:
     return found
 
 
+def silent() -> contextlib.redirect_stdout[io.StringIO]:
+    """Inside this context Varuna's own prints, of its import and of every model that it builds, are dropped."""
+    return contextlib.redirect_stdout(io.StringIO())
+
+
 def uninstall() -> None:
     """Puts every attribute of Varuna back as it was and forgets what was configured. Models that were built stay split
     and cannot be run by the unpatched Varuna.
@@ -76,8 +131,8 @@ def _apply(varuna: Any) -> None:
     # messages
     _patches.replace(pipeline, "dist", executor.BoundedDistributed())
     _patches.replace(pipeline, "Queue", executor.WatchedQueue)
-    for thread in (executor.acts_receiver, executor.acts_sender, executor.grads_receiver, executor.grads_sender):
-        _patches.replace(pipeline.Pipeline, thread.__name__, thread)
+    for name, thread in executor.THREADS.items():
+        _patches.replace(pipeline.Pipeline, name, thread)
     _around(pipeline.Pipeline, "worker", executor.worker)
     _around(pipeline.Pipeline, "run", executor.run)
     # inputs and schedule

@@ -1,14 +1,14 @@
 """`python -m varuna_capslog.varuna_plugin.launch`: Varuna's launcher with a cut list and an honest exit status.
 
 It takes the launcher's own options and gives scripts the same arguments. The layout of ranks is computed by Varuna's
-launcher; what is ours is starting and watching the processes: the first that fails ends the others, and its status is
-the command's. No manager, no daemon, no `pkill`: only processes that were started here are ended.
+launcher. This module starts and watches the processes: the first that fails ends the others, and its status is the
+command's. No manager, no daemon, no `pkill`: only processes that were started here are ended.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
+import itertools
 import os
 import signal
 import socket
@@ -22,9 +22,9 @@ from typing import Any
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.communicator import PeerLost
-from varuna_capslog.varuna_plugin.options import CUTS_VARIABLE, parse_cuts
+from varuna_capslog.varuna_plugin.install import silent
+from varuna_capslog.varuna_plugin.options import CUTS_VARIABLE, Search, parse_cuts
 from varuna_capslog.varuna_plugin.recognise import find_varuna
-from varuna_capslog.varuna_plugin.searching import Search
 
 __all__ = ["main"]
 
@@ -60,14 +60,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _options(arguments: list[str]) -> list[str]:
     """What stands before the training script: its own arguments may be called like ours."""
-    for index, argument in enumerate(arguments):
-        if argument.endswith(".py"):
-            return arguments[:index]
-    return arguments
+    return list(itertools.takewhile(lambda argument: not argument.endswith(".py"), arguments))
 
 
 def _cuts(ours: Namespace, num_stages: int) -> str | None:
-    """The cut list or plan file that the workers are told."""
+    """The cut list or plan file that the workers are given."""
     if ours.profile is not None:
         if ours.cuts is not None:
             raise CapslogError("both --cuts and --profile are given; leave one out")
@@ -79,13 +76,12 @@ def _cuts(ours: Namespace, num_stages: int) -> str | None:
         first, _ = parse_cuts(ours.cuts)
         if first is not None and len(first) != num_stages:
             raise CapslogError(f"--cuts {ours.cuts} makes {len(first)} stages, but --nstages is {num_stages}")
-    found: str | None = ours.cuts
-    return found
+    return ours.cuts
 
 
 def _launch(arguments: list[str], ours: Namespace) -> int:
     find_varuna()
-    with contextlib.redirect_stdout(io.StringIO()):
+    with silent():
         from varuna import launcher
     args = _parsed(launcher, arguments)
     cuts = _cuts(ours, args.nstages)
@@ -178,7 +174,7 @@ def _cause(states: Sequence[int | None]) -> int:
 
 @contextlib.contextmanager
 def _passed_on(workers: list[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
-    """SIGINT, SIGTERM and Varuna's SIGUSR1 go on to the workers; the first two are remembered."""
+    """Passes SIGINT, SIGTERM and Varuna's SIGUSR1 on to the workers; gives the list of the first two that came."""
     heard: list[int] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:

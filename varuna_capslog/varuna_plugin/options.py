@@ -1,28 +1,123 @@
-"""What a user configures, kept until the next Varuna is built. `configure` is the plugin's second line in a script."""
+"""What a user configures, kept until the next Varuna is built. `configure` is the plugin's second line in a script.
+
+Cuts that are searched from a profile are searched by every rank alone, in milliseconds and with the same result.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
-from varuna_capslog.base import fields
-from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.memory import AUTO
+from varuna_capslog import planners
+from varuna_capslog.base import fields, units
+from varuna_capslog.base.errors import CapslogError, DoesNotFit
+from varuna_capslog.memory import AUTO, MEMORY_MODELS
+from varuna_capslog.planning.search import plan as search_plan
 from varuna_capslog.plans.plan import Plan, read_plan
-from varuna_capslog.profiles.record import Profile
-from varuna_capslog.varuna_plugin.searching import Search
+from varuna_capslog.profiles.record import Profile, read_profile
 from varuna_capslog.varuna_plugin.splitting.partition import uniform_cuts
 from varuna_capslog.varuna_plugin.splitting.tracing import Trace
 
-__all__ = ["CUTS_VARIABLE", "Options", "configure", "current", "reset"]
+__all__ = ["CUTS_VARIABLE", "Options", "Search", "configure", "current", "know_trace", "parse_cuts", "reset"]
+
+_log = logging.getLogger(__name__)
 
 CUTS_VARIABLE = "CAPSLOG_VARUNA_CUTS"
 """Environment variable with a plan file or a comma-separated cut list; `plugin.launch` sets it, `configure` wins."""
+
+
+@dataclass(frozen=True)
+class Search:
+    """What to search cuts from.
+
+    Attributes:
+        profile: of the model's pieces, as `plugin.profile` or `capslog profile` gives it.
+        devices: stages that are expected; None is as many as Varuna has.
+        planner, memory: names as for `capslog plan`.
+        capacity: bytes of every stage's device, or of each.
+    """
+
+    profile: Profile
+    devices: int | None = None
+    planner: str = "exact"
+    memory: str = AUTO
+    capacity: int | tuple[int, ...] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        profile: Profile | str | os.PathLike[str],
+        devices: int | None = None,
+        planner: str = "exact",
+        memory: str = AUTO,
+        capacity: int | str | Sequence[int] | None = None,
+    ) -> Search:
+        """From what a user gives: also a file, and sizes such as "16GiB". With `devices` the search is tried at once.
+
+        Raises:
+            CapslogError: an impossible value.
+            DoesNotFit: with `devices`: nothing keeps within the capacity.
+        """
+        fields.refuse_unknown([planner], planners.PLANNER_NAMES, "planner")
+        fields.refuse_unknown([memory], [AUTO, *MEMORY_MODELS], "memory")
+        if not isinstance(profile, Profile):
+            profile = read_profile(profile)
+        sizes = units.parse_capacity(capacity) if isinstance(capacity, str) else capacity
+        if sizes is not None and not isinstance(sizes, int):
+            sizes = tuple(sizes)
+        found = cls(profile, devices, planner, memory, sizes)
+        if devices is not None:
+            found.plan(devices)
+        return found
+
+    def check_microbatch(self, size: int) -> None:
+        """Raises CapslogError where a capacity is to be kept with microbatches of another size than was profiled."""
+        profiled = self.profile.conditions.get("microbatch_size")
+        if self.capacity is not None and profiled not in (None, size):
+            raise CapslogError(
+                f"the profile holds for microbatches of {profiled}, not of {size} (chunk_size), so no capacity can be "
+                "promised; profile with that size"
+            )
+
+    def plan(self, num_stages: int, num_pieces: int | None = None) -> Plan:
+        """The plan for so many stages.
+
+        Args:
+            num_pieces: of the model, where known.
+
+        Raises:
+            CapslogError: the profile is of another model, other devices were expected, or it says nothing of bytes.
+            DoesNotFit: no cut list keeps within the capacity; names the stage and how many devices would do.
+        """
+        if num_pieces is not None and num_pieces != self.profile.num_layers:
+            raise CapslogError(
+                f"the profile is of {self.profile.num_layers} layers, but the model has {num_pieces} pieces "
+                f"({num_pieces - 1} CutPoints); profile this model"
+            )
+        if self.devices is not None and self.devices != num_stages:
+            raise CapslogError(
+                f"devices={self.devices}, but Varuna was started with {num_stages} stages; start with another "
+                "--nstages, or leave devices out"
+            )
+        plan = search_plan(
+            self.profile,
+            num_stages,
+            planner=self.planner,
+            memory=self.memory,
+            capacity=list(self.capacity) if isinstance(self.capacity, tuple) else self.capacity,
+        )
+        if plan.fits is False:
+            raise DoesNotFit("; ".join(plan.notes))
+        if plan.fits is None and self.capacity is not None:
+            raise CapslogError("; ".join(plan.notes))
+        peak = "unknown" if plan.peak_bytes is None else units.format_bytes(plan.peak_bytes)
+        _log.info("cuts %s by %s, largest stage %s", list(plan.cuts), self.planner, peak)
+        return plan
 
 
 @dataclass(frozen=True)
@@ -30,12 +125,12 @@ class Options:
     """Attributes:
 
     cuts: first piece of each stage; None is Varuna's uniform split.
-    num_pieces: what the plan was made for, where known.
+    num_pieces: of the model that the plan is for, where known.
     search: what cuts are searched from instead, once the number of stages is known.
     loss: whether the model's loss is a "mean" over the samples it is given (Varuna's contract) or a share of the whole
         minibatch's loss, of which all are added ("sum").
     timeout_seconds: longest wait for a message, a gradient or the other ranks.
-    stages_of_interest: the others hand on dummy tensors; None: all compute.
+    stages_of_interest: the others pass on dummy tensors; None: all compute.
     trace: of the model, where it is known; else Varuna's first rank takes it when it is built.
     """
 
@@ -56,7 +151,7 @@ class Options:
         """The cut list of a model.
 
         Raises:
-            CapslogError: it was made for another model or number of stages, or what was searched from is.
+            CapslogError: the cuts, or the profile behind them, are for another model or number of stages.
             DoesNotFit: nothing that was searched keeps within the capacity.
         """
         if self.search is not None:
@@ -85,13 +180,10 @@ def configure(
     cuts: Plan | str | os.PathLike[str] | Sequence[int] | None = None,
     *,
     profile: Profile | str | os.PathLike[str] | None = None,
-    devices: int | None = None,
-    planner: str = "exact",
-    memory: str = AUTO,
-    capacity: int | str | Sequence[int] | None = None,
     stages_of_interest: Sequence[int] | None = None,
     loss: Literal["mean", "sum"] = "mean",
     timeout_seconds: float = 600.0,
+    **search: Any,
 ) -> None:
     """Says how the next Varuna is to be built; what is left out goes back to its default.
 
@@ -99,31 +191,29 @@ def configure(
         cuts: a plan, a plan file, or the first piece of each stage (`[0, 3, 7]`: piece i begins behind the i-th
             CutPoint); None is Varuna's uniform split.
         profile: a profile or its file, from which cuts are searched when Varuna is built, in place of `cuts`.
-        devices: stages that the search is for; None is as many as Varuna has. With it the search is tried at once.
-        planner, memory: as for `capslog plan`.
-        capacity: bytes of a stage's device, one number or one for each, also as text ("16GiB", "16GiB,8GiB").
-        stages_of_interest: stages that compute; the others hand on dummy tensors of the right shapes and hold nothing,
+        stages_of_interest: stages that compute; the others pass on dummy tensors of the right shapes and hold nothing,
             so that memory and time of the former can be measured on small devices. The losses have no meaning.
         loss: "mean" weights each microbatch by its samples (its last may be shorter); "sum" adds the losses up, for a
             model that divides by the minibatch's own normalisers.
         timeout_seconds: after so long without an answer a rank ends with an error.
+        search: with a profile: `devices`, `planner`, `memory` and `capacity`, as `Search` has them; `capacity` also as
+            text ("16GiB", "16GiB,8GiB"). With `devices` the search is tried at once.
 
     Raises:
         CapslogError: an impossible value, or a plan that Varuna cannot run.
         DoesNotFit: with `devices`: nothing keeps within the capacity.
     """
     global _current
+    defaults = {field.name: field.default for field in dataclasses.fields(Search) if field.name != "profile"}
+    fields.refuse_unknown(search, list(defaults), "option")
     if loss not in ("mean", "sum"):
         raise CapslogError(f"loss={loss!r} is unknown; choose mean or sum")
     if not timeout_seconds > 0:
         raise CapslogError(f"timeout_seconds={timeout_seconds!r} must be above 0")
     first, num_pieces = _cuts(cuts)
-    search = None
-    if profile is not None:
-        if cuts is not None:
-            raise CapslogError("both cuts and a profile to search them from are given; leave one out")
-        search = Search.of(profile, devices, planner, memory, capacity)
-    elif (devices, planner, memory, capacity) != (None, "exact", AUTO, None):
+    if profile is not None and cuts is not None:
+        raise CapslogError("both cuts and a profile to search them from are given; leave one out")
+    if profile is None and any(value != defaults[name] for name, value in search.items()):
         raise CapslogError("devices, planner, memory and capacity belong to a profile, which is not given")
     interest = None
     if stages_of_interest is not None:
@@ -134,7 +224,7 @@ def configure(
     _current = Options(
         cuts=first,
         num_pieces=num_pieces,
-        search=search,
+        search=None if profile is None else Search.of(profile, **search),
         loss=loss,
         timeout_seconds=float(timeout_seconds),
         stages_of_interest=interest,
@@ -142,7 +232,7 @@ def configure(
 
 
 def know_trace(trace: Trace) -> None:
-    """Spares the next Varuna its trace of the model, which was taken elsewhere on inputs of the very same sizes."""
+    """Gives the next Varuna a trace that was taken elsewhere, on inputs of the same sizes."""
     global _current
     _current = dataclasses.replace(_current, trace=trace)
 
@@ -155,10 +245,10 @@ def reset() -> None:
 
 def current() -> Options:
     """What was configured; without cuts, those of the environment variable `CAPSLOG_VARUNA_CUTS`."""
-    wish = os.environ.get(CUTS_VARIABLE)
-    if _current.cuts is not None or _current.search is not None or not wish:
+    cuts = os.environ.get(CUTS_VARIABLE)
+    if _current.cuts is not None or _current.search is not None or not cuts:
         return _current
-    first, num_pieces = parse_cuts(wish)
+    first, num_pieces = parse_cuts(cuts)
     return dataclasses.replace(_current, cuts=first, num_pieces=num_pieces)
 
 
@@ -174,7 +264,7 @@ def _cuts(cuts: Any) -> tuple[tuple[int, ...] | None, int | None]:
     if cuts is None:
         return None, None
     if isinstance(cuts, (str, os.PathLike)):
-        cuts = read_plan(Path(cuts))
+        cuts = read_plan(cuts)
     if isinstance(cuts, Plan):
         if cuts.num_pipelines != 1 or cuts.placement() != list(range(len(cuts.cuts))):
             raise CapslogError("the plan has several stages on a rank, or several pipelines; Varuna has neither")

@@ -1,4 +1,4 @@
-"""The training state of one piece of a CutPoint model, in the form of `engine.layer_state`, and what follows it.
+"""The training state of one piece of a CutPoint model, in the form of `training.layer_state`, and what follows it.
 
 Names are those of the whole model. What several pieces share is in the state of each of them, so that a stage can be
 built from its own pieces alone. Nothing here knows ranks, steps or Varuna.
@@ -82,11 +82,10 @@ def capture(
     Raises:
         CapslogError: the optimizer keeps something that is neither a tensor nor a number.
     """
-    moments: dict[str, dict[str, Any]] = {}
-    for name, parameter in parameters.items() if optimizer is not None else ():
-        assert optimizer is not None
-        moments[name] = optimizer.state.get(parameter, {})
-        for key, value in moments[name].items():
+    kept = {} if optimizer is None else optimizer.state
+    moments: dict[str, dict[str, Any]] = {name: kept.get(parameter, {}) for name, parameter in parameters.items()}
+    for name, content in moments.items():
+        for key, value in content.items():
             if not isinstance(value, (Tensor, bool, int, float, type(None))):
                 raise CapslogError(
                     f"{type(optimizer).__name__} keeps a {type(value).__name__} ({key!r}) for {name!r}; only tensors "
@@ -131,8 +130,8 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 def state_bytes(model: nn.Module, trace: Trace) -> tuple[int, ...]:
     """Bytes of every piece's state, the optimizer's reckoned as two moments."""
-    sizes = {name: _STATE_FACTOR * p.numel() * p.element_size() for name, p in model.named_parameters()}
-    sizes |= {name: buffer.numel() * buffer.element_size() for name, buffer in model.named_buffers()}
+    sizes = {name: _STATE_FACTOR * p.nbytes for name, p in model.named_parameters()}
+    sizes |= {name: buffer.nbytes for name, buffer in model.named_buffers()}
     return tuple(
         max(1, sum(sizes[name] for names in names_of(trace, piece) for name in names))
         for piece in range(trace.num_pieces)

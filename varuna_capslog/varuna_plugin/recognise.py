@@ -1,7 +1,7 @@
 """Which package called `varuna` is here: Microsoft's at the known commit, another state of it, or another thing.
 
 `install` asks before it changes anything. Files are compared, nothing is imported: the unrelated package of that name
-must not run because somebody looked at it.
+must not run because of a look at it.
 """
 
 from __future__ import annotations

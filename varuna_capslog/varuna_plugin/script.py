@@ -31,8 +31,8 @@ def main() -> NoReturn:
         # collectives of the script's own end in a sentence, too
         with named_loss("running the script's own collectives", None):
             runpy.run_path(script, run_name="__main__")
-    except SystemExit as wish:
-        status = wish.code if isinstance(wish.code, int) else int(wish.code is not None)
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
     except CapslogError as error:
         sys.stderr.write(f"rank {os.environ.get('RANK', '?')}: {error}\n")
         status = error.exit_status

@@ -22,7 +22,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.communicator import PeerLost, why_lost
 from varuna_capslog.model.chain import TensorSpec
 
-__all__ = ["MAX_DIMS", "Bundle", "Expected", "Room", "Sending", "named_loss", "pack", "receive", "send", "unpack"]
+__all__ = ["MAX_DIMS", "Bundle", "Expected", "Room", "Sending", "named_loss", "pack", "send", "unpack"]
 
 MAX_DIMS = 8
 """Most dimensions of a tensor on the wire."""
@@ -186,7 +186,7 @@ class Sending:
 
 class Room:
     """How large the frames of one direction across one cut are: as large as the last step's largest message, so that
-    a message needs one frame. Both ends see the same messages and so know the same size without a word.
+    a message needs one frame. Both ends see the same messages, so both know the size.
     """
 
     def __init__(self) -> None:
@@ -236,10 +236,13 @@ class Expected:
         size = (1 + count) * _ROW * 8
         self._frame = torch.empty(max(size, 0 if room is None else room.num_bytes), dtype=torch.uint8)
         with named_loss(f"waiting for rank {peer}", peer):
-            self._work = _post(self._frame, peer, self._tag)
+            self._work: Any = dist.irecv(self._frame, peer, tag=self._tag)
 
     def take(self, microbatch: int, timeout: datetime.timedelta) -> Bundle:
-        """Waits for it, and for what did not fit into it. Raises as `receive`."""
+        """Waits for it, and for what did not fit into it.
+
+        Raises PeerLost when the peer is gone or sends nothing for `timeout`, CapslogError when it sends something else.
+        """
         what = "gradients" if self._gradients else "activations"
         doing = f"waiting for {what} of microbatch {microbatch} from rank {self._peer}"
         with named_loss(doing, self._peer, timeout):
@@ -250,21 +253,10 @@ class Expected:
             if self._room is not None:
                 self._room.note(_places(header, [part.numel() for part in payload])[1])
             if inside is None:
-                for work in [_post(buffer, self._peer, self._tag + _LOOSE) for buffer in payload]:
+                works: list[Any] = [dist.irecv(buffer, self._peer, tag=self._tag + _LOOSE) for buffer in payload]
+                for work in works:
                     work.wait(timeout)
         return Bundle(tuple(tensors))
-
-
-def receive(count: int, microbatch: int, peer: int, gradients: bool, timeout: datetime.timedelta) -> Bundle:
-    """Waits for the `count` tensors of a microbatch from `peer`.
-
-    Raises PeerLost when the peer is gone or sends nothing for `timeout`, CapslogError when it sends something else.
-    """
-    return Expected(count, peer, gradients).take(microbatch, timeout)
-
-
-def _post(buffer: Tensor, peer: int, tag: int) -> Any:
-    return dist.irecv(buffer, peer, tag=tag)
 
 
 @contextlib.contextmanager
@@ -272,14 +264,10 @@ def named_loss(doing: str, peer: int | None, timeout: datetime.timedelta | None 
     """Turns gloo's errors inside the block into a PeerLost that says what this rank was doing."""
     try:
         yield
-    except dist.DistBackendError as error:
-        raise _lost(error, doing, peer, timeout) from error
     except RuntimeError as error:
-        if not any(word in str(error) for word in ("gloo", "onnection", "imed out", "NCCL")):
+        of_torch = isinstance(error, dist.DistBackendError)
+        if not of_torch and not any(word in str(error) for word in ("gloo", "onnection", "imed out", "NCCL")):
             raise
-        raise _lost(error, doing, peer, timeout) from error
-
-
-def _lost(error: RuntimeError, doing: str, peer: int | None, timeout: datetime.timedelta | None) -> PeerLost:
-    waited = f" for {timeout.total_seconds():g} s" if timeout is not None else ""
-    return PeerLost(f"rank {dist.get_rank()} was {doing}: {why_lost(error, f'nothing came{waited}')}", peer)
+        waited = f" for {timeout.total_seconds():g} s" if timeout is not None else ""
+        sentence = f"rank {dist.get_rank()} was {doing}: {why_lost(error, f'nothing came{waited}')}"
+        raise PeerLost(sentence, peer) from error

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from varuna_capslog.base import files
-from varuna_capslog.elastic.host.event_writer import Chronicle
+from varuna_capslog.elastic.host.event_writer import EventWriter
 from varuna_capslog.elastic.host.terminal import describe
 from varuna_capslog.membership.generation import EMPTY
 from varuna_capslog.membership.roster import Roster
@@ -18,9 +18,9 @@ from varuna_capslog.membership.roster import Roster
 def play(folder: Path, log: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What the hosts a and b write of a log; each reads all of it."""
     for host in ("a", "b"):
-        roster, chronicle = Roster(), Chronicle(folder, host, offset=2)
+        roster, events = Roster(), EventWriter(folder, host, offset=2)
         for entry in log:
-            chronicle.take(entry, roster)
+            events.take(entry, roster)
             roster.take(entry)
     path = folder / "events.jsonl"
     return files.read_jsonl(path) if path.exists() else []
@@ -88,8 +88,8 @@ def test_whoever_is_named_for_the_first_time_joins(tmp_path: Path, log: list[dic
 def test_a_disk_that_is_full_stops_no_supervisor(tmp_path: Path, log: list[dict[str, Any]]) -> None:
     (tmp_path / "events.jsonl").mkdir()
     loss = {"kind": "dead", "member": "b-1", "why": "x", "by": "a"}
-    chronicle, roster = Chronicle(tmp_path, "a", 0), Roster()
+    events, roster = EventWriter(tmp_path, "a", 0), Roster()
     for entry in [*log, loss]:
-        chronicle.take(entry, roster)
+        events.take(entry, roster)
         roster.take(entry)
     assert roster.dead == {"b-1"}

@@ -1,4 +1,4 @@
-"""Workers out of the nursery: they are what a started process would be, and their ends are told at once."""
+"""Workers out of the fork server: they are what a started process would be, and their ends are told at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from varuna_capslog.elastic.host.fork_server import Nursery
+from varuna_capslog.elastic.host.fork_server import ForkServer
 
 HERE = Path(__file__).parent
 BORN_WITH = {name: value for name, value in os.environ.items() if name.startswith("CAPSLOG_")}
@@ -52,14 +52,14 @@ def told() -> Told:
     return Told()
 
 
-def nursery_of(folder: Path, told: Told, *modules: str, **environment: str) -> Nursery:
+def fork_server_of(folder: Path, told: Told, *modules: str, **environment: str) -> ForkServer:
     environment = {"PYTHONPATH": str(HERE), **environment}
-    return Nursery("host_entries:act", told.put, folder / "nursery.log", modules, environment)
+    return ForkServer("host_entries:act", told.put, folder / "nursery.log", modules, environment)
 
 
 @pytest.fixture
-def nursery(tmp_path, told) -> Iterator[Nursery]:
-    one = nursery_of(tmp_path, told)
+def fork_server(tmp_path, told) -> Iterator[ForkServer]:
+    one = fork_server_of(tmp_path, told)
     yield one
     one.close()
 
@@ -76,10 +76,10 @@ def seen(folder: Path, member: str) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
-def test_a_worker_is_a_process_of_its_own_and_its_end_is_told_as_it_was(tmp_path, nursery, told):
+def test_a_worker_is_a_process_of_its_own_and_its_end_is_told_as_it_was(tmp_path, fork_server, told):
     ready = told.next("ready")
     for member, do in (("m-1", "leave=0"), ("m-2", "leave=7"), ("m-3", "kill=9"), ("m-4", "crash"), ("m-5", "kill=11")):
-        nursery.fork(order(tmp_path, member, do))
+        fork_server.fork(order(tmp_path, member, do))
         started = told.next("member")
         ended = told.next("member")
         assert started == {"member": member, "pid": started["pid"]}
@@ -94,15 +94,15 @@ def test_a_worker_is_a_process_of_its_own_and_its_end_is_told_as_it_was(tmp_path
 
 
 def test_what_was_imported_ahead_is_there_and_torch_computes_in_the_fork(tmp_path, told):
-    nursery = nursery_of(tmp_path, told, "torch", "json", "no_such_module")
+    fork_server = fork_server_of(tmp_path, told, "torch", "json", "no_such_module")
     told.next("ready", seconds=120)
-    nursery.fork(order(tmp_path, "m-1", "backward leave=0"))
+    fork_server.fork(order(tmp_path, "m-1", "backward leave=0"))
     assert told.next("member", "status", seconds=60)["status"] == 0
     what = seen(tmp_path, "m-1")
     assert what["torch"]
     assert (what["forked"], what["threads"]) == (True, 1)
     assert "no_such_module" in (tmp_path / "nursery.log").read_text()
-    nursery.close()
+    fork_server.close()
 
 
 def test_where_a_fork_is_not_safe_the_worker_is_started_anew(tmp_path, told):
@@ -112,27 +112,27 @@ def test_where_a_fork_is_not_safe_the_worker_is_started_anew(tmp_path, told):
         "if '--alone' not in sys.argv:\n"
         "    threading.Thread(target=time.sleep, args=(100,), daemon=True).start()\n"
     )
-    nursery = nursery_of(tmp_path, told, "restless", PYTHONPATH=f"{HERE}{os.pathsep}{tmp_path}")
+    fork_server = fork_server_of(tmp_path, told, "restless", PYTHONPATH=f"{HERE}{os.pathsep}{tmp_path}")
     ready = told.next("ready")
-    nursery.fork(order(tmp_path, "m-1", "wait=go leave=5"))
+    fork_server.fork(order(tmp_path, "m-1", "wait=go leave=5"))
     started = told.next("member")
     what = seen(tmp_path, "m-1")
     assert (what["pid"], what["group"], what["parent"]) == (started["pid"], started["pid"], ready["pid"])
     assert (what["forked"], what["threads"]) == (False, 1)
     (tmp_path / "go").touch()
     assert told.next("member") == {"member": "m-1", "pid": started["pid"], "status": 5}
-    nursery.fork(order(tmp_path, "m-2", "deaf"))
+    fork_server.fork(order(tmp_path, "m-2", "deaf"))
     pid = seen(tmp_path, "m-2")["pid"]
     os.kill(ready["pid"], signal.SIGKILL)
     told.next("gone")
     wait_until(lambda: not alive(pid))
-    nursery.close()
+    fork_server.close()
 
 
-def test_nobody_outlives_the_nursery_nor_a_workers_children_the_worker(tmp_path, nursery, told):
+def test_nobody_outlives_the_fork_server_nor_a_workers_children_the_worker(tmp_path, fork_server, told):
     pid = told.next("ready")["pid"]
     for member, do in (("m-1", "spawn hang"), ("m-2", "spawn deaf")):
-        nursery.fork(order(tmp_path, member, do))
+        fork_server.fork(order(tmp_path, member, do))
     first, second = told.next("member"), told.next("member")
     wait_until(lambda: all((tmp_path / f"{member}.child").exists() for member in ("m-1", "m-2")))
     wait_until(lambda: all((tmp_path / f"{member}.child").read_text() for member in ("m-1", "m-2")))
@@ -145,27 +145,27 @@ def test_nobody_outlives_the_nursery_nor_a_workers_children_the_worker(tmp_path,
     wait_until(lambda: not alive(second["pid"]))
 
 
-def test_closing_kills_what_is_left(tmp_path, nursery, told):
+def test_closing_kills_what_is_left(tmp_path, fork_server, told):
     told.next("ready")
-    nursery.fork(order(tmp_path, "m-1", "deaf"))
+    fork_server.fork(order(tmp_path, "m-1", "deaf"))
     worker = told.next("member")["pid"]
-    nursery.close()
+    fork_server.close()
     assert told.next("gone") == {"gone": 0}
     assert not alive(worker)
-    assert not alive(nursery.pid)
+    assert not alive(fork_server.pid)
 
 
-def test_the_nursery_dies_with_its_host(tmp_path):
+def test_the_fork_server_dies_with_its_host(tmp_path):
     body = f"""
 import sys, time
 sys.path.insert(0, {str(HERE)!r})
 from pathlib import Path
-from test_fork_server import Told, nursery_of, order
+from test_fork_server import Told, fork_server_of, order
 told = Told()
-nursery = nursery_of(Path({str(tmp_path)!r}), told)
+fork_server = fork_server_of(Path({str(tmp_path)!r}), told)
 told.next("ready")
-nursery.fork(order(Path({str(tmp_path)!r}), "m-1", "deaf"))
-print(nursery.pid, told.next("member")["pid"], flush=True)
+fork_server.fork(order(Path({str(tmp_path)!r}), "m-1", "deaf"))
+print(fork_server.pid, told.next("member")["pid"], flush=True)
 time.sleep(100)
 """
     host = subprocess.Popen([sys.executable, "-c", body], stdout=subprocess.PIPE, text=True)
@@ -177,26 +177,26 @@ time.sleep(100)
     wait_until(lambda: not any(alive(pid) for pid in pids))
 
 
-def test_many_ends_at_once_are_all_told(tmp_path, nursery, told):
+def test_many_ends_at_once_are_all_told(tmp_path, fork_server, told):
     told.next("ready")
     members = [f"m-{number}" for number in range(20)]
     for member in members:
-        nursery.fork(order(tmp_path, member, "wait=go leave=3"))
+        fork_server.fork(order(tmp_path, member, "wait=go leave=3"))
     pids = {entry["member"]: entry["pid"] for entry in (told.next("member") for _ in members)}
     (tmp_path / "go").touch()
     ends = [told.next("member", "status") for _ in members]
     assert {entry["member"]: entry["pid"] for entry in ends} == pids
 
 
-def test_what_a_scheduler_sends_to_all_processes_ends_no_worker(tmp_path, told, nursery):
+def test_what_a_scheduler_sends_to_all_processes_ends_no_worker(tmp_path, told, fork_server):
     # Slurm and systemd signal the whole container; the host alone answers, or a planned leave would be a loss
     told.next("ready")
-    nursery.fork(order(tmp_path, "m", "hang"))
+    fork_server.fork(order(tmp_path, "m", "hang"))
     pid = told.next("member", "pid")["pid"]
     wait_until((tmp_path / "m.seen").exists)
     for number in (signal.SIGTERM, signal.SIGUSR1):
         os.kill(pid, number)
-        os.kill(nursery.pid, number)
+        os.kill(fork_server.pid, number)
     time.sleep(0.3)
     assert alive(pid)
-    assert alive(nursery.pid)
+    assert alive(fork_server.pid)

@@ -17,7 +17,7 @@ from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.elastic import on_notice, request_morph
 from varuna_capslog.elastic.host.hooks import give_notice, notice_of, outlook
-from varuna_capslog.elastic.notices import Kind, Notice
+from varuna_capslog.elastic.notices.interface import Kind, Notice
 from varuna_capslog.membership.entries import AnnounceEntry, HintEntry, NoticeEntry
 from varuna_capslog.plans.plan import Plan, write_plan
 
@@ -50,7 +50,7 @@ def test_a_worker_may_ask_for_another_number_of_devices(tmp_path, start):
 def test_the_hosts_process_and_others_may_ask_too(tmp_path, start, capsys):
     run = start(tmp_path, 3)
     run.seen("h-3")
-    assert files.read_json(tmp_path / "workers/store.json")["address"] == run.host.address
+    assert files.read_json(tmp_path / "workers/store.json")["address"] == run.host.link.address
     request_morph(2)
     wait_until(lambda: run.told("notice") == ["h-3"])
     assert cli._run(["morph", str(tmp_path), "--devices", "1"]) == 0
@@ -66,7 +66,7 @@ def test_a_wish_that_cannot_be_met_is_refused_and_one_that_can_says_what_follows
     assert cli._run(["morph", str(tmp_path), "--devices", "30"]) == 2
     refusal = capsys.readouterr().err
     assert "30 devices: this run's hosts start at most 3 worker(s) (a: 3)" in refusal
-    assert f"--store {run.host.address}" in refusal
+    assert f"--store {run.host.link.address}" in refusal
     write_config(tmp_path, 3, min_devices=2)
     assert outlook(3, tmp_path) == "3 worker(s) are there already, nothing changes"
     write_plan(tmp_path / "plan-0.json", Plan(num_layers=1, cuts=(0,)))

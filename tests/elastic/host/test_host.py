@@ -21,8 +21,9 @@ from varuna_capslog.base.supervisor import Interrupted, WorkerFailed
 from varuna_capslog.config.settings import Elastic
 from varuna_capslog.elastic.host.hooks import notice_of
 from varuna_capslog.elastic.host.host import Host, HostEnd, HostOptions
-from varuna_capslog.elastic.notices import CallbackListener, Kind
-from varuna_capslog.elastic.store.opening import StoreGone, TcpMembershipStore, open_store, serve_store
+from varuna_capslog.elastic.notices.callback import CallbackListener
+from varuna_capslog.elastic.notices.interface import Kind
+from varuna_capslog.elastic.store.opening import StoreGone, StoreServer, TcpMembershipStore, open_store
 from varuna_capslog.membership.entries import Entry, HostsEntry, NoticeEntry, read
 from varuna_capslog.membership.generation import EMPTY, Stamp
 
@@ -87,13 +88,13 @@ class Running:
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
         wait_until(lambda: hasattr(host.link, "store") or not self.thread.is_alive())
-        self.client: TcpMembershipStore = open_store(host.address)
+        self.client: TcpMembershipStore = open_store(host.link.address)
         self.client.follow(self.log.append, lambda why: None)
 
     def _tell_and_wait(self, entry: Entry) -> None:
         """The store ends with the host: let the client read the last entries before it does."""
         self._tell(entry)
-        until, last = time.monotonic() + 1.0, entry == HostsEntry(self.host.name, "gone")
+        until, last = time.monotonic() + 1.0, entry == HostsEntry(self.host.link.name, "gone")
         while last and entry.to_json() not in list(self.log) and time.monotonic() < until:
             time.sleep(0.005)
 
@@ -153,7 +154,7 @@ def test_workers_know_who_they_are_and_a_finished_run_ends_well(tmp_path, start)
             **BORN_WITH,
             "CAPSLOG_MEMBER": member,
             "CAPSLOG_HOST": "h",
-            "CAPSLOG_STORE": run.host.address,
+            "CAPSLOG_STORE": run.host.link.address,
             "CAPSLOG_STORE_IDENTITY": run.client.identity,
             "CAPSLOG_RUN_DIR": str(tmp_path),
             "CAPSLOG_LOCAL_RANK": str(slot),
@@ -176,7 +177,8 @@ def test_a_folder_in_use_is_refused_to_the_host_that_serves_and_only_to_it(tmp_p
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(CapslogError, match="is in use by another run"):
             host_of(tmp_path).run()
-        server, port = serve_store()
+        server = StoreServer()
+        port = server.port
         run = start(tmp_path, 1, store=f"127.0.0.1:{port}", all="leave=0")
         assert run.end().how == "left"
         server.close()
@@ -398,14 +400,14 @@ def test_a_notice_kept_while_the_store_was_lost_does_not_promise_the_time_that_h
     run.seen("h-1")
     wait_until(lambda: cloud._deliver is not None)
     for name in ("append", "put"):
-        works = getattr(run.host.store, name)
+        works = getattr(run.host.link.store, name)
 
         def call(*arguments: Any, works: Any = works) -> Any:
             if lost.is_set():
                 raise StoreGone("the store does not answer")
             return works(*arguments)
 
-        monkeypatch.setattr(run.host.store, name, call)
+        monkeypatch.setattr(run.host.link.store, name, call)
     lost.set()
     told = time.time()
     cloud.announce(Kind.LEAVE, 10)
@@ -438,9 +440,9 @@ def test_notices_are_heard_from_the_hosts_file(tmp_path, start):
 
 def test_the_host_that_serves_stays_until_the_others_have_gone(tmp_path, start):
     run = start(tmp_path, 1, all="wait=go leave=0")
-    other = start(tmp_path, 1, all="wait=later leave=0", name="other", store=run.host.address)
+    other = start(tmp_path, 1, all="wait=later leave=0", name="other", store=run.host.link.address)
     wait_until(lambda: set(run.host.roster.hosts) == {"h", "other"})
-    assert other.seen("other-1")["environment"]["CAPSLOG_STORE"] == run.host.address
+    assert other.seen("other-1")["environment"]["CAPSLOG_STORE"] == run.host.link.address
     run.go()
     wait_until(lambda: run.told("left") == ["h-1"])
     time.sleep(0.3)
@@ -453,7 +455,7 @@ def test_the_host_that_serves_stays_until_the_others_have_gone(tmp_path, start):
 
 def test_a_host_that_vanishes_is_told_dead_with_all_its_workers(tmp_path, start):
     run = start(tmp_path, 1, all="wait=go leave=0")
-    options = {"name": "other", "store": run.host.address}
+    options = {"name": "other", "store": run.host.link.address}
     code = RUN.format(here=str(HERE), folder=str(tmp_path), options=options)
     process = subprocess.Popen([sys.executable, "-c", code])
     try:
@@ -474,7 +476,8 @@ def test_a_host_that_vanishes_is_told_dead_with_all_its_workers(tmp_path, start)
 
 
 def test_a_lost_store_does_not_end_the_workers(tmp_path, start):
-    server, port = serve_store()
+    server = StoreServer()
+    port = server.port
     run = start(tmp_path, 2, all="wait=go leave=0", store=f"127.0.0.1:{port}")
     pids = [run.seen(member)["pid"] for member in ("h-1", "h-2")]
     server.close()
@@ -489,7 +492,7 @@ def test_a_lost_store_does_not_end_the_workers(tmp_path, start):
 
 def test_hosts_share_a_request_for_devices(tmp_path, start):
     run = start(tmp_path, 2)
-    other = start(tmp_path, 2, name="other", store=run.host.address)
+    other = start(tmp_path, 2, name="other", store=run.host.link.address)
     for member in ("h-1", "h-2"):
         run.seen(member)
     for member in ("other-1", "other-2"):
@@ -509,10 +512,10 @@ def test_hosts_share_a_request_for_devices(tmp_path, start):
     assert sorted(run.host.roster.members.values()) == ["h", "h", "other", "other"]
 
 
-def test_a_nursery_that_dies_takes_all_workers_and_everybody_hears_it(tmp_path, start):
+def test_a_fork_server_that_dies_takes_all_workers_and_everybody_hears_it(tmp_path, start):
     run = start(tmp_path, 2)
     pids = [run.seen(member)["pid"] for member in ("h-1", "h-2")]
-    os.kill(run.host.workers.nursery.pid, signal.SIGKILL)
+    os.kill(run.host.workers.fork_server.pid, signal.SIGKILL)
     error = run.end()
     assert isinstance(error, WorkerFailed)
     assert "lost with its nursery" in str(error)
@@ -520,10 +523,10 @@ def test_a_nursery_that_dies_takes_all_workers_and_everybody_hears_it(tmp_path, 
     wait_until(lambda: not any(alive(pid) for pid in pids))
 
 
-def test_a_stopped_nursery_is_woken(tmp_path, start):
+def test_a_stopped_fork_server_is_woken(tmp_path, start):
     run = start(tmp_path, 2)
     pid = run.seen("h-1")["pid"]
-    os.kill(run.host.workers.nursery.pid, signal.SIGSTOP)
+    os.kill(run.host.workers.fork_server.pid, signal.SIGSTOP)
     os.kill(pid, signal.SIGKILL)
     wait_until(lambda: run.told("dead") == ["h-1"])
 
@@ -558,7 +561,7 @@ def test_ctrl_c_asks_and_a_second_one_kills(tmp_path, do, presses):
 
 def test_a_second_host_of_the_same_name_gets_a_name_of_its_own(tmp_path, start):
     run = start(tmp_path, 1)
-    other = start(tmp_path, 1, store=run.host.address)
+    other = start(tmp_path, 1, store=run.host.link.address)
     wait_until(lambda: set(run.host.roster.hosts) == {"h", "h.2"})
     assert other.seen("h.2-1")["environment"]["CAPSLOG_HOST"] == "h.2"
 

@@ -6,6 +6,7 @@ import contextlib
 import queue
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,16 @@ from varuna_capslog.elastic.host.options import HostOptions
 from varuna_capslog.elastic.host.store_link import HostStore
 from varuna_capslog.elastic.store.opening import StoreGone
 from varuna_capslog.membership.roster import Roster
+
+
+@dataclass
+class Said:
+    """An entry of a kind that no room knows."""
+
+    number: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": "said", "number": self.number}
 
 
 class Connected:
@@ -60,13 +71,13 @@ def test_what_is_told_during_an_outage_is_sent_in_order_when_it_is_over(connecte
         outage.setattr(link.store, "append", gone)
         outage.setattr(link.store, "count", gone)
         for number in range(3):
-            link.tell({"kind": "said", "number": number})
+            link.tell(Said(number))
         assert link.new_member() is None, "no worker could join without a store"
         link.found(0, link.store.read().successor(["h-1"]))
         assert not link.answers
         assert connected.lines == ["the store is gone; the run goes on, and stops safely at the next change"]
     link.back()
-    link.tell({"kind": "said", "number": 3})
+    link.tell(Said(3))
     assert [entry.get("number") for entry in connected.log(5)] == [1, 0, 1, 2, 3], "the generation, then what was kept"
     assert connected.lines[1:] == ["the store answers again"]
     assert link.new_member() == "h-1"
@@ -76,9 +87,9 @@ def test_a_log_that_was_not_heard_is_followed_again_from_where_it_was(connected)
     link = connected.link
     connected.log(1)
     link._unfollow()
-    link.tell({"kind": "said", "number": 0})
+    link.tell(Said(0))
     link.unheard("the store is gone")
     link.back()
     assert [entry["number"] for entry in connected.log(1)] == [0]
     link.leave()
-    assert link.store.length() == 3
+    assert len(link.store.history()) == 3

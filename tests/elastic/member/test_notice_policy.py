@@ -37,7 +37,11 @@ def member(copies: int = 0, usual: float = 0.5, layers: int = 3) -> Any:
     place = even_places(layers, copies)
     layout = place([Seat(name, name, 0) for name in MEMBERS])
     assert isinstance(layout, Layout)
-    state = SimpleNamespace(record=Generation(1, MEMBERS), layout=layout, changes=frozenset(), urgent=False)
+    state = SimpleNamespace(
+        record=Generation(1, MEMBERS),
+        roles=SimpleNamespace(layout=layout),
+        wishes=SimpleNamespace(changes=frozenset(), urgent=False),
+    )
     sent: set[int] = set()
     return SimpleNamespace(
         me="m1", state=state, seats={name: Seat(name, name, 0) for name in MEMBERS}, sent=sent,
@@ -64,51 +68,51 @@ def test_each_rung(clock: SimpleNamespace) -> None:
     del clock
     heard = heard_by(member())
     assert heard(HintEntry("m1", deadline=WALL + 1)) == m.Hint(LEAVE)
-    assert heard(entry()) == m.Notice(LEAVE)
-    assert heard(entry(urgent=True)) == m.Notice(LEAVE, urgent=True)
+    assert heard(entry()) == m.Wished(LEAVE)
+    assert heard(entry(urgent=True)) == m.Wished(LEAVE, urgent=True)
     least = 10 + 2 * 0.5 + CHANGE_SECONDS  # its layer, two steps, the change
-    assert heard(entry(seconds=least + 0.1)) == m.Notice(LEAVE)
-    assert heard(entry(seconds=least - 0.1)) == m.Notice(LEAVE, urgent=True, save=True)
+    assert heard(entry(seconds=least + 0.1)) == m.Wished(LEAVE)
+    assert heard(entry(seconds=least - 0.1)) == m.Wished(LEAVE, urgent=True, save=True)
 
 
 def test_what_others_hold_needs_no_checkpoint(clock: SimpleNamespace) -> None:
     del clock
     heard = heard_by(member(copies=1))
-    assert heard(entry(seconds=0.5)) == m.Notice(LEAVE, urgent=True)
+    assert heard(entry(seconds=0.5)) == m.Wished(LEAVE, urgent=True)
 
 
 def test_another_ones_deadline_counts_as_well_whoever_hears_of_it_first(clock: SimpleNamespace) -> None:
     del clock
     found = heard_by(member())(entry(seconds=3.0, name="m0"))
-    assert found == m.Notice(("leave", "m0"), urgent=True, save=True)
+    assert found == m.Wished(("leave", "m0"), urgent=True, save=True)
 
 
 def test_time_that_runs_out_is_seen_before_a_step_and_told_once_per_generation(clock: SimpleNamespace) -> None:
     runtime = member()
     one = departures_of(runtime)
-    assert one.heard(entry(seconds=60.0), runtime.state) == m.Notice(LEAVE)
+    assert one.heard(entry(seconds=60.0), runtime.state) == m.Wished(LEAVE)
     assert one.watch(runtime.state) is None  # the protocol has not taken it yet
-    runtime.state.changes = frozenset({LEAVE})
+    runtime.state.wishes.changes = frozenset({LEAVE})
     clock.at += 40
     assert one.watch(runtime.state) is None
     clock.at += 10  # ten seconds are left, the layer takes ten
     runtime.sent.add(1)  # but it is on its way
     assert one.watch(runtime.state) is None
     runtime.sent.clear()
-    assert one.watch(runtime.state) == m.Notice(LEAVE, urgent=True, save=True)
+    assert one.watch(runtime.state) == m.Wished(LEAVE, urgent=True, save=True)
     assert one.watch(runtime.state) is None
     runtime.state.record = Generation(2, MEMBERS)
-    assert one.watch(runtime.state) == m.Notice(LEAVE, urgent=True, save=True)
+    assert one.watch(runtime.state) == m.Wished(LEAVE, urgent=True, save=True)
 
 
 def test_the_earliest_deadline_counts(clock: SimpleNamespace) -> None:
     runtime = member()
     one = departures_of(runtime)
-    runtime.state.changes = frozenset({LEAVE})
+    runtime.state.wishes.changes = frozenset({LEAVE})
     one.heard(entry(seconds=30.0), runtime.state)
     one.heard(entry(seconds=120.0), runtime.state)
     clock.at += 25
-    assert one.watch(runtime.state) == m.Notice(LEAVE, urgent=True, save=True)
+    assert one.watch(runtime.state) == m.Wished(LEAVE, urgent=True, save=True)
 
 
 def test_who_leaves_alone() -> None:

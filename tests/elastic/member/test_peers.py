@@ -7,7 +7,8 @@ import socket
 import pytest
 import torch
 
-from varuna_capslog.elastic.member.peers import Peers, local_address
+from varuna_capslog.elastic.member.peers import Peers
+from varuna_capslog.elastic.network import address_towards
 
 TIMEOUT = 20.0
 
@@ -131,4 +132,4 @@ def test_flush_of_a_lost_connection_does_not_wait(pair):
 
 
 def test_the_loopback_is_seen_from_the_loopback():
-    assert local_address("127.0.0.1:29500") == "127.0.0.1"
+    assert address_towards("127.0.0.1:29500") == "127.0.0.1"

@@ -60,8 +60,8 @@ def test_a_member_takes_part_and_closes_its_work(
 ) -> None:
     path = tmp_path / "checkpoints/step-00000012"
     store: Any = Keys(Beginning(4, 12, path).keys())
-    entry = start_up.enter(tmp_path, lambda: True, lambda address, identity: store)
-    assert (entry.start.me, entry.start.offset, entry.start.resumed) == ("a-1", 3, {Stamp(12, 0): path})
+    start, found_store = start_up.enter(tmp_path, lambda: True, lambda address, identity: store)
+    assert (start.me, start.offset, start.resumed) == ("a-1", 3, {Stamp(12, 0): path})
     closed: list[bool] = []
     seen: list[RuntimeOptions] = []
 
@@ -72,7 +72,7 @@ def test_a_member_takes_part_and_closes_its_work(
 
     work: Any = SimpleNamespace(asked=asked, close=lambda: closed.append(True))
     kind: Any = runtime
-    end, found = start_up.take_part(entry, work, RuntimeOptions(capacity=8), kind)
+    end, found = start_up.take_part(start, found_store, work, RuntimeOptions(capacity=8), kind)
     assert (end.step, found, closed) == (20, status, [True])
     options = seen[0]
     assert (options.host, options.capacity, options.checkpoint) == ("a", 8, Stamp(12, 0))

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
-from varuna_capslog.elastic.member.timeouts import Patience, WaitingTime
-from varuna_capslog.membership import protocol
+from varuna_capslog.elastic.member.timeouts import Timeouts, WaitingTime
 from varuna_capslog.membership.generation import Generation
 from varuna_capslog.membership.roster import Roster
 from varuna_capslog.membership.state import Phase, State
 
-PATIENCE = Patience(peer=30.0, change=2.0, again=0.5, gather=5.0)
-NEW = protocol.newcomer("m", "h", 0)
-QUIET = SimpleNamespace(waits_since=0.0, usual_seconds=0.0)
+LIMITS = Timeouts(peer=30.0, change=2.0, again=0.5, gather=5.0)
+NEW = State("m", "h", 0)
 ALL_HERE, ONE_ASTRAY = Roster(), Roster()
 for number, members in ((1, ["m", "n"]), (2, ["m"])):
     record = Generation(number, tuple(members))
@@ -27,7 +24,7 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
-        self.waiting = WaitingTime(PATIENCE)
+        self.waiting = WaitingTime(LIMITS)
 
     def moves(self, at: float, state: State) -> None:
         self.now = at
@@ -57,34 +54,34 @@ def in_phase(phase: Phase, regress: bool = False) -> State:
         (Phase.OUTSIDE, 0.5, 0.5),
     ],
 )
-def test_each_phase_has_its_patience(clock: Clock, phase: Phase, first: float, again: float) -> None:
+def test_each_phase_has_its_time_limit(clock: Clock, phase: Phase, first: float, again: float) -> None:
     state = in_phase(phase)
     clock.moves(110.0, state)
-    assert clock.waiting.ends(state, QUIET, ALL_HERE) == 110.0 + first
+    assert clock.waiting.ends(state, 0.0, 0.0, ALL_HERE) == 110.0 + first
     clock.ended(150.0)
-    assert clock.waiting.ends(state, QUIET, ALL_HERE) == 150.0 + again
+    assert clock.waiting.ends(state, 0.0, 0.0, ALL_HERE) == 150.0 + again
     clock.moves(160.0, state)
-    assert clock.waiting.ends(state, QUIET, ALL_HERE) == 160.0 + first
+    assert clock.waiting.ends(state, 0.0, 0.0, ALL_HERE) == 160.0 + first
 
 
 def test_a_step_is_waited_for_from_the_end_of_the_own_computation(clock: Clock) -> None:
     state = in_phase(Phase.RUN)
     clock.moves(110.0, state)
-    assert clock.waiting.ends(state, SimpleNamespace(waits_since=130.0, usual_seconds=1.0), ALL_HERE) == 160.0
+    assert clock.waiting.ends(state, 1.0, 130.0, ALL_HERE) == 160.0
 
 
 def test_slow_steps_are_gathered_for_longer(clock: Clock) -> None:
     state = in_phase(Phase.GATHER)
     clock.moves(110.0, state)
-    assert clock.waiting.ends(state, SimpleNamespace(waits_since=0.0, usual_seconds=4.0), ALL_HERE) == 122.0
-    assert (PATIENCE.alone(0.0), PATIENCE.alone(1.0), PATIENCE.alone(4.0)) == (30.0, 5.0, 12.0)
+    assert clock.waiting.ends(state, 4.0, 0.0, ALL_HERE) == 122.0
+    assert (LIMITS.alone(0.0), LIMITS.alone(1.0), LIMITS.alone(4.0)) == (30.0, 5.0, 12.0)
 
 
 def test_a_run_goes_back_at_once_where_nobody_can_come_who_holds_more(clock: Clock) -> None:
     state = in_phase(Phase.WAIT, regress=True)
     clock.moves(110.0, state)
-    assert clock.waiting.ends(state, QUIET, ONE_ASTRAY) == 116.0
-    assert clock.waiting.ends(state, QUIET, ALL_HERE) == 110.0
+    assert clock.waiting.ends(state, 0.0, 0.0, ONE_ASTRAY) == 116.0
+    assert clock.waiting.ends(state, 0.0, 0.0, ALL_HERE) == 110.0
 
 
 def test_newcomers_do_not_prolong_the_wait_for_lost_layers(clock: Clock) -> None:
@@ -94,9 +91,9 @@ def test_newcomers_do_not_prolong_the_wait_for_lost_layers(clock: Clock) -> None
         for phase in (Phase.CHANGE, Phase.GATHER):
             clock.moves(at, in_phase(phase))
         clock.moves(at, state)
-        assert clock.waiting.ends(state, QUIET, ONE_ASTRAY) == 116.0
+        assert clock.waiting.ends(state, 0.0, 0.0, ONE_ASTRAY) == 116.0
     clock.ended(116.0)  # somebody else was first to found, and that came to nothing
-    assert clock.waiting.ends(state, QUIET, ONE_ASTRAY) == 122.0
+    assert clock.waiting.ends(state, 0.0, 0.0, ONE_ASTRAY) == 122.0
     clock.moves(130.0, in_phase(Phase.RUN))
     clock.moves(140.0, state)
-    assert clock.waiting.ends(state, QUIET, ONE_ASTRAY) == 146.0, "another loss"
+    assert clock.waiting.ends(state, 0.0, 0.0, ONE_ASTRAY) == 146.0, "another loss"

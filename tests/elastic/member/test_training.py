@@ -24,7 +24,8 @@ def place(seats: Sequence[Seat]) -> Layout:
 
 def member(name: str, seats: dict[str, Seat]) -> Training:
     record = Generation(1, MEMBERS)
-    state = SimpleNamespace(layout=BEFORE, record=record, own=BEFORE.owned[name], at=Stamp(5, 1))
+    roles = SimpleNamespace(layout=BEFORE, own=BEFORE.owned[name])
+    state = SimpleNamespace(roles=roles, record=record, at=Stamp(5, 1))
     parts: Any = SimpleNamespace(me=name, seats=seats, job=SimpleNamespace(layer_bytes=(1, 1, 1), place=place))
     loop: Any = SimpleNamespace(state=state)
     return Training(parts, path=None, loop=loop)  # type: ignore[arg-type]

@@ -18,9 +18,8 @@ from varuna_capslog.elastic.notices.aws import AwsListener
 from varuna_capslog.elastic.notices.azure import AzureListener
 from varuna_capslog.elastic.notices.gather import listen
 from varuna_capslog.elastic.notices.gcp import GcpListener
-from varuna_capslog.elastic.notices.interface import Kind, Listener
+from varuna_capslog.elastic.notices.interface import Kind, Listener, PollingListener, Round, Unavailable, backoff
 from varuna_capslog.elastic.notices.metadata import HttpOpener
-from varuna_capslog.elastic.notices.polling import PollingListener, Round, Unavailable, backoff
 
 
 @pytest.mark.parametrize(("server", "name"), [(FakeAws, "aws"), (FakeGcp, "gcp"), (FakeAzure, "azure")])

@@ -7,9 +7,8 @@ import pytest
 from tests.elastic.metadata_servers import FakeAws, Reply
 from tests.elastic.notices.support import WALL, Inbox, Script, SetClock
 from varuna_capslog.elastic.notices.aws import AwsListener
-from varuna_capslog.elastic.notices.interface import Kind
+from varuna_capslog.elastic.notices.interface import Kind, Unavailable
 from varuna_capslog.elastic.notices.metadata import Answer
-from varuna_capslog.elastic.notices.polling import Unavailable
 
 TOKEN = Answer(200, "secret")
 

@@ -9,9 +9,8 @@ import pytest
 from tests.elastic.metadata_servers import FakeAzure, Reply
 from tests.elastic.notices.support import WALL, Inbox, Script, SetClock
 from varuna_capslog.elastic.notices.azure import AzureListener
-from varuna_capslog.elastic.notices.interface import Kind
+from varuna_capslog.elastic.notices.interface import Kind, Unavailable
 from varuna_capslog.elastic.notices.metadata import Answer, HttpOpener
-from varuna_capslog.elastic.notices.polling import Unavailable
 
 
 def document(*events: object, incarnation: int = 2) -> Answer:

@@ -7,9 +7,8 @@ import pytest
 from tests.elastic.metadata_servers import FakeGcp
 from tests.elastic.notices.support import Inbox, Script, SetClock
 from varuna_capslog.elastic.notices.gcp import GcpListener
-from varuna_capslog.elastic.notices.interface import Kind
+from varuna_capslog.elastic.notices.interface import Kind, Unavailable
 from varuna_capslog.elastic.notices.metadata import Answer, HttpOpener
-from varuna_capslog.elastic.notices.polling import Unavailable
 
 
 def google(value: str, etag: str = "e") -> Answer:

@@ -31,10 +31,10 @@ def test_the_rung(kind: Kind, left: float | None, move_seconds: float, expected:
 
 def test_what_the_protocol_hears() -> None:
     assert protocol_event(Rung.SHADOW, "m1") == messages.Hint(("leave", "m1"))
-    assert protocol_event(Rung.COMMIT, "m1") == messages.Notice(("leave", "m1"), urgent=False)
-    assert protocol_event(Rung.LEAVE, "m1") == messages.Notice(("leave", "m1"), urgent=True)
-    assert protocol_event(Rung.CRASH_PATH, "m1") == messages.Notice(("leave", "m1"), urgent=True, save=True)
-    assert protocol_event(Rung.CRASH_PATH, "m1", alone=False) == messages.Notice(("leave", "m1"), urgent=True)
+    assert protocol_event(Rung.COMMIT, "m1") == messages.Wished(("leave", "m1"), urgent=False)
+    assert protocol_event(Rung.LEAVE, "m1") == messages.Wished(("leave", "m1"), urgent=True)
+    assert protocol_event(Rung.CRASH_PATH, "m1") == messages.Wished(("leave", "m1"), urgent=True, save=True)
+    assert protocol_event(Rung.CRASH_PATH, "m1", alone=False) == messages.Wished(("leave", "m1"), urgent=True)
 
 
 def test_the_protocol_takes_it() -> None:
@@ -48,5 +48,5 @@ def test_the_protocol_takes_it() -> None:
     state = State("m1", "a", phase=Phase.RUN, record=Generation(1, ("m0", "m1")), round=1)
     event = protocol_event(Rung.LEAVE, "m1")
     after, _ = protocol.step(job, state, event)
-    assert after.changes == {("leave", "m1")}
-    assert after.urgent
+    assert after.wishes.changes == {("leave", "m1")}
+    assert after.wishes.urgent

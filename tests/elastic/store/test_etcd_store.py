@@ -24,7 +24,7 @@ from tests.elastic.script.test_script import run_here
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.commands.host import check_address
-from varuna_capslog.elastic.network import first_endpoint, network_variables
+from varuna_capslog.elastic.network import network_variables, parse_address
 from varuna_capslog.elastic.store.etcd_store import EtcdMembershipStore, begin_run
 from varuna_capslog.elastic.store.opening import MembershipStore, StoreGone, open_store
 from varuna_capslog.engine.communicator import connect_group
@@ -88,11 +88,11 @@ def test_any_server_may_be_killed_or_hang_and_come_back_and_nothing_is_missed(cl
         cluster.processes[number].send_signal(signal.SIGSTOP)
         try:
             one.append({"kind": "stopped", "number": number})
-            wait_until(lambda: len(heard) == one.length())
+            wait_until(lambda: len(heard) == len(one.history()))
         finally:
             cluster.processes[number].send_signal(signal.SIGCONT)
     assert one.read(known=4).members == ("b2",)
-    wait_until(lambda: len(heard) == one.length() == 10)
+    wait_until(lambda: len(heard) == len(one.history()) == 10)
     assert [entry["number"] for entry in heard] == [1, 0, 2, 1, 3, 2, 4, 0, 1, 2]
     assert not lost
     one.close()
@@ -105,7 +105,7 @@ def test_endpoints_that_say_nothing_leave_time_for_one_that_answers(cluster: Etc
         begin_run(address, 1.0)
         store = open_store(address, answer_seconds=3.0)
         store.append({"kind": "x"})
-        assert store.length() == 1
+        assert len(store.history()) == 1
         store.close()
 
 
@@ -123,7 +123,7 @@ def test_without_a_majority_the_store_is_gone_for_calls_and_followers(tmp_path: 
         wait_until(lambda: lost)
         servers.start_again()
         servers.wait()
-        assert one.length() == 1, "it comes back with what it held"
+        assert len(one.history()) == 1, "it comes back with what it held"
         begin_run(address, 1.0)
         for call in (one.look, one.read, lambda: one.append({"kind": "x"})):
             with pytest.raises(StoreGone, match="started anew"):
@@ -188,8 +188,8 @@ def test_a_machine_that_comes_early_waits_for_the_next_run_and_not_for_one_that_
 
 
 def test_addresses() -> None:
-    assert first_endpoint("etcd://a:1,b:2/x/y") == "a:1"
-    assert first_endpoint("h:3") == "h:3"
+    assert parse_address("etcd://a:1,b:2/x/y") == ((("a", 1), ("b", 2)), "x/y")
+    assert parse_address("h:3") == ((("h", 3),), "")
     assert network_variables("etcd://127.0.0.1:1/x") == {}
     check_address("etcd://a:1/x")
     for wrong in ("etcd://a/x", "etcd://a:1", "etcd://a:1/", "etcd://a:1,b/x"):

@@ -21,14 +21,15 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.processes import is_stopped
 from varuna_capslog.elastic.store import lines as store_lines
 from varuna_capslog.elastic.store.etcd_store import EtcdMembershipStore, begin_run
-from varuna_capslog.elastic.store.opening import StoreGone, TcpMembershipStore, open_store, serve_store
+from varuna_capslog.elastic.store.opening import StoreGone, StoreServer, TcpMembershipStore, open_store
 from varuna_capslog.membership.generation import EMPTY
 from varuna_capslog.rig.etcd_servers import EtcdServers
 
 SERVER = """
 import sys, time
-from varuna_capslog.elastic.store.opening import serve_store
-server, port = serve_store(int(sys.argv[1]))
+from varuna_capslog.elastic.store.opening import StoreServer
+server = StoreServer(int(sys.argv[1]))
+port = server.port
 print(port, flush=True)
 time.sleep(600)
 """
@@ -43,7 +44,8 @@ def wait_until(condition, seconds: float = 20.0) -> None:
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    server, port = serve_store()
+    server = StoreServer()
+    port = server.port
     yield port
     server.close()
 
@@ -191,7 +193,7 @@ def test_of_many_founders_one_wins_each_generation_and_the_log_has_one_order(pla
         for thread in threads:
             thread.join(60)
         wait_until(lambda: min(map(len, logs)) == len(won) + 96)
-        assert one.length() == len(won) + 96
+        assert len(one.history()) == len(won) + 96
         newest = one.read()
     numbers = sorted(number for number, _ in won)
     assert numbers == list(range(1, newest.number + 1)), "two founded the same generation, or one was left out"
@@ -209,7 +211,7 @@ def test_a_newcomer_reads_a_long_log_to_its_end_and_follows_from_where_it_likes(
         for number in range(700):
             one.append({"kind": "said", "number": number})
         with client(place) as late:
-            assert late.length() == 701
+            assert len(late.history()) == 701
             assert late.read().members == ("a",)
             heard: list[dict] = []
             late.follow(heard.append, heard.append, start=699)
@@ -334,7 +336,7 @@ def test_a_connection_that_is_slow_to_open_gets_another_beside_it(port, monkeypa
         with client(port) as one:
             assert not answered.is_set()
             one.append({"kind": "x"})
-            assert one.length() == 1
+            assert len(one.history()) == 1
             answered.set()
     finally:
         answered.set()
@@ -376,7 +378,7 @@ def test_a_cut_connection_is_opened_again_and_a_follower_misses_nothing(port):
         assert [entry["number"] for entry in heard] == list(range(20))
         between.cut()
         far.append({"kind": "said", "number": 20})
-        assert far.length() == 21
+        assert len(far.history()) == 21
         assert lost == []
 
 
@@ -395,7 +397,7 @@ def test_a_connection_that_breaks_while_it_is_made_is_made_again(port, spoils):
         assert (len(heard), lost) == (2, [])
         between.spoils = spoils
         with client(between.port) as late:
-            assert late.length() == 2
+            assert len(late.history()) == 2
 
 
 def test_a_partition_without_a_word_is_noticed(port):
@@ -430,4 +432,4 @@ def test_log_entries_are_json(place):
     with client(place) as one:
         with pytest.raises(CapslogError, match="cannot hold"):
             one.append({"kind": "x", "value": os})
-        assert one.length() == 0
+        assert len(one.history()) == 0

@@ -1,4 +1,4 @@
-"""Every entry of the table of device quirks, by its name. Those of CPU kernels: see also test_cpu_kernels."""
+"""Every entry of the table of device quirks, by its name. Those of CPU kernels: see also test_kernels."""
 
 from __future__ import annotations
 

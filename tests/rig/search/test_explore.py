@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from varuna_capslog.membership import changes, first_round, messages, protocol, recovery
+from varuna_capslog.membership import changes, messages, protocol, recovery
 from varuna_capslog.membership.state import Job, Phase, State, Step
 from varuna_capslog.rig.search.explore import Scenario, explore
 from varuna_capslog.rig.search.mail import MailWorld
@@ -59,7 +59,7 @@ def goes_on_voting(job: Job, state: State, event: messages.Event) -> Step:
 
 def comes_back(job: Job, state: State, event: messages.Event) -> Step:
     """Answers its old generation again after it has heard of the new one."""
-    if isinstance(event, messages.StoreSays) and state.phase is Phase.CHANGE and not state.planned:
+    if isinstance(event, messages.StoreSays) and state.phase is Phase.CHANGE and not state.wishes.planned:
         return replace(state, phase=Phase.RUN), ()
     return protocol.step(job, state, event)
 
@@ -97,13 +97,15 @@ voted = protocol._voted
 def saves_alone(job: Job, state: State, event: messages.Event) -> Step:
     """Only who was told of the notice writes its share of the checkpoint; in a live run it waits for the others."""
     new, effects = protocol.step(job, state, event)
-    return new, tuple(e for e in effects if state.save or not isinstance(e, messages.SaveAll))
+    return new, tuple(e for e in effects if state.wishes.save or not isinstance(e, messages.SaveAll))
 
 
 def forgets_the_checkpoint(job: Job, state: State, event: messages.Event) -> Step:
     """What was to be written before a change is forgotten with the generation."""
     new, effects = protocol.step(job, state, event)
-    return (new if new.record.number == state.record.number else replace(new, save=False)), effects
+    return (
+        new if new.record.number == state.record.number else replace(new, wishes=replace(new.wishes, save=False))
+    ), effects
 
 
 def takes_what_arrives_damaged(job: Job, state: State, event: messages.Event) -> Step:
@@ -151,13 +153,13 @@ DAMAGE_AND_HICCUP = {"faults": 2, "kinds": ("damage", "hiccup"), "once": True, "
         ("rule 8", LATE, protocol.step, True, (protocol, "_voted", does_not_wait_for_the_checkpoint)),
         ("rule 8", LATE, saves_alone, True, None),
         ("rule 8", {"faults": 1, "kinds": ("hiccup",), "late": 1}, forgets_the_checkpoint, True, None),
-        ("rule 9", DAMAGE, protocol.step, True, (first_round, "distrusted", lambda values, valid: frozenset())),
+        ("rule 9", DAMAGE, protocol.step, True, (recovery, "distrusted", lambda values, valid: frozenset())),
         (
             "rule 9",
             DAMAGE_AND_HICCUP,
             protocol.step,
             True,
-            (first_round, "_is_trusted", compares_at_one_boundary),
+            (recovery, "_is_trusted", compares_at_one_boundary),
         ),
         ("rule 10", DAMAGE, takes_what_arrives_damaged, True, None),
     ],

@@ -29,7 +29,7 @@ SCENARIOS: Mapping[str, Mapping[str, Any]] = {
 
 
 class Remembering(MailWorld):
-    """A world that forgets only mail of which nothing can come; while that can be delivered, nobody's patience ends."""
+    """A world that forgets only mail of which nothing can come; while that can be delivered, no time limit ends."""
 
     def tidy(self) -> None:
         idle = ("ask", "bye", "cas", "read")

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from varuna_capslog.membership import first_round, protocol
 from varuna_capslog.membership import messages as m
+from varuna_capslog.membership import protocol, recovery
 from varuna_capslog.membership.state import Job, State, Step
 from varuna_capslog.rig.search.course import DAMAGE, FAULTS, LADDER
 from varuna_capslog.rig.search.histories import draw, play
@@ -83,7 +83,7 @@ def test_defects_of_the_past_with_the_ladder_of_notices(seed: int, story: str) -
 def test_histories_find_a_checkpoint_that_only_one_writes() -> None:
     def saves_alone(job: Job, state: State, event: m.Event) -> Step:
         new, effects = protocol.step(job, state, event)
-        return new, tuple(effect for effect in effects if state.save or not isinstance(effect, m.SaveAll))
+        return new, tuple(effect for effect in effects if state.wishes.save or not isinstance(effect, m.SaveAll))
 
     def play_some() -> None:
         for seed in range(100):
@@ -94,7 +94,7 @@ def test_histories_find_a_checkpoint_that_only_one_writes() -> None:
 
 
 def test_histories_find_a_damaged_copy_that_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first_round, "distrusted", lambda values, valid: frozenset())
+    monkeypatch.setattr(recovery, "distrusted", lambda values, valid: frozenset())
 
     def play_some() -> None:
         for seed in range(400):

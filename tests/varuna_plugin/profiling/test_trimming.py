@@ -11,13 +11,13 @@ from tests.engine.pool import WorkerPool
 from tests.varuna_plugin import models, trimmed
 from tests.varuna_plugin.cases import Case
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.varuna_plugin.splitting.shapes import CutShapes
+from varuna_capslog.varuna_plugin.profiling.trimming import CutShapes
 from varuna_capslog.varuna_plugin.splitting.tracing import trace_model
 
 
 def shapes_of(model: models.Model, sample: dict[str, Any]) -> tuple[Any, CutShapes]:
     trace = trace_model(model, sample, models.PlainCut)
-    return trace, CutShapes(model, models.PlainCut, tuple(cut.name for cut in trace.cuts))
+    return trace, CutShapes(model, tuple(cut.name for cut in trace.cuts))
 
 
 @pytest.mark.parametrize("size", [(1, 6, 10), (3, 12, 8), (2, 8, 8)])

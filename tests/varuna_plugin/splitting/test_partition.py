@@ -82,9 +82,25 @@ def test_attention_and_recurrent_layers_keep_all_their_parameters() -> None:
         f"lstm.{name}" for name, _ in model.lstm.named_parameters()
     }
     assert trace.parameters["attention.out_proj.weight"] == (1,)
-    assert trace.parameters["unused.weight"] == (1,), "what nobody uses stays with its neighbour"
+    assert trace.parameters["unused.weight"] == (1,), "an unused parameter stays with its neighbour"
     reduce_to_stage(model, StageRun(Partition(trace, (0, 1)), 1, ()))
     assert all(weight.numel() == 0 for weight in model.lstm._flat_weights)
+
+
+def test_unused_parameters_in_front_keep_their_place() -> None:
+    # they once came behind the first used one, and the ranks then took their equal models for different ones
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unused, self.first, self.cut, self.last = nn.Linear(1, 1), nn.Linear(2, 2), PlainCut(), nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.cut(self.first(x))).mean()
+
+    model = Model()
+    trace = traced(model, x=torch.randn(2, 2))
+    assert list(trace.parameters) == [name for name, _ in model.named_parameters()]
+    assert trace.parameters["unused.weight"] == (0,)
 
 
 @pytest.mark.parametrize("stage", range(3))

@@ -1,7 +1,7 @@
-"""What the store's log says of the membership, for people: notice, lost and join lines in the run's events.jsonl.
+"""Writes the notice, lost and join lines of the run's events.jsonl from the entries of the store's log.
 
-Every host reads the same log, so every entry has one host that writes it down: the one that reported a loss, else the
-host of the member in question. Changes of the generation (start, resume, morph) are written by those who train.
+Every host reads the same log, so one host writes each line: the one that reported a loss, else the host of the member
+in question. Changes of the generation (start, resume, morph) are written by the members that train.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ from typing import Any
 
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.supervisor import last_step
 from varuna_capslog.membership.entries import DeadEntry, GenerationEntry, NoticeEntry, read
 from varuna_capslog.membership.roster import Roster
 
-__all__ = ["Chronicle"]
-
-_TAIL_BYTES = 1 << 14
+__all__ = ["EventWriter"]
 
 
-class Chronicle:
-    """Writes what concerns one host's members.
+class EventWriter:
+    """Writes the events of one host's members.
 
     Args:
         host: its name in the run.
@@ -35,7 +34,7 @@ class Chronicle:
         self._noticed: dict[str, bool] = {}
 
     def take(self, entry: Mapping[str, Any], before: Roster) -> None:
-        """Writes down an entry of the log; `before` is the roster without it. A full disk stops no supervisor."""
+        """Writes the event of a log entry; `before` is the roster without it. A full disk stops no supervisor."""
         number = before.generation.number
         match read(entry):
             case NoticeEntry(member, urgent) as notice if before.members.get(member) == self._host:
@@ -55,14 +54,6 @@ class Chronicle:
                         self._write("join", record.number, member=name, host=self._host)
 
     def _write(self, kind: str, generation: int, **details: Any) -> None:
-        about = {"time": time.time(), "generation": generation + self._offset, "step": self.last_step()}
+        about = {"time": time.time(), "generation": generation + self._offset, "step": last_step(self._run_dir)}
         with contextlib.suppress(CapslogError):
             files.append_jsonl(self._run_dir / "events.jsonl", {"kind": kind, **about, **details})
-
-    def last_step(self) -> int | None:
-        """The last step in the metrics: where the run stands, or stood."""
-        try:
-            lines = files.last_lines(self._run_dir / "metrics.jsonl", _TAIL_BYTES)
-        except CapslogError:
-            return None
-        return next((int(line["step"]) for line in reversed(lines) if "step" in line), None)

@@ -1,9 +1,8 @@
-"""Workers that need not load anything: a process that has imported everything forks one whenever the host asks.
+"""Starts workers without import time: a process that has imported everything forks one whenever the host asks.
 
-`python -m varuna_capslog.elastic.host.fork_server ENTRY MODULE...` reads one JSON line per wished worker, and writes
-one line per fork and, as soon as the system knows it, one per end. `Nursery` is the host's side of these pipes. The
-nursery runs no operation and starts no thread, since a fork would copy its locks but not its threads; nor does it judge
-an end.
+`python -m varuna_capslog.elastic.host.fork_server ENTRY MODULE...` reads one JSON line per requested worker, and writes
+one line per fork and, as soon as the system knows it, one per end. `ForkServer` is the host's side of these pipes. The
+process runs no torch operation and starts no thread, since a fork would copy its locks but not its threads.
 """
 
 from __future__ import annotations
@@ -26,24 +25,24 @@ from typing import Any, NoReturn
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.processes import die_with_parent, signal_group
 
-__all__ = ["PRELOADED", "Nursery", "main"]
+__all__ = ["PRELOADED", "ForkServer", "main"]
 
 PRELOADED = ("torch", "scipy.optimize")
 """What workers need and what takes long to import; scipy alone cost a recovered run 0.2 s at its first loss."""
 
 Order = dict[str, Any]
-"""{"member", "environment", "log", "arguments"}: the name, variables on top of the nursery's own, where standard output
-and errors go, and what the entry is called with (any JSON value)."""
+"""{"member", "environment", "log", "arguments"}: the name, variables on top of the fork server's own, the file for
+standard output and errors, and what the entry is called with (any JSON value)."""
 
 
-class Nursery:
-    """A nursery and the thread that hears of its workers.
+class ForkServer:
+    """The fork server's process, and a thread that reads its reports.
 
     Args:
         entry: "module:function"; a worker calls it with its arguments and ends with the status that it returns.
         tell: called in that thread with {"ready": True, "pid"} once, {"member", "pid"} per fork, {"member", "pid",
             "status"} or {"member", "pid", "signal"} per end, and at last {"gone": status}: no worker of it is left.
-        log: gets what the nursery itself says.
+        log: gets the fork server's own output.
         modules: imported ahead besides the entry's; one that is missing is left out.
         environment: variables on top of this process's own.
     """
@@ -72,18 +71,18 @@ class Nursery:
         self.pid = self._process.pid
         self._tell = tell
         self._writing = threading.Lock()
-        self._thread = threading.Thread(target=self._hear, name="nursery", daemon=True)
+        self._thread = threading.Thread(target=self._hear, name="fork-server", daemon=True)
         self._thread.start()
 
     def fork(self, order: Order) -> None:
-        """Ask for a worker. Nothing is raised where the nursery has gone: that was told."""
+        """Ask for a worker. Raises nothing where the fork server has ended, which `tell` reports."""
         with self._writing, contextlib.suppress(OSError, ValueError):
             assert self._process.stdin is not None
             self._process.stdin.write(json.dumps(order).encode() + b"\n")
             self._process.stdin.flush()
 
     def close(self, seconds: float = 5.0) -> None:
-        """Kill all workers that are left, and the nursery."""
+        """Kill all workers that are left, and the fork server."""
         with self._writing, contextlib.suppress(OSError, ValueError):
             assert self._process.stdin is not None
             self._process.stdin.close()
@@ -103,14 +102,14 @@ class Nursery:
         self._tell({"gone": self._process.wait()})
 
 
-# -- the nursery's own process -----------------------------------------------------------------------------------------
+# -- the fork server's own process -------------------------------------------------------------------------------------
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The nursery: serves until its standard input ends, then kills all its workers."""
+    """Serves until standard input ends, then kills all its workers."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if given[:1] == ["--alone"]:  # a worker that could not be forked
-        order = json.loads(given[2])  # and that dies with the nursery since before it became this program
+    if given[:1] == ["--alone"]:  # a worker that could not be forked; it dies with the fork server already
+        order = json.loads(given[2])
         _become(order, given[1])
     entry, modules = given[0], given[1:]
     wakes, wake = os.pipe()
@@ -123,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(number, signal.SIG_IGN)  # the workers inherit that
     _preload(entry, modules)
     gc.collect()
-    gc.freeze()  # so that a worker's collector does not touch, hence copy, what it shares with us
+    gc.freeze()  # so that a worker's collector does not touch, hence copy, the shared memory
     _write({"ready": True, "pid": os.getpid()})
     children: dict[int, str] = {}
     try:
@@ -141,7 +140,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         for pid in children:
             signal_group(pid, signal.SIGKILL)
-            _kill(pid)
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
     return 0
 
 
@@ -149,8 +150,7 @@ def _preload(entry: str, modules: Sequence[str]) -> None:
     for module in (*modules, entry.partition(":")[0]):
         try:
             importlib.import_module(module)
-        except Exception:
-            # The worker itself will say so where it matters.
+        except Exception:  # a worker that needs the module fails with the same error
             traceback.print_exc()
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
@@ -173,7 +173,7 @@ def _orders(wakes: int, children: dict[int, str]) -> Iterator[Order]:
             *lines, buffered = (buffered + data).split(b"\n")
             for line in lines:
                 yield json.loads(line)
-            _reap(children)  # one that ended before its fork was told
+            _reap(children)  # a worker may have ended before its fork was reported
 
 
 def _reap(children: dict[int, str]) -> None:
@@ -200,13 +200,13 @@ def _fork(order: Order, entry: str, private: Sequence[int]) -> int:
     pid = os.fork()
     if pid == 0:
         _become(order, entry, prepare, private)
-    with contextlib.suppress(OSError):  # so that it can be signalled by its group before it comes to do so itself
+    with contextlib.suppress(OSError):  # so that its group can be signalled even before it has made the group itself
         os.setpgid(pid, pid)
     return pid
 
 
 def _may_fork() -> bool:
-    """A module of the user's may have started CUDA or a thread while it was imported; neither survives a fork."""
+    """Whether no module has started CUDA or a thread while it was imported: neither survives a fork."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return False
@@ -218,11 +218,11 @@ def _may_fork() -> bool:
 def _become(
     order: Order, entry: str, prepare: Callable[[], None] | None = None, private: Sequence[int] = ()
 ) -> NoReturn:
-    """The rest of a worker's life.
+    """Runs the worker and ends this process.
 
     Args:
-        prepare: what must precede all else, unless that was done.
-        private: descriptors of the nursery.
+        prepare: to be called first, unless that was done.
+        private: descriptors of the fork server.
     """
     status = 1
     try:
@@ -231,7 +231,7 @@ def _become(
         _settle(order, private)
         module, _, function = entry.partition(":")
         status = int(getattr(importlib.import_module(module), function)(order["arguments"]) or 0)
-    except KeyboardInterrupt:  # before it could listen to it
+    except KeyboardInterrupt:  # before the worker has installed its handler
         status = 128 + signal.SIGINT
     except SystemExit as ending:
         status = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
@@ -245,7 +245,7 @@ def _become(
 
 
 def _settle(order: Order, private: Sequence[int]) -> None:
-    """Nothing of the nursery's is left: signals, pipes, variables."""
+    """Replaces what was inherited from the fork server: signals, pipes, variables."""
     signal.set_wakeup_fd(-1)
     for descriptor in private:
         os.close(descriptor)
@@ -260,12 +260,6 @@ def _settle(order: Order, private: Sequence[int]) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     os.environ.update(order["environment"])
-
-
-def _kill(pid: int) -> None:
-    with contextlib.suppress(OSError):
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
 
 
 def _write(value: dict[str, Any]) -> None:

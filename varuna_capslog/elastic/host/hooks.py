@@ -1,14 +1,13 @@
-"""What programs, people and schedulers ask of a run that is going on: more or fewer devices, a host or worker to leave.
+"""Requests of programs, people and schedulers to a run: more or fewer devices, a host or worker to leave.
 
-Everything goes through the run's store. The host that serves it leaves its address in `workers/store.json`; workers
-have it in their environment. Nothing here waits for the run to obey: what comes of it stands in `events.jsonl`.
+All go through the run's store, whose address is in `workers/store.json` and in the environment of workers. Nothing here
+waits for an effect: that is written to `events.jsonl`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -25,31 +24,24 @@ if TYPE_CHECKING:
     from varuna_capslog.elastic.store.opening import MembershipStore
 
 __all__ = [
+    "belonging",
     "check_same_folder",
-    "forget",
     "give_notice",
     "notice_of",
     "outlook",
     "request_morph",
-    "roster_of",
-    "store_of",
-    "tell_where",
     "wall_time_of",
 ]
 
-READ_SECONDS = 10.0
-"""For reading a run's log to its end."""
-
 _here: list[tuple[str, str]] = []
-"""Address and identity of the store of the host at work in this process; the last one counts."""
+"""Addresses and identities of the stores of this process's hosts; the last one counts."""
 
 
 def request_morph(devices: int, run_dir: Path | str | None = None) -> None:
-    """Ask that the run goes on with `devices` workers: its hosts start or send away their share.
+    """Ask that the run goes on with `devices` workers: its hosts start or release their share.
 
     Hosts start at most as many workers as they began with; of too many the youngest leave, at a step boundary, after
-    what they own has moved. May be called from a worker (the workload's own code), from the process of a host, and from
-    any other program.
+    the state they own has moved. Any program may call it: a worker (the workload's own code), a host, or another one.
 
     Args:
         run_dir: the run's folder; None: the run that this process belongs to.
@@ -59,18 +51,18 @@ def request_morph(devices: int, run_dir: Path | str | None = None) -> None:
     """
     if devices < 1:
         raise CapslogError(f"devices={devices}: a run needs at least one; stop it with Ctrl-C instead")
-    with store_of(run_dir) as store:
+    with _store_of(run_dir) as store:
         store.append(RequestEntry(devices).to_json())
 
 
 def outlook(devices: int, run_dir: Path | str) -> str:
-    """What a run will do when it is asked for so many workers, in a sentence.
+    """A sentence that says what a run will do with a request for so many workers.
 
     Raises:
         CapslogError: no run is going on there, or its hosts cannot start so many.
     """
-    with store_of(run_dir) as store:
-        roster, address = roster_of(store), store.address
+    with _store_of(run_dir) as store:
+        roster, address = _roster_of(store), store.address
     if roster.finished is not None:
         raise CapslogError(f"the run in {run_dir} has ended; start it again with `capslog train` or `capslog host`")
     staying = roster.staying
@@ -95,7 +87,7 @@ def outlook(devices: int, run_dir: Path | str) -> str:
 
 
 def _limits(devices: int, run_dir: Path) -> Iterator[str]:
-    """What the run's config and model make of so many; nothing for a script, which has neither."""
+    """The limits that the run's config and model set; none for a script, which has neither."""
     from varuna_capslog.config.reading import load_config
     from varuna_capslog.plans.folder import latest_plan
 
@@ -142,8 +134,8 @@ def give_notice(
         CapslogError: no run is going on there, or the name is unknown in it.
     """
     deadline = None if seconds is None else time.time() + max(0.0, seconds)
-    with store_of(run_dir) as store:
-        roster = roster_of(store)
+    with _store_of(run_dir) as store:
+        roster = _roster_of(store)
         if member is not None:
             if member not in roster.members:
                 raise CapslogError(f"no worker {member!r} in this run; there are {_listed(roster.members)}")
@@ -161,15 +153,20 @@ def give_notice(
         return f"host {host}"
 
 
-def tell_where(run_dir: Path, address: str, identity: str, serves: bool) -> None:
-    """Called by a host when it has its store.
+@contextlib.contextmanager
+def belonging(run_dir: Path, address: str, identity: str, serves: bool) -> Iterator[None]:
+    """In the block this process belongs to the run with this store.
 
     Args:
-        serves: it is the one that serves the store, and says so in the run's folder.
+        serves: this host serves the store, and says so in the run's folder.
     """
     _here.append((address, identity))
-    if serves:
-        files.write_json(_place(run_dir), {"address": address, "identity": identity})
+    try:
+        if serves:
+            files.write_json(_place(run_dir), {"address": address, "identity": identity})
+        yield
+    finally:
+        _here.remove((address, identity))
 
 
 def check_same_folder(run_dir: Path, address: str, identity: str, seconds: float = 10.0) -> None:
@@ -187,10 +184,10 @@ def check_same_folder(run_dir: Path, address: str, identity: str, seconds: float
 
 
 def notice_of(entry: NoticeEntry | HintEntry | AnnounceEntry, host: str) -> Notice:
-    """The notice behind an entry of the log: told to a host, or to a worker of `host`.
+    """The notice in an entry of the log for `host` or one of its workers.
 
-    The log has the time of day at which the deadline is. So an entry that was kept while the store did not answer, or
-    is read late, leaves as much less time as has passed; the machines' clocks must agree.
+    The log holds the deadline as a time of day, so that an entry that is sent or read late leaves less time; the
+    machines' clocks must agree.
     """
     match entry:
         case AnnounceEntry():
@@ -213,14 +210,8 @@ def wall_time_of(deadline: Deadline | None) -> float | None:
     return None if deadline is None else clock.wall() + deadline.remaining(clock.monotonic())
 
 
-def forget(address: str, identity: str) -> None:
-    """The host is at its end."""
-    with contextlib.suppress(ValueError):
-        _here.remove((address, identity))
-
-
 @contextlib.contextmanager
-def store_of(run_dir: Path | str | None = None) -> Iterator[MembershipStore]:
+def _store_of(run_dir: Path | str | None = None) -> Iterator[MembershipStore]:
     """The store of the run in a folder, or of the run that this process belongs to.
 
     Raises:
@@ -256,29 +247,11 @@ def _where(run_dir: Path | str | None) -> tuple[str, str | None]:
     return str(found["address"]), str(found["identity"])
 
 
-def roster_of(store: MembershipStore) -> Roster:
+def _roster_of(store: MembershipStore) -> Roster:
     """What the log says up to now. Raises StoreGone."""
-    from varuna_capslog.elastic.store.opening import StoreGone
-
-    roster, end = Roster(), store.length()
-    read, why = threading.Event(), [f"its log was not read within {READ_SECONDS:g} s"]
-
-    def take(entry: dict[str, Any]) -> None:
-        if roster.taken < end:
-            roster.take(entry)
-        if roster.taken >= end:
-            read.set()
-
-    def lost(reason: str) -> None:
-        why[0] = reason
-        read.set()
-
-    if end:
-        stop = store.follow(take, lost)
-        read.wait(READ_SECONDS)
-        stop()
-        if roster.taken < end:
-            raise StoreGone(why[0])
+    roster = Roster()
+    for entry in store.history():
+        roster.take(entry)
     return roster
 
 

@@ -1,8 +1,8 @@
 """The supervisor of one machine in a run whose members come and go, and the one authority on which workers died there.
 
-It serves or joins the store, has its workers forked by a nursery, tells the log which of them ended, kills those that
-are stopped or hang, watches the other hosts' leases, and passes notices on. It decides nothing about the membership and
-never touches a tensor. No worker outlives it.
+It serves or joins the store, has its workers forked by a fork server, tells the log which of them ended, kills those
+that are stopped or hang, watches the other hosts' leases, and passes notices on. It decides nothing about the
+membership and never touches a tensor. No worker outlives it.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any, Literal
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.failures import Failure
-from varuna_capslog.base.supervisor import Interrupted, WorkerFailed, reserve
+from varuna_capslog.base.processes import heard_signals
+from varuna_capslog.base.supervisor import Interrupted, WorkerFailed, last_step, new_run
 from varuna_capslog.elastic.host import hooks
-from varuna_capslog.elastic.host.event_writer import Chronicle
-from varuna_capslog.elastic.host.losses import SETTLE_SECONDS, Losses
+from varuna_capslog.elastic.host.event_writer import EventWriter
 from varuna_capslog.elastic.host.options import HostOptions
 from varuna_capslog.elastic.host.store_link import HostStore
-from varuna_capslog.elastic.host.watch import WorkerWatch
-from varuna_capslog.elastic.host.workers import HostWorker, HostWorkers
-from varuna_capslog.elastic.notices import Announcement, Gathering, Kind, auto_sources, listen
+from varuna_capslog.elastic.host.workers import SETTLE_SECONDS, HostWorker, HostWorkers
+from varuna_capslog.elastic.notices.auto import auto_sources
+from varuna_capslog.elastic.notices.gather import Announcement, Gathering, listen
+from varuna_capslog.elastic.notices.interface import Kind
 from varuna_capslog.membership import entries
 from varuna_capslog.membership.generation import Generation, Member
 from varuna_capslog.membership.roster import Roster
@@ -34,7 +34,7 @@ from varuna_capslog.membership.roster import Roster
 __all__ = ["Host", "HostEnd", "HostOptions"]
 
 POLL_SECONDS = 0.05
-HOPELESS = 3  # so many workers in a row that ended before they took part: no further one is started in their place
+HOPELESS = 3  # after so many workers in a row that ended before they took part no further one is started
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,6 @@ class Host:
         self.roster = Roster()
         self._inbox: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self.link = HostStore(options, self.roster, lambda kind, what: self._inbox.put((kind, what)))
-        self._watch = WorkerWatch(options.settings, self.roster)
-        self._losses = Losses(options, self.roster)
         self._settling: dict[Member, float] = {}
         self._useless: dict[int, int] = {}
         self._founded = 0.0
@@ -81,11 +79,6 @@ class Host:
         self._acknowledged = False
         self._resting = False  # workers of this host left by request; a later request may want them back
         self._looked = 0.0
-
-    @property
-    def address(self) -> str:
-        """Of the run's store, as workers reach it."""
-        return self.link.address
 
     # -- from any thread -----------------------------------------------------------------------------------------------
 
@@ -113,14 +106,16 @@ class Host:
         """
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._own_folder())
-            stack.enter_context(self._heard_signals())
+            # SIGTERM is a notice, which the listeners hear
+            stack.enter_context(heard_signals((signal.SIGINT,), lambda number: self._inbox.put(("signal", number))))
             self.link.connect(stack)
             first = self.link.store.get("first-plan", 0.0 if self.options.serves else 0.3)
             offset = 0 if first is None else int(first) - 1
-            self._chronicle = Chronicle(self.options.run_dir, self.link.name, offset)
+            self._events = EventWriter(self.options.run_dir, self.link.name, offset)
             self.link.begin(stack)
-            self.workers = HostWorkers(self.options, self.link.name, lambda what: self._inbox.put(("nursery", what)))
-            stack.callback(self.workers.close)
+            hear = lambda what: self._inbox.put(("fork server", what))  # noqa: E731
+            self.workers = HostWorkers(self.options, self.link.name, self.roster, hear)
+            stack.callback(self.workers.fork_server.close)
             for _ in range(self.options.num_workers):
                 self._start()
             self._gathering = self._listen()
@@ -129,7 +124,7 @@ class Host:
                 with contextlib.suppress(queue.Empty):
                     self._happened(*self._inbox.get(timeout=POLL_SECONDS))
                 self._look()
-            self._losses.say(all_of_them=True)
+            self.workers.say_losses(all_of_them=True)
             self.link.leave()
         return self._end()
 
@@ -138,7 +133,7 @@ class Host:
         if sources is None:
             file = self.options.run_dir / "notices" / self.link.name
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.unlink(missing_ok=True)  # what was said to an earlier run is not for this one
+            file.unlink(missing_ok=True)  # it was meant for an earlier run
             sources = auto_sources(self.link.name, file=file)
         return listen(sources, lambda announcement: self._inbox.put(("announced", announcement)))
 
@@ -159,22 +154,22 @@ class Host:
         if self._asked:
             how = "stopped cleanly" if finished is not None else "stopped"
             how = "killed in the middle of a step" if finished is None and self._asked > 1 else how
-            step = self._chronicle.last_step() if finished is None else finished.step
+            step = last_step(run_dir) if finished is None else finished.step
             reached = f" after step {step}" if step else ""
             goes_on = f"continues the run in {run_dir}" if finished is not None else self._whence()
             raise Interrupted(f"interrupted: {how}{reached}; the same command {goes_on}")
         if finished is not None and finished.asked:
             how = f"interrupted: stopped cleanly after step {finished.step}, as asked on another host"
             raise Interrupted(f"{how}; the same command continues the run in {run_dir}")
-        failures = self._losses.failures
+        failures = self.workers.failures
         well = len(self.workers.by_member) > len(failures)
         if finished is None and failures and not well:
-            raise self._losses.root(self._founded, self.workers)
+            raise self.workers.root(self._founded)
         stopped = finished is not None and finished.stopped
         return HostEnd("left" if finished is None else "finished", stopped, tuple(failures))
 
     def _whence(self) -> str:
-        """What the same command does after an end that could not be prepared."""
+        """What the same command does after an unprepared end."""
         run_dir = self.options.run_dir
         if (run_dir / "held").exists() or any((run_dir / "checkpoints").glob("step-*")):
             return f"continues the run in {run_dir} from what was last saved"
@@ -184,7 +179,7 @@ class Host:
 
     def _happened(self, kind: str, what: Any) -> None:
         match kind:
-            case "nursery":
+            case "fork server":
                 for worker, status in self.workers.heard(what):
                     self._ended(worker, status)
             case "log":
@@ -205,21 +200,21 @@ class Host:
                 self.link.unheard(what)
 
     def _ended(self, worker: HostWorker, status: int) -> None:
-        """Tells the log at once of a loss; of an end as it should be once it is clear what it meant."""
+        """Writes a loss into the log at once; an end without a failure when `_settle` knows what it meant."""
         if worker.verdict is None and status in (0, 130):
             self._settling[worker.member] = time.monotonic() + SETTLE_SECONDS
             return
-        failure = self._losses.failure(worker, status, self.workers, killed_as_asked=self._asked > 1)
+        failure = self.workers.failure(worker, status, self._asked)
         self.link.tell(entries.DeadEntry(worker.member, failure.sentence(), self.link.name))
-        self._losses.add(failure, aloud=self._asked < 2)
+        self.workers.say_losses()
         self._replace(worker, lost=status < 0 or worker.expelled_since is not None)
 
     def _replace(self, worker: HostWorker, lost: bool) -> None:
-        """What failed by itself would fail again; what was lost leaves a device behind."""
+        """Starts another worker on a lost one's device; a worker that failed by itself would fail again."""
         useless = 0 if self.roster.was_named(worker.member) else self._useless.get(worker.slot, 0) + 1
         self._useless[worker.slot] = useless
         wanted = self.options.settings.replace_lost and lost and self.roster.finished is None
-        if not wanted or self.workers.nursery_gone or self._asked or self._noticed:
+        if not wanted or self.workers.server_gone or self._asked or self._noticed:
             return
         if useless >= HOPELESS:
             where = f"device {worker.slot} of {self.link.name}"
@@ -228,14 +223,14 @@ class Host:
         self._start(worker.slot)
 
     def _logged(self, value: dict[str, Any]) -> None:
-        self._chronicle.take(value, self.roster)
+        self._events.take(value, self.roster)
         entry = self.roster.take(value)
         if self.options.serves and self.roster.is_complete(self.options.hosts):
             self._found()
         ends = isinstance(entry, entries.DeadEntry | entries.LeftEntry | entries.GenerationEntry)
         if ends and self.roster.is_bereft and not self._asked:
             self._park()
-        self._watch.take(entry, self.workers)
+        self.workers.take(entry)
         match entry:
             case entries.GenerationEntry():
                 self._founded = time.time()
@@ -247,17 +242,17 @@ class Host:
                 for member in leave:
                     self.link.tell(entries.NoticeEntry(member, source="request"))
             case entries.HostsEntry(self.link.name, "lost"):
-                # It was too slow, or cut off for a while: its devices are to be had again.
+                # This host was too slow, or cut off for a while; its devices can be used again.
                 self.link.tell_here()
             case entries.AnnounceEntry(self.link.name):
                 self._gathering.hear(hooks.notice_of(entry, self.link.name))
 
     def _found(self) -> None:
-        """The first generation: all who begin together, so that none trains alone while the others load."""
+        """Writes the first generation, of all that begin together: none trains alone while the others load."""
         self.link.found(0, Generation(1, tuple(self.roster.members), checkpoint=self.options.first))
 
     def _park(self) -> None:
-        """All voters have ended, so that none trains: a worker that asks to come may go on from the last checkpoint."""
+        """Writes a generation that holds no state: all voters have ended, and the next members load a checkpoint."""
         lost = self.roster.generation
         self.options.say(f"all {len(lost.members)} member(s) are lost; whoever comes goes on from the last checkpoint")
         self.link.found(lost.number, lost.parked(self.roster.checkpoint))
@@ -303,16 +298,14 @@ class Host:
             if now >= until:
                 del self._settling[member]
                 self._settle(member)
-        self._losses.say()
-        self.workers.wake_nursery()
-        for worker, verdict in self._watch.verdicts(now, self.workers.living()):
-            self.workers.kill(worker, verdict)
+        self.workers.say_losses()
+        self.workers.look(now)
         if self._noticed and not self._acknowledged and not self.workers.living():
             self._acknowledged = True
             self._gathering.host_left()
 
     def _settle(self, member: Member) -> None:
-        """Tells of a worker that has ended without a failure: as lost, where the newest generation trains with it."""
+        """Writes the end of a worker without a failure: as lost, where the newest generation trains with it."""
         roster = self.roster
         if roster.finished is not None:
             return
@@ -329,37 +322,15 @@ class Host:
             self.link.tell(entries.WorkerEntry(member, self.link.name, slot))
             self.workers.start(member, slot, self.link.variables())
 
-    # -- this process --------------------------------------------------------------------------------------------------
-
     @contextlib.contextmanager
     def _own_folder(self) -> Iterator[None]:
         folder = self.options.folder
-        if not self.options.serves:
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise CapslogError(f"{folder} cannot be used: {error.strerror}; choose another run_dir") from error
-            yield
-            return
-        with reserve(self.options.run_dir):
-            for suffix in ("json", "log"):
-                for stale in folder.glob(f"*.{suffix}"):
-                    stale.unlink()
-            yield
-
-    @contextlib.contextmanager
-    def _heard_signals(self) -> Iterator[None]:
-        """Ctrl-C; SIGTERM is a notice, which the listeners hear."""
-
-        def hear(number: int, frame: FrameType | None) -> None:
-            self._inbox.put(("signal", number))
-
-        try:
-            before = signal.signal(signal.SIGINT, hear)
-        except ValueError:  # not the main thread: the caller keeps the signal
-            yield
+        if self.options.serves:
+            with new_run(self.options.run_dir):
+                yield
             return
         try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CapslogError(f"{folder} cannot be used: {error.strerror}; choose another run_dir") from error
+        yield

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 from varuna_capslog.elastic.host import hooks
-from varuna_capslog.elastic.host.leases import Leases
 from varuna_capslog.elastic.host.options import HostOptions
 from varuna_capslog.elastic.store.etcd_store import begin_run
-from varuna_capslog.elastic.store.opening import MembershipStore, StoreGone, open_store, serve_store
+from varuna_capslog.elastic.store.opening import MembershipStore, StoreGone, StoreServer, open_store
 from varuna_capslog.membership.entries import Entry, HostsEntry
 from varuna_capslog.membership.generation import Generation, Member
 from varuna_capslog.membership.roster import Roster
@@ -66,14 +67,12 @@ class HostStore:
         elif options.serves:
             self.ends_with_us = True
             host, _, port = self.address.rpartition(":")
-            server, number = serve_store(int(port))
+            server = StoreServer(int(port))
             stack.callback(server.close)
-            self.address, identity = f"{host}:{number}", server.identity
+            self.address, identity = f"{host}:{server.port}", server.identity
         self.store = open_store(self.address, identity)
         stack.callback(self.store.close)
-        known = (self.address, self.store.identity)
-        hooks.tell_where(options.run_dir, *known, options.serves)
-        stack.callback(hooks.forget, *known)
+        stack.enter_context(hooks.belonging(options.run_dir, self.address, self.store.identity, options.serves))
         if options.serves:
             for key, value in options.keys.items():
                 self.store.put(key, value)
@@ -83,16 +82,10 @@ class HostStore:
 
     def begin(self, stack: contextlib.ExitStack) -> None:
         """Gives signs of life, tells that the host is here, and follows the log."""
-        leases = Leases(
-            self.store,
-            self.name,
-            self._options.settings.lease_seconds,
-            lambda: [host for host in tuple(self._roster.hosts) if host != self.name],
-            lambda host: self._hear("silent", host),
-            lambda answers: self._hear("store", answers),
-        )
-        leases.start()
-        stack.callback(leases.stop)
+        ended = threading.Event()
+        self.store.put(f"lease/{self.name}", "0")
+        threading.Thread(target=self._keep_lease, args=(ended,), name="leases", daemon=True).start()
+        stack.callback(ended.set)
         self.tell_here()
         self._follow()
 
@@ -165,3 +158,39 @@ class HostStore:
         self._unfollow = self.store.follow(
             lambda entry: self._hear("log", entry), lambda why: self._hear("unheard", why), self._roster.taken
         )
+
+    def _keep_lease(self, ended: threading.Event) -> None:
+        """Gives signs of life, and looks at those of the other hosts, in a thread of its own: a supervisor that waits
+        for something is not to be taken for dead.
+
+        No clocks are compared: what counts is how long this host itself has not seen a sign change. A host that gave
+        none for `lease_seconds` is reported again and again while it stays silent.
+        """
+        seconds = self._options.settings.lease_seconds
+        signs: dict[str, str | None] = {}
+        changed: dict[str, float] = {}
+        looked = time.monotonic()
+        answers, beat = True, 0
+        while not ended.wait(seconds / 4):
+            beat += 1
+            try:
+                self.store.put(f"lease/{self.name}", str(beat))
+                others = [host for host in tuple(self._roster.hosts) if host != self.name]
+                found = {other: self.store.get(f"lease/{other}") for other in others}
+            except StoreGone:
+                answers = False
+                self._hear("store", False)
+                continue
+            now = time.monotonic()
+            # A host that did not look for long (stopped, swapped out, cut off) has missed signs, and counts anew.
+            away = not answers or now - looked > seconds / 2
+            looked = now
+            for other, sign in found.items():
+                if away or other not in changed or sign != signs[other]:
+                    signs[other], changed[other] = sign, now
+                elif now - changed[other] > seconds:
+                    self._hear("silent", other)
+            for gone in set(changed) - set(found):
+                del signs[gone], changed[gone]
+            answers = True
+            self._hear("store", True)

@@ -1,12 +1,10 @@
 """What a person sees of an elastic run: one progress bar, one line per change, read from the run's own files.
 
-The workers come and go, and with them whoever keeps the journal; so the host's process draws, and the files are all
-that it knows.
+The worker that writes the journal may leave, so the host's process draws, and reads nothing but the files.
 """
 
 from __future__ import annotations
 
-import json
 import socket
 import sys
 import threading
@@ -15,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from varuna_capslog.base import files
 from varuna_capslog.base.units import format_bytes
 
 __all__ = ["Terminal", "describe"]
@@ -81,7 +80,7 @@ class Terminal:
             self.say(_scores(evaluation))
 
     def _is_new(self, event: Mapping[str, Any], line: str) -> bool:
-        """Why all was written and all wait, each member says; each time it is said here in full once."""
+        """Whether the line is to be said: every member gives the reason of a pause, but it is said once each time."""
         if event.get("kind") == "lost" and event.get("host") == self._host:
             return False
         if event.get("kind") not in ("persisted", "waiting"):
@@ -108,7 +107,7 @@ class Terminal:
 
 
 def describe(event: Mapping[str, Any]) -> str | None:
-    """An event in a sentence: who, why, new cuts, pause, moved bytes; None for those that nobody waits for."""
+    """An event in a sentence: who, why, new cuts, pause, moved bytes; None for an event that is not shown."""
     kind = event.get("kind")
     head = f"generation {event.get('generation')}"
     if kind in ("start", "resume", "morph") and "why" in event:
@@ -162,7 +161,7 @@ def _notice(event: Mapping[str, Any]) -> str:
 
 
 class _Tail:
-    """The lines that a file has got since the last look."""
+    """The objects added to a line file since the last call."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -177,10 +176,4 @@ class _Tail:
             return
         whole = data.rfind(b"\n") + 1
         self._at += whole
-        for line in data[:whole].splitlines():
-            try:
-                found = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(found, dict):
-                yield found
+        yield from files.objects_in(data[:whole])

@@ -1,4 +1,4 @@
-"""The worker processes of one host: forked by its nursery, signalled and killed here.
+"""The worker processes of one host: forked by its fork server, watched, signalled and killed here, and how they failed.
 
 Nothing here decides about the membership; `host` does, from what `HostWorkers.heard` returns.
 """
@@ -7,24 +7,35 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from varuna_capslog.base.failures import Failure, ended, read_failure, root_cause
 from varuna_capslog.base.processes import is_stopped, signal_group, write_unless_there
-from varuna_capslog.elastic.host.fork_server import Nursery
+from varuna_capslog.base.supervisor import WorkerFailed
+from varuna_capslog.elastic.host.fork_server import ForkServer
 from varuna_capslog.elastic.host.options import HostOptions
+from varuna_capslog.elastic.network import network_variables
+from varuna_capslog.membership.entries import BrokenEntry, DeadEntry, Entry, FinishedEntry
 from varuna_capslog.membership.generation import Member
+from varuna_capslog.membership.roster import Roster
 
-__all__ = ["HostWorker", "HostWorkers"]
+__all__ = ["SETTLE_SECONDS", "HostWorker", "HostWorkers"]
+
+SETTLE_SECONDS = 0.3
+"""By then the log's entries from before a worker's end have been heard."""
+
+FAREWELL_SECONDS = 60.0
+"""For a worker to end after the run has finished."""
 
 _QUIET = {
     # torch asks for the name of every peer; a lost answer costs 1 s instead of 5
     "RES_OPTIONS": "timeout:1 attempts:5",
     # the error for a lost peer or store is one sentence, without C++ stacks
     "TORCH_CPP_LOG_LEVEL": "ERROR",
-    "OMP_NUM_THREADS": "1",
 }
 
 
@@ -34,7 +45,7 @@ class HostWorker:
 
     Attributes:
         slot: number of its device here.
-        pid: None until the nursery has forked it.
+        pid: None until the fork server has forked it.
         verdict: why it was killed by us.
         stopped_since: when it was first seen stopped, by the monotonic clock.
         expelled_since: when the log said that it is dead while it lived.
@@ -54,27 +65,32 @@ class HostWorkers:
 
     Args:
         host: the host's name in the run.
-        hear: called from another thread with what the nursery says, for `heard`.
+        roster: what the log says so far; kept by the host.
+        hear: called from another thread with what the fork server says, for `heard`.
 
     Attributes:
         by_member: every worker, also those that have ended.
-        nursery_gone: no worker can be started any more.
+        failures: oldest first.
+        fork_server: closing it ends all workers that are left.
+        server_gone: no worker can be started any more.
     """
 
-    def __init__(self, options: HostOptions, host: str, hear: Callable[[Mapping[str, Any]], None]) -> None:
+    def __init__(
+        self, options: HostOptions, host: str, roster: Roster, hear: Callable[[Mapping[str, Any]], None]
+    ) -> None:
         self.by_member: dict[Member, HostWorker] = {}
-        self.nursery_gone = False
-        self._host, self._folder = host, options.folder
-        self._run_dir = str(options.run_dir)
-        self._arguments = [self._run_dir] if options.arguments is None else options.arguments
+        self.failures: list[Failure] = []
+        self.server_gone = False
+        self._options, self._host, self._roster = options, host, roster
         self._signal: int | None = None
-        environment = {**_QUIET, **os.environ, **options.environment, "CAPSLOG_RUN_DIR": self._run_dir}
-        self._nursery_log = self._folder / f"{host}.nursery.log"
-        self.nursery = Nursery(options.entry, hear, self._nursery_log, tuple(options.modules), environment)
-
-    def close(self) -> None:
-        """Ends the nursery and all workers that are left."""
-        self.nursery.close()
+        self._breaks: dict[int, float] = {}
+        self._finished_at: float | None = None
+        self._said: set[str] = set()
+        self._unsaid: list[tuple[float, str]] = []
+        given = {**network_variables(options.store or options.serve_at), **options.environment}
+        environment = {**_QUIET, **os.environ, **given, "CAPSLOG_RUN_DIR": str(options.run_dir)}
+        self._server_log = options.folder / f"{host}.nursery.log"
+        self.fork_server = ForkServer(options.entry, hear, self._server_log, options.modules, environment)
 
     def living(self) -> list[HostWorker]:
         """Those that have not ended."""
@@ -82,7 +98,7 @@ class HostWorkers:
 
     def log(self, member: Member) -> Path:
         """The file with what a worker prints."""
-        return self._folder / f"{member}.log"
+        return self._options.folder / f"{member}.log"
 
     def free_slot(self) -> int:
         """The lowest device number without a living worker."""
@@ -90,44 +106,45 @@ class HostWorkers:
         return next(number for number in range(len(taken) + 1) if number not in taken)
 
     def start(self, member: Member, slot: int, variables: Mapping[str, str]) -> None:
-        """Asks the nursery for a worker."""
+        """Asks the fork server for a worker."""
         self.by_member[member] = HostWorker(member, slot)
-        own = {"CAPSLOG_MEMBER": member, "CAPSLOG_RUN_DIR": self._run_dir, "CAPSLOG_LOCAL_RANK": str(slot)}
-        self.nursery.fork(
+        run_dir, arguments = str(self._options.run_dir), self._options.arguments
+        own = {"CAPSLOG_MEMBER": member, "CAPSLOG_RUN_DIR": run_dir, "CAPSLOG_LOCAL_RANK": str(slot)}
+        self.fork_server.fork(
             {
                 "member": member,
                 "environment": {**variables, **own},
                 "log": str(self.log(member)),
-                "arguments": self._arguments,
+                "arguments": [run_dir] if arguments is None else arguments,
             }
         )
 
     def heard(self, what: Mapping[str, Any]) -> list[tuple[HostWorker, int]]:
-        """Takes what the nursery says.
+        """Takes what the fork server says.
 
         Returns:
             The workers that have ended, each with its exit status, or minus the number of the signal that ended it.
         """
         if "gone" in what:
-            self.nursery_gone = True
-            ended = [(worker, -int(signal.SIGKILL)) for worker in self.living()]
-            for worker, _ in ended:
-                worker.verdict = worker.verdict or f"was lost with its nursery (see {self._nursery_log})"
+            self.server_gone = True
+            ends = [(worker, -int(signal.SIGKILL)) for worker in self.living()]
+            for worker, _ in ends:
+                worker.verdict = worker.verdict or f"was lost with its nursery (see {self._server_log})"
         elif "signal" in what or "status" in what:
             status = -what["signal"] if "signal" in what else what["status"]
-            ended = [(self.by_member[what["member"]], status)]
+            ends = [(self.by_member[what["member"]], status)]
         else:
             if "member" in what:
                 self._forked(self.by_member[what["member"]], what["pid"])
             return []
-        for worker, _ in ended:
+        for worker, _ in ends:
             worker.ended = True
-        return ended
+        return ends
 
     def _forked(self, worker: HostWorker, pid: int) -> None:
         worker.pid = pid
         known = {"member": worker.member, "pid": pid, "host": self._host}
-        write_unless_there(self._folder / f"{worker.member}.json", known)
+        write_unless_there(self._options.folder / f"{worker.member}.json", known)
         if self._signal is not None:
             signal_group(pid, self._signal)
 
@@ -138,13 +155,92 @@ class HostWorkers:
             if worker.pid is not None:
                 signal_group(worker.pid, number)
 
-    def kill(self, worker: HostWorker, verdict: str) -> None:
-        """Kills a worker. The log hears of it only when the nursery has seen its end."""
+    # -- those that must be killed -------------------------------------------------------------------------------------
+
+    def take(self, entry: Entry | None) -> None:
+        """An entry of the log; None: of a kind that is unknown here."""
+        match entry:
+            case FinishedEntry():
+                self._finished_at = time.monotonic()
+            case BrokenEntry(generation):
+                self._breaks.setdefault(generation, time.monotonic())
+            case DeadEntry(member):
+                worker = self.by_member.get(member)
+                if worker is not None and not worker.ended:
+                    # The others no longer answer it; it reads this entry, too, and ends.
+                    worker.expelled_since = worker.expelled_since or time.monotonic()
+
+    def look(self, now: float) -> None:
+        """Kills the workers that are stopped, hang, or were taken for dead by another host."""
+        if is_stopped(self.fork_server.pid):  # it would report nothing as long as it is
+            signal_group(self.fork_server.pid, signal.SIGCONT)
+        settings = self._options.settings
+        for worker in self.living():
+            if worker.pid is None or worker.verdict is not None:
+                continue
+            if self._finished_at is not None and now - self._finished_at > FAREWELL_SECONDS:
+                self._kill(worker, f"did not end within {FAREWELL_SECONDS:g} s after the run and was killed")
+            worker.stopped_since = (worker.stopped_since or now) if is_stopped(worker.pid) else None
+            if worker.stopped_since is not None and now - worker.stopped_since > settings.stopped_seconds:
+                self._kill(worker, "was stopped (SIGSTOP, or a debugger) and killed")
+            elif worker.expelled_since is not None and now - worker.expelled_since > settings.hang_seconds:
+                self._kill(worker, "was taken for dead by another host and killed")
+        for generation, since in list(self._breaks.items()):
+            if now - since > settings.hang_seconds:
+                del self._breaks[generation]
+                within = f"{settings.hang_seconds:g} s after generation {generation} broke"
+                for worker in self.living():
+                    if worker.member in self._roster.silent(generation):
+                        self._kill(worker, f"did not answer within {within} and was killed")
+
+    def _kill(self, worker: HostWorker, verdict: str) -> None:
+        """Kills a worker. The log gets its loss only when the fork server has seen its end."""
         if worker.verdict is None and worker.pid is not None:
             worker.verdict = verdict
             signal_group(worker.pid, signal.SIGKILL)
 
-    def wake_nursery(self) -> None:
-        """Continues a nursery that was stopped: it has no reason to be, and tells nothing while it is."""
-        if is_stopped(self.nursery.pid):
-            signal_group(self.nursery.pid, signal.SIGCONT)
+    # -- those that failed ---------------------------------------------------------------------------------------------
+
+    def failure(self, worker: HostWorker, status: int, asked: int) -> Failure:
+        """Keeps what happened to a worker that ended, for `say_losses` too; the same sentence is said once.
+
+        Args:
+            status: its exit status, or minus the number of the signal that ended it.
+            asked: how often the user asked the run to stop; after the second time all are killed and nothing is said.
+        """
+        failure = self._failure(worker, status, killed_as_asked=asked > 1)
+        self.failures.append(failure)
+        if asked < 2 and failure.sentence() not in self._said:
+            self._said.add(failure.sentence())  # what all have agreed on, all of them report
+            # the log may say that all members failed alike: then only the end says it
+            self._unsaid.append((time.monotonic() + SETTLE_SECONDS * (failure.kind != "signal"), failure.sentence()))
+        return failure
+
+    def _failure(self, worker: HostWorker, status: int, killed_as_asked: bool) -> Failure:
+        known: dict[str, Any] = {"member": worker.member}
+        if worker.verdict is not None or (status < 0 and killed_as_asked):
+            cause = worker.verdict or "was killed as asked"
+            return Failure(worker.slot, cause, "signal", time.time(), **known)
+        report = read_failure(self._options.folder / f"{worker.member}.error.json", worker.slot, None, **known)
+        seen = ended(worker.slot, status, self.log(worker.member), time.time(), **known)
+        return seen if status < 0 or report is None else report
+
+    def say_losses(self, all_of_them: bool = False) -> None:
+        """Says what is due, or all; nothing once the run has ended by a failure that stops every member."""
+        unsaid, self._unsaid = self._unsaid, []
+        for due, sentence in unsaid if self._roster.failed_for_all is None else ():
+            if all_of_them or time.monotonic() >= due:
+                self._options.say(sentence)
+            else:
+                self._unsaid.append((due, sentence))
+
+    def root(self, since: float) -> WorkerFailed:
+        """The error that ends a run of which all workers here have failed.
+
+        Args:
+            since: wall time at which the newest generation began; what happened before was survived.
+        """
+        last = [one for one in self.failures if one.time >= since] or self.failures
+        root = root_cause(last)
+        alike = len(last) > 1 and all(one.cause == root.cause for one in last)
+        return WorkerFailed(root, self.log(str(root.member)), everywhere=alike)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.elastic.store.opening import MembershipStore
-from varuna_capslog.membership.generation import Member, Stamp
+from varuna_capslog.membership.generation import INITIAL, Member, Stamp
 
 __all__ = ["Beginning", "MemberStart"]
 
@@ -50,18 +50,17 @@ class Beginning:
     def read(cls, store: MembershipStore) -> Beginning:
         """What `keys` has put there. Raises CapslogError where it does not come within ten seconds."""
 
-        def told(key: str, what: str) -> str:
+        found = []
+        for key, what in (("first-plan", "plan"), ("resumed-step", "boundary"), ("resumed-path", "checkpoint")):
             value = store.get(key, _WAIT_SECONDS)
             if value is None:
                 raise CapslogError(
-                    f"the store does not say {what}: the host that began the run has not come so far; start anew"
+                    f"the store does not say which {what} the run begins with: the host that began the run has not "
+                    "come so far; start anew"
                 )
-            return value
-
-        first = int(told("first-plan", "which plan the run begins with"))
-        step = int(told("resumed-step", "which boundary the run begins with"))
-        path = told("resumed-path", "which checkpoint the run begins with")
-        return cls(first, step, Path(path) if path else None)
+            found.append(value)
+        first, step, path = found
+        return cls(int(first), int(step), Path(path) if path else None)
 
 
 @dataclass(frozen=True)
@@ -73,6 +72,7 @@ class MemberStart:
         offset: generation n of the store is n + offset in the run's files.
         resumed: where the checkpoint lies with which the run begins; nothing at the beginning of training.
         stop_wished: asked once per step; True on any member ends the run after that step.
+        checkpoint: the boundary that the run begins with.
     """
 
     me: Member
@@ -80,3 +80,4 @@ class MemberStart:
     offset: int = 0
     resumed: Mapping[Stamp, Path] = field(default_factory=dict)
     stop_wished: Callable[[], bool] = lambda: False
+    checkpoint: Stamp = INITIAL

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.elastic.member.inbox import Inbox
-from varuna_capslog.elastic.member.timeouts import Patience
+from varuna_capslog.elastic.member.timeouts import Timeouts
 from varuna_capslog.engine.communicator import Communicator, connect_group
 from varuna_capslog.membership.ahead import stay_with
 from varuna_capslog.membership.generation import Generation, Member
@@ -35,7 +35,7 @@ class DataPath:
 
     Args:
         rendezvous: a store client of the caller's own, where the members of a group meet.
-        patience: `peer`: longest wait for the others, and then for any message of theirs; `gather`: longest wait of a
+        timeouts: `peer`: longest wait for the others, and then for any message of theirs; `gather`: longest wait of a
             planned change for a data path that is being opened ahead.
         knows: what this member tells the others of a group as soon as it is open; called in another thread.
     """
@@ -45,11 +45,11 @@ class DataPath:
         me: Member,
         inbox: Inbox,
         rendezvous: Callable[[], dist.Store],
-        patience: Patience,
+        timeouts: Timeouts,
         knows: Callable[[], Any],
     ) -> None:
         self._me, self._inbox, self._rendezvous = me, inbox, rendezvous
-        self._patience, self._knows = patience, knows
+        self._timeouts, self._knows = timeouts, knows
         self._opening: dict[tuple[int, str], Future[Group]] = {}
         self._communicator: Communicator | None = None
         self._old: Communicator | None = None
@@ -69,7 +69,7 @@ class DataPath:
 
         def open_it() -> None:
             try:
-                communicator = connect_group(self._rendezvous(), name, rank, size, self._patience.peer)
+                communicator = connect_group(self._rendezvous(), name, rank, size, self._timeouts.peer)
                 future.set_result((communicator, tuple(communicator.gather(self._knows()))))
             except Exception as error:
                 # without its traceback, which would keep the store's connection until the next long garbage collection
@@ -79,7 +79,7 @@ class DataPath:
 
     def meet(self, generation: int, members: Sequence[Member]) -> None:
         """As `begin`, for a planned change that waits for it; see `has_met`."""
-        self._meet_until = time.monotonic() + self._patience.gather
+        self._meet_until = time.monotonic() + self._timeouts.gather
         self.begin(generation, members)
 
     def has_met(self, record: Generation, changes: Iterable[Change], dead: set[Member]) -> bool:

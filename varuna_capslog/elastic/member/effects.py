@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from varuna_capslog.base.errors import CapslogError, StepRefused
 from varuna_capslog.elastic.member.data_path import DataPath
@@ -18,33 +18,25 @@ from varuna_capslog.elastic.store.opening import MembershipStore, StoreGone
 from varuna_capslog.engine.communicator import PeerLost
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.ahead import first_owner, stay_with
-from varuna_capslog.membership.entries import AskEntry, BrokenEntry, Entry
+from varuna_capslog.membership.entries import AskEntry, BrokenEntry
 from varuna_capslog.membership.generation import INITIAL, Generation, Member
 from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.membership.roster import Roster
-from varuna_capslog.membership.state import Phase, State
+from varuna_capslog.membership.state import Phase
 from varuna_capslog.membership.wire import encode
 from varuna_capslog.training.layer_state import digest
 
+if TYPE_CHECKING:
+    from varuna_capslog.elastic.member.runtime import Runtime
+
 __all__ = ["Effects"]
-
-
-class _Loop(Protocol):
-    """What is asked of the one who feeds the protocol; see `Runtime`."""
-
-    @property
-    def state(self) -> State: ...
-
-    def append(self, entry: Entry) -> None: ...
-
-    def release(self) -> None: ...
 
 
 class Effects:
     """What one member does because of the protocol. Called by its one thread."""
 
     def __init__(
-        self, parts: Parts, path: DataPath, roster: Roster, store: MembershipStore, training: Training, loop: _Loop
+        self, parts: Parts, path: DataPath, roster: Roster, store: MembershipStore, training: Training, loop: Runtime
     ) -> None:
         self._parts, self._path, self._roster, self._store = parts, path, roster, store
         self._training, self._loop = training, loop
@@ -89,10 +81,10 @@ class Effects:
                 self._gathered(effect)
             case m.Install():
                 return self._install(effect)
+            case m.Prepare(hinted=True):
+                self._training.prepare(effect.changes, hinted=True)
             case m.Prepare():
                 self._prepare(effect)
-            case m.CopyAhead():
-                self._training.prepare(effect.changes, hinted=True)
             case m.SaveAll():
                 self._training.save_all = True
             case m.Bid():
@@ -141,8 +133,8 @@ class Effects:
     def _proofs(self) -> frozenset[m.Proof]:
         """Of the layers that moved ahead, as their owner or as holder of the copy."""
         state, holdings = self._loop.state, self._parts.holdings
-        layers = [(layer, True) for layer in state.own & self._training.sent_ahead]
-        layers += [(layer, False) for layer in state.shadows]
+        layers = [(layer, True) for layer in state.roles.own & self._training.sent_ahead]
+        layers += [(layer, False) for layer in state.roles.shadows]
         return frozenset(
             m.Proof(layer, state.at, owner, digest(holdings.at(layer, state.at)).hex())
             for layer, owner in layers
@@ -181,8 +173,8 @@ class Effects:
         self._parts.probe("abort")
         self._training.abort()
         self._parts.holdings.shelve(self._loop.state.held)
-        self._path.leave(self._loop.state.planned)
-        if not self._loop.state.planned:
+        self._path.leave(self._loop.state.wishes.planned)
+        if not self._loop.state.wishes.planned:
             self._loop.append(BrokenEntry(generation, self._parts.me))
 
     def _install(self, effect: m.Install) -> Iterable[m.Event]:
@@ -195,7 +187,7 @@ class Effects:
         if group is None:
             return broken
         communicator, told = group
-        own = parts.holdings.own_at(self._loop.state.own, effect.base)
+        own = {layer: parts.holdings.at(layer, effect.base) for layer in sorted(self._loop.state.roles.own)}
         parts.report.opened(record.members, self._roster.dead, decided.moved_bytes)
         opening = Opening(
             record.number, effect.base, effect.layout, record.members, parts.report.why, decided.moved_bytes, told
@@ -204,7 +196,7 @@ class Effects:
             parts.work.open(opening, communicator, own)
         except PeerLost:
             return broken
-        parts.holdings.open(self._loop.state.own, self._loop.state.copies, effect.base)
+        parts.holdings.open(self._loop.state.roles.own, self._loop.state.roles.copies, effect.base)
         self._send_copies(effect, decided.values)
         parts.report.before = record.members
         parts.probe("installed")

@@ -1,8 +1,7 @@
 """What one member has in memory of the training state: its own layers, earlier boundaries, copies that follow.
 
-The protocol says by layer and stamp what must be held; here it lies. Own layers are live in the work, and the boundary
-before is kept aside. A copy lies in a follower that makes each step late: together with the step's update it is two
-boundaries at once, and nothing is copied for that. Nothing here talks, and nothing decides.
+The protocol says by layer and stamp what must be held. Own layers are live in the work, and the boundary before is kept
+aside. A copy lies in a follower that makes each step late: with the step's update it is two boundaries at once.
 """
 
 from __future__ import annotations
@@ -45,6 +44,8 @@ class Holdings:
     Attributes:
         live: the boundary of the own layers while a generation trains; None between two generations.
         copies: by layer.
+        updates: what the copy of a layer needs to make a step, by both, until it is used.
+        scales: how the gradients of a step are clipped, once it was voted on.
     """
 
     def __init__(self, work: Work) -> None:
@@ -57,8 +58,8 @@ class Holdings:
         self._spare: dict[int, LayerState] = {}
         self._arriving: set[tuple[int, Stamp]] = set()
         self._shelf: dict[int, Copy] = {}
-        self._updates: dict[tuple[int, int], Mapping[str, Tensor]] = {}
-        self._scales: dict[int, float] = {}
+        self.updates: dict[tuple[int, int], Mapping[str, Tensor]] = {}
+        self.scales: dict[int, float] = {}
 
     # -- looking -------------------------------------------------------------------------------------------------------
 
@@ -107,8 +108,8 @@ class Holdings:
 
     def adopt(self) -> None:
         """A newer generation: what was under way in the older one will not come."""
-        self._updates.clear()
-        self._scales.clear()
+        self.updates.clear()
+        self.scales.clear()
         self._arriving.clear()
 
     # -- from one generation to the next -------------------------------------------------------------------------------
@@ -127,10 +128,6 @@ class Holdings:
         self._shelf, self.copies = self.copies, {}
         self._own, self.live = frozenset(), None
         self._spare = {}
-
-    def own_at(self, own: Iterable[int], base: Stamp) -> dict[int, LayerState]:
-        """The states with which the own layers begin. Raises KeyError."""
-        return {layer: self._kept[(layer, base)] for layer in sorted(own)}
 
     def open(self, own: Collection[int], copies: Iterable[int], base: Stamp) -> None:
         """The work has its layers; copies that are here are taken up again."""
@@ -170,31 +167,19 @@ class Holdings:
         if sources:
             torch._foreach_copy_(targets, sources)
 
-    def take_update(self, layer: int, step: int, update: Mapping[str, Tensor]) -> None:
-        """What a copy of the layer needs to make this step."""
-        self._updates[(layer, step)] = update
-
-    def has_update(self, layer: int, step: int) -> bool:
-        """Whether it is here and was not used yet."""
-        return (layer, step) in self._updates
-
-    def voted(self, step: int, scale: float) -> None:
-        """How the gradients of a step are clipped, once that is known."""
-        self._scales[step] = scale
-
     def advance(self, held: Held, generation: int) -> None:
         """Every copy can give the boundaries of the applied steps whose updates are here."""
         self._held = held
         for layer, copy in self.copies.items():
             while self.live is not None and copy.stamp.step < self.live.step:
                 step = copy.stamp.step + 1
-                update = self._updates.get((layer, step))
-                if update is None or step not in self._scales:
+                update = self.updates.get((layer, step))
+                if update is None or step not in self.scales:
                     break
                 self._make_due(layer, copy)
-                copy.due = Due(copy.stamp, update, step, self._scales[step])
+                copy.due = Due(copy.stamp, update, step, self.scales[step])
                 copy.stamp = Stamp(step, generation)
-                del self._updates[(layer, step)]
+                del self.updates[(layer, step)]
 
     def _make_due(self, layer: int, copy: Copy) -> None:
         """Makes the step that is due, if one is."""
@@ -212,11 +197,11 @@ class Holdings:
             behind: copies may be on their way that lag by more than one step.
         """
         reached = {layer: copy.stamp.step for layer, copy in self.copies.items()}
-        self._updates = {
+        self.updates = {
             (layer, number): update
-            for (layer, number), update in self._updates.items()
+            for (layer, number), update in self.updates.items()
             if number > reached.get(layer, step - 1)
         }
         if not behind:
             oldest = min([step - 1, *(number + 1 for number in reached.values())])
-            self._scales = {number: scale for number, scale in self._scales.items() if number >= oldest}
+            self.scales = {number: scale for number, scale in self.scales.items() if number >= oldest}

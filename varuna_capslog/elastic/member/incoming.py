@@ -80,13 +80,13 @@ class Incoming:
             index, _, name = address.partition("/")
             updates[int(index)][name] = tensor
         for layer, update in updates.items():
-            self._parts.holdings.take_update(layer, int(header["step"]), update)  # type: ignore[call-overload]
+            self._parts.holdings.updates[(layer, int(header["step"]))] = update  # type: ignore[call-overload]
 
     def _state(self, message: PeerMessage, state: State, events: list[m.Event]) -> None:
         """A layer: one that this member will train ("layer"), or a copy for it to follow."""
         parts, generation, layer = self._parts, state.record.number, int(message.header["layer"])
         arrived, stamp = dict(message.tensors), Stamp(*message.header["stamp"])
-        if message.kind == "layer" and (layer not in state.missing or stamp != state.at):
+        if message.kind == "layer" and (layer not in state.roles.missing or stamp != state.at):
             return
         if digest(arrived).hex() != message.header["digest"]:
             parts.work.note("damaged", layers=[layer], sender=message.sender, generation=generation)

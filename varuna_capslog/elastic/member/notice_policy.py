@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 from varuna_capslog.elastic.host.hooks import notice_of
+from varuna_capslog.elastic.member.training import Training
 from varuna_capslog.elastic.notices.interface import Notice
 from varuna_capslog.elastic.notices.ladder import Rung, protocol_event, rung
 from varuna_capslog.membership import messages as m
@@ -28,14 +28,6 @@ CHANGE_SECONDS = 1.0
 """What a change is taken to last besides: two steps come on top."""
 
 
-class _Steps(Protocol):
-    """What is asked of a training; see `Training`."""
-
-    usual_seconds: float
-
-    def is_sent(self, layer: int) -> bool: ...
-
-
 class NoticePolicy:
     """The notices of one run, as one member hears them. Called by its one thread.
 
@@ -45,10 +37,10 @@ class NoticePolicy:
     """
 
     def __init__(
-        self, me: Member, place: Place, layer_bytes: Sequence[int], seats: Mapping[Member, Seat], steps: _Steps
+        self, me: Member, place: Place, layer_bytes: Sequence[int], seats: Mapping[Member, Seat], training: Training
     ) -> None:
         self._me, self._place, self._layer_bytes = me, place, layer_bytes
-        self._seats, self._steps = seats, steps
+        self._seats, self._training = seats, training
         self._mine: Notice | None = None  # with the earliest deadline
         self._gave_up = 0  # the generation in which the crash path was taken
         self._known: tuple[frozenset[m.Change], Member, int, Mapping[int, int]] | None = None
@@ -65,7 +57,12 @@ class NoticePolicy:
     def watch(self, state: State) -> m.Event | None:
         """Looked at before every step: what follows when this member's deadline has come too close to prepare."""
         notice, number = self._mine, state.record.number
-        if notice is None or self._gave_up == number or ("leave", self._me) not in state.changes or state.urgent:
+        if (
+            notice is None
+            or self._gave_up == number
+            or ("leave", self._me) not in state.wishes.changes
+            or state.wishes.urgent
+        ):
             return None
         if rung(notice, time.monotonic(), self._move_seconds(self._me, state)) is not Rung.CRASH_PATH:
             return None
@@ -76,9 +73,9 @@ class NoticePolicy:
         step = rung(notice, time.monotonic(), needed)
         alone = False
         if step is Rung.CRASH_PATH:
-            changes = state.changes | {("leave", member)}
-            alone = state.layout is not None and leaves_alone(
-                state.layout, stay_with(state.record, changes), len(self._layer_bytes)
+            changes = state.wishes.changes | {("leave", member)}
+            alone = state.roles.layout is not None and leaves_alone(
+                state.roles.layout, stay_with(state.record, changes), len(self._layer_bytes)
             )
             if member == self._me:
                 self._gave_up = state.record.number
@@ -86,18 +83,20 @@ class NoticePolicy:
 
     def _move_seconds(self, member: Member, state: State) -> float:
         """How long it takes until no other member needs this one any more, as far as can be told."""
-        left = sum(size for layer, size in self._moves(member, state).items() if not self._steps.is_sent(layer))
-        return left / LINK + 2 * self._steps.usual_seconds + CHANGE_SECONDS
+        left = sum(size for layer, size in self._moves(member, state).items() if not self._training.is_sent(layer))
+        return left / LINK + 2 * self._training.usual_seconds + CHANGE_SECONDS
 
     def _moves(self, member: Member, state: State) -> Mapping[int, int]:
         """Layer -> bytes that the member has to send when it leaves."""
         sizes, seats = self._layer_bytes, self._seats
-        known = {change for change in state.changes if change[1] in seats}  # a vote may tell of one before it has asked
+        known = {
+            change for change in state.wishes.changes if change[1] in seats
+        }  # a vote may tell of one before it has asked
         changes = frozenset(known | {("leave", member)})
-        if state.layout is None or member not in state.record.members:
+        if state.roles.layout is None or member not in state.record.members:
             return {}
         if self._known is None or self._known[:3] != (changes, member, state.record.number):
-            ahead = find_ahead(member, state.record, state.layout, changes, seats, self._place, sizes)
+            ahead = find_ahead(member, state.record, state.roles.layout, changes, seats, self._place, sizes)
             moves = {layer: sizes[layer] * len(targets) for layer, targets in ahead.targets.items()}
             self._known = (changes, member, state.record.number, moves)
         return self._known[3]

@@ -23,10 +23,9 @@ import torch
 from torch import Tensor
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.elastic.network import first_endpoint
 from varuna_capslog.membership.generation import Member
 
-__all__ = ["PeerMessage", "Peers", "local_address"]
+__all__ = ["PeerMessage", "Peers"]
 
 _LENGTH = struct.Struct("!Q")
 _MAX_HEADER = 64 << 20
@@ -187,10 +186,7 @@ class _Outgoing:
                     continue
                 kind, tensors, header = item
                 _write(self._connection, {"kind": kind, **header}, tensors)
-        except OSError:
-            if not self.stopped and not peers._closed:
-                peers._lost(target)
-        except CapslogError:  # the store that knows the addresses is gone
+        except (OSError, CapslogError):  # or the store that knows the addresses is gone
             if not self.stopped and not peers._closed:
                 peers._lost(target)
         finally:
@@ -293,14 +289,3 @@ def _read_into(connection: socket.socket, view: memoryview) -> None:
         if count == 0:
             raise EOFError
         view = view[count:]
-
-
-def local_address(towards: str) -> str:
-    """The address of this host that another one sees which `towards` ("host", or the address of a store) names."""
-    host = first_endpoint(towards).rpartition(":")[0] or towards
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, 9))
-            return str(probe.getsockname()[0])
-        except OSError:
-            return "127.0.0.1"

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +24,6 @@ from varuna_capslog.base.errors import DiskFailed
 from varuna_capslog.config.settings import Config
 from varuna_capslog.elastic.member.beginning import MemberStart
 from varuna_capslog.elastic.member.held_state import write_held
-from varuna_capslog.elastic.member.plan_files import PlanFiles
 from varuna_capslog.elastic.member.work import Followed, LayerState, Opening, Outcome
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layers import EngineLayer
@@ -35,8 +35,11 @@ from varuna_capslog.membership.placing import Placer
 from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Workload
-from varuna_capslog.plans.plan import Plan
+from varuna_capslog.planning.search import plan as planned
+from varuna_capslog.plans.folder import latest_plan, plan_path
+from varuna_capslog.plans.plan import Plan, write_plan
 from varuna_capslog.profiles.record import Profile
+from varuna_capslog.schedules import RunShape
 from varuna_capslog.training import layer_state
 from varuna_capslog.training.checkpoint import from_checkpoint, open_checkpoint
 from varuna_capslog.training.constants import run_constants
@@ -97,7 +100,7 @@ class PipelineWork:
         self.number = 0
         self.asked = False
         self._table = ShapeTable(self.chain, device.type, run.config.train.precision)
-        self._plans = PlanFiles(run.config, run.plan, run.profile)
+        self._plans = _PlanFiles(run.config, run.plan, run.profile)
         self._by_index: dict[int, EngineLayer] = {}
         self._shelved: dict[int, tuple[EngineLayer, LayerState]] = {}
         self._part_names: list[str] | None = None
@@ -261,3 +264,45 @@ class PipelineWork:
     def close(self) -> None:
         """Stops the loading threads and the terminal's progress bar."""
         self.loop.close()
+
+
+class _PlanFiles:
+    """Writes `plan-<generation>.json` of a run for every generation, also of those that never train.
+
+    A run that goes on later counts its generations from the newest of these files.
+
+    Args:
+        plan: the run's first one, which the others are like where there is no profile.
+        profile: what the predictions in the files are made from.
+    """
+
+    def __init__(self, config: Config, plan: Plan, profile: Profile | None) -> None:
+        self._config, self._plan, self._profile = config, plan, profile
+
+    def write(self, number: int, layout: EngineLayout) -> None:
+        """The plan of a generation that trains; what is there stays."""
+        path = self._path(number)
+        if path.exists():
+            return
+        pipeline, count = self._config.pipeline, self._config.num_microbatches // layout.replicas
+        if self._profile is None:
+            plan = dataclasses.replace(self._plan, cuts=layout.cuts, num_microbatches=count, placed=None, actions=None)
+        else:
+            plan = planned(
+                self._profile,
+                layout.devices,
+                planner=pipeline.planner,
+                memory=pipeline.memory,
+                run=dataclasses.replace(RunShape.of_config(self._config), num_microbatches=count, num_blocks=1),
+                cuts=layout.cuts,
+            )
+        write_plan(path, plan)
+
+    def keep(self, number: int) -> None:
+        """The plan before stands for a generation that waits or has no members."""
+        last = latest_plan(self._config.run_dir)
+        if last is not None and last[0] < number:
+            write_plan(self._path(number), last[1])
+
+    def _path(self, number: int) -> Path:
+        return plan_path(Path(self._config.run_dir), number)

@@ -11,7 +11,7 @@ import contextlib
 import queue
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,7 @@ from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.generation import Member
 from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.membership.roster import Roster
-from varuna_capslog.membership.state import Job, Phase
+from varuna_capslog.membership.state import Job, Phase, State
 
 __all__ = ["End", "Runtime"]
 
@@ -64,14 +64,14 @@ class Runtime:
         options = options or RuntimeOptions()
         self.me, self._host = me, options.host
         self._stop_wished, self._store = options.stop_wished, store
-        self._patience = patience = options.patience
+        self._timeouts = timeouts = options.timeouts
         report = ChangeReport()
         job = Job(work.layer_bytes, report.timed(work.place), options.sync, options.shadows)
         self.roster = Roster()
         self.inbox = Inbox(me, options.host, store, store.identity, options.address)
         self.parts = Parts(me, work, job, Holdings(work), self.inbox.peers, options.probe, report)
-        self.path = DataPath(me, self.inbox, store.rendezvous, patience, work.knows)
-        self.state = protocol.newcomer(me, options.host, options.capacity, checkpoint=options.checkpoint)
+        self.path = DataPath(me, self.inbox, store.rendezvous, timeouts, work.knows)
+        self.state = State(me, options.host, options.capacity, checkpoint=options.checkpoint)
         self.training = Training(self.parts, self.path, self)
         self._notices = NoticePolicy(me, work.place, work.layer_bytes, self.parts.seats, self.training)
         self._incoming = Incoming(self.parts, self.path)
@@ -79,7 +79,7 @@ class Runtime:
         self._events: deque[m.Event] = deque()
         self._feeding = False
         self._end: End | None = None
-        self._waiting = WaitingTime(patience)
+        self._waiting = WaitingTime(timeouts)
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
@@ -97,8 +97,8 @@ class Runtime:
             if self._end is None:
                 self.feed(m.Enter())
             while self._end is None:
-                if self.training.due:
-                    with self.inbox.busy(self._patience.alone(self.training.usual_seconds)):
+                if self.training.todo is not None:
+                    with self.inbox.busy(self._timeouts.alone(self.training.usual_seconds)):
                         self.training.step()
                 else:
                     self._listen()
@@ -145,18 +145,18 @@ class Runtime:
     def _catch_up(self) -> None:
         """Reads the log up to now. What was told before this member came needs no answer from it."""
         self._store.append(entries.HelloEntry(self.me, self._host).to_json())
-        until = time.monotonic() + self._patience.peer
+        until = time.monotonic() + self._timeouts.peer
         while True:
             try:
                 kind, what = self.inbox.events.get(timeout=max(0.0, until - time.monotonic()))
             except queue.Empty:
-                raise StoreGone(f"the store's log does not answer {self.me} within {self._patience.peer:g} s") from None
+                raise StoreGone(f"the store's log does not answer {self.me} within {self._timeouts.peer:g} s") from None
             if kind == "mail":
                 self._incoming.add(what)
             elif kind == "store lost":
                 raise StoreGone(str(what))
             elif kind == "log":
-                until = time.monotonic() + self._patience.peer  # a long log may take longer than any one answer
+                until = time.monotonic() + self._timeouts.peer  # a long log may take longer than any one answer
                 match self._note(what):
                     case entries.FinishedEntry(step):
                         self._end = End(step, False, True)
@@ -164,17 +164,17 @@ class Runtime:
                         return
 
     def _listen(self) -> None:
-        """Waits for something to happen, at most until patience is at an end."""
-        wait = self._loses_patience() - time.monotonic()
+        """Waits for something to happen, at most until the present time limit."""
+        wait = self._limit() - time.monotonic()
         try:
             kind, what = self.inbox.events.get(timeout=max(0.0, min(wait, _LISTEN_SECONDS)))
         except queue.Empty:
             if self.state.phase is Phase.WAIT and self._stop_wished():  # all is on disk
                 self._end = End(self.state.at.step, True, False)
-            elif time.monotonic() >= self._loses_patience():
-                self._patience_ends()
+            elif time.monotonic() >= self._limit():
+                self._limit_passed()
             return
-        with self.inbox.busy(self._patience.alone(self.training.usual_seconds)):
+        with self.inbox.busy(self._timeouts.alone(self.training.usual_seconds)):
             self._happened(kind, what)
             self.drain()
 
@@ -221,7 +221,7 @@ class Runtime:
             case entries.BrokenEntry(generation, member) if member != self.me:
                 self.feed(m.Broken(generation))
             case entries.AskEntry(member) if member not in self.roster.dead and member != self.me:
-                self.feed(m.Asked(member))
+                self.feed(m.Wished(("join", member)))
             case entries.NoticeEntry() | entries.HintEntry():
                 self.feed(self._notices.heard(entry, self.state))
             case entries.FinishedEntry():
@@ -238,13 +238,13 @@ class Runtime:
         if self.state.phase is not Phase.RUN or finished.failure is not None:
             self._end = End(finished.step, False, True)
 
-    # -- patience -----------------------------------------------------------------------------------------------------
+    # -- time limits --------------------------------------------------------------------------------------------------
 
-    def _loses_patience(self) -> float:
-        """When, if nothing happens until then."""
-        return self._waiting.ends(self.state, self.training, self.roster)
+    def _limit(self) -> float:
+        """When this member stops waiting if nothing happens until then."""
+        return self._waiting.ends(self.state, self.training.usual_seconds, self.training.waits_since, self.roster)
 
-    def _patience_ends(self) -> None:
+    def _limit_passed(self) -> None:
         self._waiting.ended()
         phase, record = self.state.phase, self.state.record
         heard = {heard.sender for heard in self.state.heard if (heard.generation, heard.round) == (record.number, 0)}
@@ -309,7 +309,3 @@ class Runtime:
         """Tells the log; it only hastens things, and a lost store shows itself at the next change."""
         with contextlib.suppress(StoreGone):
             self._store.append(entry.to_json())
-
-    def has_met(self, changes: Iterable[m.Change]) -> bool:
-        """Whether the data path of the generation that these changes lead to is open; see `DataPath.has_met`."""
-        return self.path.has_met(self.state.record, changes, self.roster.dead)

@@ -10,39 +10,24 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from varuna_capslog.elastic.member.beginning import Beginning, MemberStart
-from varuna_capslog.elastic.member.peers import local_address
 from varuna_capslog.elastic.member.runtime import End, Runtime
 from varuna_capslog.elastic.member.runtime_options import RuntimeOptions
 from varuna_capslog.elastic.member.work import Work
+from varuna_capslog.elastic.network import address_towards
 from varuna_capslog.elastic.store.opening import MembershipStore, open_store
-from varuna_capslog.membership.generation import Stamp
 from varuna_capslog.training.worker_process import StopWish, report_failure
 
-__all__ = ["Entry", "enter", "local_rank", "report_failures", "take_part"]
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A member that has found its run.
-
-    Attributes:
-        checkpoint: the boundary that the run begins with.
-    """
-
-    start: MemberStart
-    store: MembershipStore
-    checkpoint: Stamp
+__all__ = ["enter", "local_rank", "report_failures", "take_part"]
 
 
 def enter(
     run_dir: Path,
     stop_wished: Callable[[], bool],
     opener: Callable[[str, str | None], MembershipStore] | None = None,
-) -> Entry:
+) -> tuple[MemberStart, MembershipStore]:
     """Opens the store and reads where the run begins.
 
     Args:
@@ -55,11 +40,17 @@ def enter(
     store = (opener or open_store)(os.environ["CAPSLOG_STORE"], os.environ.get("CAPSLOG_STORE_IDENTITY"))
     beginning = Beginning.read(store)
     resumed = {} if beginning.path is None else {beginning.stamp: beginning.path}
-    start = MemberStart(os.environ["CAPSLOG_MEMBER"], run_dir, beginning.first - 1, resumed, stop_wished)
-    return Entry(start, store, beginning.stamp)
+    me, offset = os.environ["CAPSLOG_MEMBER"], beginning.first - 1
+    return MemberStart(me, run_dir, offset, resumed, stop_wished, beginning.stamp), store
 
 
-def take_part(entry: Entry, work: Work, options: RuntimeOptions, runtime: type[Runtime] = Runtime) -> tuple[End, int]:
+def take_part(
+    start: MemberStart,
+    store: MembershipStore,
+    work: Work,
+    options: RuntimeOptions,
+    runtime: type[Runtime] = Runtime,
+) -> tuple[End, int]:
     """Takes part until the run ends or this member is released; closes the work.
 
     Args:
@@ -71,16 +62,15 @@ def take_part(entry: Entry, work: Work, options: RuntimeOptions, runtime: type[R
     Raises:
         CapslogError: see `Runtime.run`.
     """
-    start = entry.start
     options = dataclasses.replace(
         options,
         host=os.environ.get("CAPSLOG_HOST", "host"),
-        address=os.environ.get("CAPSLOG_ADDRESS") or local_address(os.environ["CAPSLOG_STORE"]),
-        checkpoint=entry.checkpoint,
+        address=os.environ.get("CAPSLOG_ADDRESS") or address_towards(os.environ["CAPSLOG_STORE"]) or "127.0.0.1",
+        checkpoint=start.checkpoint,
         stop_wished=start.stop_wished,
     )
     try:
-        end = runtime(start.me, work, entry.store, options).run()
+        end = runtime(start.me, work, store, options).run()
     finally:
         work.close()
     return end, 130 if end.stopped and work.asked else 0
@@ -99,4 +89,3 @@ def report_failures(run_dir: Path, part: Callable[[StopWish], int]) -> int:
 def local_rank() -> int:
     """The number of this member's device on its host."""
     return int(os.environ.get("CAPSLOG_LOCAL_RANK", "0"))
-

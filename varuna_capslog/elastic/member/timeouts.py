@@ -1,22 +1,21 @@
 """How long a member waits for the others: the limits, and the clock that runs against them.
 
-The protocol knows no time. What becomes of a patience that has come to its end the runtime says.
+The protocol knows no time; the runtime says what follows when a limit has passed.
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Protocol
 
 from varuna_capslog.membership.roster import Roster
 from varuna_capslog.membership.state import Phase, State
 
-__all__ = ["Patience", "WaitingTime"]
+__all__ = ["Timeouts", "WaitingTime"]
 
 
 @dataclass(frozen=True)
-class Patience:
+class Timeouts:
     """Seconds that a member waits.
 
     Attributes:
@@ -41,18 +40,11 @@ class Patience:
         return max(self.gather, 3 * usual_seconds) if usual_seconds else self.peer
 
 
-class _Steps(Protocol):
-    """What the clock asks of a training; see `Training`."""
-
-    waits_since: float
-    usual_seconds: float
-
-
 class WaitingTime:
     """Since when one member has waited for what must happen next. All times are `time.monotonic`'s."""
 
-    def __init__(self, patience: Patience) -> None:
-        self._patience = patience
+    def __init__(self, timeouts: Timeouts) -> None:
+        self._timeouts = timeouts
         self._since = time.monotonic()
         self._ended = 0.0
         self._lacks_since = 0.0  # settled layers, through however many generations
@@ -66,29 +58,33 @@ class WaitingTime:
             self._lacks_since = self._lacks_since or self._since
 
     def ended(self) -> None:
-        """Patience was at its end, and what follows from that was done."""
+        """The limit had passed, and what follows from that was done."""
         self._ended = time.monotonic()
 
-    def ends(self, state: State, steps: _Steps, roster: Roster) -> float:
-        """When patience is at its end if nothing happens.
+    def ends(self, state: State, usual_seconds: float, computed_at: float, roster: Roster) -> float:
+        """When the present limit has passed if nothing happens.
 
         Where no member that once took part may come back, none can bring the settled layers that are lacking, and the
         run need not wait for them; nor do new members without them prolong the wait.
+
+        Args:
+            usual_seconds: of a step; 0 before the first one.
+            computed_at: when this member's last computation ended.
         """
-        patience, since = self._patience, self._since
-        first = again = patience.again
+        limits, since = self._timeouts, self._since
+        first = again = limits.again
         match state.phase:
             case Phase.CHANGE:
-                first = patience.change
+                first = limits.change
             case Phase.WAIT if state.regress:
-                first = again = patience.holders if roster.astray else 0.0
+                first = again = limits.holders if roster.astray else 0.0
                 since = self._lacks_since
             case Phase.WAIT:
-                first = again = patience.holders
+                first = again = limits.holders
             case Phase.GATHER:
-                first = again = min(patience.peer, max(patience.gather, 3 * steps.usual_seconds))
+                first = again = min(limits.peer, max(limits.gather, 3 * usual_seconds))
             case Phase.INSTALL:
-                first = patience.peer
+                first = limits.peer
             case Phase.RUN:
-                first, since = patience.peer, max(since, steps.waits_since)
+                first, since = limits.peer, max(since, computed_at)
         return since + first if self._ended <= since else self._ended + again

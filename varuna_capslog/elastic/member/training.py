@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -17,34 +17,15 @@ from varuna_capslog.elastic.member.parts import Parts
 from varuna_capslog.engine.communicator import PeerLost
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.ahead import Ahead, find_ahead, first_owner, stay_with
-from varuna_capslog.membership.entries import CheckpointEntry, Entry
+from varuna_capslog.membership.entries import CheckpointEntry
 from varuna_capslog.membership.generation import Member, Stamp
-from varuna_capslog.membership.state import Phase, State
+from varuna_capslog.membership.state import Phase
 from varuna_capslog.membership.wire import decode, encode
 
+if TYPE_CHECKING:
+    from varuna_capslog.elastic.member.runtime import Runtime
+
 __all__ = ["Training"]
-
-
-class _Loop(Protocol):
-    """What is asked of the one who feeds the protocol; see `Runtime`."""
-
-    @property
-    def state(self) -> State: ...
-
-    @property
-    def ended(self) -> bool: ...
-
-    def feed(self, *events: m.Event) -> None: ...
-
-    def drain(self) -> None: ...
-
-    def end(self, stopped: bool) -> None: ...
-
-    def append(self, entry: Entry) -> None: ...
-
-    def has_met(self, changes: frozenset[m.Change]) -> bool: ...
-
-    def look_at_deadline(self) -> None: ...
 
 
 class Training:
@@ -58,7 +39,7 @@ class Training:
         save_all: a checkpoint is due at the next boundary, together with all members.
     """
 
-    def __init__(self, parts: Parts, path: DataPath, loop: _Loop) -> None:
+    def __init__(self, parts: Parts, path: DataPath, loop: Runtime) -> None:
         self._parts, self._path, self._loop = parts, path, loop
         self.todo: m.Compute | None = None
         self.waits_since = 0.0
@@ -69,11 +50,6 @@ class Training:
         self._computing: int | None = None
         self._stop = False
         self._began = 0.0
-
-    @property
-    def due(self) -> bool:
-        """Whether a step waits to be computed."""
-        return self.todo is not None
 
     def abort(self) -> None:
         """Nothing of the generation is computed any more."""
@@ -151,7 +127,7 @@ class Training:
         except PeerLost:
             return (m.Broken(effect.generation),)
         parts.probe("voted")
-        parts.holdings.voted(effect.round, outcome.scale)
+        parts.holdings.scales[effect.round] = outcome.scale
         self._stop = self._stop or outcome.stop
         votes: dict[Member, m.Value] = {}
         for member, ballot in zip(self._loop.state.record.members, outcome.ballots, strict=True):
@@ -191,11 +167,11 @@ class Training:
     def _send_updates(self, generation: int, step: int) -> None:
         """What those need that follow layers of this member."""
         parts, state = self._parts, self._loop.state
-        layout, members = state.layout, state.record.members
+        layout, members = state.roles.layout, state.record.members
         assert layout is not None
         messages: dict[Member, dict[str, Tensor]] = {}
         layers: dict[Member, list[int]] = {}
-        for layer in sorted(state.own):
+        for layer in sorted(state.roles.own):
             if first_owner(layer, layout, members) != parts.me:
                 continue
             copies = [member for member in members if layer in layout.copied.get(member, ())]
@@ -219,14 +195,14 @@ class Training:
         if state.phase is not Phase.RUN or self._computing != state.round or state.copied == state.round:
             return
         holdings.advance(state.held, state.record.number)
-        if self._check_ahead() or not (state.copies or state.shadows):
+        if self._check_ahead() or not (state.roles.copies or state.roles.shadows):
             return  # what is prepared now is looked at again
-        for layer in state.copies | state.shadows:
+        for layer in state.roles.copies | state.roles.shadows:
             copy = holdings.copies.get(layer)
             if copy is None or copy.stamp != state.at:
                 return
-            needs_update = self._parts.job.sync or layer in state.shadows
-            if needs_update and not holdings.has_update(layer, state.round):
+            needs_update = self._parts.job.sync or layer in state.roles.shadows
+            if needs_update and (layer, state.round) not in holdings.updates:
                 return
         self._loop.feed(m.Copied(state.record.number, state.round))
 
@@ -249,10 +225,10 @@ class Training:
         if before is not None and (before.changes, before.hinted) == (changes, hinted):
             return False
         state, job = self._loop.state, parts.job
-        assert state.layout is not None
+        assert state.roles.layout is not None
         if not seats.keys() >= set(stay_with(state.record, changes)):
             return False  # Prepare is said again after the next step
-        self._ahead = find_ahead(parts.me, state.record, state.layout, changes, seats, job.place, job.layer_bytes)
+        self._ahead = find_ahead(parts.me, state.record, state.roles.layout, changes, seats, job.place, job.layer_bytes)
         self._ahead.hinted = hinted
         if before is not None:  # who follows a layer goes on to follow it: votes may wait for that
             self._ahead.sent = before.sent
@@ -272,12 +248,12 @@ class Training:
     def _check_ahead(self) -> bool:
         """Prepared, once all that comes here has come and stands at this step's boundary. Whether that was said now."""
         parts, state, ahead = self._parts, self._loop.state, self._ahead
-        if ahead is None or ahead.hinted or not ahead.began or state.prepared == ahead.changes or state.cast:
+        if ahead is None or ahead.hinted or not ahead.began or state.wishes.prepared == ahead.changes or state.cast:
             return False
         copies = [parts.holdings.copies.get(layer) for layer in ahead.mine]
         if not all(copy is not None and copy.stamp == state.at for copy in copies):
             return False
-        if not self._loop.has_met(ahead.changes):
+        if not self._path.has_met(state.record, ahead.changes, self._loop.roster.dead):
             return False
         parts.probe("prepared")
         self._loop.feed(m.Prepared(state.record.number, ahead.changes, ahead.mine))

@@ -6,7 +6,7 @@ about training, a work nothing about membership.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -139,6 +139,3 @@ class Work(Protocol):
 
     def close(self) -> None:
         """The member's part has ended, well or not: ends what is open."""
-
-
-Digest = Callable[[Mapping[str, Tensor]], bytes]

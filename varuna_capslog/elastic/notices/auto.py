@@ -1,4 +1,4 @@
-"""Which sources to listen to when nobody says: the cloud that answers, the signals that this launcher sends, Python.
+"""The sources of notices where the caller names none: the cloud that answers, the launcher's signals, the program.
 
 Asks all three clouds at once and waits a bounded time; a host in no cloud costs that time once.
 """
@@ -6,15 +6,13 @@ Asks all three clouds at once and waits a bounded time; a host in no cloud costs
 from __future__ import annotations
 
 import contextlib
-import functools
-import json
 import logging
 import os
 import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from varuna_capslog.elastic.notices import signals
 from varuna_capslog.elastic.notices.aws import AwsListener
@@ -22,32 +20,24 @@ from varuna_capslog.elastic.notices.azure import AzureListener
 from varuna_capslog.elastic.notices.callback import CallbackListener
 from varuna_capslog.elastic.notices.file import FileListener
 from varuna_capslog.elastic.notices.gcp import GcpListener
-from varuna_capslog.elastic.notices.interface import Listener
-from varuna_capslog.elastic.notices.metadata import LINK_LOCAL, HttpOpener, Opener
-from varuna_capslog.elastic.notices.polling import Unavailable
+from varuna_capslog.elastic.notices.interface import Listener, Unavailable
+from varuna_capslog.elastic.notices.metadata import LINK_LOCAL, HttpOpener, MetadataListener
 
 __all__ = ["auto_sources", "detect_cloud", "signal_meanings"]
 
 _log = logging.getLogger(__name__)
 
-CLOUDS = ("aws", "gcp", "azure")
+CLOUDS: dict[str, type[MetadataListener]] = {cloud.source: cloud for cloud in (AwsListener, GcpListener, AzureListener)}
 
 
-def detect_cloud(
-    timeout: float = 1.0, endpoint: str = LINK_LOCAL, opener: Callable[[], Opener] = HttpOpener
-) -> str | None:
-    """Whose metadata server answers as only it does: aws, gcp or azure; None if none did in `timeout` seconds."""
+def detect_cloud(timeout: float = 1.0, endpoint: str = LINK_LOCAL) -> str | None:
+    """The cloud whose metadata server answers: aws, gcp or azure; None if none did in `timeout` seconds."""
     answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-    asks: Opener = opener()
-    probes: dict[str, Callable[[], bool]] = {
-        "aws": functools.partial(_is_aws, asks, endpoint, timeout),
-        "gcp": functools.partial(_is_gcp, asks, endpoint, timeout),
-        "azure": functools.partial(_is_azure, asks, endpoint, timeout),
-    }
+    asks = HttpOpener()
 
     def ask(name: str) -> None:
         try:
-            answers.put(name if probes[name]() else None)
+            answers.put(name if CLOUDS[name].answers(asks, endpoint, timeout) else None)
         except Unavailable:
             answers.put(None)
 
@@ -64,28 +54,6 @@ def detect_cloud(
     return found
 
 
-def _is_aws(ask: Opener, endpoint: str, timeout: float) -> bool:
-    headers = {"X-aws-ec2-metadata-token-ttl-seconds": "60"}
-    answer = ask("PUT", endpoint + "/latest/api/token", headers, timeout=timeout)
-    return answer.status == 200 and bool(answer.body.strip())
-
-
-def _is_gcp(ask: Opener, endpoint: str, timeout: float) -> bool:
-    answer = ask("GET", endpoint + "/computeMetadata/v1/", {"Metadata-Flavor": "Google"}, timeout=timeout)
-    return answer.status == 200 and answer.headers.get("metadata-flavor") == "Google"
-
-
-def _is_azure(ask: Opener, endpoint: str, timeout: float) -> bool:
-    path = "/metadata/instance/compute?api-version=2021-02-01"
-    answer = ask("GET", endpoint + path, {"Metadata": "true"}, timeout=timeout)
-    if answer.status != 200:
-        return False
-    try:
-        return isinstance(json.loads(answer.body), dict)
-    except ValueError:
-        return False
-
-
 def signal_meanings(environ: Mapping[str, str]) -> dict[signal.Signals, signals.Meaning]:
     """What signals say here: Slurm's or Kubernetes' budgets where their variables are set (in that order)."""
     if "SLURM_JOB_ID" in environ:
@@ -96,7 +64,7 @@ def signal_meanings(environ: Mapping[str, str]) -> dict[signal.Signals, signals.
 
 
 def auto_sources(
-    host: str | None = None,
+    host: str = "",
     file: str | os.PathLike[str] | None = None,
     timeout: float = 1.0,
     environ: Mapping[str, str] | None = None,
@@ -115,12 +83,8 @@ def auto_sources(
         sources.append(signals.SignalListener(signal_meanings(environ), host))
     if file is not None:
         sources.append(FileListener(file, host))
-    match detect_cloud(timeout, endpoint):
-        case "aws":
-            sources.append(AwsListener(host, endpoint=endpoint))
-        case "gcp":
-            sources.append(GcpListener(host, endpoint=endpoint))
-        case "azure":
-            sources.append(AzureListener(host, endpoint=endpoint))
+    cloud = detect_cloud(timeout, endpoint)
+    if cloud is not None:
+        sources.append(CLOUDS[cloud](host, endpoint=endpoint))
     _log.info("notices are listened for from: %s", ", ".join(source.source for source in sources))
     return tuple(sources)

@@ -10,45 +10,43 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from datetime import datetime, timezone
+from dataclasses import dataclass
 from typing import ClassVar
 
-from varuna_capslog.elastic.notices.interface import Clock, Deadline, Kind, Notice
-from varuna_capslog.elastic.notices.metadata import LINK_LOCAL, Answer, MetadataListener, Opener, announced, json_object
-from varuna_capslog.elastic.notices.polling import Round, Unavailable
+from varuna_capslog.elastic.notices.interface import Deadline, Kind, Notice, Round, Unavailable
+from varuna_capslog.elastic.notices.metadata import Answer, MetadataListener, Opener, json_object
 
 __all__ = ["AwsListener"]
 
 TOKEN_SECONDS = 21600  # the longest life that the server gives
 TOKEN = "/latest/api/token"
+LIFE = "X-aws-ec2-metadata-token-ttl-seconds"
 ACTION = "/latest/meta-data/spot/instance-action"
 REBALANCE = "/latest/meta-data/events/recommendations/rebalance"
 
 
+@dataclass(eq=False)
 class AwsListener(MetadataListener):
     """Asks the instance metadata service of EC2.
 
-    Args:
+    Attributes:
         lead: seconds from the interruption notice to the interruption; never more is promised.
-        endpoint: where the service is.
     """
 
     source: ClassVar[str] = "aws"
 
-    def __init__(
-        self,
-        host: str | None = None,
-        lead: float = 120.0,
-        interval: float = 0.5,
-        endpoint: str = LINK_LOCAL,
-        opener: Opener | None = None,
-        clock: Clock | None = None,
-    ) -> None:
-        super().__init__(host, interval, endpoint, opener, clock)
-        self.lead = lead
+    lead: float = 120.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._lock = threading.Lock()  # of the token
         self._token = ""
         self._renew_at = 0.0
+
+    @staticmethod
+    def answers(ask: Opener, endpoint: str, timeout: float) -> bool:
+        answer = ask("PUT", endpoint + TOKEN, {LIFE: "60"}, timeout=timeout)
+        return answer.status == 200 and bool(answer.body.strip())
 
     def rounds(self) -> Sequence[Callable[[], Round]]:
         return (self.ask_action, self.ask_rebalance)  # apart: trouble with one must not slow the other
@@ -62,11 +60,7 @@ class AwsListener(MetadataListener):
         action, when = value.get("action"), str(value.get("time", ""))
         if not isinstance(action, str) or not action:
             raise Unavailable(f"{ACTION} named no action: {answer.body[:60]!r}")
-        kind = Kind.LEAVE
-        try:
-            deadline = announced(self.clock, answer, _utc(when), f"{action} at {when}", self.lead)
-        except ValueError:  # the notice is true, its time is not readable: it was not there half a second ago
-            deadline = Deadline(self.clock.monotonic() + self.lead, f"{self.lead:g} s from when it was read")
+        kind, deadline = Kind.LEAVE, self.announced(answer, when, self.lead, f"{action} at ", self.lead)
         if action == "hibernate":  # begins together with its notice
             kind, deadline = Kind.NOW, Deadline(self.clock.monotonic(), "hibernation gives no time")
         notice = Notice(kind, self.source, f"{action}@{when}", (self.host,), deadline, detail=f"spot {action}")
@@ -103,16 +97,10 @@ class AwsListener(MetadataListener):
         """The token; fetched where there is none or half its life is over."""
         with self._lock:
             if not self._token or self.clock.monotonic() >= self._renew_at:
-                headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_SECONDS)}
-                answer = self.opener("PUT", self.endpoint + TOKEN, headers)
+                answer = self.opener("PUT", self.endpoint + TOKEN, {LIFE: str(TOKEN_SECONDS)})
                 token = answer.body.strip()
                 if answer.status != 200 or not (token and token.isascii() and token.isprintable()):
                     raise Unavailable(f"{TOKEN} gave no token ({answer.status}); a container needs a hop limit of 2")
                 self._token = token
                 self._renew_at = self.clock.monotonic() + TOKEN_SECONDS / 2
             return self._token
-
-
-def _utc(text: str) -> float:
-    """Seconds since 1970 of "2017-09-18T08:22:00Z". Raises ValueError."""
-    return datetime.strptime(text, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=timezone.utc).timestamp()

@@ -9,22 +9,21 @@ Source: Azure documentation, "Scheduled Events for Linux VMs", API version 2020-
 
 from __future__ import annotations
 
-import email.utils
 import json
 import logging
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from datetime import datetime, timezone
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from varuna_capslog.elastic.notices.interface import Clock, Deadline, Kind, Notice
-from varuna_capslog.elastic.notices.metadata import LINK_LOCAL, Answer, MetadataListener, Opener, announced, json_object
-from varuna_capslog.elastic.notices.polling import Round, Unavailable
+from varuna_capslog.elastic.notices.interface import Deadline, Kind, Notice, Round, Unavailable
+from varuna_capslog.elastic.notices.metadata import Answer, MetadataListener, Opener, json_object
 
 __all__ = ["AzureListener"]
 
 _log = logging.getLogger(__name__)
 
+COMPUTE = "/metadata/instance/compute?api-version=2021-02-01"
 EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
 NAME = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
 HEADERS = {"Metadata": "true"}
@@ -40,10 +39,11 @@ KINDS = {
 }
 
 
+@dataclass(eq=False)
 class AzureListener(MetadataListener):
     """Asks the instance metadata service of Azure.
 
-    Args:
+    Attributes:
         machine: the machine's name in Azure; default: the service is asked. As long as it is not known, events are only
             hints: they may be meant for a neighbour.
         lead: seconds that a preemption leaves at least, where its time is missing or cannot be read.
@@ -51,23 +51,20 @@ class AzureListener(MetadataListener):
 
     source: ClassVar[str] = "azure"
 
-    def __init__(
-        self,
-        host: str | None = None,
-        machine: str | None = None,
-        lead: float = 30.0,
-        interval: float = 0.5,
-        endpoint: str = LINK_LOCAL,
-        opener: Opener | None = None,
-        clock: Clock | None = None,
-    ) -> None:
-        super().__init__(host, interval, endpoint, opener, clock)
-        self.machine = machine
-        self.lead = lead
+    machine: str | None = None
+    lead: float = 30.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._lock = threading.Lock()  # of what host_left reads, from another thread
         self._pending: dict[str, tuple[str, ...]] = {}  # not yet begun: event id -> machines
         self._incarnation: object = None
         self._answered = False
+
+    @staticmethod
+    def answers(ask: Opener, endpoint: str, timeout: float) -> bool:
+        answer = ask("GET", endpoint + COMPUTE, HEADERS, timeout=timeout)
+        return answer.status == 200 and json_object(answer, "compute") is not None
 
     def rounds(self) -> Sequence[Callable[[], Round]]:
         return (self.ask,)
@@ -164,22 +161,7 @@ class AzureListener(MetadataListener):
         detail = f"{event['EventType']} {str(event['EventStatus']).lower()}"
         if self.machine is None:
             kind, detail = Kind.HINT, f"{detail} for {', '.join(machines)}; this machine's name is not known yet"
-        deadline = self._deadline(str(event.get("NotBefore") or ""), begun, answer)
+        deadline = Deadline(self.clock.monotonic(), "it has begun")
+        if not begun:
+            deadline = self.announced(answer, str(event.get("NotBefore") or ""), self.lead)
         return Notice(kind, self.source, name, (self.host,), deadline, machines, detail)
-
-    def _deadline(self, not_before: str, begun: bool, answer: Answer) -> Deadline:
-        if begun:
-            return Deadline(self.clock.monotonic(), "it has begun")
-        try:
-            return announced(self.clock, answer, _utc(not_before), not_before)
-        except ValueError:
-            return Deadline(self.clock.monotonic() + self.lead, f"{self.lead:g} s from when it was read")
-
-
-def _utc(text: str) -> float:
-    """Seconds since 1970 of "Mon, 19 Sep 2016 18:29:47 GMT", or of the same in ISO 8601. Raises ValueError."""
-    try:
-        return email.utils.parsedate_to_datetime(text).timestamp()
-    except (ValueError, TypeError):
-        found = datetime.fromisoformat(text.replace("Z", "+00:00"))
-        return (found if found.tzinfo else found.replace(tzinfo=timezone.utc)).timestamp()

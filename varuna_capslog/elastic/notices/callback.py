@@ -1,4 +1,4 @@
-"""Notices from and to Python: a program announces one itself, and `on_notice` tells it of every notice.
+"""Notices from and to Python: a program announces one itself, or has a function called with every notice.
 
 For schedulers with an API of their own, for notebooks and tests. `announce` may be called from any thread.
 """
@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import itertools
 import logging
-import socket
 import threading
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.elastic.notices.interface import Clock, Deadline, Deliver, Kind, Listener, Notice
+from varuna_capslog.elastic.notices.interface import Deadline, Deliver, Kind, Listener, Notice
 
 __all__ = ["CallbackListener", "on_notice", "tell"]
 
@@ -23,11 +22,11 @@ _callbacks: list[Callable[[Notice], None]] = []
 
 
 def on_notice(callback: Callable[[Notice], None]) -> Callable[[], None]:
-    """Have `callback` told of every notice that is heard in this process from now on, whatever its source.
+    """Call `callback` with every notice that reaches this process from now on, from any source.
 
-    In a host's process these are all that its sources deliver, in a worker's those that concern itself. It is called in
-    the thread that hears of them, not in the one that trains; it should return soon. What it raises
-    is logged and changes nothing.
+    A host's process gets all that its sources deliver, a worker's those that concern itself. The call is made in the
+    thread that receives the notices, not in the one that trains, and should return soon. What it raises is logged and
+    changes nothing.
 
     Returns:
         A function that takes it back.
@@ -45,10 +44,10 @@ def on_notice(callback: Callable[[Notice], None]) -> Callable[[], None]:
 
 
 def tell(notice: Notice) -> None:
-    """Tell everybody who wants to be told; what they raise is logged."""
+    """Calls all callbacks; what they raise is logged."""
     with _lock:
-        told = tuple(_callbacks)
-    for callback in told:
+        callbacks = tuple(_callbacks)
+    for callback in callbacks:
         try:
             callback(notice)
         except Exception as error:  # of somebody else's code; the next notice must still be heard
@@ -60,9 +59,8 @@ class CallbackListener(Listener):
 
     source: ClassVar[str] = "program"
 
-    def __init__(self, host: str | None = None, clock: Clock | None = None) -> None:
-        self.host = host or socket.gethostname()
-        self.clock = clock or Clock()
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._numbers = itertools.count(1)
         self._deliver: Deliver | None = None
 

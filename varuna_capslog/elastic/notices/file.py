@@ -15,8 +15,7 @@ from typing import ClassVar
 
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.elastic.notices.interface import Clock, Deadline, Kind, Notice
-from varuna_capslog.elastic.notices.polling import PollingListener, Round, Unavailable
+from varuna_capslog.elastic.notices.interface import Clock, Deadline, Kind, Notice, PollingListener, Round, Unavailable
 
 __all__ = ["FileListener"]
 
@@ -38,12 +37,12 @@ class FileListener(PollingListener):
     def __init__(
         self,
         path: str | os.PathLike[str],
-        host: str | None = None,
+        host: str = "",
         seconds: float = 30.0,
         interval: float = 0.2,
-        clock: Clock | None = None,
+        clock: Clock = Clock(),  # noqa: B008
     ) -> None:
-        super().__init__(host, interval, clock)
+        super().__init__(host, interval=interval, clock=clock)
         self.path = Path(path)
         self.seconds = seconds
         self._seen: tuple[int, int, int] | None = None

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import logging
 import queue
 import threading
@@ -13,7 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from varuna_capslog.elastic.notices import callback as program
-from varuna_capslog.elastic.notices.interface import Deadline, Kind, Listener, Notice
+from varuna_capslog.elastic.notices.interface import Kind, Listener, Notice
 
 __all__ = ["Announcement", "Gathering", "listen"]
 
@@ -42,20 +44,14 @@ class Announcement:
         if not mine:
             return None
         strongest = max(mine, key=lambda notice: notice.kind)  # the first of equals
-        return Notice(
-            strongest.kind,
-            strongest.source,
-            strongest.id,
-            (host,),
-            _earliest([notice for notice in mine if notice.kind is not Kind.HINT] or mine),
-            strongest.resources,
-            "; ".join(notice.detail or notice.id for notice in mine),
+        leaving = [notice for notice in mine if notice.kind is not Kind.HINT] or mine
+        deadlines = [notice.deadline for notice in leaving if notice.deadline is not None]
+        return dataclasses.replace(
+            strongest,
+            hosts=(host,),
+            deadline=min(deadlines, key=lambda deadline: deadline.at, default=None),
+            detail="; ".join(notice.detail or notice.id for notice in mine),
         )
-
-
-def _earliest(notices: Sequence[Notice]) -> Deadline | None:
-    known = [notice.deadline for notice in notices if notice.deadline is not None]
-    return min(known, key=lambda deadline: deadline.at, default=None)
 
 
 class Gathering:
@@ -74,16 +70,12 @@ class Gathering:
     def start(self) -> None:
         """Start all; if one cannot start, none is left running."""
         self._thread.start()
-        started: list[Listener] = []
-        try:
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(self._end)
             for source in self.sources:
                 source.start(self._heard.put)
-                started.append(source)
-        except BaseException:
-            for source in started:
-                source.stop()
-            self._end()
-            raise
+                on_failure.callback(source.stop)
+            on_failure.pop_all()
 
     def stop(self) -> None:
         """Stop all, within some seconds. What was heard before is still told."""
@@ -96,7 +88,7 @@ class Gathering:
         self._heard.put(notice)
 
     def host_left(self, resources_left: Collection[str] = ()) -> tuple[str, ...]:
-        """The last rank of this host has left: every source that knows acknowledgements sends its own."""
+        """Have every source acknowledge that the last rank of this host has left; see `Listener.host_left`."""
         return tuple(name for source in self.sources for name in source.host_left(resources_left))
 
     def __enter__(self) -> Gathering:

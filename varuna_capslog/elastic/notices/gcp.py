@@ -15,15 +15,15 @@ from dataclasses import dataclass
 from typing import ClassVar
 from urllib.parse import quote
 
-from varuna_capslog.elastic.notices.interface import Clock, Deadline, Kind, Notice
-from varuna_capslog.elastic.notices.metadata import LINK_LOCAL, Answer, MetadataListener, Opener
-from varuna_capslog.elastic.notices.polling import Round, Unavailable
+from varuna_capslog.elastic.notices.interface import Deadline, Kind, Notice, Round, Unavailable
+from varuna_capslog.elastic.notices.metadata import Answer, MetadataListener, Opener
 
 __all__ = ["GcpListener"]
 
 _log = logging.getLogger(__name__)
 
-INSTANCE = "/computeMetadata/v1/instance/"
+ROOT = "/computeMetadata/v1/"
+INSTANCE = ROOT + "instance/"
 FLAVOR = {"Metadata-Flavor": "Google"}
 
 
@@ -41,10 +41,11 @@ class _Key:
     heard_at: float | None = None
 
 
+@dataclass(eq=False)
 class GcpListener(MetadataListener):
     """Asks the metadata server of Compute Engine; one thread each for preemption and maintenance.
 
-    Args:
+    Attributes:
         preemption_seconds: from TRUE to the switch-off.
         maintenance_seconds: from the announcement of a maintenance to its beginning.
         hold: seconds that a question may hang. A server that vanished without a word is noticed after so long.
@@ -52,23 +53,22 @@ class GcpListener(MetadataListener):
 
     source: ClassVar[str] = "gcp"
 
-    def __init__(
-        self,
-        host: str | None = None,
-        preemption_seconds: float = 30.0,
-        maintenance_seconds: float = 60.0,
-        hold: float = 10.0,
-        endpoint: str = LINK_LOCAL,
-        opener: Opener | None = None,
-        clock: Clock | None = None,
-    ) -> None:
-        super().__init__(host, 0.5, endpoint, opener, clock)
-        self.hold = hold
+    preemption_seconds: float = 30.0
+    maintenance_seconds: float = 60.0
+    hold: float = 10.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         maintenance = {"TERMINATE_ON_HOST_MAINTENANCE": Kind.LEAVE, "MIGRATE_ON_HOST_MAINTENANCE": Kind.HINT}
         self._keys = (
-            _Key("preempted", "FALSE", {"TRUE": Kind.LEAVE}, preemption_seconds),
-            _Key("maintenance-event", "NONE", maintenance, maintenance_seconds),
+            _Key("preempted", "FALSE", {"TRUE": Kind.LEAVE}, self.preemption_seconds),
+            _Key("maintenance-event", "NONE", maintenance, self.maintenance_seconds),
         )
+
+    @staticmethod
+    def answers(ask: Opener, endpoint: str, timeout: float) -> bool:
+        answer = ask("GET", endpoint + ROOT, FLAVOR, timeout=timeout)
+        return answer.status == 200 and _is_google(answer)
 
     def rounds(self) -> Sequence[Callable[[], Round]]:
         return tuple(functools.partial(self.ask, key) for key in self._keys)
@@ -97,7 +97,7 @@ class GcpListener(MetadataListener):
     def _value(self, key: _Key, answer: Answer) -> str:
         if answer.status != 200:
             raise Unavailable(f"{key.name} answered {answer.status}")
-        if answer.headers.get("metadata-flavor") != "Google":
+        if not _is_google(answer):
             raise Unavailable(f"{key.name} was answered by something else than Google's metadata server")
         value = answer.body.strip()
         if value != key.idle and value not in key.kinds and value != key.value:
@@ -106,7 +106,7 @@ class GcpListener(MetadataListener):
 
     def _notices(self, key: _Key, value: str, now: float, waited: bool) -> tuple[Notice, ...]:
         if value == key.idle:
-            key.episode += 1  # whatever comes next is another one
+            key.episode += 1  # the next value begins another episode
         kind = key.kinds.get(value)
         if kind is None:
             return ()
@@ -116,3 +116,7 @@ class GcpListener(MetadataListener):
             deadline = Deadline(max(now, key.heard_at + key.lead), f"{key.lead:g} s from the last answer before it")
         name = f"{key.name}-{key.episode}-{value}"
         return (Notice(kind, self.source, name, (self.host,), deadline, detail=f"{key.name} {value}"),)
+
+
+def _is_google(answer: Answer) -> bool:
+    return answer.headers.get("metadata-flavor") == "Google"

@@ -1,19 +1,42 @@
 """What a notice is, and what every source of notices looks like.
 
-A `Listener` watches one source in threads of its own and delivers `Notice`s; `listen` gathers them. Nothing here, nor
-in any listener, runs in the thread that trains, and no listener decides anything: `ladder` says what a notice asks for.
+A `Listener` watches one source in threads of its own and delivers `Notice`s; `listen` gathers them. No listener runs in
+the thread that trains, and none decides anything: `ladder` says what a notice asks for.
 """
 
 from __future__ import annotations
 
 import enum
+import logging
+import socket
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
-__all__ = ["Clock", "Deadline", "Deliver", "Kind", "Listener", "Notice"]
+from varuna_capslog.base.errors import CapslogError
+
+__all__ = [
+    "Clock",
+    "Deadline",
+    "Deliver",
+    "Kind",
+    "Listener",
+    "Notice",
+    "PollingListener",
+    "Round",
+    "Unavailable",
+    "backoff",
+]
+
+_log = logging.getLogger(__name__)
+
+LONGEST_PAUSE = 5.0
+"""Seconds: the shortest notices are of 15 to 30 s, and one may come during an outage."""
+
+JOIN_SECONDS = 3.0
 
 
 class Kind(enum.IntEnum):
@@ -88,10 +111,23 @@ Deliver = Callable[[Notice], None]
 """Where a listener puts what it hears; returns at once."""
 
 
+@dataclass(eq=False)
 class Listener(ABC):
-    """One source of notices. Started once, stopped once; may deliver the same notice again and again."""
+    """One source of notices. Started once, stopped once; may deliver the same notice again and again.
+
+    Attributes:
+        host: this host's name in the run; default: what the system calls it.
+        clock: replaced in tests.
+    """
 
     source: ClassVar[str]
+
+    host: str = ""
+    _: KW_ONLY
+    clock: Clock = Clock()
+
+    def __post_init__(self) -> None:
+        self.host = self.host or socket.gethostname()
 
     @abstractmethod
     def start(self, deliver: Deliver) -> None:
@@ -102,7 +138,7 @@ class Listener(ABC):
         """End within a few seconds; nothing is delivered afterwards."""
 
     def host_left(self, resources_left: Collection[str] = ()) -> tuple[str, ...]:
-        """The last rank of this host has left: acknowledge, where the source knows such a thing.
+        """Acknowledge, after the last rank of this host has left, where the source knows such a thing.
 
         Args:
             resources_left: other machines, in the source's own words, whose last rank has left too.
@@ -111,3 +147,82 @@ class Listener(ABC):
             Ids of the notices that were acknowledged.
         """
         return ()
+
+
+class Unavailable(Exception):
+    """The source gave no usable answer this time; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What asking once gave, and after how many seconds to ask again."""
+
+    notices: tuple[Notice, ...]
+    pause: float
+
+
+def backoff(failures: int, interval: float) -> float:
+    """Seconds to wait after so many failures in a row (at least 1): doubled each time, up to 5 s."""
+    return min(LONGEST_PAUSE, max(interval, 0.1) * 2.0 ** min(failures - 1, 16))
+
+
+@dataclass(eq=False)
+class PollingListener(Listener):
+    """A source that is asked again and again: runs each of `rounds()` in a daemon thread of its own until `stop`.
+
+    Pauses grow after failures, and an outage costs one log line.
+
+    Attributes:
+        interval: seconds between two questions.
+    """
+
+    _: KW_ONLY
+    interval: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._threads: list[threading.Thread] = []
+        self._stopped = threading.Event()
+
+    @abstractmethod
+    def rounds(self) -> Sequence[Callable[[], Round]]:
+        """The questions; each is asked by one thread only. They raise `Unavailable`."""
+
+    def interrupt(self) -> None:
+        """End a question that waits for its answer; called once, by `stop`."""
+
+    def start(self, deliver: Deliver) -> None:
+        if self._threads or self._stopped.is_set():
+            raise CapslogError(f"the {self.source} listener was started before; make a new one")
+        for number, ask in enumerate(self.rounds()):
+            name = f"notices-{self.source}-{number}"
+            self._threads.append(threading.Thread(target=self._run, args=(ask, deliver), name=name, daemon=True))
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self.interrupt()
+        for thread in self._threads:
+            thread.join(JOIN_SECONDS)
+
+    def _run(self, ask: Callable[[], Round], deliver: Deliver) -> None:
+        failures = 0
+        while not self._stopped.is_set():
+            try:
+                found = ask()
+            except Unavailable as error:
+                if self._stopped.is_set():
+                    return
+                failures += 1
+                if failures == 1:
+                    _log.warning("notices of %s are not heard for now: %s", self.source, error)
+                self._stopped.wait(backoff(failures, self.interval))
+                continue
+            if failures:
+                _log.warning("notices of %s are heard again", self.source)
+            failures = 0
+            for notice in found.notices:
+                if not self._stopped.is_set():
+                    deliver(notice)
+            self._stopped.wait(found.pause)

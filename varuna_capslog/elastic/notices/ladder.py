@@ -1,7 +1,7 @@
 """What a notice asks for: hint -> shadow copy, notice -> commit, signal to end -> leave now; too late -> crash path.
 
 Pure functions on a notice, the time and what is left to move. The runtime climbs; the membership protocol hears of it
-as its `messages.Hint` and `messages.Notice`.
+as its `messages.Hint` and `messages.Wished`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def rung(notice: Notice, now: float, move_seconds: float = 0.0) -> Rung:
     return Rung.COMMIT if notice.kind is Kind.LEAVE else Rung.LEAVE
 
 
-def protocol_event(step: Rung, member: Member, alone: bool = True) -> messages.Notice | messages.Hint:
+def protocol_event(step: Rung, member: Member, alone: bool = True) -> messages.Wished | messages.Hint:
     """What the membership protocol is told of the member that is meant.
 
     Args:
@@ -46,4 +46,4 @@ def protocol_event(step: Rung, member: Member, alone: bool = True) -> messages.N
     """
     if step is Rung.SHADOW:
         return messages.Hint(("leave", member))
-    return messages.Notice(("leave", member), urgent=step is not Rung.COMMIT, save=step is Rung.CRASH_PATH and alone)
+    return messages.Wished(("leave", member), urgent=step is not Rung.COMMIT, save=step is Rung.CRASH_PATH and alone)

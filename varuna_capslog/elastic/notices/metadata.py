@@ -10,18 +10,20 @@ import contextlib
 import email.utils
 import http.client
 import json
+import math
 import socket
 import threading
 import time
 import urllib.parse
+from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
+from datetime import datetime, timezone
 from typing import Any, Protocol
 
-from varuna_capslog.elastic.notices.interface import Clock, Deadline
-from varuna_capslog.elastic.notices.polling import PollingListener, Unavailable
+from varuna_capslog.elastic.notices.interface import Deadline, PollingListener, Unavailable
 
-__all__ = ["LINK_LOCAL", "Answer", "HttpOpener", "MetadataListener", "Opener", "announced", "json_object"]
+__all__ = ["LINK_LOCAL", "Answer", "HttpOpener", "MetadataListener", "Opener", "json_object"]
 
 LINK_LOCAL = "http://169.254.169.254"
 """Where all three clouds serve metadata; as a number, so that no name has to be resolved."""
@@ -103,28 +105,53 @@ class HttpOpener:
                 self._open.discard(sock)
 
 
+@dataclass(eq=False)
 class MetadataListener(PollingListener):
     """What the listeners of the clouds have in common.
 
-    Args:
+    Attributes:
         endpoint: where the metadata server is.
-        opener: asks it; a `HttpOpener` by default.
+        opener: asks it.
     """
 
-    def __init__(
-        self,
-        host: str | None,
-        interval: float,
-        endpoint: str,
-        opener: Opener | None,
-        clock: Clock | None,
-    ) -> None:
-        super().__init__(host, interval, clock)
-        self.endpoint = endpoint
-        self.opener: Opener = opener or HttpOpener()
+    _: KW_ONLY
+    endpoint: str = LINK_LOCAL
+    opener: Opener = field(default_factory=HttpOpener)
+
+    @staticmethod
+    @abstractmethod
+    def answers(ask: Opener, endpoint: str, timeout: float) -> bool:
+        """Whether the metadata server at `endpoint` is this cloud's. Raises `Unavailable`."""
 
     def interrupt(self) -> None:
         self.opener.cut()
+
+    def announced(self, answer: Answer, when: str, lead: float, what: str = "", at_most: float = math.inf) -> Deadline:
+        """The deadline for an announced time of day.
+
+        It counts from the server's own Date, where the answer has one: this host's wall clock may be wrong, and its
+        zone plays no part. A time in the past is a deadline of now.
+
+        Args:
+            when: the time of day, in either form that `_utc` reads.
+            lead: seconds that are left where `when` cannot be read: half a second ago the notice was not there.
+            what: put before `when` in the log.
+            at_most: seconds that the source never gives more of.
+        """
+        try:
+            at = _utc(when)
+        except ValueError:
+            return Deadline(self.clock.monotonic() + lead, f"{lead:g} s from when it was read")
+        try:
+            now, whose = email.utils.parsedate_to_datetime(answer.headers["date"]).timestamp(), "the server's clock"
+        except (KeyError, ValueError, TypeError):
+            now, whose = self.clock.wall(), "this host's clock"
+        left = max(0.0, at - now)
+        if left > at_most:
+            based_on = f"{at_most:g} s from when it was read ({what}{when} is later)"
+        else:
+            based_on = f"{left:.0f} s left until {what}{when} by {whose}"
+        return Deadline(self.clock.monotonic() + min(left, at_most), based_on)
 
 
 def _read(response: http.client.HTTPResponse, sock: socket.socket, until: float) -> str:
@@ -152,22 +179,10 @@ def json_object(answer: Answer, what: str) -> dict[str, Any]:
     return value
 
 
-def announced(clock: Clock, answer: Answer, at: float, what: str, longest: float | None = None) -> Deadline:
-    """The deadline for an announced time of day.
-
-    It counts from the server's own Date, where the answer has one: this host's wall clock may be wrong, and its zone
-    plays no part. A time in the past is a deadline of now.
-
-    Args:
-        at: announced, in seconds since 1970 (UTC).
-        what: how the log calls it.
-        longest: seconds that a source never gives more of.
-    """
+def _utc(text: str) -> float:
+    """Seconds since 1970 of "Mon, 19 Sep 2016 18:29:47 GMT", or of the same in ISO 8601. Raises ValueError."""
     try:
-        now, whose = email.utils.parsedate_to_datetime(answer.headers["date"]).timestamp(), "the server's clock"
-    except (KeyError, ValueError, TypeError):
-        now, whose = clock.wall(), "this host's clock"
-    left = max(0.0, at - now)
-    if longest is not None and left > longest:
-        return Deadline(clock.monotonic() + longest, f"{longest:g} s from when it was read ({what} is later)")
-    return Deadline(clock.monotonic() + left, f"{left:.0f} s left until {what} by {whose}")
+        return email.utils.parsedate_to_datetime(text).timestamp()
+    except (ValueError, TypeError):
+        found = datetime.fromisoformat(text.replace("Z", "+00:00"))
+        return (found if found.tzinfo else found.replace(tzinfo=timezone.utc)).timestamp()

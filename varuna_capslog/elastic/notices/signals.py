@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import queue
 import signal
-import socket
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -54,12 +53,9 @@ class SignalListener(Listener):
 
     source: ClassVar[str] = "signal"
 
-    def __init__(
-        self, meanings: Mapping[signal.Signals, Meaning], host: str | None = None, clock: Clock | None = None
-    ) -> None:
+    def __init__(self, meanings: Mapping[signal.Signals, Meaning], host: str = "", clock: Clock = Clock()) -> None:  # noqa: B008
+        super().__init__(host, clock=clock)
         self.meanings = dict(meanings)
-        self.host = host or socket.gethostname()
-        self.clock = clock or Clock()
         self._before: dict[signal.Signals, Any] = {}
         # SimpleQueue.put may interrupt itself: the one queue that a handler may use.
         self._caught: queue.SimpleQueue[tuple[int, float] | None] = queue.SimpleQueue()

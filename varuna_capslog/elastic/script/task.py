@@ -30,7 +30,7 @@ from varuna_capslog.base.errors import CapslogError, StepRefused
 from varuna_capslog.config.settings import Elastic
 from varuna_capslog.elastic.member.runtime_options import RuntimeOptions
 from varuna_capslog.elastic.member.start_up import enter, report_failures, take_part
-from varuna_capslog.elastic.member.timeouts import Patience
+from varuna_capslog.elastic.member.timeouts import Timeouts
 from varuna_capslog.elastic.script.member_script import MemberScript, current_script
 from varuna_capslog.elastic.script.packing import pack
 from varuna_capslog.elastic.script.work import Group, Script, ScriptJob, ScriptWork, loss_of
@@ -82,12 +82,12 @@ def train(
 
 def _take_part(member: MemberScript, job: ScriptJob) -> None:
     """The steps of `job` as one member of a run; raises SystemExit where this member leaves before the last one."""
-    entry, settings = enter(member.run_dir, member.wish), member.settings
+    (start, store), settings = enter(member.run_dir, member.wish), member.settings
     options = RuntimeOptions(
         shadows=False,  # all members hold all of it: nothing is to be copied ahead
-        patience=Patience(change=settings.patience_seconds),
+        timeouts=Timeouts(change=settings.patience_seconds),
     )
-    end, member.status = take_part(entry, ScriptWork(entry.start, job, settings), options)
+    end, member.status = take_part(start, store, ScriptWork(start, job, settings), options)
     if member.status or end.step < job.steps:
         raise SystemExit(member.status)
 

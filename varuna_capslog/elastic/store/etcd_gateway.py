@@ -1,7 +1,7 @@
 """Calls of etcd's JSON gateway (etcd 3.4 or newer): keys, ranges, transactions and watches over HTTP.
 
 A call that finds one endpoint dead, silent or without a leader asks the next one, within a bounded time. No TLS and no
-passwords. Nothing here knows what the keys mean; `store_etcd` does.
+passwords. Nothing here knows what the keys mean; `etcd_store` does.
 """
 
 from __future__ import annotations
@@ -69,17 +69,13 @@ class Etcd:
 
     def range(self, first: str, end: str, limit: int) -> list[str]:
         """Values by key, from `first` on and before `end`."""
-        found = self.call("kv/range", {"key": b64(first), "range_end": b64(end), "limit": limit}).get("kvs", ())
-        return [base64.b64decode(one.get("value", "")).decode() for one in found]
+        return _values(self.call("kv/range", {"key": b64(first), "range_end": b64(end), "limit": limit}))
 
     def beside(self, key: str, first: str, end: str, limit: int) -> tuple[str | None, list[str]]:
         """A key's value, and those of a range, as they are at one moment."""
         ranges = [{"key": b64(key)}, {"key": b64(first), "range_end": b64(end), "limit": limit}]
         answer = self.call("kv/txn", {"success": [{"request_range": one} for one in ranges]})
-        one, many = (
-            [base64.b64decode(found.get("value", "")).decode() for found in each["response_range"].get("kvs", ())]
-            for each in answer["responses"]
-        )
+        one, many = (_values(each["response_range"]) for each in answer["responses"])
         return (one[0] if one else None), many
 
     def put(self, key: str, value: str | bytes) -> None:
@@ -97,8 +93,7 @@ class Etcd:
         )
         if answer.get("succeeded"):
             return value
-        found = answer["responses"][0]["response_range"].get("kvs", ())
-        return base64.b64decode(found[0].get("value", "")).decode() if found else None
+        return next(iter(_values(answer["responses"][0]["response_range"])), None)
 
     def add(self, key: str, amount: int) -> int:
         """Adds to a counter, which begins at 0; its new value. After a broken connection numbers may be left out."""
@@ -120,7 +115,7 @@ class Etcd:
         while not self._closed:
             number, connection = self._take()
             try:
-                answer = self._ask(connection, name, body, min(self._patience(turn), until - time.monotonic()))
+                answer = self._ask(connection, name, body, min(self._seconds_for(turn), until - time.monotonic()))
             except (OSError, http.client.HTTPException, ValueError) as error:
                 connection.close()
                 why = f"no answer within {self.answer_seconds:g} s" if isinstance(error, TimeoutError) else error
@@ -140,7 +135,7 @@ class Etcd:
                 return answer
         raise StoreGone(f"this client of the store at {self.address} was closed")
 
-    def _patience(self, turn: int) -> float:
+    def _seconds_for(self, turn: int) -> float:
         """Seconds for one endpoint: those that hang leave time for the others, and one that is slow gets its own."""
         size = len(self._endpoints)
         return self.answer_seconds if size == 1 else min(_TURN_SECONDS * 2 ** (turn // size), self.answer_seconds)
@@ -167,7 +162,7 @@ class Etcd:
             self.call("kv/range", {"key": b64(first)})  # which also finds an endpoint that answers
             host, port = self._endpoints[self._good]
             try:
-                return EtcdWatch(host, port, first, end, self._patience(turn))
+                return EtcdWatch(host, port, first, end, self._seconds_for(turn))
             except (OSError, http.client.HTTPException, ValueError) as error:
                 if time.monotonic() >= until:
                     raise StoreGone(f"the store at {self.address} is gone: {error}") from error
@@ -247,6 +242,10 @@ class EtcdWatch:
                     self._found.put([(_text(one["key"]), _text(one.get("value", ""))) for one in written])
         self._found.put(None)
         self._connection.close()
+
+
+def _values(found: dict[str, Any]) -> list[str]:
+    return [_text(one.get("value", "")) for one in found.get("kvs", ())]
 
 
 def _absent(key: str) -> dict[str, str]:

@@ -63,8 +63,6 @@ def begin_run(address: str, lease_seconds: float) -> str:
 class EtcdMembershipStore(MembershipStore):
     """A client of one run's part of an etcd cluster.
 
-    A call that finds one endpoint dead, silent or without a leader asks the next one, until `answer_seconds` are over.
-
     Args:
         address: see `parse_address`.
         identity: which run it must be; None: the one that was begun last under the prefix.
@@ -76,7 +74,7 @@ class EtcdMembershipStore(MembershipStore):
 
     def __init__(self, address: str, identity: str | None = None, answer_seconds: float | None = None) -> None:
         super().__init__()
-        self._address = address
+        self.address = address
         endpoints, prefix = parse_address(address)
         self._etcd = Etcd(address, endpoints, answer_seconds or ANSWER_SECONDS)
         self._kept: deque[EtcdRendezvous] = deque(maxlen=_KEPT)
@@ -86,10 +84,6 @@ class EtcdMembershipStore(MembershipStore):
         self.identity = found
         self._root = f"{prefix}/{found}"
         self.look()
-
-    @property
-    def address(self) -> str:
-        return self._address
 
     def count(self, name: str) -> int:
         return self._etcd.add(f"{self._root}/count/{name}", 1)

@@ -21,15 +21,17 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from varuna_capslog.elastic.store.log import StoreGone
-from varuna_capslog.elastic.store.server import OPEN_SECONDS, first_line
 
-__all__ = ["ANSWER_SECONDS", "CLOSE_SECONDS", "StoreLine", "StoreLines"]
+__all__ = ["ANSWER_SECONDS", "CLOSE_SECONDS", "OPEN_SECONDS", "StoreLine", "StoreLines", "first_line"]
 
 Value = TypeVar("Value")
 Job = Callable[[dist.TCPStore], Value]
 
 ANSWER_SECONDS = 3.0
 """A store that takes longer to answer is gone."""
+
+OPEN_SECONDS = 12.0
+"""For a new connection: torch asks the name server for the name of every peer, and one lost answer costs 5 s."""
 
 BESIDE_SECONDS = 0.3
 """After so long another connection is tried beside one that is being opened: the next question is seldom lost, too."""
@@ -39,24 +41,12 @@ _MOST_BESIDE = 2
 
 
 class StoreLines:
-    """All connections of one client.
+    """All connections of one client; for the arguments see `TcpMembershipStore`."""
 
-    Args:
-        identity: which server it must be; None: the first one that answers.
-        answer_seconds: after so long without an answer the store counts as gone; None: `ANSWER_SECONDS`.
-        open_seconds: the same for an answer on a new connection.
-
-    Raises:
-        StoreGone: no store answers there.
-    """
-
-    def __init__(
-        self, host: str, port: int, identity: str | None, answer_seconds: float | None, open_seconds: float
-    ) -> None:
-        self.host = host
-        self.port = port
+    def __init__(self, host: str, port: int, identity: str | None, answer_seconds: float | None) -> None:
+        self.host, self.port, self.address = host, port, f"{host}:{port}"
         self.answer_seconds = answer_seconds or ANSWER_SECONDS
-        self.open_seconds = open_seconds
+        self.open_seconds = OPEN_SECONDS
         self.identity = identity or ""
         self.opening: dict[concurrent.futures.Future[str], threading.Thread] = {}
         self._lock = threading.Lock()
@@ -66,11 +56,6 @@ class StoreLines:
         self._spares = threading.Semaphore(1)
         self._give_back(self._open())
         self.want_spare()
-
-    @property
-    def address(self) -> str:
-        """host:port."""
-        return f"{self.host}:{self.port}"
 
     def call(self, job: Job[Value], seconds: float | None = None) -> Value:
         """What `job` gives, on a connection of its own meanwhile; on a fresh one where that turns out broken."""
@@ -243,3 +228,8 @@ def _serve(jobs: queue.SimpleQueue[Any], host: str, port: int, seconds: float) -
 
 def _identity(client: dist.TCPStore) -> str:
     return client.get("identity").decode()
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error of torch's, whose other lines are C++ stacks."""
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")

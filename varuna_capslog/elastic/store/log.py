@@ -1,8 +1,8 @@
-"""What all processes of a run agree on: the newest generation, and one log of entries that every process reads.
+"""The interface of a run's store: the newest generation, and one log of entries that every process reads.
 
 The log is a sequence of write-once entries without gaps, so that every reader gets the same entries in one order. A
-generation is its entry: writing the entry both founds and announces it. This module holds the interface of a store and
-all that does not depend on its kind; `store_tcp` and `store_etcd` read and write entries. A store decides nothing.
+generation is its entry: writing the entry both founds and announces it. `tcp_store` and `etcd_store` read and write
+entries; all that does not depend on the kind of store is here. A store decides nothing.
 """
 
 from __future__ import annotations
@@ -37,10 +37,13 @@ class StoreGone(CapslogError):
 
 
 class MembershipStore(abc.ABC):
-    """What the runtime and the supervisors need of a store. Every method raises `StoreGone`; any thread may call.
+    """The store, as members and supervisors use it from any thread.
 
-    Every call is bounded: a store that is gone, hangs or was started anew raises `StoreGone`.
+    Every call is bounded: it raises `StoreGone` where the store is gone, hangs or was started anew.
     """
+
+    address: str
+    """As `open_store` reads it."""
 
     identity: str
     """Made by the server when it started, or by the run when it began."""
@@ -50,11 +53,6 @@ class MembershipStore(abc.ABC):
         self._followers: list[LogFollower] = []
         self._position = 0  # entries of the log that were read, by any call
         self._newest = EMPTY
-
-    @property
-    @abc.abstractmethod
-    def address(self) -> str:
-        """As `open_store` reads it."""
 
     # -- the log ---------------------------------------------------------------------------------------------------
 
@@ -85,7 +83,7 @@ class MembershipStore(abc.ABC):
             position, newest = self._catch_up()
             if newest.number != expected:
                 return newest
-            # No entry between the last that was read and this one: none can be a generation that we have not seen.
+            # The write fails if there is an entry after those that were read, which may be a generation.
             if self._write(position, text):
                 return record
 
@@ -97,9 +95,9 @@ class MembershipStore(abc.ABC):
         while not self._write(self._catch_up()[0], text):
             pass
 
-    def length(self) -> int:
-        """Number of entries in the log now."""
-        return self._catch_up()[0]
+    def history(self) -> list[Entry]:
+        """All entries that the log holds now."""
+        return [_unpack_entry(text) for text in self.entries(0)]
 
     def follow(self, take: Take, lost: Lost, start: int = 0) -> Callable[[], None]:
         """Passes every entry from number `start` on to `take`, in order, as soon as it is there, in its own thread.
@@ -126,7 +124,7 @@ class MembershipStore(abc.ABC):
             found = [entry for entry in map(_unpack_entry, texts) if entry.get("kind") == "generation"]
             newest = Generation.from_json(found[-1]["record"], "the store") if found else None
             with self._log_lock:
-                # Another thread may have read farther meanwhile; its end is as good as ours.
+                # another thread may have read farther meanwhile
                 if start + len(texts) >= self._position:
                     self._position = start + len(texts)
                     self._newest = newest or self._newest
@@ -165,18 +163,15 @@ class MembershipStore(abc.ABC):
 
     @abc.abstractmethod
     def rendezvous(self) -> dist.Store:
-        """A client of its own for `torch.distributed`'s groups, under a prefix that the caller chooses.
-
-        Its calls are bounded by its own timeout where the store answers, not where it hangs.
-        """
+        """A client of its own for `torch.distributed`'s groups; its timeout does not bound calls to a hanging store."""
 
     @abc.abstractmethod
     def look(self) -> None:
         """Return if the store answers."""
 
-    @abc.abstractmethod
     def signs(self) -> Sequence[str] | None:
-        """What changes as long as machines of the run live; None: the store ends with them, so its answer is a sign."""
+        """Values that change as long as machines of the run live; None: the store itself ends with them."""
+        return None
 
     def close(self) -> None:
         """End all connections and followers of this client."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.elastic.network import parse_address
 from varuna_capslog.elastic.store.etcd_store import EtcdMembershipStore
 from varuna_capslog.elastic.store.log import MembershipStore, StoreGone
-from varuna_capslog.elastic.store.server import StoreServer, serve_store
-from varuna_capslog.elastic.store.tcp_store import TcpMembershipStore
+from varuna_capslog.elastic.store.tcp_store import StoreServer, TcpMembershipStore
 
-__all__ = ["MembershipStore", "StoreGone", "StoreServer", "TcpMembershipStore", "open_store", "serve_store"]
+__all__ = ["MembershipStore", "StoreGone", "StoreServer", "TcpMembershipStore", "open_store"]
 
 
 def open_store(address: str, identity: str | None = None, answer_seconds: float | None = None) -> MembershipStore:
@@ -20,7 +19,5 @@ def open_store(address: str, identity: str | None = None, answer_seconds: float 
     """
     if "://" in address:
         return EtcdMembershipStore(address, identity, answer_seconds)
-    host, _, port = address.rpartition(":")
-    if not host or not port.isascii() or not port.isdigit():
-        raise CapslogError(f"store address {address!r} is not host:port")
-    return TcpMembershipStore(host, int(port), identity, answer_seconds)
+    ((endpoint,), _) = parse_address(address)
+    return TcpMembershipStore(*endpoint, identity, answer_seconds)

@@ -1,4 +1,4 @@
-"""The membership store in torch's TCPStore, which a supervisor serves: the default.
+"""The membership store in torch's TCPStore, which the supervisor that begins the run serves: the default.
 
 Entry n of the log is the key `log/<n>`, written once by compare-and-set on nothing.
 """
@@ -8,47 +8,74 @@ from __future__ import annotations
 import contextlib
 import datetime
 import queue
+import socket
+import uuid
 from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
-from varuna_capslog.elastic.store.lines import StoreLine, StoreLines
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.elastic.store.lines import OPEN_SECONDS, StoreLine, StoreLines, first_line
 from varuna_capslog.elastic.store.log import LOOK_SECONDS, LogFollower, Lost, MembershipStore, Take
-from varuna_capslog.elastic.store.server import OPEN_SECONDS
 
-__all__ = ["TcpMembershipStore"]
+__all__ = ["StoreServer", "TcpMembershipStore"]
 
 _FOR_EVER = datetime.timedelta(days=7)  # it waits in poll(), which counts milliseconds in an int
 _LARGEST_BATCH = 256
 
 
+class StoreServer:
+    """The TCPStore server of this process, on all its addresses. It has no access control: its port belongs into a
+    private network.
+
+    Args:
+        port: 0: any free one.
+
+    Raises:
+        CapslogError: the port cannot be used.
+    """
+
+    def __init__(self, port: int = 0) -> None:
+        # IPv4, so that a peer on this machine has a name in /etc/hosts: the server asks for the names of its peers in
+        # the one thread that also answers, and a name server that loses a question would stop it for seconds.
+        try:
+            listener = socket.create_server(("0.0.0.0", port), backlog=1024)
+            port = listener.getsockname()[1]
+            store = dist.TCPStore(
+                "127.0.0.1",
+                port,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=datetime.timedelta(seconds=OPEN_SECONDS),
+                master_listen_fd=listener.detach(),
+            )
+        except (RuntimeError, OSError, OverflowError) as error:
+            raise CapslogError(f"no store can be served on port {port}: {first_line(error)}; choose another") from error
+        self.port = port
+        self.identity = uuid.uuid4().hex
+        store.set("identity", self.identity)
+        self._store: dist.TCPStore | None = store
+
+    def close(self) -> None:
+        """End the server; its clients see that the store is gone."""
+        self._store = None
+
+
 class TcpMembershipStore(MembershipStore):
-    """A client of `store_server.serve_store`.
+    """A client of a `StoreServer`.
 
     Args:
         identity: which server it must be; None: the first one that answers.
-        answer_seconds: after so long without an answer the store counts as gone; None: `store_lines.ANSWER_SECONDS`.
-        open_seconds: the same for an answer on a new connection.
+        answer_seconds: after so long without an answer the store counts as gone; None: `lines.ANSWER_SECONDS`.
 
     Raises:
         StoreGone: no store answers there.
     """
 
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        identity: str | None = None,
-        answer_seconds: float | None = None,
-        open_seconds: float = OPEN_SECONDS,
-    ) -> None:
+    def __init__(self, host: str, port: int, identity: str | None = None, answer_seconds: float | None = None) -> None:
         super().__init__()
-        self.lines = StoreLines(host, port, identity, answer_seconds, open_seconds)
-        self.identity = self.lines.identity
-
-    @property
-    def address(self) -> str:
-        return self.lines.address
+        self.lines = StoreLines(host, port, identity, answer_seconds)
+        self.address, self.identity = self.lines.address, self.lines.identity
 
     def count(self, name: str) -> int:
         return self.lines.call(lambda client: int(client.add(f"count/{name}", 1)))
@@ -77,9 +104,6 @@ class TcpMembershipStore(MembershipStore):
 
     def look(self) -> None:
         self.lines.call(lambda client: client.check(["identity"]))
-
-    def signs(self) -> None:
-        """See `MembershipStore`: the server is a process of the run."""
 
     def entries(self, start: int) -> Sequence[str]:
         return self.lines.call(lambda client: _entries(client, start))

@@ -1,6 +1,6 @@
 """A host of a chaos run: an ordinary supervisor, `Host`, in a process of its own that chaos may kill or stop.
 
-It is forked by a nursery of the rig, so that a machine that comes back need not import anything first.
+It is forked by a fork server of the rig, so that a machine that comes back need not import anything first.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ def main(order: Mapping[str, Any]) -> int:
     from varuna_capslog.config.reading import load_config
     from varuna_capslog.elastic.host.fork_server import PRELOADED
     from varuna_capslog.elastic.host.host import Host, HostOptions
-    from varuna_capslog.elastic.network import network_variables
     from varuna_capslog.elastic.store.opening import StoreGone
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -56,7 +55,7 @@ def main(order: Mapping[str, Any]) -> int:
             num_workers=int(order["workers"]),
             name=str(order["name"]),
             store=str(order["store"]),
-            environment={**network_variables(str(order["store"])), **order["environment"]},
+            environment=order["environment"],
             settings=config.elastic,
             say=say,
             sources=None,

@@ -19,7 +19,7 @@ from typing import Any
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.settings import Config
-from varuna_capslog.elastic.host.fork_server import PRELOADED, Nursery
+from varuna_capslog.elastic.host.fork_server import PRELOADED, ForkServer
 from varuna_capslog.membership.entries import NoticeEntry, RequestEntry
 from varuna_capslog.membership.generation import Generation, Member, Stamp
 from varuna_capslog.rig.judge import Stepped
@@ -89,13 +89,13 @@ class Machines:
         self.network = MachineNetwork(options.network, list(self.by_name))
         self._stack.callback(self.network.close)
         self._log = self._stack.enter_context((folder / "log.jsonl").open("a", encoding="utf-8", buffering=1))
-        self._nursery = Nursery(
+        self._fork_server = ForkServer(
             "varuna_capslog.rig.machines.host_process:main",
             lambda what: self._inbox.put((0, "supervisor", what)),
             folder / "nursery.log",
-            (*PRELOADED, "varuna_capslog.elastic.host.host", "varuna_capslog.elastic.notices", *MODULES[:1]),
+            (*PRELOADED, "varuna_capslog.elastic.host.host", *MODULES[:1]),
         )
-        self._stack.callback(self._nursery.close)  # supervisors die with it, and workers with their supervisors
+        self._stack.callback(self._fork_server.close)  # supervisors die with it, and workers with their supervisors
 
     # -- begin and end of the run, and of its machines -----------------------------------------------------------------
 
@@ -126,7 +126,7 @@ class Machines:
         }
         name = f"{self.records.number}:{machine.name}:{machine.starts}"
         log = self.run_dir / "chaos" / f"host-{machine.name}.log"
-        self._nursery.fork({"member": name, "environment": {}, "log": str(log), "arguments": order})
+        self._fork_server.fork({"member": name, "environment": {}, "log": str(log), "arguments": order})
         machine.pid = -1
 
     def stop(self, seconds: float) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from varuna_capslog.elastic.store.etcd_store import begin_run
-from varuna_capslog.elastic.store.opening import MembershipStore, StoreGone, StoreServer, open_store, serve_store
+from varuna_capslog.elastic.store.opening import MembershipStore, StoreGone, StoreServer, open_store
 from varuna_capslog.membership.entries import Entry
 from varuna_capslog.membership.generation import Generation
 from varuna_capslog.rig.etcd_servers import EtcdServers
@@ -61,7 +61,8 @@ class RunStore:
             self.address = self._etcd.address(f"chaos/{self._begun}")
             identity = begin_run(self.address, self._lease_seconds)
         else:
-            self._server, port = serve_store()
+            self._server = StoreServer()
+            port = self._server.port
             self.address, identity = f"127.0.0.1:{port}", self._server.identity
         self._begun += 1
         self._client = open_store(self.address, identity)

@@ -13,7 +13,7 @@ from typing import Any
 
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.generation import Layout, Member, Stamp
-from varuna_capslog.membership.state import Phase, newcomer
+from varuna_capslog.membership.state import Phase, State
 from varuna_capslog.rig.search.places import make_job
 from varuna_capslog.rig.search.world import Transition, World
 
@@ -130,7 +130,7 @@ class Course(World):
                 self.pool += [("asked", self.index[member], i) for member in members]
             case m.Bid(number, members):
                 self.pool += [("bye", self.index[member], i, number) for member in members]
-            case m.Prepare(number, changes):
+            case m.Prepare(number, changes, hinted=False):
                 post(("prepared", i, number, changes))
             case m.Release():  # the process ends
                 self.alive[i] = False
@@ -147,7 +147,7 @@ class Course(World):
 
     def _offer(self, i: int, number: int, step: int) -> None:
         """An owner has sent what the followers of its layers need; who has all of it may vote."""
-        layout = self.states[i].layout
+        layout = self.states[i].roles.layout
         if layout is None:
             return
         if self.job.shadows:
@@ -180,11 +180,11 @@ class Course(World):
         """As above where what a member follows changes from step to step: each is looked at."""
         sent = self.sent.get((number, step), set())
         for j, state in enumerate(self.states):
-            need = set(state.copies | state.shadows)
-            if state.record.number != number or state.layout is None or not need or state.copied >= step:
+            need = set(state.roles.copies | state.roles.shadows)
+            if state.record.number != number or state.roles.layout is None or not need or state.copied >= step:
                 continue
             for i in sent:
-                need.difference_update(state.layout.owned.get(self.states[i].me, ()))
+                need.difference_update(state.roles.layout.owned.get(self.states[i].me, ()))
             if not need:
                 self.pool.append(("copied", j, min(sent), number, step))
 
@@ -272,7 +272,7 @@ class Course(World):
                 else:
                     self.feed(i, m.Damaged(number, layer))
             case ("asked", _, source) if self.reach(source, i):
-                self.feed(i, m.Asked(self.states[source].me))
+                self.feed(i, m.Wished(("join", self.states[source].me)))
             case ("bye", _, source, number) if self.reach(source, i):
                 self.feed(i, m.Farewell(number))
             case ("broken", _, number):
@@ -318,10 +318,10 @@ class Course(World):
             case "false alarm":
                 self.feed(i, m.Suspects(frozenset([self.states[self.dice.choice(inside)].me])))
             case "leave" | "urgent leave":
-                self.feed(i, m.Notice(("leave", self.states[i].me), kind == "urgent leave"))
+                self.feed(i, m.Wished(("leave", self.states[i].me), kind == "urgent leave"))
             case "hint" | "late leave":  # all hear it by the log, each in its own time
                 change = ("leave", self.states[i].me)
-                event = m.Hint(change) if kind == "hint" else m.Notice(change, urgent=True, save=True)
+                event = m.Hint(change) if kind == "hint" else m.Wished(change, urgent=True, save=True)
                 self.pool += [("told", j, event) for j in range(len(self.states)) if self.alive[j]]
             case "join":
                 self._enter()
@@ -348,8 +348,8 @@ class Course(World):
 
     def _enter(self) -> None:
         number = len(self.states)
-        newest = max(self.disk)  # by step: what a newcomer would find; it need not lie on the lineage
-        i = self.add(newcomer(f"m{number:04d}", f"h{number:04d}", checkpoint=newest))
+        newest = max(self.disk)  # by step: what a joining member would find; it need not lie on the lineage
+        i = self.add(State(f"m{number:04d}", f"h{number:04d}", checkpoint=newest))
         self.feed(i, m.Enter())
 
     def _checkpoint(self) -> None:
@@ -379,7 +379,7 @@ class Course(World):
     # -- time ----------------------------------------------------------------------------------------------------------
 
     def wake(self) -> None:
-        """Nothing is under way: time passes, and members that wait for something lose patience."""
+        """Nothing is under way: time passes, and the time limits of members that wait are over."""
         self.views.clear()
         voters = [self.index[member] for member in self.record.members]
         if voters and self.store_up and not any(self.alive[i] for i in voters):

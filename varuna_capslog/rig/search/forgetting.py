@@ -11,11 +11,10 @@ from dataclasses import replace
 
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.generation import INITIAL, Generation, Held, Stamp
-from varuna_capslog.membership.state import Phase, State
+from varuna_capslog.membership.state import Phase, Roles, State
 
 __all__ = ["adopts", "brought", "living", "valid"]
 
-_NONE: frozenset[int] = frozenset()
 _MANY = 100_000
 
 
@@ -38,12 +37,13 @@ def living(state: State, newest: Generation) -> State:
     state = replace(state, held=valid(state.held, record), voted=_voted(state.voted, record))
     match state.phase:
         case Phase.RUN:
-            return replace(state, missing=_NONE)
+            return replace(state, roles=replace(state.roles, missing=frozenset()))
         case Phase.INSTALL:
             return replace(state, cast=False, computed=False, copied=0)
         case Phase.CHANGE if state.record.number < newest.number:  # what it proposes cannot be founded any more
-            leaves = frozenset(change for change in state.changes if change[0] == "leave")
-            state = replace(state, changes=leaves, planned=False, regress=False, base=None)
+            leaves = frozenset(change for change in state.wishes.changes if change[0] == "leave")
+            wishes = replace(state.wishes, changes=leaves, planned=False)
+            state = replace(state, wishes=wishes, regress=False, base=None)
     trained = state.phase is Phase.CHANGE and state.base is not None
     return replace(
         state,
@@ -53,12 +53,8 @@ def living(state: State, newest: Generation) -> State:
         copied=0,
         at=state.at if trained else INITIAL,
         base=state.base if trained else None,
-        own=_NONE,
-        copies=_NONE,
-        shadows=_NONE,
-        missing=_NONE,
-        saving=False,
-        prepared=frozenset(),
+        roles=Roles(layout=state.roles.layout),
+        wishes=replace(state.wishes, saving=False, prepared=frozenset()),
     )
 
 

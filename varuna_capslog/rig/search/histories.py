@@ -10,7 +10,7 @@ import random
 
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership import protocol
-from varuna_capslog.membership.state import newcomer
+from varuna_capslog.membership.state import State
 from varuna_capslog.rig.search.course import Course, History, HistoryOutcome
 from varuna_capslog.rig.search.world import Transition, Violation
 
@@ -63,7 +63,7 @@ def play(history: History, transition: Transition = protocol.step, compare: bool
     world = Course(history, transition, compare)
     names = [f"m{number:04d}" for number in range(history.members)]
     for number, name in enumerate(names):
-        world.add(newcomer(name, f"h{number:04d}"))
+        world.add(State(name, f"h{number:04d}"))
     world.record = world.records[1] = world.record.successor(names)
     for i in range(history.members):
         world.feed(i, m.Enter())

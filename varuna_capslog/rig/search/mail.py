@@ -113,7 +113,7 @@ class MailWorld(OpenWorld):
             case ("send", number, layer, _, target):
                 state = self.states[target]
                 known = state.record.number
-                wanted = state.phase is Phase.GATHER or (state.phase is Phase.INSTALL and layer in state.missing)
+                wanted = state.phase is Phase.GATHER or (state.phase is Phase.INSTALL and layer in state.roles.missing)
                 return self.alive[target] and (number > known or (number == known and wanted))
             case ("offer", number, step, _):
                 return any(self._may_copy(i, number, step) for i in range(len(self.states)))
@@ -122,14 +122,17 @@ class MailWorld(OpenWorld):
             case ("ask", source, target):
                 member, state = self.states[source].me, self.states[target]
                 wanted = self.states[source].wants_in and member not in self.record.members
-                news = ("join", member) not in state.changes and state.phase not in (Phase.STOPPED, Phase.OUTSIDE)
+                news = ("join", member) not in state.wishes.changes and state.phase not in (
+                    Phase.STOPPED,
+                    Phase.OUTSIDE,
+                )
                 return wanted and news and self.alive[source] and self.alive[target]
             case ("read", i):
                 return self.alive[i] and self.states[i].phase is Phase.OUTSIDE
             case ("prepare", i, number, changes):
                 state = self.states[i]
                 here = self.alive[i] and state.phase is Phase.RUN and state.record.number == number
-                return here and state.prepared != changes
+                return here and state.wishes.prepared != changes
         return True
 
     def _may_vote(self, number: int) -> bool:

@@ -1,4 +1,4 @@
-"""Which actions could come next in a world with mail: deliveries, computations, patience that ends, faults."""
+"""Which actions could come next in a world with mail: deliveries, computations, time limits that end, faults."""
 
 from __future__ import annotations
 
@@ -71,12 +71,17 @@ class OpenWorld(PostWorld):
         if state.phase in ANSWERING and state.votes and self._broken(i):
             yield ("broken", i)
         notice = ("leave", state.me)
-        if self.leaves and state.phase in (Phase.RUN, Phase.WAIT) and state.votes and notice not in state.changes:
+        if (
+            self.leaves
+            and state.phase in (Phase.RUN, Phase.WAIT)
+            and state.votes
+            and notice not in state.wishes.changes
+        ):
             yield ("notice", i)
-        if self.late and state.votes and notice not in state.changes:
+        if self.late and state.votes and notice not in state.wishes.changes:
             yield ("late", i)
         for member in state.record.members if self.hints else ():
-            if ("leave", member) not in state.hints:
+            if ("leave", member) not in state.wishes.hints:
                 yield ("hint", i, member)
 
     def _rounds(self, i: int) -> Iterator[Action]:
@@ -94,12 +99,12 @@ class OpenWorld(PostWorld):
     def _offered(self, i: int) -> bool:
         """Whether the owners of all that i follows have sent what the vote waits for."""
         state = self.states[i]
-        if state.layout is None or not (state.copies or state.shadows):
+        if state.roles.layout is None or not (state.roles.copies or state.roles.shadows):
             return False
-        need = set(state.copies | state.shadows)
+        need = set(state.roles.copies | state.roles.shadows)
         for kind, *rest in self.mail:
             if kind == "offer" and rest[:2] == [state.record.number, state.round] and self.reach(i, rest[2]):
-                need.difference_update(state.layout.owned.get(self.states[rest[2]].me, ()))
+                need.difference_update(state.roles.layout.owned.get(self.states[rest[2]].me, ()))
         return not need
 
     def _broken(self, i: int) -> bool:
@@ -132,12 +137,14 @@ class OpenWorld(PostWorld):
                 return alike and self.alive[i] and i not in self.hung and self.reach_store(i)
             case ("send", number, layer, source, target):  # what comes before its decision waits for it
                 state = self.states[target]
-                wanted = state.record.number == number and layer in state.missing
+                wanted = state.record.number == number and layer in state.roles.missing
                 return wanted and self.alive[target] and target not in self.hung and self.reach(source, target)
             case ("prepare", i, number, changes):
                 state = self.states[i]
                 soon = state.phase is Phase.RUN and not state.cast and state.copied != state.round
-                return soon and state.record.number == number and i not in self.hung and state.prepared != changes
+                return (
+                    soon and state.record.number == number and i not in self.hung and state.wishes.prepared != changes
+                )
             case ("bye" | "ask", *_, source, target):
                 return self.alive[target] and target not in self.hung and self.reach(source, target)
             case _:

@@ -8,7 +8,7 @@ from typing import Any
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.ahead import find_ahead
 from varuna_capslog.membership.recovery import Seat
-from varuna_capslog.membership.state import Job, Phase, newcomer
+from varuna_capslog.membership.state import Job, Phase, State
 from varuna_capslog.rig.search.places import make_job
 from varuna_capslog.rig.search.world import Transition, World
 
@@ -68,7 +68,7 @@ class PostWorld(World):
         self.hints, self.late = scenario.hints, scenario.late
         self.comers = scenario.processes - scenario.members
         for number in range(scenario.processes):
-            self.add(newcomer(f"m{number}", f"h{number}"))
+            self.add(State(f"m{number}", f"h{number}"))
 
     def emit(self, i: int, effect: m.Effect) -> None:
         match effect:
@@ -84,7 +84,7 @@ class PostWorld(World):
                 self.mail |= {("ask", i, self.index[member]) for member in effect.members}
             case m.Bid():
                 self.mail |= {("bye", effect.generation, i, self.index[member]) for member in effect.members}
-            case m.Prepare() if self.job.shadows:
+            case m.Prepare(hinted=False) if self.job.shadows:
                 self.mail = frozenset(entry for entry in self.mail if entry[:2] != ("prepare", i))
                 self.mail |= {("prepare", i, effect.generation, effect.changes)}
             case m.Release():  # the process ends
@@ -146,10 +146,10 @@ class PostWorld(World):
                 self.feed(i, m.Enter())
             case ("notice", i):
                 self.leaves -= 1
-                self.feed(i, m.Notice(("leave", self.states[i].me)))
+                self.feed(i, m.Wished(("leave", self.states[i].me)))
             case ("late", i):
                 self.late -= 1
-                self.feed(i, m.Notice(("leave", self.states[i].me), urgent=True, save=True))
+                self.feed(i, m.Wished(("leave", self.states[i].me), urgent=True, save=True))
             case ("hint", i, member):
                 self.hints -= 1
                 self.feed(i, m.Hint(("leave", member)))
@@ -189,7 +189,7 @@ class PostWorld(World):
                 self.feed(target, m.Received(number, layer))
             case ("ask", source, target):
                 self.mail -= {entry}
-                self.feed(target, m.Asked(self.states[source].me))
+                self.feed(target, m.Wished(("join", self.states[source].me)))
             case ("bye", number, _, target):
                 self.mail -= {entry}
                 self.feed(target, m.Farewell(number))
@@ -200,8 +200,8 @@ class PostWorld(World):
     def _comes_ahead(self, i: int, changes: frozenset[m.Change]) -> frozenset[int]:
         """The layers that a member has got ahead of a change, once it says that it is prepared."""
         state = self.states[i]
-        assert state.layout is not None
+        assert state.roles.layout is not None
         seats = {other.me: Seat(other.me, other.host, other.capacity) for other in self.states}
         return find_ahead(
-            state.me, state.record, state.layout, changes, seats, self.job.place, self.job.layer_bytes
+            state.me, state.record, state.roles.layout, changes, seats, self.job.place, self.job.layer_bytes
         ).mine

@@ -96,7 +96,11 @@ class World:
         before = self.states[i]
         state, effects = self.transition(self.job, before, event)
         self._told(i, event, state)
-        if isinstance(event, m.Received) and event.layer in before.missing and event.layer not in state.missing:
+        if (
+            isinstance(event, m.Received)
+            and event.layer in before.roles.missing
+            and event.layer not in state.roles.missing
+        ):
             self._store(i, (event.layer, before.at))
         elif isinstance(event, m.Copied | m.Prepared):
             for entry in state.held - before.held:
@@ -107,7 +111,7 @@ class World:
             self._fail(10, i, event, "goes on in a generation in which a layer arrived damaged")
         self._saves_as_asked(i, event, before, effects)
         if self.truth.asks:  # what it gave up as a wish it need not ask for
-            self.truth.asks = frozenset(ask for ask in self.truth.asks if ask[0] != i or ask[1] in state.changes)
+            self.truth.asks = frozenset(ask for ask in self.truth.asks if ask[0] != i or ask[1] in state.wishes.changes)
         for effect in effects:
             self._perform(i, effect, before)
         if state.held is not before.held and not state.held <= self.memory[i]:
@@ -118,12 +122,10 @@ class World:
     def _told(self, i: int, event: m.Event, state: State) -> None:
         """Ghosts: what was wished and hinted, and who knows that a checkpoint is to come first."""
         match event:
-            case m.Notice(change):
+            case m.Wished(change):
                 self.truth.wished |= {change}
-                if event.save and change in state.changes:
+                if event.save and change in state.wishes.changes:
                     self.truth.asks |= {(i, change)}
-            case m.Asked(member):
-                self.truth.wished |= {("join", member)}
             case m.Hint(change):
                 self.truth.hinted |= {change}
             case m.Computed() if i in self.saves.get(state.at, ()) and state.at.generation == state.record.number:
@@ -139,16 +141,16 @@ class World:
             return
         votes = [vote for vote in self.casts[number, before.round].values() if isinstance(vote, m.Vote)]
         asked = any(vote.save for vote in votes)
-        if asked and state.planned:
+        if asked and state.wishes.planned:
             self._fail(8, i, event, "begins a change before the checkpoint that was asked for")
-        if state.planned and not any(vote.changes for vote in votes):
+        if state.wishes.planned and not any(vote.changes for vote in votes):
             self._fail(7, i, event, "begins a change that nobody wishes")
         goes_on = state.phase is Phase.RUN and state.record.number == number
         if said != (asked and goes_on):
             self._fail(8, i, event, f"{'writes a' if said else 'does not write the'} checkpoint; asked for: {asked}")
         if asked and goes_on:
             wished = frozenset[m.Change]().union(*[vote.changes for vote in votes if vote.save])
-            self.truth.asks |= {(i, change) for change in wished & state.changes}
+            self.truth.asks |= {(i, change) for change in wished & state.wishes.changes}
 
     def _store(self, i: int, entry: tuple[int, Stamp]) -> None:
         self.memory[i] |= {entry}
@@ -186,7 +188,7 @@ class World:
                 if effect.expected > self.left[i] and self.states[i].me in self.records[effect.expected].members:
                     self._fail(1, i, effect, "founds a successor of a generation that it still answers")
                 self._is_wished(i, effect)
-            case m.CopyAhead():
+            case m.Prepare(hinted=True):
                 if not effect.changes <= self.truth.hinted:
                     self._fail(7, i, effect, "copies ahead what nobody has hinted")
             case m.Prepare():
@@ -241,13 +243,13 @@ class World:
         state, struck = self.states[i], {one.layer for one in self.truth.damaged if one.holder == i}
         if state.phase not in (Phase.RUN, Phase.CHANGE):  # later its digest is already told
             return frozenset()
-        return frozenset(layer for layer in state.shadows - struck if (layer, state.at) in state.held)
+        return frozenset(layer for layer in state.roles.shadows - struck if (layer, state.at) in state.held)
 
     def damage(self, i: int, layer: int) -> None:
         """A copy made ahead is from now on not what its owner has, and neither is what follows from it."""
         state = self.states[i]
         owners = frozenset(
-            j for j, other in enumerate(self.states) if other.record == state.record and layer in other.own
+            j for j, other in enumerate(self.states) if other.record == state.record and layer in other.roles.own
         )
         self.truth.damaged |= {Damage(i, layer, state.at, owners)}
 
@@ -257,7 +259,7 @@ class World:
             return frozenset()
         state = self.states[i]
         struck = {one.layer for one in self.truth.damaged if self._is_of(one, i, state.held) and one.stamp == state.at}
-        layers = [(layer, True) for layer in state.own] + [(layer, False) for layer in state.shadows]
+        layers = [(layer, True) for layer in state.roles.own] + [(layer, False) for layer in state.roles.shadows]
         return frozenset(
             m.Proof(layer, state.at, owner, f"damaged at {i}" if layer in struck else "sound")
             for layer, owner in layers
@@ -354,7 +356,7 @@ class World:
             self._fail(
                 3, i, effect, f"makes {after} from {effect.before}; others made it from {self.truth.parents[after]}"
             )
-        follows = state.own | state.shadows | (state.copies if self.job.sync else frozenset())
+        follows = state.roles.own | state.roles.shadows | (state.roles.copies if self.job.sync else frozenset())
         for layer in follows:
             if (layer, effect.before) not in self.memory[i]:
                 self._fail(3, i, effect, f"applies the step to layer {layer}, which it does not hold at the boundary")
@@ -385,7 +387,7 @@ class World:
     def _install(self, i: int, effect: m.Install) -> None:
         state = self.states[i]
         self._decided(i, effect.generation, effect.base, effect)
-        for layer in state.own:
+        for layer in state.roles.own:
             if (layer, effect.base) not in self.memory[i]:
                 self._fail(6, i, effect, f"begins without layer {layer}")
             self._uses(i, effect.generation, layer, effect.base, effect)

@@ -28,7 +28,7 @@ RESUMED = "resumed-"
 def write_held(
     run_dir: Path, held: Mapping[tuple[int, Stamp], LayerState], record: Generation, num_pieces: int
 ) -> None:
-    """Writes what a member holds; see `elastic.parked.write_boundaries`."""
+    """Writes what a member holds; see `held_state.write_boundaries`."""
 
     def write(place: Path, piece: int, state: LayerState) -> None:
         if not _file(place, piece).exists():
@@ -42,18 +42,13 @@ def begin_with(run_dir: Path) -> tuple[int, str]:
 
     Called by one process before a run starts, whose generations begin anew: what cannot be used of an earlier one goes.
     """
-    found = newest(run_dir / "checkpoints")
-    best: tuple[int, Path | None] = (0, None) if found is None else found
-    _recover(run_dir, best[0])
-    resumed = [path for path in run_dir.glob(f"{RESUMED}*") if path.is_dir()]
-    for place in resumed:
-        step = int(place.name.removeprefix(RESUMED))
-        if step > best[0]:
-            best = (step, place)
-    for place in resumed:
-        if place != best[1]:
+    found: tuple[int, Path | None] = newest(run_dir / "checkpoints") or (0, None)
+    _recover(run_dir, found[0])
+    resumed = {int(path.name.removeprefix(RESUMED)): path for path in run_dir.glob(f"{RESUMED}*") if path.is_dir()}
+    step, path = max([found, *resumed.items()], key=lambda boundary: boundary[0])
+    for place in resumed.values():
+        if place != path:
             shutil.rmtree(place, ignore_errors=True)
-    step, path = best
     return step, "" if path is None else str(path.absolute())
 
 

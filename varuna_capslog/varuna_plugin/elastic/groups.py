@@ -22,7 +22,7 @@ class VarunaGroups:
     """The default group and all that Varuna makes beside it.
 
     Args:
-        store: of the caller's own.
+        store: a client that nothing else uses.
         prefix: never used twice in a store.
         seconds: longest wait for the others, and for messages that have no other bound.
 
@@ -67,7 +67,7 @@ class VarunaGroups:
             for group in groups:
                 _abort(group)
             dist.destroy_process_group()
-        # the last reference waits for threads of gloo, for which nobody needs to wait
+        # dropping the last reference waits for gloo's threads, so another thread does it
         threading.Thread(target=groups.clear, name="end-varuna-groups", daemon=True).start()
 
 

@@ -1,23 +1,85 @@
-"""The user's model as an elastic run on Varuna needs it: its pieces, and a fresh model for every generation."""
+"""What an elastic run on Varuna trains: the user's factories and numbers, and the pieces of the user's model."""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.config.settings import Elastic
 from varuna_capslog.elastic.member.work import LayerState
+from varuna_capslog.memory import AUTO
+from varuna_capslog.profiles.record import Profile
 from varuna_capslog.varuna_plugin import piece_state
-from varuna_capslog.varuna_plugin.elastic.job import Job
+from varuna_capslog.varuna_plugin.inputs import Microbatches, scatter
 from varuna_capslog.varuna_plugin.splitting.tracing import trace_model
 
-__all__ = ["ModelPieces"]
+__all__ = ["ElasticTraining", "ModelPieces"]
+
+
+@dataclass(frozen=True)
+class ElasticTraining:
+    """What a user wants trained; the same on every worker.
+
+    Attributes:
+        build_model: the whole model with its CutPoints, on the CPU; called with the generator seeded, once for every
+            change. It must give the same model every time.
+        build_optimizer: over a model's parameters; called once, its settings per parameter hold for all parts.
+        get_batch: the inputs of step 1, 2, ..., the whole minibatch, the same on every worker; or `Microbatches`.
+        steps: to be made over the whole run.
+        batch_size, chunk_size: samples of a step, and of a microbatch.
+        clip_grad_max_norm, loss: as Varuna and `configure` have them.
+        schedule: called with (optimizer, step) before each step; sets learning rates by the step alone.
+        profile, planner, memory, capacity: what cuts are searched from; without a profile pieces are cut by bytes.
+        checkpoint_every: steps; None: only the last.
+        on_step: called with (step, loss, gradient norm) on one worker.
+        seed: of weights and random numbers, which belong to (step, microbatch, piece).
+        timeout_seconds: longest wait for a message.
+        elastic: the section of that name.
+    """
+
+    build_model: Callable[[], nn.Module]
+    build_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+    get_batch: Callable[[int], dict[str, Any]]
+    steps: int
+    batch_size: int
+    chunk_size: int
+    run_dir: Path
+    clip_grad_max_norm: float | None = None
+    loss: Literal["mean", "sum"] = "mean"
+    schedule: Callable[[torch.optim.Optimizer, int], None] | None = None
+    profile: Profile | None = None
+    planner: str = "exact"
+    memory: str = AUTO
+    capacity: int = 0
+    checkpoint_every: int | None = None
+    on_step: Callable[[int, float, float], None] | None = None
+    seed: int = 0
+    timeout_seconds: float = 30.0
+    elastic: Elastic = field(default_factory=Elastic)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Of one step."""
+        return math.ceil(self.batch_size / self.chunk_size)
+
+    def microbatches(self, step: int) -> Microbatches:
+        """All microbatches of a step."""
+        given = self.get_batch(step)
+        if isinstance(given, Microbatches):
+            return given
+        cut = scatter(given, self.batch_size, self.chunk_size)
+        return Microbatches(cut, cut.sizes)
 
 
 class ModelPieces:
-    """What one process knows of the model, whichever of its pieces train here.
+    """The model's pieces, which are the same on every worker.
 
     Args:
         cut_point: Varuna's class of that name.
@@ -33,7 +95,7 @@ class ModelPieces:
         CapslogError: the inputs, or the profile, do not go with the model.
     """
 
-    def __init__(self, job: Job, cut_point: Any) -> None:
+    def __init__(self, job: ElasticTraining, cut_point: Any) -> None:
         self._job = job
         self._spare: nn.Module | None = self._build()
         first = job.microbatches(1)
@@ -54,13 +116,13 @@ class ModelPieces:
         self.names = [piece_state.names_of(self.trace, piece) for piece in range(self.trace.num_pieces)]
 
     def _build(self) -> nn.Module:
-        """A model as the user's factory makes it, whatever random numbers were drawn before."""
+        """A model of the user's factory, with the random numbers of the run's seed."""
         with torch.random.fork_rng(), torch.enable_grad():
             torch.manual_seed(self._job.seed)
             return self._job.build_model()
 
     def take(self) -> nn.Module:
-        """A model of the caller's own."""
+        """A fresh model, for the caller to change."""
         model, self._spare = self._spare, None
         return self._build() if model is None else model
 

@@ -6,10 +6,7 @@ a step can be taken back.
 
 from __future__ import annotations
 
-import contextlib
-import io
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,13 +15,13 @@ from torch.utils import _pytree as pytree
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.elastic.member.work import LayerState
-from varuna_capslog.varuna_plugin import checkpoint, piece_state
-from varuna_capslog.varuna_plugin.drawing import Draws
+from varuna_capslog.varuna_plugin import piece_state
 from varuna_capslog.varuna_plugin.elastic.groups import VarunaGroups
-from varuna_capslog.varuna_plugin.elastic.job import Job
-from varuna_capslog.varuna_plugin.elastic.model import ModelPieces
+from varuna_capslog.varuna_plugin.elastic.model import ElasticTraining, ModelPieces
 from varuna_capslog.varuna_plugin.inputs import Microbatches
+from varuna_capslog.varuna_plugin.install import silent
 from varuna_capslog.varuna_plugin.options import configure, know_trace
+from varuna_capslog.varuna_plugin.splitting.stage_run import Draws
 from varuna_capslog.varuna_plugin.splitting.stages import ANCHOR
 
 __all__ = ["VarunaPart"]
@@ -42,15 +39,20 @@ class VarunaPart:
     """
 
     def __init__(
-        self, job: Job, pieces: ModelPieces, device: torch.device, groups: VarunaGroups, cuts: tuple[int, ...]
+        self,
+        job: ElasticTraining,
+        pieces: ModelPieces,
+        device: torch.device,
+        groups: VarunaGroups,
+        cuts: tuple[int, ...],
     ) -> None:
         self._job, self._pieces, self._device = job, pieces, device
         self._groups, self._cuts = groups, cuts
-        self._trainer: Any = None
+        self.trainer: Any = None
         self._draws: Draws | None = None
         self._parameters: dict[str, nn.Parameter] = {}
         self._buffers: dict[str, Tensor] = {}
-        self._settled: dict[str, Tensor] = {}  # buffers at the present boundary, whatever a forward does
+        self._settled: dict[str, Tensor] = {}  # buffers as they were before the step under way
         self.own: tuple[int, ...] = ()
 
     def build(self, model: nn.Module, rank: int, seconds: float) -> None:
@@ -63,24 +65,24 @@ class VarunaPart:
 
         job = self._job
         self._configure(seconds)
-        with contextlib.redirect_stdout(io.StringIO()):  # Varuna prints as it goes
-            self._trainer = varuna.Varuna(
+        with silent():
+            self.trainer = varuna.Varuna(
                 model,
                 "".join(f"{stage};" for stage in range(len(self._cuts))),
                 lambda size, device=None: {},  # the trace is known
                 job.batch_size,
                 job.chunk_size,
                 local_rank=rank,
-                device="cpu" if self._device.type == "cpu" else self._device.index or 0,
+                device=self._device,
             )
         self._configure(job.timeout_seconds)
         self._groups.wait_for(job.timeout_seconds)
-        partitioned = self._trainer.partitioned_model
+        partitioned = self.trainer.partitioned_model
         self._draws = Draws(partitioned.ordered_modules.values(), self._device, job.seed)
         partitioned.capslog.draws = self._draws
         self._parameters = {name: p for name, p in partitioned.module.named_parameters() if name != ANCHOR}
         self._buffers = dict(partitioned.module.named_buffers())
-        self._trainer.set_optimizer(self._pieces.recipe.build(self._parameters))
+        self.trainer.set_optimizer(self._pieces.recipe.build(self._parameters))
 
     def _configure(self, seconds: float) -> None:
         configure(cuts=self._cuts, loss=self._job.loss, timeout_seconds=seconds)
@@ -90,9 +92,9 @@ class VarunaPart:
         """The states of this rank's pieces after step `base`."""
         self.own = tuple(sorted(states))
         for piece in reversed(self.own):  # what several pieces share is in all of them: the first one's counts
-            piece_state.install(states[piece], *self._part(piece), self._trainer.optimizer)
+            piece_state.install(states[piece], *self._part(piece), self.trainer.optimizer)
         self._settle()
-        self._trainer.iteration = base
+        self.trainer.iteration = base
 
     def _settle(self) -> None:
         self._settled = {key: buffer.clone() for key, buffer in self._buffers.items()}
@@ -102,33 +104,28 @@ class VarunaPart:
     def compute(self, step: int) -> tuple[float, float]:
         """Varuna's forwards and backwards; returns the loss and the norm of the gradients."""
         everything = self._job.microbatches(step)
-        ready = Microbatches([self._on_device(batch) for batch in everything.batches], everything.sizes)
+        moved = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self._device), everything.batches)
+        ready = Microbatches(moved, everything.sizes)
         assert self._draws is not None
         self._draws.begin_step(step, ready.batches)
-        loss, _, _ = self._trainer.step(ready, self._job.clip_grad_max_norm)
-        return float(loss), float(self._trainer.capslog_grad_norm)
-
-    def _on_device(self, batch: dict[str, Any]) -> dict[str, Any]:
-        if self._device.type == "cpu":
-            return batch
-        moved: dict[str, Any] = pytree.tree_map(lambda v: v.to(self._device) if isinstance(v, Tensor) else v, batch)
-        return moved
+        loss, _, _ = self.trainer.step(ready, self._job.clip_grad_max_norm)
+        return float(loss), float(self.trainer.capslog_grad_norm)
 
     def apply(self, step: int) -> None:
         """The update of a step that was voted."""
-        optimizer = self._trainer.optimizer
+        optimizer = self.trainer.optimizer
         if self._job.schedule is not None:
             self._job.schedule(optimizer, step)
         optimizer.step()
-        self._trainer.zero_grad()
-        self._trainer.iteration = step
+        self.trainer.zero_grad()
+        self.trainer.iteration = step
         self._settle()
 
     def discard(self) -> None:
         """Takes a step back that was computed."""
         for name, buffer in self._buffers.items():
             buffer.copy_(self._settled[name])
-        self._trainer.zero_grad()
+        self.trainer.zero_grad()
 
     # -- states -------------------------------------------------------------------------------------------------------
 
@@ -140,7 +137,7 @@ class VarunaPart:
         """A piece at the present boundary; without `copy` the live tensors."""
         parameters, buffers = self._part(piece)
         settled = {name: self._settled[name] for name in buffers}
-        state = piece_state.capture(parameters, settled, self._trainer.optimizer)
+        state = piece_state.capture(parameters, settled, self.trainer.optimizer)
         return {key: tensor.clone() for key, tensor in state.items()} if copy else state
 
     def update(self, piece: int) -> Mapping[str, Tensor]:
@@ -149,17 +146,13 @@ class VarunaPart:
         found = {f"gradients/{name}": p.grad for name, p in parameters.items() if p.grad is not None}
         return found | {f"buffers/{name}": buffer for name, buffer in buffers.items()}
 
-    def save(self, folder: Path, step: int) -> None:
-        """This rank's files of a checkpoint; see `checkpoint.save`."""
-        checkpoint.save(self._trainer, folder, step)
-
     def close(self) -> None:
-        """Nothing of the generation is left; also of one that could not be built."""
+        """Ends everything of the generation, also of one that could not be built."""
         self._groups.close()
-        if self._trainer is not None:
-            _join_threads(self._trainer)
+        if self.trainer is not None:
+            _join_threads(self.trainer)
             # modules refer to each other in circles; their tensors must not wait for a collection
-            for module in self._trainer.partitioned_model.module.modules():
+            for module in self.trainer.partitioned_model.module.modules():
                 module._parameters.clear()
                 module._buffers.clear()
 

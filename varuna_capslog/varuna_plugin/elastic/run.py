@@ -10,14 +10,11 @@ import contextlib
 import dataclasses
 import logging
 import os
-import queue
 import shutil
 import signal
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,13 +24,16 @@ from varuna_capslog.base import units
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.settings import Elastic
 from varuna_capslog.elastic.member.beginning import Beginning
+from varuna_capslog.elastic.notices.interface import Notice
+from varuna_capslog.elastic.notices.signals import SignalListener, plain
 from varuna_capslog.membership.entries import NoticeEntry
 from varuna_capslog.profiles.record import Profile, read_profile
-from varuna_capslog.varuna_plugin.elastic.job import Job
+from varuna_capslog.varuna_plugin.elastic.model import ElasticTraining
 from varuna_capslog.varuna_plugin.recognise import find_varuna
 
 if TYPE_CHECKING:
     from varuna_capslog.elastic.script.member_script import MemberScript
+    from varuna_capslog.elastic.store.opening import MembershipStore
     from varuna_capslog.training.worker_process import StopWish
 
 __all__ = ["ElasticEnd", "main", "run_elastic"]
@@ -50,17 +50,19 @@ _MODULES = (
 )
 
 
+@dataclasses.dataclass(frozen=True)
 class ElasticEnd:
     """How it ended, as seen by the script.
 
     Attributes:
         worker: whether this is a worker's process; False: the host's.
         step: the last one applied here; None on the host.
-        stopped: somebody asked for a stop, or this worker was released, before all steps were made.
+        stopped: a stop was asked for, or this worker was released, before all steps were made.
     """
 
-    def __init__(self, worker: bool, step: int | None, stopped: bool) -> None:
-        self.worker, self.step, self.stopped = worker, step, stopped
+    worker: bool
+    step: int | None
+    stopped: bool
 
 
 def run_elastic(
@@ -84,7 +86,7 @@ def run_elastic(
         workers: that the run begins with, one per stage (fewer stages where the model has fewer pieces).
         capacity: bytes of each device, also as text ("16GiB"); checked where a profile is given.
 
-    All others, `options` among them: the fields of `elastic_job.Job`, by name; `steps`, `batch_size` and `chunk_size`
+    All others, `options` among them: the fields of `ElasticTraining`, by name; `steps`, `batch_size` and `chunk_size`
     must be given. `get_batch` counts steps from 1.
 
     Raises:
@@ -92,7 +94,7 @@ def run_elastic(
         StepRefused: in a worker, when a step was not finite.
     """
     options["elastic"] = options.get("elastic") or Elastic()
-    job = Job(build_model, build_optimizer, get_batch, run_dir=Path(run_dir).absolute(), **options)
+    job = ElasticTraining(build_model, build_optimizer, get_batch, run_dir=Path(run_dir).absolute(), **options)
     if job.steps < 1 or workers < 1:
         raise CapslogError(f"steps={job.steps}, workers={workers}: both must be at least 1")
     find_varuna()
@@ -140,7 +142,7 @@ def _host(run_dir: Path, workers: int, settings: Elastic) -> ElasticEnd:
     try:
         end = host.run()
     finally:
-        shutil.rmtree(temporary_folder(host.address.rpartition(":")[2]), ignore_errors=True)
+        shutil.rmtree(temporary_folder(host.link.address.rpartition(":")[2]), ignore_errors=True)
     return ElasticEnd(False, None, end.stopped)
 
 
@@ -179,45 +181,36 @@ def main(arguments: Sequence[str]) -> int:
     return report_failures(run_dir, part)
 
 
-class _Leaving:
-    """SIGUSR1, Varuna's signal of a preemption: this worker is to leave the run."""
+def _take_signals(me: str, store: MembershipStore) -> None:
+    """SIGUSR1, Varuna's signal of a preemption, makes this worker leave the run."""
 
-    def __init__(self, me: str, store: Any) -> None:
-        self._me, self._store = me, store
-        self._heard: queue.SimpleQueue[None] = queue.SimpleQueue()
-        signal.signal(signal.SIGUSR1, self._hear)
-        threading.Thread(target=self._tell, name="notices", daemon=True).start()
+    def tell(notice: Notice) -> None:
+        with contextlib.suppress(CapslogError):
+            store.append(NoticeEntry(me, source=notice.source).to_json())
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        self._heard.put(None)
-
-    def _tell(self) -> None:
-        """A thread of its own: a handler must not wait for the store."""
-        while True:
-            self._heard.get()
-            with contextlib.suppress(CapslogError):
-                self._store.append(NoticeEntry(self._me, source="signal").to_json())
+    # in a thread of the listener's own: a handler must not wait for the store
+    SignalListener({signal.SIGUSR1: plain()[signal.SIGUSR1]}).start(tell)
 
 
-def _take_part(member: MemberScript, job: Job) -> ElasticEnd:
+def _take_part(member: MemberScript, job: ElasticTraining) -> ElasticEnd:
     """This worker's part of the run."""
     from varuna_capslog.elastic.member.runtime_options import RuntimeOptions
     from varuna_capslog.elastic.member.start_up import enter, local_rank, take_part
-    from varuna_capslog.elastic.member.timeouts import Patience
+    from varuna_capslog.elastic.member.timeouts import Timeouts
     from varuna_capslog.training.worker_process import choose_device
     from varuna_capslog.varuna_plugin.elastic.work import VarunaWork
 
-    entry = enter(job.run_dir, member.wish)
-    store, me, elastic = entry.store, entry.start.me, job.elastic
-    _Leaving(me, store)
+    start, store = enter(job.run_dir, member.wish)
+    elastic = job.elastic
+    _take_signals(start.me, store)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    work = VarunaWork(entry.start, job, store.rendezvous, choose_device("auto", local_rank()))
+    work = VarunaWork(start, job, store.rendezvous, choose_device("auto", local_rank()))
     work.placer.prepare(len(store.read().members) + 2)
     options = RuntimeOptions(
         capacity=job.capacity,
         sync=elastic.protection == "sync",
         shadows=elastic.shadows,
-        patience=Patience(job.timeout_seconds, elastic.patience_seconds),
+        timeouts=Timeouts(job.timeout_seconds, elastic.patience_seconds),
     )
-    end, member.status = take_part(entry, work, options)
+    end, member.status = take_part(start, store, work, options)
     return ElasticEnd(True, end.step, end.stopped or end.released)

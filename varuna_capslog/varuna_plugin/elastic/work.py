@@ -29,12 +29,11 @@ from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.membership.redundancy import Protection
 from varuna_capslog.schedules import RunShape
 from varuna_capslog.training.recent_steps import RecentSteps
-from varuna_capslog.varuna_plugin import building, piece_state
+from varuna_capslog.varuna_plugin import building, checkpoint, piece_state
 from varuna_capslog.varuna_plugin.checkpoint_files import read_tensors
 from varuna_capslog.varuna_plugin.elastic import disk as elastic_disk
 from varuna_capslog.varuna_plugin.elastic.groups import VarunaGroups
-from varuna_capslog.varuna_plugin.elastic.job import Job
-from varuna_capslog.varuna_plugin.elastic.model import ModelPieces
+from varuna_capslog.varuna_plugin.elastic.model import ElasticTraining, ModelPieces
 from varuna_capslog.varuna_plugin.elastic.part import VarunaPart
 
 __all__ = ["VarunaWork"]
@@ -47,11 +46,11 @@ class VarunaWork:
     """One member's part.
 
     Args:
-        rendezvous: gives a store client of the caller's own.
+        rendezvous: makes a store client that nothing else uses.
     """
 
     def __init__(
-        self, start: MemberStart, job: Job, rendezvous: Callable[[], dist.Store], device: torch.device
+        self, start: MemberStart, job: ElasticTraining, rendezvous: Callable[[], dist.Store], device: torch.device
     ) -> None:
         import varuna
 
@@ -96,7 +95,7 @@ class VarunaWork:
         cuts, stages, _ = self.placer.pipeline(opening.layout, opening.members)
         rank, job = communicator.rank, self.job
         self._end()
-        torch.set_grad_enabled(True)  # whatever was broken off
+        torch.set_grad_enabled(True)  # a forward that was broken off may have left it off
         self._communicator, self._cuts = communicator, cuts
         self._number, self._base = opening.number, opening.base.step
         self._saved = self._saved if self._saved <= self._base else 0
@@ -104,7 +103,7 @@ class VarunaWork:
         if rank < stages:
             model = self.pieces.take()
             with self._breakable(communicator):
-                communicator.gather(None)  # who was lost meanwhile is not waited for below
+                communicator.gather(None)  # a member that was lost meanwhile is noticed here, not by a long wait below
                 name = f"varuna/{communicator.generation}"
                 seconds = min(self._connect_seconds, job.timeout_seconds)
                 self._connect_seconds *= 2
@@ -122,7 +121,7 @@ class VarunaWork:
 
     @contextlib.contextmanager
     def _breakable(self, communicator: Communicator) -> Any:
-        """Whatever fails once the generation was ended here fails because of that."""
+        """An error after this generation was ended here is the consequence of that end: it becomes PeerLost."""
         try:
             yield
         except PeerLost:
@@ -139,7 +138,7 @@ class VarunaWork:
         return states
 
     def _end(self) -> None:
-        """Nothing of a generation is left; also of one that could not be opened."""
+        """Ends the generation, also one that could not be opened."""
         if self._part is not None:
             self._part.close()
         self._part = self._communicator = None
@@ -234,7 +233,7 @@ class VarunaWork:
         return stamp if self._save(step) else None
 
     def _save(self, step: int) -> bool:
-        """Writes a checkpoint together with all members; False where somebody knows that it is there."""
+        """Writes a checkpoint together with all members; False where it has been written already."""
         assert self._communicator is not None
         self._saved = max(self._communicator.gather(self._saved))
         if self._saved >= step:
@@ -244,7 +243,7 @@ class VarunaWork:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             with self._breakable(self._communicator):
                 try:
-                    self._part.save(self.checkpoints, step)
+                    checkpoint.save(self._part.trainer, self.checkpoints, step)
                 except PeerLost:
                     raise
                 except CapslogError as error:

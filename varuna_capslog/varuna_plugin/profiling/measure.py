@@ -1,23 +1,21 @@
 """`plugin.profile`: what each piece of a CutPoint model costs on Varuna, by trimming, as a `Profile`.
 
 Every run is a Varuna job of up to three stages of which only the middle one computes: one piece, or two neighbours
-(CAPSlog, Sec. III-A). Which runs, on which worker and into which record is `profiles`' business; the processes are in
-`profile_worker`.
+(CAPSlog, Sec. III-A). Workers and their runs are `profiling.launches`' business, what they play is in `worker`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
+import dataclasses
 import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.probe import CPU_SOURCE, CUDA_SOURCE
 from varuna_capslog.model.chain import TensorSpec
@@ -25,30 +23,21 @@ from varuna_capslog.profiles.record import Observation, Profile, SharedParameter
 from varuna_capslog.profiles.runs import StageRun, stage_runs
 from varuna_capslog.profiling import admission
 from varuna_capslog.profiling.conditions import RunConditions
-from varuna_capslog.profiling.launches import LaunchTimes, Progress, Workers, in_one_launch
+from varuna_capslog.profiling.launches import (
+    Given,
+    LaunchTimes,
+    Progress,
+    Workers,
+    devices_of,
+    failures_named,
+    in_one_launch,
+)
 from varuna_capslog.profiling.trim import TrimmedRun
-from varuna_capslog.profiling.worker import WorkerFailure
-from varuna_capslog.varuna_plugin.install import install, installed_patches, uninstall
-from varuna_capslog.varuna_plugin.profiling.subject import MakeOptimizer, Subject
-from varuna_capslog.varuna_plugin.profiling.worker import VarunaWorkers
+from varuna_capslog.varuna_plugin.install import install, installed_patches, silent, uninstall
+from varuna_capslog.varuna_plugin.profiling.worker import ProfileOptions, Subject, varuna_roles
 from varuna_capslog.varuna_plugin.splitting.tracing import Trace, trace_model
 
 __all__ = ["profile"]
-
-
-@dataclass(frozen=True)
-class _BuiltModel:
-    """A model that is there already."""
-
-    model: nn.Module
-
-    def __call__(self) -> nn.Module:
-        return self.model
-
-
-def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer that is profiled where none is given."""
-    return torch.optim.AdamW(parameters)
 
 
 def profile(
@@ -56,13 +45,8 @@ def profile(
     get_batch_fn: Callable[..., Mapping[str, Any]],
     chunk_size: int,
     *,
-    optimizer: MakeOptimizer = adamw,
-    device: str = "cpu",
-    workers: int = 1,
-    threads: int = 1,
-    loss: Literal["mean", "sum"] = "mean",
-    timeout_seconds: float = 600.0,
     progress: Progress | None = None,
+    **options: Any,
 ) -> Profile:
     """Profiles a model with CutPoints on the installed Varuna; not inside a job, it starts processes of its own.
 
@@ -74,28 +58,26 @@ def profile(
         model: the model, or a function that builds it; a function defined at the top level of a module is cheapest.
         get_batch_fn: as for Varuna; its batches should be as large as the run's largest.
         chunk_size: samples of a microbatch.
-        optimizer: makes one from parameters; default torch's AdamW.
-        device: "cpu" or "cuda", of the stages that are measured; their neighbours need none.
-        workers: runs at a time; on the CPU each has two light companions.
-        threads: CPU threads of a measured stage.
-        loss: as for `configure`.
-        timeout_seconds: longest wait of a run for a message.
+        options: fields of `ProfileOptions`, by name.
 
     Raises:
         DoesNotFit: a run may need more memory than there is; nothing was tried.
         CapslogError: no fitting Varuna, a model without CutPoints, no such device, or a run failed: which, and why.
     """
+    fields.refuse_unknown(options, [field.name for field in dataclasses.fields(ProfileOptions)], "option")
+    chosen = ProfileOptions(**options)
+    device, workers = chosen.device, chosen.workers
     if device == "cuda" and not torch.cuda.is_available():
         raise CapslogError("there is no CUDA device here; profile with device='cpu', or where there is one")
     if workers < 1 or chunk_size < 1:
         raise CapslogError(f"workers={workers}, chunk_size={chunk_size}: both must be at least 1")
-    build: Callable[[], nn.Module] = _BuiltModel(model) if isinstance(model, nn.Module) else model
-    commit, subject = _traced(build, get_batch_fn, chunk_size, optimizer, loss, timeout_seconds)
+    build: Callable[[], nn.Module] = Given(model) if isinstance(model, nn.Module) else model
+    commit, subject = _traced(build, get_batch_fn, chunk_size, chosen)
     whole, trace = build(), subject.trace
-    names, sizes = _names(trace), {name: _num_bytes(tensor) for name, tensor in whole.named_parameters()}
+    names, sizes = _names(trace), {name: tensor.nbytes for name, tensor in whole.named_parameters()}
     conditions = RunConditions(device, chunk_size, _described(subject.batch))
     clock = LaunchTimes()
-    rows = _measured(subject, conditions, names, (whole, sizes), (workers, threads), clock, progress)
+    rows = _measured(subject, conditions, names, (whole, sizes), clock, progress)
     del whole
     by_piece = [
         sum(sizes[name] for name, pieces in trace.parameters.items() if i in pieces) for i in range(trace.num_pieces)
@@ -112,11 +94,11 @@ def profile(
             "dtype": "float32",
             "microbatch_size": chunk_size,
             "input": conditions.input,
-            "optimizer": _optimizer_name(optimizer),
+            "optimizer": type(chosen.optimizer([nn.Parameter(torch.zeros(1))])).__name__.lower(),
             "schedule": "varuna",
             "recompute": True,
             "stage_inputs": "host",
-            "threads": threads,
+            "threads": chosen.threads,
             "order": "packed",
             "peak_source": CUDA_SOURCE if device == "cuda" else CPU_SOURCE,
             "torch": torch.__version__,
@@ -133,13 +115,11 @@ def _traced(
     build: Callable[[], nn.Module],
     get_batch_fn: Callable[..., Mapping[str, Any]],
     chunk_size: int,
-    optimizer: MakeOptimizer,
-    loss: Literal["mean", "sum"],
-    timeout_seconds: float,
+    chosen: ProfileOptions,
 ) -> tuple[str, Subject]:
     """Varuna's commit, and the subject; Varuna is left as it was found."""
     installed = bool(installed_patches())
-    with contextlib.redirect_stdout(io.StringIO()):  # Varuna prints while it is imported
+    with silent():
         found = install()
         try:
             from varuna import CutPoint
@@ -151,7 +131,7 @@ def _traced(
                 uninstall()
     if not trace.cuts:
         raise CapslogError("the model's forward passes no CutPoint; place some between its layers")
-    return found.commit, Subject(build, batch, trace, chunk_size, optimizer, loss, timeout_seconds)
+    return found.commit, Subject(build, batch, trace, chunk_size, chosen)
 
 
 def _measured(
@@ -159,12 +139,11 @@ def _measured(
     conditions: RunConditions,
     names: Sequence[str],
     model: tuple[nn.Module, Mapping[str, int]],
-    workers: tuple[int, int],
     clock: LaunchTimes,
     progress: Progress | None,
 ) -> list[Observation]:
     """One row for each piece and each two neighbours."""
-    count, threads = workers
+    options = subject.options
     runs = stage_runs(subject.trace.num_pieces)
     specs = _cut_specs(subject)
     tasks = []
@@ -172,23 +151,15 @@ def _measured(
         run = TrimmedRun(first, end, subject.trace.num_pieces, tuple(specs[first : end + 1]))
         tasks.append((run, _bound_bytes(subject.trace, model[1], specs, (first, end), conditions.device)))
     tasks.sort(key=lambda task: -task[1])
-    devices = [_device(conditions.device, number) for number in range(min(count, len(tasks)))]
+    devices = devices_of(options.device, min(options.workers, len(tasks)))
     modules = sorted({type(module).__module__ for module in model[0].modules()})
-    source: Any = subject  # where our own engine's workers get a workload
-    described = Workers(source, devices, threads, modules, conditions, admission.free_bytes, names)
-    try:
-        with VarunaWorkers(source, devices, threads, modules) as group:
-            found = in_one_launch(tasks, group, described, clock, progress or (lambda *_: None))
-    except WorkerFailure as error:
-        where = "a profiling worker"
-        if error.run is not None:
-            where = f"the run of {' + '.join(names[error.run.first : error.run.end])}"
-        raise CapslogError(f"{where} failed: {error}; nothing was kept of this profile") from error
+    source: Any = Given(subject)  # where our own engine's workers get a workload
+    described = Workers(
+        source, devices, options.threads, modules, conditions, admission.free_bytes, names, varuna_roles
+    )
+    with failures_named(names), described.group(len(devices)) as group:
+        found = in_one_launch(tasks, group, described, clock, progress or (lambda *_: None))
     return [found[run] for run in runs]
-
-
-def _device(kind: str, number: int) -> torch.device:
-    return torch.device("cpu") if kind == "cpu" else torch.device("cuda", number % torch.cuda.device_count())
 
 
 def _cut_specs(subject: Subject) -> list[dict[str, TensorSpec]]:
@@ -217,7 +188,7 @@ def _bound_bytes(
 
 
 def _names(trace: Trace) -> list[str]:
-    """A piece is called after the first module that runs wholly inside it."""
+    """A piece is named after the first module that runs wholly inside it."""
     names: list[str] = []
     for piece in range(trace.num_pieces):
         inside = next((call.module for call in trace.calls if call.first == call.last == piece), None)
@@ -239,12 +210,3 @@ def _described(value: Any, name: str = "") -> dict[str, list[int]]:
     for key, item in entries:
         found |= _described(item, f"{name}.{key}" if name else str(key))
     return found
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.itemsize
-
-
-def _optimizer_name(make: MakeOptimizer) -> str:
-    made = make([nn.Parameter(torch.zeros(1))])
-    return type(made).__name__.lower()

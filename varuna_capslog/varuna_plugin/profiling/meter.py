@@ -1,14 +1,14 @@
 """Reads what the stage of one rank costs on Varuna: peak, static and saved bytes, seconds.
 
 For the rank of a stage of interest, in a job of any size: `observe` trains three steps by Varuna's own executor. The
-meanings are those of `profiles.trim.observe`, so that rows from both engines stand in one profile format.
+meanings are those of `profiling.trim.observe`, so that rows from both engines stand in one profile format.
 """
 
 from __future__ import annotations
 
 import contextlib
-import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from varuna_capslog.engine.stage_meter import StageMeter
 from varuna_capslog.model.chain import TensorSpec
 from varuna_capslog.profiles.record import Observation
 from varuna_capslog.profiling.conditions import RunConditions
+from varuna_capslog.profiling.trim import observation_of
 from varuna_capslog.varuna_plugin.splitting.stage_run import StageObserver
 from varuna_capslog.varuna_plugin.wire import Bundle
 
@@ -54,27 +55,10 @@ def observe(trainer: Any, inputs: Mapping[str, Any], layers: tuple[int, int], co
             measured.step(inputs)
     finally:
         stage.bundle_type = Bundle
-    assert meter.peak_bytes is not None
     before, behind = (None if cut is None else cut.spec.tensors for cut in (stage.entry, stage.exit))
-    return Observation(
-        layers=layers,
-        device=trainer.device.type,
-        microbatch_size=conditions.microbatch_size,
-        input=dict(conditions.input),
-        memory_action="recompute",
-        peak_bytes=meter.peak_bytes,
-        static_bytes=meter.static_bytes,
-        saved_bytes=meter.saved_bytes,
-        transient_bytes=max(0, meter.peak_bytes - meter.static_bytes),
-        boundary_in_bytes=storage_bytes(measured.given) if before is None else _bytes_of(before),
-        boundary_out_bytes=0 if behind is None else _bytes_of(behind),
-        forward_seconds=statistics.median(meter.seconds["forward"]),
-        backward_seconds=statistics.median(meter.seconds["backward"]),
-    )
-
-
-def _bytes_of(specs: Sequence[TensorSpec]) -> int:
-    return sum(spec.num_bytes for spec in specs)
+    crossing = storage_bytes(measured.given) if before is None else sum(spec.num_bytes for spec in before)
+    boundary_bytes = crossing, sum(spec.num_bytes for spec in behind or ())
+    return observation_of(meter, trainer.device, layers, boundary_bytes, conditions)
 
 
 class _OffDevice(Bundle):
@@ -128,13 +112,7 @@ class _MeasuredStage(StageObserver):
     def saving(self) -> Iterator[None]:
         """While it is open, the meter sees what every forward leaves behind for its backward."""
         own = self._resident()
-
-        def watch(call: Callable[..., Any], *arguments: Any, **inputs: Any) -> Any:
-            self.given = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
-            with self.meter.saving(own, self._received):
-                return call(*arguments, **inputs)
-
-        with self._around_forward(watch):
+        with self._around_forward(lambda: self.meter.saving(own, self._received)):
             yield
 
     def _received(self) -> list[Tensor] | None:
@@ -148,14 +126,9 @@ class _MeasuredStage(StageObserver):
     @contextlib.contextmanager
     def timing(self) -> Iterator[None]:
         """While it is open, the meter times every forward and backward, without the waiting of a backward."""
-
-        def watch(call: Callable[..., Any], *arguments: Any, **inputs: Any) -> Any:
-            with self.meter.timing("forward"):
-                return call(*arguments, **inputs)
-
         before, self._stage.observer = self._stage.observer, self
         try:
-            with self._around_forward(watch):
+            with self._around_forward(lambda: self.meter.timing("forward")):
                 yield
         finally:
             self._stage.observer = before
@@ -170,11 +143,16 @@ class _MeasuredStage(StageObserver):
         self._began = self.meter.now()
 
     @contextlib.contextmanager
-    def _around_forward(self, wrapper: Callable[..., Any]) -> Iterator[None]:
-        """Puts `wrapper` around the user's forward on this stage."""
-        own = self._module.__dict__.get("forward")
-        original = self._module.forward
-        self._module.forward = lambda *arguments, **inputs: wrapper(original, *arguments, **inputs)
+    def _around_forward(self, opened: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+        """Opens a context around the user's forward on this stage."""
+        own, original = self._module.__dict__.get("forward"), self._module.forward
+
+        def forward(*arguments: Any, **inputs: Any) -> Any:
+            self.given = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
+            with opened():
+                return original(*arguments, **inputs)
+
+        self._module.forward = forward
         try:
             yield
         finally:

@@ -1,117 +1,102 @@
-"""The processes of a profile on Varuna: workers that measure one trimmed job after another, and their neighbours.
+"""What the processes of a profile on Varuna play: the measured stage, and the stages before and behind it.
 
-A worker builds the model's skeleton once and forks the two processes that play the stages before and behind. Every run
-is a Varuna job of its own, built anew, since Varuna cuts a model up for good.
+A worker builds the model's skeleton once. Every run is a Varuna job of its own, built anew, since Varuna cuts a model
+up for good.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import io
-import multiprocessing
-import threading
-from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
-from typing import Any
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from varuna_capslog.engine.communicator import PeerLost, connect
+from varuna_capslog.engine.communicator import connect
 from varuna_capslog.profiles.record import Observation
 from varuna_capslog.profiling.conditions import RunConditions
 from varuna_capslog.profiling.skeleton import hollow_module, real_parameter
 from varuna_capslog.profiling.trim import MICROBATCHES, TrimmedRun
-from varuna_capslog.profiling.worker import (
-    WorkerGroup,
-    belong_to_parent,
-    cause_of_loss,
-    end_with_client,
-    next_task,
-    pass_on,
-    report,
-    report_of_neighbour,
-    sentence,
-)
-from varuna_capslog.varuna_plugin import options
+from varuna_capslog.profiling.worker import Role
 from varuna_capslog.varuna_plugin.inputs import Microbatches
-from varuna_capslog.varuna_plugin.install import install, uninstall
+from varuna_capslog.varuna_plugin.install import install, silent, uninstall
+from varuna_capslog.varuna_plugin.options import configure, current, know_trace
 from varuna_capslog.varuna_plugin.profiling.meter import STEPS, observe
-from varuna_capslog.varuna_plugin.profiling.subject import Subject
 from varuna_capslog.varuna_plugin.splitting.partition import Partition, tie_groups
+from varuna_capslog.varuna_plugin.splitting.tracing import Trace
 
-__all__ = ["VarunaWorkers"]
+__all__ = ["ProfileOptions", "Subject", "varuna_roles"]
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer that is profiled where none is given."""
+    return torch.optim.AdamW(parameters)
+
+
+@dataclass(frozen=True)
+class ProfileOptions:
+    """How a model is profiled.
+
+    Attributes:
+        optimizer: makes one from parameters; default torch's AdamW.
+        device: "cpu" or "cuda", of the stages that are measured; their neighbours need none.
+        workers: runs at a time; on the CPU each has two light companions.
+        threads: CPU threads of a measured stage.
+        loss: as for `configure`.
+        timeout_seconds: longest wait of a run for a message.
+    """
+
+    optimizer: MakeOptimizer = adamw
+    device: str = "cpu"
+    workers: int = 1
+    threads: int = 1
+    loss: Literal["mean", "sum"] = "mean"
+    timeout_seconds: float = 600.0
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What every worker is given: the model and all that is known of it.
+
+    Attributes:
+        build: gives the model.
+        batch: inputs of one microbatch, on the CPU.
+        trace: of the model on that batch.
+    """
+
+    build: Callable[[], nn.Module]
+    batch: Mapping[str, Any]
+    trace: Trace
+    chunk_size: int
+    options: ProfileOptions
+
 
 _BEFORE, _MEASURED, _BEHIND = range(3)
 
 
-class VarunaWorkers(WorkerGroup):
-    """`profiles.worker`'s group with Varuna jobs for work; its source gives a `Subject`."""
+def varuna_roles(
+    source: Callable[[], Subject], number: int, port: int, device: torch.device
+) -> tuple[Role, list[Role]]:
+    """The measured stage on Varuna, and one neighbour before it and one behind it."""
+    subject = source()
+    with silent():
+        model = hollow_module(subject.build)
 
-    @staticmethod
-    def target() -> Callable[..., None]:
-        return _work
+    def role(place: int, device: torch.device) -> Role:
+        count = itertools.count(1)
+        return lambda: (
+            lambda run, conditions: _play(
+                subject, model, run, conditions, (place, device), (port, f"varuna-{number}-{next(count)}")
+            )
+        )
 
-
-def _work(
-    pipe: Connection, source: Callable[[], Subject], number: int, port: int, device: torch.device, threads: int
-) -> None:
-    """A worker: measures the runs that come through `pipe`, until it closes."""
-    belong_to_parent()
-    torch.set_num_threads(1)
-    pipes: list[tuple[Connection, Connection]] = [multiprocessing.Pipe(), multiprocessing.Pipe()]
-    processes: list[BaseProcess] = []
-    try:
-        subject = source()
-        with contextlib.redirect_stdout(io.StringIO()):  # Varuna prints while it is imported
-            model = hollow_module(subject.build)
-        # before any thread or CUDA context exists here
-        for role, (_, theirs) in zip((_BEFORE, _BEHIND), pipes, strict=True):
-            foreign = [pipe, *(end for pair in pipes for end in pair if end is not theirs)]
-            arguments = (theirs, foreign, subject, model, role, number, port)
-            process = multiprocessing.get_context("fork").Process(target=_neighbour, args=arguments, daemon=True)
-            process.start()
-            processes.append(process)
-        for _, theirs in pipes:
-            theirs.close()
-        threading.Thread(target=end_with_client, daemon=True).start()
-        torch.set_num_threads(threads)
-        report(pipe, "ready", None)
-        count = 0
-        while (task := next_task(pipe)) is not None:
-            count += 1
-            pass_on(task, [ours for ours, _ in pipes])
-            report(pipe, "done", _play(subject, model, *task, _MEASURED, f"{number}-{count}", port, device))
-    except PeerLost as error:
-        neighbours = list(zip(processes, (ours for ours, _ in pipes), strict=True))
-        report(pipe, "failed", cause_of_loss(error, neighbours))
-    except Exception as error:
-        report(pipe, "failed", sentence(error))
-
-
-def _neighbour(
-    tasks: Connection,
-    foreign: Sequence[Connection],
-    subject: Subject,
-    model: nn.Module,
-    role: int,
-    number: int,
-    port: int,
-) -> None:
-    """What plays the stage before or behind a worker's runs; `foreign` are the worker's own ends of pipes."""
-    belong_to_parent()
-    for connection in foreign:
-        connection.close()
-    count = 0
-    try:
-        while (task := next_task(tasks)) is not None:
-            count += 1
-            _play(subject, model, *task, role, f"{number}-{count}", port, torch.device("cpu"))
-    except Exception as error:
-        report_of_neighbour(tasks, error)
+    return role(_MEASURED, device), [role(place, torch.device("cpu")) for place in (_BEFORE, _BEHIND)]
 
 
 def _play(
@@ -119,28 +104,32 @@ def _play(
     model: nn.Module,
     run: TrimmedRun,
     conditions: RunConditions,
-    role: int,
-    generation: str,
-    port: int,
-    device: torch.device,
+    role: tuple[int, torch.device],
+    meeting: tuple[int, str],
 ) -> Observation | None:
-    """One rank of a run: None on neighbours, and where the run has no stage for this role."""
+    """One rank of a run: None on neighbours, and where the run has no stage for this role.
+
+    Args:
+        role: which stage, and the device that it is on.
+        meeting: port and name under which the ranks of this run find each other.
+    """
     cuts = [0] if run.first == 0 else [0, run.first]
     cuts += [run.end] if run.has_downstream else []
-    stage = role - 1 + run.has_upstream
+    stage, device = role[0] - 1 + run.has_upstream, role[1]
     if not 0 <= stage < len(cuts):
         return None
-    interest = int(run.has_upstream)
-    with contextlib.redirect_stdout(io.StringIO()):  # Varuna prints as it goes
-        communicator = connect(stage, len(cuts), "127.0.0.1", port, f"varuna-{generation}", subject.timeout_seconds)
+    interest, options = int(run.has_upstream), subject.options
+    with silent():
+        communicator = connect(stage, len(cuts), "127.0.0.1", *meeting, options.timeout_seconds)
         try:
             install()
-            options.configure(
-                cuts=cuts, stages_of_interest=[interest], loss=subject.loss, timeout_seconds=subject.timeout_seconds
+            configure(
+                cuts=cuts, stages_of_interest=[interest], loss=options.loss, timeout_seconds=options.timeout_seconds
             )
-            options.know_trace(subject.trace)
+            know_trace(subject.trace)
             trainer = _built(subject, model, stage, interest, len(cuts), device)
-            inputs = Microbatches([_moved(subject.batch, device)] * MICROBATCHES, [subject.chunk_size] * MICROBATCHES)
+            moved = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), subject.batch)
+            inputs = Microbatches([moved] * MICROBATCHES, [subject.chunk_size] * MICROBATCHES)
             if stage == interest:
                 return observe(trainer, inputs, (run.first, run.end), conditions)
             for _ in range(STEPS):
@@ -157,7 +146,7 @@ def _built(subject: Subject, model: nn.Module, stage: int, interest: int, stages
     """This rank's Varuna around a copy of the model, of which what the stage holds has memory."""
     import varuna
 
-    partition = Partition(subject.trace, tuple(options.current().cuts or ()))
+    partition = Partition(subject.trace, tuple(current().cuts or ()))
     shared = {name for tie in tie_groups(partition) if interest in tie.stages for name in tie.names}
     memo: dict[int, Any] = {}
     for name, parameter in model.named_parameters():
@@ -168,13 +157,7 @@ def _built(subject: Subject, model: nn.Module, stage: int, interest: int, stages
     torch.manual_seed(0)
     own = copy.deepcopy(model, memo)
     size = MICROBATCHES * subject.chunk_size
-    kind = "cpu" if device.type == "cpu" else device.index
     mapping = "".join(f"{rank};" for rank in range(stages))
-    trainer = varuna.Varuna(own, mapping, lambda *_, **__: subject.batch, size, subject.chunk_size, device=kind)
-    trainer.set_optimizer(subject.optimizer(list(trainer.parameters())))
+    trainer = varuna.Varuna(own, mapping, lambda *_, **__: subject.batch, size, subject.chunk_size, device=device)
+    trainer.set_optimizer(subject.options.optimizer(list(trainer.parameters())))
     return trainer
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    """The batch on a device, as scripts bring it there."""
-    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), value)

@@ -1,6 +1,6 @@
 """What a CutPoint does: nothing, receive what a stage needs, or send what it made and end the stage's forward.
 
-Replaces `CutPoint.forward` and its one-tensor autograd function. It meets Varuna's executor where the original did:
+Replaces `CutPoint.forward` and its one-tensor autograd function. Varuna's executor calls it as it called the original:
 `recv_fn`, `send_fn` and `set_ret_val_func`, with a `Bundle` in place of the tensor.
 """
 
@@ -19,7 +19,7 @@ from varuna_capslog.varuna_plugin.splitting.tracing import CutSpec, flatten_cut
 if TYPE_CHECKING:
     from varuna_capslog.varuna_plugin.splitting.stage_run import StageRun
 
-__all__ = ["Entry", "Exit", "StageDone", "cut_forward"]
+__all__ = ["EntryCut", "ExitCut", "StageDone", "cut_forward"]
 
 
 class StageDone(Exception):
@@ -41,7 +41,7 @@ class _Receive(torch.autograd.Function):
     """Gives received tensors a place in the graph; its backward sends their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, entry: Entry, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, anchor: Tensor, entry: EntryCut, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         # not arguments of the function: an argument given back is a view, and nothing may then work on it in place
         ctx.entry = entry
         ctx.set_materialize_grads(False)
@@ -60,7 +60,7 @@ class _Send(torch.autograd.Function):
     """Ends a stage's graph in a number without meaning; its backward waits for the next stage's gradients."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, leaving: Exit, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, leaving: ExitCut, *tensors: Tensor) -> Tensor:
         ctx.leaving = leaving
         for needs, spec in zip(ctx.needs_input_grad[2:], leaving.spec.tensors, strict=True):
             if needs and not spec.requires_grad:
@@ -75,7 +75,7 @@ class _Send(torch.autograd.Function):
         return None, None, *ctx.leaving.receive_gradients()
 
 
-def _anchor(device: torch.device) -> Tensor:
+def anchor_on(device: torch.device) -> Tensor:
     """Makes a function part of the graph although none of its tensors may need a gradient."""
     return torch.empty(0, device=device, requires_grad=True)
 
@@ -88,7 +88,7 @@ def _is_one_tensor(spec: CutSpec) -> bool:
     return spec.present == (True,) and spec.structure == _ONE_TENSOR
 
 
-class Entry:
+class EntryCut:
     """The cut before a stage."""
 
     def __init__(self, point: Any, spec: CutSpec, run: StageRun) -> None:
@@ -102,12 +102,10 @@ class Entry:
         tensors = tuple(bundle.tensors)
         self.run.active = True
         if self._differentiable and torch.is_grad_enabled():
-            tensors = _Receive.apply(_anchor(self.point.device), self, tensors)
+            tensors = _Receive.apply(anchor_on(self.point.device), self, tensors)
         if self._one:
             return tensors[0]
-        found = iter(tensors)
-        leaves = [next(found) if present else None for present in self.spec.present]
-        arguments = pytree.tree_unflatten(leaves, self.spec.structure)
+        arguments = self.spec.arguments(tensors)
         return arguments[0] if len(arguments) == 1 else arguments
 
     def send_gradients(self, gradients: tuple[Tensor | None, ...]) -> None:
@@ -121,7 +119,7 @@ class Entry:
         self.send_gradients((None,) * len(self.spec.tensors))
 
 
-class Exit:
+class ExitCut:
     """The cut behind a stage."""
 
     def __init__(self, point: Any, spec: CutSpec, run: StageRun) -> None:
@@ -134,7 +132,9 @@ class Exit:
         tensors = list(inputs) if plain else self._checked(inputs)
         device = self.point.device
         token = (
-            _Send.apply(_anchor(device), self, *tensors) if torch.is_grad_enabled() else torch.zeros((), device=device)
+            _Send.apply(anchor_on(device), self, *tensors)
+            if torch.is_grad_enabled()
+            else torch.zeros((), device=device)
         )
         self.point.send_fn(self.run.bundle_type(tuple(tensors)))
         self.run.left = True

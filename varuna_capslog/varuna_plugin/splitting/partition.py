@@ -103,7 +103,7 @@ def tie_groups(partition: Partition, declared: Iterable[Sequence[str]] = ()) -> 
     Args:
         declared: Varuna's `shared_weights`: names of parameters with equal values whose gradients belong together.
 
-    Raises CapslogError for a declared name that the model has not.
+    Raises CapslogError for a declared name that is no parameter of the model.
     """
     leader = {name: name for name in partition.trace.parameters}
 

@@ -1,8 +1,8 @@
 """What a stage sees instead of values that other stages compute.
 
 Varuna runs the whole `forward` of a model on every stage; what lies before the stage's first cut works on these. A
-phantom takes part in any tensor code and gives phantoms; code that asks it for a number or a decision is told that the
-value lives on another stage.
+phantom takes part in any tensor code and gives phantoms; code that asks it for a number or a decision gets an error
+which says that another stage has the value.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from varuna_capslog.base.errors import CapslogError
 
@@ -48,12 +49,6 @@ class Phantom:
     def __setattr__(self, name: str, value: Any) -> None:
         """Ignored: whatever is set here is set on the stage that has the value."""
 
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        return Phantom(self._source)
-
-    def __getitem__(self, key: Any) -> Any:
-        return Phantom(self._source)
-
     def __setitem__(self, key: Any, value: Any) -> None:
         """Ignored, like `__setattr__`."""
 
@@ -67,29 +62,11 @@ class Phantom:
             raise self._refusal("its length")
         return int(self._length)
 
-    def __bool__(self) -> bool:
-        raise self._refusal("a decision")
-
-    def __int__(self) -> int:
-        raise self._refusal("a number")
-
-    def __float__(self) -> float:
-        raise self._refusal("a number")
-
-    def __index__(self) -> int:
-        raise self._refusal("a number")
-
     def __repr__(self) -> str:
         return f"Phantom({self._source})"
 
     def __hash__(self) -> int:
         return id(self)
-
-    def __eq__(self, other: object) -> Any:
-        return Phantom(self._source)
-
-    def __ne__(self, other: object) -> Any:
-        return Phantom(self._source)
 
     def _refusal(self, wanted: str) -> CapslogError:
         return CapslogError(
@@ -98,20 +75,23 @@ class Phantom:
         )
 
 
-def _operator(name: str) -> Callable[..., Phantom]:
-    def operate(self: Phantom, *others: Any) -> Phantom:
-        return Phantom(self._source)
+def _gives_phantom(self: Phantom, *others: Any, **keywords: Any) -> Phantom:
+    return Phantom(self._source)
 
-    operate.__name__ = name
-    return operate
+
+def _refuses(wanted: str) -> Callable[[Phantom], Any]:
+    def refuse(self: Phantom) -> Any:
+        raise self._refusal(wanted)
+
+    return refuse
 
 
 _BINARY = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
-for _name in (
-    *(f"__{kind}{name}__" for name in _BINARY for kind in ("", "r", "i")),
-    *(f"__{name}__" for name in ("neg", "pos", "abs", "invert", "lt", "le", "gt", "ge")),
-):
-    setattr(Phantom, _name, _operator(_name))
+_OTHERS = ("neg", "pos", "abs", "invert", "lt", "le", "gt", "ge", "eq", "ne", "call", "getitem")
+for _name in (*(f"{kind}{name}" for name in _BINARY for kind in ("", "r", "i")), *_OTHERS):
+    setattr(Phantom, f"__{_name}__", _gives_phantom)
+for _name, _wanted in {"bool": "a decision", "int": "a number", "float": "a number", "index": "a number"}.items():
+    setattr(Phantom, f"__{_name}__", _refuses(_wanted))
 
 
 def describe_structure(value: Any) -> Any:
@@ -146,13 +126,4 @@ def make_phantoms(structure: Any, source: str) -> Any:
 
 def find_phantom(value: Any) -> Phantom | None:
     """The first phantom inside tuples, lists and dictionaries, or None."""
-    if isinstance(value, Phantom):
-        return value
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (tuple, list)):
-        for item in value:
-            found = find_phantom(item)
-            if found is not None:
-                return found
-    return None
+    return next((leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Phantom)), None)

@@ -17,10 +17,9 @@ from torch import nn
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.varuna_plugin.options import current
 from varuna_capslog.varuna_plugin.profiling import trimming
-from varuna_capslog.varuna_plugin.splitting.boundary import Entry, Exit
+from varuna_capslog.varuna_plugin.splitting.boundary import EntryCut, ExitCut
 from varuna_capslog.varuna_plugin.splitting.partition import Partition, tie_groups
 from varuna_capslog.varuna_plugin.splitting.phantom import Phantom, make_phantoms
-from varuna_capslog.varuna_plugin.splitting.shapes import CutShapes
 from varuna_capslog.varuna_plugin.splitting.stage_run import StageRun
 from varuna_capslog.varuna_plugin.splitting.tracing import Trace, trace_model
 
@@ -52,51 +51,41 @@ def initialize(self: Any, get_batch_fn: Callable[..., Any], from_cache: bool = F
             "runs most forwards twice and would change them twice: keep such state out of the model"
         )
     run = StageRun(partition, self.stage, tie_groups(partition, self.shared_weights or ()))
-    play = _reduce(self.module, run, CutPoint)
+    _reduce(self.module, run, torch.device(self.device))
     self.capslog = run
     points = {name: module for name, module in self.module.named_modules() if isinstance(module, CutPoint)}
-    self.pre_cp = _wake(self, points, run.partition.entry(self.stage), self.stage)
-    self.post_cp = _wake(self, points, run.partition.exit(self.stage), self.stage + 1)
-    if self.pre_cp is not None:
-        run.entry = self.pre_cp.cp_func = Entry(self.pre_cp, partition.entry(self.stage), run)  # type: ignore[arg-type]
-    if self.post_cp is not None:
-        run.exit = self.post_cp.cp_func = Exit(self.post_cp, partition.exit(self.stage), run)  # type: ignore[arg-type]
-    play(torch.device(self.device))
+    self.pre_cp, run.entry = _wake(self, points, partition.entry(self.stage), self.stage, EntryCut)
+    self.post_cp, run.exit = _wake(self, points, partition.exit(self.stage), self.stage + 1, ExitCut)
     # what the rest of Varuna reads
     self.num_cutpoints = len(trace.cuts)
     self.cuts_per_stage = len(partition.pieces(self.stage))
     self.ordered_modules = {name: points[name] for name in (cut.name for cut in trace.cuts)}
     self.param_name_to_pstage = self.parameter_names_to_cuts()
     self.shared_weight_stages = None
-    self.forward_input_shapes, self.backward_grad_shapes = [], []
-    self.model_pruned = True
     _log.info("stage %d of %d holds pieces %s", self.stage, self.num_stages, list(partition.pieces(self.stage)))
 
 
-def _reduce(model: nn.Module, run: StageRun, cut_type: type[nn.Module]) -> Callable[[torch.device], None]:
-    """Leaves of the model what the stage needs; gives what is to be called when its CutPoints live."""
+def _reduce(model: nn.Module, run: StageRun, device: torch.device) -> None:
+    """Leaves of the model what the stage needs; a stage that is not of interest passes on dummy tensors instead."""
     options = current()
     interest = options.stages_of_interest
-    if interest is None:
+    if interest is not None:
+        if max(interest) >= run.partition.num_stages:
+            raise CapslogError(
+                f"stages_of_interest={list(interest)}, but the stages are 0 to {run.partition.num_stages - 1}"
+            )
+        # no real stage is left in the other ties
+        run.ties = tuple(tie for tie in run.ties if set(tie.stages) & set(interest))
+    if interest is None or run.stage in interest:
         reduce_to_stage(model, run)
-        return lambda device: None
-    if max(interest) >= run.partition.num_stages:
-        raise CapslogError(
-            f"stages_of_interest={list(interest)}, but the stages are 0 to {run.partition.num_stages - 1}"
-        )
-    run.ties = trimming.interesting_ties(run.ties, interest)
-    if run.stage in interest:
-        reduce_to_stage(model, run)
-        return lambda device: None
-    run.trimmed = True
-    names = tuple(cut.name for cut in run.partition.trace.cuts)
+        return
+    cuts = run.partition.trace.cuts
     if options.trace is not None:
-        known = [cut.tensors for cut in options.trace.cuts]
-        shapes: trimming.Shapes = lambda inputs: known  # noqa: E731
+        shapes: trimming.Shapes = lambda inputs: [cut.tensors for cut in cuts]  # noqa: E731
     else:
-        shapes = CutShapes(model, cut_type, names)
+        shapes = trimming.CutShapes(model, tuple(cut.name for cut in cuts))
     reduce_to_stage(model, run, trimming.kept_names(run.partition, run.ties, run.stage))
-    return lambda device: trimming.play_stage(model, run, shapes, device)
+    trimming.play_stage(model, run, shapes, device)
 
 
 def _agreed_partition(trace: Trace, model: nn.Module, num_stages: int) -> Partition:
@@ -141,14 +130,17 @@ def _shared_trace(model: nn.Module, get_batch: Callable[..., Any], cut_type: typ
     return trace
 
 
-def _wake(partitioned: Any, points: dict[str, Any], spec: Any, index: int) -> Any:
-    """The stage's CutPoint, with the attributes that Varuna sets."""
+def _wake(
+    partitioned: Any, points: dict[str, Any], spec: Any, index: int, kind: type[EntryCut] | type[ExitCut]
+) -> tuple[Any, Any]:
+    """The stage's CutPoint with the attributes that Varuna sets, and what it does; (None, None) without one."""
     if spec is None:
-        return None
+        return None, None
     point = points[spec.name]
     point.cp_index, point.stage, point.num_stages = index, partitioned.stage, partitioned.num_stages
     point.set_ret_val_func, point.device, point.fp16 = partitioned.set_ret_val, partitioned.device, False
-    return point
+    point.cp_func = kind(point, spec, partitioned.capslog)
+    return point, point.cp_func
 
 
 def reduce_to_stage(model: nn.Module, run: StageRun, kept: set[str] | None = None) -> None:

@@ -8,7 +8,7 @@ buffers are copies, random numbers are put back. A *piece* is what lies between 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.chain import TensorSpec
 from varuna_capslog.varuna_plugin.splitting.phantom import describe_structure
 
-__all__ = ["Call", "CutSpec", "Trace", "flatten_cut", "trace_model"]
+__all__ = ["Call", "CutSpec", "Trace", "copied_buffers", "flatten_cut", "trace_model"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,11 @@ class CutSpec:
     structure: Any
     present: tuple[bool, ...]
     tensors: tuple[TensorSpec, ...]
+
+    def arguments(self, tensors: Iterable[Tensor]) -> Any:
+        """The CutPoint's arguments with these tensors in them."""
+        found = iter(tensors)
+        return pytree.tree_unflatten([next(found) if present else None for present in self.present], self.structure)
 
 
 @dataclass(frozen=True)
@@ -131,7 +136,8 @@ def trace_model(model: nn.Module, inputs: Mapping[str, Any], cut_type: type[nn.M
     Raises:
         CapslogError: a CutPoint is reached twice, or is given something that cannot travel.
     """
-    with _copied_buffers(model) as before:
+    before = dict(model.named_buffers())
+    with copied_buffers(model.modules()):
         names: dict[int, list[str]] = {}
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             names.setdefault(_storage(tensor), []).append(name)
@@ -161,43 +167,27 @@ def _never(packed: Any) -> Tensor:
 
 
 def _owned(names: Sequence[str], seen: Mapping[str, set[int]]) -> dict[str, tuple[int, ...]]:
-    """Pieces of each name. What no piece used stays with the name before it in the model: somebody must keep it."""
+    """Pieces of each name. What no piece used belongs where the name before it does, so that some stage keeps it."""
     result: dict[str, tuple[int, ...]] = {}
-    unused: list[str] = []
-    before: int | None = None
+    before = next((min(seen[name]) for name in names if name in seen), 0)
     for name in names:
-        if name in seen:
-            result[name] = tuple(sorted(seen[name]))
-            before = result[name][0]
-            for waiting in unused:
-                result[waiting] = (before,)
-            unused = []
-        elif before is None:
-            unused.append(name)
-        else:
-            result[name] = (before,)
-    return result | dict.fromkeys(unused, (0,))
+        result[name] = tuple(sorted(seen.get(name, {before})))
+        before = result[name][0]
+    return result
 
 
 @contextlib.contextmanager
-def _copied_buffers(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Buffers replaced by copies inside the block; gives the real ones by name."""
-    real: dict[int, Tensor] = {}
-    copies: dict[int, Tensor] = {}
-    places = []
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                real[id(buffer)] = buffer
-                copy = copies.setdefault(id(buffer), buffer.clone())
-                places.append((module, name, buffer))
-                module._buffers[name] = copy
-    by_copy = {id(copy): real[key] for key, copy in copies.items()}
+def copied_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Buffers are copies inside the block. Exchanged, not written back: a graph may have kept the real ones."""
+    kept = [(module, dict(module._buffers)) for module in modules]
+    copies = {id(buffer): buffer.clone() for _, buffers in kept for buffer in buffers.values() if buffer is not None}
+    for module, buffers in kept:
+        module._buffers.update({name: copies.get(id(buffer)) for name, buffer in buffers.items()})
     try:
-        yield {name: by_copy[id(copy)] for name, copy in model.named_buffers()}
+        yield
     finally:
-        for module, name, buffer in places:
-            module._buffers[name] = buffer
+        for module, buffers in kept:
+            module._buffers.update(buffers)
 
 
 def _moving(model: nn.Module, before: Mapping[str, Tensor]) -> list[str]:

@@ -130,7 +130,8 @@ def test_numbers_beyond_the_search_are_refused() -> None:
 def test_planning_imports_no_torch(tmp_path: Path) -> None:
     program = """
 import sys
-from varuna_capslog import planners, search
+from varuna_capslog import planners
+from varuna_capslog.planning import search
 from varuna_capslog.profiles import Profile
 from varuna_capslog.profiles.runs import stage_runs
 from varuna_capslog.plans.plan import read_plan, write_plan

@@ -11,17 +11,23 @@ import torch
 
 from varuna_capslog.elastic.member.effects import Effects
 from varuna_capslog.elastic.member.incoming import Incoming
-from varuna_capslog.elastic.member.peers import Message
+from varuna_capslog.elastic.member.peers import PeerMessage
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.generation import Generation, Stamp
-from varuna_capslog.membership.state import Phase, State
+from varuna_capslog.membership.state import Phase, Roles, State
 from varuna_capslog.membership.wire import decode, encode
 from varuna_capslog.training.layer_state import digest
 
 AT = Stamp(5, 1)
 WEIGHT = {"weight": torch.arange(3.0)}
 STATE = State(
-    "m0", "h0", phase=Phase.INSTALL, record=Generation(2, ("m0", "m1")), at=AT, base=AT, missing=frozenset({1})
+    "m0",
+    "h0",
+    phase=Phase.INSTALL,
+    record=Generation(2, ("m0", "m1")),
+    at=AT,
+    base=AT,
+    roles=Roles(missing=frozenset({1})),
 )
 
 
@@ -42,12 +48,12 @@ def parts() -> Any:
     )
 
 
-def layer(told: str, number: int = 1) -> Message:
+def layer(told: str, number: int = 1) -> PeerMessage:
     header = {"generation": 2, "layer": number, "stamp": list(AT), "digest": told}
-    return Message("m1", "layer", header, WEIGHT)
+    return PeerMessage("m1", "layer", header, WEIGHT)
 
 
-def sorted_out(parts: Any, state: State, *messages: Message) -> list[m.Event]:
+def sorted_out(parts: Any, state: State, *messages: PeerMessage) -> list[m.Event]:
     incoming = Incoming(parts, SimpleNamespace())  # type: ignore[arg-type]
     for message in messages:
         incoming.add(message)
@@ -73,13 +79,13 @@ def test_a_layer_that_is_what_was_sent_is_taken_once_it_is_wanted(parts: Any) ->
 def test_values_of_the_first_round_go_to_the_protocol_whatever_the_phase(parts: Any) -> None:
     value = m.Contribution(frozenset({(0, AT)}), "h1", proofs=frozenset({m.Proof(0, AT, True, "ab")}))
     text = encode(value).decode()
-    messages = [Message("m1", "value", {"generation": number, "value": text}, {}) for number in (1, 2, 3)]
+    messages = [PeerMessage("m1", "value", {"generation": number, "value": text}, {}) for number in (1, 2, 3)]
     assert sorted_out(parts, STATE, *messages) == [m.Heard(2, 0, "m1", value), m.Heard(3, 0, "m1", value)]
 
 
 def test_a_member_proves_the_layers_that_were_copied_ahead_and_hears_its_own_value(parts: Any) -> None:
     held = frozenset((number, AT) for number in range(4))
-    state = replace(STATE, phase=Phase.GATHER, held=held, own=frozenset({0, 1}), shadows=frozenset({2}))
+    state = replace(STATE, phase=Phase.GATHER, held=held, roles=Roles(frozenset({0, 1}), shadows=frozenset({2})))
     parts.peers = SimpleNamespace(send=lambda target, kind, **header: parts.sent.append((target, kind, header)))
     training, loop = SimpleNamespace(sent_ahead=frozenset({1})), SimpleNamespace(state=state)
     effects = Effects(parts, *[SimpleNamespace()] * 3, training, loop)  # type: ignore[arg-type,call-arg]
