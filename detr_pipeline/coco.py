@@ -80,11 +80,6 @@ class CocoIndex:
         part = slice(starts[image], starts[image + 1])
         return boxes[part], labels[part]
 
-    @property
-    def box_counts(self) -> IntArray:
-        """[I] number of boxes to learn in each image."""
-        return np.diff(self._targets[2])
-
     def ground_truth(self) -> dict[str, Any]:
         """The data set as pycocotools takes it: original ids, crowd regions, every field that it insists on.
 

@@ -39,10 +39,12 @@ __all__ = [
     "open_index",
     "prepare_image",
     "read_image",
+    "sampled_padded_sizes",
 ]
 
 DATA_VARIABLE = "CAPSLOG_DATA"
 Split = Literal["train", "val"]
+_NO_BOXES = np.zeros((0, 4))
 
 # The digits are small, mirror images of some are no digits, and training from scratch on two cores must stay cheap.
 _DIGITS_AUGMENT: dict[str, Any] = {
@@ -115,7 +117,7 @@ class DataConfig(Section):
         return self.train_json is None
 
     def has_split(self, split: Split) -> bool:
-        """False only for validation data that nobody named."""
+        """False only for validation data that no key names."""
         return self.uses_digits or split == "train" or self.val_json is not None
 
     def files(self, split: Split) -> tuple[Path, Path]:
@@ -204,6 +206,37 @@ def largest_padded_size(
     return largest_size(widths, heights, config.augment, train=split == "train", alone=together <= 1)
 
 
+def sampled_padded_sizes(
+    config: DataConfig, split: Split, microbatch_size: int, minibatch_size: int, count: int, seed: int
+) -> list[tuple[int, int]]:
+    """The padded (H, W) of a microbatch of each of `count` random minibatches; no picture is opened.
+
+    A minibatch holds different images (fewer than `minibatch_size` where the split is smaller), and image i of
+    minibatch k is augmented as training with this seed does in epoch k.
+    """
+    heights, widths = image_sizes(config, split)
+    together = minibatch_size if config.pad == "minibatch" else microbatch_size
+    rng = np.random.default_rng(seed)
+    found = []
+    for number in range(count):
+        samples = rng.choice(len(heights), min(together, len(heights)), replace=False)
+        # boxes draw no random numbers, so that leaving them out changes no size
+        recipes = [
+            _recipe(config, split, int(widths[i]), int(heights[i]), _NO_BOXES, [seed, number, int(i)]) for i in samples
+        ]
+        found.append(_largest(recipes))
+    return found
+
+
+def _recipe(
+    config: DataConfig, split: Split, width: int, height: int, boxes: NDArray[np.float64], seeds: Sequence[int]
+) -> ImageRecipe:
+    """What happens to one image; `seeds` (the run's, the epoch, the sample) fix the augmentation of training."""
+    if split == "val":
+        return plan_validation(width, height, boxes, config.augment)
+    return plan(np.random.default_rng(seeds), width, height, boxes, config.augment)
+
+
 @dataclass(frozen=True, eq=False)
 class _Decode:
     """Private part of a microbatch's description: which samples, and what to do to each."""
@@ -249,7 +282,7 @@ class CocoSource:
 
         Args:
             groups: sample positions per microbatch.
-            epoch: with the seed and the sample it fixes the augmentation, whoever asks and in whatever order.
+            epoch: with the seed and the sample it fixes the augmentation, on every rank and in every order.
         """
         decodes = [_Decode(tuple(group), tuple(self._plan(sample, epoch) for sample in group)) for group in groups]
         everywhere = _largest(recipe for decode in decodes for recipe in decode.recipes)
@@ -298,10 +331,7 @@ class CocoSource:
     def _plan(self, sample: int, epoch: int) -> ImageRecipe:
         boxes, _ = self.index.targets(sample)
         width, height = int(self.index.widths[sample]), int(self.index.heights[sample])
-        if self.split == "val":
-            return plan_validation(width, height, boxes, self.config.augment)
-        rng = np.random.default_rng([self.seed, epoch, sample])
-        return plan(rng, width, height, boxes, self.config.augment)
+        return _recipe(self.config, self.split, width, height, boxes, [self.seed, epoch, sample])
 
     def _target(self, sample: int, recipe: ImageRecipe) -> dict[str, Any]:
         _, labels = self.index.targets(sample)
@@ -366,7 +396,7 @@ def read_image(path: Path, name: str = "") -> Image.Image:
 def prepare_image(path: Path, config: DataConfig) -> tuple[dict[str, Tensor], Image.Image]:
     """A picture from outside the data set as chain inputs of one image (validation resize), and the picture itself."""
     image = read_image(path)
-    recipe = plan_validation(image.width, image.height, np.zeros((0, 4)), config.augment)
+    recipe = plan_validation(image.width, image.height, _NO_BOXES, config.augment)
     return {"images": apply(recipe, image)[None], "sizes": torch.tensor([recipe.size])}, image
 
 

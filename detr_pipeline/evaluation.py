@@ -10,7 +10,6 @@ import contextlib
 import io
 import json
 import logging
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,11 @@ from torch import Tensor
 from torchvision.ops import box_convert
 
 from detr_pipeline.coco import CocoIndex
+from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.workload import Minibatch
 
-__all__ = ["STATISTICS", "CocoEvaluator", "best_classes", "coco_statistics", "detections", "write_detections"]
+__all__ = ["STATISTICS", "CocoEvaluator", "best_classes", "coco_statistics", "detections"]
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ class CocoEvaluator:
             logger.warning("%d of %d images were not evaluated and count as missed", missing, len(self.index))
         found = detections(seen.values())
         if self.detections_path is not None:
-            write_detections(self.detections_path, found)
+            files.write_text(self.detections_path, json.dumps(found))
         return coco_statistics(self.index, found)
 
 
@@ -131,14 +131,6 @@ def detections(results: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         for result in results
         for category_id, box, score in zip(result["category_ids"], result["boxes"], result["scores"], strict=True)
     ]
-
-
-def write_detections(path: Path, found: Sequence[Mapping[str, Any]]) -> None:
-    """Writes a COCO result file in one piece: it is complete or not there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(json.dumps(list(found)))
-    unfinished.replace(path)
 
 
 def coco_statistics(index: CocoIndex, found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -79,7 +79,7 @@ class PredictingDecoderLayer(DecoderLayer):
 
 
 class LastPredictingDecoderLayer(PredictingDecoderLayer):
-    """As `PredictingDecoderLayer`, but nobody reads its hidden state: returns logits, boxes."""
+    """As `PredictingDecoderLayer`, but no layer reads its hidden state: returns logits, boxes."""
 
     def forward(  # type: ignore[override]
         self, hidden: Tensor, memory: Tensor, valid: Tensor, query: Tensor, logits: Tensor, boxes: Tensor

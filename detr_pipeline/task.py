@@ -19,10 +19,17 @@ from torch import Tensor
 from detr_pipeline import weights
 from detr_pipeline.chain import build_chain
 from detr_pipeline.config import ModelConfig
-from detr_pipeline.data import DataConfig, class_names, largest_padded_size, open_data, open_index, prepare_image
+from detr_pipeline.data import (
+    DataConfig,
+    class_names,
+    largest_padded_size,
+    open_data,
+    open_index,
+    prepare_image,
+    sampled_padded_sizes,
+)
 from detr_pipeline.loss import set_loss
 from detr_pipeline.matching import Match
-from detr_pipeline.sizes import sampled_padded_sizes
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import section
 from varuna_capslog.config.settings import Config

@@ -115,7 +115,7 @@ class DecoderLayer(_FeedForward):
     """Called with hidden [K, B, Q, C], memory [B, h, w, C], valid [B, 2] and the query embedding [Q, C].
 
     Hidden holds what the K decoder layers before gave, not normalised; the last entry is the input. Returns it with
-    this layer's output appended, or the output alone where nobody needs the earlier ones (`keep` false).
+    this layer's output appended, or the output alone where no layer needs the earlier ones (`keep` false).
     """
 
     def __init__(self, config: ModelConfig) -> None:

@@ -11,9 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from detr_pipeline.data import DATA_VARIABLE, DataConfig, image_sizes, largest_padded_size, open_data, open_index
+from detr_pipeline.data import (
+    DATA_VARIABLE,
+    DataConfig,
+    image_sizes,
+    largest_padded_size,
+    open_data,
+    open_index,
+    sampled_padded_sizes,
+)
 from detr_pipeline.digits import DigitsConfig, picture_sizes
-from detr_pipeline.sizes import sampled_padded_sizes
 from detr_pipeline.task import DetrWorkload
 from detr_pipeline.transforms import AugmentConfig, largest_size, resized_size
 from varuna_capslog.config.reading import Config, section

@@ -6,10 +6,11 @@ import itertools
 
 import pytest
 
+from tests.schedules.cases import parse_csv
 from varuna_capslog.memory import MEMORY_MODELS
 from varuna_capslog.memory.course import StageMemory, memory_courses, peak_of, stage_memory
 from varuna_capslog.profiles.record import LayerProfile, Observation, Profile, layers_of_runs
-from varuna_capslog.schedules import RunShape, StageSeconds, make_schedule, parse_csv, simulate
+from varuna_capslog.schedules import RunShape, StageSeconds, make_schedule, simulate
 
 PARTS = StageMemory(static_bytes=1000, saved_bytes=100, working_bytes=130, bare_bytes=20, input_bytes=7)
 

@@ -1,13 +1,23 @@
-"""Random schedules for the tests of this room, and an oracle for waiting that shares no code with it."""
+"""Random schedules for the tests of this room, their text, and an oracle for waiting that shares no code with it."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 
 from hypothesis import strategies as st
 
-from varuna_capslog.schedules import SCHEDULES, Action, Schedule
+from varuna_capslog.schedules import SCHEDULES, Action, Schedule, from_strings, to_strings
+
+
+def format_csv(schedule: Iterable[Iterable[Action]]) -> str:
+    """One line per rank, actions separated by commas; a rank without work is an empty line."""
+    return "".join(",".join(row) + "\n" for row in to_strings(schedule))
+
+
+def parse_csv(text: str) -> Schedule:
+    """The inverse of `format_csv`. Blanks around an action and empty cells (idle time in a drawn table) are skipped."""
+    return from_strings([[cell.strip() for cell in line.split(",") if cell.strip()] for line in text.splitlines()])
 
 
 @st.composite

@@ -6,15 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.schedules.cases import format_csv, parse_csv
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.schedules import (
     KINDS,
     Action,
     Schedule,
-    format_csv,
     from_strings,
     parse_action,
-    parse_csv,
     placement_of,
     to_strings,
 )

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 
-from tests.schedules.cases import names, shapes
+from tests.schedules.cases import format_csv, names, parse_csv, shapes
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.schedules import (
     ALWAYS_RECOMPUTE,
@@ -16,13 +16,11 @@ from varuna_capslog.schedules import (
     Schedule,
     StageSeconds,
     find_deadlock,
-    format_csv,
     graph_keeping_forwards,
     in_flight_limits,
     insert_recompute,
     lower,
     make_schedule,
-    parse_csv,
     placement_of,
     simulate,
     to_strings,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.schedules.cases import compute_edges, has_cycle, names, scrambled, shapes
+from tests.schedules.cases import compute_edges, has_cycle, names, parse_csv, scrambled, shapes
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.schedules import (
     Action,
@@ -20,7 +20,6 @@ from varuna_capslog.schedules import (
     find_deadlock,
     lower,
     make_schedule,
-    parse_csv,
 )
 
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.schedules.cases import compute_edges, names, shapes
+from tests.schedules.cases import compute_edges, names, parse_csv, shapes
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.schedules import Action, Message, Schedule, StageSeconds, make_schedule, parse_csv, simulate
+from varuna_capslog.schedules import Action, Message, Schedule, StageSeconds, make_schedule, simulate
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.schedules.cases import names, scrambled, shapes
+from tests.schedules.cases import names, parse_csv, scrambled, shapes
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.schedules import ALWAYS_RECOMPUTE, Action, Schedule, make_schedule, parse_csv, validate
+from varuna_capslog.schedules import ALWAYS_RECOMPUTE, Action, Schedule, make_schedule, validate
 
 
 def check(text: str, num_stages: int, num_microbatches: int, recompute: bool = False, **limits: int) -> None:

@@ -36,6 +36,7 @@ __all__ = [
     "Wait",
     "blocks_of",
     "link_of",
+    "option",
     "options_of",
     "output_option",
     "print_json",
@@ -47,6 +48,12 @@ __all__ = [
 
 Options = TypeVar("Options")
 
+
+def option(text: str, shown: bool | str = True, *names: str, **rules: Any) -> Any:
+    """An option whose help is `text`, and what the help shows as its default; names: where they are not the field's."""
+    return typer.Option(*names, help=text, show_default=shown, **rules)
+
+
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML file.", show_default=False)]
 OptionalConfigFile = Annotated[
     Path | None, typer.Argument(metavar="CONFIG", help="The run's YAML file.", show_default=False)
@@ -56,34 +63,26 @@ Overrides = Annotated[
     typer.Argument(metavar="KEY=VALUE", help="Config keys to change, such as train.max_steps=10."),
 ]
 RunDirectory = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The folder of a run.", show_default=False)]
-ProfileFile = Annotated[
-    Path | None, typer.Option("--profile", help="Profile of the model.", show_default="that of CONFIG, taken now")
-]
-Devices = Annotated[
-    int | None, typer.Option(min=1, help="Devices to plan for.", show_default="pipeline.devices of CONFIG")
-]
-Bandwidth = Annotated[
-    str | None, typer.Option(help="Of every link, such as 1GiB/s.", show_default="bytes take no time")
-]
-Latency = Annotated[str, typer.Option(help="Of every message, such as 0.1ms.")]
+ProfileFile = Annotated[Path | None, option("Profile of the model.", "that of CONFIG, taken now", "--profile")]
+Devices = Annotated[int | None, option("Devices to plan for.", "pipeline.devices of CONFIG", min=1)]
+Bandwidth = Annotated[str | None, option("Of every link, such as 1GiB/s.", "bytes take no time")]
+Latency = Annotated[str, option("Of every message, such as 0.1ms.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of a table.")]
 StoreAddress = Annotated[
     str | None,
-    typer.Option(
-        metavar="ADDRESS",
-        help="Join the run whose store is there: what --serve says on the machine that begins it.",
-        show_default=False,
+    option(
+        "Join the run whose store is there: what --serve says on the machine that begins it.", False, metavar="ADDRESS"
     ),
 ]
-Machines = Annotated[int, typer.Option(min=1, help="Machines that begin together; more may join.")]
-HostName = Annotated[str | None, typer.Option(help="Of this machine.", show_default="the system's")]
-Wait = Annotated[float, typer.Option(min=0, help="Longest wait for the store, in seconds.")]
+Machines = Annotated[int, option("Machines that begin together; more may join.", min=1)]
+HostName = Annotated[str | None, option("Of this machine.", "the system's")]
+Wait = Annotated[float, option("Longest wait for the store, in seconds.", min=0)]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done and stop.")]
 
 
 def output_option(text: str, shown: bool | str = False) -> Any:
-    """The option -o, whose help is `text`; shown: what the help says of its default."""
-    return typer.Option("-o", "--output", help=text, show_default=shown)
+    """The option -o."""
+    return option(text, shown, "-o", "--output")
 
 
 def options_of(options: type[Options]) -> Callable[[Callable[[Options], None]], Callable[..., None]]:

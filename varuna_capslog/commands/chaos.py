@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.commands.arguments import AsJson, Overrides, options_of, output_option, print_json
+from varuna_capslog.commands.arguments import AsJson, Overrides, option, options_of, output_option, print_json
 
 if TYPE_CHECKING:
     from varuna_capslog.config.settings import Config
@@ -29,40 +29,29 @@ class ChaosFlags:
         typer.Argument(metavar="CONFIG", help="The run's YAML file.", show_default="a built-in training"),
     ] = None
     overrides: Overrides = None
-    seed: Annotated[int, typer.Option(help="Of the schedule of faults.")] = 0
-    faults: Annotated[int, typer.Option(min=1, help="How many.")] = 20
+    seed: Annotated[int, option("Of the schedule of faults.")] = 0
+    faults: Annotated[int, option("How many.", min=1)] = 20
     duration: Annotated[
-        str | None,
-        typer.Option(help="No fault is begun after so long, such as 10min; of --trace's own time.", show_default="all"),
+        str | None, option("No fault is begun after so long, such as 10min; of --trace's own time.", "all")
     ] = None
-    mean: Annotated[str, typer.Option(help="Mean time between a recovery and the next fault.")] = "500ms"
-    kinds: Annotated[
-        str | None,
-        typer.Option(help="Fault classes and shares, such as kill=3,notice.", show_default="all but store"),
-    ] = None
-    hosts: Annotated[int, typer.Option(min=1, max=26, help="Supervisors, each as a machine of its own.")] = 2
-    workers: Annotated[int, typer.Option(min=1, help="Of each host.")] = 2
+    mean: Annotated[str, option("Mean time between a recovery and the next fault.")] = "500ms"
+    kinds: Annotated[str | None, option("Fault classes and shares, such as kill=3,notice.", "all but store")] = None
+    hosts: Annotated[int, option("Supervisors, each as a machine of its own.", min=1, max=26)] = 2
+    workers: Annotated[int, option("Of each host.", min=1)] = 2
     network: Annotated[
         str,
-        typer.Option(
-            help="loopback, or relay: cuts, half-open links and delays too, or namespaces: real networks, no delays."
-        ),
+        option("loopback, or relay: cuts, half-open links and delays too, or namespaces: real networks, no delays."),
     ] = "relay"
-    store: Annotated[
-        str, typer.Option(help="tcp, or etcd: three servers, of which the class store kills one; with loopback.")
-    ] = "tcp"
-    output: Annotated[Path | None, output_option("Folder of the run.", "a temporary one")] = None
-    results: Annotated[Path | None, typer.Option(help="File that gets one line of JSON more.", show_default=False)] = (
-        None
+    store: Annotated[str, option("tcp, or etcd: three servers, of which the class store kills one; with loopback.")] = (
+        "tcp"
     )
+    output: Annotated[Path | None, output_option("Folder of the run.", "a temporary one")] = None
+    results: Annotated[Path | None, option("File that gets one line of JSON more.", False)] = None
     trace: Annotated[
-        Path | None,
-        typer.Option(
-            help="Replay these preemptions instead; lines of milliseconds,add|remove,node.", show_default=False
-        ),
+        Path | None, option("Replay these preemptions instead; lines of milliseconds,add|remove,node.", False)
     ] = None
-    scale: Annotated[float, typer.Option(help="--trace: by how much faster.")] = 60.0
-    notice: Annotated[str, typer.Option(help="--trace: how long before a leave it is announced; AWS's 2 min.")] = "120s"
+    scale: Annotated[float, option("--trace: by how much faster.")] = 60.0
+    notice: Annotated[str, option("--trace: how long before a leave it is announced; AWS's 2 min.")] = "120s"
     as_json: AsJson = False
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,6 +20,8 @@ from varuna_capslog.commands.arguments import (
     Overrides,
     ProfileFile,
     link_of,
+    option,
+    options_of,
     output_option,
     print_json,
     print_table,
@@ -34,79 +37,79 @@ if TYPE_CHECKING:
 __all__ = ["compare"]
 
 
-def compare(
-    config: OptionalConfigFile = None,
-    overrides: Overrides = None,
-    profile: ProfileFile = None,
-    devices: Devices = None,
+@dataclass(frozen=True)
+class CompareFlags:
+    """The command line of `compare`."""
+
+    config: OptionalConfigFile = None
+    overrides: Overrides = None
+    profile: ProfileFile = None
+    devices: Devices = None
     planners: Annotated[
         str | None,
-        typer.Option(
-            help="Only these, such as varuna,exact. mcap-bo, which searches for up to a minute, is asked only here.",
-            show_default="every planner but mcap-bo",
+        option(
+            "Only these, such as varuna,exact. mcap-bo, which searches for up to a minute, is asked only here.",
+            "every planner but mcap-bo",
         ),
-    ] = None,
-    memory: Annotated[str | None, typer.Option(help="Memory model.", show_default="as capslog plan chooses it")] = None,
+    ] = None
+    memory: Annotated[str | None, option("Memory model.", "as capslog plan chooses it")] = None
     capacity: Annotated[
-        str | None,
-        typer.Option(
-            help="Memory of each device: 16GiB, or one size per device.", show_default="CONFIG's, or no limit"
-        ),
-    ] = None,
-    schedule: Annotated[
-        str | None, typer.Option(help="gpipe, 1f1b or varuna.", show_default="CONFIG's, or varuna")
-    ] = None,
-    microbatches: Annotated[
-        int | None, typer.Option(min=1, help="Of one pipeline and step.", show_default="CONFIG's, or 4 per device")
-    ] = None,
-    bandwidth: Bandwidth = None,
-    latency: Latency = "0s",
-    output: Annotated[Path | None, output_option("Folder for the picture and JSON.")] = None,
-    as_json: AsJson = False,
-) -> None:
+        str | None, option("Memory of each device: 16GiB, or one size per device.", "CONFIG's, or no limit")
+    ] = None
+    schedule: Annotated[str | None, option("gpipe, 1f1b or varuna.", "CONFIG's, or varuna")] = None
+    microbatches: Annotated[int | None, option("Of one pipeline and step.", "CONFIG's, or 4 per device", min=1)] = None
+    bandwidth: Bandwidth = None
+    latency: Latency = "0s"
+    output: Annotated[Path | None, output_option("Folder for the picture and JSON.")] = None
+    as_json: AsJson = False
+
+
+@options_of(CompareFlags)
+def compare(given: CompareFlags) -> None:
     """Ask every planner but mcap-bo: peak, margin to the capacity, simulated step time and search time of each."""
     from varuna_capslog.base import units
     from varuna_capslog.memory import AUTO
     from varuna_capslog.planning.comparison import compare as ask
     from varuna_capslog.schedules import DEFAULT_RUN, RunShape
 
-    if config is None and profile is None:
+    if given.config is None and given.profile is None:
         raise CapslogError("nothing to compare for: give a CONFIG file or --profile FILE")
     settings, run, limit = None, DEFAULT_RUN, None
-    if config is not None:
+    devices, memory = given.devices, given.memory
+    if given.config is not None:
         from varuna_capslog.config.reading import load_config
 
         changes = [] if devices is None else [f"pipeline.devices={devices}"]
-        settings = load_config(config, [*(overrides or ()), *changes, "pipeline.cuts=null"])
+        settings = load_config(given.config, [*(given.overrides or ()), *changes, "pipeline.cuts=null"])
         pipeline = settings.pipeline
         devices, limit, memory = pipeline.devices, pipeline.capacity, memory or pipeline.memory
         run = RunShape.of_config(settings).share(pipeline.replicas)
-    limit = limit if capacity is None else units.parse_capacity(capacity)
-    if schedule is not None:
-        run = dataclasses.replace(run, schedule=schedule)
-    if microbatches is not None:
-        run = dataclasses.replace(run, num_microbatches=microbatches, num_blocks=1)
-    costs = profile_of(profile, settings, show=not as_json)
+    limit = limit if given.capacity is None else units.parse_capacity(given.capacity)
+    if given.schedule is not None:
+        run = dataclasses.replace(run, schedule=given.schedule)
+    if given.microbatches is not None:
+        run = dataclasses.replace(run, num_microbatches=given.microbatches, num_blocks=1)
+    costs = profile_of(given.profile, settings, show=not given.as_json)
     if devices is None:
         raise CapslogError("--profile without a CONFIG needs --devices N, the number of devices to plan for")
-    names = None if planners is None else [name.strip() for name in planners.split(",")]
-    link = link_of(bandwidth, latency)
+    names = None if given.planners is None else [name.strip() for name in given.planners.split(",")]
+    link = link_of(given.bandwidth, given.latency)
     with _signs_of_life() as progress:
         rows = ask(
             costs, devices, names=names, run=run, memory=memory or AUTO, capacity=limit, link=link, progress=progress
         )
-    if output is not None:
+    if given.output is not None:
         from varuna_capslog.base import files
         from varuna_capslog.reports.forecasts import draw_comparison
 
-        files.write_json(output / "comparison.json", [row.to_json() for row in rows])
-        draw_comparison(output / "comparison.png", rows)
-    if as_json:
+        files.write_json(given.output / "comparison.json", [row.to_json() for row in rows])
+        draw_comparison(given.output / "comparison.png", rows)
+    if given.as_json:
         print_json([row.to_json() for row in rows])
         return
     _print(rows, costs, devices)
-    if output is not None:
-        typer.echo(f"written to {output}: comparison.png, comparison.json")
+    if given.output is not None:
+        typer.echo(f"written to {given.output}: comparison.png, comparison.json")
 
 
 @contextlib.contextmanager

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.commands.arguments import (
     ConfigFile,
     DryRun,
@@ -17,6 +18,8 @@ from varuna_capslog.commands.arguments import (
     Overrides,
     StoreAddress,
     Wait,
+    option,
+    options_of,
     print_plan,
 )
 
@@ -28,54 +31,59 @@ if TYPE_CHECKING:
 __all__ = ["check_address", "host", "join_until_end", "prepare_and_print", "run_elastic"]
 
 
-def host(
-    config: ConfigFile,
-    overrides: Overrides = None,
+@dataclass(frozen=True)
+class HostFlags:
+    """The command line of `host`."""
+
+    config: ConfigFile
+    overrides: Overrides = None
     serve: Annotated[
         str | None,
-        typer.Option(
-            metavar="ADDRESS",
-            help="Begin the run: profile and plan it here, and serve its store at HOST:PORT, as the others reach it; "
+        option(
+            "Begin the run: profile and plan it here, and serve its store at HOST:PORT, as the others reach it; "
             "etcd://HOST:PORT[,HOST:PORT...]/PREFIX: keep the store in etcd.",
-            show_default=False,
+            False,
+            metavar="ADDRESS",
         ),
-    ] = None,
-    store: StoreAddress = None,
-    nnodes: Machines = 1,
+    ] = None
+    store: StoreAddress = None
+    nnodes: Machines = 1
     nproc: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Workers of this machine.", show_default="the config's workers, spread evenly over --nnodes"
-        ),
-    ] = None,
-    name: HostName = None,
-    wait: Wait = 600.0,
-    dry_run: DryRun = False,
-) -> None:
+        int | None, option("Workers of this machine.", "the config's workers, spread evenly over --nnodes", min=1)
+    ] = None
+    name: HostName = None
+    wait: Wait = 600.0
+    dry_run: DryRun = False
+
+
+@options_of(HostFlags)
+def host(given: HostFlags) -> None:
     """Train on several machines that may come and go: the same command on each, one with --serve."""
-    from varuna_capslog.base.errors import CapslogError
     from varuna_capslog.base.supervisor import reserve
     from varuna_capslog.elastic.host.options import HostOptions
     from varuna_capslog.start.elastic_host import check_elastic, join_run
 
+    serve, store = given.serve, given.store
     if (serve is None) == (store is None):
         raise CapslogError("give either --serve ADDRESS (on one machine) or --store ADDRESS (on all others)")
     check_address(serve or store or "")
-    settings, workers = _spread(config, [*(overrides or ()), "elastic.enabled=true"], nnodes, nproc)
+    settings, workers = _spread(given)
     check_elastic(settings)
-    if dry_run:
+    if given.dry_run:
         part = f"join the store at {store}" if store else f"profile, plan and {_begin(serve)}"
-        typer.echo(f"would {part}; {workers} worker(s) here, run_dir {settings.run_dir}, {nnodes} machine(s) to begin")
+        typer.echo(
+            f"would {part}; {workers} worker(s) here, run_dir {settings.run_dir}, {given.nnodes} machine(s) to begin"
+        )
         return
-    options = HostOptions(settings.run_dir, num_workers=workers, name=name)
+    options = HostOptions(settings.run_dir, num_workers=workers, name=given.name)
     if store is not None:
         options = dataclasses.replace(options, store=store)
-        join_until_end(options, lambda options: join_run(settings, options, wait_seconds=wait))
+        join_until_end(options, lambda options: join_run(settings, options, wait_seconds=given.wait))
         return
     assert serve is not None
     with reserve(settings.run_dir):
         prepare_and_print(settings)
-        options = dataclasses.replace(options, serve_at=serve, hosts=nnodes)
+        options = dataclasses.replace(options, serve_at=serve, hosts=given.nnodes)
         run_elastic(settings, options, "the same commands continue")
 
 
@@ -120,12 +128,12 @@ def run_elastic(settings: Config, options: HostOptions, continued: str) -> None:
         raise Interrupted(f"all devices have left, and the run is parked; {where}", 143)
 
 
-def _spread(config: Path, overrides: list[str], nnodes: int, nproc: int | None) -> tuple[Config, int]:
+def _spread(given: HostFlags) -> tuple[Config, int]:
     """The config for all machines that begin, and the workers of this one."""
-    from varuna_capslog.base.errors import CapslogError
     from varuna_capslog.config.reading import load_config
 
-    settings = load_config(config, overrides)
+    overrides, nnodes, nproc = [*(given.overrides or ()), "elastic.enabled=true"], given.nnodes, given.nproc
+    settings = load_config(given.config, overrides)
     replicas, wanted = settings.pipeline.replicas, settings.world_size
     if nproc is None:
         if wanted % nnodes:
@@ -136,12 +144,11 @@ def _spread(config: Path, overrides: list[str], nnodes: int, nproc: int | None) 
             f"--nnodes {nnodes} x --nproc {nproc} is not divisible by pipeline.replicas={replicas}; replicas have "
             "equally many workers"
         )
-    return load_config(config, [*overrides, f"pipeline.devices={nproc * nnodes // replicas}"]), nproc
+    return load_config(given.config, [*overrides, f"pipeline.devices={nproc * nnodes // replicas}"]), nproc
 
 
 def check_address(address: str) -> None:
     """Raises CapslogError unless it is HOST:PORT, or that of a store in etcd."""
-    from varuna_capslog.base.errors import CapslogError
     from varuna_capslog.elastic.network import SCHEME, parse_address
 
     if address.startswith(SCHEME):

@@ -6,14 +6,15 @@ from typing import Annotated
 
 import typer
 
-from varuna_capslog.commands.arguments import RunDirectory
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.commands.arguments import RunDirectory, option
 
 __all__ = ["morph", "notice"]
 
 
 def morph(
     run_dir: RunDirectory,
-    devices: Annotated[int, typer.Option(min=1, help="Workers that the run is to have.", show_default=False)],
+    devices: Annotated[int, option("Workers that the run is to have.", False, min=1)],
 ) -> None:
     """Let a running elastic training go on with another number of devices."""
     from varuna_capslog.elastic import request_morph
@@ -26,16 +27,13 @@ def morph(
 
 def notice(
     run_dir: RunDirectory,
-    host: Annotated[str | None, typer.Option(help="The host that is to leave.", show_default="the only one")] = None,
-    member: Annotated[str | None, typer.Option(help="One worker instead of a whole host.", show_default=False)] = None,
-    seconds: Annotated[
-        float | None, typer.Option(min=0, help="Seconds that are left.", show_default="no deadline")
-    ] = None,
+    host: Annotated[str | None, option("The host that is to leave.", "the only one")] = None,
+    member: Annotated[str | None, option("One worker instead of a whole host.", False)] = None,
+    seconds: Annotated[float | None, option("Seconds that are left.", "no deadline", min=0)] = None,
     urgent: Annotated[bool, typer.Option("--urgent", help="Leave at the next step, whatever has been copied.")] = False,
     hint: Annotated[bool, typer.Option("--hint", help="It may have to leave soon: copy ahead, nobody leaves.")] = False,
 ) -> None:
     """Tell a running elastic training that a host, or one worker, is to leave."""
-    from varuna_capslog.base.errors import CapslogError
     from varuna_capslog.elastic.host.hooks import give_notice
 
     if urgent and hint:

@@ -19,6 +19,7 @@ from varuna_capslog.commands.arguments import (
     Overrides,
     blocks_of,
     link_of,
+    option,
     options_of,
     output_option,
     print_json,
@@ -42,61 +43,48 @@ class PlanFlags:
     overrides: Overrides = None
     profile: Annotated[
         list[Path] | None,
-        typer.Option(
-            help="Plan for this profile instead of measuring; with --joint one per microbatch size to choose from.",
-            show_default=False,
+        option(
+            "Plan for this profile instead of measuring; with --joint one per microbatch size to choose from.", False
         ),
     ] = None
     model: Annotated[
         str | None,
-        typer.Option(
+        option(
+            "Plan for the ordinary module that this function returns; needs no CONFIG.",
+            False,
             metavar="PACKAGE.MODULE:FUNCTION",
-            help="Plan for the ordinary module that this function returns; needs no CONFIG.",
-            show_default=False,
         ),
     ] = None
     inputs: Annotated[
         list[str] | None,
-        typer.Option(
+        option(
+            "One input of --model, batch first, such as x=float32[1,3,224,224]; may be repeated.",
+            "the example inputs that the function returns",
             "--input",
             metavar="NAME=DTYPE[SIZE,...]",
-            help="One input of --model, batch first, such as x=float32[1,3,224,224]; may be repeated.",
-            show_default="the example inputs that the function returns",
         ),
     ] = None
     cut_points: Annotated[
-        str | None,
-        typer.Option(
-            help="Submodules of --model to cut before, such as layer2,layer3.", show_default="every repeated block"
-        ),
+        str | None, option("Submodules of --model to cut before, such as layer2,layer3.", "every repeated block")
     ] = None
     devices: Devices = None
     planner: Annotated[
         str | None,
-        typer.Option(
-            help="varuna, mcap-bf, mcap-bo, capslog, capslog-tb, exact or throughput.",
-            show_default="pipeline.planner, or exact",
-        ),
+        option("varuna, mcap-bf, mcap-bo, capslog, capslog-tb, exact or throughput.", "pipeline.planner, or exact"),
     ] = None
     memory: Annotated[
         str | None,
-        typer.Option(
-            help="Memory model: additive, composition, gpipe, 1f1b, varuna, or auto.",
-            show_default="pipeline.memory, or auto",
-        ),
+        option("Memory model: additive, composition, gpipe, 1f1b, varuna, or auto.", "pipeline.memory, or auto"),
     ] = None
     capacity: Annotated[
         str | None,
-        typer.Option(
-            help="Memory of each device: 16GiB, or one size per device: 16GiB,16GiB,8GiB or 16GiB*2,8GiB.",
-            show_default="pipeline.capacity, or no limit",
+        option(
+            "Memory of each device: 16GiB, or one size per device: 16GiB,16GiB,8GiB or 16GiB*2,8GiB.",
+            "pipeline.capacity, or no limit",
         ),
     ] = None
     minibatch: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Samples of one step, where time counts.", show_default="CONFIG's, or 4 microbatches per device"
-        ),
+        int | None, option("Samples of one step, where time counts.", "CONFIG's, or 4 microbatches per device", min=1)
     ] = None
     bandwidth: Bandwidth = None
     latency: Latency = "0s"
@@ -106,15 +94,11 @@ class PlanFlags:
     joint: Annotated[
         bool, typer.Option("--joint", help="Share --devices out among pipelines of any length, for the shortest step.")
     ] = False
-    speeds: Annotated[
-        str | None,
-        typer.Option(help="Of each device with --joint, such as 1*512,0.6*512.", show_default="1, the profile's"),
-    ] = None
+    speeds: Annotated[str | None, option("Of each device with --joint, such as 1*512,0.6*512.", "1, the profile's")] = (
+        None
+    )
     blocks: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Accumulation blocks of a step with --joint.", show_default="CONFIG's, or the microbatches"
-        ),
+        int | None, option("Accumulation blocks of a step with --joint.", "CONFIG's, or the microbatches", min=1)
     ] = None
     output: Annotated[Path | None, output_option("File for the plan.")] = None
     as_json: AsJson = False

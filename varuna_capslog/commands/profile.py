@@ -9,7 +9,15 @@ from typing import Annotated, Any
 
 import typer
 
-from varuna_capslog.commands.arguments import AsJson, ConfigFile, Overrides, output_option, print_json, print_table
+from varuna_capslog.commands.arguments import (
+    AsJson,
+    ConfigFile,
+    Overrides,
+    option,
+    output_option,
+    print_json,
+    print_table,
+)
 
 __all__ = ["profile"]
 
@@ -20,9 +28,9 @@ def profile(
     output: Annotated[Path | None, output_option("File for the profile.", "profile.json in the run_dir")] = None,
     order: Annotated[
         str | None,
-        typer.Option(
-            help="Launches of the runs: packed (one), capslog (trimmed pipelines) or mcap (whole pipelines).",
-            show_default="profile.order, or packed",
+        option(
+            "Launches of the runs: packed (one), capslog (trimmed pipelines) or mcap (whole pipelines).",
+            "profile.order, or packed",
         ),
     ] = None,
     estimate: Annotated[
@@ -56,9 +64,9 @@ def profile(
     if "input_sizes" in result.conditions:
         notes.append(_sizes(result.conditions["input_sizes"]))
     if "headroom" in result.conditions:
-        told = result.conditions["headroom"]
+        room = result.conditions["headroom"]
         notes.append(
-            f"a device needs {told['fragmentation']:.3g} times a stage's peak, and {format_bytes(told['fixed_bytes'])}"
+            f"a device needs {room['fragmentation']:.3g} times a stage's peak, and {format_bytes(room['fixed_bytes'])}"
         )
     for limit in result.conditions.get("limits", []):
         notes.append(f"bytes are too low for {limit}: measure them (without --estimate)")
@@ -69,21 +77,21 @@ def profile(
     print_table(title, headings, rows, left=(1,), notes=[*notes, f"written to {path}"])
 
 
-def _sizes(told: Mapping[str, Any]) -> str:
+def _sizes(sizes: Mapping[str, Any]) -> str:
     """The largest microbatch, which the bytes are for, and the median of those that training meets."""
 
     def text(shapes: Mapping[str, list[int]]) -> str:
         name, shape = max(shapes.items(), key=lambda item: math.prod(item[1]))
         return f"{name} {'x'.join(map(str, shape))}"
 
-    if told["sampled"] == 1:
-        return f"every microbatch: {text(told['largest'])}"
-    return f"largest {text(told['largest'])}, median {text(told['median'])} of {told['sampled']} sampled minibatches"
+    if sizes["sampled"] == 1:
+        return f"every microbatch: {text(sizes['largest'])}"
+    return f"largest {text(sizes['largest'])}, median {text(sizes['median'])} of {sizes['sampled']} sampled minibatches"
 
 
-def _launches(told: Mapping[str, Any]) -> str:
+def _launches(runs: Mapping[str, Any]) -> str:
     return (
-        f"order {told['order']}: {told['launches']} launch(es) on {told['workers']} workers, {told['rounds']} rounds "
-        f"of {told['mean_seconds']:.2f} s for {told['stage_runs']} stage runs, {told['total_seconds']:.1f} s in all, "
-        f"{told['end_to_end_seconds']:.1f} s end to end"
+        f"order {runs['order']}: {runs['launches']} launch(es) on {runs['workers']} workers, {runs['rounds']} rounds "
+        f"of {runs['mean_seconds']:.2f} s for {runs['stage_runs']} stage runs, {runs['total_seconds']:.1f} s in all, "
+        f"{runs['end_to_end_seconds']:.1f} s end to end"
     )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.commands.arguments import DryRun, HostName, Machines, StoreAddress, Wait, options_of
+from varuna_capslog.commands.arguments import DryRun, HostName, Machines, StoreAddress, Wait, option, options_of
 from varuna_capslog.commands.host import check_address, join_until_end
 
 if TYPE_CHECKING:
@@ -28,31 +28,25 @@ class ScriptOptions:
     ]
     arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="All that follows is its own.")] = None
     nproc: Annotated[int, typer.Option("--nproc", "--devices", min=1, help="Workers of this machine.")] = 2
-    run_dir: Annotated[
-        Path | None, typer.Option(help="Of checkpoints, metrics and logs.", show_default="runs/<name of FILE>")
-    ] = None
+    run_dir: Annotated[Path | None, option("Of checkpoints, metrics and logs.", "runs/<name of FILE>")] = None
     elastic: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="A key of a config's section elastic; may be repeated."),
+        list[str] | None, option("A key of a config's section elastic; may be repeated.", metavar="KEY=VALUE")
     ] = None
     serve: Annotated[
         str | None,
-        typer.Option(
+        option(
+            "Serve the run's store at HOST:PORT for other machines, or keep it at etcd://HOST:PORT[,...]/PREFIX.",
+            False,
             metavar="ADDRESS",
-            help="Serve the run's store at HOST:PORT for other machines, or keep it at etcd://HOST:PORT[,...]/PREFIX.",
-            show_default=False,
         ),
     ] = None
     store: StoreAddress = None
     nnodes: Machines = 1
     name: HostName = None
     wait: Wait = 600.0
-    chaos: Annotated[
-        int | None,
-        typer.Option(min=1, help="Disturb the run so many times, stop it and judge it.", show_default=False),
-    ] = None
-    seed: Annotated[int, typer.Option(help="--chaos: of the faults.")] = 0
-    mean: Annotated[str, typer.Option(help="--chaos: mean time between a recovery and the next fault.")] = "500ms"
+    chaos: Annotated[int | None, option("Disturb the run so many times, stop it and judge it.", False, min=1)] = None
+    seed: Annotated[int, option("--chaos: of the faults.")] = 0
+    mean: Annotated[str, option("--chaos: mean time between a recovery and the next fault.")] = "500ms"
     dry_run: DryRun = False
 
 

@@ -19,6 +19,7 @@ from varuna_capslog.commands.arguments import (
     Overrides,
     ProfileFile,
     link_of,
+    option,
     options_of,
     output_option,
     print_json,
@@ -43,38 +44,27 @@ class StepFlags:
     config: OptionalConfigFile = None
     overrides: Overrides = None
     profile: ProfileFile = None
-    plan: Annotated[Path | None, typer.Option(help="Plan to play.", show_default="that of CONFIG's planner")] = None
+    plan: Annotated[Path | None, option("Plan to play.", "that of CONFIG's planner")] = None
     bandwidth: Bandwidth = None
     latency: Latency = "0s"
     copy_bandwidth: Annotated[
         str | None,
-        typer.Option(
-            help="At which a rank copies its messages itself, as over gloo, instead of computing.",
-            show_default="sending costs a rank nothing",
+        option(
+            "At which a rank copies its messages itself, as over gloo, instead of computing.",
+            "sending costs a rank nothing",
         ),
     ] = None
-    schedule: Annotated[
-        str | None, typer.Option(help="gpipe, 1f1b or varuna.", show_default="the plan's, or varuna")
-    ] = None
+    schedule: Annotated[str | None, option("gpipe, 1f1b or varuna.", "the plan's, or varuna")] = None
     microbatches: Annotated[
-        int | None,
-        typer.Option(min=1, help="Of one pipeline and step.", show_default="the plan's, or 4 for each stage"),
+        int | None, option("Of one pipeline and step.", "the plan's, or 4 for each stage", min=1)
     ] = None
     recompute: Annotated[
-        bool | None,
-        typer.Option(
-            "--recompute/--no-recompute", help="With recomputation or not.", show_default="CONFIG's, or as profiled"
-        ),
+        bool | None, option("With recomputation or not.", "CONFIG's, or as profiled", "--recompute/--no-recompute")
     ] = None
     stage_inputs: Annotated[
-        str | None,
-        typer.Option(
-            help="Where inputs kept for recomputation wait: host or device.", show_default="CONFIG's, or as profiled"
-        ),
+        str | None, option("Where inputs kept for recomputation wait: host or device.", "CONFIG's, or as profiled")
     ] = None
-    cores: Annotated[
-        int | None, typer.Option(min=1, help="Cores that all ranks share.", show_default="one for each rank")
-    ] = None
+    cores: Annotated[int | None, option("Cores that all ranks share.", "one for each rank", min=1)] = None
     output: Annotated[Path | None, output_option("Folder for pictures, traces and JSON.")] = None
 
 
@@ -84,34 +74,23 @@ class SimulateFlags(StepFlags):
 
     trace: Annotated[
         Path | None,
-        typer.Option(
-            help="Replay these preemptions instead of one step; lines of milliseconds,add|remove,node.",
-            show_default=False,
-        ),
+        option("Replay these preemptions instead of one step; lines of milliseconds,add|remove,node.", False),
     ] = None
-    devices: Annotated[
-        int | None, typer.Option(min=1, help="--trace: most devices to rent.", show_default="as the trace has")
-    ] = None
-    planner: Annotated[
-        str | None, typer.Option(help="--trace: joint, or a planner of one pipeline.", show_default="joint")
-    ] = None
+    devices: Annotated[int | None, option("--trace: most devices to rent.", "as the trace has", min=1)] = None
+    planner: Annotated[str | None, option("--trace: joint, or a planner of one pipeline.", "joint")] = None
     minibatch: Annotated[
-        int | None,
-        typer.Option(min=1, help="--trace: samples of a step.", show_default="CONFIG's, or 4 microbatches a device"),
+        int | None, option("--trace: samples of a step.", "CONFIG's, or 4 microbatches a device", min=1)
     ] = None
     capacity: Annotated[
-        str | None,
-        typer.Option(help="--trace: memory of every device, such as 16GiB.", show_default="CONFIG's, or no limit"),
+        str | None, option("--trace: memory of every device, such as 16GiB.", "CONFIG's, or no limit")
     ] = None
-    duration: Annotated[
-        str | None, typer.Option(help="--trace: until when, such as 8h.", show_default="the trace's last event")
-    ] = None
-    notice: Annotated[str, typer.Option(help="--trace: how long before a leave it is announced; AWS's 2 min.")] = "120s"
-    planned_pause: Annotated[str, typer.Option(help="--trace: of a join or announced leave; assumed.")] = "1s"
-    crash_pause: Annotated[str, typer.Option(help="--trace: of a leave without notice; assumed.")] = "10s"
-    restart_pause: Annotated[str, typer.Option(help="--trace: from too few devices on; torchrun's, measured.")] = "45s"
-    spot_price: Annotated[float, typer.Option(help="--trace: dollars per device and hour; assumed.")] = 0.918
-    on_demand_price: Annotated[float, typer.Option(help="--trace: the same on demand; AWS p3.2xlarge.")] = 3.06
+    duration: Annotated[str | None, option("--trace: until when, such as 8h.", "the trace's last event")] = None
+    notice: Annotated[str, option("--trace: how long before a leave it is announced; AWS's 2 min.")] = "120s"
+    planned_pause: Annotated[str, option("--trace: of a join or announced leave; assumed.")] = "1s"
+    crash_pause: Annotated[str, option("--trace: of a leave without notice; assumed.")] = "10s"
+    restart_pause: Annotated[str, option("--trace: from too few devices on; torchrun's, measured.")] = "45s"
+    spot_price: Annotated[float, option("--trace: dollars per device and hour; assumed.")] = 0.918
+    on_demand_price: Annotated[float, option("--trace: the same on demand; AWS p3.2xlarge.")] = 3.06
     as_json: AsJson = False
 
 

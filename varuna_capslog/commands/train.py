@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from varuna_capslog.commands.arguments import ConfigFile, Overrides
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.commands.arguments import ConfigFile, Overrides, option
 from varuna_capslog.commands.host import prepare_and_print, run_elastic
 
 if TYPE_CHECKING:
@@ -21,16 +22,15 @@ def train(
     overrides: Overrides = None,
     nproc: Annotated[
         int | None,
-        typer.Option(
+        option(
+            "Workers to start here; the pipeline gets as many devices as replicas leave.",
+            "pipeline.devices x pipeline.replicas",
             "--nproc",
             min=1,
-            help="Workers to start here; the pipeline gets as many devices as replicas leave.",
-            show_default="pipeline.devices x pipeline.replicas",
         ),
     ] = None,
 ) -> None:
     """Train over the planned pipeline. Ctrl-C stops after the step; the same command continues."""
-    from varuna_capslog.base.errors import CapslogError
     from varuna_capslog.base.supervisor import reserve
     from varuna_capslog.config.reading import load_config
     from varuna_capslog.elastic.host.options import HostOptions

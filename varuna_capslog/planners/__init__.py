@@ -13,8 +13,8 @@ from varuna_capslog.planners.capslog import capslog_cuts
 from varuna_capslog.planners.capslog_tb import capslog_tb_cuts
 from varuna_capslog.planners.exact import exact_cuts
 from varuna_capslog.planners.mcap import mcap_bf_cuts, mcap_bo_cuts
-from varuna_capslog.planners.seconds import Link
-from varuna_capslog.planners.throughput import throughput_cuts
+from varuna_capslog.planners.seconds import LayerSeconds, Link
+from varuna_capslog.planners.throughput import fastest_cuts
 from varuna_capslog.planners.varuna import varuna_cuts
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
@@ -55,9 +55,13 @@ def find_cuts(
     """Return the first layer of each of `devices` stages, as the planner of this name chooses them.
 
     costs: of the profile for this run. usable: bytes that a stage may hold on each device; None means no limit.
-    run, link: for planners that need seconds.
+    run, link: for planners that need seconds; `throughput` answers with the smallest peak where no cut list fits.
+
+    Raises CapslogError naming the first layer whose seconds (or bytes that cross a cut) the profile lacks.
     """
     if planner != "throughput":
         return PLANNERS[planner](costs, devices, usable)
     count = run.num_microbatches or DEFAULT_MICROBATCHES_PER_STAGE * devices
-    return throughput_cuts(profile, costs, replace(run, num_microbatches=count), devices, usable, link)
+    seconds = LayerSeconds.of_profile(profile, link)
+    best = fastest_cuts(costs, seconds, replace(run, num_microbatches=count), devices, usable)
+    return exact_cuts(costs, devices, usable) if best is None else list(best.cuts)

@@ -7,8 +7,9 @@ layer added at either end. Without that the answer may be worse than the best on
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 from varuna_capslog.memory.additive import AdditiveCosts
 from varuna_capslog.memory.costs import NEVER, StageCosts
@@ -28,17 +29,17 @@ def capslog_cuts(costs: StageCosts, devices: int, capacities: Sequence[int] | No
 
     The paper knows the additive model only. Other costs are filled layer by layer, each stage at its own place.
     """
-    if not isinstance(costs, AdditiveCosts):
-        return _of_any_costs(costs, devices)
-    running = costs.running
-    rising = all(before <= after for before, after in pairwise(running))
-    fill_first = _fill_by_bisection if rising else _fill_by_walking
-
-    # The largest cost of any stage: nothing exceeds it on the way, so fill-first never stops early.
-    recommended, high, _ = fill_first(costs, devices, max(costs.head) + max(running))
-    low = costs.head[0]  # Layer 0 begins the first stage, and M_p(0, m) is no less where M_a >= 0.
-    if not rising:
-        low = 0
+    low, most = 0, NEVER
+    fill_first: Callable[[Any, int, int], _Filled] = _fill_any_costs
+    if isinstance(costs, AdditiveCosts):
+        running = costs.running
+        # The largest cost of any stage: nothing exceeds it on the way, so fill-first never stops early.
+        most = max(costs.head) + max(running)
+        fill_first = _fill_by_walking
+        if all(before <= after for before, after in pairwise(running)):
+            fill_first = _fill_by_bisection
+            low = costs.head[0]  # Layer 0 begins the first stage, and M_p(0, m) is no less where M_a >= 0.
+    recommended, high, _ = fill_first(costs, devices, most)
     high -= 1
     while low <= high:
         threshold = (low + high) // 2
@@ -97,27 +98,14 @@ def _fill_by_walking(costs: AdditiveCosts, devices: int, threshold: int) -> _Fil
     return cuts, max(costs.peaks(cuts)), threshold + 1
 
 
-def _of_any_costs(costs: StageCosts, devices: int) -> list[int]:
-    """Algorithm 1 over Algorithm 2 for costs that are not additive or depend on the stage's place."""
-
-    def fill_first(threshold: int) -> tuple[list[int], int]:
-        cuts = [0]
-        for stage in range(devices - 1):
-            end = cuts[-1] + 1
-            while end < costs.num_layers - (devices - 1 - stage):
-                if costs.stage_bytes(cuts[-1], end + 1, stage, devices) > threshold:
-                    break
-                end += 1
-            cuts.append(end)
-        return cuts, max(costs.peaks(cuts))
-
-    recommended, high = fill_first(NEVER)
-    low, high = 0, high - 1
-    while low <= high:
-        threshold = (low + high) // 2
-        cuts, predicted_peak = fill_first(threshold)
-        if predicted_peak <= threshold:
-            recommended, high = cuts, predicted_peak - 1
-        else:
-            low = threshold + 1
-    return recommended
+def _fill_any_costs(costs: StageCosts, devices: int, threshold: int) -> _Filled:
+    """FILL_FIRST of Algorithm 2 for costs that are not additive or depend on the stage's place."""
+    cuts = [0]
+    for stage in range(devices - 1):
+        end = cuts[-1] + 1
+        while end < costs.num_layers - (devices - 1 - stage):
+            if costs.stage_bytes(cuts[-1], end + 1, stage, devices) > threshold:
+                break
+            end += 1
+        cuts.append(end)
+    return cuts, max(costs.peaks(cuts)), threshold + 1

@@ -394,7 +394,7 @@ def _share(part: int | None, whole: int | None) -> float:
 def _shared_out(fleet: Fleet, times: NDArray[np.float64], blocks: int) -> list[tuple[int, int]]:
     """Give every pipeline (a template's number) its blocks: as many as it may take, less what is too much in all.
 
-    Blocks are taken back one by one from whoever then takes longest, and nobody is left without.
+    Blocks are taken back one by one from the pipeline that then takes longest; each keeps at least one.
     """
     shares = [[number, gain] for number, gain, count in fleet.pipelines for _ in range(count)]
     for _ in range(sum(share for _, share in shares) - blocks):

@@ -23,7 +23,7 @@ from varuna_capslog.memory.costs import StageCosts
 __all__ = ["BO_CALLS", "BO_INITIAL_POINTS", "LIMIT", "count_cut_lists", "mcap_bf_cuts", "mcap_bo_cuts"]
 
 LIMIT = 10**8
-"""Cut lists that `mcap-bf` weighs without being told to; the variable CAPSLOG_MCAP_LIMIT sets another number."""
+"""Cut lists that `mcap-bf` weighs at most; the variable CAPSLOG_MCAP_LIMIT sets another number."""
 
 _LIMIT_VARIABLE = "CAPSLOG_MCAP_LIMIT"
 

@@ -121,7 +121,7 @@ class StepPlayer:
     def __init__(self, schedule: str, stages: int, microbatches: int, recompute: bool) -> None:
         actions = make_schedule(schedule, stages, microbatches, recompute=recompute)
         self.stages, self.microbatches = stages, microbatches
-        # Nobody reads what the last stage makes before it makes it again, so the engine leaves such a forward out.
+        # No stage reads what the last one makes before it makes it again, so the engine leaves such a forward out.
         keeping = graph_keeping_forwards(actions)
         left_out = {
             action for action in actions[-1] if action.kind == "F" and (stages - 1, action.microbatch) not in keeping

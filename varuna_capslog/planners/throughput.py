@@ -17,12 +17,11 @@ from numpy.typing import NDArray
 
 from varuna_capslog.memory.costs import NEVER, StageCosts
 from varuna_capslog.planners.exact import exact_cuts
-from varuna_capslog.planners.seconds import LayerSeconds, Link, StepPlayer, step_player
+from varuna_capslog.planners.seconds import LayerSeconds, StepPlayer, step_player
 from varuna_capslog.planners.varuna import varuna_cuts
-from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape, in_flight_limits
 
-__all__ = ["Fastest", "fastest_cuts", "pareto_front", "throughput_cuts"]
+__all__ = ["Fastest", "fastest_cuts", "pareto_front"]
 
 Floats = NDArray[np.float64]
 Cuts = NDArray[np.intp]
@@ -96,29 +95,12 @@ def fastest_cuts(
     return Fastest(tuple(int(cut) for cut in best.cuts), best.step, bound, best.peak)
 
 
-def throughput_cuts(
-    profile: Profile,
-    costs: StageCosts,
-    run: RunShape,
-    devices: int,
-    capacities: Sequence[int] | None,
-    link: Link | None,
-) -> list[int]:
-    """Return what `find_cuts` asks of this planner: the fastest cut list, or the smallest peak where none fits.
-
-    Raises CapslogError naming the first layer whose seconds (or bytes that cross a cut) the profile lacks.
-    """
-    best = fastest_cuts(costs, LayerSeconds.of_profile(profile, link), run, devices, capacities)
-    return exact_cuts(costs, devices, capacities) if best is None else list(best.cuts)
-
-
 def pareto_front(
     costs: StageCosts,
     seconds: LayerSeconds,
     run: RunShape,
     devices: int,
     capacities: Sequence[int] | None = None,
-    speeds: Sequence[float] | None = None,
     width: int = 1024,
 ) -> list[Fastest]:
     """Return the points of the front from the smallest peak to the smallest step time; empty if nothing fits.
@@ -135,7 +117,7 @@ def pareto_front(
     limit = NEVER - 1
     found: list[Fastest] = []
     while True:
-        point = fastest_cuts(costs, seconds, run, devices, [min(limit, most) for most in own], speeds, width)
+        point = fastest_cuts(costs, seconds, run, devices, [min(limit, most) for most in own], width=width)
         if point is None:
             break
         found.append(point)

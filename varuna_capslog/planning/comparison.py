@@ -1,6 +1,6 @@
 """Every planner's answer to one question, side by side: peak, margin, simulated step time, search time.
 
-`capslog compare` calls it. A planner that has no answer keeps its row, with the reason: nobody is left out silently.
+`capslog compare` calls it. A planner that has no answer keeps its row, with the reason.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Row:
     def to_json(self) -> dict[str, Any]:
         """For programs; the plan as its cut list and whether it fits."""
         value = {item.name: getattr(self, item.name) for item in dataclasses.fields(self) if item.name != "plan"}
-        told = {} if self.plan is None else self.plan.to_json()
-        return value | {name: told.get(name) for name in ("cuts", "fits", "stage_bytes")}
+        plan = {} if self.plan is None else self.plan.to_json()
+        return value | {name: plan.get(name) for name in ("cuts", "fits", "stage_bytes")}
 
 
 def compare(

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import ParamSpec
 
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
@@ -17,7 +18,7 @@ from varuna_capslog.memory import AUTO, MEMORY_MODELS, NEVER, resolve
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planners import PLANNER_NAMES, find_cuts
 from varuna_capslog.planners.exact import fewest_devices
-from varuna_capslog.planners.joint import Device, JointPlan, NoFleet, best_fleet
+from varuna_capslog.planners.joint import JointPlan, NoFleet, best_fleet
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.simulation import stage_seconds
 from varuna_capslog.planning.verdict import capacities_of_devices, judge
@@ -26,6 +27,8 @@ from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import DEFAULT_RUN, RunShape
 
 __all__ = ["joint_plan", "plan", "usable_bytes"]
+
+P = ParamSpec("P")
 
 
 def plan(
@@ -107,26 +110,24 @@ def plan(
     )
 
 
-def joint_plan(
-    profiles: Profile | Sequence[Profile],
-    devices: Sequence[Device],
-    minibatch_size: int,
-    blocks: int | None = None,
-    run: RunShape = DEFAULT_RUN,
-    memory: str = AUTO,
-    link: Link | None = None,
-    max_stages: int | None = None,
-) -> JointPlan:
-    """The answer of `planners.joint.best_fleet`, which explains the arguments.
-
-    Where nothing fits, the plan is the smallest-peak pipeline over all devices with `fits` False and the shortfall.
+def _or_smallest_peak(find: Callable[P, JointPlan | NoFleet]) -> Callable[P, JointPlan]:
+    """A search for a fleet that answers also where none fits: with the smallest-peak pipeline over all devices, whose
+    plan says `fits` False and the shortfall.
     """
-    begun = time.perf_counter()
-    found = best_fleet(profiles, devices, minibatch_size, blocks, run, memory, link, max_stages)
-    if isinstance(found, JointPlan):
-        return found
-    answer = dataclasses.replace(_smallest_peak(found), planner="joint", search_seconds=time.perf_counter() - begun)
-    return JointPlan(answer, (), None, None, found.max_stages, (), found.run.num_blocks)
+
+    def search(*arguments: P.args, **options: P.kwargs) -> JointPlan:
+        begun = time.perf_counter()
+        found = find(*arguments, **options)
+        if isinstance(found, JointPlan):
+            return found
+        answer = dataclasses.replace(_smallest_peak(found), planner="joint", search_seconds=time.perf_counter() - begun)
+        return JointPlan(answer, (), None, None, found.max_stages, (), found.run.num_blocks)
+
+    return search
+
+
+joint_plan = _or_smallest_peak(best_fleet)
+"""Pipelines of any length for any devices; the arguments are those of `planners.joint.best_fleet`."""
 
 
 def _smallest_peak(found: NoFleet) -> Plan:

@@ -227,8 +227,8 @@ def simulate_plan(
 def stage_seconds(profile: Profile, stages: Sequence[tuple[int, int]], recompute: bool = True) -> StageSeconds:
     """What stages of layers (first, end) take, as sums over their layers; U where the profile knows it.
 
-    A forward that keeps no graph takes as long as one that does, except on the last stage: there nobody reads what it
-    makes before the recomputation makes it again, so the engine leaves it out.
+    A forward that keeps no graph takes as long as one that does, except on the last stage: no stage reads what it
+    makes there before the recomputation makes it again, so the engine leaves it out.
 
     Raises CapslogError naming the layer whose seconds the profile does not have.
     """

@@ -64,7 +64,7 @@ DeploymentOf = Callable[[int], Deployment | None]
 
 @dataclass(frozen=True)
 class Pauses:
-    """For how long nobody trains when the membership changes: assumptions of a replay, in seconds.
+    """For how long training pauses when the membership changes: assumptions of a replay, in seconds.
 
     planned: a join, or a leave that was announced at least `planned` before: state moves behind the training step.
     crash: a leave without notice: detection, and the broken step again.
@@ -133,7 +133,7 @@ class Replay:
     samples: trained; ideal_samples: had no pause been needed, with the same layouts.
     goodput: samples per second over the whole duration; share_of_ideal: of `ideal_samples`, 1 where there are none.
     device_hours: rented, also while pausing or stopped.
-    on_demand_samples_per_second: of `devices` machines that nobody takes away; None where nothing fits them.
+    on_demand_samples_per_second: of `devices` machines that are never taken away; None where nothing fits them.
     """
 
     duration_seconds: float

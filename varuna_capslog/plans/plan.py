@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -37,8 +37,7 @@ class Shortfall:
     def __post_init__(self) -> None:
         _set(self, "stage", fields.whole(self.stage, "stage"))
         _set(self, "bytes", fields.whole(self.bytes, "bytes", minimum=1))
-        if self.devices_that_fit is not None:
-            _set(self, "devices_that_fit", fields.whole(self.devices_that_fit, "devices_that_fit", minimum=1))
+        _check_optional(self, "devices_that_fit", fields.whole, minimum=1)
 
 
 @dataclass(frozen=True)
@@ -76,12 +75,9 @@ class PlanStage:
             raise CapslogError("memory_actions must be an object that maps layers to recompute or offload")
         for layer, action in self.memory_actions.items():
             fields.choice(action, f"memory_actions[{layer!r}]", ("recompute", "offload"))
-        if self.microbatch_size is not None:
-            _set(self, "microbatch_size", fields.whole(self.microbatch_size, "microbatch_size", minimum=1))
-        if self.bytes is not None:
-            _set(self, "bytes", fields.whole(self.bytes, "bytes"))
-        if self.seconds is not None:
-            _set(self, "seconds", fields.seconds(self.seconds, "seconds"))
+        _check_optional(self, "microbatch_size", fields.whole, minimum=1)
+        _check_optional(self, "bytes", fields.whole)
+        _check_optional(self, "seconds", fields.seconds)
 
 
 @dataclass(frozen=True)
@@ -123,13 +119,10 @@ class Plan:
         _set(self, "num_layers", fields.whole(self.num_layers, "num_layers", minimum=1))
         _set(self, "cuts", fields.cut_list(self.cuts, self.num_layers))
         for name in ("planner", "memory_model", "model", "profile_digest", "schedule"):
-            if getattr(self, name) is not None:
-                fields.text(getattr(self, name), name)
+            _check_optional(self, name, fields.text)
         for name in ("num_microbatches", "microbatch_size"):
-            if getattr(self, name) is not None:
-                _set(self, name, fields.whole(getattr(self, name), name, minimum=1))
-        if self.search_seconds is not None:
-            _set(self, "search_seconds", fields.seconds(self.search_seconds, "search_seconds"))
+            _check_optional(self, name, fields.whole, minimum=1)
+        _check_optional(self, "search_seconds", fields.seconds)
         self._check_costs()
         self._check_fit()
         self._check_full_form()
@@ -220,8 +213,8 @@ class Plan:
                     f"capacity_bytes has {len(capacities)} entries, but there are {len(self.cuts)} devices"
                 )
             _set(self, "capacity_bytes", capacities)
-        elif self.capacity_bytes is not None:
-            _set(self, "capacity_bytes", fields.whole(self.capacity_bytes, "capacity_bytes", minimum=1))
+        else:
+            _check_optional(self, "capacity_bytes", fields.whole, minimum=1)
         if self.fits is not None and not isinstance(self.fits, bool):
             raise CapslogError(f"fits is {self.fits!r}; it must be true, false or null")
         if self.shortfall is not None:
@@ -359,3 +352,9 @@ def _plain(value: Any) -> Any:
 
 def _set(record: Any, name: str, value: Any) -> None:
     object.__setattr__(record, name, value)
+
+
+def _check_optional(record: Any, name: str, check: Callable[..., Any], **rules: Any) -> None:
+    """Put the checked value of a field in its place; None stays None."""
+    if (value := getattr(record, name)) is not None:
+        _set(record, name, check(value, name, **rules))

@@ -94,18 +94,18 @@ def change_section(run: RunRecord, folder: Path) -> Markup | None:
 def _changes(events: Sequence[Event]) -> list[_Change]:
     """Every generation that began, with the notices and losses that were recorded since the one before."""
     found: list[_Change] = []
-    told: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for event in events:
         member = str(event.details.get("member"))
         if event.kind == "lost":
-            told[member] = str(event.details.get("why", "")).removeprefix(f"worker {member} ")
+            reasons[member] = str(event.details.get("why", "")).removeprefix(f"worker {member} ")
         elif event.kind == "notice":
-            told.setdefault(member, _notice(event.details))
+            reasons.setdefault(member, _notice(event.details))
         elif event.kind in _BEGINNINGS and "cuts" in event.details:
             said = []
             for sentence in map(str, _listed(event.details.get("why"))):
-                named = [name for name in told if name in sentence.replace(",", " ").split()]
-                why = [(f"{name} " if len(named) > 1 else "") + told.pop(name) for name in named]
+                named = [name for name in reasons if name in sentence.replace(",", " ").split()]
+                why = [(f"{name} " if len(named) > 1 else "") + reasons.pop(name) for name in named]
                 said.append(sentence + (f" ({'; '.join(why)})" if why else ""))
             found.append(_Change(event, "; ".join(said)))
     return found

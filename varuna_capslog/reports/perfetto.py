@@ -113,13 +113,10 @@ def _arrows(pipeline: PipelineStep, prefix: str) -> Iterator[dict[str, Any]]:
     }
     for number, sent in enumerate(pipeline.timeline.messages):
         message = sent.message
-        if message.kind == "activation":
-            ends = [(message.boundary - 1, "F"), (message.boundary, "F")]
-        else:
-            ends = [(message.boundary, "BI"), (message.boundary - 1, "BI")]
+        kinds, stages = "F" if message.kind == "activation" else "BI", (message.stage(True), message.stage(False))
         found = [
             next(timed[key] for kind in kinds if (key := Action(stage, kind, message.microbatch)) in timed)
-            for stage, kinds in ends
+            for stage in stages
         ]
         (source, made), (destination, waits) = found
         lengths = [(one.end_seconds - one.start_seconds) * _MICROSECONDS for one in (made, waits)]

@@ -146,8 +146,8 @@ def _versions(run: RunRecord) -> dict[str, str]:
     if run.profile is not None and run.profile.conditions:
         source = f"{run.profile.source}: " if run.profile.source else ""
         # digests serve programs only
-        told = {key: value for key, value in run.profile.conditions.items() if not key.endswith("digest")}
-        rows["Profile"] = source + plain(told)
+        conditions = {key: value for key, value in run.profile.conditions.items() if not key.endswith("digest")}
+        rows["Profile"] = source + plain(conditions)
     try:
         torch = f", torch {metadata.version('torch')}"
     except metadata.PackageNotFoundError:

@@ -23,7 +23,6 @@ __all__ = [
     "TimedMessage",
     "Timeline",
     "find_deadlock",
-    "format_csv",
     "from_strings",
     "graph_keeping_forwards",
     "in_flight_limits",
@@ -32,7 +31,6 @@ __all__ = [
     "lower",
     "make_schedule",
     "parse_action",
-    "parse_csv",
     "placement_of",
     "simulate",
     "to_strings",
@@ -43,17 +41,15 @@ from varuna_capslog.schedules.actions import (
     KINDS,
     Action,
     Schedule,
-    format_csv,
     from_strings,
+    graph_keeping_forwards,
     parse_action,
-    parse_csv,
     placement_of,
     to_strings,
 )
-from varuna_capslog.schedules.generators import SCHEDULES, in_flight_limits, make_schedule
+from varuna_capslog.schedules.generators import SCHEDULES, in_flight_limits, insert_recompute, make_schedule
 from varuna_capslog.schedules.lower import Lowered, Message, Recv, SendInstruction, find_deadlock, in_turn, lower
 from varuna_capslog.schedules.play import TimedAction, TimedMessage
-from varuna_capslog.schedules.recompute import graph_keeping_forwards, insert_recompute
 from varuna_capslog.schedules.shape import ALWAYS_RECOMPUTE, DEFAULT_RUN, RunShape
 from varuna_capslog.schedules.simulate import StageSeconds, Timeline, simulate
 from varuna_capslog.schedules.validate import validate

@@ -11,10 +11,9 @@ __all__ = [
     "KINDS",
     "Action",
     "Schedule",
-    "format_csv",
     "from_strings",
+    "graph_keeping_forwards",
     "parse_action",
-    "parse_csv",
     "placement_of",
     "to_strings",
 ]
@@ -100,16 +99,6 @@ def from_strings(rows: Sequence[Sequence[str]]) -> Schedule:
     return schedule
 
 
-def format_csv(schedule: Iterable[Iterable[Action]]) -> str:
-    """One line per rank, actions separated by commas; a rank without work is an empty line."""
-    return "".join(",".join(row) + "\n" for row in to_strings(schedule))
-
-
-def parse_csv(text: str) -> Schedule:
-    """The inverse of `format_csv`. Blanks around an action and empty cells (idle time in a drawn table) are skipped."""
-    return from_strings([[cell.strip() for cell in line.split(",") if cell.strip()] for line in text.splitlines()])
-
-
 def placement_of(schedule: Sequence[Sequence[Action]]) -> list[int]:
     """`placement[stage]` = the rank that runs the stage.
 
@@ -131,3 +120,14 @@ def placement_of(schedule: Sequence[Sequence[Action]]) -> list[int]:
             f"stage {missing[0]} has no action on any rank; number the stages 0, 1, 2, ... without a gap"
         )
     return [rank_of[stage] for stage in range(len(rank_of))]
+
+
+def graph_keeping_forwards(schedule: Iterable[Iterable[Action]]) -> set[tuple[int, int]]:
+    """The (stage, microbatch) pairs whose F must build a graph: those that no R builds again."""
+    forwards: set[tuple[int, int]] = set()
+    recomputed: set[tuple[int, int]] = set()
+    for actions in schedule:
+        for action in actions:
+            if action.microbatch is not None and action.kind in "FR":
+                (forwards if action.kind == "F" else recomputed).add((action.stage, action.microbatch))
+    return forwards - recomputed

@@ -12,19 +12,21 @@ and not Megatron's interleaved one.
 gradient arrives; between the recompute and the backward the stage does nothing else; the last stage runs forward and
 backward of a microbatch back to back. So a stage keeps one live graph at any time, which is what M_i + sum M_a
 predicts. It is made from these rules and is not a copy of the lists that Microsoft's generator prints.
+
+With recomputation a forward runs without a graph, keeps only the stage's input, and an R builds the graph again right
+before the backward.
 """
 
 from __future__ import annotations
 
-__all__ = ["SCHEDULES", "in_flight_limits", "make_schedule"]
+__all__ = ["SCHEDULES", "in_flight_limits", "insert_recompute", "make_schedule"]
 
 import difflib
 from collections.abc import Callable, Sequence
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.schedules.actions import Schedule
+from varuna_capslog.schedules.actions import Action, Schedule
 from varuna_capslog.schedules.list_scheduler import check_placement, list_schedule
-from varuna_capslog.schedules.recompute import insert_recompute
 from varuna_capslog.schedules.shape import ALWAYS_RECOMPUTE
 
 
@@ -92,3 +94,22 @@ def in_flight_limits(name: str, num_stages: int, num_microbatches: int) -> list[
         raise CapslogError(f"unknown schedule {name!r}; {hint}")
     check_placement(num_stages, num_microbatches, None)
     return _LIMITS[name](num_stages, num_microbatches)
+
+
+def insert_recompute(schedule: Sequence[Sequence[Action]]) -> Schedule:
+    """Puts an R directly before every B that needs one, on the stage of the B.
+
+    Where the forward of the same microbatch is the stage's last action before the B, no R is needed: nothing of that
+    stage comes between, so keeping the forward's graph costs no more than building it again.
+    """
+    result: Schedule = []
+    for actions in schedule:
+        row: list[Action] = []
+        last_of_stage: dict[int, Action] = {}
+        for action in actions:
+            if action.kind == "B" and last_of_stage.get(action.stage) != Action(action.stage, "F", action.microbatch):
+                row.append(Action(action.stage, "R", action.microbatch))
+            row.append(action)
+            last_of_stage[action.stage] = action
+        result.append(row)
+    return result

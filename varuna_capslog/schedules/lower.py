@@ -28,6 +28,10 @@ class Message:
     boundary: int
     microbatch: int
 
+    def stage(self, sends: bool) -> int:
+        """The stage that sends it, or the one that receives it."""
+        return self.boundary - (sends == (self.kind == "activation"))
+
     def __str__(self) -> str:
         return f"the {self.kind} of microbatch {self.microbatch} across the cut before stage {self.boundary}"
 
@@ -40,9 +44,8 @@ class SendInstruction:
     peer: int
 
     def __str__(self) -> str:
-        activation = self.message.kind == "activation"
-        stage = self.message.boundary - 1 if activation else self.message.boundary
-        return f"{stage}SEND_{'F' if activation else 'B'}{self.message.microbatch}"
+        kind = "F" if self.message.kind == "activation" else "B"
+        return f"{self.message.stage(sends=True)}SEND_{kind}{self.message.microbatch}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +56,8 @@ class Recv:
     peer: int
 
     def __str__(self) -> str:
-        activation = self.message.kind == "activation"
-        stage = self.message.boundary if activation else self.message.boundary - 1
-        return f"{stage}RECV_{'F' if activation else 'B'}{self.message.microbatch}"
+        kind = "F" if self.message.kind == "activation" else "B"
+        return f"{self.message.stage(sends=False)}RECV_{kind}{self.message.microbatch}"
 
 
 Instruction: TypeAlias = Action | SendInstruction | Recv

@@ -13,10 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.schedules.actions import KINDS, Action, placement_of
+from varuna_capslog.schedules.actions import KINDS, Action, graph_keeping_forwards, placement_of
 from varuna_capslog.schedules.lower import find_deadlock, lower
 from varuna_capslog.schedules.play import TimedAction, TimedMessage, play_alone, play_contended
-from varuna_capslog.schedules.recompute import graph_keeping_forwards
 
 
 @dataclass(frozen=True)
