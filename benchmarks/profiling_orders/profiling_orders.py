@@ -15,7 +15,7 @@ import torch
 from varuna_capslog.base.units import format_bytes
 from varuna_capslog.config.reading import load_config
 from varuna_capslog.profiles.record import Profile
-from varuna_capslog.profiles.runs import capslog_partitionings, mcap_partitionings, pack_runs, stage_runs
+from varuna_capslog.profiles.runs import capslog_partitionings, mcap_partitionings, stage_runs
 from varuna_capslog.profiling.measure import profile_config
 
 CONFIG = Path(__file__).parents[2] / "configs" / "tiny.yaml"
@@ -29,7 +29,7 @@ def counts(gpus: int) -> None:
     for layers in (25, 42, 48):
         whole = mcap_partitionings(layers, gpus)
         full = sum(len(launch.layers_per_gpu) == gpus for launch in whole)
-        rounds = max(map(len, pack_runs(stage_runs(layers), gpus)))
+        rounds = -(-len(stage_runs(layers)) // gpus)
         print(f"| {layers} | {len(whole)} | {full} | {len(capslog_partitionings(layers, gpus))} | {rounds} |")
 
 

@@ -6,14 +6,12 @@ neighbouring pairs give M_i and M_a. This module only lists and counts; `measure
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
 
-__all__ = ["Partitioning", "StageRun", "capslog_partitionings", "mcap_partitionings", "pack_runs", "stage_runs"]
+__all__ = ["Partitioning", "StageRun", "capslog_partitionings", "mcap_partitionings", "stage_runs"]
 
 StageRun = tuple[int, int]
 """Layers (first, end) of one stage run, `end` not included."""
@@ -105,26 +103,6 @@ def mcap_partitionings(num_layers: int, gpus: int) -> list[Partitioning]:
         measured = range(len(layers) - (1 if rest > 1 else 0))
         launches.append(Partitioning(layers, tuple(measured)))
     return launches
-
-
-def pack_runs(
-    runs: Sequence[StageRun], workers: int, cost: Callable[[StageRun], float] | None = None
-) -> list[list[StageRun]]:
-    """Spread stage runs over workers so that the busiest one has as little to do as can be; return each worker's runs.
-
-    Every run needs one worker and no pipeline, so one launch does all. Longest first, each to the least busy worker:
-    within 4/3 of the best (Graham 1969). `cost` is the expected seconds of a run; without it all count the same and no
-    worker has more than ceil(runs / workers): 7, 11 and 12 rounds for 25, 42 and 48 layers on 8 workers.
-    """
-    workers = fields.whole(workers, "number of workers", minimum=1)
-    seconds = [1.0 if cost is None else float(cost(run)) for run in runs]
-    loads = [(0.0, worker) for worker in range(workers)]
-    packed: list[list[StageRun]] = [[] for _ in range(workers)]
-    for number in sorted(range(len(runs)), key=lambda number: -seconds[number]):
-        load, worker = heapq.heappop(loads)
-        packed[worker].append(runs[number])
-        heapq.heappush(loads, (load + seconds[number], worker))
-    return packed
 
 
 def _checked(num_layers: int, gpus: int) -> tuple[int, int]:

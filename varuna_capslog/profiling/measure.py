@@ -194,7 +194,7 @@ def _tasks(
     bounds: BoundTable,
     runs: Sequence[StageRun],
 ) -> list[Task]:
-    """The runs with their bounds in bytes, the largest first: as `pack_runs` would, with bytes for seconds."""
+    """The runs with their bounds in bytes, the largest first, as Graham's rule wants it, with bytes for seconds."""
     targets, normalisers = workload.profile_targets(conditions.microbatch_size)
     last = len(specs) - 1
     tasks = []
