@@ -17,7 +17,7 @@ from tests.engine.workload import TinyData
 from varuna_capslog.elastic.member import pipeline_work
 from varuna_capslog.elastic.member.runtime import End, Runtime
 from varuna_capslog.elastic.member.runtime_options import Equipment
-from varuna_capslog.membership.messages import Event
+from varuna_capslog.membership.messages import ProtocolEvent
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.rig import faults
 
@@ -29,7 +29,7 @@ for _sample in range(6):  # sizes follow from the index of a microbatch's first 
 class CheckedRuntime(Runtime):
     """Raises AssertionError where memory and protocol differ, in either direction."""
 
-    def feed(self, *events: Event) -> None:
+    def feed(self, *events: ProtocolEvent) -> None:
         outer = not self._feeding
         super().feed(*events)
         if not outer or self.ended:

@@ -470,7 +470,9 @@ def test_a_layer_that_arrives_damaged_ends_the_generation_and_is_sent_again_in_t
     assert group.states[i].phase is Phase.RUN
 
 
-@pytest.mark.parametrize(("kind", "handler"), [(m.Event, step), (m.Effect, Effects.carry_out)], ids=["event", "effect"])
+@pytest.mark.parametrize(
+    ("kind", "handler"), [(m.ProtocolEvent, step), (m.Effect, Effects.carry_out)], ids=["event", "effect"]
+)
 def test_every_event_and_every_effect_has_a_case(kind: type, handler: Callable[..., Any]) -> None:
     found = re.findall(r"\bm\.(\w+)\(", "".join(re.findall(r"case (.*):", inspect.getsource(handler))))
     assert {one.__name__ for one in kind.__subclasses__()} <= set(found)

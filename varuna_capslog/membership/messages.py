@@ -32,7 +32,6 @@ __all__ = [
     "Drop",
     "Effect",
     "Enter",
-    "Event",
     "Farewell",
     "Heard",
     "Hint",
@@ -42,6 +41,7 @@ __all__ = [
     "Prepare",
     "Prepared",
     "Proof",
+    "ProtocolEvent",
     "ReadStore",
     "Received",
     "Release",
@@ -62,19 +62,19 @@ __all__ = [
 # -- events ----------------------------------------------------------------------------------------------------------
 
 
-class Event:
+class ProtocolEvent:
     """What a member hears: an event of `protocol.step`."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Enter(Event):
+class Enter(ProtocolEvent):
     """This process is loaded and warm, and wants to take part. Fed once; also after it was put aside."""
 
 
 @dataclass(frozen=True, slots=True)
-class StoreSays(Event):
+class StoreSays(ProtocolEvent):
     """The record in the store: answer to ReadStore and CompareAndSet (whether it was taken or not), or a watch.
 
     Promise: records come from one store that forgets nothing. A store that was started anew, empty, is lost.
@@ -84,12 +84,12 @@ class StoreSays(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class StoreLost(Event):
+class StoreLost(ProtocolEvent):
     """The store does not answer, or it is another one than before."""
 
 
 @dataclass(frozen=True, slots=True)
-class Heard(Event):
+class Heard(ProtocolEvent):
     """One participant's value in a round, this member's own included. Promise: only what that member cast.
 
     Round 0 is always heard value by value. Each value then carries the proofs of its sender (see `Proof`), which the
@@ -103,7 +103,7 @@ class Heard(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Tally(Event):
+class Tally(ProtocolEvent):
     """A whole round at once: the values of all participants (round 0) or members (steps), as a collective gives them.
 
     Promise: each of them cast, and all who get this tally get the same values. The others may not get it.
@@ -115,7 +115,7 @@ class Tally(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Computed(Event):
+class Computed(ProtocolEvent):
     """This rank's gradients of the step are final (and summed over replicas); nothing was applied."""
 
     generation: int
@@ -124,7 +124,7 @@ class Computed(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Copied(Event):
+class Copied(ProtocolEvent):
     """What the vote on `step` waits for here: fed once the step has begun here, and only where this member follows
     layers of others.
 
@@ -137,7 +137,7 @@ class Copied(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Received(Event):
+class Received(ProtocolEvent):
     """A layer that this rank now owns is here, verified, at the base. Fed once the first round is decided here."""
 
     generation: int
@@ -145,7 +145,7 @@ class Received(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Damaged(Event):
+class Damaged(ProtocolEvent):
     """A layer arrived whose digest is not its sender's; it was not taken, and comes again after a change only."""
 
     generation: int
@@ -153,14 +153,14 @@ class Damaged(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Broken(Event):
+class Broken(ProtocolEvent):
     """Communication of the generation failed here, whichever member caused it; no further tally of it will come."""
 
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
-class Suspects(Event):
+class Suspects(ProtocolEvent):
     """Whom the failure detector (supervisors, leases) takes for lost now; replaces what it said before.
 
     Only participants of the member's generation count, so it is fed again after each change of generation. It may be
@@ -171,7 +171,7 @@ class Suspects(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Tick(Event):
+class Tick(ProtocolEvent):
     """A time limit has passed in a phase that waits (CHANGE, OUTSIDE, SERVE): ask, or propose, again.
 
     The first Tick in CHANGE comes later than a usual detection of who died; those after it may come quicker.
@@ -179,7 +179,7 @@ class Tick(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Wished(Event):
+class Wished(ProtocolEvent):
     """A change that is wished: this member, or a straggler, is to leave; or one that is outside and warm is to join.
 
     Attributes:
@@ -193,14 +193,14 @@ class Wished(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Hint(Event):
+class Hint(ProtocolEvent):
     """A change that may be wished later: its copies may be made ahead, but the membership stays as it is."""
 
     change: Change
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared(Event):
+class Prepared(ProtocolEvent):
     """Shadows: these layers are here, at the boundary of this step's beginning, and will be kept current by Copied."""
 
     generation: int
@@ -209,14 +209,14 @@ class Prepared(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpointed(Event):
+class Checkpointed(ProtocolEvent):
     """A checkpoint of all layers at this boundary is complete on disk."""
 
     stamp: Stamp
 
 
 @dataclass(frozen=True, slots=True)
-class Farewell(Event):
+class Farewell(ProtocolEvent):
     """The generation has taken its first step without those that leave: they may go."""
 
     generation: int

@@ -31,7 +31,7 @@ from varuna_capslog.membership.state import Job, Phase, Roles, State, Step
 __all__ = ["Job", "Phase", "State", "step"]
 
 
-def step(job: Job, state: State, event: m.Event) -> Step:
+def step(job: Job, state: State, event: m.ProtocolEvent) -> Step:
     """One event at one member. Unknown, late and doubled events change nothing."""
     if state.phase is Phase.STOPPED:
         return state, ()

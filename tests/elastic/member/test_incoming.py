@@ -53,7 +53,7 @@ def layer(told: str, number: int = 1) -> PeerMessage:
     return PeerMessage("m1", "layer", header, WEIGHT)
 
 
-def sorted_out(parts: Any, state: State, *messages: PeerMessage) -> list[m.Event]:
+def sorted_out(parts: Any, state: State, *messages: PeerMessage) -> list[m.ProtocolEvent]:
     incoming = Incoming(parts, SimpleNamespace())  # type: ignore[arg-type]
     for message in messages:
         incoming.add(message)

@@ -59,7 +59,7 @@ def departures_of(one: Any) -> NoticePolicy:
     return NoticePolicy(one.me, one.work.place, one.job.layer_bytes, one.seats, one.training)
 
 
-def heard_by(one: Any) -> Callable[[NoticeEntry | HintEntry], m.Event]:
+def heard_by(one: Any) -> Callable[[NoticeEntry | HintEntry], m.ProtocolEvent]:
     found = departures_of(one)
     return lambda said: found.heard(said, one.state)
 

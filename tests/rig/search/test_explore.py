@@ -49,7 +49,7 @@ def test_every_interleaving_keeps_the_rules_and_leads_on(options: Mapping[str, A
 # -- what is broken on purpose is found --------------------------------------------------------------------------------
 
 
-def goes_on_voting(job: Job, state: State, event: messages.Event) -> Step:
+def goes_on_voting(job: Job, state: State, event: messages.ProtocolEvent) -> Step:
     """Founds the next generation and goes on answering its own."""
     new, effects = protocol.step(job, state, event)
     if isinstance(event, messages.Suspects) and state.phase is Phase.RUN and new.phase is Phase.CHANGE:
@@ -57,7 +57,7 @@ def goes_on_voting(job: Job, state: State, event: messages.Event) -> Step:
     return new, effects
 
 
-def comes_back(job: Job, state: State, event: messages.Event) -> Step:
+def comes_back(job: Job, state: State, event: messages.ProtocolEvent) -> Step:
     """Answers its old generation again after it has heard of the new one."""
     if isinstance(event, messages.StoreSays) and state.phase is Phase.CHANGE and not state.wishes.planned:
         return replace(state, phase=Phase.RUN), ()
@@ -94,13 +94,13 @@ def does_not_wait_for_the_checkpoint(job: Job, state: State, votes: Sequence[mes
 voted = protocol._voted
 
 
-def saves_alone(job: Job, state: State, event: messages.Event) -> Step:
+def saves_alone(job: Job, state: State, event: messages.ProtocolEvent) -> Step:
     """Only who was told of the notice writes its share of the checkpoint; in a live run it waits for the others."""
     new, effects = protocol.step(job, state, event)
     return new, tuple(e for e in effects if state.wishes.save or not isinstance(e, messages.SaveAll))
 
 
-def forgets_the_checkpoint(job: Job, state: State, event: messages.Event) -> Step:
+def forgets_the_checkpoint(job: Job, state: State, event: messages.ProtocolEvent) -> Step:
     """What was to be written before a change is forgotten with the generation."""
     new, effects = protocol.step(job, state, event)
     return (
@@ -108,7 +108,7 @@ def forgets_the_checkpoint(job: Job, state: State, event: messages.Event) -> Ste
     ), effects
 
 
-def takes_what_arrives_damaged(job: Job, state: State, event: messages.Event) -> Step:
+def takes_what_arrives_damaged(job: Job, state: State, event: messages.ProtocolEvent) -> Step:
     """Goes on with a layer that is not what was sent."""
     damaged = isinstance(event, messages.Damaged)
     return protocol.step(job, state, messages.Received(event.generation, event.layer) if damaged else event)

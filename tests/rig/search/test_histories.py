@@ -81,7 +81,7 @@ def test_defects_of_the_past_with_the_ladder_of_notices(seed: int, story: str) -
 
 
 def test_histories_find_a_checkpoint_that_only_one_writes() -> None:
-    def saves_alone(job: Job, state: State, event: m.Event) -> Step:
+    def saves_alone(job: Job, state: State, event: m.ProtocolEvent) -> Step:
         new, effects = protocol.step(job, state, event)
         return new, tuple(effect for effect in effects if state.wishes.save or not isinstance(effect, m.SaveAll))
 

@@ -40,7 +40,7 @@ class Effects:
         self._decided: m.Decided | None = None
         self._refused: str | None = None
 
-    def carry_out(self, effect: m.Effect) -> Iterable[m.Event]:
+    def carry_out(self, effect: m.Effect) -> Iterable[m.ProtocolEvent]:
         """One effect, in the order in which the protocol gives them. Returns what follows from it at once.
 
         Raises:
@@ -107,7 +107,7 @@ class Effects:
                 pass  # the holdings follow `state.held`
         return ()
 
-    def _ask_store(self, question: Callable[[], Generation]) -> tuple[m.Event, ...]:
+    def _ask_store(self, question: Callable[[], Generation]) -> tuple[m.ProtocolEvent, ...]:
         try:
             return (m.StoreSays(question()),)
         except StoreGone:
@@ -115,7 +115,7 @@ class Effects:
 
     # -- the first round ----------------------------------------------------------------------------------------------
 
-    def _bring(self, effect: m.Cast) -> Iterable[m.Event]:
+    def _bring(self, effect: m.Cast) -> Iterable[m.ProtocolEvent]:
         """Tells all participants what this member brings, and hears it itself; the protocol collects the values."""
         assert isinstance(effect.value, m.Contribution)
         value = dataclasses.replace(effect.value, proofs=self._proofs())
@@ -172,7 +172,7 @@ class Effects:
         if not self._loop.state.wishes.planned:
             self._loop.append(BrokenEntry(generation, self._parts.me))
 
-    def _install(self, effect: m.Install) -> Iterable[m.Event]:
+    def _install(self, effect: m.Install) -> Iterable[m.ProtocolEvent]:
         parts, record, decided = self._parts, self._loop.state.record, self._decided
         parts.probe("install")
         assert decided is not None

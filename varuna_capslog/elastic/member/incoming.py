@@ -34,13 +34,13 @@ class Incoming:
         """A message has arrived."""
         self._mail.append(message)
 
-    def sort(self, state: State) -> list[m.Event]:
+    def sort(self, state: State) -> list[m.ProtocolEvent]:
         """Takes what can be taken in this state; returns what the protocol is to be told of it, in order."""
-        events: list[m.Event] = []
+        events: list[m.ProtocolEvent] = []
         self._mail = [message for message in self._mail if not self._take(message, state, events)]
         return events
 
-    def _take(self, message: PeerMessage, state: State, events: list[m.Event]) -> bool:
+    def _take(self, message: PeerMessage, state: State, events: list[m.ProtocolEvent]) -> bool:
         """Whether a message is done with; False keeps it for later."""
         generation, number, phase = int(message.header["generation"]), state.record.number, state.phase
         if generation < number:
@@ -82,7 +82,7 @@ class Incoming:
         for layer, update in updates.items():
             self._parts.holdings.updates[(layer, int(header["step"]))] = update  # type: ignore[call-overload]
 
-    def _state(self, message: PeerMessage, state: State, events: list[m.Event]) -> None:
+    def _state(self, message: PeerMessage, state: State, events: list[m.ProtocolEvent]) -> None:
         """A layer: one that this member will train ("layer"), or a copy for it to follow."""
         parts, generation, layer = self._parts, state.record.number, int(message.header["layer"])
         arrived, stamp = dict(message.tensors), Stamp(*message.header["stamp"])

@@ -42,7 +42,7 @@ class NoticePolicy:
         self._gave_up = 0  # the generation in which the crash path was taken
         self._known: tuple[frozenset[m.Change], Member, int, Mapping[int, int]] | None = None
 
-    def heard(self, entry: NoticeEntry | HintEntry, state: State) -> m.Event:
+    def heard(self, entry: NoticeEntry | HintEntry, state: State) -> m.ProtocolEvent:
         """The event of the protocol that a notice or hint in the log becomes."""
         member, notice = entry.member, notice_of(entry, entry.member)
         if member == self._me and notice.deadline is not None:
@@ -51,7 +51,7 @@ class NoticePolicy:
                 self._mine = notice
         return self._event(notice, member, state)
 
-    def watch(self, state: State) -> m.Event | None:
+    def watch(self, state: State) -> m.ProtocolEvent | None:
         """Looked at before every step: what follows when this member's deadline has come too close to prepare."""
         notice, number = self._mine, state.record.number
         if (
@@ -65,7 +65,7 @@ class NoticePolicy:
             return None
         return self._event(notice, self._me, state)
 
-    def _event(self, notice: Notice, member: Member, state: State) -> m.Event:
+    def _event(self, notice: Notice, member: Member, state: State) -> m.ProtocolEvent:
         needed = 0.0 if notice.deadline is None else self._move_seconds(member, state)
         step = rung(notice, time.monotonic(), needed)
         alone = False

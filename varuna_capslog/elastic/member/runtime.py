@@ -75,7 +75,7 @@ class Runtime:
         self._notices = NoticePolicy(me, work.place, work.layer_bytes, self.parts.seats, self.training)
         self._incoming = Incoming(self.parts, self.path)
         self._effects = Effects(self.parts, self.path, self.roster, store, self.training, self)
-        self._events: deque[m.Event] = deque()
+        self._events: deque[m.ProtocolEvent] = deque()
         self._feeding = False
         self._end: End | None = None
         self._waiting = WaitingTime(timeouts)
@@ -257,7 +257,7 @@ class Runtime:
 
     # -- events in, effects out ---------------------------------------------------------------------------------------
 
-    def feed(self, *events: m.Event) -> None:
+    def feed(self, *events: m.ProtocolEvent) -> None:
         """Gives events to the protocol and carries out what it says, until nothing follows any more."""
         self._events.extend(events)
         if self._feeding:
@@ -276,7 +276,7 @@ class Runtime:
         finally:
             self._feeding = False
 
-    def _one_event(self, event: m.Event) -> None:
+    def _one_event(self, event: m.ProtocolEvent) -> None:
         before = self.state
         self.state, effects = protocol.step(self.parts.job, before, event)
         if self.state.phase is not before.phase or self.state.record.number != before.record.number:

@@ -116,7 +116,7 @@ class Training:
             self._path.barrier()
         self._loop.end(self._stop)
 
-    def vote(self, effect: m.Cast) -> tuple[m.Event, ...]:
+    def vote(self, effect: m.Cast) -> tuple[m.ProtocolEvent, ...]:
         """The vote on the step that was computed."""
         parts = self._parts
         assert isinstance(effect.value, m.Vote)

@@ -36,7 +36,7 @@ from varuna_capslog.rig.search.past import Damage, Past
 
 __all__ = ["Transition", "Violation", "World"]
 
-Transition = Callable[[Job, State, m.Event], Step]
+Transition = Callable[[Job, State, m.ProtocolEvent], Step]
 
 
 class Violation(AssertionError):
@@ -87,7 +87,7 @@ class World:
 
     # -- events --------------------------------------------------------------------------------------------------------
 
-    def feed(self, i: int, event: m.Event) -> None:
+    def feed(self, i: int, event: m.ProtocolEvent) -> None:
         """One event at one member, and all that it does because of it.
 
         Raises:
@@ -119,7 +119,7 @@ class World:
         if state.phase is Phase.RUN and state.record.number not in self.truth.bases:
             self._fail(6, i, event, "trains in a generation whose base nobody decided")
 
-    def _told(self, i: int, event: m.Event, state: State) -> None:
+    def _told(self, i: int, event: m.ProtocolEvent, state: State) -> None:
         """Ghosts: what was wished and hinted, and who knows that a checkpoint is to come first."""
         match event:
             case m.Wished(change):
@@ -131,7 +131,7 @@ class World:
             case m.Computed() if i in self.saves.get(state.at, ()) and state.at.generation == state.record.number:
                 self.truth.asks = frozenset(ask for ask in self.truth.asks if ask[0] != i)
 
-    def _saves_as_asked(self, i: int, event: m.Event, before: State, effects: Sequence[m.Effect]) -> None:
+    def _saves_as_asked(self, i: int, event: m.ProtocolEvent, before: State, effects: Sequence[m.Effect]) -> None:
         state, number = self.states[i], before.record.number
         applied = [effect for effect in effects if isinstance(effect, m.Apply)]
         said = any(isinstance(effect, m.SaveAll) for effect in effects)
