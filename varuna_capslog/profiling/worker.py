@@ -42,7 +42,7 @@ from varuna_capslog.profiling.trim import (
 )
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 __all__ = [
     "Given",
