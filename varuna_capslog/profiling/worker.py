@@ -155,13 +155,13 @@ class WorkerGroup(Processes):
         roles: Roles | None = None,
     ) -> None:
         super().__init__(source, preload)
-        self._arguments = (roles or _engine_roles, source, devices, threads)
+        self._arguments = (source, devices, threads, roles or _engine_roles)
         self._doing: dict[int, Task] = {}
         self._idle: list[int] = []
 
     def __enter__(self) -> Self:
         super().__enter__()
-        roles, source, devices, threads = self._arguments
+        source, devices, threads, roles = self._arguments
         try:
             for number, device in enumerate(devices):
                 self.begin(_work, f"profile-{number}", roles, source, number, self.port, device, threads)
