@@ -45,7 +45,7 @@ def test_a_full_disk_leaves_the_old_file_and_no_rest(tmp_path: Path, monkeypatch
 def test_a_writer_killed_at_any_moment_leaves_a_whole_file(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     program = (
-        "import sys; from varuna_capslog import files\n"
+        "import sys; from varuna_capslog.base import files\n"
         "for n in range(10**9): files.write_json(sys.argv[1], [n] * 2000)\n"
     )
     for wait in (0.1, 0.15, 0.21):

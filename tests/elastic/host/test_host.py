@@ -166,6 +166,7 @@ def test_workers_know_who_they_are_and_a_finished_run_ends_well(tmp_path, start)
         assert "standard output" in (tmp_path / f"workers/{member}.log").read_text()
     assert run.client.get("first-plan") == "3"
     run.client.append({"kind": "finished", "step": 9, "stopped": False})
+    wait_until(lambda: run.host.roster.finished is not None)  # it reads the log in a thread of its own
     run.go()
     assert run.end() == HostEnd("finished", False, ())
     assert run.told("dead") == []

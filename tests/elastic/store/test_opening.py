@@ -169,7 +169,7 @@ def test_a_generation_follows_only_the_newest_and_everybody_hears_of_it(place):
             one.append({"kind": "generation", "number": 3})
         with pytest.raises(CapslogError, match="member is ''; it must be a non-empty string"):
             one.append({"kind": "left", "member": ""})
-        assert one.length() == 2
+        assert len(one.history()) == 2
         with pytest.raises(StoreGone, match="forgotten generation 9"):
             one.read(known=9)
 
