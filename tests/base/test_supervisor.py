@@ -340,15 +340,14 @@ def test_a_second_run_of_the_same_process_is_refused_too(tmp_path):
             pass
         refused.append(caught.value)
 
-    with reserve(tmp_path):
-        with reserve(tmp_path):  # by the run itself, further inside
-            pass
-        thread = threading.Thread(target=second)
-        thread.start()
-        thread.join()
-    assert len(refused) == 1
-    with reserve(tmp_path):  # free again
-        pass
+    for count in (1, 2):  # the second time shows that the folder was freed, and is locked anew
+        with reserve(tmp_path):
+            with reserve(tmp_path):  # by the run itself, further inside
+                pass
+            thread = threading.Thread(target=second)
+            thread.start()
+            thread.join()
+        assert len(refused) == count
 
 
 def test_a_folder_that_was_reserved_in_another_thread_can_be_freed_here(tmp_path):
