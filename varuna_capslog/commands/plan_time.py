@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from varuna_capslog.base.errors import CapslogError, DoesNotFit
-from varuna_capslog.commands.arguments import print_json, print_table
+from varuna_capslog.commands.shared import print_json, print_table
 
 if TYPE_CHECKING:
     from varuna_capslog.planners.joint import JointPlan

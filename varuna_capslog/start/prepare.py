@@ -25,7 +25,7 @@ from varuna_capslog.plans.folder import latest_plan, plan_path
 from varuna_capslog.plans.plan import Plan, PlanStage, write_plan
 from varuna_capslog.profiles.record import write_profile
 from varuna_capslog.schedules import RunShape
-from varuna_capslog.start.engines import ENGINES
+from varuna_capslog.start import ENGINES
 from varuna_capslog.training.constants import check_folder
 
 if TYPE_CHECKING:
