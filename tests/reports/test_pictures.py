@@ -190,7 +190,6 @@ def make_steps(count: int) -> list[StepLine]:
             step_seconds=1.0,
             samples_per_second=1.0,
             generation=0,
-            world_size=2,
             peak_bytes=None,
             peak_source=None,
         )
@@ -225,7 +224,7 @@ def test_changes_of_the_devices_are_lines_through_the_plots(tmp_path: Path, figu
 
 
 def test_training_with_holes(tmp_path: Path, figures: list[Figure]) -> None:
-    steps = [StepLine(step, None, {}, None, None, None, None, None, None, None, None) for step in (5, 9)]
+    steps = [StepLine(step) for step in (5, 9)]
     draw_training(tmp_path / "x.png", steps, [], None)
     assert_legible(figures[0])
 
