@@ -22,7 +22,7 @@ from varuna_capslog.reports.run import MeasuredPeaks, RunRecord, Shapes, shapes_
 from varuna_capslog.reports.style import byte_unit
 from varuna_capslog.reports.wording import UNKNOWN, in_units, percent
 
-__all__ = ["Rehearsal", "peak_section", "size_text"]
+__all__ = ["Rehearsal", "peak_parts", "size_text"]
 
 _PICTURE = "stage-memory.png"
 
@@ -30,14 +30,13 @@ Rehearsal = Callable[[Config, Sequence[int], Mapping[str, Sequence[int]]], list[
 """(config, cuts, input shapes) -> peak bytes by stage; raises CapslogError where it cannot tell."""
 
 
-def peak_section(run: RunRecord, folder: Path, rehearse: Rehearsal | None = None) -> Markup:
+def peak_parts(run: RunRecord, folder: Path, rehearse: Rehearsal | None = None) -> list[Markup]:
     """Picture and table; draws `stage-memory.png` where there is a prediction or a measurement.
 
     rehearse: as for `write_report`.
     """
-    heading = "Peak memory of each stage"
     if run.plan is None:
-        return markup.section("memory", heading, [markup.note(f"No stages are known: {run.reason('plan')}.")])
+        return [markup.note(f"No stages are known: {run.reason('plan')}.")]
     plan, found = run.plan, run.measured_peaks()
     predicted = plan.stage_bytes
     measured = None if found is None else found.bytes
@@ -50,7 +49,7 @@ def peak_section(run: RunRecord, folder: Path, rehearse: Rehearsal | None = None
             "steps or more measure them."
         )
     if predicted is None and measured is None:
-        return markup.section("memory", heading, list(map(markup.note, notes)))
+        return list(map(markup.note, notes))
     ranks = plan.placement()
     capacity = plan.capacities_of(ranks)
     shared = len(set(ranks)) < len(plan.cuts)
@@ -96,7 +95,7 @@ def peak_section(run: RunRecord, folder: Path, rehearse: Rehearsal | None = None
         short = plan.shortfall
         lack = "" if short is None else f": stage {short.stage} lacks {format_bytes(short.bytes)}"
         notes.append(f"The plan does not fit the capacity{lack}.")
-    return markup.section("memory", heading, [*parts, *map(markup.note, notes)])
+    return [*parts, *map(markup.note, notes)]
 
 
 def _caption(run: RunRecord, plan: Plan, found: MeasuredPeaks | None) -> list[str]:
