@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 from varuna_capslog.reports.changes import nature
 from varuna_capslog.reports.memory import COLOURS
 from varuna_capslog.reports.run import Evaluation, Event, StepLine
-from varuna_capslog.reports.style import ALARM, AMBER, BLUE, GREEN, GREY, INK, LINES, SKY, picture, shorten
+from varuna_capslog.reports.style import ALARM, AMBER, BLUE, GREEN, GREY, INK, LINES, SKY, name_rows, picture, shorten
 
 __all__ = ["draw_scores", "draw_training", "main_parts"]
 
@@ -147,8 +146,7 @@ def _event_strip(axes: Axes, marks: Sequence[Event], kinds: Sequence[str]) -> No
                 "clip_on": False,
             }
             axes.plot(where, [row] * len(where), linestyle="", **look)
-    axes.set_yticks(range(len(kinds)), kinds)
-    axes.set_ylim(len(kinds) - 0.5, -0.5)
+    name_rows(axes, kinds)
     axes.tick_params(axis="both", length=0, labelsize=8, labelbottom=False, pad=10)
     for spine in axes.spines.values():
         spine.set_visible(False)
@@ -229,4 +227,5 @@ def _scale(axes: Axes, values: np.ndarray[Any, Any], name: str) -> None:
 
 
 def _column(values: Sequence[float | None]) -> np.ndarray[Any, Any]:
-    return np.array([math.nan if value is None else value for value in values], dtype=float)
+    """The values, with NaN for None."""
+    return np.array(values, dtype=float)

@@ -94,9 +94,11 @@ def _layers(run: RunRecord, folder: Path) -> list[Markup]:
         f"M_i is the peak of a stage that holds the layer alone, M_a what the layer adds to a stage that holds the one "
         f"before it; {run.profile.source or 'from a profile of unknown source'}."
     )
-    caption += " Dashed lines are the plan's cuts." if cuts is not None else " The plan's cuts are not drawn: "
     if cuts is None:
-        caption += f"{'it is for another number of layers' if run.plan is not None else run.reason('plan')}."
+        why = "it is for another number of layers" if run.plan is not None else run.reason("plan")
+        caption += f" The plan's cuts are not drawn: {why}."
+    else:
+        caption += " Dashed lines are the plan's cuts."
     return [markup.figure("layer-memory.png", "Bars of the memory of each layer with the cuts", caption)]
 
 
