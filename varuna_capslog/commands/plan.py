@@ -16,8 +16,6 @@ from varuna_capslog.commands.shared import option
 if TYPE_CHECKING:
     from varuna_capslog.commands.plan_time import PlanRequest
     from varuna_capslog.config.settings import Config
-    from varuna_capslog.plans.plan import Plan
-    from varuna_capslog.profiles.record import Profile
 
 __all__ = ["plan"]
 
@@ -136,7 +134,12 @@ def _plan_one(request: PlanRequest, config: Config | None, given: PlanFlags) -> 
     """One pipeline by one planner."""
     profile = request.only_profile()
     if config is None:
-        found = _of_profile(request, profile, given.planner)
+        from varuna_capslog.config.settings import Pipeline
+        from varuna_capslog.planning.search import plan as search
+
+        count = None if request.minibatch_size is None else request.microbatches(profile)
+        run, name = dataclasses.replace(request.run, num_microbatches=count), given.planner or Pipeline().planner
+        found = search(profile, request.devices, name, request.memory, request.capacity, run, request.link)
     else:
         from varuna_capslog.start.prepare import plan_run
 
@@ -201,12 +204,3 @@ def _request(config: Config | None, given: PlanFlags) -> PlanRequest:
         given.minibatch,
         link,
     )
-
-
-def _of_profile(request: PlanRequest, profile: Profile, planner: str | None) -> Plan:
-    from varuna_capslog.config.settings import Pipeline
-    from varuna_capslog.planning.search import plan as search
-
-    count = None if request.minibatch_size is None else request.microbatches(profile)
-    run, name = dataclasses.replace(request.run, num_microbatches=count), planner or Pipeline().planner
-    return search(profile, request.devices, name, request.memory, request.capacity, run, request.link)

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["PlanRequest", "plan_front", "plan_jointly"]
 
-PICTURES = (".png",)
-
 
 @dataclass(frozen=True)
 class PlanRequest:
@@ -90,7 +88,7 @@ def plan_front(request: PlanRequest, output: Path | None, as_json: bool) -> None
         "memory_model": memory,
         "front": [_point(point) for point in front],
     }
-    if output is not None and output.suffix.lower() in PICTURES:
+    if output is not None and output.suffix.lower() == ".png":
         from varuna_capslog.reports.forecasts import draw_front
 
         draw_front(output, front, title, min(given) if isinstance(given, list) else given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from varuna_capslog.config.settings import Config
 
 __all__ = ["evaluate", "predict", "report"]
+
+_NUM_SAMPLES = 8
 
 
 def evaluate(run_dir: shared.RunDirectory, as_json: shared.AsJson = False) -> None:
@@ -51,10 +54,7 @@ def predict(
         if not image.is_file():
             raise CapslogError(f"image {str(image)!r} is not a file; check the path")
     settings = shared.run_config(run_dir)
-
-    from varuna_capslog.reports.predictions import draw
-
-    pictures = draw(settings, images, output or run_dir / "predictions")
+    pictures = _draw(settings, images, output or run_dir / "predictions")
     if as_json:
         shared.print_json([str(picture) for picture in pictures])
         return
@@ -67,10 +67,9 @@ def report(run_dir: shared.RunDirectory, as_json: shared.AsJson = False) -> None
     settings = shared.run_config(run_dir)  # says so in one sentence where this is no run
 
     from varuna_capslog.reports.page import write_report
-    from varuna_capslog.reports.predictions import draw_samples
 
     try:
-        draw_samples(settings)
+        _draw_samples(settings)
     except CapslogError as error:
         # a page without pictures is better than none, and says that they are missing
         typer.echo(f"note: no sample predictions: {error}", err=True)
@@ -85,3 +84,35 @@ def _rehearse(config: Config, cuts: Sequence[int], shapes: Mapping[str, Sequence
     from varuna_capslog.profiling.rehearsal import rehearse_config
 
     return rehearse_config(config, cuts, shapes)
+
+
+def _draw(config: Config, images: Sequence[Path], out: Path) -> list[Path]:
+    """Runs the best checkpoint (the newest, if the run was never evaluated) on pictures; returns the drawn ones in
+    `out`.
+
+    Raises:
+        CapslogError: no checkpoint, one of another model, or a picture that cannot be read.
+    """
+    from varuna_capslog.model.workload import load_workload
+    from varuna_capslog.training.checkpoint import best_checkpoint, load_chain
+
+    workload = load_workload(config)
+    checkpoint = best_checkpoint(config.run_dir / "checkpoints")
+    chain = workload.build_chain()
+    load_chain(checkpoint, chain)
+    return workload.predict(chain, images, out)
+
+
+def _draw_samples(config: Config) -> None:
+    """Draws a few validation pictures into `predictions/`, replacing older ones, where the run has a checkpoint and
+    its workload has such pictures.
+    """
+    from varuna_capslog.model.workload import load_workload
+
+    if not any((config.run_dir / "checkpoints").glob("step-*")):
+        return
+    samples = load_workload(config).sample_files(_NUM_SAMPLES)
+    if samples:
+        folder = config.run_dir / "predictions"
+        shutil.rmtree(folder, ignore_errors=True)
+        _draw(config, samples, folder)

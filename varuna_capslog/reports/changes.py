@@ -14,7 +14,7 @@ from varuna_capslog.reports import markup
 from varuna_capslog.reports.markup import Markup
 from varuna_capslog.reports.memory import MOST_GENERATIONS, Era, draw_generations
 from varuna_capslog.reports.run import Event, RunRecord
-from varuna_capslog.reports.wording import UNKNOWN, duration, moment, plural
+from varuna_capslog.reports.wording import UNKNOWN, duration, moment, plain, plural
 
 __all__ = ["change_parts", "changes_in_short", "nature"]
 
@@ -113,8 +113,8 @@ def _row(event: Event, words: str) -> list[str]:
     begins = event.kind != "morph"
     return [
         moment(event.time),
-        UNKNOWN if step is None else str(step + 1 if begins else step),
-        UNKNOWN if event.generation is None else str(event.generation),
+        plain(None if step is None else step + begins),
+        plain(event.generation),
         words,
         str(len(members)) if members else UNKNOWN,
         markup.code(str(cuts)),

@@ -17,7 +17,7 @@ from varuna_capslog.reports.curves import draw_scores, draw_training, main_parts
 from varuna_capslog.reports.markup import Markup
 from varuna_capslog.reports.memory import draw_layers
 from varuna_capslog.reports.peaks import Rehearsal, peak_parts
-from varuna_capslog.reports.run import Event, RunRecord, read_run
+from varuna_capslog.reports.run import RunRecord, read_run
 from varuna_capslog.reports.step import step_parts
 from varuna_capslog.reports.summary import stage_parts, summary_parts
 from varuna_capslog.reports.wording import UNKNOWN, moment, plain, plural
@@ -181,14 +181,12 @@ def _events(run: RunRecord) -> list[Markup]:
     if len(shown) > _MOST_EVENTS:
         shown = [event for event in shown if event.kind != "checkpoint"][-_MOST_EVENTS:]
         parts.append(markup.paragraph(f"{len(shown)} of {len(run.events)} events; checkpoints are left out here."))
-    rows = [_event_row(event) for event in shown]
+    rows = [
+        [moment(event.time), event.kind, plain(event.step), plain(event.generation), plain(dict(event.details))]
+        for event in shown
+    ]
     headings = ("time (UTC)", "kind", "step", "generation", "details")
     return [markup.table("event-table", headings, rows, left=(0, 1, 4)), *parts]
-
-
-def _event_row(event: Event) -> list[str]:
-    numbers = [UNKNOWN if number is None else str(number) for number in (event.step, event.generation)]
-    return [moment(event.time), event.kind, *numbers, plain(dict(event.details)) if event.details else ""]
 
 
 def _missing(run: RunRecord, what: str, file: str, entry: str) -> Markup:

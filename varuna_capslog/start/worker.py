@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -65,8 +66,8 @@ def run_worker(run_dir: Path, evaluate: bool = False, prepare: Callable[[], obje
 
 
 def _microbatch(doing: str | None) -> int | None:
-    digits = "".join(character if character.isdigit() else " " for character in doing or "").split()
-    return int(digits[-1]) if len(digits) == 2 else None
+    numbers = re.findall(r"\d+", doing or "")
+    return int(numbers[-1]) if len(numbers) == 2 else None
 
 
 def _work(
