@@ -80,7 +80,7 @@ def compare(given: CompareFlags) -> None:
         raise CapslogError("--profile without a CONFIG needs --devices N, the number of devices to plan for")
     names = None if given.planners is None else [name.strip() for name in given.planners.split(",")]
     link = shared.link_of(given.bandwidth, given.latency)
-    with _signs_of_life() as progress:
+    with _progress() as progress:
         rows = ask(
             costs, devices, names=names, run=run, memory=memory or AUTO, capacity=limit, link=link, progress=progress
         )
@@ -99,7 +99,7 @@ def compare(given: CompareFlags) -> None:
 
 
 @contextlib.contextmanager
-def _signs_of_life() -> Iterator[Callable[[int, int, str], None]]:
+def _progress() -> Iterator[Callable[[int, int, str], None]]:
     """Shows on standard error which planner is asked: a bar with the seconds on a terminal, else a line for each."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn

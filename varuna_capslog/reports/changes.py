@@ -12,22 +12,21 @@ from typing import Any
 from varuna_capslog.base.units import format_bytes
 from varuna_capslog.reports import markup
 from varuna_capslog.reports.markup import Markup
-from varuna_capslog.reports.memory import MOST_GENERATIONS, Era, draw_generations
+from varuna_capslog.reports.memory import COLOURS, MOST_GENERATIONS, GenerationPeaks, draw_generations
 from varuna_capslog.reports.run import Event, RunRecord
 from varuna_capslog.reports.wording import UNKNOWN, duration, moment, plain, plural
 
-__all__ = ["change_parts", "changes_in_short", "nature"]
+__all__ = ["change_kind", "change_parts", "changes_in_short"]
 
 _PICTURE = "generations.png"
 _MOST_ROWS = 60
 _BEGINNINGS = ("start", "resume", "morph")
-_NATURES = ("lost", "left", "joined")
 
 
-def nature(event: Event) -> str:
+def change_kind(event: Event) -> str:
     """Of a change: "lost", "left" or "joined", the gravest first; "" for what is none of them."""
     said = [str(text) for text in _listed(event.details.get("why"))]
-    return next((name for name in _NATURES if any(text.endswith(f" {name}") for text in said)), "")
+    return next((name for name in COLOURS if any(text.endswith(f" {name}") for text in said)), "")
 
 
 def changes_in_short(run: RunRecord) -> str | None:
@@ -35,8 +34,8 @@ def changes_in_short(run: RunRecord) -> str | None:
     morphs = [event for event in run.events if event.kind == "morph"]
     if not morphs:
         return None
-    natures = [nature(event) for event in morphs]
-    parts = [f"{natures.count(name)} with a device {name}" for name in _NATURES if name in natures]
+    kinds = [change_kind(event) for event in morphs]
+    parts = [f"{kinds.count(name)} with a device {name}" for name in COLOURS if name in kinds]
     pauses = [pause for event in morphs if (pause := _number(event, "pause_seconds")) is not None]
     moved = sum(int(_number(event, "moved_bytes") or 0) for event in morphs)
     return (
@@ -53,14 +52,14 @@ def change_parts(run: RunRecord, folder: Path) -> list[Markup]:
         return []
     parts = [] if short is None else [markup.paragraph(f"{short}. Training went on in the same processes.")]
     changes = _changes(run.events)
-    eras = _eras(run, [event for event, _ in changes])
-    shown = eras[-MOST_GENERATIONS:]
-    if any(era.stages for era in shown):
+    generations = _generations(run, [event for event, _ in changes])
+    shown = generations[-MOST_GENERATIONS:]
+    if any(one.stages for one in shown):
         draw_generations(folder / _PICTURE, shown)
         caption = "Peak memory of each stage by generation, which is what a time between two changes is called."
-        if len(shown) < len(eras):
-            caption += f" The last {len(shown)} of {len(eras)}."
-        if any(era.measured is None for era in shown):
+        if len(shown) < len(generations):
+            caption += f" The last {len(shown)} of {len(generations)}."
+        if any(one.measured is None for one in shown):
             caption += " A generation of a few steps is not measured."
         parts.append(markup.figure(_PICTURE, "Bars of the memory of each stage, by generation", caption))
     rows = [_row(event, words) for event, words in changes[-_MOST_ROWS:]]
@@ -124,7 +123,7 @@ def _row(event: Event, words: str) -> list[str]:
     ]
 
 
-def _eras(run: RunRecord, changes: Sequence[Event]) -> list[Era]:
+def _generations(run: RunRecord, changes: Sequence[Event]) -> list[GenerationPeaks]:
     """Every generation that began or made a step, oldest first."""
     began = {event.generation: event for event in changes if event.generation is not None}
     steps: dict[int, list[int]] = {}
@@ -135,18 +134,18 @@ def _eras(run: RunRecord, changes: Sequence[Event]) -> list[Era]:
         steps.setdefault(line.generation, []).append(line.step)
         if line.peak_bytes:
             measured[line.generation] = line.peak_bytes
-    eras = []
+    generations = []
     for number in sorted(set(began) | set(steps)):
         event, made, plan = began.get(number), steps.get(number), run.plans.get(number)
         predicted, capacity = (None, None) if plan is None else (plan.stage_bytes, plan.capacities_of(plan.placement()))
         known = measured.get(number)
         if predicted is not None and known is not None and len(known) != len(predicted):
             known = None
-        what = "" if event is None else nature(event)
+        what = "" if event is None else change_kind(event)
         why = "" if event is None else "; ".join(map(str, _listed(event.details.get("why"))))
         span = None if made is None else (made[0], made[-1])
-        eras.append(Era(number, span, why, what, predicted, known, capacity))
-    return eras
+        generations.append(GenerationPeaks(number, span, why, what, predicted, known, capacity))
+    return generations
 
 
 def _number(event: Event, name: str) -> float | None:

@@ -14,7 +14,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
-from varuna_capslog.reports.changes import nature
+from varuna_capslog.reports.changes import change_kind
 from varuna_capslog.reports.memory import COLOURS
 from varuna_capslog.reports.run import Evaluation, Event, StepLine
 from varuna_capslog.reports.style import ALARM, AMBER, BLUE, GREEN, GREY, INK, LINES, SKY, name_rows, picture, shorten
@@ -160,7 +160,7 @@ def _place(mark: Event) -> float:
 
 def _colour(mark: Event, usual: str) -> str:
     if mark.kind == "morph":
-        return COLOURS.get(nature(mark), usual)
+        return COLOURS.get(change_kind(mark), usual)
     kinds = {"error": ALARM, "lost": ALARM, "notice": AMBER, "join": GREEN, **dict.fromkeys(_ROUTINE, GREY)}
     return kinds.get(mark.kind, usual)
 

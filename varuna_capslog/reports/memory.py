@@ -33,7 +33,7 @@ from varuna_capslog.reports.style import (
 __all__ = [
     "COLOURS",
     "MOST_GENERATIONS",
-    "Era",
+    "GenerationPeaks",
     "draw_generations",
     "draw_layers",
     "draw_stage_peaks",
@@ -43,7 +43,7 @@ __all__ = [
 MOST_GENERATIONS = 16
 """More generations than this beside each other cannot be read."""
 COLOURS = {"lost": ALARM, "left": AMBER, "joined": GREEN}
-"""The colour of a change's line, by the kind of change."""
+"""The colour of a change's line, by the kind of change, the gravest kind first."""
 
 _MOST_WORDS = 8
 """More generations than this leave no space for words under them, only for their numbers."""
@@ -145,7 +145,7 @@ def _draw_cuts(axes: Axes, cuts: Sequence[int], num_layers: int) -> None:
 
 
 @dataclass(frozen=True)
-class Era:
+class GenerationPeaks:
     """One generation.
 
     Attributes:
@@ -170,40 +170,41 @@ class Era:
         return len(self.predicted or self.measured or ())
 
 
-def draw_generations(path: Path, eras: Sequence[Era]) -> None:
+def draw_generations(path: Path, generations: Sequence[GenerationPeaks]) -> None:
     """Per generation two bars for each stage, predicted and measured, in bytes; a line for each change between them.
 
     At most `MOST_GENERATIONS`, with at least one bar among them.
     """
-    peaks = [peak for era in eras for peak in (*(era.predicted or ()), *(era.measured or ()))]
+    peaks = [peak for one in generations for peak in (*(one.predicted or ()), *(one.measured or ()))]
     divisor, unit = byte_unit(peaks)
-    widest = max(era.stages for era in eras)
-    room = _INSIDE / len(eras)  # inches for each
+    widest = max(one.stages for one in generations)
+    room = _INSIDE / len(generations)  # inches for each
     slot = min(1 / (widest + 1.0), 1.1 / room)  # of the room, for one stage
     width = 0.4 * slot
     size = min(8.5, 72 * room * width / 2.5)
     with picture(path, height=3.9) as figure:
         axes = figure.add_subplot()
-        for place, era in enumerate(eras):
+        for place, generation in enumerate(generations):
             if place % 2:
                 axes.axvspan(place - 0.5, place + 0.5, color=PALE, zorder=0, linewidth=0)
             if place:
-                axes.axvline(place - 0.5, color=COLOURS.get(era.change, GREY), linewidth=1.6)
-            middles = [place + (stage - (era.stages - 1) / 2) * slot for stage in range(era.stages)]
-            for values, side, look in ((era.predicted, -1, _PREDICTED), (era.measured, 1, _MEASURED)):
+                axes.axvline(place - 0.5, color=COLOURS.get(generation.change, GREY), linewidth=1.6)
+            middles = [place + (stage - (generation.stages - 1) / 2) * slot for stage in range(generation.stages)]
+            for values, side, look in ((generation.predicted, -1, _PREDICTED), (generation.measured, 1, _MEASURED)):
                 if values is not None:
                     places = [middle + side * width / 2 for middle in middles]
                     _draw_bars(axes, places, [value / divisor for value in values], width, size, look)
-            if era.capacity is not None and shows_capacity(era.capacity, peaks):
-                limits = [limit / divisor for limit in era.capacity]
+            if generation.capacity is not None and shows_capacity(generation.capacity, peaks):
+                limits = [limit / divisor for limit in generation.capacity]
                 axes.hlines(limits, [x - slot / 2 for x in middles], [x + slot / 2 for x in middles], **_CAPACITY)
         for change, colour in COLOURS.items():
-            if any(era.change == change for era in eras[1:]):
+            if any(one.change == change for one in generations[1:]):
                 axes.plot([], [], color=colour, linewidth=1.6, label=f"a device {change}")
-        axes.set_xlim(-0.5, len(eras) - 0.5)
-        axes.set_xticks(range(len(eras)), [_words(era, len(eras), room) for era in eras], color=INK)
+        axes.set_xlim(-0.5, len(generations) - 0.5)
+        texts = [_words(one, len(generations), room) for one in generations]
+        axes.set_xticks(range(len(generations)), texts, color=INK)
         axes.tick_params(axis="x", length=0, labelsize=8)
-        if len(eras) > _MOST_WORDS:
+        if len(generations) > _MOST_WORDS:
             axes.set_xlabel("generation")
         axes.set_ylabel(f"peak of each stage [{unit}]")
         axes.margins(y=0.12)
@@ -215,13 +216,14 @@ def draw_generations(path: Path, eras: Sequence[Era]) -> None:
         figure.legend(handles, order, loc="outside upper left", ncols=6, columnspacing=1.3, handlelength=1.6)
 
 
-def _words(era: Era, count: int, room: float) -> str:
+def _words(generation: GenerationPeaks, count: int, room: float) -> str:
     """The text under a generation: its number, its steps, and its cause."""
     if count > _MOST_WORDS:
-        return str(era.number)
+        return str(generation.number)
     longest = round(room / 0.068)
-    steps = "no step" if era.steps is None else f"steps {era.steps[0]:,}\N{EN DASH}{era.steps[1]:,}"
-    return "\n".join(shorten(line, longest) for line in (f"generation {era.number}", steps, era.why))
+    made = generation.steps
+    steps = "no step" if made is None else f"steps {made[0]:,}\N{EN DASH}{made[1]:,}"
+    return "\n".join(shorten(line, longest) for line in (f"generation {generation.number}", steps, generation.why))
 
 
 def _draw_bars(
