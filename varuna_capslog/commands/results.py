@@ -1,4 +1,4 @@
-"""`capslog evaluate`, `predict` and `report`: what a run has learnt and done, from its folder."""
+"""`capslog evaluate`, `predict` and `report`: scores, predictions and the report of a run, from its folder."""
 
 from __future__ import annotations
 

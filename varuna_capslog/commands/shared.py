@@ -1,4 +1,4 @@
-"""Arguments that several sub-commands share, and what they print alike."""
+"""What several sub-commands share: arguments, the values that are made of them, and tables."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The section on a run whose members changed: which members left, were lost or joined, why, and at which cost.
 
-`page` calls it for runs with such events only; it reads what the members and the hosts wrote into events.jsonl.
+`page` calls it. It reads what the members and the hosts wrote into events.jsonl.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ __all__ = ["draw_scores", "draw_training", "main_parts"]
 
 _ROUTINE = frozenset({"checkpoint"})
 """Kinds of events that happen often and change nothing; they get a mark but no line through the plots."""
-_TOLD = frozenset({"notice", "lost", "join"})
-"""Kinds that lead to a change of the devices, which has the line."""
+_CAUSES = frozenset({"notice", "lost", "join"})
+"""Kinds of events that cause a change of the devices; the line through the plots marks the change itself."""
 _ORDER = ("start", "resume", "error", "", "notice", "lost", "join", "morph", "checkpoint", "stop")
 """Of the rows of the strip; other kinds stand in the empty place."""
 _ABOVE: dict[str, Any] = {
@@ -70,7 +70,7 @@ def draw_training(path: Path, steps: Sequence[StepLine], events: Sequence[Event]
         if kinds:
             _event_strip(rows[0], marks, kinds)
         for mark in marks:
-            if mark.kind not in _ROUTINE | _TOLD:
+            if mark.kind not in _ROUTINE | _CAUSES:
                 strong = mark.kind == "morph"
                 look = {"linewidth": 1.2 if strong else 0.7, "alpha": 0.9 if strong else 0.6}
                 for axes in plots:

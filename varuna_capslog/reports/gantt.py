@@ -1,7 +1,7 @@
 """Pictures of one step: a row per rank, a box per action, its microbatch's number inside; and memory over time below.
 
-`page` calls `draw_schedule` with a simulated timeline (`varuna_capslog.schedules.simulate`), `capslog simulate` calls
-`draw_simulation`. They draw; they simulate nothing.
+`step` calls `draw_schedule` with a simulated timeline (`varuna_capslog.schedules.simulate`), `capslog simulate` calls
+`draw_simulation`. Both only draw.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ Rehearsal = Callable[[Config, Sequence[int], Mapping[str, Sequence[int]]], list[
 """(config, cuts, input shapes) -> peak bytes by stage; raises CapslogError where it cannot tell."""
 
 
-def peak_parts(run: RunRecord, folder: Path, rehearse: Rehearsal | None = None) -> list[Markup]:
+def peak_parts(run: RunRecord, folder: Path, rehearse: Rehearsal | None) -> list[Markup]:
     """Picture and table; draws `stage-memory.png` where there is a prediction or a measurement.
 
     rehearse: as for `write_report`.

@@ -24,7 +24,7 @@ _PICTURE = "schedule.png"
 
 
 def step_parts(run: RunRecord, folder: Path) -> list[Markup]:
-    """Picture, facts and notes; draws `schedule.png` where the plan tells a schedule."""
+    """Picture, facts and notes; draws `schedule.png` where the plan has a schedule."""
     if run.plan is None:
         return [markup.note(f"No schedule is known: {run.reason('plan')}.")]
     try:

@@ -1,7 +1,7 @@
 """What happens before the first worker starts: profile the model, plan its cuts, write the run's folder.
 
 `capslog` and `detr_pipeline.train` call it, in one process. It starts no worker of the engine; a plan that does not fit
-ends here.
+is refused here.
 """
 
 from __future__ import annotations
