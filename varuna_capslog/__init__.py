@@ -7,12 +7,15 @@ room when it is first used, so importing this package imports no torch. No room 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
-from varuna_capslog.base.version import __version__
-
+TYPE_CHECKING = (
+    False  # type checkers take it for true; importing typing would double the time of importing this package
+)
 if TYPE_CHECKING:
+    from typing import Any
+
     from varuna_capslog.base.errors import CapslogError
+    from varuna_capslog.base.version import __version__
     from varuna_capslog.config.reading import Config, load_config
     from varuna_capslog.elastic import on_notice, request_morph
     from varuna_capslog.model.chain import Chain, Layer
@@ -40,34 +43,27 @@ __all__ = [
     "write_profile",
 ]
 
-_MODULES = {
-    "CapslogError": "base.errors",
-    "Chain": "model.chain",
-    "Config": "config.reading",
-    "DataSource": "model.workload",
-    "Layer": "model.chain",
-    "LayerProfile": "profiles.record",
-    "Plan": "plans.plan",
-    "Profile": "profiles.record",
-    "Workload": "model.workload",
-    "load_config": "config.reading",
-    "on_notice": "elastic",
-    "read_plan": "plans.plan",
-    "read_profile": "profiles.record",
-    "request_morph": "elastic",
-    "write_plan": "plans.plan",
-    "write_profile": "profiles.record",
+_NAMES = {
+    "base.errors": ("CapslogError",),
+    "base.version": ("__version__",),
+    "config.reading": ("Config", "load_config"),
+    "elastic": ("on_notice", "request_morph"),
+    "model.chain": ("Chain", "Layer"),
+    "model.workload": ("DataSource", "Workload"),
+    "plans.plan": ("Plan", "read_plan", "write_plan"),
+    "profiles.record": ("LayerProfile", "Profile", "read_profile", "write_profile"),
 }
-"""Where each public name is defined, below `varuna_capslog`."""
+"""The public names that each module below `varuna_capslog` defines."""
 
 
 def __getattr__(name: str) -> Any:
     """A public name, loaded from its room. Raises AttributeError for any other name, as for every module."""
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
+    for module, names in _NAMES.items():
+        if name in names:
+            value = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+            globals()[name] = value
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

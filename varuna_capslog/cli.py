@@ -1,4 +1,4 @@
-"""The `capslog` command: one sub-command per file in `varuna_capslog.commands`, and one way to end for all of them.
+"""The `capslog` command: the sub-commands of `varuna_capslog.commands`, and one way to end for all of them.
 
 What a user did wrong ends in one sentence on standard error and the error's exit status; a traceback appears only with
 CAPSLOG_DEBUG=1. Nothing here or in the commands imports torch before a command runs, so that `--help` is instant.
@@ -15,7 +15,14 @@ import typer
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.version import __version__
-from varuna_capslog.commands import COMMANDS, SETTINGS
+from varuna_capslog.commands.chaos import chaos
+from varuna_capslog.commands.compare import compare
+from varuna_capslog.commands.plan import plan
+from varuna_capslog.commands.profile import profile
+from varuna_capslog.commands.results import evaluate, predict, report
+from varuna_capslog.commands.script import script
+from varuna_capslog.commands.simulate import simulate
+from varuna_capslog.commands.train import host, morph, notice, train
 
 __all__ = ["app", "main", "program"]
 
@@ -27,8 +34,13 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in COMMANDS:
-    app.command(context_settings=SETTINGS.get(_command.__name__))(_command)
+# in the order of `capslog --help`, which is that in which a new user needs them
+for _command in (profile, plan, compare, simulate, train, host):
+    app.command()(_command)
+# what follows FILE is its own
+app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})(script)
+for _command in (morph, notice, evaluate, predict, report, chaos):
+    app.command()(_command)
 
 
 def _print_version(wanted: bool) -> None:

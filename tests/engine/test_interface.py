@@ -7,7 +7,7 @@ import pytest
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.interface import Engine, EngineKind, Engines
 from varuna_capslog.engine.pipeline import PipelineEngine
-from varuna_capslog.start.engines import ENGINES
+from varuna_capslog.start import ENGINES
 from varuna_capslog.varuna_plugin.engine import VarunaEngine
 
 # mypy compares the signatures, where `engines` returns either as an Engine

@@ -58,7 +58,7 @@ def profile_with_headroom() -> Profile:
 
 def test_every_answer_about_one_plan_is_the_same_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     """Four places once decided whether a plan fits, and two more computed the margins that they did not show."""
-    from varuna_capslog.commands.arguments import print_plan
+    from varuna_capslog.commands.shared import print_plan
 
     profile = profile_with_headroom()
     for capacity in (25, 24):

@@ -11,15 +11,15 @@ import pytest
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import DiskFailed
 from varuna_capslog.elastic.member.start_up import report_failures
-from varuna_capslog.start.member_worker import Papers, capacity_of
+from varuna_capslog.start.member_worker import MemberFile, capacity_of
 
 
 def test_a_members_file_names_its_stage_in_the_newest_generation(tmp_path, monkeypatch):
     monkeypatch.setenv("CAPSLOG_HOST", "a")
-    papers = Papers(tmp_path, "a-1")
+    file = MemberFile(tmp_path, "a-1")
     path = tmp_path / "workers/a-1.json"
     for generation, stages, stage in ((0, [2], 2), (3, [], None), (1, [0], None), (4, [0, 2], [0, 2])):
-        papers.placed(generation, stages)
+        file.write_stage(generation, stages)
         assert files.read_json(path)["stage"] == stage
     assert files.read_json(path) == {
         "member": "a-1", "pid": os.getpid(), "host": "a", "stage": [0, 2], "generation": 4

@@ -58,7 +58,7 @@ def run(communicator: Communicator, values: dict[str, Any], cuts: list[int]) -> 
     from tests.engine.workload import TinyWorkload
     from varuna_capslog.base import files
     from varuna_capslog.plans.plan import Plan
-    from varuna_capslog.start.engines import ENGINES
+    from varuna_capslog.start import ENGINES
     from varuna_capslog.training.run import Run
 
     config = Config.model_validate(values)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.commands.arguments import AsJson, Overrides, option, options_of, output_option, print_json
+from varuna_capslog.commands.shared import AsJson, Overrides, option, options_of, output_option, print_json
 
 if TYPE_CHECKING:
     from varuna_capslog.config.settings import Config

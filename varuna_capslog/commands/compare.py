@@ -11,22 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.commands.arguments import (
-    AsJson,
-    Bandwidth,
-    Devices,
-    Latency,
-    OptionalConfigFile,
-    Overrides,
-    ProfileFile,
-    link_of,
-    option,
-    options_of,
-    output_option,
-    print_json,
-    print_table,
-    profile_of,
-)
+from varuna_capslog.commands import shared
+from varuna_capslog.commands.shared import option
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -41,10 +27,10 @@ __all__ = ["compare"]
 class CompareFlags:
     """The command line of `compare`."""
 
-    config: OptionalConfigFile = None
-    overrides: Overrides = None
-    profile: ProfileFile = None
-    devices: Devices = None
+    config: shared.OptionalConfigFile = None
+    overrides: shared.Overrides = None
+    profile: shared.ProfileFile = None
+    devices: shared.Devices = None
     planners: Annotated[
         str | None,
         option(
@@ -58,13 +44,13 @@ class CompareFlags:
     ] = None
     schedule: Annotated[str | None, option("gpipe, 1f1b or varuna.", "CONFIG's, or varuna")] = None
     microbatches: Annotated[int | None, option("Of one pipeline and step.", "CONFIG's, or 4 per device", min=1)] = None
-    bandwidth: Bandwidth = None
-    latency: Latency = "0s"
-    output: Annotated[Path | None, output_option("Folder for the picture and JSON.")] = None
-    as_json: AsJson = False
+    bandwidth: shared.Bandwidth = None
+    latency: shared.Latency = "0s"
+    output: Annotated[Path | None, shared.output_option("Folder for the picture and JSON.")] = None
+    as_json: shared.AsJson = False
 
 
-@options_of(CompareFlags)
+@shared.options_of(CompareFlags)
 def compare(given: CompareFlags) -> None:
     """Ask every planner but mcap-bo: peak, margin to the capacity, simulated step time and search time of each."""
     from varuna_capslog.base import units
@@ -89,12 +75,12 @@ def compare(given: CompareFlags) -> None:
         run = dataclasses.replace(run, schedule=given.schedule)
     if given.microbatches is not None:
         run = dataclasses.replace(run, num_microbatches=given.microbatches, num_blocks=1)
-    costs = profile_of(given.profile, settings, show=not given.as_json)
+    costs = shared.profile_of(given.profile, settings, show=not given.as_json)
     if devices is None:
         raise CapslogError("--profile without a CONFIG needs --devices N, the number of devices to plan for")
     names = None if given.planners is None else [name.strip() for name in given.planners.split(",")]
-    link = link_of(given.bandwidth, given.latency)
-    with _signs_of_life() as progress:
+    link = shared.link_of(given.bandwidth, given.latency)
+    with _progress() as progress:
         rows = ask(
             costs, devices, names=names, run=run, memory=memory or AUTO, capacity=limit, link=link, progress=progress
         )
@@ -105,7 +91,7 @@ def compare(given: CompareFlags) -> None:
         files.write_json(given.output / "comparison.json", [row.to_json() for row in rows])
         draw_comparison(given.output / "comparison.png", rows)
     if given.as_json:
-        print_json([row.to_json() for row in rows])
+        shared.print_json([row.to_json() for row in rows])
         return
     _print(rows, costs, devices)
     if given.output is not None:
@@ -113,7 +99,7 @@ def compare(given: CompareFlags) -> None:
 
 
 @contextlib.contextmanager
-def _signs_of_life() -> Iterator[Callable[[int, int, str], None]]:
+def _progress() -> Iterator[Callable[[int, int, str], None]]:
     """Shows on standard error which planner is asked: a bar with the seconds on a terminal, else a line for each."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -148,4 +134,4 @@ def _print(rows: Sequence[Row], profile: Profile, devices: int) -> None:
     title = f"{profile.model or 'model'}: {profile.num_layers} layers on {devices} devices"
     reasons = [f"{row.planner}: {row.reason}" for row in rows if row.reason is not None]
     headings = ("planner", "peak", "margin", "step", "bubble", "search")
-    print_table(title, headings, map(cells, rows), left=(0,), notes=reasons)
+    shared.print_table(title, headings, map(cells, rows), left=(0,), notes=reasons)

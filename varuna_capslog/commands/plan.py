@@ -10,27 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from varuna_capslog.base.errors import CapslogError, DoesNotFit
-from varuna_capslog.commands.arguments import (
-    AsJson,
-    Bandwidth,
-    Devices,
-    Latency,
-    OptionalConfigFile,
-    Overrides,
-    blocks_of,
-    link_of,
-    option,
-    options_of,
-    output_option,
-    print_json,
-    print_plan,
-)
+from varuna_capslog.commands import shared
+from varuna_capslog.commands.shared import option
 
 if TYPE_CHECKING:
     from varuna_capslog.commands.plan_time import PlanRequest
     from varuna_capslog.config.settings import Config
-    from varuna_capslog.plans.plan import Plan
-    from varuna_capslog.profiles.record import Profile
 
 __all__ = ["plan"]
 
@@ -39,8 +24,8 @@ __all__ = ["plan"]
 class PlanFlags:
     """The command line of `plan`."""
 
-    config: OptionalConfigFile = None
-    overrides: Overrides = None
+    config: shared.OptionalConfigFile = None
+    overrides: shared.Overrides = None
     profile: Annotated[
         list[Path] | None,
         option(
@@ -67,7 +52,7 @@ class PlanFlags:
     cut_points: Annotated[
         str | None, option("Submodules of --model to cut before, such as layer2,layer3.", "every repeated block")
     ] = None
-    devices: Devices = None
+    devices: shared.Devices = None
     planner: Annotated[
         str | None,
         option("varuna, mcap-bf, mcap-bo, capslog, capslog-tb, exact or throughput.", "pipeline.planner, or exact"),
@@ -86,8 +71,8 @@ class PlanFlags:
     minibatch: Annotated[
         int | None, option("Samples of one step, where time counts.", "CONFIG's, or 4 microbatches per device", min=1)
     ] = None
-    bandwidth: Bandwidth = None
-    latency: Latency = "0s"
+    bandwidth: shared.Bandwidth = None
+    latency: shared.Latency = "0s"
     pareto: Annotated[
         bool, typer.Option("--pareto", help="Print the front of peak against step time; -o draws it (.png).")
     ] = False
@@ -100,11 +85,11 @@ class PlanFlags:
     blocks: Annotated[
         int | None, option("Accumulation blocks of a step with --joint.", "CONFIG's, or the microbatches", min=1)
     ] = None
-    output: Annotated[Path | None, output_option("File for the plan.")] = None
-    as_json: AsJson = False
+    output: Annotated[Path | None, shared.output_option("File for the plan.")] = None
+    as_json: shared.AsJson = False
 
 
-@options_of(PlanFlags)
+@shared.options_of(PlanFlags)
 def plan(given: PlanFlags) -> None:
     """Choose the cuts. Exit status 3 when nothing fits (the plan is written all the same)."""
     from varuna_capslog.commands.plan_time import plan_front, plan_jointly
@@ -140,7 +125,7 @@ def plan(given: PlanFlags) -> None:
     if given.pareto:
         plan_front(request, given.output, given.as_json)
     elif given.joint:
-        plan_jointly(request, given.speeds, given.blocks or blocks_of(settings), given.output, given.as_json)
+        plan_jointly(request, given.speeds, given.blocks or shared.blocks_of(settings), given.output, given.as_json)
     else:
         _plan_one(request, settings, given)
 
@@ -149,7 +134,12 @@ def _plan_one(request: PlanRequest, config: Config | None, given: PlanFlags) -> 
     """One pipeline by one planner."""
     profile = request.only_profile()
     if config is None:
-        found = _of_profile(request, profile, given.planner)
+        from varuna_capslog.config.settings import Pipeline
+        from varuna_capslog.planning.search import plan as search
+
+        count = None if request.minibatch_size is None else request.microbatches(profile)
+        run, name = dataclasses.replace(request.run, num_microbatches=count), given.planner or Pipeline().planner
+        found = search(profile, request.devices, name, request.memory, request.capacity, run, request.link)
     else:
         from varuna_capslog.start.prepare import plan_run
 
@@ -159,9 +149,9 @@ def _plan_one(request: PlanRequest, config: Config | None, given: PlanFlags) -> 
 
         write_plan(given.output, found)
     if given.as_json:
-        print_json(found.to_json())
+        shared.print_json(found.to_json())
     else:
-        print_plan(found, profile)
+        shared.print_plan(found, profile)
     if found.fits is False:
         raise DoesNotFit("; ".join(found.notes))
     for note in found.notes:
@@ -189,7 +179,7 @@ def _request(config: Config | None, given: PlanFlags) -> PlanRequest:
     from varuna_capslog.schedules import SCHEDULES, RunShape
     from varuna_capslog.start.prepare import profile_run
 
-    link = link_of(given.bandwidth, given.latency)
+    link = shared.link_of(given.bandwidth, given.latency)
     read = [read_profile(path) for path in given.profile or ()]
     if config is not None:
         pipeline = config.pipeline
@@ -214,12 +204,3 @@ def _request(config: Config | None, given: PlanFlags) -> PlanRequest:
         given.minibatch,
         link,
     )
-
-
-def _of_profile(request: PlanRequest, profile: Profile, planner: str | None) -> Plan:
-    from varuna_capslog.config.settings import Pipeline
-    from varuna_capslog.planning.search import plan as search
-
-    count = None if request.minibatch_size is None else request.microbatches(profile)
-    run, name = dataclasses.replace(request.run, num_microbatches=count), planner or Pipeline().planner
-    return search(profile, request.devices, name, request.memory, request.capacity, run, request.link)

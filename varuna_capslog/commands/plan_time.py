@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from varuna_capslog.base.errors import CapslogError, DoesNotFit
-from varuna_capslog.commands.arguments import print_json, print_table
+from varuna_capslog.commands.shared import print_json, print_table
 
 if TYPE_CHECKING:
     from varuna_capslog.planners.joint import JointPlan
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from varuna_capslog.schedules import RunShape
 
 __all__ = ["PlanRequest", "plan_front", "plan_jointly"]
-
-PICTURES = (".png",)
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,7 @@ def plan_front(request: PlanRequest, output: Path | None, as_json: bool) -> None
         "memory_model": memory,
         "front": [_point(point) for point in front],
     }
-    if output is not None and output.suffix.lower() in PICTURES:
+    if output is not None and output.suffix.lower() == ".png":
         from varuna_capslog.reports.forecasts import draw_front
 
         draw_front(output, front, title, min(given) if isinstance(given, list) else given)

@@ -9,23 +9,16 @@ from typing import Annotated, Any
 
 import typer
 
-from varuna_capslog.commands.arguments import (
-    AsJson,
-    ConfigFile,
-    Overrides,
-    option,
-    output_option,
-    print_json,
-    print_table,
-)
+from varuna_capslog.commands import shared
+from varuna_capslog.commands.shared import option
 
 __all__ = ["profile"]
 
 
 def profile(
-    config: ConfigFile,
-    overrides: Overrides = None,
-    output: Annotated[Path | None, output_option("File for the profile.", "profile.json in the run_dir")] = None,
+    config: shared.ConfigFile,
+    overrides: shared.Overrides = None,
+    output: Annotated[Path | None, shared.output_option("File for the profile.", "profile.json in the run_dir")] = None,
     order: Annotated[
         str | None,
         option(
@@ -37,7 +30,7 @@ def profile(
         bool,
         typer.Option("--estimate", help="Estimate without the device, and without any run (profile.source=estimated)."),
     ] = False,
-    as_json: AsJson = False,
+    as_json: shared.AsJson = False,
 ) -> None:
     """Measure memory and seconds of every layer with real runs of one- and two-layer stages, or estimate them."""
     from varuna_capslog.config.reading import load_config
@@ -51,7 +44,7 @@ def profile(
     path = output or settings.run_dir / "profile.json"
     write_profile(path, result)
     if as_json:
-        print_json(result.to_json())
+        shared.print_json(result.to_json())
         return
 
     from varuna_capslog.base.units import format_bytes
@@ -74,7 +67,7 @@ def profile(
         notes.append(_launches(result.conditions["profiling"]))
     title = f"{result.model or 'model'}: {result.num_layers} layers, {result.source}"
     headings = ("", "layer", "alone (M_i)", "added (M_a)", "forward", "backward")
-    print_table(title, headings, rows, left=(1,), notes=[*notes, f"written to {path}"])
+    shared.print_table(title, headings, rows, left=(1,), notes=[*notes, f"written to {path}"])
 
 
 def _sizes(sizes: Mapping[str, Any]) -> str:

@@ -1,7 +1,8 @@
-"""`capslog evaluate`, `predict` and `report`: what a run has learnt and done, from its folder."""
+"""`capslog evaluate`, `predict` and `report`: scores, predictions and the report of a run, from its folder."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,14 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.commands.arguments import (
-    AsJson,
-    RunDirectory,
-    output_option,
-    print_json,
-    print_table,
-    run_config,
-)
+from varuna_capslog.commands import shared
 from varuna_capslog.commands.train import run_workers
 
 if TYPE_CHECKING:
@@ -24,66 +18,64 @@ if TYPE_CHECKING:
 
 __all__ = ["evaluate", "predict", "report"]
 
+_NUM_SAMPLES = 8
 
-def evaluate(run_dir: RunDirectory, as_json: AsJson = False) -> None:
+
+def evaluate(run_dir: shared.RunDirectory, as_json: shared.AsJson = False) -> None:
     """Score the best checkpoint of a run; the scores are also written to RUN_DIR/evaluation.json."""
     from varuna_capslog.base import files
     from varuna_capslog.base.supervisor import reserve
 
-    settings = run_config(run_dir)
+    settings = shared.run_config(run_dir)
     path = run_dir / "evaluation.json"
     with reserve(run_dir):
         path.unlink(missing_ok=True)
         run_workers(settings, "--evaluate")
     scores = files.read_json(path)
     if as_json:
-        print_json(scores)
+        shared.print_json(scores)
         return
     rows = [
         [name, f"{value:.4f}" if isinstance(value, float) else str(value)]
         for name, value in scores.items()
         if not isinstance(value, (dict, list))
     ]
-    print_table(f"scores of {run_dir}", ("score", "value"), rows, left=(0, 1))
+    shared.print_table(f"scores of {run_dir}", ("score", "value"), rows, left=(0, 1))
 
 
 def predict(
-    run_dir: RunDirectory,
+    run_dir: shared.RunDirectory,
     images: Annotated[list[Path], typer.Argument(metavar="IMAGE...", help="Image files.", show_default=False)],
-    output: Annotated[Path | None, output_option("Folder for the pictures.", "RUN_DIR/predictions")] = None,
-    as_json: AsJson = False,
+    output: Annotated[Path | None, shared.output_option("Folder for the pictures.", "RUN_DIR/predictions")] = None,
+    as_json: shared.AsJson = False,
 ) -> None:
     """Draw what a run's best checkpoint (the newest one, if it was never evaluated) sees on images."""
     for image in images:
         if not image.is_file():
             raise CapslogError(f"image {str(image)!r} is not a file; check the path")
-    settings = run_config(run_dir)
-
-    from varuna_capslog.reports.predictions import draw
-
-    pictures = draw(settings, images, output or run_dir / "predictions")
+    settings = shared.run_config(run_dir)
+    pictures = _draw(settings, images, output or run_dir / "predictions")
     if as_json:
-        print_json([str(picture) for picture in pictures])
+        shared.print_json([str(picture) for picture in pictures])
         return
     for picture in pictures:
         typer.echo(str(picture))
 
 
-def report(run_dir: RunDirectory, as_json: AsJson = False) -> None:
+def report(run_dir: shared.RunDirectory, as_json: shared.AsJson = False) -> None:
     """Write RUN_DIR/report: peaks predicted and measured, the schedule, curves and sample predictions."""
-    settings = run_config(run_dir)  # says so in one sentence where this is no run
+    settings = shared.run_config(run_dir)  # says so in one sentence where this is no run
 
     from varuna_capslog.reports.page import write_report
-    from varuna_capslog.reports.predictions import draw_samples
 
     try:
-        draw_samples(settings)
+        _draw_samples(settings)
     except CapslogError as error:
         # a page without pictures is better than none, and says that they are missing
         typer.echo(f"note: no sample predictions: {error}", err=True)
     page = write_report(run_dir, _rehearse)
     if as_json:
-        print_json({"report": str(page)})
+        shared.print_json({"report": str(page)})
     else:
         typer.echo(f"report: {page}")
 
@@ -92,3 +84,35 @@ def _rehearse(config: Config, cuts: Sequence[int], shapes: Mapping[str, Sequence
     from varuna_capslog.profiling.rehearsal import rehearse_config
 
     return rehearse_config(config, cuts, shapes)
+
+
+def _draw(config: Config, images: Sequence[Path], out: Path) -> list[Path]:
+    """Runs the best checkpoint (the newest, if the run was never evaluated) on pictures; returns the drawn ones in
+    `out`.
+
+    Raises:
+        CapslogError: no checkpoint, one of another model, or a picture that cannot be read.
+    """
+    from varuna_capslog.model.workload import load_workload
+    from varuna_capslog.training.checkpoint import best_checkpoint, load_chain
+
+    workload = load_workload(config)
+    checkpoint = best_checkpoint(config.run_dir / "checkpoints")
+    chain = workload.build_chain()
+    load_chain(checkpoint, chain)
+    return workload.predict(chain, images, out)
+
+
+def _draw_samples(config: Config) -> None:
+    """Draws a few validation pictures into `predictions/`, replacing older ones, where the run has a checkpoint and
+    its workload has such pictures.
+    """
+    from varuna_capslog.model.workload import load_workload
+
+    if not any((config.run_dir / "checkpoints").glob("step-*")):
+        return
+    samples = load_workload(config).sample_files(_NUM_SAMPLES)
+    if samples:
+        folder = config.run_dir / "predictions"
+        shutil.rmtree(folder, ignore_errors=True)
+        _draw(config, samples, folder)

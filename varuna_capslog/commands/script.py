@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.commands.arguments import DryRun, HostName, Machines, StoreAddress, Wait, option, options_of
-from varuna_capslog.commands.host import check_address, join_until_end
+from varuna_capslog.commands.shared import DryRun, HostName, Machines, StoreAddress, Wait, option, options_of
+from varuna_capslog.commands.train import check_address, join_until_end
 
 if TYPE_CHECKING:
     from varuna_capslog.config.settings import Elastic
@@ -96,9 +96,9 @@ def _run(given: ScriptOptions, folder: Path, settings: Elastic) -> None:
     from varuna_capslog.base.supervisor import Interrupted
     from varuna_capslog.elastic.host.options import HostOptions
     from varuna_capslog.elastic.host.terminal import Terminal
-    from varuna_capslog.start.script_host import ScriptCommand, join_script, run_script
+    from varuna_capslog.start.elastic_host import join_script, run_script
 
-    command = ScriptCommand(given.file, given.arguments or [])
+    file, arguments = given.file, given.arguments or []
     options = HostOptions(
         folder,
         num_workers=given.nproc,
@@ -109,10 +109,10 @@ def _run(given: ScriptOptions, folder: Path, settings: Elastic) -> None:
         settings=settings,
     )
     if options.store is not None:
-        join_until_end(options, lambda options: join_script(command, options, given.wait))
+        join_until_end(options, lambda options: join_script(file, arguments, options, given.wait))
         return
     with Terminal(folder, None, options.name) as terminal:
-        end = run_script(command, dataclasses.replace(options, say=terminal.say))
+        end = run_script(file, arguments, dataclasses.replace(options, say=terminal.say))
     if end.how == "left":
         raise Interrupted(f"all devices have left, the run is parked; the same command continues it in {folder}", 143)
 
@@ -123,7 +123,7 @@ def _disturb(given: ScriptOptions, folder: Path, settings: Elastic, faults: int)
     from varuna_capslog.elastic.host.options import HostOptions
     from varuna_capslog.rig.script_chaos import Disturber, judge_script
     from varuna_capslog.rig.tally import by_class
-    from varuna_capslog.start.script_host import ScriptCommand, run_script
+    from varuna_capslog.start.elastic_host import run_script
 
     file, arguments, nproc, seed = given.file, given.arguments or [], given.nproc, given.seed
     if nproc < 2:
@@ -134,7 +134,7 @@ def _disturb(given: ScriptOptions, folder: Path, settings: Elastic, faults: int)
     disturber = Disturber(folder, faults, seed, units.parse_seconds(given.mean, "mean"), say)
     try:
         options = HostOptions(folder, num_workers=nproc, settings=settings)
-        run_script(ScriptCommand(file, arguments), options, disturber.start)
+        run_script(file, arguments, options, disturber.start)
     except Interrupted:  # it was stopped when all faults had struck
         pass
     finally:

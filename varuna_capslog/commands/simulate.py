@@ -11,25 +11,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.commands.arguments import (
-    AsJson,
-    Bandwidth,
-    Latency,
-    OptionalConfigFile,
-    Overrides,
-    ProfileFile,
-    link_of,
-    option,
-    options_of,
-    output_option,
-    print_json,
-    print_table,
-    profile_of,
-)
+from varuna_capslog.commands import shared
+from varuna_capslog.commands.shared import option
 
 if TYPE_CHECKING:
     from varuna_capslog.config.settings import Config
+    from varuna_capslog.planners.seconds import Link
     from varuna_capslog.planning.simulation import Simulation
+    from varuna_capslog.planning.trace_replay import Replay
     from varuna_capslog.plans.plan import Plan
     from varuna_capslog.profiles.record import Profile
     from varuna_capslog.schedules import RunShape
@@ -41,12 +30,12 @@ __all__ = ["simulate"]
 class StepFlags:
     """What is played: one step of a plan, and where its result goes."""
 
-    config: OptionalConfigFile = None
-    overrides: Overrides = None
-    profile: ProfileFile = None
+    config: shared.OptionalConfigFile = None
+    overrides: shared.Overrides = None
+    profile: shared.ProfileFile = None
     plan: Annotated[Path | None, option("Plan to play.", "that of CONFIG's planner")] = None
-    bandwidth: Bandwidth = None
-    latency: Latency = "0s"
+    bandwidth: shared.Bandwidth = None
+    latency: shared.Latency = "0s"
     copy_bandwidth: Annotated[
         str | None,
         option(
@@ -65,7 +54,7 @@ class StepFlags:
         str | None, option("Where inputs kept for recomputation wait: host or device.", "CONFIG's, or as profiled")
     ] = None
     cores: Annotated[int | None, option("Cores that all ranks share.", "one for each rank", min=1)] = None
-    output: Annotated[Path | None, output_option("Folder for pictures, traces and JSON.")] = None
+    output: Annotated[Path | None, shared.output_option("Folder for pictures, traces and JSON.")] = None
 
 
 @dataclass(frozen=True)
@@ -91,13 +80,12 @@ class SimulateFlags(StepFlags):
     restart_pause: Annotated[str, option("--trace: from too few devices on; torchrun's, measured.")] = "45s"
     spot_price: Annotated[float, option("--trace: dollars per device and hour; assumed.")] = 0.918
     on_demand_price: Annotated[float, option("--trace: the same on demand; AWS p3.2xlarge.")] = 3.06
-    as_json: AsJson = False
+    as_json: shared.AsJson = False
 
 
-@options_of(SimulateFlags)
+@shared.options_of(SimulateFlags)
 def simulate(given: SimulateFlags) -> None:
     """Play one step of a plan: step time, bubbles, memory over time; with --trace, goodput and cost on spot nodes."""
-    from varuna_capslog.commands.replay import print_replay, replay_trace
     from varuna_capslog.planning.simulation import simulate_plan
 
     if given.config is None and given.profile is None:
@@ -106,17 +94,17 @@ def simulate(given: SimulateFlags) -> None:
         )
     if given.config is None and given.plan is None and given.trace is None:
         raise CapslogError("--profile without a CONFIG needs --plan FILE, or --trace FILE to replay; give one of them")
-    link = link_of(given.bandwidth, given.latency, given.copy_bandwidth)
+    link = shared.link_of(given.bandwidth, given.latency, given.copy_bandwidth)
     settings = None
     if given.config is not None:
         from varuna_capslog.config.reading import load_config
 
         settings = load_config(given.config, given.overrides or ())
-    costs = profile_of(given.profile, settings, show=not given.as_json)
+    costs = shared.profile_of(given.profile, settings, show=not given.as_json)
     run = _run(settings, costs, given)
     if given.trace is not None:
-        found = replay_trace(given, given.trace, costs, settings, run, link)
-        print_replay(found, given.trace, given.output, given.as_json)
+        found = _replay_trace(given, given.trace, costs, settings, run, link)
+        _print_replay(found, given.trace, given.output, given.as_json)
         return
     played = _plan(settings, costs, given.plan)
     step = simulate_plan(
@@ -137,7 +125,7 @@ def simulate(given: SimulateFlags) -> None:
     if given.output is not None:
         _write(given.output, step, played)
     if given.as_json:
-        print_json(step.to_json())
+        shared.print_json(step.to_json())
         return
     _print(step, played)
     if given.output is not None:
@@ -195,7 +183,7 @@ def _print(step: Simulation, plan: Plan) -> None:
     skipped = 0 if len(step.pipelines) > 1 else 1
     rate = "" if step.samples_per_second is None else f", {step.samples_per_second:.4g} samples/s"
     end = f"step {duration(step.step_seconds)}, bubble {100 * step.bubble_fraction:.1f} %{rate}"
-    print_table(title, columns[skipped:], (row[skipped:] for row in _rows(step, plan)), notes=[end])
+    shared.print_table(title, columns[skipped:], (row[skipped:] for row in _rows(step, plan)), notes=[end])
     for note in (*plan.notes, *step.notes):
         typer.echo(f"note: {note}", err=True)
 
@@ -221,3 +209,90 @@ def _rows(step: Simulation, plan: Plan) -> Iterator[list[str]]:
                 "unknown" if peak is None else format_bytes(peak),
                 "" if peak is None or capacity is None else format_bytes(capacity - peak),
             ]
+
+
+def _replay_trace(
+    given: SimulateFlags, trace: Path, profile: Profile, settings: Config | None, run: RunShape, link: Link
+) -> Replay:
+    """Reads the trace and replays it with a step that is run like `run`.
+
+    given: the flags of --trace; what is None comes from the config, or is the command's default.
+    """
+    from varuna_capslog.base import units
+    from varuna_capslog.planners import DEFAULT_MICROBATCHES_PER_STAGE
+    from varuna_capslog.planning.replanning import JOINT, Replanner
+    from varuna_capslog.planning.trace_replay import Pauses, Prices, most_nodes, read_trace, replay
+
+    capacity = None if given.capacity is None else units.parse_bytes(given.capacity, "capacity")
+    duration = None if given.duration is None else units.parse_seconds(given.duration)
+    names = ("planned-pause", "crash-pause", "restart-pause", "notice")
+    pauses = Pauses(*(units.parse_seconds(getattr(given, name.replace("-", "_")), name) for name in names))
+    prices = Prices(given.spot_price, given.on_demand_price)
+    events = read_trace(trace)
+    most = given.devices or most_nodes(events)
+    minibatch = given.minibatch
+    size = profile.conditions.get("microbatch_size", 1)
+    if settings is not None:
+        pipeline = settings.pipeline
+        minibatch = minibatch or settings.train.minibatch_size
+        if capacity is None and isinstance(pipeline.capacity, int):
+            capacity = pipeline.capacity
+    if minibatch is None:
+        minibatch = DEFAULT_MICROBATCHES_PER_STAGE * most * (size if isinstance(size, int) else 1)
+        typer.echo(f"note: a step of {minibatch} samples is assumed; --minibatch says otherwise", err=True)
+    answer = Replanner(
+        profile,
+        minibatch,
+        planner=given.planner or JOINT,
+        capacity=capacity,
+        run=run,
+        blocks=shared.blocks_of(settings),
+        link=link,
+    )
+    return replay(events, answer, devices=most, pauses=pauses, prices=prices, duration_seconds=duration)
+
+
+def _print_replay(found: Replay, trace: Path, output: Path | None, as_json: bool) -> None:
+    """Prints the result as a table or JSON, and writes replay.json and replay.png into a folder if asked to."""
+    if output is not None:
+        from varuna_capslog.base import files
+        from varuna_capslog.reports.forecasts import draw_replay
+
+        files.write_json(output / "replay.json", found.to_json())
+        draw_replay(output / "replay.png", found)
+    if as_json:
+        shared.print_json(found.to_json())
+        return
+    title = f"{trace.name}: {found.duration_seconds / 3600:.2f} h, at most {found.devices} devices"
+    shared.print_table(title, ("", ""), list(_replay_rows(found).items()), left=(0,))
+    pauses = found.pauses
+    typer.echo(
+        f"assumed pauses: {pauses.planned:g} s for a join or announced leave (notice {pauses.notice:g} s), "
+        f"{pauses.crash:g} s for a crash, {pauses.restart:g} s for a restart",
+        err=True,
+    )
+    if output is not None:
+        typer.echo(f"written to {output}: replay.png, replay.json")
+
+
+def _replay_rows(found: Replay) -> dict[str, str]:
+    from varuna_capslog.reports.wording import duration
+
+    count = {kind: sum(change.kind == kind for change in found.changes) for kind in ("join", "leave", "crash", "stop")}
+    hours = found.device_hours
+    dollars = [
+        "nothing trained" if value is None else f"{value:,.2f}"
+        for value in (found.spot_dollars_per_million, found.on_demand_dollars_per_million)
+    ]
+    return {
+        "joins, leaves, crashes, stops": ", ".join(map(str, count.values())),
+        "devices on average": f"{hours * 3600 / found.duration_seconds:.1f}",
+        "idle device time": f"{100 * found.idle_device_hours / hours:.1f} %" if hours else "",
+        "goodput": f"{found.goodput:.4g} samples/s",
+        "share of the ideal": f"{100 * found.share_of_ideal:.2f} %",
+        "paused": duration(found.paused_seconds),
+        "stopped, nothing fits": duration(found.stopped_seconds),
+        "slowest search": duration(found.slowest_search_seconds),
+        f"$ per million samples, spot at {found.prices.spot:g} $/h": dollars[0],
+        f"$ per million samples, on demand at {found.prices.on_demand:g} $/h": dollars[1],
+    }

@@ -1,25 +1,32 @@
-"""`capslog train`: profile, plan, then start and watch the workers of one run on this machine."""
+"""`capslog train` and `capslog host` start and watch the workers of a run on this machine; `capslog morph` and `capslog
+notice` are what people and schedulers tell an elastic run that is going on.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.commands.arguments import ConfigFile, Overrides, option
-from varuna_capslog.commands.host import prepare_and_print, run_elastic
+from varuna_capslog.commands import shared
+from varuna_capslog.commands.shared import option
 
 if TYPE_CHECKING:
     from varuna_capslog.config.settings import Config
+    from varuna_capslog.elastic.host.host import HostEnd
+    from varuna_capslog.elastic.host.options import HostOptions
 
-__all__ = ["run_workers", "train"]
+__all__ = ["check_address", "host", "join_until_end", "morph", "notice", "run_workers", "train"]
 
 
 def train(
-    config: ConfigFile,
-    overrides: Overrides = None,
+    config: shared.ConfigFile,
+    overrides: shared.Overrides = None,
     nproc: Annotated[
         int | None,
         option(
@@ -45,10 +52,10 @@ def train(
             )
         settings = load_config(config, [*(overrides or ()), f"pipeline.devices={nproc // replicas}"])
     with reserve(settings.run_dir):  # from here on: another run's plan must not change under its workers
-        prepare_and_print(settings)
+        _prepare_and_print(settings)
         if settings.elastic.enabled:
             options = HostOptions(settings.run_dir, num_workers=settings.world_size)
-            run_elastic(settings, options, "the same command continues")
+            _run_elastic(settings, options, "the same command continues")
             return
         if settings.resume == "auto":
             recover(settings.run_dir)  # an elastic run may have stopped here between two checkpoints
@@ -66,3 +73,163 @@ def run_workers(settings: Config, *flags: str) -> None:
         environment={"OMP_NUM_THREADS": str(settings.train.threads)},
         say=lambda line: typer.echo(f"capslog: {line}", err=True),
     ).run()
+
+
+@dataclass(frozen=True)
+class HostFlags:
+    """The command line of `host`."""
+
+    config: shared.ConfigFile
+    overrides: shared.Overrides = None
+    serve: Annotated[
+        str | None,
+        option(
+            "Begin the run: profile and plan it here, and serve its store at HOST:PORT, as the others reach it; "
+            "etcd://HOST:PORT[,HOST:PORT...]/PREFIX: keep the store in etcd.",
+            False,
+            metavar="ADDRESS",
+        ),
+    ] = None
+    store: shared.StoreAddress = None
+    nnodes: shared.Machines = 1
+    nproc: Annotated[
+        int | None, option("Workers of this machine.", "the config's workers, spread evenly over --nnodes", min=1)
+    ] = None
+    name: shared.HostName = None
+    wait: shared.Wait = 600.0
+    dry_run: shared.DryRun = False
+
+
+@shared.options_of(HostFlags)
+def host(given: HostFlags) -> None:
+    """Train on several machines that may come and go: the same command on each, one with --serve."""
+    from varuna_capslog.base.supervisor import reserve
+    from varuna_capslog.elastic.host.options import HostOptions
+    from varuna_capslog.start.elastic_host import check_elastic, join_run
+
+    serve, store = given.serve, given.store
+    if (serve is None) == (store is None):
+        raise CapslogError("give either --serve ADDRESS (on one machine) or --store ADDRESS (on all others)")
+    check_address(serve or store or "")
+    settings, workers = _spread(given)
+    check_elastic(settings)
+    if given.dry_run:
+        part = f"join the store at {store}" if store else f"profile, plan and {_begin(serve)}"
+        typer.echo(
+            f"would {part}; {workers} worker(s) here, run_dir {settings.run_dir}, {given.nnodes} machine(s) to begin"
+        )
+        return
+    options = HostOptions(settings.run_dir, num_workers=workers, name=given.name)
+    if store is not None:
+        options = dataclasses.replace(options, store=store)
+        join_until_end(options, lambda options: join_run(settings, options, wait_seconds=given.wait))
+        return
+    assert serve is not None
+    with reserve(settings.run_dir):
+        _prepare_and_print(settings)
+        options = dataclasses.replace(options, serve_at=serve, hosts=given.nnodes)
+        _run_elastic(settings, options, "the same commands continue")
+
+
+def _begin(serve: str | None) -> str:
+    from varuna_capslog.elastic.network import SCHEME
+
+    return f"begin a run in the store at {serve}" if str(serve).startswith(SCHEME) else f"serve the store at {serve}"
+
+
+def join_until_end(options: HostOptions, join: Callable[[HostOptions], HostEnd]) -> None:
+    """Joins a run from this machine and says when it has ended. Raises Interrupted when this machine's workers left."""
+    from varuna_capslog.base.supervisor import Interrupted
+
+    say = lambda line: typer.echo(f"capslog: {line}")  # noqa: E731
+    end = join(dataclasses.replace(options, say=say))
+    if end.how == "left":
+        raise Interrupted("all workers of this machine have left; the same command joins the run again", 143)
+    say("the run has ended")
+
+
+def _prepare_and_print(settings: Config) -> None:
+    """Profiles and plans a run, and prints its plan."""
+    from varuna_capslog.profiles.record import read_profile
+    from varuna_capslog.start.prepare import prepare_run
+
+    plan = prepare_run(settings)
+    shared.print_plan(plan, read_profile(settings.run_dir / "profile.json") if plan.profile_digest else None)
+    for note in plan.notes:
+        typer.echo(f"note: {note}", err=True)
+
+
+def _run_elastic(settings: Config, options: HostOptions, continued: str) -> None:
+    """Trains as the host that begins the run. Raises Interrupted when all devices left; `continued`: what goes on."""
+    from varuna_capslog.base.supervisor import Interrupted
+    from varuna_capslog.elastic.host.terminal import Terminal
+    from varuna_capslog.start.elastic_host import run_here
+
+    with Terminal(settings.run_dir, settings.train.max_steps, options.name) as terminal:
+        end = run_here(settings, dataclasses.replace(options, say=terminal.say))
+    if end.how == "left":
+        where = f"{continued} the run in {settings.run_dir}"
+        raise Interrupted(f"all devices have left, and the run is parked; {where}", 143)
+
+
+def _spread(given: HostFlags) -> tuple[Config, int]:
+    """The config for all machines that begin, and the workers of this one."""
+    from varuna_capslog.config.reading import load_config
+
+    overrides, nnodes, nproc = [*(given.overrides or ()), "elastic.enabled=true"], given.nnodes, given.nproc
+    settings = load_config(given.config, overrides)
+    replicas, wanted = settings.pipeline.replicas, settings.world_size
+    if nproc is None:
+        if wanted % nnodes:
+            raise CapslogError(f"{wanted} workers cannot be spread evenly over --nnodes {nnodes}; give --nproc")
+        return settings, wanted // nnodes
+    if nproc * nnodes % replicas:
+        raise CapslogError(
+            f"--nnodes {nnodes} x --nproc {nproc} is not divisible by pipeline.replicas={replicas}; replicas have "
+            "equally many workers"
+        )
+    return load_config(given.config, [*overrides, f"pipeline.devices={nproc * nnodes // replicas}"]), nproc
+
+
+def check_address(address: str) -> None:
+    """Raises CapslogError unless it is HOST:PORT, or that of a store in etcd."""
+    from varuna_capslog.elastic.network import SCHEME, parse_address
+
+    if address.startswith(SCHEME):
+        parse_address(address)
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise CapslogError(f"{address!r} is not HOST:PORT, nor {SCHEME}HOST:PORT[,HOST:PORT...]/PREFIX")
+
+
+def morph(
+    run_dir: shared.RunDirectory,
+    devices: Annotated[int, option("Workers that the run is to have.", False, min=1)],
+) -> None:
+    """Let a running elastic training go on with another number of devices."""
+    from varuna_capslog.elastic import request_morph
+    from varuna_capslog.elastic.host.hooks import outlook
+
+    prospect = outlook(devices, run_dir)
+    request_morph(devices, run_dir)
+    typer.echo(f"asked for {devices} device(s): {prospect}; {run_dir}/events.jsonl tells what comes of it")
+
+
+def notice(
+    run_dir: shared.RunDirectory,
+    host: Annotated[str | None, option("The host that is to leave.", "the only one")] = None,
+    member: Annotated[str | None, option("One worker instead of a whole host.", False)] = None,
+    seconds: Annotated[float | None, option("Seconds that are left.", "no deadline", min=0)] = None,
+    urgent: Annotated[bool, typer.Option("--urgent", help="Leave at the next step, whatever has been copied.")] = False,
+    hint: Annotated[bool, typer.Option("--hint", help="It may have to leave soon: copy ahead, nobody leaves.")] = False,
+) -> None:
+    """Tell a running elastic training that a host, or one worker, is to leave."""
+    from varuna_capslog.elastic.host.hooks import give_notice
+
+    if urgent and hint:
+        raise CapslogError("--urgent and --hint exclude each other; a hint moves nobody")
+    if host is not None and member is not None:
+        raise CapslogError("--host and --member exclude each other; name one")
+    who = give_notice(run_dir, host, member, urgent, seconds, hint)
+    typer.echo(f"told that {who} {'may have' if hint else 'is'} to leave")

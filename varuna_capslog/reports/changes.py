@@ -1,43 +1,32 @@
 """The section on a run whose members changed: which members left, were lost or joined, why, and at which cost.
 
-`page` calls it for runs with such events only; it reads what the members and the hosts wrote into events.jsonl.
+`page` calls it. It reads what the members and the hosts wrote into events.jsonl.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from varuna_capslog.base.units import format_bytes
-from varuna_capslog.plans.plan import Plan
 from varuna_capslog.reports import markup
 from varuna_capslog.reports.markup import Markup
-from varuna_capslog.reports.memory import MOST_GENERATIONS, Era, draw_generations
+from varuna_capslog.reports.memory import COLOURS, MOST_GENERATIONS, GenerationPeaks, draw_generations
 from varuna_capslog.reports.run import Event, RunRecord
-from varuna_capslog.reports.wording import UNKNOWN, duration, moment, plural
+from varuna_capslog.reports.wording import UNKNOWN, duration, moment, plain, plural
 
-__all__ = ["change_section", "changes_in_short", "nature"]
+__all__ = ["change_kind", "change_parts", "changes_in_short"]
 
 _PICTURE = "generations.png"
 _MOST_ROWS = 60
 _BEGINNINGS = ("start", "resume", "morph")
-_NATURES = ("lost", "left", "joined")
 
 
-@dataclass(frozen=True)
-class _Change:
-    """A generation that began, and the notices and losses that the hosts had recorded before it."""
-
-    event: Event
-    words: str
-
-
-def nature(event: Event) -> str:
+def change_kind(event: Event) -> str:
     """Of a change: "lost", "left" or "joined", the gravest first; "" for what is none of them."""
     said = [str(text) for text in _listed(event.details.get("why"))]
-    return next((name for name in _NATURES if any(text.endswith(f" {name}") for text in said)), "")
+    return next((name for name in COLOURS if any(text.endswith(f" {name}") for text in said)), "")
 
 
 def changes_in_short(run: RunRecord) -> str | None:
@@ -45,8 +34,8 @@ def changes_in_short(run: RunRecord) -> str | None:
     morphs = [event for event in run.events if event.kind == "morph"]
     if not morphs:
         return None
-    natures = [nature(event) for event in morphs]
-    parts = [f"{natures.count(name)} with a device {name}" for name in _NATURES if name in natures]
+    kinds = [change_kind(event) for event in morphs]
+    parts = [f"{kinds.count(name)} with a device {name}" for name in COLOURS if name in kinds]
     pauses = [pause for event in morphs if (pause := _number(event, "pause_seconds")) is not None]
     moved = sum(int(_number(event, "moved_bytes") or 0) for event in morphs)
     return (
@@ -55,25 +44,25 @@ def changes_in_short(run: RunRecord) -> str | None:
     )
 
 
-def change_section(run: RunRecord, folder: Path) -> Markup | None:
-    """Picture and table; None for a run that no member joined or left."""
+def change_parts(run: RunRecord, folder: Path) -> list[Markup]:
+    """Picture and table; nothing for a run that no member joined or left."""
     short = changes_in_short(run)
     waits = [event for event in run.events if event.kind == "waiting"]
     if short is None and not waits:
-        return None
+        return []
     parts = [] if short is None else [markup.paragraph(f"{short}. Training went on in the same processes.")]
     changes = _changes(run.events)
-    eras = _eras(run, changes)
-    shown = eras[-MOST_GENERATIONS:]
-    if any(era.stages for era in shown):
+    generations = _generations(run, [event for event, _ in changes])
+    shown = generations[-MOST_GENERATIONS:]
+    if any(one.stages for one in shown):
         draw_generations(folder / _PICTURE, shown)
         caption = "Peak memory of each stage by generation, which is what a time between two changes is called."
-        if len(shown) < len(eras):
-            caption += f" The last {len(shown)} of {len(eras)}."
-        if any(era.measured is None for era in shown):
+        if len(shown) < len(generations):
+            caption += f" The last {len(shown)} of {len(generations)}."
+        if any(one.measured is None for one in shown):
             caption += " A generation of a few steps is not measured."
         parts.append(markup.figure(_PICTURE, "Bars of the memory of each stage, by generation", caption))
-    rows = [_row(run, change) for change in changes[-_MOST_ROWS:]]
+    rows = [_row(event, words) for event, words in changes[-_MOST_ROWS:]]
     headings = ("time (UTC)", "step", "generation", "what happened", "devices", "cuts", "pause", "search", "moved")
     parts.append(markup.table("change-table", headings, rows, left=(0, 3, 5)))
     if len(rows) < len(changes):
@@ -88,12 +77,12 @@ def change_section(run: RunRecord, folder: Path) -> Markup | None:
         markup.note(f"At {moment(event.time)} UTC it waited: {event.details.get('why')}.")
         for event in {str(event.details.get("why")): event for event in waits}.values()
     ]
-    return markup.section("changes", "Changes of the devices", parts)
+    return parts
 
 
-def _changes(events: Sequence[Event]) -> list[_Change]:
-    """Every generation that began, with the notices and losses that were recorded since the one before."""
-    found: list[_Change] = []
+def _changes(events: Sequence[Event]) -> list[tuple[Event, str]]:
+    """Every generation that began, and its causes with the notices and losses recorded since the one before."""
+    found: list[tuple[Event, str]] = []
     reasons: dict[str, str] = {}
     for event in events:
         member = str(event.details.get("member"))
@@ -107,7 +96,7 @@ def _changes(events: Sequence[Event]) -> list[_Change]:
                 named = [name for name in reasons if name in sentence.replace(",", " ").split()]
                 why = [(f"{name} " if len(named) > 1 else "") + reasons.pop(name) for name in named]
                 said.append(sentence + (f" ({'; '.join(why)})" if why else ""))
-            found.append(_Change(event, "; ".join(said)))
+            found.append((event, "; ".join(said)))
     return found
 
 
@@ -117,16 +106,15 @@ def _notice(details: Mapping[str, Any]) -> str:
     return f"notice from {details.get('source')}{left}"
 
 
-def _row(run: RunRecord, change: _Change) -> list[str]:
-    event = change.event
+def _row(event: Event, words: str) -> list[str]:
     members, cuts = _listed(event.details.get("members")), event.details.get("cuts")
     moved, step = _number(event, "moved_bytes"), event.step
     begins = event.kind != "morph"
     return [
         moment(event.time),
-        UNKNOWN if step is None else str(step + 1 if begins else step),
-        UNKNOWN if event.generation is None else str(event.generation),
-        change.words,
+        plain(None if step is None else step + begins),
+        plain(event.generation),
+        words,
         str(len(members)) if members else UNKNOWN,
         markup.code(str(cuts)),
         UNKNOWN if begins else duration(_number(event, "pause_seconds")),
@@ -135,9 +123,9 @@ def _row(run: RunRecord, change: _Change) -> list[str]:
     ]
 
 
-def _eras(run: RunRecord, changes: Sequence[_Change]) -> list[Era]:
+def _generations(run: RunRecord, changes: Sequence[Event]) -> list[GenerationPeaks]:
     """Every generation that began or made a step, oldest first."""
-    began = {change.event.generation: change for change in changes if change.event.generation is not None}
+    began = {event.generation: event for event in changes if event.generation is not None}
     steps: dict[int, list[int]] = {}
     measured: dict[int, Sequence[int]] = {}
     for line in run.steps:
@@ -146,22 +134,18 @@ def _eras(run: RunRecord, changes: Sequence[_Change]) -> list[Era]:
         steps.setdefault(line.generation, []).append(line.step)
         if line.peak_bytes:
             measured[line.generation] = line.peak_bytes
-    eras = []
+    generations = []
     for number in sorted(set(began) | set(steps)):
-        change, made, plan = began.get(number), steps.get(number), run.plans.get(number)
-        predicted = None if plan is None else plan.stage_bytes
+        event, made, plan = began.get(number), steps.get(number), run.plans.get(number)
+        predicted, capacity = (None, None) if plan is None else (plan.stage_bytes, plan.capacities_of(plan.placement()))
         known = measured.get(number)
         if predicted is not None and known is not None and len(known) != len(predicted):
             known = None
-        what = "" if change is None else nature(change.event)
-        why = "" if change is None else "; ".join(str(text) for text in _listed(change.event.details.get("why")))
+        what = "" if event is None else change_kind(event)
+        why = "" if event is None else "; ".join(map(str, _listed(event.details.get("why"))))
         span = None if made is None else (made[0], made[-1])
-        eras.append(Era(number, span, why, what, predicted, known, _capacity(plan)))
-    return eras
-
-
-def _capacity(plan: Plan | None) -> list[int] | None:
-    return None if plan is None else plan.capacities_of(plan.placement())
+        generations.append(GenerationPeaks(number, span, why, what, predicted, known, capacity))
+    return generations
 
 
 def _number(event: Event, name: str) -> float | None:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,17 +14,17 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
-from varuna_capslog.reports.changes import nature
+from varuna_capslog.reports.changes import change_kind
 from varuna_capslog.reports.memory import COLOURS
 from varuna_capslog.reports.run import Evaluation, Event, StepLine
-from varuna_capslog.reports.style import ALARM, AMBER, BLUE, GREEN, GREY, INK, LINES, SKY, picture, shorten
+from varuna_capslog.reports.style import ALARM, AMBER, BLUE, GREEN, GREY, INK, LINES, SKY, name_rows, picture, shorten
 
 __all__ = ["draw_scores", "draw_training", "main_parts"]
 
 _ROUTINE = frozenset({"checkpoint"})
 """Kinds of events that happen often and change nothing; they get a mark but no line through the plots."""
-_TOLD = frozenset({"notice", "lost", "join"})
-"""Kinds that lead to a change of the devices, which has the line."""
+_CAUSES = frozenset({"notice", "lost", "join"})
+"""Kinds of events that cause a change of the devices; the line through the plots marks the change itself."""
 _ORDER = ("start", "resume", "error", "", "notice", "lost", "join", "morph", "checkpoint", "stop")
 """Of the rows of the strip; other kinds stand in the empty place."""
 _ABOVE: dict[str, Any] = {
@@ -71,7 +70,7 @@ def draw_training(path: Path, steps: Sequence[StepLine], events: Sequence[Event]
         if kinds:
             _event_strip(rows[0], marks, kinds)
         for mark in marks:
-            if mark.kind not in _ROUTINE | _TOLD:
+            if mark.kind not in _ROUTINE | _CAUSES:
                 strong = mark.kind == "morph"
                 look = {"linewidth": 1.2 if strong else 0.7, "alpha": 0.9 if strong else 0.6}
                 for axes in plots:
@@ -147,8 +146,7 @@ def _event_strip(axes: Axes, marks: Sequence[Event], kinds: Sequence[str]) -> No
                 "clip_on": False,
             }
             axes.plot(where, [row] * len(where), linestyle="", **look)
-    axes.set_yticks(range(len(kinds)), kinds)
-    axes.set_ylim(len(kinds) - 0.5, -0.5)
+    name_rows(axes, kinds)
     axes.tick_params(axis="both", length=0, labelsize=8, labelbottom=False, pad=10)
     for spine in axes.spines.values():
         spine.set_visible(False)
@@ -162,7 +160,7 @@ def _place(mark: Event) -> float:
 
 def _colour(mark: Event, usual: str) -> str:
     if mark.kind == "morph":
-        return COLOURS.get(nature(mark), usual)
+        return COLOURS.get(change_kind(mark), usual)
     kinds = {"error": ALARM, "lost": ALARM, "notice": AMBER, "join": GREEN, **dict.fromkeys(_ROUTINE, GREY)}
     return kinds.get(mark.kind, usual)
 
@@ -229,4 +227,5 @@ def _scale(axes: Axes, values: np.ndarray[Any, Any], name: str) -> None:
 
 
 def _column(values: Sequence[float | None]) -> np.ndarray[Any, Any]:
-    return np.array([math.nan if value is None else value for value in values], dtype=float)
+    """The values, with NaN for None."""
+    return np.array(values, dtype=float)

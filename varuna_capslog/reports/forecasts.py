@@ -14,7 +14,7 @@ from matplotlib.ticker import MaxNLocator, NullFormatter
 from varuna_capslog.planners.throughput import Fastest
 from varuna_capslog.planning.comparison import Row
 from varuna_capslog.planning.trace_replay import Replay
-from varuna_capslog.reports.style import ALARM, AMBER, BLUE, GREY, SKY, byte_unit, picture, second_unit
+from varuna_capslog.reports.style import ALARM, AMBER, BLUE, GREY, SKY, byte_unit, name_rows, picture, second_unit
 from varuna_capslog.reports.wording import significant
 
 __all__ = ["draw_comparison", "draw_front", "draw_replay"]
@@ -63,7 +63,6 @@ def draw_front(path: Path, front: Sequence[Fastest], title: str, capacity: int |
 
 def draw_comparison(path: Path, rows: Sequence[Row]) -> None:
     """Three bar charts beside each other; a planner without an answer has empty rows that say so."""
-    names = [row.planner for row in rows]
     with picture(path, height=1.2 + 0.34 * len(rows)) as figure:
         left, middle, right = figure.subplots(1, 3, sharey=True)
         peaks = [row.peak_bytes for row in rows]
@@ -80,8 +79,7 @@ def draw_comparison(path: Path, rows: Sequence[Row]) -> None:
         scale, name = second_unit(max((step for step in steps if step is not None), default=1.0))
         _bars(middle, steps, scale, AMBER, f"simulated step [{name}]")
         _bars(right, [row.search_seconds for row in rows], 1e-3, GREY, "search [ms], logarithmic", logarithmic=True)
-        left.set_yticks(range(len(rows)), names)
-        left.set_ylim(len(rows) - 0.5, -0.5)
+        name_rows(left, [row.planner for row in rows])
 
 
 def _bars(

@@ -1,7 +1,7 @@
 """Pictures of one step: a row per rank, a box per action, its microbatch's number inside; and memory over time below.
 
-`page` calls `draw_schedule` with a simulated timeline (`varuna_capslog.schedules.simulate`), `capslog simulate` calls
-`draw_simulation`. They draw; they simulate nothing.
+`step` calls `draw_schedule` with a simulated timeline (`varuna_capslog.schedules.simulate`), `capslog simulate` calls
+`draw_simulation`. Both only draw.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.units import format_bytes
 from varuna_capslog.planning.simulation import Simulation
 from varuna_capslog.reports.style import (
@@ -26,6 +25,7 @@ from varuna_capslog.reports.style import (
     PALE,
     SKY,
     WIDTH,
+    name_rows,
     picture,
     second_unit,
 )
@@ -51,8 +51,7 @@ def draw_schedule(path: Path, timeline: Timeline, in_seconds: bool) -> bool:
     height = _row_height(len(rows))
     with picture(path, height=1.15 + height * len(rows)) as figure:
         axes = figure.add_subplot()
-        owned = [sorted({one.action.stage for one in row}) for row in rows]
-        labels = [f"rank {rank}" if len(stages) != 1 else f"stage {stages[0]}" for rank, stages in enumerate(owned)]
+        labels = [_row_name(rank, list({one.action.stage for one in row})) for rank, row in enumerate(rows)]
         numbered = _draw_boxes(axes, rows, labels, timeline.step_seconds or 1.0, in_seconds, height)
         _key(figure, rows)
     return numbered
@@ -72,23 +71,17 @@ def draw_simulation(path: Path, simulation: Simulation, capacity: Sequence[int] 
     height = _row_height(len(rows))
     courses = _rank_courses(simulation)
     deep = 0.0 if courses is None else max(0.3, min(0.6, 7.0 / len(rows))) * len(rows)
-    with picture(path, height=1.3 + height * len(rows) + deep) as figure:
+    with picture(path, height=1.3 + height * len(rows) + deep, vector=True) as figure:
         if courses is None:
             axes = figure.add_subplot()
         else:
-            above, below = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [height * len(rows), deep]})
-            axes = above
+            axes, below = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [height * len(rows), deep]})
             _draw_memory(below, courses, labels, end, capacity)
         numbered = _draw_boxes(axes, rows, labels, end, True, height)
         if courses is not None:
             below.set_xlabel(axes.get_xlabel())
             axes.set_xlabel("")
         _key(figure, rows)
-        vector = path.with_suffix(".svg")
-        try:
-            figure.savefig(vector, facecolor="white", metadata={"Date": None})
-        except OSError as error:
-            raise CapslogError(f"{vector} cannot be written: {error.strerror or error}; free space") from error
     return numbered
 
 
@@ -127,11 +120,9 @@ def _draw_boxes(
                 middle = (one.start_seconds + one.end_seconds) / 2 / unit
                 colour = "white" if kind in _WHITE_TEXT else INK
                 axes.text(middle, rank, text, ha="center", va="center_baseline", fontsize=size, color=colour)
-    axes.set_yticks(range(len(rows)), labels)
-    axes.set_ylim(len(rows) - 0.5, -0.5)
+    name_rows(axes, labels)
     axes.set_xlim(0, end / unit)
     axes.set_xlabel(f"time since the begin of the step [{unit_name}]")
-    axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
     return numbered
 
@@ -158,21 +149,23 @@ def _draw_memory(
             axes.plot([0, end / unit], [base - scale * limits[row]] * 2, color=ALARM, linestyle="--", linewidth=0.9)
         place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
         axes.annotate(format_bytes(peak), (1, base), (4, 1), ha="left", va="bottom", fontsize=7.5, **place)
-    axes.set_yticks(range(len(courses)), labels)
-    axes.set_ylim(len(courses) - 0.5, -0.5)
-    axes.tick_params(axis="y", length=0)
+    name_rows(axes, labels)
     axes.spines["left"].set_visible(False)
     axes.set_ylabel("memory" if limits is None else "memory (dashed: capacity)")
 
 
+def _row_name(rank: int, stages: Sequence[int]) -> str:
+    """A row is named by its stage, or by its rank where that runs several."""
+    return f"stage {stages[0]}" if len(stages) == 1 else f"rank {rank}"
+
+
 def _labels(simulation: Simulation) -> list[str]:
-    """A name per row: its stage, or its rank where that runs several; the pipeline's number before it if need be."""
-    labels = []
-    for number, pipeline in enumerate(simulation.pipelines):
-        before = f"{number}: " if len(simulation.pipelines) > 1 else ""
-        for rank, stages in zip(pipeline.ranks, pipeline.stage_of_row, strict=True):
-            labels.append(before + (f"stage {stages[0]}" if len(stages) == 1 else f"rank {rank}"))
-    return labels
+    """A name per row, with the pipeline's number before it where there are several."""
+    return [
+        (f"{number}: " if len(simulation.pipelines) > 1 else "") + _row_name(rank, stages)
+        for number, pipeline in enumerate(simulation.pipelines)
+        for rank, stages in zip(pipeline.ranks, pipeline.stage_of_row, strict=True)
+    ]
 
 
 def _rank_courses(simulation: Simulation) -> list[list[tuple[float, int]]] | None:

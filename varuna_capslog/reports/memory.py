@@ -6,14 +6,13 @@ The page's sections call them with numbers in bytes. They draw the given numbers
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.container import BarContainer
 from matplotlib.patheffects import withStroke
 
 from varuna_capslog.reports.style import (
@@ -34,7 +33,7 @@ from varuna_capslog.reports.style import (
 __all__ = [
     "COLOURS",
     "MOST_GENERATIONS",
-    "Era",
+    "GenerationPeaks",
     "draw_generations",
     "draw_layers",
     "draw_stage_peaks",
@@ -44,11 +43,16 @@ __all__ = [
 MOST_GENERATIONS = 16
 """More generations than this beside each other cannot be read."""
 COLOURS = {"lost": ALARM, "left": AMBER, "joined": GREEN}
-"""The colour of a change's line, by the kind of change."""
+"""The colour of a change's line, by the kind of change, the gravest kind first."""
 
 _MOST_WORDS = 8
 """More generations than this leave no space for words under them, only for their numbers."""
 _INSIDE = WIDTH - 0.9
+
+_PREDICTED: dict[str, Any] = {"label": "predicted by the plan", "color": AMBER, "hatch": "////"}
+_PREDICTED_ANEW: dict[str, Any] = {"label": "predicted for the measured size", "color": GREY, "hatch": "...."}
+_MEASURED: dict[str, Any] = {"label": "measured", "color": BLUE}
+_CAPACITY: dict[str, Any] = {"label": "capacity of the device", "colors": ALARM, "linestyles": "--"}
 
 _MOST_ABOVE = 2.5
 """A capacity higher than this many times the highest bar is not drawn: the bars would shrink to nothing."""
@@ -74,31 +78,19 @@ def draw_stage_peaks(
     stages = len(predicted or measured or ())
     drawn = capacity if shows_capacity(capacity, peaks) else None
     divisor, unit = byte_unit(peaks)
-    bars = [
-        (values, label, colour, hatch)
-        for values, label, colour, hatch in (
-            (predicted, "predicted by the plan", AMBER, "////"),
-            (at_measured_size, "predicted for the measured size", GREY, "...."),
-            (measured, "measured", BLUE, None),
-        )
-        if values is not None
-    ]
+    kinds = ((predicted, _PREDICTED), (at_measured_size, _PREDICTED_ANEW), (measured, _MEASURED))
+    bars = [(values, look) for values, look in kinds if values is not None]
     width = 0.76 / len(bars)
     width = min(width, 0.055 * max(stages, 4))  # few stages: bars stay bars
     with picture(path, height=3.6) as figure:
         axes = figure.add_subplot()
         size = min(8.5, 0.85 * 72 * WIDTH * width / max(1, stages) / 2.2)
-        for number, (values, label, colour, hatch) in enumerate(bars):
+        for number, (values, look) in enumerate(bars):
             places = [stage + (number - (len(bars) - 1) / 2) * width for stage in range(stages)]
-            heights = [value / divisor for value in values]
-            drawn_bars = axes.bar(
-                places, heights, 0.94 * width, label=label, color=colour, hatch=hatch, edgecolor="white", linewidth=0
-            )
-            _write_heights(axes, drawn_bars, heights, size)
+            _draw_bars(axes, places, [value / divisor for value in values], width, size, look)
         if drawn is not None:
-            for stage, limit in enumerate(drawn):
-                label = "capacity of the device" if stage == 0 else ""
-                axes.hlines(limit / divisor, stage - 0.5, stage + 0.5, colors=ALARM, linestyles="--", label=label)
+            limits = [limit / divisor for limit in drawn]
+            axes.hlines(limits, [n - 0.5 for n in range(stages)], [n + 0.5 for n in range(stages)], **_CAPACITY)
         axes.set_xticks(range(stages), [f"stage {stage}" if stages <= 12 else str(stage) for stage in range(stages)])
         beside = 0.5 + max(0, 4 - stages) / 2
         axes.set_xlim(-beside, stages - 1 + beside)
@@ -153,7 +145,7 @@ def _draw_cuts(axes: Axes, cuts: Sequence[int], num_layers: int) -> None:
 
 
 @dataclass(frozen=True)
-class Era:
+class GenerationPeaks:
     """One generation.
 
     Attributes:
@@ -178,87 +170,69 @@ class Era:
         return len(self.predicted or self.measured or ())
 
 
-def draw_generations(path: Path, eras: Sequence[Era]) -> None:
+def draw_generations(path: Path, generations: Sequence[GenerationPeaks]) -> None:
     """Per generation two bars for each stage, predicted and measured, in bytes; a line for each change between them.
 
     At most `MOST_GENERATIONS`, with at least one bar among them.
     """
-    peaks = [peak for era in eras for peak in (*(era.predicted or ()), *(era.measured or ()))]
+    peaks = [peak for one in generations for peak in (*(one.predicted or ()), *(one.measured or ()))]
     divisor, unit = byte_unit(peaks)
-    widest = max(era.stages for era in eras)
-    room = _INSIDE / len(eras)  # inches for each
+    widest = max(one.stages for one in generations)
+    room = _INSIDE / len(generations)  # inches for each
     slot = min(1 / (widest + 1.0), 1.1 / room)  # of the room, for one stage
     width = 0.4 * slot
     size = min(8.5, 72 * room * width / 2.5)
-    names: dict[str, None] = {}  # each label once, in the order in which they are drawn
     with picture(path, height=3.9) as figure:
         axes = figure.add_subplot()
-        for place, era in enumerate(eras):
+        for place, generation in enumerate(generations):
             if place % 2:
                 axes.axvspan(place - 0.5, place + 0.5, color=PALE, zorder=0, linewidth=0)
             if place:
-                axes.axvline(place - 0.5, color=COLOURS.get(era.change, GREY), linewidth=1.6)
-            limits = era.capacity if shows_capacity(era.capacity, peaks) else None
-            for stage in range(era.stages):
-                middle = place + (stage - (era.stages - 1) / 2) * slot
-                for values, side, label, colour, hatch in (
-                    (era.predicted, -1, "predicted by the plan", AMBER, "////"),
-                    (era.measured, 1, "measured", BLUE, None),
-                ):
-                    if values is None:
-                        continue
-                    height = values[stage] / divisor
-                    bar = axes.bar(
-                        middle + side * width / 2,
-                        height,
-                        0.94 * width,
-                        color=colour,
-                        hatch=hatch,
-                        edgecolor="white",
-                        linewidth=0,
-                        label="" if label in names else label,
-                    )
-                    names[label] = None
-                    _write_heights(axes, bar, [height], size)
-                if limits is not None:
-                    axes.hlines(
-                        limits[stage] / divisor,
-                        middle - slot / 2,
-                        middle + slot / 2,
-                        colors=ALARM,
-                        linestyles="--",
-                        label="" if "capacity" in names else "capacity of the device",
-                    )
-                    names["capacity"] = None
+                axes.axvline(place - 0.5, color=COLOURS.get(generation.change, GREY), linewidth=1.6)
+            middles = [place + (stage - (generation.stages - 1) / 2) * slot for stage in range(generation.stages)]
+            for values, side, look in ((generation.predicted, -1, _PREDICTED), (generation.measured, 1, _MEASURED)):
+                if values is not None:
+                    places = [middle + side * width / 2 for middle in middles]
+                    _draw_bars(axes, places, [value / divisor for value in values], width, size, look)
+            if generation.capacity is not None and shows_capacity(generation.capacity, peaks):
+                limits = [limit / divisor for limit in generation.capacity]
+                axes.hlines(limits, [x - slot / 2 for x in middles], [x + slot / 2 for x in middles], **_CAPACITY)
         for change, colour in COLOURS.items():
-            if any(era.change == change for era in eras[1:]):
+            if any(one.change == change for one in generations[1:]):
                 axes.plot([], [], color=colour, linewidth=1.6, label=f"a device {change}")
-        axes.set_xlim(-0.5, len(eras) - 0.5)
-        axes.set_xticks(range(len(eras)), [_words(era, len(eras), room) for era in eras], color=INK)
+        axes.set_xlim(-0.5, len(generations) - 0.5)
+        texts = [_words(one, len(generations), room) for one in generations]
+        axes.set_xticks(range(len(generations)), texts, color=INK)
         axes.tick_params(axis="x", length=0, labelsize=8)
-        if len(eras) > _MOST_WORDS:
+        if len(generations) > _MOST_WORDS:
             axes.set_xlabel("generation")
         axes.set_ylabel(f"peak of each stage [{unit}]")
         axes.margins(y=0.12)
         axes.grid(axis="y")
-        # bars before lines
         handles, labels = axes.get_legend_handles_labels()
-        order = sorted(range(len(labels)), key=lambda index: labels[index].startswith("a device"))
-        handles, labels = [handles[index] for index in order], [labels[index] for index in order]
-        figure.legend(handles, labels, loc="outside upper left", ncols=6, columnspacing=1.3, handlelength=1.6)
+        known = dict(zip(labels, handles, strict=True))  # each label once
+        order = sorted(known, key=lambda label: label.startswith("a device"))  # bars before lines
+        handles = [known[label] for label in order]
+        figure.legend(handles, order, loc="outside upper left", ncols=6, columnspacing=1.3, handlelength=1.6)
 
 
-def _words(era: Era, count: int, room: float) -> str:
+def _words(generation: GenerationPeaks, count: int, room: float) -> str:
     """The text under a generation: its number, its steps, and its cause."""
     if count > _MOST_WORDS:
-        return str(era.number)
+        return str(generation.number)
     longest = round(room / 0.068)
-    steps = "no step" if era.steps is None else f"steps {era.steps[0]:,}\N{EN DASH}{era.steps[1]:,}"
-    return "\n".join(shorten(line, longest) for line in (f"generation {era.number}", steps, era.why))
+    made = generation.steps
+    steps = "no step" if made is None else f"steps {made[0]:,}\N{EN DASH}{made[1]:,}"
+    return "\n".join(shorten(line, longest) for line in (f"generation {generation.number}", steps, generation.why))
 
 
-def _write_heights(axes: Axes, bars: BarContainer, heights: Sequence[float], size: float) -> None:
-    """Each bar's number over it, with three digits that matter (6.19, 61.9, 619); none where it would be too small."""
+def _draw_bars(
+    axes: Axes, places: Sequence[float], heights: Sequence[float], width: float, size: float, look: Mapping[str, Any]
+) -> None:
+    """Bars, each with its number over it, with three digits that matter (6.19, 61.9, 619); none where `size`, in
+    points, would be too small.
+    """
+    bars = axes.bar(places, heights, 0.94 * width, edgecolor="white", linewidth=0, **look)
     if size < 5:
         return
     texts = [f"{one:.2f}" if abs(one) < 10 else f"{one:.1f}" if abs(one) < 100 else f"{one:.0f}" for one in heights]

@@ -12,14 +12,14 @@ from pathlib import Path
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.reports import markup
-from varuna_capslog.reports.changes import change_section
+from varuna_capslog.reports.changes import change_parts
 from varuna_capslog.reports.curves import draw_scores, draw_training, main_parts
 from varuna_capslog.reports.markup import Markup
 from varuna_capslog.reports.memory import draw_layers
-from varuna_capslog.reports.peaks import Rehearsal, peak_section
-from varuna_capslog.reports.run import Event, RunRecord, read_run
-from varuna_capslog.reports.step import step_section
-from varuna_capslog.reports.summary import stage_section, summary_section
+from varuna_capslog.reports.peaks import Rehearsal, peak_parts
+from varuna_capslog.reports.run import RunRecord, read_run
+from varuna_capslog.reports.step import step_parts
+from varuna_capslog.reports.summary import stage_parts, summary_parts
 from varuna_capslog.reports.wording import UNKNOWN, moment, plain, plural
 
 __all__ = ["write_report"]
@@ -55,32 +55,32 @@ def write_report(run_dir: Path, rehearse: Rehearsal | None = None) -> Path:
                 old.unlink()
     except OSError as error:
         raise CapslogError(f"{folder} cannot be written: {error.strerror or error}; check its permissions") from error
-    sections: tuple[Callable[[RunRecord, Path], Markup | None], ...] = (
-        lambda run, folder: summary_section(run),
-        lambda run, folder: stage_section(run),
-        change_section,
-        lambda run, folder: peak_section(run, folder, rehearse),
-        step_section,
-        _layers,
-        _training,
-        _evaluation,
-        _predictions,
-        lambda run, folder: _events(run),
+    sections: tuple[tuple[str, str, Callable[[RunRecord, Path], list[Markup]]], ...] = (
+        ("summary", "Summary", lambda run, folder: summary_parts(run)),
+        ("stages", "Stages", lambda run, folder: stage_parts(run)),
+        ("changes", "Changes of the devices", change_parts),
+        ("memory", "Peak memory of each stage", lambda run, folder: peak_parts(run, folder, rehearse)),
+        ("schedule", "Schedule of one step", step_parts),
+        ("layers", "Memory of each layer", _layers),
+        ("training", "Training", _training),
+        ("evaluation", "Evaluation", _evaluation),
+        ("predictions", "Sample predictions", _predictions),
+        ("events", "Events", lambda run, folder: _events(run)),
     )
     model = (run.plan and run.plan.model) or (run.profile and run.profile.model) or "model"
     name = run.run_dir.resolve().name
-    parts = [part for make in sections if (part := make(run, folder)) is not None]
+    parts = [
+        markup.section(anchor, heading, content) for anchor, heading, make in sections if (content := make(run, folder))
+    ]
     document = markup.page(f"{model} · {name}", "Report of a pipeline training run", parts)
     path = folder / "index.html"
     files.write_text(path, document)
     return path
 
 
-def _layers(run: RunRecord, folder: Path) -> Markup:
-    heading = "Memory of each layer"
+def _layers(run: RunRecord, folder: Path) -> list[Markup]:
     if run.profile is None:
-        why = markup.note(f"No memory of layers is known: {run.reason('profile.json')}.")
-        return markup.section("layers", heading, [why])
+        return [markup.note(f"No memory of layers is known: {run.reason('profile.json')}.")]
     layers = run.profile.layers
     cuts = run.plan.cuts if run.plan is not None and run.plan.num_layers == len(layers) else None
     draw_layers(
@@ -94,18 +94,17 @@ def _layers(run: RunRecord, folder: Path) -> Markup:
         f"M_i is the peak of a stage that holds the layer alone, M_a what the layer adds to a stage that holds the one "
         f"before it; {run.profile.source or 'from a profile of unknown source'}."
     )
-    caption += " Dashed lines are the plan's cuts." if cuts is not None else " The plan's cuts are not drawn: "
     if cuts is None:
-        caption += f"{'it is for another number of layers' if run.plan is not None else run.reason('plan')}."
-    picture = markup.figure("layer-memory.png", "Bars of the memory of each layer with the cuts", caption)
-    return markup.section("layers", heading, [picture])
+        why = "it is for another number of layers" if run.plan is not None else run.reason("plan")
+        caption += f" The plan's cuts are not drawn: {why}."
+    else:
+        caption += " Dashed lines are the plan's cuts."
+    return [markup.figure("layer-memory.png", "Bars of the memory of each layer with the cuts", caption)]
 
 
-def _training(run: RunRecord, folder: Path) -> Markup:
-    heading = "Training"
+def _training(run: RunRecord, folder: Path) -> list[Markup]:
     if not run.steps:
-        why = run.problems.get("metrics.jsonl", "metrics.jsonl holds no step yet")
-        return markup.section("training", heading, [markup.note(f"No curves: {why}.")])
+        return [_missing(run, "curves", "metrics.jsonl", "step")]
     clip_norm = run.config.train.clip_norm if run.config is not None else None
     draw_training(folder / "training.png", run.steps, run.events, clip_norm)
     shown, rest = main_parts(run.steps)
@@ -120,16 +119,13 @@ def _training(run: RunRecord, folder: Path) -> Markup:
         caption += (
             " Lines through the plots are changes of the devices: a loss in red, a leave in amber, a join in green."
         )
-    parts = [markup.figure("training.png", "Curves of loss, loss parts, gradient norm and learning rate", caption)]
-    return markup.section("training", heading, parts)
+    return [markup.figure("training.png", "Curves of loss, loss parts, gradient norm and learning rate", caption)]
 
 
-def _evaluation(run: RunRecord, folder: Path) -> Markup:
-    heading = "Evaluation"
+def _evaluation(run: RunRecord, folder: Path) -> list[Markup]:
     best = run.best
     if best is None or not best.scores:
-        why = run.problems.get("evaluations.jsonl", "evaluations.jsonl holds no scores yet")
-        return markup.section("evaluation", heading, [markup.note(f"No scores: {why}.")])
+        return [_missing(run, "scores", "evaluations.jsonl", "scores")]
     parts = []
     last = run.evaluations[-1]
     first_name = next(iter(best.scores))
@@ -156,14 +152,12 @@ def _evaluation(run: RunRecord, folder: Path) -> Markup:
         parts.append(markup.table("class-table", headings, rows, left=(0, 2)))
         if any(value is None for value in classes.values()):
             parts.append(markup.paragraph(f"{UNKNOWN} stands for a class without an object in the validation data."))
-    return markup.section("evaluation", heading, parts)
+    return parts
 
 
-def _predictions(run: RunRecord, folder: Path) -> Markup:
-    heading = "Sample predictions"
+def _predictions(run: RunRecord, folder: Path) -> list[Markup]:
     if not run.predictions:
-        why = markup.note("No sample predictions: predictions/ is missing or holds no PNG.")
-        return markup.section("predictions", heading, [why])
+        return [markup.note("No sample predictions: predictions/ is missing or holds no PNG.")]
     copies: dict[str, str] = {}
     for number, picture in enumerate(run.predictions[:_MOST_PREDICTIONS]):
         name = f"{_PREDICTION}{number:02d}.png"
@@ -176,27 +170,27 @@ def _predictions(run: RunRecord, folder: Path) -> Markup:
     parts = [markup.gallery(copies)]
     if len(run.predictions) > len(copies):
         parts.append(markup.paragraph(f"The first {len(copies)} of {len(run.predictions)} pictures in predictions/."))
-    return markup.section("predictions", heading, parts)
+    return parts
 
 
-def _events(run: RunRecord) -> Markup:
-    heading = "Events"
+def _events(run: RunRecord) -> list[Markup]:
     if not run.events:
-        why = run.problems.get("events.jsonl", "events.jsonl holds no event yet")
-        return markup.section("events", heading, [markup.note(f"No events: {why}.")])
+        return [_missing(run, "events", "events.jsonl", "event")]
     shown = list(run.events)
     parts = []
     if len(shown) > _MOST_EVENTS:
         shown = [event for event in shown if event.kind != "checkpoint"][-_MOST_EVENTS:]
         parts.append(markup.paragraph(f"{len(shown)} of {len(run.events)} events; checkpoints are left out here."))
-    rows = [_event_row(event) for event in shown]
+    rows = [
+        [moment(event.time), event.kind, plain(event.step), plain(event.generation), plain(dict(event.details))]
+        for event in shown
+    ]
     headings = ("time (UTC)", "kind", "step", "generation", "details")
-    return markup.section("events", heading, [markup.table("event-table", headings, rows, left=(0, 1, 4)), *parts])
+    return [markup.table("event-table", headings, rows, left=(0, 1, 4)), *parts]
 
 
-def _event_row(event: Event) -> list[str]:
-    numbers = [UNKNOWN if number is None else str(number) for number in (event.step, event.generation)]
-    return [moment(event.time), event.kind, *numbers, plain(dict(event.details)) if event.details else ""]
+def _missing(run: RunRecord, what: str, file: str, entry: str) -> Markup:
+    return markup.note(f"No {what}: {run.problems.get(file, f'{file} holds no {entry} yet')}.")
 
 
 def _score(value: float | None) -> str:

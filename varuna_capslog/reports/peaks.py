@@ -8,7 +8,6 @@ peaks are predicted anew for the measured sizes, by a function that the caller o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from varuna_capslog.base.errors import CapslogError
@@ -20,9 +19,9 @@ from varuna_capslog.reports.markup import Markup
 from varuna_capslog.reports.memory import draw_stage_peaks, shows_capacity
 from varuna_capslog.reports.run import MeasuredPeaks, RunRecord, Shapes, shapes_of
 from varuna_capslog.reports.style import byte_unit
-from varuna_capslog.reports.wording import UNKNOWN, in_units, percent
+from varuna_capslog.reports.wording import UNKNOWN, percent
 
-__all__ = ["Rehearsal", "peak_section", "size_text"]
+__all__ = ["Rehearsal", "peak_parts", "size_text"]
 
 _PICTURE = "stage-memory.png"
 
@@ -30,14 +29,13 @@ Rehearsal = Callable[[Config, Sequence[int], Mapping[str, Sequence[int]]], list[
 """(config, cuts, input shapes) -> peak bytes by stage; raises CapslogError where it cannot tell."""
 
 
-def peak_section(run: RunRecord, folder: Path, rehearse: Rehearsal | None = None) -> Markup:
+def peak_parts(run: RunRecord, folder: Path, rehearse: Rehearsal | None) -> list[Markup]:
     """Picture and table; draws `stage-memory.png` where there is a prediction or a measurement.
 
     rehearse: as for `write_report`.
     """
-    heading = "Peak memory of each stage"
     if run.plan is None:
-        return markup.section("memory", heading, [markup.note(f"No stages are known: {run.reason('plan')}.")])
+        return [markup.note(f"No stages are known: {run.reason('plan')}.")]
     plan, found = run.plan, run.measured_peaks()
     predicted = plan.stage_bytes
     measured = None if found is None else found.bytes
@@ -50,26 +48,24 @@ def peak_section(run: RunRecord, folder: Path, rehearse: Rehearsal | None = None
             "steps or more measure them."
         )
     if predicted is None and measured is None:
-        return markup.section("memory", heading, list(map(markup.note, notes)))
+        return list(map(markup.note, notes))
     ranks = plan.placement()
     capacity = plan.capacities_of(ranks)
     shared = len(set(ranks)) < len(plan.cuts)
-    compared = Comparable(None)
+    anew, errors = None, None
     if shared and measured is not None:
         notes.append(
             "Several stages share a rank here and show that rank's whole peak, so that no error per stage can be given."
         )
     elif predicted is not None and found is not None:
-        compared = comparable_peaks(run, predicted, found, rehearse)
-    if compared.reason is not None:
-        notes.append(f"No error is given, since predictions and measurements hold for other sizes: {compared.reason}.")
-    anew = compared.bytes if compared.anew else None
+        try:
+            anew = _peaks_at_measured_sizes(run, predicted, found, rehearse)
+            errors = [_error(*pair) for pair in zip(anew or predicted, found.bytes, strict=True)]
+        except (CapslogError, OSError) as error:
+            notes.append(f"No error is given, since predictions and measurements hold for other sizes: {error}.")
     peaks = [*(predicted or ()), *(anew or ()), *(measured or ())]
     draw_stage_peaks(folder / _PICTURE, predicted, measured, capacity, anew)
     divisor, unit = byte_unit(peaks)
-    errors = None
-    if measured is not None and compared.bytes is not None:
-        errors = [_error(*pair) for pair in zip(compared.bytes, measured, strict=True)]
     columns: dict[str, list[str]] = {
         "stage": [str(stage) for stage in range(len(plan.cuts))],
         f"predicted [{unit}]": _column(predicted, divisor, len(plan.cuts)),
@@ -96,7 +92,7 @@ def peak_section(run: RunRecord, folder: Path, rehearse: Rehearsal | None = None
         short = plan.shortfall
         lack = "" if short is None else f": stage {short.stage} lacks {format_bytes(short.bytes)}"
         notes.append(f"The plan does not fit the capacity{lack}.")
-    return markup.section("memory", heading, [*parts, *map(markup.note, notes)])
+    return [*parts, *map(markup.note, notes)]
 
 
 def _caption(run: RunRecord, plan: Plan, found: MeasuredPeaks | None) -> list[str]:
@@ -108,7 +104,7 @@ def _caption(run: RunRecord, plan: Plan, found: MeasuredPeaks | None) -> list[st
         at = "" if all(shapes is None for shapes in found.inputs) else f", at {' and at '.join(sizes)}"
         caption.append(f"Measured: the largest peak of any measured step{source}{at}.")
     if plan.stage_bytes is not None and plan.memory_model:
-        largest = predicted_input(run)
+        largest = _predicted_input(run)
         at = "" if largest is None else f", for the largest input, {size_text(largest)}"
         caption.append(f"Predicted by the {plan.memory_model} memory model{at}.")
     return caption
@@ -119,7 +115,7 @@ def _error(predicted: int, measured: int) -> str:
 
 
 def _column(values: Sequence[int] | None, divisor: int, stages: int) -> list[str]:
-    return [UNKNOWN] * stages if values is None else [in_units(value, divisor) for value in values]
+    return [UNKNOWN] * stages if values is None else [f"{value / divisor:,.2f}" for value in values]
 
 
 def _capacity_text(capacity: list[int]) -> str:
@@ -127,52 +123,35 @@ def _capacity_text(capacity: list[int]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-@dataclass(frozen=True)
-class Comparable:
-    """What to compare the measured peaks with.
-
-    bytes: predicted for the sizes that were measured, by stage; None where that is not known.
-    anew: True where these are no numbers of the plan but were predicted for the report.
-    reason: why there is nothing to compare with, as a sentence without its stop.
-    """
-
-    bytes: list[int] | None
-    anew: bool = False
-    reason: str | None = None
-
-
-def predicted_input(run: RunRecord) -> Shapes | None:
+def _predicted_input(run: RunRecord) -> Shapes | None:
     """The shapes that the plan's predictions hold for: those of its profile. None where the profile has none."""
     return None if run.profile is None else shapes_of(dict(run.profile.conditions).get("input"))
 
 
-def comparable_peaks(
+def _peaks_at_measured_sizes(
     run: RunRecord, predicted: Sequence[int], measured: MeasuredPeaks, rehearse: Rehearsal | None
-) -> Comparable:
-    """The predictions that hold for the measured sizes: the plan's own, or those of a rehearsal at these sizes.
+) -> list[int] | None:
+    """The peaks of a rehearsal at the measured sizes, by stage.
 
-    Where the sizes of either are not known (older runs) the plan's are compared.
+    None where the plan's own predictions hold for these sizes, and where the sizes of either are not known (older
+    runs). Raises CapslogError or OSError where nothing can be predicted for the measured sizes.
     """
-    largest = predicted_input(run)
+    largest = _predicted_input(run)
     others = [shapes for shapes in measured.inputs if shapes is not None and shapes != largest]
     if largest is None or not others:
-        return Comparable(list(predicted))
+        return None
     if run.config is None or run.plan is None:
-        return Comparable(None, reason=f"the run's settings are not known: {run.reason('config.yaml')}")
+        raise CapslogError(f"the run's settings are not known: {run.reason('config.yaml')}")
     if rehearse is None or run.config.engine != "capslog":
-        return Comparable(None, reason="no rehearsal at these sizes can be made")
+        raise CapslogError("no rehearsal at these sizes can be made")
     found: dict[str, list[int]] = {}
-    try:
-        for shapes in others:
-            text = size_text(shapes)
-            found[text] = found.get(text) or rehearse(run.config, run.plan.cuts, shapes)
-    except (CapslogError, OSError) as error:
-        return Comparable(None, reason=str(error))
-    anew = [
+    for shapes in others:
+        text = size_text(shapes)
+        found[text] = found.get(text) or rehearse(run.config, run.plan.cuts, shapes)
+    return [
         predicted[stage] if shapes in (None, largest) else found[size_text(shapes)][stage]
         for stage, shapes in enumerate(measured.inputs)
     ]
-    return Comparable(anew, anew=True)
 
 
 def size_text(shapes: Shapes | None) -> str:

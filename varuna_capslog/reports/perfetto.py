@@ -67,28 +67,19 @@ def _ends(pipeline: PipelineStep, one: TimedMessage) -> tuple[int, int]:
 def _slices(pipeline: PipelineStep) -> Iterator[dict[str, Any]]:
     for rank, row in zip(pipeline.ranks, pipeline.timeline.actions, strict=True):
         for one in row:
-            yield {
-                "ph": "X",
-                "name": str(one.action),
-                "cat": KINDS[one.action.kind],
-                "pid": rank,
-                "tid": COMPUTE_THREAD,
-                "ts": one.start_seconds * _MICROSECONDS,
-                "dur": (one.end_seconds - one.start_seconds) * _MICROSECONDS,
-                "args": {"stage": one.action.stage, "microbatch": one.action.microbatch},
-            }
-    for message in pipeline.timeline.messages:
-        source, destination = _ends(pipeline, message)
-        yield {
-            "ph": "X",
-            "name": f"{message.message.kind} {message.message.microbatch}",
-            "cat": "transfer",
-            "pid": source,
-            "tid": destination + 1,
-            "ts": message.start_seconds * _MICROSECONDS,
-            "dur": (message.end_seconds - message.start_seconds) * _MICROSECONDS,
-            "args": {"cut_before_stage": message.message.boundary, "microbatch": message.message.microbatch},
-        }
+            action = one.action
+            place = {"name": str(action), "cat": KINDS[action.kind], "pid": rank, "tid": COMPUTE_THREAD}
+            yield _slice(one, place, {"stage": action.stage, "microbatch": action.microbatch})
+    for sent in pipeline.timeline.messages:
+        message, (source, destination) = sent.message, _ends(pipeline, sent)
+        name = f"{message.kind} {message.microbatch}"
+        place = {"name": name, "cat": "transfer", "pid": source, "tid": destination + 1}
+        yield _slice(sent, place, {"cut_before_stage": message.boundary, "microbatch": message.microbatch})
+
+
+def _slice(one: TimedAction | TimedMessage, place: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    begin, length = one.start_seconds * _MICROSECONDS, (one.end_seconds - one.start_seconds) * _MICROSECONDS
+    return {"ph": "X", **place, "ts": begin, "dur": length, "args": arguments}
 
 
 def _counters(pipeline: PipelineStep) -> Iterator[dict[str, Any]]:

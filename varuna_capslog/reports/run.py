@@ -6,13 +6,17 @@ The page and the pictures read a run only through here. Nothing here draws, and 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AllowInfNan, BeforeValidator, Field, Strict, TypeAdapter, ValidationError, WrapValidator
+from pydantic.dataclasses import dataclass as checked_dataclass
 
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
@@ -26,30 +30,68 @@ __all__ = ["Evaluation", "Event", "MeasuredPeaks", "RunRecord", "Shapes", "StepL
 T = TypeVar("T")
 R = TypeVar("R", bound="StepLine | Evaluation")
 
+
+def _valid_or_none(value: Any, validate: Callable[[Any], T]) -> T | None:
+    try:
+        return validate(value)
+    except ValidationError:
+        return None
+
+
+def _integer(value: Any) -> Any:
+    """A whole number may be written with a decimal point."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+_OR_NONE = WrapValidator(_valid_or_none)
+_Number = Annotated[Annotated[float, Strict(), AllowInfNan(False)] | None, _OR_NONE]
+_Whole = Annotated[int, Strict(), BeforeValidator(_integer)]
+_WholeOrNone = Annotated[_Whole | None, _OR_NONE]
+_Numbers = Annotated[Mapping[str, _Number], BeforeValidator(_object)]
+_NUMBERS: TypeAdapter[Mapping[str, float | None]] = TypeAdapter(_Numbers)
+
+
+def _known_numbers(value: Any) -> dict[str, float]:
+    return {name: number for name, number in _NUMBERS.validate_python(value).items() if number is not None}
+
+
+_KnownNumbers = Annotated[Mapping[str, float], BeforeValidator(_known_numbers)]
+_Peaks = Annotated[Annotated[tuple[_Whole, ...], Field(min_length=1)] | None, _OR_NONE]
+
 Shapes = Mapping[str, tuple[int, ...]]
 """The shape of every chain input, by name."""
+_Shapes = Annotated[Annotated[Mapping[str, tuple[_Whole, ...]], Field(min_length=1)] | None, _OR_NONE]
+_SHAPES: TypeAdapter[Shapes | None] = TypeAdapter(_Shapes)
 
 
-@dataclass(frozen=True)
+def shapes_of(value: Any) -> Shapes | None:
+    """The shapes that a JSON object of name -> list of sizes gives; None where it is none."""
+    return _SHAPES.validate_python(value)
+
+
+@checked_dataclass(frozen=True)
 class StepLine:
-    """One line of metrics.jsonl. A number that is missing or invalid is None.
+    """One line of metrics.jsonl. A value that is missing or invalid is None; a line without a step is refused.
 
     peak_bytes: measured peak per stage, on the steps where it was taken; peak_source says how, peak_input the shapes of
         the largest microbatch of the step.
     """
 
-    step: int
-    loss: float | None
-    parts: Mapping[str, float]
-    lr: float | None
-    grad_norm: float | None
-    step_seconds: float | None
-    samples_per_second: float | None
-    generation: int | None
-    world_size: int | None
-    peak_bytes: tuple[int, ...] | None
-    peak_source: str | None
-    peak_input: Shapes | None = None
+    step: _Whole
+    loss: _Number = None
+    parts: _KnownNumbers = field(default_factory=dict)
+    lr: _Number = None
+    grad_norm: _Number = None
+    step_seconds: _Number = None
+    samples_per_second: _Number = None
+    generation: _WholeOrNone = None
+    peak_bytes: _Peaks = None
+    peak_source: Annotated[str | None, _OR_NONE] = None
+    peak_input: _Shapes = None
 
 
 @dataclass(frozen=True)
@@ -65,13 +107,13 @@ class MeasuredPeaks:
     source: str | None
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class Evaluation:
     """One line of evaluations.jsonl: the scores that are numbers, in file order, and those per class."""
 
-    step: int
-    scores: Mapping[str, float]
-    per_class: Mapping[str, float | None]
+    step: _Whole
+    scores: _KnownNumbers
+    per_class: _Numbers
 
     @property
     def value(self) -> float:
@@ -79,15 +121,15 @@ class Evaluation:
         return next(iter(self.scores.values()), -math.inf)
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class Event:
     """One line of events.jsonl; `time` is in seconds since 1970, `details` holds the keys that not every event has."""
 
     kind: str
-    time: float | None
-    step: int | None
-    generation: int | None
-    details: Mapping[str, Any]
+    time: _Number = None
+    step: _WholeOrNone = None
+    generation: _WholeOrNone = None
+    details: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -182,9 +224,9 @@ def read_run(run_dir: Path) -> RunRecord:
         if number != generation and (plan := _whole(path, read_plan, problems)) is not None:
             every[number] = plan
     lines = {name: _lines(run_dir / name, problems) for name in single if name.endswith(".jsonl")}
-    steps = _records(lines["metrics.jsonl"], _step_line, "metrics.jsonl", problems)
-    evaluations = _records(lines["evaluations.jsonl"], _evaluation, "evaluations.jsonl", problems)
-    events = _records(lines["events.jsonl"], _event, "events.jsonl", problems)
+    steps = _records(lines["metrics.jsonl"], StepLine, "metrics.jsonl", problems)
+    evaluations = _records(list(map(_scored, lines["evaluations.jsonl"])), Evaluation, "evaluations.jsonl", problems)
+    events = _records(list(map(_detailed, lines["events.jsonl"])), Event, "events.jsonl", problems)
     return RunRecord(
         run_dir=run_dir,
         config=_whole(run_dir / "config.yaml", load_config, problems),
@@ -223,96 +265,30 @@ def _lines(path: Path, problems: dict[str, str]) -> list[dict[str, Any]]:
     return records
 
 
-def _records(
-    lines: list[dict[str, Any]], make: Callable[[dict[str, Any]], T | None], name: str, problems: dict[str, str]
-) -> list[T]:
-    made = [record for line in lines if (record := make(line)) is not None]
+def _records(lines: list[dict[str, Any]], kind: type[T], name: str, problems: dict[str, str]) -> list[T]:
+    made, adapter = [], TypeAdapter(kind)
+    for line in lines:
+        with contextlib.suppress(ValidationError):
+            made.append(adapter.validate_python(line))
     if len(made) < len(lines):
         before = f"{problems[name]}; " if name in problems else f"{name}: "
         problems[name] = f"{before}{_count(len(lines) - len(made), 'line')} without step or kind left out"
     return made
 
 
-def _step_line(line: dict[str, Any]) -> StepLine | None:
-    step = _whole_number(line.get("step"))
-    if step is None:
-        return None
-    peaks = line.get("peak_bytes")
-    whole = [_whole_number(peak) for peak in peaks] if isinstance(peaks, list) else []
-    source = line.get("peak_source")
-    return StepLine(
-        step=step,
-        loss=_number(line.get("loss")),
-        parts=_numbers(line.get("parts")),
-        lr=_number(line.get("lr")),
-        grad_norm=_number(line.get("grad_norm")),
-        step_seconds=_number(line.get("step_seconds")),
-        samples_per_second=_number(line.get("samples_per_second")),
-        generation=_whole_number(line.get("generation")),
-        world_size=_whole_number(line.get("world_size")),
-        peak_bytes=tuple(peak for peak in whole if peak is not None) if whole and None not in whole else None,
-        peak_source=source if isinstance(source, str) else None,
-        peak_input=shapes_of(line.get("peak_input")),
-    )
+def _scored(line: dict[str, Any]) -> dict[str, Any]:
+    return line | {"per_class": _object(line.get("scores")).get("per_class")}
 
 
-def shapes_of(value: Any) -> Shapes | None:
-    """The shapes that a JSON object of name -> list of sizes gives; None where it is none."""
-    if not isinstance(value, dict) or not value or not all(isinstance(sizes, list) for sizes in value.values()):
-        return None
-    found = {name: tuple(map(_whole_number, sizes)) for name, sizes in value.items()}
-    whole = {name: tuple(size for size in sizes if size is not None) for name, sizes in found.items()}
-    return whole if whole == found else None
-
-
-def _evaluation(line: dict[str, Any]) -> Evaluation | None:
-    step = _whole_number(line.get("step"))
-    if step is None:
-        return None
-    scores = line.get("scores")
-    per_class = scores.get("per_class") if isinstance(scores, dict) else None
-    return Evaluation(
-        step=step,
-        scores=_numbers(scores),
-        per_class={name: _number(value) for name, value in per_class.items()} if isinstance(per_class, dict) else {},
-    )
-
-
-def _event(line: dict[str, Any]) -> Event | None:
-    kind = line.get("kind")
-    if not isinstance(kind, str):
-        return None
+def _detailed(line: dict[str, Any]) -> dict[str, Any]:
     common = ("kind", "time", "step", "generation")
-    return Event(
-        kind=kind,
-        time=_number(line.get("time")),
-        step=_whole_number(line.get("step")),
-        generation=_whole_number(line.get("generation")),
-        details={key: value for key, value in line.items() if key not in common},
-    )
+    return line | {"details": {key: value for key, value in line.items() if key not in common}}
 
 
 def _last_of_each_step(lines: list[R]) -> tuple[R, ...]:
     """A resumed run repeats the steps after its checkpoint; its last line for a step belongs to its weights."""
     by_step = {line.step: line for line in lines}
     return tuple(by_step[step] for step in sorted(by_step))
-
-
-def _numbers(value: Any) -> dict[str, float]:
-    if not isinstance(value, dict):
-        return {}
-    return {name: number for name, entry in value.items() if (number := _number(entry)) is not None}
-
-
-def _number(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        return None
-    return float(value)
-
-
-def _whole_number(value: Any) -> int | None:
-    number = _number(value)
-    return int(number) if number is not None and number.is_integer() else None
 
 
 def _natural(path: Path) -> list[tuple[int, str]]:

@@ -18,22 +18,21 @@ from varuna_capslog.reports.run import RunRecord
 from varuna_capslog.reports.wording import duration, plural, significant
 from varuna_capslog.schedules import ALWAYS_RECOMPUTE, Schedule, StageSeconds, from_strings, make_schedule, simulate
 
-__all__ = ["step_section"]
+__all__ = ["step_parts"]
 
 _PICTURE = "schedule.png"
 
 
-def step_section(run: RunRecord, folder: Path) -> Markup:
-    """Picture, facts and notes; draws `schedule.png` where the plan tells a schedule."""
-    heading = "Schedule of one step"
+def step_parts(run: RunRecord, folder: Path) -> list[Markup]:
+    """Picture, facts and notes; draws `schedule.png` where the plan has a schedule."""
     if run.plan is None:
-        return markup.section("schedule", heading, [markup.note(f"No schedule is known: {run.reason('plan')}.")])
+        return [markup.note(f"No schedule is known: {run.reason('plan')}.")]
     try:
         schedule, name = _schedule(run, run.plan)
         seconds, why_uniform = _stage_seconds(run, run.plan)
         timeline = simulate(schedule, seconds)
     except CapslogError as error:
-        return markup.section("schedule", heading, [markup.note(f"No picture: {str(error).rstrip('.')}.")])
+        return [markup.note(f"No picture: {str(error).rstrip('.')}.")]
     numbered = draw_schedule(folder / _PICTURE, timeline, in_seconds=why_uniform is None)
 
     measured = run.median_step_seconds()
@@ -70,7 +69,7 @@ def step_section(run: RunRecord, folder: Path) -> Markup:
         markup.figure(_PICTURE, "Boxes of the passes of every microbatch over time, a row per rank", caption),
         markup.facts("step-table", rows),
     ]
-    return markup.section("schedule", heading, [*parts, *map(markup.note, notes)])
+    return [*parts, *map(markup.note, notes)]
 
 
 def _schedule(run: RunRecord, plan: Plan) -> tuple[Schedule, str]:

@@ -29,6 +29,7 @@ __all__ = [
     "SKY",
     "byte_unit",
     "name_axis",
+    "name_rows",
     "picture",
     "second_unit",
     "shorten",
@@ -77,19 +78,24 @@ _SETTINGS: dict[Any, Any] = {
 
 
 @contextmanager
-def picture(path: Path, height: float) -> Iterator[Figure]:
+def picture(path: Path, height: float, vector: bool = False) -> Iterator[Figure]:
     """Gives a figure of the common width and `height` inches to draw on, then saves it as PNG.
 
+    Args:
+        vector: save it also as SVG beside the PNG.
+
     Raises:
-        CapslogError: the file cannot be written.
+        CapslogError: a file cannot be written.
     """
     with matplotlib.rc_context(_SETTINGS):
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
         yield figure
-        try:
-            figure.savefig(path, facecolor="white", metadata={"Software": None})
-        except OSError as error:
-            raise CapslogError(f"{path} cannot be written: {error.strerror or error}; free space") from error
+        files = {path: "Software"} | ({path.with_suffix(".svg"): "Date"} if vector else {})
+        for file, metadata in files.items():
+            try:
+                figure.savefig(file, facecolor="white", metadata={metadata: None})
+            except OSError as error:
+                raise CapslogError(f"{file} cannot be written: {error.strerror or error}; free space") from error
 
 
 def byte_unit(values: Iterable[float]) -> tuple[int, str]:
@@ -110,6 +116,13 @@ def shorten(name: str, longest: int) -> str:
         return name
     head = (longest - 1) // 2
     return f"{name[:head]}…{name[len(name) - (longest - 1 - head) :]}"
+
+
+def name_rows(axes: Axes, names: Sequence[str]) -> None:
+    """Writes names beside the rows 0, 1, ... of a picture, the first one on top."""
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.tick_params(axis="y", length=0)
 
 
 def name_axis(axes: Axes, names: Sequence[str], width: float) -> None:

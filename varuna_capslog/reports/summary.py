@@ -17,7 +17,7 @@ from varuna_capslog.reports.markup import Markup
 from varuna_capslog.reports.run import RunRecord
 from varuna_capslog.reports.wording import UNKNOWN, duration, moment, plain, plural, significant
 
-__all__ = ["stage_section", "summary_section"]
+__all__ = ["stage_parts", "summary_parts"]
 
 _PARAMETER_WIDTH = {"float64": 8, "float32": 4, "bfloat16": 4}
 """Bytes of one parameter by the profile's dtype; bfloat16 means autocast, which leaves parameters in float32."""
@@ -25,7 +25,7 @@ _MOST_NAMES = 40
 """Names of layers per stage that the table lists in full; of more it lists the first and the last."""
 
 
-def summary_section(run: RunRecord) -> Markup:
+def summary_parts(run: RunRecord) -> list[Markup]:
     """What ran, where, for how long, how it ended, and what of its files could not be read."""
     rows = {**_model(run), **_placement(run), **_course(run), **_results(run), **_versions(run)}
     notes = []
@@ -37,14 +37,14 @@ def summary_section(run: RunRecord) -> Markup:
     notes += [f"{problem}." for problem in run.problems.values() if "left out" in problem]
     if "config.yaml" in run.problems:
         notes.append(f"Settings are not shown: {run.reason('config.yaml')}.")
-    return markup.section("summary", "Summary", [markup.facts("summary-table", rows), *map(markup.note, notes)])
+    return [markup.facts("summary-table", rows), *map(markup.note, notes)]
 
 
-def stage_section(run: RunRecord) -> Markup:
+def stage_parts(run: RunRecord) -> list[Markup]:
     """The cut list, stage by stage, with the names of the layers."""
     plan, names = run.plan, run.layer_names
     if plan is None:
-        return markup.section("stages", "Stages", [markup.note(f"No stages are known: {run.reason('plan')}.")])
+        return [markup.note(f"No stages are known: {run.reason('plan')}.")]
     placed = [(stage.layers, stage.ranks) for stage in plan.placed or () if stage.pipeline == 0]
     if not placed:
         placed = [((piece,), (rank,)) for piece, rank in zip(plan.stages(), plan.placement(), strict=True)]
@@ -64,7 +64,7 @@ def stage_section(run: RunRecord) -> Markup:
         parts.append(markup.note(f"The layers have no names here: {why}."))
     elif plan.profile_digest and run.profile is not None and plan.profile_digest != run.profile.digest:
         parts.append(markup.note("The plan was made from another profile than the profile.json that lies there now."))
-    return markup.section("stages", "Stages", parts)
+    return parts
 
 
 def _model(run: RunRecord) -> dict[str, str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from datetime import datetime, timezone
 
-__all__ = ["UNKNOWN", "duration", "in_units", "moment", "percent", "plain", "plural", "significant"]
+__all__ = ["UNKNOWN", "duration", "moment", "percent", "plain", "plural", "significant"]
 
 UNKNOWN = "\N{EN DASH}"
 """The text of a table for a number that is in no file."""
@@ -24,11 +24,6 @@ def duration(seconds: float | None) -> str:
     if minutes < 60:
         return f"{minutes} min {rest:02d} s"
     return f"{minutes // 60} h {minutes % 60:02d} min"
-
-
-def in_units(count: float, divisor: int) -> str:
-    """A byte count in a table whose heading names the unit; two decimals."""
-    return f"{count / divisor:,.2f}"
 
 
 def percent(share: float) -> str:

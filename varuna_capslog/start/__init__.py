@@ -1,4 +1,38 @@
 """From a config to a profile, a plan, a run folder and running workers.
 
-This room names both engines (ours and Varuna's) and hands them to the training loop; rooms below know neither.
+This room names both engines (ours and Varuna's) and hands them to what prepares a run and to what trains it; rooms
+below know neither. An engine is loaded when it is used: Varuna's needs an installed Varuna, and both need torch, which
+planning does without.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from varuna_capslog.engine.interface import EngineKind, Engines
+
+if TYPE_CHECKING:
+    from varuna_capslog.engine.interface import Engine, EngineParts
+
+__all__ = ["ENGINES"]
+
+
+def _build_capslog(parts: EngineParts) -> Engine:
+    from varuna_capslog.engine.pipeline import CAPSLOG
+
+    return CAPSLOG.build(parts)
+
+
+def _build_varuna(parts: EngineParts) -> Engine:
+    from varuna_capslog.varuna_plugin.engine import VarunaEngine
+
+    return VarunaEngine(parts)
+
+
+def _find_varuna() -> None:
+    from varuna_capslog.varuna_plugin import find_varuna
+
+    find_varuna()
+
+
+ENGINES = Engines({"capslog": EngineKind(_build_capslog), "varuna": EngineKind(_build_varuna, _find_varuna)})

@@ -1,5 +1,5 @@
-"""One machine's part of an elastic run, from a prepared folder to its end: `capslog train` with `elastic.enabled`, and
-`capslog host`.
+"""One machine's part of an elastic run, from a prepared folder to its end: `capslog train` with `elastic.enabled`,
+`capslog host`, and `capslog script`.
 
 The machine that serves the store finds where the run goes on (a checkpoint, or the state that members wrote when they
 stopped) and writes that into the store; the others wait for it. Then a `Host` starts and watches the workers.
@@ -13,33 +13,38 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import load_config
-from varuna_capslog.config.settings import Config
+from varuna_capslog.config.settings import Config, Elastic
 from varuna_capslog.elastic.host.fork_server import PRELOADED
 from varuna_capslog.elastic.host.hooks import check_same_folder
 from varuna_capslog.elastic.host.host import Host, HostEnd
 from varuna_capslog.elastic.host.options import HostOptions
 from varuna_capslog.elastic.member.beginning import Beginning
 from varuna_capslog.elastic.member.held_state import recover
+from varuna_capslog.elastic.script.work import saved_states
 from varuna_capslog.elastic.store.opening import StoreGone, open_store
 from varuna_capslog.membership.generation import Stamp
 from varuna_capslog.plans.folder import latest_plan
 
-__all__ = ["check_elastic", "find_run", "join_run", "run_here", "starting_point", "wait_for_store"]
+__all__ = ["check_elastic", "join_run", "join_script", "run_here", "run_script", "starting_point", "wait_for_store"]
 
 _LOOK_SECONDS = 0.5
-_ENTRY = "varuna_capslog.start.member_worker:main"
-
-_MODULES = (
+_SCRIPT_MODULES = (
     *PRELOADED,
+    "torch._dynamo",  # the first optimizer imports it, in one to two seconds
+    "torch._subclasses.fake_tensor",
+)
+_MODULES = (
+    *_SCRIPT_MODULES,
     "varuna_capslog.elastic.member.runtime",
     "varuna_capslog.elastic.member.pipeline_work",
     "torch.utils.tensorboard",
-    "torch._dynamo",  # the first optimizer imports it, in one to two seconds
-    "torch._subclasses.fake_tensor",
     "rich.progress",
 )
+_SCRIPT_CALL = "script.json"
+"""The file in the folder of a script's run that holds what its workers are called with."""
 
 
 def starting_point(config: Config, say: Callable[[str], None] = lambda line: None) -> tuple[dict[str, str], Stamp]:
@@ -104,7 +109,7 @@ def run_here(config: Config, options: HostOptions) -> HostEnd:
     return Host(options).run()
 
 
-def join_run(config: Config, options: HostOptions, wait_seconds: float = 600.0) -> HostEnd:
+def join_run(config: Config, options: HostOptions, wait_seconds: float) -> HostEnd:
     """Waits for the machine that serves the store, then takes part with this machine's workers until the run ends or
     all of them have left.
 
@@ -114,29 +119,80 @@ def join_run(config: Config, options: HostOptions, wait_seconds: float = 600.0) 
         wait_seconds: for the store, which is served once the run is profiled and planned.
 
     Raises:
-        WorkerFailed, Interrupted, CapslogError: see `Host.run`, `check_elastic` and `find_run`.
+        WorkerFailed, Interrupted: see `Host.run`.
+        CapslogError: see `check_elastic`; no machine serves the store in time, or `run_dir` is not the folder that the
+            serving machine uses.
     """
     check_elastic(config)
-    find_run(options, wait_seconds)
+    _find_run(options, wait_seconds)
     return Host(_of_config(options, load_config(config.run_dir / "config.yaml"))).run()
 
 
 def _of_config(options: HostOptions, config: Config) -> HostOptions:
     return dataclasses.replace(
         options,
-        entry=_ENTRY,
+        entry="varuna_capslog.start.member_worker:main",
         settings=config.elastic,
         environment={"OMP_NUM_THREADS": str(config.train.threads)},
         modules=(*_MODULES, config.workload.partition(":")[0]),
     )
 
 
-def find_run(options: HostOptions, wait_seconds: float) -> None:
-    """Waits for the run's store, and compares this machine's folder with that of the machine that serves it.
+def run_script(
+    script: Path, arguments: Sequence[str], options: HostOptions, begun: Callable[[Host], None] = lambda host: None
+) -> HostEnd:
+    """Serves the store and runs a script on this machine's workers until the run ends, everywhere.
+
+    The run goes on from the newest checkpoint in its folder.
+
+    Args:
+        arguments: the script's own.
+        options: this machine's, with the section `elastic`; workers and where the run begins are filled in here.
+        begun: called with the host before it runs.
 
     Raises:
-        CapslogError: no machine serves the store in time, or `run_dir` is not the folder that the serving machine uses.
+        WorkerFailed, Interrupted: see `Host.run`.
     """
+    beginning = _starting_point_of_script(options.run_dir)
+    options = dataclasses.replace(_of_script(options, script, arguments), keys=beginning.keys(), first=beginning.stamp)
+    files.write_json(options.run_dir / _SCRIPT_CALL, options.arguments)
+    host = Host(options)
+    begun(host)
+    return host.run()
+
+
+def join_script(script: Path, arguments: Sequence[str], options: HostOptions, wait_seconds: float) -> HostEnd:
+    """Waits like `join_run`, then runs a script on this machine's workers, with the settings that the serving machine
+    wrote into the run's folder. Raises like `join_run`.
+    """
+    _find_run(options, wait_seconds)
+    settings = Elastic.model_validate(files.read_json(options.run_dir / _SCRIPT_CALL)["elastic"])
+    return Host(_of_script(dataclasses.replace(options, settings=settings), script, arguments)).run()
+
+
+def _of_script(options: HostOptions, script: Path, arguments: Sequence[str]) -> HostOptions:
+    call = {
+        "run_dir": str(options.run_dir),
+        "script": str(script.resolve()),
+        "arguments": list(arguments),
+        "elastic": options.settings.model_dump(mode="json"),
+    }
+    return dataclasses.replace(
+        options, entry="varuna_capslog.elastic.script:main", arguments=call, modules=_SCRIPT_MODULES
+    )
+
+
+def _starting_point_of_script(run_dir: Path) -> Beginning:
+    """The newest checkpoint; the generations follow all that the run's files count."""
+    saved, metrics = saved_states(run_dir), run_dir / "metrics.jsonl"
+    lines = files.last_lines(metrics) if metrics.exists() else []
+    numbers = [stamp.generation for stamp, _ in saved] + [int(line.get("generation", 0)) for line in lines]
+    first = max(numbers, default=0) + 1
+    return Beginning(first, saved[-1][0].step, saved[-1][1]) if saved else Beginning(first)
+
+
+def _find_run(options: HostOptions, wait_seconds: float) -> None:
+    """Waits for the run's store, and compares this machine's folder with that of the machine that serves it."""
     assert options.store is not None
     identity = wait_for_store(options.store, wait_seconds, options.say)
     check_same_folder(options.run_dir, options.store, identity)

@@ -29,13 +29,13 @@ from varuna_capslog.plans.plan import read_plan
 from varuna_capslog.profiles.record import read_profile
 from varuna_capslog.training.worker_process import StopWish, choose_device
 
-__all__ = ["Papers", "capacity_of", "main"]
+__all__ = ["MemberFile", "capacity_of", "main"]
 
 _MORE_DEVICES = 2
 """Plans are prepared for so many more devices than there are, so that a join needs no long search."""
 
 
-class Papers:
+class MemberFile:
     """`workers/<member>.json`: what the host wrote there when it started this process, and this member's stage."""
 
     def __init__(self, run_dir: Path, me: str) -> None:
@@ -43,7 +43,7 @@ class Papers:
         self._known = {"member": me, "pid": os.getpid(), "host": os.environ.get("CAPSLOG_HOST", "host")}
         self._newest, self._lock = -1, threading.Lock()
 
-    def placed(self, generation: int, stages: Sequence[int]) -> None:
+    def write_stage(self, generation: int, stages: Sequence[int]) -> None:
         """Write the stage of this generation: several in a list, null for a member that only keeps copies.
 
         Threads may overtake each other: an older generation than the newest is left out.
@@ -78,8 +78,8 @@ def _take_part(run_dir: Path, wish: StopWish, equipment: Equipment) -> int:
         read_plan(run_dir / f"plan-{start.offset + 1}.json"),
         read_profile(profile) if profile.exists() else None,
     )
-    device, papers = choose_device(config.device, local_rank()), Papers(run_dir, start.me)
-    work = (equipment.work or PipelineWork)(start, run, device, papers.placed, equipment.observer)
+    device, file = choose_device(config.device, local_rank()), MemberFile(run_dir, start.me)
+    work = (equipment.work or PipelineWork)(start, run, device, file.write_stage, equipment.observer)
     began = store.get("began")
     if began is None:
         store.put("began", repr(time.time()))

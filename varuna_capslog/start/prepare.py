@@ -1,7 +1,7 @@
 """What happens before the first worker starts: profile the model, plan its cuts, write the run's folder.
 
 `capslog` and `detr_pipeline.train` call it, in one process. It starts no worker of the engine; a plan that does not fit
-ends here.
+is refused here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from varuna_capslog.plans.folder import latest_plan, plan_path
 from varuna_capslog.plans.plan import Plan, PlanStage, write_plan
 from varuna_capslog.profiles.record import write_profile
 from varuna_capslog.schedules import RunShape
-from varuna_capslog.start.engines import ENGINES
+from varuna_capslog.start import ENGINES
 from varuna_capslog.training.constants import check_folder
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -65,8 +66,8 @@ def run_worker(run_dir: Path, evaluate: bool = False, prepare: Callable[[], obje
 
 
 def _microbatch(doing: str | None) -> int | None:
-    digits = "".join(character if character.isdigit() else " " for character in doing or "").split()
-    return int(digits[-1]) if len(digits) == 2 else None
+    numbers = re.findall(r"\d+", doing or "")
+    return int(numbers[-1]) if len(numbers) == 2 else None
 
 
 def _work(
@@ -83,7 +84,7 @@ def _work(
     from varuna_capslog.engine.options import layout_of
     from varuna_capslog.model.workload import load_workload
     from varuna_capslog.plans.folder import latest_plan
-    from varuna_capslog.start.engines import ENGINES
+    from varuna_capslog.start import ENGINES
     from varuna_capslog.training.run import Run
 
     if rank == 0 and not evaluate:  # whose output may be JSON

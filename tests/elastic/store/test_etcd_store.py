@@ -23,7 +23,7 @@ from tests.elastic.etcd import start_etcd
 from tests.elastic.script.test_script import run_here
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.commands.host import check_address
+from varuna_capslog.commands.train import check_address
 from varuna_capslog.elastic.network import network_variables, parse_address
 from varuna_capslog.elastic.store.etcd_store import EtcdMembershipStore, begin_run
 from varuna_capslog.elastic.store.opening import MembershipStore, StoreGone, open_store

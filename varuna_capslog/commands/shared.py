@@ -1,4 +1,4 @@
-"""Arguments that several sub-commands share, and what they print alike."""
+"""What several sub-commands share: arguments, the values that are made of them, and tables."""
 
 from __future__ import annotations
 
@@ -54,10 +54,9 @@ def option(text: str, shown: bool | str = True, *names: str, **rules: Any) -> An
     return typer.Option(*names, help=text, show_default=shown, **rules)
 
 
-ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML file.", show_default=False)]
-OptionalConfigFile = Annotated[
-    Path | None, typer.Argument(metavar="CONFIG", help="The run's YAML file.", show_default=False)
-]
+_CONFIG = typer.Argument(metavar="CONFIG", help="The run's YAML file.", show_default=False)
+ConfigFile = Annotated[Path, _CONFIG]
+OptionalConfigFile = Annotated[Path | None, _CONFIG]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Config keys to change, such as train.max_steps=10."),

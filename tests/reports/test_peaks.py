@@ -16,7 +16,6 @@ from varuna_capslog.config.reading import Config
 from varuna_capslog.profiles.record import Profile, read_profile, write_profile
 from varuna_capslog.reports.page import write_report
 from varuna_capslog.reports.peaks import size_text
-from varuna_capslog.reports.run import shapes_of
 from varuna_capslog.reports.wording import UNKNOWN
 
 GIB = 2**30
@@ -111,13 +110,6 @@ def test_sizes_that_differ_are_not_compared_where_nothing_predicts_them(
     page = Page(write_report(run_dir, rehearse))
     assert page.column("peak-table", "error") == [UNKNOWN] * 2
     assert f"hold for other sizes: {reason}" in page.texts["memory"]
-
-
-@pytest.mark.parametrize(
-    "value", [None, {}, [1], {"x": 3}, {"x": ["a"]}, {"x": [1.5]}, {"x": [True]}], ids=["none", *"abcdef"]
-)
-def test_what_is_no_shape_is_not_taken_for_one(value: Any) -> None:
-    assert shapes_of(value) is None
 
 
 def test_shapes_are_worded() -> None:
