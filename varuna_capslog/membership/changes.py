@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from varuna_capslog.membership import messages as m
+from varuna_capslog.membership.ahead import stay_with
 from varuna_capslog.membership.generation import Generation, Member
 from varuna_capslog.membership.state import Phase, State, Step, Wishes
 
@@ -49,11 +50,9 @@ def wish(state: State, change: m.Change, urgent: bool, save: bool = False) -> St
     return replace(state, wishes=known), ()
 
 
-def broken(state: State, generation: int) -> Step:
+def broken(state: State) -> Step:
     """Something of the generation is lost, or arrived damaged; which member is lost is not known yet."""
-    if generation != state.record.number or not state.votes:
-        return state, ()
-    if state.phase not in (Phase.GATHER, Phase.INSTALL, Phase.RUN):
+    if not state.votes or state.phase not in (Phase.GATHER, Phase.INSTALL, Phase.RUN):
         return state, ()
     if state.unseen is not None:
         return adopt(state, state.unseen)
@@ -110,9 +109,7 @@ def _proposal(state: State) -> tuple[m.Effect, ...]:
         return (m.ReadStore(),)
     record, gone = state.record, state.suspects
     leave = {member for kind, member in state.wishes.changes if kind == "leave"}
-    join = {member for kind, member in state.wishes.changes if kind == "join"}
-    stay = [member for member in record.members if member not in gone and member not in leave]
-    stay += sorted(join - gone - leave - set(record.members)) if join else []
+    stay = [member for member in stay_with(record, state.wishes.changes) if member not in gone]
     leaving = [member for member in record.members if member in leave and member not in gone]
     if state.at.generation != record.number:  # nothing was trained yet: those that leave may hold what is needed
         leaving += [member for member in record.leaving if member not in gone and member not in stay]

@@ -1,7 +1,8 @@
 """Events that the runtime feeds to the protocol, and effects that it must carry out.
 
 Every event and effect of a generation names it. `protocol.step` drops events of older generations, so the runtime may
-deliver late, twice or out of order; it must keep the promises written at each class.
+deliver late, twice or out of order; it must keep the promises written at each class. What is no longer in `State.held`
+after the effects were carried out is needed no more: the runtime frees it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from varuna_capslog.membership.generation import Generation, Held, Member, MemberLayout, Stamp
+from varuna_capslog.membership.generation import Generation, Member, MemberLayout, Stamp
 from varuna_capslog.membership.wire import Change, Contribution, Proof, Value, Vote
 
 __all__ = [
@@ -29,10 +30,11 @@ __all__ = [
     "Damaged",
     "Decided",
     "Discard",
-    "Drop",
     "Effect",
     "Enter",
     "Farewell",
+    "GenerationEffect",
+    "GenerationEvent",
     "Heard",
     "Hint",
     "Install",
@@ -69,6 +71,13 @@ class ProtocolEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class GenerationEvent(ProtocolEvent):
+    """Part of one generation: a member of another one does not act on it."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
 class Enter(ProtocolEvent):
     """This process is loaded and warm, and wants to take part. Fed once; also after it was put aside."""
 
@@ -89,42 +98,39 @@ class StoreLost(ProtocolEvent):
 
 
 @dataclass(frozen=True, slots=True)
-class Heard(ProtocolEvent):
+class Heard(GenerationEvent):
     """One participant's value in a round, this member's own included. Promise: only what that member cast.
 
     Round 0 is always heard value by value. Each value then carries the proofs of its sender (see `Proof`), which the
     runtime adds when it carries out Cast: only the runtime can read memory.
     """
 
-    generation: int
     round: int
     sender: Member
     value: Value
 
 
 @dataclass(frozen=True, slots=True)
-class Tally(ProtocolEvent):
+class Tally(GenerationEvent):
     """A whole round at once: the values of all participants (round 0) or members (steps), as a collective gives them.
 
     Promise: each of them cast, and all who get this tally get the same values. The others may not get it.
     """
 
-    generation: int
     round: int
     values: Mapping[Member, Value]
 
 
 @dataclass(frozen=True, slots=True)
-class Computed(ProtocolEvent):
+class Computed(GenerationEvent):
     """This rank's gradients of the step are final (and summed over replicas); nothing was applied."""
 
-    generation: int
     step: int
     finite: bool = True
 
 
 @dataclass(frozen=True, slots=True)
-class Copied(ProtocolEvent):
+class Copied(GenerationEvent):
     """What the vote on `step` waits for here: fed once the step has begun here, and only where this member follows
     layers of others.
 
@@ -132,31 +138,26 @@ class Copied(ProtocolEvent):
     async: every copy at the boundary before `step` (shadows as in sync).
     """
 
-    generation: int
     step: int
 
 
 @dataclass(frozen=True, slots=True)
-class Received(ProtocolEvent):
+class Received(GenerationEvent):
     """A layer that this rank now owns is here, verified, at the base. Fed once the first round is decided here."""
 
-    generation: int
     layer: int
 
 
 @dataclass(frozen=True, slots=True)
-class Damaged(ProtocolEvent):
+class Damaged(GenerationEvent):
     """A layer arrived whose digest is not its sender's; it was not taken, and comes again after a change only."""
 
-    generation: int
     layer: int
 
 
 @dataclass(frozen=True, slots=True)
-class Broken(ProtocolEvent):
+class Broken(GenerationEvent):
     """Communication of the generation failed here, whichever member caused it; no further tally of it will come."""
-
-    generation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,10 +201,9 @@ class Hint(ProtocolEvent):
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared(ProtocolEvent):
+class Prepared(GenerationEvent):
     """Shadows: these layers are here, at the boundary of this step's beginning, and will be kept current by Copied."""
 
-    generation: int
     changes: frozenset[Change]
     layers: frozenset[int]
 
@@ -216,10 +216,8 @@ class Checkpointed(ProtocolEvent):
 
 
 @dataclass(frozen=True, slots=True)
-class Farewell(ProtocolEvent):
+class Farewell(GenerationEvent):
     """The generation has taken its first step without those that leave: they may go."""
-
-    generation: int
 
 
 # -- effects, carried out in the order given ---------------------------------------------------------------------------
@@ -229,6 +227,13 @@ class Effect:
     """What `protocol.step` answers: something that the runtime must do."""
 
     __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationEffect(Effect):
+    """Part of one generation: of no use in another one."""
+
+    generation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,67 +250,54 @@ class CompareAndSet(Effect):
 
 
 @dataclass(frozen=True, slots=True)
-class Cast(Effect):
+class Cast(GenerationEffect):
     """Give this value in a round, to all of the generation's participants (round 0) or members (steps)."""
 
-    generation: int
     round: int
     value: Value
 
 
 @dataclass(frozen=True, slots=True)
-class Compute(Effect):
+class Compute(GenerationEffect):
     """Begin this step: forward, backward, sums. Nothing of the state at the boundary before it may change."""
 
-    generation: int
     step: int
 
 
 @dataclass(frozen=True, slots=True)
-class Apply(Effect):
+class Apply(GenerationEffect):
     """The vote succeeded: apply the step to the layers owned and followed, keeping their state at `before` as well."""
 
-    generation: int
     step: int
     before: Stamp
 
 
 @dataclass(frozen=True, slots=True)
-class Discard(Effect):
+class Discard(GenerationEffect):
     """The step was voted down by all: drop its gradients and end the run, the state as before the step."""
 
-    generation: int
     step: int
 
 
 @dataclass(frozen=True, slots=True)
-class Drop(Effect):
-    """These states are needed no more: free them."""
-
-    held: Held
-
-
-@dataclass(frozen=True, slots=True)
-class Send(Effect):
+class Send(GenerationEffect):
     """Send a layer at a boundary to its new owner."""
 
-    generation: int
     layer: int
     stamp: Stamp
     target: Member
 
 
 @dataclass(frozen=True, slots=True)
-class Load(Effect):
+class Load(GenerationEffect):
     """Load a layer from the checkpoint of this boundary (INITIAL: initialise it from the seed)."""
 
-    generation: int
     layer: int
     stamp: Stamp
 
 
 @dataclass(frozen=True, slots=True)
-class Decided(Effect):
+class Decided(GenerationEffect):
     """The first round is complete: every participant has the same values, and decides the same.
 
     Attributes:
@@ -314,26 +306,22 @@ class Decided(Effect):
         moved_bytes: bytes that travel, or are read from the checkpoint, before training goes on.
     """
 
-    generation: int
     values: Mapping[Member, Contribution]
     distrusted: frozenset[int] = frozenset()
     moved_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Install(Effect):
+class Install(GenerationEffect):
     """All own layers are here: build this rank's stage at the boundary `base` and open the generation's groups."""
 
-    generation: int
     base: Stamp
     layout: MemberLayout
 
 
 @dataclass(frozen=True, slots=True)
-class Abort(Effect):
+class Abort(GenerationEffect):
     """End all communication of the generation at once: nothing of it is answered again."""
-
-    generation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,29 +332,25 @@ class Ask(Effect):
 
 
 @dataclass(frozen=True, slots=True)
-class Prepare(Effect):
+class Prepare(GenerationEffect):
     """Begin to copy ahead what would move for these changes; Prepared when what comes here has come.
 
     hinted: they may never be made, so no vote waits for the copies, and no event says when they are there.
     """
 
-    generation: int
     changes: frozenset[Change]
     hinted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class SaveAll(Effect):
+class SaveAll(GenerationEffect):
     """Write a checkpoint together with all members, before Compute. The change comes next, also where that fails."""
-
-    generation: int
 
 
 @dataclass(frozen=True, slots=True)
-class Bid(Effect):
+class Bid(GenerationEffect):
     """Tell these that they may go (they get Farewell)."""
 
-    generation: int
     members: tuple[Member, ...]
 
 

@@ -11,10 +11,12 @@ import pytest
 from varuna_capslog.elastic.member import notice_policy as departures
 from varuna_capslog.elastic.member.notice_policy import CHANGE_SECONDS, LINK, NoticePolicy, leaves_alone
 from varuna_capslog.membership import messages as m
+from varuna_capslog.membership import protocol
 from varuna_capslog.membership.entries import HintEntry, NoticeEntry
 from varuna_capslog.membership.generation import Generation, MemberLayout
 from varuna_capslog.membership.recovery import Seat
-from varuna_capslog.rig.search.places import even_places
+from varuna_capslog.membership.state import Phase, State
+from varuna_capslog.rig.search.places import even_places, make_job
 
 MEMBERS = ("m0", "m1", "m2")
 LEAVE = ("leave", "m1")
@@ -64,7 +66,42 @@ def heard_by(one: Any) -> Callable[[NoticeEntry | HintEntry], m.ProtocolEvent]:
     return lambda said: found.heard(said, one.state)
 
 
-def test_each_rung(clock: SimpleNamespace) -> None:
+@pytest.mark.parametrize(
+    ("told", "left", "move_seconds", "expected"),
+    [
+        ("hint", None, 99.0, m.Hint(LEAVE)),
+        ("hint", 0.0, 99.0, m.Hint(LEAVE)),
+        ("leave", 120.0, 30.0, m.Wished(LEAVE)),
+        ("leave", 30.0, 30.0, m.Wished(LEAVE)),
+        ("leave", 15.0, 15.1, m.Wished(LEAVE, urgent=True, save=True)),
+        ("leave", -5.0, 1.1, m.Wished(LEAVE, urgent=True, save=True)),  # passed already
+        ("leave", None, 1e9, m.Wished(LEAVE)),  # nobody said until when
+        ("now", 15.0, 2.0, m.Wished(LEAVE, urgent=True)),
+        ("now", 15.0, 20.0, m.Wished(LEAVE, urgent=True, save=True)),
+    ],
+)
+def test_what_the_protocol_hears(
+    clock: SimpleNamespace, told: str, left: float | None, move_seconds: float, expected: m.ProtocolEvent
+) -> None:
+    del clock
+    one = member(usual=(move_seconds - CHANGE_SECONDS) / 2)
+    one.sent.add(1)  # so that nothing is left to move but two steps and the change
+    deadline = None if left is None else WALL + left
+    said = HintEntry("m1", deadline=deadline) if told == "hint" else NoticeEntry("m1", told == "now", deadline)
+    assert heard_by(one)(said) == expected
+
+
+def test_the_protocol_takes_it(clock: SimpleNamespace) -> None:
+    """The event is one of the protocol's own: a member that runs casts it in its next vote."""
+    del clock
+    job = make_job(2, even_places(2, 0))
+    state = State("m1", "a", phase=Phase.RUN, record=Generation(1, ("m0", "m1")), round=1)
+    after, _ = protocol.step(job, state, heard_by(member())(entry(urgent=True)))
+    assert after.wishes.changes == {LEAVE}
+    assert after.wishes.urgent
+
+
+def test_each_kind_of_notice(clock: SimpleNamespace) -> None:
     del clock
     heard = heard_by(member())
     assert heard(HintEntry("m1", deadline=WALL + 1)) == m.Hint(LEAVE)

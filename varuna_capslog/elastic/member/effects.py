@@ -103,8 +103,6 @@ class Effects:
                 self._refused = work.discard(effect.step)
             case m.Release():
                 self._loop.release()
-            case m.Drop():
-                pass  # the holdings follow `state.held`
         return ()
 
     def _ask_store(self, question: Callable[[], Generation]) -> tuple[m.ProtocolEvent, ...]:

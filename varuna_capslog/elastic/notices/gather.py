@@ -1,6 +1,6 @@
 """Many sources, one callback: repeats are dropped, notices close together become one announcement.
 
-`listen` starts the listeners and a thread that gathers what they hear. It decides nothing; see `ladder`.
+`listen` starts the listeners and a thread that gathers what they hear. It decides nothing; see `member/notice_policy`.
 """
 
 from __future__ import annotations
