@@ -373,7 +373,10 @@ class Candidates:
     # -- ahead of time, and when nothing fits
 
     def prepare(self, devices: int) -> None:
-        """Weighs all candidates of up to `devices` devices without a limit, so that later questions find them."""
+        """Weighs all candidates of up to `devices` devices without a limit, while no member waits for them.
+
+        Afterwards a question takes milliseconds where the devices are alike; see benchmarks/morph/search.
+        """
         for replicas, stages in self._in_order(devices):
             self.candidate(replicas, stages, None)
             self._least_bytes(replicas, stages)

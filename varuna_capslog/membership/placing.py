@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
-
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.units import format_bytes
 from varuna_capslog.config.reading import Config
@@ -20,7 +18,6 @@ from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.membership.redundancy import Copies, Protection, Reserve, place_copies, reserves
 from varuna_capslog.memory import NEVER
 from varuna_capslog.memory.headroom import Headroom
-from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.verdict import MemoryVerdict, judge
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
@@ -37,8 +34,8 @@ class Placer:
     possible.
 
     Args:
-        candidates: every pipeline that could be; where reserves lie on the device, its `beside` counts the snapshots.
-        protection: which copies are kept. On the device, of two placements the one whose copies find room is taken.
+        candidates: every pipeline that could be; its `beside` counts the snapshots.
+        protection: which copies are kept. Of two placements the one whose copies find room is taken.
         gradient_bytes: per layer, what its gradients take as they are sent. By default as AdamW's state has them, a
             third of the layer's state.
         given: (cuts, replicas) of the run's own plan, taken where exactly as many devices are there as it is for, and
@@ -55,10 +52,10 @@ class Placer:
         given: tuple[Sequence[int], int] | None = None,
         min_devices: int = 1,
     ) -> None:
-        self._candidates, self.protection, self.min_devices = candidates, protection, min_devices
+        self.candidates, self.protection, self.min_devices = candidates, protection, min_devices
         self.layer_bytes = tuple(candidates.layer_bytes)
         self.gradient_bytes = tuple(gradient_bytes or (-(-size // 3) for size in self.layer_bytes))
-        self._given = None if given is None else self._candidates.of_cuts(given[1], tuple(given[0]))
+        self._given = None if given is None else candidates.of_cuts(given[1], tuple(given[0]))
         # A copy's two boundaries, and the gradients that wait for the vote.
         self._copy_bytes = [
             2 * state + (gradient if protection.sync else 0)
@@ -72,9 +69,6 @@ class Placer:
         profile: Profile | None,
         layer_bytes: Sequence[int],
         gradient_bytes: Sequence[int] | None = None,
-        reserves_on: Literal["host", "device"] = "device",
-        link: Link | None = None,
-        max_replicas: int | None = None,
         plan: Plan | None = None,
     ) -> Placer:
         """The placer of a run; `plan` is the run's own, with one stage per device (others are not taken).
@@ -84,26 +78,11 @@ class Placer:
         """
         pipeline, elastic = config.pipeline, config.elastic
         one_each = plan is not None and plan.placed is None and len(plan.cuts) == pipeline.devices
-        protection = Protection(elastic.redundancy, elastic.protection == "sync", reserves_on)
-        candidates = Candidates(
-            profile,
-            tuple(layer_bytes),
-            RunShape.of_config(config),
-            pipeline.planner,
-            pipeline.memory,
-            max_replicas,
-            protection.beside(layer_bytes),
-            link,
-        )
+        protection = Protection(elastic.redundancy, elastic.protection == "sync")
+        shape, sizes = RunShape.of_config(config), tuple(layer_bytes)
+        candidates = Candidates(profile, sizes, shape, pipeline.planner, pipeline.memory, beside=sizes)
         given = (plan.cuts, pipeline.replicas) if plan is not None and one_each else None
         return cls(candidates, protection, gradient_bytes=gradient_bytes, given=given, min_devices=elastic.min_devices)
-
-    def prepare(self, devices: int) -> None:
-        """Weighs ahead of time all that up to `devices` devices could be, while no member waits for it.
-
-        Afterwards a question takes milliseconds where the devices are alike; see benchmarks/morph/search.
-        """
-        self._candidates.prepare(devices)
 
     def __call__(self, seats: Sequence[Seat]) -> MemberLayout | str:
         """Who owns and copies what, or the sentence that says for what the run waits."""
@@ -115,8 +94,7 @@ class Placer:
                 f"{len(seats)} device(s) are left, but elastic.min_devices is {self.min_devices}; waiting for "
                 f"{lack} more"
             )
-        limits = _Limits(seats, self._candidates)
-        on_device = self._limited_copies(limits)
+        limits = _Limits(seats, self.candidates)
         found = self._given_if_it_fits(seats, limits)
         if found is None:
             # What hosts are too few for, no placement protects from.
@@ -124,11 +102,11 @@ class Placer:
 
             def lost_protection(candidate: Candidate) -> int:
                 """By how many host losses the copies that find room fall short of what is asked."""
-                if not on_device:
+                if not limits.any:
                     return least
                 return self.protection.redundancy - self._place_copies(candidate, seats, limits).survives
 
-            found = self._candidates.quickest(len(seats), limits.usable, lost_protection, least)
+            found = self.candidates.quickest(len(seats), limits.usable, lost_protection, least)
         if found is None:
             return self._waiting(seats, limits)
         return self._layout(found, seats, limits)
@@ -139,16 +117,16 @@ class Placer:
         """The layout of given cuts, and the bytes of each stage with the reserves that every stage has; None where no
         memory model describes the run.
         """
-        found = self._candidates.of_cuts(replicas, tuple(cuts))
-        return self._layout(found, seats, _Limits(seats, self._candidates)), found.stage_bytes
+        found = self.candidates.of_cuts(replicas, tuple(cuts))
+        return self._layout(found, seats, _Limits(seats, self.candidates)), found.stage_bytes
 
     def cuts_of(self, stages: int, replicas: int, seats: Sequence[Seat]) -> tuple[int, ...]:
         """The planner's cuts for so many stages, with the reserves that every stage has."""
-        usable = _Limits(seats, self._candidates).usable(replicas, stages)
-        return self._candidates.candidate(replicas, stages, usable).cuts
+        usable = _Limits(seats, self.candidates).usable(replicas, stages)
+        return self.candidates.candidate(replicas, stages, usable).cuts
 
     def _layout(self, found: Candidate, seats: Sequence[Seat], limits: _Limits) -> MemberLayout:
-        copies = self._place_copies(found, seats, limits if self._limited_copies(limits) else None)
+        copies = self._place_copies(found, seats, limits)
         owned = {member: layers for row in _pipelines(found, seats, len(self.layer_bytes)) for member, layers in row}
         return MemberLayout(len(self.layer_bytes), owned, dict(copies.kept), copies.problem)
 
@@ -176,10 +154,6 @@ class Placer:
             )
         return tuple(layers[0] for layers in rows[0]), devices, replicas
 
-    def reserves(self, layout: MemberLayout) -> dict[Member, Reserve]:
-        """What protection takes on each member beside training."""
-        return reserves(layout, self.protection, self.layer_bytes, self.gradient_bytes)
-
     def _given_if_it_fits(self, seats: Sequence[Seat], limits: _Limits) -> Candidate | None:
         given = self._given
         if given is None or given.devices != len(seats):
@@ -189,15 +163,11 @@ class Placer:
 
     # -- copies
 
-    def _limited_copies(self, limits: _Limits) -> bool:
-        """Whether copies lie where memory is limited."""
-        return self.protection.reserves_on == "device" and limits.any
-
-    def _place_copies(self, candidate: Candidate, seats: Sequence[Seat], limits: _Limits | None) -> Copies:
+    def _place_copies(self, candidate: Candidate, seats: Sequence[Seat], limits: _Limits) -> Copies:
         pipelines = _pipelines(candidate, seats, len(self.layer_bytes))
         spare = [seat.member for seat in seats[candidate.devices :]]
         hosts = {seat.member: seat.host for seat in seats}
-        room = None if limits is None else self._room(candidate, limits)
+        room = self._room(candidate, limits) if limits.any else None
         return place_copies(pipelines, hosts, self.protection.redundancy, self._copy_bytes, spare, room)
 
     def _room(self, candidate: Candidate, limits: _Limits) -> dict[Member, int]:
@@ -216,14 +186,14 @@ class Placer:
         """What does not fit where, by how much, and what would do."""
         stages = min(len(seats), len(self.layer_bytes))
         usable = limits.usable(1, stages)
-        candidate = self._candidates.candidate(1, stages, usable)
+        candidate = self.candidates.candidate(1, stages, usable)
         capacities = [seat.capacity or NEVER for seat in seats[:stages]]  # an unknown capacity limits nothing
-        verdict = judge(candidate.stage_bytes, capacities, self._candidates.headroom)
+        verdict = judge(candidate.stage_bytes, capacities, self.candidates.headroom)
         assert verdict is not None
         stage = verdict.worst
         seat, end = seats[stage], [*candidate.cuts[1:], len(self.layer_bytes)][stage]
         smallest = min(seat.capacity for seat in seats if seat.capacity)
-        fewest = self._candidates.fewest_devices(smallest)
+        fewest = self.candidates.fewest_devices(smallest)
         if fewest is None:
             wanted = f"devices of more than {format_bytes(smallest)}, since no number of these holds the layers"
         elif fewest > len(seats):
@@ -292,9 +262,8 @@ def describe_reserves(found: Mapping[Member, Reserve]) -> str:
     if most.updates:
         parts.append(f"{format_bytes(most.updates)} for their gradients")
     total = sum(reserve.total for reserve in found.values())
-    where = "the device" if most.where == "device" else "the host"
     return (
-        f"protection takes up to {format_bytes(most.total)} of a rank's memory on {where} beside training "
+        f"protection takes up to {format_bytes(most.total)} of a rank's memory on the device beside training "
         f"({', '.join(parts)}), {format_bytes(total)} over {len(found)} rank(s)"
     )
 
@@ -302,7 +271,7 @@ def describe_reserves(found: Mapping[Member, Reserve]) -> str:
 def with_reserves(config: Config, profile: Profile, plan: Plan, find: Callable[..., Plan]) -> tuple[Plan, list[int]]:
     """Before a run: the plan with what protection takes in its notes, and the bytes of each stage's own snapshot.
 
-    Snapshots and copies may lie on the device beside training, so a plan that fits without them may not fit with them.
+    Snapshots and copies lie on the device beside training, so a plan that fits without them may not fit with them.
     Every rank is taken to be on a host of its own. Where a capacity is given that the plan keeps to without snapshots
     and not with them, it is cut anew with them, unless the config fixes the cuts; where that does not help it does not
     fit. Copies that find no room are said, not refused: the run trains without that protection.
@@ -344,6 +313,7 @@ def with_reserves(config: Config, profile: Profile, plan: Plan, find: Callable[.
                 "devices or capacity, or set elastic.enabled to false"
             )
     layout, _ = placer.of_cuts(plan.cuts, replicas, seats)
-    told = [lack, describe_reserves(placer.reserves(layout)), layout.problem]
+    kept = reserves(layout, placer.protection, placer.layer_bytes, placer.gradient_bytes)
+    told = [lack, describe_reserves(kept), layout.problem]
     snapshots = [sum(sizes[0][first:end]) for first, end in plan.stages()]
     return dataclasses.replace(plan, notes=(*plan.notes, *filter(None, told))), snapshots

@@ -10,7 +10,6 @@ import heapq
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.units import format_bytes
@@ -25,17 +24,10 @@ class Protection:
 
     redundancy: simultaneous losses of hosts to survive.
     sync: whether copies make each step together with their owners, or follow in the background.
-    reserves_on: where snapshots and copies lie. On the "device", as the pipeline engine's do, they count against its
-        capacity; on the "host" they do not.
     """
 
     redundancy: int = 1
     sync: bool = True
-    reserves_on: Literal["host", "device"] = "device"
-
-    def beside(self, layer_bytes: Sequence[int]) -> Sequence[int] | None:
-        """Bytes that each layer's snapshot takes on the device beside training; None where it lies on the host."""
-        return layer_bytes if self.reserves_on == "device" else None
 
 
 @dataclass(frozen=True)
@@ -214,19 +206,17 @@ def _some(layers: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class Reserve:
-    """Bytes that protection takes on one rank besides training itself: entries for the memory model.
+    """Bytes that protection takes on one rank's device besides training itself: entries for the memory model.
 
     Attributes:
         snapshot: own layers at the previous boundary.
         copies: others' layers, at the two boundaries that may be needed.
         updates: others' gradients of the step under way, applied when its vote succeeds (`sync` only).
-        where: "host" or "device", where all of it lies.
     """
 
     snapshot: int
     copies: int
     updates: int
-    where: str = "host"
 
     @property
     def total(self) -> int:
@@ -250,5 +240,5 @@ def reserves(
     for member in dict.fromkeys([*layout.owned, *layout.copied]):
         mine, theirs = (sum(layer_bytes[layer] for layer in of.get(member, ())) for of in (layout.owned, layout.copied))
         updates = sum(gradient_bytes[layer] for layer in layout.copied.get(member, ())) if protection.sync else 0
-        found[member] = Reserve(mine, 2 * theirs, updates, protection.reserves_on)
+        found[member] = Reserve(mine, 2 * theirs, updates)
     return found

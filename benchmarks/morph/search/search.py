@@ -76,7 +76,7 @@ def measure(profile: Profile, run: tuple[int, int], link: Link | None, planner: 
     for most in (8, MOST):
         step_player.cache_clear()
         placer = placer_of(profile, run, link, planner)
-        row["prepare_ms"][most] = round(milliseconds(partial(placer.prepare, most))[0], 1)
+        row["prepare_ms"][most] = round(milliseconds(partial(placer.candidates.prepare, most))[0], 1)
     for name, fleet in FLEETS.items():
         dice = random.Random(name)
         taken, waits, shapes = [], 0, set()

@@ -9,12 +9,10 @@ import contextlib
 import logging
 import os
 import queue
-import signal
 import threading
 import time
 from collections.abc import Mapping
 
-from varuna_capslog.elastic.notices import signals
 from varuna_capslog.elastic.notices.aws import AwsListener
 from varuna_capslog.elastic.notices.azure import AzureListener
 from varuna_capslog.elastic.notices.callback import CallbackListener
@@ -22,8 +20,9 @@ from varuna_capslog.elastic.notices.file import FileListener
 from varuna_capslog.elastic.notices.gcp import GcpListener
 from varuna_capslog.elastic.notices.interface import Listener, Unavailable
 from varuna_capslog.elastic.notices.metadata import LINK_LOCAL, HttpOpener, MetadataListener
+from varuna_capslog.elastic.notices.signals import SignalListener, signal_meanings
 
-__all__ = ["auto_sources", "detect_cloud", "signal_meanings"]
+__all__ = ["auto_sources", "detect_cloud"]
 
 _log = logging.getLogger(__name__)
 
@@ -54,15 +53,6 @@ def detect_cloud(timeout: float = 1.0, endpoint: str = LINK_LOCAL) -> str | None
     return found
 
 
-def signal_meanings(environ: Mapping[str, str]) -> dict[signal.Signals, signals.Meaning]:
-    """What signals say here: Slurm's or Kubernetes' budgets where their variables are set (in that order)."""
-    if "SLURM_JOB_ID" in environ:
-        return signals.slurm(environ)
-    if "KUBERNETES_SERVICE_HOST" in environ:
-        return signals.kubernetes()
-    return signals.plain()
-
-
 def auto_sources(
     host: str = "",
     file: str | os.PathLike[str] | None = None,
@@ -80,7 +70,7 @@ def auto_sources(
     environ = os.environ if environ is None else environ
     sources: list[Listener] = [CallbackListener(host)]
     if threading.current_thread() is threading.main_thread():
-        sources.append(signals.SignalListener(signal_meanings(environ), host))
+        sources.append(SignalListener(signal_meanings(environ), host))
     if file is not None:
         sources.append(FileListener(file, host))
     cloud = detect_cloud(timeout, endpoint)

@@ -67,7 +67,7 @@ class VarunaWork:
             job.planner,
             job.memory,
             max_replicas=1,
-            beside=protection.beside(self.layer_bytes),
+            beside=self.layer_bytes,
         )
         self.placer = Placer(candidates, protection, min_devices=job.elastic.min_devices)
         self.checkpoints = job.run_dir / "checkpoints"
