@@ -6,6 +6,7 @@ bounds, schedules, cuts) is kept between questions, so that a change of membersh
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -129,11 +130,11 @@ class Candidates:
         same_size = None in (profiled, self.run.microbatch_size) or profiled == self.run.microbatch_size
         self.described = profile is not None and same_size
         self._costs = {replicas: self._costs_of(replicas) for replicas in self._replicas(self.run.num_blocks)}
-        self._of_stages: dict[int, tuple[Floats, Floats]] = {}
-        self._bounds: dict[int, Floats] = {}
-        self._smallest: dict[tuple[int, int], list[int]] = {}
-        self._known: dict[tuple[int, int, tuple[int, ...] | None], Candidate] = {}
-        self._fewest: dict[int, int | None] = {}
+        self._weighed = functools.cache(self._weigh)
+        self._bounds = functools.cache(self._least_seconds)
+        self._stage_seconds = functools.cache(self._find_stage_seconds)
+        self._least_bytes = functools.cache(self._find_least_bytes)
+        self.fewest_devices = functools.cache(self._find_fewest_devices)
 
     def _replicas(self, most: int) -> list[int]:
         """Numbers of replicas up to `most` that share the blocks evenly."""
@@ -242,13 +243,8 @@ class Candidates:
         """Whether the planner looks at capacities: `exact` only where they differ, the other table planners never."""
         return self.planner == "throughput" or (self.planner == "exact" and len(set(usable)) > 1)
 
-    def _weighed(self, replicas: int, stages: int, usable: tuple[int, ...] | None) -> Candidate:
-        key = (replicas, stages, usable)
-        if key not in self._known:
-            self._known[key] = self.of_cuts(
-                replicas, tuple(self._cuts(self._costs[replicas], replicas, stages, usable))
-            )
-        return self._known[key]
+    def _weigh(self, replicas: int, stages: int, usable: tuple[int, ...] | None) -> Candidate:
+        return self.of_cuts(replicas, tuple(self._cuts(self._costs[replicas], replicas, stages, usable)))
 
     def of_cuts(self, replicas: int, cuts: tuple[int, ...]) -> Candidate:
         """Given cuts, weighed; the replicas share the blocks evenly."""
@@ -290,9 +286,7 @@ class Candidates:
         """No cut list of so many pipelines of so many stages takes less; 0 without seconds."""
         if self._seconds is None:
             return 0
-        if replicas not in self._bounds:
-            self._bounds[replicas] = self._least_seconds(*self._stage_seconds(replicas))
-        return self._in_ticks(replicas, stages, float(self._bounds[replicas][stages]))
+        return self._in_ticks(replicas, stages, float(self._bounds(replicas)[stages]))
 
     def _in_ticks(self, replicas: int, stages: int, seconds: float) -> int:
         """A bound of the seconds of one pipeline, with what follows its last backward."""
@@ -300,7 +294,7 @@ class Candidates:
         after = self._after(replicas, float(self._parameters[-1]) / stages)
         return int((seconds + after) * (1 - 1e-12) / _TICK) - 1
 
-    def _stage_seconds(self, replicas: int) -> tuple[Floats, Floats]:
+    def _find_stage_seconds(self, replicas: int) -> tuple[Floats, Floats]:
         """[L, L + 1] and [L]: seconds that no schedule can avoid where layers first .. end-1 are a stage, and where the
         layers from `first` on are the last one.
 
@@ -308,23 +302,21 @@ class Candidates:
         microbatches. With recomputation every stage but the last repeats all forwards, except one that its backward
         follows at once. 0 without seconds.
         """
-        if replicas not in self._of_stages:
-            size = self.num_layers
-            inner, last = np.zeros((size, size + 1)), np.zeros(size)
-            if self._seconds is not None:
-                microbatches = self.run.microbatches // replicas
-                forward, backward = self._seconds.forward, self._seconds.backward
-                passed = (forward + backward)[:-1, None]
-                both = (forward + backward)[None, :] - passed
-                last = np.maximum(microbatches * both[:, -1] + passed[:, 0], forward[-1] + backward[-1])
-                inner = microbatches * both + passed
-                if self.run.recomputes:
-                    inner = inner + (microbatches - 1) * (forward[None, :] - forward[:-1, None])
-            inner[np.tri(size, size + 1, dtype=np.bool_)] = np.inf
-            self._of_stages[replicas] = inner, last
-        return self._of_stages[replicas]
+        size = self.num_layers
+        inner, last = np.zeros((size, size + 1)), np.zeros(size)
+        if self._seconds is not None:
+            microbatches = self.run.microbatches // replicas
+            forward, backward = self._seconds.forward, self._seconds.backward
+            passed = (forward + backward)[:-1, None]
+            both = (forward + backward)[None, :] - passed
+            last = np.maximum(microbatches * both[:, -1] + passed[:, 0], forward[-1] + backward[-1])
+            inner = microbatches * both + passed
+            if self.run.recomputes:
+                inner = inner + (microbatches - 1) * (forward[None, :] - forward[:-1, None])
+        inner[np.tri(size, size + 1, dtype=np.bool_)] = np.inf
+        return inner, last
 
-    def _least_seconds(self, inner: Floats, last: Floats) -> Floats:
+    def _least_seconds(self, replicas: int) -> Floats:
         """[L + 1]: by number of stages, a bound below the step of one pipeline.
 
         State       (s, m): layers 0 .. m-1 in s stages.
@@ -332,7 +324,7 @@ class Candidates:
         Cost        the largest of the stages' seconds, as `_stage_seconds` gives them.
         Complexity  O(L^3) in L numpy steps, once per number of replicas.
         """
-        size = self.num_layers
+        size, (inner, last) = self.num_layers, self._stage_seconds(replicas)
         bounds = np.full(size + 1, np.inf)
         reached = np.where(np.arange(size) == 0, 0.0, np.inf)
         for stages in range(1, size + 1):
@@ -359,16 +351,13 @@ class Candidates:
         bound = float(np.where(fits, np.maximum(reached, last[stages - 1 :]), np.inf).min())
         return None if np.isinf(bound) else self._in_ticks(replicas, stages, bound)
 
-    def _least_bytes(self, replicas: int, stages: int) -> list[int]:
+    def _find_least_bytes(self, replicas: int, stages: int) -> list[int]:
         """The bytes of the smallest stage that could be at each place."""
-        key = (replicas, stages)
-        if key not in self._smallest:
-            costs, slack = self._costs[replicas], self.num_layers - stages + 1
-            self._smallest[key] = [
-                int(costs.matrix(stage, stages)[stage : stage + slack, stage + 1 : stage + 1 + slack].min())
-                for stage in range(stages)
-            ]
-        return self._smallest[key]
+        costs, slack = self._costs[replicas], self.num_layers - stages + 1
+        return [
+            int(costs.matrix(stage, stages)[stage : stage + slack, stage + 1 : stage + 1 + slack].min())
+            for stage in range(stages)
+        ]
 
     # -- ahead of time, and when nothing fits
 
@@ -381,11 +370,9 @@ class Candidates:
             self.candidate(replicas, stages, None)
             self._least_bytes(replicas, stages)
 
-    def fewest_devices(self, capacity: int) -> int | None:
+    def _find_fewest_devices(self, capacity: int) -> int | None:
         """Devices of `capacity` bytes that one pipeline needs at least, with the best cuts; None: none would do."""
-        if capacity not in self._fewest:
-            self._fewest[capacity] = fewest_devices(self._costs[1], self.headroom.usable(capacity))
-        return self._fewest[capacity]
+        return fewest_devices(self._costs[1], self.headroom.usable(capacity))
 
 
 def _running(sizes: Sequence[int]) -> NDArray[np.int64]:

@@ -10,8 +10,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from varuna_capslog.membership.generation import Generation, Member, MemberLayout, Stamp
-from varuna_capslog.membership.wire import Change, Contribution, Proof, Value, Vote
+from varuna_capslog.membership.generation import (
+    Change,
+    Contribution,
+    Generation,
+    Member,
+    MemberLayout,
+    Proof,
+    Stamp,
+    Value,
+    Vote,
+)
 
 __all__ = [
     "Abort",

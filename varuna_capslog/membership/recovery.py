@@ -10,8 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from varuna_capslog.membership.generation import INITIAL, Generation, Member, MemberLayout, Stamp
-from varuna_capslog.membership.wire import Contribution, Proof
+from varuna_capslog.membership.generation import INITIAL, Contribution, Generation, Member, MemberLayout, Proof, Stamp
 
 __all__ = [
     "CHECKPOINT",

@@ -13,9 +13,8 @@ from varuna_capslog.elastic.member.effects import Effects
 from varuna_capslog.elastic.member.incoming import Incoming
 from varuna_capslog.elastic.member.peers import PeerMessage
 from varuna_capslog.membership import messages as m
-from varuna_capslog.membership.generation import Generation, Stamp
+from varuna_capslog.membership.generation import Generation, Stamp, decode, encode
 from varuna_capslog.membership.state import Phase, Roles, State
-from varuna_capslog.membership.wire import decode, encode
 from varuna_capslog.training.layer_state import digest
 
 AT = Stamp(5, 1)

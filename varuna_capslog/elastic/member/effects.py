@@ -16,11 +16,10 @@ from varuna_capslog.engine.communicator import PeerLost
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.ahead import first_owner, stay_with
 from varuna_capslog.membership.entries import AskEntry, BrokenEntry
-from varuna_capslog.membership.generation import INITIAL, Generation, Member
+from varuna_capslog.membership.generation import INITIAL, Generation, Member, encode
 from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.membership.roster import Roster
 from varuna_capslog.membership.state import Phase
-from varuna_capslog.membership.wire import encode
 from varuna_capslog.training.layer_state import digest
 
 if TYPE_CHECKING:

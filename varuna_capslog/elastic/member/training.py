@@ -17,9 +17,8 @@ from varuna_capslog.engine.communicator import PeerLost
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.ahead import Ahead, find_ahead, first_owner, stay_with
 from varuna_capslog.membership.entries import CheckpointEntry
-from varuna_capslog.membership.generation import Member, Stamp
+from varuna_capslog.membership.generation import Member, Stamp, decode, encode
 from varuna_capslog.membership.state import Phase
-from varuna_capslog.membership.wire import decode, encode
 
 if TYPE_CHECKING:
     from varuna_capslog.elastic.member.runtime import Runtime

@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.elastic.notices.interface import Clock, Deadline, Deliver, Kind, Listener, Notice
 
-__all__ = ["Meaning", "SignalListener", "signal_meanings", "plain"]
+__all__ = ["Meaning", "SignalListener", "plain", "signal_meanings"]
 
 
 @dataclass(frozen=True, slots=True)
