@@ -21,12 +21,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from varuna_capslog.elastic.notices.auto import detect_cloud
 from varuna_capslog.elastic.notices.aws import AwsListener
 from varuna_capslog.elastic.notices.azure import AzureListener
-from varuna_capslog.elastic.notices.callback import CallbackListener
 from varuna_capslog.elastic.notices.file import FileListener
-from varuna_capslog.elastic.notices.gather import listen
+from varuna_capslog.elastic.notices.gather import CallbackListener, detect_cloud, listen
 from varuna_capslog.elastic.notices.gcp import GcpListener
 from varuna_capslog.elastic.notices.interface import Listener
 from varuna_capslog.elastic.notices.signals import SignalListener, plain

@@ -9,8 +9,7 @@ import time
 import pytest
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.elastic.notices.callback import CallbackListener, on_notice
-from varuna_capslog.elastic.notices.gather import Announcement, listen
+from varuna_capslog.elastic.notices.gather import Announcement, CallbackListener, listen, on_notice
 from varuna_capslog.elastic.notices.interface import Deadline, Deliver, Kind, Listener, Notice
 
 

@@ -24,8 +24,7 @@ from varuna_capslog.elastic.host.event_writer import EventWriter
 from varuna_capslog.elastic.host.options import HostOptions
 from varuna_capslog.elastic.host.store_link import HostStore
 from varuna_capslog.elastic.host.workers import SETTLE_SECONDS, HostWorker, HostWorkers
-from varuna_capslog.elastic.notices.auto import auto_sources
-from varuna_capslog.elastic.notices.gather import Announcement, Gathering, listen
+from varuna_capslog.elastic.notices.gather import Announcement, Gathering, auto_sources, listen
 from varuna_capslog.elastic.notices.interface import Kind
 from varuna_capslog.membership import entries
 from varuna_capslog.membership.generation import Generation, Member

@@ -13,10 +13,9 @@ import pytest
 from tests.elastic.metadata_servers import FakeAws, FakeAzure, FakeGcp, MetadataServer, Reply
 from tests.elastic.notices.support import Inbox
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.elastic.notices.auto import auto_sources, detect_cloud
 from varuna_capslog.elastic.notices.aws import AwsListener
 from varuna_capslog.elastic.notices.azure import AzureListener
-from varuna_capslog.elastic.notices.gather import listen
+from varuna_capslog.elastic.notices.gather import auto_sources, detect_cloud, listen
 from varuna_capslog.elastic.notices.gcp import GcpListener
 from varuna_capslog.elastic.notices.interface import Kind, Listener, PollingListener, Round, Unavailable, backoff
 from varuna_capslog.elastic.notices.metadata import HttpOpener
