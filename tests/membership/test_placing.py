@@ -21,7 +21,7 @@ from varuna_capslog.membership.candidates import Candidates
 from varuna_capslog.membership.generation import MemberLayout
 from varuna_capslog.membership.placing import Placer, describe_reserves, state_bytes
 from varuna_capslog.membership.recovery import Seat
-from varuna_capslog.membership.redundancy import Protection, Reserve, reserves
+from varuna_capslog.membership.redundancy import Reserve, reserves
 from varuna_capslog.planners.seconds import Link, step_player
 from varuna_capslog.planning.simulation import UPDATE_RATE, simulate_plan
 from varuna_capslog.plans.plan import Plan, PlanStage
@@ -52,10 +52,10 @@ def placer_of(profile: Profile | None, steps: RunShape, **options: object) -> Pl
     sizes = options.pop("layer_bytes", None) or [30] * (profile.num_layers if profile else 1)
     reserved = options.pop("reserved", False)
     kept = {name: options.pop(name) for name in ("redundancy", "sync") if name in options}
-    protection = Protection(**{"redundancy": 1 if reserved else 0, **kept})  # type: ignore[arg-type]
+    kept.setdefault("redundancy", 1 if reserved else 0)
     least = options.pop("min_devices", 1)
     chosen = {"link": FAST, "beside": sizes if reserved else None, **options}
-    return Placer(Candidates(profile, sizes, steps, **chosen), protection, min_devices=least)  # type: ignore[arg-type]
+    return Placer(Candidates(profile, sizes, steps, **chosen), **kept, min_devices=least)  # type: ignore[arg-type]
 
 
 def plain(layers: int, seconds: bool = True, **fields: object) -> Profile:
@@ -178,7 +178,7 @@ def test_no_cut_list_that_fits_unequal_devices_is_faster_than_their_bound() -> N
         for stages in range(2, profile.num_layers + 1):
             usable = [rng.randint(10, 50) for _ in range(stages)]
             lists = [candidates.of_cuts(1, tuple(cuts)) for cuts in exhaustive(candidates._costs[1], stages)]
-            steps = [one.step_ticks or 0 for one in lists if max(one.excess(usable)) <= 0]
+            steps = [one.step_ticks or 0 for one in lists if one.fits(usable)]
             bound = candidates._limited_bound(1, stages, usable)
             assert (bound is None) == (not steps)
             if bound is None:
@@ -428,8 +428,8 @@ def test_reserves_on_the_device_count_against_its_capacity() -> None:
     layout = device(seats)
     assert isinstance(layout, MemberLayout)
     assert sorted(layout.copied) == ["m0", "m1"]
-    found = reserves(layout, device.protection, device.layer_bytes, device.gradient_bytes)
-    assert {reserve.total for reserve in found.values()} == {200}
+    found = reserves(layout, device.sync, device.layer_bytes, device.gradient_bytes)
+    assert {sum(reserve) for reserve in found.values()} == {200}
     lacking = device(seats_of([399] * 2))
     assert isinstance(lacking, MemberLayout)
     assert "finds no room for copies" in str(lacking.problem)
@@ -504,7 +504,7 @@ def test_a_config_gives_the_placer_its_run() -> None:
         "",
     )
     placer = Placer.of_config(config, plain(4), [30] * 4)
-    assert (placer.protection, placer.min_devices) == (Protection(2, False), 2)
+    assert (placer.redundancy, placer.sync, placer.min_devices) == (2, False, 2)
     seats = seats_of([0] * 4)
     assert shape_of(placer, placer(seats), seats)[1:] == (1, 4)
 

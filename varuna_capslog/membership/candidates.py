@@ -64,11 +64,11 @@ class Candidate:
         """What is chosen is the smallest: the quickest, then the one with most devices, then with fewest replicas."""
         return (self.step_ticks or 0, -self.devices, self.replicas)
 
-    def excess(self, usable: Sequence[int] | None) -> list[int]:
-        """Bytes by which each stage exceeds what its devices can use; [] where nothing limits or is known."""
+    def fits(self, usable: Sequence[int] | None) -> bool:
+        """Whether each stage keeps to what its devices can use; True where nothing limits or is known."""
         if usable is None or self.stage_bytes is None:
-            return []
-        return [held - limit for held, limit in zip(self.stage_bytes, usable, strict=True)]
+            return True
+        return all(held <= limit for held, limit in zip(self.stage_bytes, usable, strict=True))
 
 
 @dataclass
@@ -195,7 +195,7 @@ class Candidates:
                 continue
             limits = usable(replicas, stages)
             candidate = self._weighed(replicas, stages, None)
-            if max(candidate.excess(limits), default=0) > 0:
+            if not candidate.fits(limits):
                 if limits is not None and self._limits_matter(limits):
                     limited.append((replicas, stages, limits))
             elif best is None or best[0] > best_rank or candidate.order < best[1]:
@@ -212,7 +212,7 @@ class Candidates:
             if not may_win(replicas, stages, bound):
                 continue
             candidate = self._weighed(replicas, stages, tuple(limits))
-            if max(candidate.excess(limits)) > 0 or not may_win(replicas, stages, candidate.step_ticks or 0):
+            if not candidate.fits(limits) or not may_win(replicas, stages, candidate.step_ticks or 0):
                 continue
             key = (rank(candidate), candidate.order)
             if best is None or key < best:
@@ -235,7 +235,7 @@ class Candidates:
         they do not fit.
         """
         found = self._weighed(replicas, stages, None)
-        if usable is None or max(found.excess(usable), default=0) <= 0:
+        if usable is None or found.fits(usable):
             return found
         return self._weighed(replicas, stages, tuple(usable)) if self._limits_matter(usable) else found
 

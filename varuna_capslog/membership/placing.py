@@ -16,7 +16,7 @@ from varuna_capslog.config.reading import Config
 from varuna_capslog.membership.candidates import Candidate, Candidates
 from varuna_capslog.membership.generation import Member, MemberLayout
 from varuna_capslog.membership.recovery import Seat
-from varuna_capslog.membership.redundancy import Copies, Protection, Reserve, place_copies, reserves
+from varuna_capslog.membership.redundancy import Copies, Reserve, place_copies, reserves
 from varuna_capslog.memory import NEVER
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planning.verdict import MemoryVerdict, judge
@@ -36,7 +36,8 @@ class Placer:
 
     Args:
         candidates: every pipeline that could be; its `beside` counts the snapshots.
-        protection: which copies are kept. Of two placements the one whose copies find room is taken.
+        redundancy: simultaneous losses of hosts to survive. Of two placements the one whose copies find room is taken.
+        sync: whether copies make each step together with their owners, or follow in the background.
         gradient_bytes: per layer, what its gradients take as they are sent. By default as AdamW's state has them, a
             third of the layer's state.
         given: (cuts, replicas) of the run's own plan, taken where exactly as many devices are there as it is for, and
@@ -47,19 +48,20 @@ class Placer:
     def __init__(
         self,
         candidates: Candidates,
-        protection: Protection,
+        redundancy: int = 1,
+        sync: bool = True,
         *,
         gradient_bytes: Sequence[int] | None = None,
         given: tuple[Sequence[int], int] | None = None,
         min_devices: int = 1,
     ) -> None:
-        self.candidates, self.protection, self.min_devices = candidates, protection, min_devices
+        self.candidates, self.redundancy, self.sync, self.min_devices = candidates, redundancy, sync, min_devices
         self.layer_bytes = tuple(candidates.layer_bytes)
         self.gradient_bytes = tuple(gradient_bytes or (-(-size // 3) for size in self.layer_bytes))
         self._given = None if given is None else candidates.of_cuts(given[1], tuple(given[0]))
         # A copy's two boundaries, and the gradients that wait for the vote.
         self._copy_bytes = [
-            2 * state + (gradient if protection.sync else 0)
+            2 * state + (gradient if sync else 0)
             for state, gradient in zip(self.layer_bytes, self.gradient_bytes, strict=True)
         ]
 
@@ -79,11 +81,17 @@ class Placer:
         """
         pipeline, elastic = config.pipeline, config.elastic
         one_each = plan is not None and plan.placed is None and len(plan.cuts) == pipeline.devices
-        protection = Protection(elastic.redundancy, elastic.protection == "sync")
         shape, sizes = RunShape.of_config(config), tuple(layer_bytes)
         candidates = Candidates(profile, sizes, shape, pipeline.planner, pipeline.memory, beside=sizes)
         given = (plan.cuts, pipeline.replicas) if plan is not None and one_each else None
-        return cls(candidates, protection, gradient_bytes=gradient_bytes, given=given, min_devices=elastic.min_devices)
+        return cls(
+            candidates,
+            elastic.redundancy,
+            elastic.protection == "sync",
+            gradient_bytes=gradient_bytes,
+            given=given,
+            min_devices=elastic.min_devices,
+        )
 
     def __call__(self, seats: Sequence[Seat]) -> MemberLayout | str:
         """Who owns and copies what, or the sentence that says for what the run waits."""
@@ -96,16 +104,16 @@ class Placer:
                 f"{lack} more"
             )
         limits = _Limits(seats, self.candidates)
-        found = self._given_if_it_fits(seats, limits)
-        if found is None:
+        found = self._given if self._given is not None and self._given.devices == len(seats) else None
+        if found is None or not found.fits(limits.usable(found.replicas, len(found.cuts))):
             # What hosts are too few for, no placement protects from.
-            least = max(0, self.protection.redundancy - (len({seat.host for seat in seats}) - 1))
+            least = max(0, self.redundancy - (len({seat.host for seat in seats}) - 1))
 
             def lost_protection(candidate: Candidate) -> int:
                 """By how many host losses the copies that find room fall short of what is asked."""
                 if not limits.any:
                     return least
-                return self.protection.redundancy - self._place_copies(candidate, seats, limits).survives
+                return self.redundancy - self._place_copies(candidate, seats, limits).survives
 
             found = self.candidates.quickest(len(seats), limits.usable, lost_protection, least)
         if found is None:
@@ -155,13 +163,6 @@ class Placer:
             )
         return tuple(layers[0] for layers in rows[0]), devices, replicas
 
-    def _given_if_it_fits(self, seats: Sequence[Seat], limits: _Limits) -> Candidate | None:
-        given = self._given
-        if given is None or given.devices != len(seats):
-            return None
-        excess = given.excess(limits.usable(given.replicas, len(given.cuts)))
-        return given if max(excess, default=0) <= 0 else None
-
     # -- copies
 
     def _place_copies(self, candidate: Candidate, seats: Sequence[Seat], limits: _Limits) -> Copies:
@@ -169,7 +170,7 @@ class Placer:
         spare = [seat.member for seat in seats[candidate.devices :]]
         hosts = {seat.member: seat.host for seat in seats}
         room = self._room(candidate, limits) if limits.any else None
-        return place_copies(pipelines, hosts, self.protection.redundancy, self._copy_bytes, spare, room)
+        return place_copies(pipelines, hosts, self.redundancy, self._copy_bytes, spare, room)
 
     def _room(self, candidate: Candidate, limits: _Limits) -> dict[Member, int]:
         """Bytes that each device has left for copies."""
@@ -256,15 +257,15 @@ def state_bytes(profile: Profile) -> tuple[list[int], list[int]] | None:
 
 def describe_reserves(found: Mapping[Member, Reserve]) -> str:
     """What protection takes, in a sentence: the rank with most of it, and all of them together."""
-    most = max(found.values(), key=lambda reserve: reserve.total)
+    most = max(found.values(), key=sum)
     parts = [f"{format_bytes(most.snapshot)} for its own layers at the last boundary"]
     if most.copies:
         parts.append(f"{format_bytes(most.copies)} for copies of others'")
     if most.updates:
         parts.append(f"{format_bytes(most.updates)} for their gradients")
-    total = sum(reserve.total for reserve in found.values())
+    total = sum(map(sum, found.values()))
     return (
-        f"protection takes up to {format_bytes(most.total)} of a rank's memory on the device beside training "
+        f"protection takes up to {format_bytes(sum(most))} of a rank's memory on the device beside training "
         f"({', '.join(parts)}), {format_bytes(total)} over {len(found)} rank(s)"
     )
 
@@ -314,7 +315,7 @@ def with_reserves(config: Config, profile: Profile, plan: Plan, find: Callable[.
                 "devices or capacity, or set elastic.enabled to false"
             )
     layout, _ = placer.of_cuts(plan.cuts, replicas, seats)
-    kept = reserves(layout, placer.protection, placer.layer_bytes, placer.gradient_bytes)
+    kept = reserves(layout, placer.sync, placer.layer_bytes, placer.gradient_bytes)
     told = [lack, describe_reserves(kept), layout.problem]
     snapshots = [sum(sizes[0][first:end]) for first, end in plan.stages()]
     return dataclasses.replace(plan, notes=(*plan.notes, *filter(None, told))), snapshots

@@ -10,24 +10,13 @@ import heapq
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.units import format_bytes
 from varuna_capslog.membership.generation import Member, MemberLayout
 
-__all__ = ["Copies", "Protection", "Reserve", "place_copies", "reserves"]
-
-
-@dataclass(frozen=True)
-class Protection:
-    """What a run keeps twice, so that losses cost no state.
-
-    redundancy: simultaneous losses of hosts to survive.
-    sync: whether copies make each step together with their owners, or follow in the background.
-    """
-
-    redundancy: int = 1
-    sync: bool = True
+__all__ = ["Copies", "Reserve", "place_copies", "reserves"]
 
 
 @dataclass(frozen=True)
@@ -204,8 +193,7 @@ def _some(layers: Sequence[int]) -> str:
     return ", ".join(map(str, rising[:6])) + (f" and {len(rising) - 6} more" if len(rising) > 6 else "")
 
 
-@dataclass(frozen=True)
-class Reserve:
+class Reserve(NamedTuple):
     """Bytes that protection takes on one rank's device besides training itself: entries for the memory model.
 
     Attributes:
@@ -218,14 +206,9 @@ class Reserve:
     copies: int
     updates: int
 
-    @property
-    def total(self) -> int:
-        """All of it."""
-        return self.snapshot + self.copies + self.updates
-
 
 def reserves(
-    layout: MemberLayout, protection: Protection, layer_bytes: Sequence[int], gradient_bytes: Sequence[int]
+    layout: MemberLayout, sync: bool, layer_bytes: Sequence[int], gradient_bytes: Sequence[int]
 ) -> dict[Member, Reserve]:
     """What the commit rule and the copies cost each rank, in bytes.
 
@@ -239,6 +222,6 @@ def reserves(
     found = {}
     for member in dict.fromkeys([*layout.owned, *layout.copied]):
         mine, theirs = (sum(layer_bytes[layer] for layer in of.get(member, ())) for of in (layout.owned, layout.copied))
-        updates = sum(gradient_bytes[layer] for layer in layout.copied.get(member, ())) if protection.sync else 0
+        updates = sum(gradient_bytes[layer] for layer in layout.copied.get(member, ())) if sync else 0
         found[member] = Reserve(mine, 2 * theirs, updates)
     return found

@@ -25,7 +25,6 @@ from varuna_capslog.membership.candidates import Candidates
 from varuna_capslog.membership.generation import MemberLayout
 from varuna_capslog.membership.placing import Placer, state_bytes
 from varuna_capslog.membership.recovery import Seat
-from varuna_capslog.membership.redundancy import Protection
 from varuna_capslog.planners.seconds import Link, step_player
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
@@ -67,7 +66,7 @@ def placer_of(profile: Profile, run: tuple[int, int], link: Link | None, planner
     microbatches, blocks = run
     step = RunShape(microbatches, microbatch_size=1, num_blocks=blocks)
     candidates = Candidates(profile, tuple(sizes[0]), step, planner, beside=sizes[0], link=link)
-    return Placer(candidates, Protection(), gradient_bytes=sizes[1])
+    return Placer(candidates, gradient_bytes=sizes[1])
 
 
 def measure(profile: Profile, run: tuple[int, int], link: Link | None, planner: str, questions: int) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import json
+import queue
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Sequence
@@ -113,7 +114,7 @@ class MembershipStore(abc.ABC):
         Returns:
             A function that ends it; after its return (in other threads than the follower's) `take` is not called.
         """
-        follower = self._follower(take, lost, start)
+        follower = LogFollower(self, take, lost, start)
         with self._log_lock:
             self._followers.append(follower)
         follower.start()
@@ -146,8 +147,8 @@ class MembershipStore(abc.ABC):
         """
 
     @abc.abstractmethod
-    def _follower(self, take: Take, lost: Lost, start: int) -> LogFollower:
-        """A follower for this kind of store, not started yet."""
+    def read_on(self, follower: LogFollower) -> None:
+        """Reads the log from `follower.next` on and delivers it, until the follower is stopped. Raises StoreGone."""
 
     # -- keys and counters -----------------------------------------------------------------------------------------
 
@@ -190,17 +191,20 @@ class MembershipStore(abc.ABC):
         """Ends all connections; later calls raise StoreGone."""
 
 
-class LogFollower(abc.ABC):
-    """A thread that reads the log and passes its entries on. How it waits for new entries depends on the kind of store.
+class LogFollower:
+    """A thread that reads the log and passes its entries on.
 
     Attributes:
         next: number of the entry that is passed on next.
         stopped: whether the thread has ended or is to end.
+        heard: for the store's `read_on`, which alone knows what it puts here; None: the follower was stopped.
     """
 
-    def __init__(self, take: Take, lost: Lost, start: int) -> None:
+    def __init__(self, store: MembershipStore, take: Take, lost: Lost, start: int) -> None:
         self.next = start
         self.stopped = False
+        self.heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._store = store
         self._take = take
         self._lost = lost
         self._telling = threading.RLock()
@@ -213,12 +217,9 @@ class LogFollower(abc.ABC):
     def stop(self) -> None:
         """End; returns when a call of `take` that is under way has returned."""
         self.stopped = True
+        self.heard.put(None)  # so that the thread does not wait for the next entry
         with self._telling:
             pass
-
-    @abc.abstractmethod
-    def read_on(self) -> None:
-        """Reads the log and calls `deliver` until `stopped`. Raises StoreGone."""
 
     def deliver(self, texts: Iterable[str]) -> None:
         """Passes the next entries on, unless the follower was stopped."""
@@ -231,7 +232,7 @@ class LogFollower(abc.ABC):
 
     def _run(self) -> None:
         try:
-            self.read_on()
+            self._store.read_on(self)
         except StoreGone as error:
             with self._telling:
                 if not self.stopped:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.elastic.store.lines import OPEN_SECONDS, StoreLine, StoreLines, first_line
-from varuna_capslog.elastic.store.log import LOOK_SECONDS, LogFollower, Lost, MembershipStore, Take
+from varuna_capslog.elastic.store.log import LOOK_SECONDS, LogFollower, MembershipStore
 
 __all__ = ["StoreServer", "TcpMembershipStore"]
 
@@ -111,66 +111,56 @@ class TcpMembershipStore(MembershipStore):
     def _write(self, position: int, text: str) -> bool:
         return self.lines.call(lambda client: client.compare_set(_key(position), "", text)) == text.encode()
 
-    def _follower(self, take: Take, lost: Lost, start: int) -> LogFollower:
-        return _TcpFollower(self, take, lost, start)
-
     def _disconnect(self) -> None:
         self.lines.close()
 
+    # -- following the log -----------------------------------------------------------------------------------------
 
-class _TcpFollower(LogFollower):
-    """Reads the log with a line that waits in the store, and looks now and then whether the store is still there."""
-
-    def __init__(self, store: TcpMembershipStore, take: Take, lost: Lost, start: int) -> None:
-        super().__init__(take, lost, start)
-        self._store = store
-        # of texts; an exception: the line is broken; None: stop
-        self._heard: queue.SimpleQueue[tuple[StoreLine, str | BaseException] | None] = queue.SimpleQueue()
-
-    def stop(self) -> None:
-        self.stopped = True
-        self._heard.put(None)  # so that the thread does not wait for the next entry
-        super().stop()
-
-    def read_on(self) -> None:
+    def read_on(self, follower: LogFollower) -> None:
+        """Reads with a line that waits in the store, and looks now and then whether the store is still there."""
         line: StoreLine | None = None
         try:
-            while not self.stopped:
+            while not follower.stopped:
                 if line is None:
-                    line = self._store.lines.line()
-                    line.send(self._pump(line, self.next))
+                    line = self.lines.line()
+                    line.send(_pump(follower, line))
                 try:
-                    heard = self._heard.get(timeout=LOOK_SECONDS)
+                    heard = follower.heard.get(timeout=LOOK_SECONDS)
                 except queue.Empty:
-                    self._store.look()
+                    self.look()
                     continue
                 if heard is None or heard[0] is not line:
                     continue
                 if isinstance(heard[1], BaseException):
                     line = None
                     continue
-                self.deliver([heard[1]])
+                follower.deliver([heard[1]])
         finally:
             if line is not None:
                 line.close()
 
-    def _pump(self, line: StoreLine, position: int) -> Callable[[dist.TCPStore], None]:
-        """What the line's thread does: puts every entry from `position` on into the queue."""
 
-        def job(client: dist.TCPStore) -> None:
-            try:
-                client.set_timeout(_FOR_EVER)
-                known = _entries(client, position)  # a late reader has much to read, and one by one takes seconds
-                for text in known:
-                    self._heard.put((line, text))
-                at = position + len(known)
-                while not self.stopped:
-                    self._heard.put((line, client.get(_key(at)).decode()))
-                    at += 1
-            except RuntimeError as error:
-                self._heard.put((line, error))
+def _pump(follower: LogFollower, line: StoreLine) -> Callable[[dist.TCPStore], None]:
+    """What the line's thread does: puts (line, text) of every entry that follows into the follower's queue.
 
-        return job
+    In place of a text it puts the exception that ends it: then the line is broken.
+    """
+    position = follower.next
+
+    def job(client: dist.TCPStore) -> None:
+        try:
+            client.set_timeout(_FOR_EVER)
+            known = _entries(client, position)  # a late reader has much to read, and one by one takes seconds
+            for text in known:
+                follower.heard.put((line, text))
+            at = position + len(known)
+            while not follower.stopped:
+                follower.heard.put((line, client.get(_key(at)).decode()))
+                at += 1
+        except RuntimeError as error:
+            follower.heard.put((line, error))
+
+    return job
 
 
 def _entries(client: dist.TCPStore, start: int) -> Sequence[str]:

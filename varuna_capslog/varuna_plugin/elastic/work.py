@@ -26,7 +26,6 @@ from varuna_capslog.membership.candidates import Candidates
 from varuna_capslog.membership.generation import Generation, MemberLayout, Stamp
 from varuna_capslog.membership.placing import Placer
 from varuna_capslog.membership.recovery import Seat
-from varuna_capslog.membership.redundancy import Protection
 from varuna_capslog.schedules import RunShape
 from varuna_capslog.training.recent_steps import RecentSteps
 from varuna_capslog.varuna_plugin import building, checkpoint, piece_state
@@ -59,7 +58,6 @@ class VarunaWork:
         self.pieces = ModelPieces(job, varuna.CutPoint)
         self.layer_bytes = self.pieces.state_bytes
         count = job.num_microbatches
-        protection = Protection(job.elastic.redundancy, job.elastic.protection == "sync")
         candidates = Candidates(
             job.profile,
             self.layer_bytes,
@@ -69,7 +67,10 @@ class VarunaWork:
             max_replicas=1,
             beside=self.layer_bytes,
         )
-        self.placer = Placer(candidates, protection, min_devices=job.elastic.min_devices)
+        elastic = job.elastic
+        self.placer = Placer(
+            candidates, elastic.redundancy, elastic.protection == "sync", min_devices=elastic.min_devices
+        )
         self.checkpoints = job.run_dir / "checkpoints"
         os.makedirs(building.temporary_folder(), exist_ok=True)
         self._part: VarunaPart | None = None
