@@ -17,6 +17,7 @@ from tests.planners.instances import exhaustive, peaks
 from tests.planners.timed import chain
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import Config, section
+from varuna_capslog.config.settings import Elastic
 from varuna_capslog.membership.candidates import Candidates
 from varuna_capslog.membership.generation import MemberLayout
 from varuna_capslog.membership.placing import Placer, describe_reserves, state_bytes
@@ -51,11 +52,10 @@ def placer_of(profile: Profile | None, steps: RunShape, **options: object) -> Pl
     """`reserved`: with snapshots and copies beside training."""
     sizes = options.pop("layer_bytes", None) or [30] * (profile.num_layers if profile else 1)
     reserved = options.pop("reserved", False)
-    kept = {name: options.pop(name) for name in ("redundancy", "sync") if name in options}
-    kept.setdefault("redundancy", 1 if reserved else 0)
-    least = options.pop("min_devices", 1)
+    kept = {name: options.pop(name) for name in ("redundancy", "min_devices") if name in options}
+    elastic = Elastic.model_validate({"redundancy": 1 if reserved else 0, **kept})
     chosen = {"link": FAST, "beside": sizes if reserved else None, **options}
-    return Placer(Candidates(profile, sizes, steps, **chosen), **kept, min_devices=least)  # type: ignore[arg-type]
+    return Placer(Candidates(profile, sizes, steps, **chosen), elastic)  # type: ignore[arg-type]
 
 
 def plain(layers: int, seconds: bool = True, **fields: object) -> Profile:
@@ -504,7 +504,7 @@ def test_a_config_gives_the_placer_its_run() -> None:
         "",
     )
     placer = Placer.of_config(config, plain(4), [30] * 4)
-    assert (placer.redundancy, placer.sync, placer.min_devices) == (2, False, 2)
+    assert (placer.elastic.redundancy, placer.sync, placer.elastic.min_devices) == (2, False, 2)
     seats = seats_of([0] * 4)
     assert shape_of(placer, placer(seats), seats)[1:] == (1, 4)
 

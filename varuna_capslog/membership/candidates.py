@@ -81,7 +81,7 @@ class Candidates:
         run: the whole step, over all replicas, which divide its blocks.
         planner, memory: as in `search.plan`.
         beside: bytes on the device beside training, per layer that a rank owns; default none.
-        link: between ranks, in a pipeline and across; None: transfers take no time.
+        link: between ranks, in a pipeline and across; by default transfers take no time.
 
     Raises:
         CapslogError: unknown names, a planner that is too slow for a run that stands still, a profile of another chain,
@@ -95,9 +95,7 @@ class Candidates:
     memory: str = AUTO
     max_replicas: int | None = None
     beside: Sequence[int] | None = None
-    link: Link | None = None
-    timed: bool = field(init=False)
-    """Whether the profile has seconds."""
+    link: Link = field(default_factory=Link)
     described: bool = field(init=False)
     """Whether stage bytes are those of the run; otherwise nothing is compared with a capacity."""
     headroom: Headroom = field(init=False)
@@ -115,12 +113,12 @@ class Candidates:
             raise CapslogError(
                 f"the profile has {profile.num_layers} layers, the chain {self.num_layers}; profile this model"
             )
-        self.timed = profile is not None and all(
-            None not in (layer.forward_seconds, layer.backward_seconds) for layer in profile.layers
-        )
         self.headroom = Headroom() if profile is None else Headroom.of(profile)
-        self.link = self.link or Link()
-        self._seconds = LayerSeconds.of_profile(profile, self.link) if self.timed and profile is not None else None
+        self._seconds: LayerSeconds | None = None
+        if profile is not None and all(
+            None not in (layer.forward_seconds, layer.backward_seconds) for layer in profile.layers
+        ):
+            self._seconds = LayerSeconds.of_profile(profile, self.link)
         parameters = [] if profile is None else [layer.parameter_bytes for layer in profile.layers]
         known = [size for size in parameters if size is not None]
         self._parameters = _running(known if len(known) == self.num_layers else [0] * self.num_layers)
@@ -138,7 +136,7 @@ class Candidates:
 
     def _replicas(self, most: int) -> list[int]:
         """Numbers of replicas up to `most` that share the blocks evenly."""
-        if not self.timed:
+        if self._seconds is None:
             return [1]
         most = min(most, self.max_replicas or most)
         return [number for number in range(1, most + 1) if self.run.num_blocks % number == 0]
@@ -189,19 +187,23 @@ class Candidates:
         def may_win(replicas: int, stages: int, bound: int) -> bool:
             return best is None or best[0] > best_rank or (bound, -replicas * stages, replicas) < best[1]
 
+        def consider(candidate: Candidate) -> None:
+            nonlocal best, found
+            if may_win(candidate.replicas, len(candidate.cuts), candidate.step_ticks or 0):
+                key = (rank(candidate), candidate.order)
+                if best is None or key < best:
+                    best, found = key, candidate
+
         limited = []
         for replicas, stages in self._in_order(devices):
             if not may_win(replicas, stages, self.bound_ticks(replicas, stages)):
                 continue
             limits = usable(replicas, stages)
             candidate = self._weighed(replicas, stages, None)
-            if not candidate.fits(limits):
-                if limits is not None and self._limits_matter(limits):
-                    limited.append((replicas, stages, limits))
-            elif best is None or best[0] > best_rank or candidate.order < best[1]:
-                key = (rank(candidate), candidate.order)
-                if best is None or key < best:
-                    best, found = key, candidate
+            if candidate.fits(limits):
+                consider(candidate)
+            elif limits is not None and self._limits_matter(limits):
+                limited.append((replicas, stages, limits))
         bounds = [
             (bound, -replicas * stages, replicas, stages, limits)
             for replicas, stages, limits in limited
@@ -212,11 +214,8 @@ class Candidates:
             if not may_win(replicas, stages, bound):
                 continue
             candidate = self._weighed(replicas, stages, tuple(limits))
-            if not candidate.fits(limits) or not may_win(replicas, stages, candidate.step_ticks or 0):
-                continue
-            key = (rank(candidate), candidate.order)
-            if best is None or key < best:
-                best, found = key, candidate
+            if candidate.fits(limits):
+                consider(candidate)
         return found
 
     def _in_order(self, devices: int) -> list[tuple[int, int]]:
@@ -276,7 +275,6 @@ class Candidates:
         """Seconds of a stage with so many bytes of parameters after its last backward: the other pipelines' blocks come
         one by one, then it updates.
         """
-        assert self.link is not None
         blocks = self.run.num_blocks
         foreign = blocks - blocks // replicas
         exchange = foreign * self.link.seconds(round(parameter_bytes)) if foreign and parameter_bytes else 0.0

@@ -16,7 +16,6 @@ from varuna_capslog.membership.state import Phase, State, Step, Wishes
 __all__ = [
     "adopt",
     "broken",
-    "heard_of",
     "hint",
     "outside",
     "stop_answering",
@@ -89,7 +88,7 @@ def stop_answering(state: State) -> Step:
     effects: list[m.Effect] = []
     if state.phase is not Phase.CHANGE:
         effects.append(m.Abort(state.record.number))
-        state = replace(state, phase=Phase.CHANGE, heard=heard_of(state, state.record.number + 1))
+        state = replace(state, phase=Phase.CHANGE, heard=_heard_of(state, state.record.number + 1))
         if state.unseen is not None:
             state, more = adopt(state, state.unseen)
             return state, (*effects, *more)
@@ -172,7 +171,7 @@ def adopt(state: State, record: Generation) -> Step:
         record=record,
         round=0,
         cast=True,
-        heard=heard_of(state, record.number),
+        heard=_heard_of(state, record.number),
         base=None,
         roles=replace(state.roles, missing=frozenset()),
         suspects=state.suspects.intersection(record.participants),
@@ -201,7 +200,7 @@ def outside(state: State, record: Generation, wants_in: bool) -> Step:
         record=record,
         round=0,
         cast=False,
-        heard=heard_of(state, record.number + 1),
+        heard=_heard_of(state, record.number + 1),
         suspects=frozenset(),
         roles=replace(state.roles, missing=frozenset()),
         wishes=Wishes(),
@@ -217,7 +216,7 @@ def outside(state: State, record: Generation, wants_in: bool) -> Step:
     return state, (m.Ask(record.members),)
 
 
-def heard_of(state: State, generation: int) -> frozenset[m.Heard]:
+def _heard_of(state: State, generation: int) -> frozenset[m.Heard]:
     """What was heard of this generation and later ones; all else is fenced out."""
     return frozenset(heard for heard in state.heard if heard.generation >= generation)
 

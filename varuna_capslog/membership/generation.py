@@ -1,36 +1,19 @@
-"""What a generation is, what its members tell each other in a round, and the JSON forms of both.
+"""What a generation is: its members, the boundaries on its past, and the stamp that every state of a layer carries.
 
-A generation has members, the boundaries on its past, and the stamp that every state of a layer carries. The store holds
-exactly one `Generation`, replaced by compare-and-set on its number; every message of a run names one.
+The store holds exactly one `Generation`, replaced by compare-and-set on its number; every message of a run names one.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
 
-__all__ = [
-    "EMPTY",
-    "INITIAL",
-    "Change",
-    "Contribution",
-    "Generation",
-    "Held",
-    "Member",
-    "MemberLayout",
-    "Proof",
-    "Stamp",
-    "Value",
-    "Vote",
-    "decode",
-    "encode",
-]
+__all__ = ["EMPTY", "INITIAL", "Generation", "Held", "Member", "MemberLayout", "Stamp"]
 
 FORMAT = "varuna-capslog/generation/1"
 
@@ -192,102 +175,13 @@ class MemberLayout:
     copied: Mapping[Member, tuple[int, ...]]
     problem: str | None = None
 
-    def covers(self, members: frozenset[Member]) -> bool:
+    def holds(self, member: Member) -> tuple[int, ...]:
+        """The layers that a member owns, and then those that it copies."""
+        return (*self.owned.get(member, ()), *self.copied.get(member, ()))
+
+    def covers(self, members: Iterable[Member]) -> bool:
         """Whether these members hold every layer between them, copies counted."""
-        found: set[int] = set()
-        for member in members:
-            found.update(self.owned.get(member, ()), self.copied.get(member, ()))
-        return len(found) == self.num_layers
+        return len({layer for member in members for layer in self.holds(member)}) == self.num_layers
 
     def __hash__(self) -> int:
         return hash((self.num_layers, tuple(sorted(self.owned.items())), tuple(sorted(self.copied.items()))))
-
-
-Change = tuple[str, Member]
-"""A wished change: ("leave", member) or ("join", member)."""
-
-
-class Proof(NamedTuple):
-    """The digest of a layer's state at a boundary, computed by a member that holds it.
-
-    Attributes:
-        owner: the member trained the layer; False: it holds a copy that was made ahead of a planned change.
-    """
-
-    layer: int
-    stamp: Stamp
-    owner: bool
-    digest: str
-
-
-@dataclass(frozen=True, slots=True)
-class Contribution:
-    """Cast in round 0 of a generation: what a participant brings.
-
-    Attributes:
-        held: everything of the training state that it can send.
-        host: members of one host are lost together.
-        capacity: bytes of its device, for the planner; 0 where the run has no capacities.
-        checkpoint: the newest complete checkpoint that it knows of.
-        voted: its last vote on a step: in which generation, and from which boundary. Where all voters of that
-            generation voted from there, the boundary is settled, whether or not anybody has seen the outcome.
-        proofs: digests of the copies that it holds ahead of a change, and of the layers that it trained and of which
-            such copies were made.
-    """
-
-    held: Held
-    host: str
-    capacity: int = 0
-    checkpoint: Stamp = INITIAL
-    voted: tuple[int, Stamp] = (0, INITIAL)
-    proofs: frozenset[Proof] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class Vote:
-    """Cast in round s: this member's share of step s is final.
-
-    Attributes:
-        finite: loss and gradients are finite.
-        changes: changes of the membership that this member knows to be wished.
-        prepared: the set of changes for which everything that must move here has been copied ahead.
-        urgent: its deadline leaves no time for preparation.
-        hints: changes that may be wished later.
-        save: one of `changes` may be cut off on its way: a checkpoint is to be written before it begins.
-    """
-
-    finite: bool = True
-    changes: frozenset[Change] = frozenset()
-    prepared: frozenset[Change] = frozenset()
-    urgent: bool = False
-    hints: frozenset[Change] = frozenset()
-    save: bool = False
-
-
-Value = Contribution | Vote
-
-
-def encode(value: Value) -> bytes:
-    """A value of a round as JSON; a plain vote (finite, no wishes) is empty."""
-    if value == Vote():
-        return b""
-    data = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    return json.dumps(data, separators=(",", ":"), default=sorted).encode()
-
-
-def decode(text: bytes) -> Value:
-    """The value that `encode` made this of."""
-    if not text:
-        return Vote()
-    data = json.loads(text)
-    if "finite" in data:
-        changes = {key: frozenset(map(tuple, data[key])) for key in ("changes", "prepared", "hints")}
-        return Vote(**{**data, **changes})
-    return Contribution(
-        frozenset((layer, Stamp(*stamp)) for layer, stamp in data["held"]),
-        data["host"],
-        data["capacity"],
-        Stamp(*data["checkpoint"]),
-        (data["voted"][0], Stamp(*data["voted"][1])),
-        frozenset(Proof(layer, Stamp(*stamp), owner, digest) for layer, stamp, owner, digest in data["proofs"]),
-    )

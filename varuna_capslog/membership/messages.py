@@ -1,4 +1,4 @@
-"""Events that the runtime feeds to the protocol, and effects that it must carry out.
+"""Values that members cast in a round, events that the runtime feeds to the protocol, effects that it must carry out.
 
 Every event and effect of a generation names it. `protocol.step` drops events of older generations, so the runtime may
 deliver late, twice or out of order; it must keep the promises written at each class. What is no longer in `State.held`
@@ -9,18 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from varuna_capslog.membership.generation import (
-    Change,
-    Contribution,
-    Generation,
-    Member,
-    MemberLayout,
-    Proof,
-    Stamp,
-    Value,
-    Vote,
-)
+from varuna_capslog.membership.generation import INITIAL, Generation, Held, Member, MemberLayout, Stamp
 
 __all__ = [
     "Abort",
@@ -68,6 +59,73 @@ __all__ = [
     "Wait",
     "Wished",
 ]
+
+
+# -- values of a round -----------------------------------------------------------------------------------------------
+
+
+Change = tuple[str, Member]
+"""A wished change: ("leave", member) or ("join", member)."""
+
+
+class Proof(NamedTuple):
+    """The digest of a layer's state at a boundary, computed by a member that holds it.
+
+    Attributes:
+        owner: the member trained the layer; False: it holds a copy that was made ahead of a planned change.
+    """
+
+    layer: int
+    stamp: Stamp
+    owner: bool
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """Cast in round 0 of a generation: what a participant brings.
+
+    Attributes:
+        held: everything of the training state that it can send.
+        host: members of one host are lost together.
+        capacity: bytes of its device, for the planner; 0 where the run has no capacities.
+        checkpoint: the newest complete checkpoint that it knows of.
+        voted: its last vote on a step: in which generation, and from which boundary. Where all voters of that
+            generation voted from there, the boundary is settled, whether or not anybody has seen the outcome.
+        proofs: digests of the copies that it holds ahead of a change, and of the layers that it trained and of which
+            such copies were made.
+    """
+
+    held: Held
+    host: str
+    capacity: int = 0
+    checkpoint: Stamp = INITIAL
+    voted: tuple[int, Stamp] = (0, INITIAL)
+    proofs: frozenset[Proof] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Vote:
+    """Cast in round s: this member's share of step s is final.
+
+    Attributes:
+        finite: loss and gradients are finite.
+        changes: changes of the membership that this member knows to be wished.
+        prepared: the set of changes for which everything that must move here has been copied ahead.
+        urgent: its deadline leaves no time for preparation.
+        hints: changes that may be wished later.
+        save: one of `changes` may be cut off on its way: a checkpoint is to be written before it begins.
+    """
+
+    finite: bool = True
+    changes: frozenset[Change] = frozenset()
+    prepared: frozenset[Change] = frozenset()
+    urgent: bool = False
+    hints: frozenset[Change] = frozenset()
+    save: bool = False
+
+
+Value = Contribution | Vote
 
 
 # -- events ----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.units import format_bytes
-from varuna_capslog.config.reading import Config
+from varuna_capslog.config.settings import Config, Elastic
 from varuna_capslog.membership.candidates import Candidate, Candidates
 from varuna_capslog.membership.generation import Member, MemberLayout
 from varuna_capslog.membership.recovery import Seat
@@ -36,32 +36,28 @@ class Placer:
 
     Args:
         candidates: every pipeline that could be; its `beside` counts the snapshots.
-        redundancy: simultaneous losses of hosts to survive. Of two placements the one whose copies find room is taken.
-        sync: whether copies make each step together with their owners, or follow in the background.
+        elastic: what copies are to protect from, and with how few devices the run waits. Of two placements the one
+            whose copies find room is taken.
         gradient_bytes: per layer, what its gradients take as they are sent. By default as AdamW's state has them, a
             third of the layer's state.
         given: (cuts, replicas) of the run's own plan, taken where exactly as many devices are there as it is for, and
             it fits them. They need not be what a planner would choose.
-        min_devices: with fewer the run waits.
     """
 
     def __init__(
         self,
         candidates: Candidates,
-        redundancy: int = 1,
-        sync: bool = True,
-        *,
+        elastic: Elastic,
         gradient_bytes: Sequence[int] | None = None,
         given: tuple[Sequence[int], int] | None = None,
-        min_devices: int = 1,
     ) -> None:
-        self.candidates, self.redundancy, self.sync, self.min_devices = candidates, redundancy, sync, min_devices
+        self.candidates, self.elastic, self.sync = candidates, elastic, elastic.protection == "sync"
         self.layer_bytes = tuple(candidates.layer_bytes)
         self.gradient_bytes = tuple(gradient_bytes or (-(-size // 3) for size in self.layer_bytes))
         self._given = None if given is None else candidates.of_cuts(given[1], tuple(given[0]))
         # A copy's two boundaries, and the gradients that wait for the vote.
         self._copy_bytes = [
-            2 * state + (gradient if sync else 0)
+            2 * state + (gradient if self.sync else 0)
             for state, gradient in zip(self.layer_bytes, self.gradient_bytes, strict=True)
         ]
 
@@ -79,41 +75,34 @@ class Placer:
         Raises:
             CapslogError: as `Candidates`.
         """
-        pipeline, elastic = config.pipeline, config.elastic
+        pipeline = config.pipeline
         one_each = plan is not None and plan.placed is None and len(plan.cuts) == pipeline.devices
         shape, sizes = RunShape.of_config(config), tuple(layer_bytes)
         candidates = Candidates(profile, sizes, shape, pipeline.planner, pipeline.memory, beside=sizes)
         given = (plan.cuts, pipeline.replicas) if plan is not None and one_each else None
-        return cls(
-            candidates,
-            elastic.redundancy,
-            elastic.protection == "sync",
-            gradient_bytes=gradient_bytes,
-            given=given,
-            min_devices=elastic.min_devices,
-        )
+        return cls(candidates, config.elastic, gradient_bytes, given)
 
     def __call__(self, seats: Sequence[Seat]) -> MemberLayout | str:
         """Who owns and copies what, or the sentence that says for what the run waits."""
         if not seats:
             return "no device is left; waiting for one"
-        if len(seats) < self.min_devices:
-            lack = self.min_devices - len(seats)
+        if len(seats) < self.elastic.min_devices:
+            lack = self.elastic.min_devices - len(seats)
             return (
-                f"{len(seats)} device(s) are left, but elastic.min_devices is {self.min_devices}; waiting for "
+                f"{len(seats)} device(s) are left, but elastic.min_devices is {self.elastic.min_devices}; waiting for "
                 f"{lack} more"
             )
         limits = _Limits(seats, self.candidates)
         found = self._given if self._given is not None and self._given.devices == len(seats) else None
         if found is None or not found.fits(limits.usable(found.replicas, len(found.cuts))):
             # What hosts are too few for, no placement protects from.
-            least = max(0, self.redundancy - (len({seat.host for seat in seats}) - 1))
+            least = max(0, self.elastic.redundancy - (len({seat.host for seat in seats}) - 1))
 
             def lost_protection(candidate: Candidate) -> int:
                 """By how many host losses the copies that find room fall short of what is asked."""
                 if not limits.any:
                     return least
-                return self.redundancy - self._place_copies(candidate, seats, limits).survives
+                return self.elastic.redundancy - self._place_copies(candidate, seats, limits).survives
 
             found = self.candidates.quickest(len(seats), limits.usable, lost_protection, least)
         if found is None:
@@ -128,11 +117,6 @@ class Placer:
         """
         found = self.candidates.of_cuts(replicas, tuple(cuts))
         return self._layout(found, seats, _Limits(seats, self.candidates)), found.stage_bytes
-
-    def cuts_of(self, stages: int, replicas: int, seats: Sequence[Seat]) -> tuple[int, ...]:
-        """The planner's cuts for so many stages, with the reserves that every stage has."""
-        usable = _Limits(seats, self.candidates).usable(replicas, stages)
-        return self.candidates.candidate(replicas, stages, usable).cuts
 
     def _layout(self, found: Candidate, seats: Sequence[Seat], limits: _Limits) -> MemberLayout:
         copies = self._place_copies(found, seats, limits)
@@ -169,18 +153,12 @@ class Placer:
         pipelines = _pipelines(candidate, seats, len(self.layer_bytes))
         spare = [seat.member for seat in seats[candidate.devices :]]
         hosts = {seat.member: seat.host for seat in seats}
-        room = self._room(candidate, limits) if limits.any else None
-        return place_copies(pipelines, hosts, self.redundancy, self._copy_bytes, spare, room)
-
-    def _room(self, candidate: Candidate, limits: _Limits) -> dict[Member, int]:
-        """Bytes that each device has left for copies."""
-        held = [0] * len(limits.seats)
-        if candidate.stage_bytes is not None:
-            held[: candidate.devices] = candidate.stage_bytes * candidate.replicas
-        return {
-            seat.member: max(0, usable - taken)
-            for seat, usable, taken in zip(limits.seats, limits.of_rank, held, strict=True)
-        }
+        room = None
+        if limits.any and candidate.stage_bytes is not None:
+            held = [*candidate.stage_bytes * candidate.replicas, *[0] * len(spare)]
+            left = [max(0, usable - taken) for usable, taken in zip(limits.of_rank, held, strict=True)]
+            room = {seat.member: size for seat, size in zip(seats, left, strict=True)}
+        return place_copies(pipelines, hosts, self.elastic.redundancy, self._copy_bytes, spare, room)
 
     # -- what is lacking
 
@@ -213,7 +191,6 @@ class _Limits:
     """What each seat's device can use, by rank, and by stage of a candidate."""
 
     def __init__(self, seats: Sequence[Seat], candidates: Candidates) -> None:
-        self.seats = seats
         usable = candidates.headroom.usable
         # An unknown capacity limits nothing.
         self.of_rank = [usable(seat.capacity) if seat.capacity else NEVER - 1 for seat in seats]
@@ -303,7 +280,8 @@ def with_reserves(config: Config, profile: Profile, plan: Plan, find: Callable[.
 
     lack, verdict = "", judged(plan.cuts)
     if plan.fits and verdict is not None and not verdict.fits:
-        cuts = placer.cuts_of(len(plan.cuts), replicas, seats)
+        usable = _Limits(seats, placer.candidates).usable(replicas, len(plan.cuts))
+        cuts = placer.candidates.candidate(replicas, len(plan.cuts), usable).cuts
         other = judged(cuts)
         if pipeline.cuts is None and other is not None and other.fits:
             found = find(capacity=pipeline.capacity, cuts=list(cuts))

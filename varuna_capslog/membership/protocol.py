@@ -126,7 +126,8 @@ def _first_round(job: Job, state: State, values: Mapping[Member, m.Contribution]
     mine = frozenset(entry for entry in state.held if (state.me, entry[0]) in left_out)
     decision = job.decide(state.record, tuple(values.items()))
     layers = frozenset(layer for _, layer in left_out)
-    decided = m.Decided(state.record.number, values, layers, decision.moved_bytes)
+    moved_bytes = sum(move.bytes for move in decision.moves)
+    decided = m.Decided(state.record.number, values, layers, moved_bytes)
     state, effects = _decided(replace(state, held=state.held - mine), decision)
     return state, (decided, *effects)
 
@@ -153,8 +154,9 @@ def _decided(state: State, decision: recovery.Decision) -> Step:
     kept = frozenset(entry for entry in state.held if entry[1] == base or entry[1].step < base.step)
     mine = [move for move in decision.moves if state.me in (move.source, move.target)]
     generation = state.record.number
-    effects: list[m.Effect] = []
-    effects += [m.Send(generation, move.layer, base, move.target) for move in mine if move.source == state.me]
+    effects: list[m.Effect] = [
+        m.Send(generation, move.layer, base, move.target) for move in mine if move.source == state.me
+    ]
     effects += [m.Load(generation, move.layer, base) for move in mine if move.source is None]
     state = replace(
         state,

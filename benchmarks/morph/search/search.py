@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from varuna_capslog.config.reading import load_config
+from varuna_capslog.config.settings import Elastic
 from varuna_capslog.membership.candidates import Candidates
 from varuna_capslog.membership.generation import MemberLayout
 from varuna_capslog.membership.placing import Placer, state_bytes
@@ -65,8 +66,8 @@ def placer_of(profile: Profile, run: tuple[int, int], link: Link | None, planner
     assert sizes is not None
     microbatches, blocks = run
     step = RunShape(microbatches, microbatch_size=1, num_blocks=blocks)
-    candidates = Candidates(profile, tuple(sizes[0]), step, planner, beside=sizes[0], link=link)
-    return Placer(candidates, gradient_bytes=sizes[1])
+    candidates = Candidates(profile, tuple(sizes[0]), step, planner, beside=sizes[0], link=link or Link())
+    return Placer(candidates, Elastic(), sizes[1])
 
 
 def measure(profile: Profile, run: tuple[int, int], link: Link | None, planner: str, questions: int) -> dict[str, Any]:

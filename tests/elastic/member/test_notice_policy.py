@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from varuna_capslog.elastic.member import notice_policy as departures
-from varuna_capslog.elastic.member.notice_policy import CHANGE_SECONDS, LINK, NoticePolicy, leaves_alone
+from varuna_capslog.elastic.member.notice_policy import CHANGE_SECONDS, LINK, NoticePolicy
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership import protocol
 from varuna_capslog.membership.entries import HintEntry, NoticeEntry
@@ -152,9 +152,13 @@ def test_the_earliest_deadline_counts(clock: SimpleNamespace) -> None:
     assert one.watch(runtime.state) == m.Wished(LEAVE, urgent=True, save=True)
 
 
-def test_who_leaves_alone() -> None:
-    layout = MemberLayout(3, {"m0": (0, 1), "m1": (2,)}, {"m2": (2,)})
-    assert not leaves_alone(layout, ["m0", "m2"], 3)
-    assert leaves_alone(layout, ["m0"], 3)
-    assert leaves_alone(layout, ["m2"], 3)
-    assert not leaves_alone(layout, [], 3)  # all leave: all is written when the run is parked
+@pytest.mark.parametrize(
+    ("leave", "alone"), [(("m1",), False), (("m1", "m2"), True), (("m0", "m1"), True), (("m0", "m1", "m2"), False)]
+)
+def test_who_leaves_alone(clock: SimpleNamespace, leave: tuple[str, ...], alone: bool) -> None:
+    """Layers that none of those that stay holds; where all leave, all is written when the run is parked."""
+    del clock
+    one = member()
+    one.state.roles.layout = MemberLayout(3, {"m0": (0, 1), "m1": (2,)}, {"m2": (2,)})
+    one.state.wishes.changes = frozenset(("leave", name) for name in leave)
+    assert heard_by(one)(entry(seconds=0.5)) == m.Wished(LEAVE, urgent=True, save=alone)

@@ -20,7 +20,8 @@ from varuna_capslog.elastic.member.inbox import Inbox
 from varuna_capslog.elastic.member.timeouts import Timeouts
 from varuna_capslog.engine.communicator import Communicator, connect_group
 from varuna_capslog.membership.ahead import stay_with
-from varuna_capslog.membership.generation import Change, Generation, Member
+from varuna_capslog.membership.generation import Generation, Member
+from varuna_capslog.membership.messages import Change
 
 __all__ = ["DataPath"]
 

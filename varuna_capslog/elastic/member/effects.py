@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from varuna_capslog.base.errors import CapslogError, StepRefused
 from varuna_capslog.elastic.member.data_path import DataPath
+from varuna_capslog.elastic.member.incoming import encode
 from varuna_capslog.elastic.member.parts import Parts
 from varuna_capslog.elastic.member.training import Training
 from varuna_capslog.elastic.member.work import Opening
@@ -16,7 +17,7 @@ from varuna_capslog.engine.communicator import PeerLost
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.ahead import first_owner, stay_with
 from varuna_capslog.membership.entries import AskEntry, BrokenEntry
-from varuna_capslog.membership.generation import INITIAL, Generation, Member, encode
+from varuna_capslog.membership.generation import INITIAL, Generation, Member
 from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.membership.roster import Roster
 from varuna_capslog.membership.state import Phase

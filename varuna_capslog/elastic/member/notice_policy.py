@@ -17,11 +17,11 @@ from varuna_capslog.elastic.notices.interface import Kind, Notice
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.ahead import find_ahead, stay_with
 from varuna_capslog.membership.entries import HintEntry, NoticeEntry
-from varuna_capslog.membership.generation import Member, MemberLayout
+from varuna_capslog.membership.generation import Member
 from varuna_capslog.membership.recovery import Place, Seat
 from varuna_capslog.membership.state import State
 
-__all__ = ["NoticePolicy", "leaves_alone"]
+__all__ = ["NoticePolicy"]
 
 LINK = 100e6
 """Bytes per second at which what is left to move is taken to travel: a network of 1 Gbit/s."""
@@ -74,9 +74,9 @@ class NoticePolicy:
         late, alone = self._is_late(notice, member, state), False
         if late:
             changes = state.wishes.changes | {("leave", member)}
-            alone = state.roles.layout is not None and leaves_alone(
-                state.roles.layout, stay_with(state.record, changes), len(self._layer_bytes)
-            )
+            layout, stay = state.roles.layout, stay_with(state.record, changes)
+            # only those that leave can give what those that stay lack
+            alone = layout is not None and bool(stay) and not layout.covers(stay)
             if member == self._me:
                 self._gave_up = state.record.number
         return m.Wished(("leave", member), urgent=late or notice.kind is Kind.NOW, save=alone)
@@ -106,9 +106,3 @@ class NoticePolicy:
             moves = {layer: sizes[layer] * len(targets) for layer, targets in ahead.targets.items()}
             self._known = (changes, member, state.record.number, moves)
         return self._known[3]
-
-
-def leaves_alone(layout: MemberLayout, stay: list[Member], num_layers: int) -> bool:
-    """Whether those that stay lack a layer, so that only those that leave can give it; False where none stays."""
-    held = {layer for member in stay for layer in (*layout.owned.get(member, ()), *layout.copied.get(member, ()))}
-    return bool(stay) and len(held) < num_layers

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from varuna_capslog.elastic.member.data_path import DataPath
+from varuna_capslog.elastic.member.incoming import decode, encode
 from varuna_capslog.elastic.member.parts import Parts
 from varuna_capslog.engine.communicator import PeerLost
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.ahead import Ahead, find_ahead, first_owner, stay_with
 from varuna_capslog.membership.entries import CheckpointEntry
-from varuna_capslog.membership.generation import Member, Stamp, decode, encode
+from varuna_capslog.membership.generation import Member, Stamp
 from varuna_capslog.membership.state import Phase
 
 if TYPE_CHECKING:

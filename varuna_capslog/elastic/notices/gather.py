@@ -1,8 +1,8 @@
 """From the sources of a host to callbacks: repeats are dropped, notices close together become one announcement.
 
 `auto_sources` chooses the sources where the caller names none: the cloud that answers, the launcher's signals, the
-program. `listen` starts them and a thread that gathers what they hear. `CallbackListener` is the program's own source,
-for schedulers with an API of their own, for notebooks and tests; `on_notice` has a function called with every notice.
+program. `Gathering` starts them and gathers what they hear. `CallbackListener` is the program's own source, for
+schedulers with an API of their own, for notebooks and tests; `on_notice` has a function called with every notice.
 Nothing is decided here; see `member/notice_policy`.
 """
 
@@ -35,7 +35,6 @@ __all__ = [
     "Gathering",
     "auto_sources",
     "detect_cloud",
-    "listen",
     "on_notice",
     "tell",
 ]
@@ -213,31 +212,33 @@ class Announcement:
 
 
 class Gathering:
-    """Listeners at work, and the thread between them and the callback. Made by `listen`."""
+    """Listens to all sources from now on. If one of them cannot start, none is left running.
+
+    Args:
+        callback: called in a thread of its own with each announcement.
+        window: seconds that notices are gathered for after the first one. Of kind NOW none waits.
+    """
 
     def __init__(
         self, sources: Sequence[Listener], callback: Callable[[Announcement], None], window: float = 0.05
     ) -> None:
-        self.sources = tuple(sources)
-        self.window = window
+        self._sources = tuple(sources)
+        self._window = window
         self._callback = callback
         self._heard: queue.SimpleQueue[Notice | None] = queue.SimpleQueue()
         self._known: dict[tuple[str, str], Kind] = {}
         self._thread = threading.Thread(target=self._run, name="notices", daemon=True)
-
-    def start(self) -> None:
-        """Start all; if one cannot start, none is left running."""
         self._thread.start()
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(self._end)
-            for source in self.sources:
+            for source in self._sources:
                 source.start(self._heard.put)
                 on_failure.callback(source.stop)
             on_failure.pop_all()
 
     def stop(self) -> None:
         """Stop all, within some seconds. What was heard before is still told."""
-        for source in self.sources:
+        for source in self._sources:
             source.stop()
         self._end()
 
@@ -247,7 +248,7 @@ class Gathering:
 
     def host_left(self, resources_left: Collection[str] = ()) -> tuple[str, ...]:
         """Have every source acknowledge that the last rank of this host has left; see `Listener.host_left`."""
-        return tuple(name for source in self.sources for name in source.host_left(resources_left))
+        return tuple(name for source in self._sources for name in source.host_left(resources_left))
 
     def __enter__(self) -> Gathering:
         return self
@@ -279,7 +280,7 @@ class Gathering:
                 if notice.kind is Kind.NOW:  # nothing is worth waiting for
                     break
                 if until is None:
-                    until = time.monotonic() + self.window
+                    until = time.monotonic() + self._window
             if notices:
                 self._tell(Announcement(tuple(notices)))
 
@@ -297,17 +298,3 @@ class Gathering:
         _call(self._callback, announcement)
         for notice in announcement.notices:
             tell(notice)
-
-
-def listen(sources: Sequence[Listener], callback: Callable[[Announcement], None], window: float = 0.05) -> Gathering:
-    """Start to listen to all sources; `callback` is called in a thread of its own with each announcement.
-
-    Args:
-        window: seconds that notices are gathered for after the first one. Of kind NOW none waits.
-
-    Returns:
-        What is at work; `stop` ends it.
-    """
-    gathering = Gathering(sources, callback, window)
-    gathering.start()
-    return gathering

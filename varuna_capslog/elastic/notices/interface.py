@@ -1,6 +1,6 @@
 """What a notice is, and what every source of notices looks like.
 
-A `Listener` watches one source in threads of its own and delivers `Notice`s; `listen` gathers them. No listener runs in
+A `Listener` watches one source in threads of its own and delivers `Notice`s; `gather` joins them. No listener runs in
 the thread that trains, and none decides anything: `member/notice_policy` says what a notice asks for.
 """
 

@@ -6,7 +6,7 @@ is a parameter; `signal_meanings` knows what each sender gives by default:
 - Kubernetes: SIGTERM, then SIGKILL after terminationGracePeriodSeconds (30 s, preStop time included). GKE gives 15 of
   the 30 s of a preemption to ordinary pods: that is the default here.
 - Slurm: at preemption SIGCONT and SIGTERM, SIGKILL after GraceTime or KillWait (30 s); `--signal=USR1@120` sends
-  SIGUSR1 that many seconds before the time limit.
+  SIGUSR1 that many seconds before the time limit (60 s by default).
 - torchrun passes SIGTERM on to its workers at once and kills them after 30 s; SIGUSR1 only where it is told to.
 """
 
@@ -125,8 +125,7 @@ def plain(seconds: float = 30.0) -> dict[signal.Signals, Meaning]:
 def signal_meanings(environ: Mapping[str, str]) -> dict[signal.Signals, Meaning]:
     """What signals say to a process with these variables: Slurm's or Kubernetes' budgets where theirs are set.
 
-    Under Slurm SIGTERM ends with GraceTime or KillWait (30 s), SIGUSR1 comes 60 s before the end (sbatch's `--signal`),
-    and the job's time limit (SLURM_JOB_END_TIME) bounds both. A pod gets at a preemption what GKE really gives it.
+    Slurm's job time limit (SLURM_JOB_END_TIME) bounds both of its budgets.
     """
     if "SLURM_JOB_ID" in environ:
         text = environ.get("SLURM_JOB_END_TIME", "")

@@ -41,8 +41,8 @@ def begin_run(address: str, lease_seconds: float) -> str:
         CapslogError: a run is going on there.
     """
     endpoints, prefix = parse_address(address)
-    etcd, identity = Etcd(address, endpoints, ANSWER_SECONDS), uuid.uuid4().hex
-    try:
+    identity = uuid.uuid4().hex
+    with contextlib.closing(Etcd(address, endpoints, ANSWER_SECONDS)) as etcd:
         before = etcd.get(f"{prefix}/current")
         signs = _leases(etcd, f"{prefix}/{before}") if before else []
         until = time.monotonic() + lease_seconds / 2
@@ -55,8 +55,6 @@ def begin_run(address: str, lease_seconds: float) -> str:
         etcd.call("kv/deleterange", {"key": b64(f"{prefix}/"), "range_end": b64(after(f"{prefix}/"))})
         etcd.put(f"{prefix}/{identity}/identity", identity)
         etcd.put(f"{prefix}/current", identity)
-    finally:
-        etcd.close()
     return identity
 
 
@@ -111,7 +109,8 @@ class EtcdMembershipStore(MembershipStore):
         if identity != self.identity:
             raise StoreGone(f"the store at {self.address} was started anew: it knows nothing of this run")
 
-    def _disconnect(self) -> None:
+    def close(self) -> None:
+        super().close()
         self._etcd.close()
 
     # -- the log ---------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The interface of a run's store: the newest generation, and one log of entries that every process reads.
 
 The log is a sequence of write-once entries without gaps, so that every reader gets the same entries in one order. A
-generation is its entry: writing the entry both founds and announces it. `tcp_store` and `etcd_store` read and write
+generation is its entry: writing the entry both founds and announces it. `opening` and `etcd_store` read and write
 entries; all that does not depend on the kind of store is here. A store decides nothing.
 """
 
@@ -117,7 +117,7 @@ class MembershipStore(abc.ABC):
         follower = LogFollower(self, take, lost, start)
         with self._log_lock:
             self._followers.append(follower)
-        follower.start()
+        follower.thread.start()
         return follower.stop
 
     def _catch_up(self) -> tuple[int, Generation]:
@@ -179,16 +179,11 @@ class MembershipStore(abc.ABC):
         return None
 
     def close(self) -> None:
-        """End all connections and followers of this client."""
+        """End all connections and followers of this client; later calls raise StoreGone."""
         with self._log_lock:
             followers, self._followers = self._followers, []
         for follower in followers:
             follower.stop()
-        self._disconnect()
-
-    @abc.abstractmethod
-    def _disconnect(self) -> None:
-        """Ends all connections; later calls raise StoreGone."""
 
 
 class LogFollower:
@@ -208,11 +203,7 @@ class LogFollower:
         self._take = take
         self._lost = lost
         self._telling = threading.RLock()
-        self._thread = threading.Thread(target=self._run, name="store-follow", daemon=True)
-
-    def start(self) -> None:
-        """Begin to read, in the follower's own thread."""
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name="store-follow", daemon=True)
 
     def stop(self) -> None:
         """End; returns when a call of `take` that is under way has returned."""

@@ -67,10 +67,7 @@ class VarunaWork:
             max_replicas=1,
             beside=self.layer_bytes,
         )
-        elastic = job.elastic
-        self.placer = Placer(
-            candidates, elastic.redundancy, elastic.protection == "sync", min_devices=elastic.min_devices
-        )
+        self.placer = Placer(candidates, job.elastic)
         self.checkpoints = job.run_dir / "checkpoints"
         os.makedirs(building.temporary_folder(), exist_ok=True)
         self._part: VarunaPart | None = None
