@@ -139,7 +139,7 @@ class ProtocolEvent:
 
 @dataclass(frozen=True, slots=True)
 class GenerationEvent(ProtocolEvent):
-    """Part of one generation: a member of another one does not act on it."""
+    """An event of one generation. A member of another one drops it, or asks the store (`Heard` of a newer one)."""
 
     generation: int
 
@@ -298,7 +298,7 @@ class Effect:
 
 @dataclass(frozen=True, slots=True)
 class GenerationEffect(Effect):
-    """Part of one generation: of no use in another one."""
+    """An effect of one generation, which its member was in when the protocol answered it."""
 
     generation: int
 
