@@ -17,11 +17,12 @@ from tests.planners.instances import exhaustive, peaks
 from tests.planners.timed import chain
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import Config, section
+from varuna_capslog.config.settings import Elastic
 from varuna_capslog.membership.candidates import Candidates
 from varuna_capslog.membership.generation import MemberLayout
 from varuna_capslog.membership.placing import Placer, describe_reserves, state_bytes
 from varuna_capslog.membership.recovery import Seat
-from varuna_capslog.membership.redundancy import Protection, Reserve
+from varuna_capslog.membership.redundancy import Reserve, reserves
 from varuna_capslog.planners.seconds import Link, step_player
 from varuna_capslog.planning.simulation import UPDATE_RATE, simulate_plan
 from varuna_capslog.plans.plan import Plan, PlanStage
@@ -48,12 +49,13 @@ def steps_of(
 
 
 def placer_of(profile: Profile | None, steps: RunShape, **options: object) -> Placer:
+    """`reserved`: with snapshots and copies beside training."""
     sizes = options.pop("layer_bytes", None) or [30] * (profile.num_layers if profile else 1)
-    kept = {name: options.pop(name) for name in ("redundancy", "sync", "reserves_on") if name in options}
-    protection = Protection(**{"reserves_on": "host", **kept})  # type: ignore[arg-type]
-    least = options.pop("min_devices", 1)
-    chosen = {"link": FAST, "beside": protection.beside(sizes), **options}  # type: ignore[arg-type]
-    return Placer(Candidates(profile, sizes, steps, **chosen), protection, min_devices=least)  # type: ignore[arg-type]
+    reserved = options.pop("reserved", False)
+    kept = {name: options.pop(name) for name in ("redundancy", "min_devices") if name in options}
+    elastic = Elastic.model_validate({"redundancy": 1 if reserved else 0, **kept})
+    chosen = {"link": FAST, "beside": sizes if reserved else None, **options}
+    return Placer(Candidates(profile, sizes, steps, **chosen), elastic)  # type: ignore[arg-type]
 
 
 def plain(layers: int, seconds: bool = True, **fields: object) -> Profile:
@@ -176,7 +178,7 @@ def test_no_cut_list_that_fits_unequal_devices_is_faster_than_their_bound() -> N
         for stages in range(2, profile.num_layers + 1):
             usable = [rng.randint(10, 50) for _ in range(stages)]
             lists = [candidates.of_cuts(1, tuple(cuts)) for cuts in exhaustive(candidates._costs[1], stages)]
-            steps = [one.step_ticks or 0 for one in lists if max(one.excess(usable)) <= 0]
+            steps = [one.step_ticks or 0 for one in lists if one.fits(usable)]
             bound = candidates._limited_bound(1, stages, usable)
             assert (bound is None) == (not steps)
             if bound is None:
@@ -220,7 +222,7 @@ def test_answers_do_not_depend_on_what_was_asked_before() -> None:
     for seed in range(3):
         placer = placer_of(profile, steps, memory="additive")
         if seed:
-            placer.prepare(12)
+            placer.candidates.prepare(12)
         order = list(range(len(questions)))
         random.Random(seed).shuffle(order)
         assert all(placer(seats_of(questions[number])) == fresh[number] for number in order + order)
@@ -422,19 +424,19 @@ def test_idle_members_keep_copies() -> None:
 def test_reserves_on_the_device_count_against_its_capacity() -> None:
     """A stage of 2 layers takes 200 B, its snapshot 60 B, copies of 2 others 2 x 60 B and 20 B for their gradients."""
     seats = seats_of([400] * 2)
-    device = placer_of(plain(4), steps_of(4, 1, 1), memory="additive", reserves_on="device")
+    device = placer_of(plain(4), steps_of(4, 1, 1), memory="additive", reserved=True)
     layout = device(seats)
     assert isinstance(layout, MemberLayout)
     assert sorted(layout.copied) == ["m0", "m1"]
-    assert {reserve.total for reserve in device.reserves(layout).values()} == {200}
-    assert all(reserve.where == "device" for reserve in device.reserves(layout).values())
+    found = reserves(layout, device.sync, device.layer_bytes, device.gradient_bytes)
+    assert {sum(reserve) for reserve in found.values()} == {200}
     lacking = device(seats_of([399] * 2))
     assert isinstance(lacking, MemberLayout)
     assert "finds no room for copies" in str(lacking.problem)
     assert not lacking.covers(frozenset(["m0"]))
     assert "260 B of the 259 B" in str(device(seats_of([259] * 2)))
-    host = placer_of(plain(4), steps_of(4, 1, 1), memory="additive")
-    assert isinstance(host(seats_of([200] * 2)), MemberLayout)
+    without = placer_of(plain(4), steps_of(4, 1, 1), memory="additive")
+    assert isinstance(without(seats_of([200] * 2)), MemberLayout)
 
 
 def test_a_slower_placement_is_taken_where_only_its_copies_find_room() -> None:
@@ -445,7 +447,7 @@ def test_a_slower_placement_is_taken_where_only_its_copies_find_room() -> None:
         LayerProfile(f"l{n}", 100, 0 if n else None, parameter_bytes=10, forward_seconds=1.0, backward_seconds=2.0)
         for n in range(3)
     ]
-    options = {"memory": "additive", "layer_bytes": [10, 300, 10], "reserves_on": "device"}
+    options = {"memory": "additive", "layer_bytes": [10, 300, 10], "reserved": True}
     slow_exchange = Link(bandwidth=10.0)
     profile = Profile(tuple(dataclasses.replace(row, boundary_bytes=0) for row in rows))
     placer = placer_of(profile, steps_of(6, 2, 1), link=slow_exchange, **options)
@@ -465,11 +467,11 @@ def test_a_slower_placement_is_taken_where_only_its_copies_find_room() -> None:
 def test_snapshots_are_part_of_the_stage_that_is_cut() -> None:
     """Layer 0 has a large state: with its snapshot beside it, the even cut is another."""
     sizes = [300, 30, 30, 30]
-    on_host = placer_of(plain(4), steps_of(4, 1, 1), memory="additive", layer_bytes=sizes)
-    on_device = placer_of(plain(4), steps_of(4, 1, 1), memory="additive", layer_bytes=sizes, reserves_on="device")
+    without = placer_of(plain(4), steps_of(4, 1, 1), memory="additive", layer_bytes=sizes)
+    reserved = placer_of(plain(4), steps_of(4, 1, 1), memory="additive", layer_bytes=sizes, reserved=True)
     seats = seats_of([0, 0])
-    assert shape_of(on_host, on_host(seats), seats)[0] == (0, 2)
-    assert shape_of(on_device, on_device(seats), seats)[0] == (0, 1)
+    assert shape_of(without, without(seats), seats)[0] == (0, 2)
+    assert shape_of(reserved, reserved(seats), seats)[0] == (0, 1)
 
 
 # -- from a config, and for people
@@ -478,8 +480,8 @@ def test_snapshots_are_part_of_the_stage_that_is_cut() -> None:
 def test_the_runs_own_plan_is_taken_where_as_many_devices_are_there_and_it_fits() -> None:
     values = {"workload": "a:b", "train": {"minibatch_size": 8}, "pipeline": {"devices": 2, "memory": "additive"}}
     config = section(Config, values, "")
-    placer = Placer.of_config(config, plain(6), [30] * 6, plan=Plan(6, (0, 4)), reserves_on="host")
-    for capacity, cuts in ((0, (0, 4)), (400, (0, 4)), (399, (0, 3))):
+    placer = Placer.of_config(config, plain(6), [30] * 6, plan=Plan(6, (0, 4)))
+    for capacity, cuts in ((0, (0, 4)), (520, (0, 4)), (519, (0, 3))):  # four layers of 100 B, and their snapshots
         seats = seats_of([capacity] * 2)
         assert shape_of(placer, placer(seats), seats)[0] == cuts
     seats = seats_of([0] * 3)
@@ -502,7 +504,7 @@ def test_a_config_gives_the_placer_its_run() -> None:
         "",
     )
     placer = Placer.of_config(config, plain(4), [30] * 4)
-    assert (placer.protection, placer.min_devices) == (Protection(2, False, "device"), 2)
+    assert (placer.elastic.redundancy, placer.sync, placer.elastic.min_devices) == (2, False, 2)
     seats = seats_of([0] * 4)
     assert shape_of(placer, placer(seats), seats)[1:] == (1, 4)
 
@@ -519,10 +521,10 @@ def test_state_and_gradients_as_a_profile_tells_them() -> None:
 def test_reserves_in_words() -> None:
     words = describe_reserves({"a": Reserve(GIB, 2 * GIB, GIB), "b": Reserve(GIB, 0, 0)})
     assert words == (
-        "protection takes up to 4 GiB of a rank's memory on the host beside training (1 GiB for its own layers "
+        "protection takes up to 4 GiB of a rank's memory on the device beside training (1 GiB for its own layers "
         "at the last boundary, 2 GiB for copies of others', 1 GiB for their gradients), 5 GiB over 2 rank(s)"
     )
-    assert "copies" not in describe_reserves({"a": Reserve(GIB, 0, 0, "device")})
+    assert "copies" not in describe_reserves({"a": Reserve(GIB, 0, 0)})
 
 
 def test_bounds_are_finite_numbers() -> None:

@@ -119,4 +119,4 @@ def test_those_that_leave_send_but_own_nothing() -> None:
     assert decision.layout.owned == {"a": (0, 1)}
     assert decision.boundary.stamp == A
     assert [(move.layer, move.source, move.target) for move in decision.moves] == [(1, "b", "a")]
-    assert decision.moved_bytes == 1
+    assert sum(move.bytes for move in decision.moves) == 1

@@ -10,7 +10,7 @@ import pytest
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.membership.generation import MemberLayout
-from varuna_capslog.membership.redundancy import Copies, Protection, place_copies, reserves
+from varuna_capslog.membership.redundancy import Copies, place_copies, reserves
 
 Pipelines = list[list[tuple[str, tuple[int, ...]]]]
 
@@ -116,8 +116,8 @@ def test_it_says_what_cannot_be_placed() -> None:
 
 
 def test_what_protection_costs() -> None:
-    found = reserves(MemberLayout(3, {"a": (0,), "b": (1, 2)}, {"a": (2,)}), Protection(), [10, 20, 30], [1, 2, 3])
-    assert (found["a"].snapshot, found["a"].copies, found["a"].updates, found["a"].total) == (10, 60, 3, 73)
+    found = reserves(MemberLayout(3, {"a": (0,), "b": (1, 2)}, {"a": (2,)}), True, [10, 20, 30], [1, 2, 3])
+    assert (found["a"].snapshot, found["a"].copies, found["a"].updates, sum(found["a"])) == (10, 60, 3, 73)
     assert (found["b"].snapshot, found["b"].copies, found["b"].updates) == (50, 0, 0)
-    behind = reserves(MemberLayout(3, {"a": (0,)}, {"a": (2,)}), Protection(sync=False), [10, 20, 30], [1, 2, 3])
+    behind = reserves(MemberLayout(3, {"a": (0,)}, {"a": (2,)}), False, [10, 20, 30], [1, 2, 3])
     assert behind["a"].updates == 0

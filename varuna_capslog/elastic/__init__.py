@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from varuna_capslog.elastic.host.hooks import request_morph
-    from varuna_capslog.elastic.notices.callback import on_notice
+    from varuna_capslog.elastic.notices.gather import on_notice
 
 __all__ = ["on_notice", "request_morph"]
 
@@ -18,7 +18,7 @@ __all__ = ["on_notice", "request_morph"]
 def __getattr__(name: str) -> Any:
     """The hooks, loaded when they are asked for: most who import something of this package need neither."""
     if name == "on_notice":
-        from varuna_capslog.elastic.notices.callback import on_notice
+        from varuna_capslog.elastic.notices.gather import on_notice
 
         return on_notice
     if name == "request_morph":

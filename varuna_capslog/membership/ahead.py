@@ -77,17 +77,10 @@ def find_ahead(
     wanted = place([seats[member] for member in stay]) if stay else "no device is left"
     if isinstance(wanted, str):  # the next generation will wait, and say for what
         return Ahead(changes, {}, frozenset())
-    held = {
-        member: [(layer, INITIAL) for layer in (*layout.owned.get(member, ()), *layout.copied.get(member, ()))]
-        for member in record.members
-    }
+    held = {member: [(layer, INITIAL) for layer in layout.holds(member)] for member in record.members}
     boundary = newest_boundary(len(layer_bytes), held, lambda stamp: True, INITIAL)
     # copies, too: the first vote of the next generation waits for them
-    roles = {
-        member: (*wanted.owned.get(member, ()), *wanted.copied.get(member, ()))
-        for member in stay
-        if member in record.members
-    }
+    roles = {member: wanted.holds(member) for member in stay if member in record.members}
     targets: dict[int, list[Member]] = {}
     mine: set[int] = set()
     for move in list_moves(boundary, roles, layer_bytes):

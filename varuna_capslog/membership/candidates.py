@@ -6,6 +6,7 @@ bounds, schedules, cuts) is kept between questions, so that a change of membersh
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -63,11 +64,11 @@ class Candidate:
         """What is chosen is the smallest: the quickest, then the one with most devices, then with fewest replicas."""
         return (self.step_ticks or 0, -self.devices, self.replicas)
 
-    def excess(self, usable: Sequence[int] | None) -> list[int]:
-        """Bytes by which each stage exceeds what its devices can use; [] where nothing limits or is known."""
+    def fits(self, usable: Sequence[int] | None) -> bool:
+        """Whether each stage keeps to what its devices can use; True where nothing limits or is known."""
         if usable is None or self.stage_bytes is None:
-            return []
-        return [held - limit for held, limit in zip(self.stage_bytes, usable, strict=True)]
+            return True
+        return all(held <= limit for held, limit in zip(self.stage_bytes, usable, strict=True))
 
 
 @dataclass
@@ -80,7 +81,7 @@ class Candidates:
         run: the whole step, over all replicas, which divide its blocks.
         planner, memory: as in `search.plan`.
         beside: bytes on the device beside training, per layer that a rank owns; default none.
-        link: between ranks, in a pipeline and across; None: transfers take no time.
+        link: between ranks, in a pipeline and across; by default transfers take no time.
 
     Raises:
         CapslogError: unknown names, a planner that is too slow for a run that stands still, a profile of another chain,
@@ -94,9 +95,7 @@ class Candidates:
     memory: str = AUTO
     max_replicas: int | None = None
     beside: Sequence[int] | None = None
-    link: Link | None = None
-    timed: bool = field(init=False)
-    """Whether the profile has seconds."""
+    link: Link = field(default_factory=Link)
     described: bool = field(init=False)
     """Whether stage bytes are those of the run; otherwise nothing is compared with a capacity."""
     headroom: Headroom = field(init=False)
@@ -114,12 +113,12 @@ class Candidates:
             raise CapslogError(
                 f"the profile has {profile.num_layers} layers, the chain {self.num_layers}; profile this model"
             )
-        self.timed = profile is not None and all(
-            None not in (layer.forward_seconds, layer.backward_seconds) for layer in profile.layers
-        )
         self.headroom = Headroom() if profile is None else Headroom.of(profile)
-        self.link = self.link or Link()
-        self._seconds = LayerSeconds.of_profile(profile, self.link) if self.timed and profile is not None else None
+        self._seconds: LayerSeconds | None = None
+        if profile is not None and all(
+            None not in (layer.forward_seconds, layer.backward_seconds) for layer in profile.layers
+        ):
+            self._seconds = LayerSeconds.of_profile(profile, self.link)
         parameters = [] if profile is None else [layer.parameter_bytes for layer in profile.layers]
         known = [size for size in parameters if size is not None]
         self._parameters = _running(known if len(known) == self.num_layers else [0] * self.num_layers)
@@ -129,15 +128,15 @@ class Candidates:
         same_size = None in (profiled, self.run.microbatch_size) or profiled == self.run.microbatch_size
         self.described = profile is not None and same_size
         self._costs = {replicas: self._costs_of(replicas) for replicas in self._replicas(self.run.num_blocks)}
-        self._of_stages: dict[int, tuple[Floats, Floats]] = {}
-        self._bounds: dict[int, Floats] = {}
-        self._smallest: dict[tuple[int, int], list[int]] = {}
-        self._known: dict[tuple[int, int, tuple[int, ...] | None], Candidate] = {}
-        self._fewest: dict[int, int | None] = {}
+        self._weighed = functools.cache(self._weigh)
+        self._bounds = functools.cache(self._least_seconds)
+        self._stage_seconds = functools.cache(self._find_stage_seconds)
+        self._least_bytes = functools.cache(self._find_least_bytes)
+        self.fewest_devices = functools.cache(self._find_fewest_devices)
 
     def _replicas(self, most: int) -> list[int]:
         """Numbers of replicas up to `most` that share the blocks evenly."""
-        if not self.timed:
+        if self._seconds is None:
             return [1]
         most = min(most, self.max_replicas or most)
         return [number for number in range(1, most + 1) if self.run.num_blocks % number == 0]
@@ -188,19 +187,23 @@ class Candidates:
         def may_win(replicas: int, stages: int, bound: int) -> bool:
             return best is None or best[0] > best_rank or (bound, -replicas * stages, replicas) < best[1]
 
+        def consider(candidate: Candidate) -> None:
+            nonlocal best, found
+            if may_win(candidate.replicas, len(candidate.cuts), candidate.step_ticks or 0):
+                key = (rank(candidate), candidate.order)
+                if best is None or key < best:
+                    best, found = key, candidate
+
         limited = []
         for replicas, stages in self._in_order(devices):
             if not may_win(replicas, stages, self.bound_ticks(replicas, stages)):
                 continue
             limits = usable(replicas, stages)
             candidate = self._weighed(replicas, stages, None)
-            if max(candidate.excess(limits), default=0) > 0:
-                if limits is not None and self._limits_matter(limits):
-                    limited.append((replicas, stages, limits))
-            elif best is None or best[0] > best_rank or candidate.order < best[1]:
-                key = (rank(candidate), candidate.order)
-                if best is None or key < best:
-                    best, found = key, candidate
+            if candidate.fits(limits):
+                consider(candidate)
+            elif limits is not None and self._limits_matter(limits):
+                limited.append((replicas, stages, limits))
         bounds = [
             (bound, -replicas * stages, replicas, stages, limits)
             for replicas, stages, limits in limited
@@ -211,11 +214,8 @@ class Candidates:
             if not may_win(replicas, stages, bound):
                 continue
             candidate = self._weighed(replicas, stages, tuple(limits))
-            if max(candidate.excess(limits)) > 0 or not may_win(replicas, stages, candidate.step_ticks or 0):
-                continue
-            key = (rank(candidate), candidate.order)
-            if best is None or key < best:
-                best, found = key, candidate
+            if candidate.fits(limits):
+                consider(candidate)
         return found
 
     def _in_order(self, devices: int) -> list[tuple[int, int]]:
@@ -234,7 +234,7 @@ class Candidates:
         they do not fit.
         """
         found = self._weighed(replicas, stages, None)
-        if usable is None or max(found.excess(usable), default=0) <= 0:
+        if usable is None or found.fits(usable):
             return found
         return self._weighed(replicas, stages, tuple(usable)) if self._limits_matter(usable) else found
 
@@ -242,13 +242,8 @@ class Candidates:
         """Whether the planner looks at capacities: `exact` only where they differ, the other table planners never."""
         return self.planner == "throughput" or (self.planner == "exact" and len(set(usable)) > 1)
 
-    def _weighed(self, replicas: int, stages: int, usable: tuple[int, ...] | None) -> Candidate:
-        key = (replicas, stages, usable)
-        if key not in self._known:
-            self._known[key] = self.of_cuts(
-                replicas, tuple(self._cuts(self._costs[replicas], replicas, stages, usable))
-            )
-        return self._known[key]
+    def _weigh(self, replicas: int, stages: int, usable: tuple[int, ...] | None) -> Candidate:
+        return self.of_cuts(replicas, tuple(self._cuts(self._costs[replicas], replicas, stages, usable)))
 
     def of_cuts(self, replicas: int, cuts: tuple[int, ...]) -> Candidate:
         """Given cuts, weighed; the replicas share the blocks evenly."""
@@ -280,7 +275,6 @@ class Candidates:
         """Seconds of a stage with so many bytes of parameters after its last backward: the other pipelines' blocks come
         one by one, then it updates.
         """
-        assert self.link is not None
         blocks = self.run.num_blocks
         foreign = blocks - blocks // replicas
         exchange = foreign * self.link.seconds(round(parameter_bytes)) if foreign and parameter_bytes else 0.0
@@ -290,9 +284,7 @@ class Candidates:
         """No cut list of so many pipelines of so many stages takes less; 0 without seconds."""
         if self._seconds is None:
             return 0
-        if replicas not in self._bounds:
-            self._bounds[replicas] = self._least_seconds(*self._stage_seconds(replicas))
-        return self._in_ticks(replicas, stages, float(self._bounds[replicas][stages]))
+        return self._in_ticks(replicas, stages, float(self._bounds(replicas)[stages]))
 
     def _in_ticks(self, replicas: int, stages: int, seconds: float) -> int:
         """A bound of the seconds of one pipeline, with what follows its last backward."""
@@ -300,7 +292,7 @@ class Candidates:
         after = self._after(replicas, float(self._parameters[-1]) / stages)
         return int((seconds + after) * (1 - 1e-12) / _TICK) - 1
 
-    def _stage_seconds(self, replicas: int) -> tuple[Floats, Floats]:
+    def _find_stage_seconds(self, replicas: int) -> tuple[Floats, Floats]:
         """[L, L + 1] and [L]: seconds that no schedule can avoid where layers first .. end-1 are a stage, and where the
         layers from `first` on are the last one.
 
@@ -308,23 +300,21 @@ class Candidates:
         microbatches. With recomputation every stage but the last repeats all forwards, except one that its backward
         follows at once. 0 without seconds.
         """
-        if replicas not in self._of_stages:
-            size = self.num_layers
-            inner, last = np.zeros((size, size + 1)), np.zeros(size)
-            if self._seconds is not None:
-                microbatches = self.run.microbatches // replicas
-                forward, backward = self._seconds.forward, self._seconds.backward
-                passed = (forward + backward)[:-1, None]
-                both = (forward + backward)[None, :] - passed
-                last = np.maximum(microbatches * both[:, -1] + passed[:, 0], forward[-1] + backward[-1])
-                inner = microbatches * both + passed
-                if self.run.recomputes:
-                    inner = inner + (microbatches - 1) * (forward[None, :] - forward[:-1, None])
-            inner[np.tri(size, size + 1, dtype=np.bool_)] = np.inf
-            self._of_stages[replicas] = inner, last
-        return self._of_stages[replicas]
+        size = self.num_layers
+        inner, last = np.zeros((size, size + 1)), np.zeros(size)
+        if self._seconds is not None:
+            microbatches = self.run.microbatches // replicas
+            forward, backward = self._seconds.forward, self._seconds.backward
+            passed = (forward + backward)[:-1, None]
+            both = (forward + backward)[None, :] - passed
+            last = np.maximum(microbatches * both[:, -1] + passed[:, 0], forward[-1] + backward[-1])
+            inner = microbatches * both + passed
+            if self.run.recomputes:
+                inner = inner + (microbatches - 1) * (forward[None, :] - forward[:-1, None])
+        inner[np.tri(size, size + 1, dtype=np.bool_)] = np.inf
+        return inner, last
 
-    def _least_seconds(self, inner: Floats, last: Floats) -> Floats:
+    def _least_seconds(self, replicas: int) -> Floats:
         """[L + 1]: by number of stages, a bound below the step of one pipeline.
 
         State       (s, m): layers 0 .. m-1 in s stages.
@@ -332,7 +322,7 @@ class Candidates:
         Cost        the largest of the stages' seconds, as `_stage_seconds` gives them.
         Complexity  O(L^3) in L numpy steps, once per number of replicas.
         """
-        size = self.num_layers
+        size, (inner, last) = self.num_layers, self._stage_seconds(replicas)
         bounds = np.full(size + 1, np.inf)
         reached = np.where(np.arange(size) == 0, 0.0, np.inf)
         for stages in range(1, size + 1):
@@ -359,30 +349,28 @@ class Candidates:
         bound = float(np.where(fits, np.maximum(reached, last[stages - 1 :]), np.inf).min())
         return None if np.isinf(bound) else self._in_ticks(replicas, stages, bound)
 
-    def _least_bytes(self, replicas: int, stages: int) -> list[int]:
+    def _find_least_bytes(self, replicas: int, stages: int) -> list[int]:
         """The bytes of the smallest stage that could be at each place."""
-        key = (replicas, stages)
-        if key not in self._smallest:
-            costs, slack = self._costs[replicas], self.num_layers - stages + 1
-            self._smallest[key] = [
-                int(costs.matrix(stage, stages)[stage : stage + slack, stage + 1 : stage + 1 + slack].min())
-                for stage in range(stages)
-            ]
-        return self._smallest[key]
+        costs, slack = self._costs[replicas], self.num_layers - stages + 1
+        return [
+            int(costs.matrix(stage, stages)[stage : stage + slack, stage + 1 : stage + 1 + slack].min())
+            for stage in range(stages)
+        ]
 
     # -- ahead of time, and when nothing fits
 
     def prepare(self, devices: int) -> None:
-        """Weighs all candidates of up to `devices` devices without a limit, so that later questions find them."""
+        """Weighs all candidates of up to `devices` devices without a limit, while no member waits for them.
+
+        Afterwards a question takes milliseconds where the devices are alike; see benchmarks/morph/search.
+        """
         for replicas, stages in self._in_order(devices):
             self.candidate(replicas, stages, None)
             self._least_bytes(replicas, stages)
 
-    def fewest_devices(self, capacity: int) -> int | None:
+    def _find_fewest_devices(self, capacity: int) -> int | None:
         """Devices of `capacity` bytes that one pipeline needs at least, with the best cuts; None: none would do."""
-        if capacity not in self._fewest:
-            self._fewest[capacity] = fewest_devices(self._costs[1], self.headroom.usable(capacity))
-        return self._fewest[capacity]
+        return fewest_devices(self._costs[1], self.headroom.usable(capacity))
 
 
 def _running(sizes: Sequence[int]) -> NDArray[np.int64]:

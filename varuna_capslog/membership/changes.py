@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from varuna_capslog.membership import messages as m
+from varuna_capslog.membership.ahead import stay_with
 from varuna_capslog.membership.generation import Generation, Member
 from varuna_capslog.membership.state import Phase, State, Step, Wishes
 
 __all__ = [
     "adopt",
     "broken",
-    "heard_of",
     "hint",
     "outside",
     "stop_answering",
@@ -49,11 +49,9 @@ def wish(state: State, change: m.Change, urgent: bool, save: bool = False) -> St
     return replace(state, wishes=known), ()
 
 
-def broken(state: State, generation: int) -> Step:
+def broken(state: State) -> Step:
     """Something of the generation is lost, or arrived damaged; which member is lost is not known yet."""
-    if generation != state.record.number or not state.votes:
-        return state, ()
-    if state.phase not in (Phase.GATHER, Phase.INSTALL, Phase.RUN):
+    if not state.votes or state.phase not in (Phase.GATHER, Phase.INSTALL, Phase.RUN):
         return state, ()
     if state.unseen is not None:
         return adopt(state, state.unseen)
@@ -90,7 +88,7 @@ def stop_answering(state: State) -> Step:
     effects: list[m.Effect] = []
     if state.phase is not Phase.CHANGE:
         effects.append(m.Abort(state.record.number))
-        state = replace(state, phase=Phase.CHANGE, heard=heard_of(state, state.record.number + 1))
+        state = replace(state, phase=Phase.CHANGE, heard=_heard_of(state, state.record.number + 1))
         if state.unseen is not None:
             state, more = adopt(state, state.unseen)
             return state, (*effects, *more)
@@ -110,9 +108,7 @@ def _proposal(state: State) -> tuple[m.Effect, ...]:
         return (m.ReadStore(),)
     record, gone = state.record, state.suspects
     leave = {member for kind, member in state.wishes.changes if kind == "leave"}
-    join = {member for kind, member in state.wishes.changes if kind == "join"}
-    stay = [member for member in record.members if member not in gone and member not in leave]
-    stay += sorted(join - gone - leave - set(record.members)) if join else []
+    stay = [member for member in stay_with(record, state.wishes.changes) if member not in gone]
     leaving = [member for member in record.members if member in leave and member not in gone]
     if state.at.generation != record.number:  # nothing was trained yet: those that leave may hold what is needed
         leaving += [member for member in record.leaving if member not in gone and member not in stay]
@@ -175,7 +171,7 @@ def adopt(state: State, record: Generation) -> Step:
         record=record,
         round=0,
         cast=True,
-        heard=heard_of(state, record.number),
+        heard=_heard_of(state, record.number),
         base=None,
         roles=replace(state.roles, missing=frozenset()),
         suspects=state.suspects.intersection(record.participants),
@@ -204,7 +200,7 @@ def outside(state: State, record: Generation, wants_in: bool) -> Step:
         record=record,
         round=0,
         cast=False,
-        heard=heard_of(state, record.number + 1),
+        heard=_heard_of(state, record.number + 1),
         suspects=frozenset(),
         roles=replace(state.roles, missing=frozenset()),
         wishes=Wishes(),
@@ -220,7 +216,7 @@ def outside(state: State, record: Generation, wants_in: bool) -> Step:
     return state, (m.Ask(record.members),)
 
 
-def heard_of(state: State, generation: int) -> frozenset[m.Heard]:
+def _heard_of(state: State, generation: int) -> frozenset[m.Heard]:
     """What was heard of this generation and later ones; all else is fenced out."""
     return frozenset(heard for heard in state.heard if heard.generation >= generation)
 

@@ -7,6 +7,7 @@ Every entry is a record that checks itself when it is made, so none that is inva
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -239,19 +240,15 @@ def _is_a(kind: type, words: str) -> Callable[[Any, str], object]:
     return check
 
 
-def _one_of(*words: str) -> Callable[[Any, str], object]:
-    return lambda value, name: fields.choice(value, name, words)
-
-
 _CHECKS: Mapping[str, Callable[[Any, str], object]] = {
     **dict.fromkeys(("member", "host", "by", "source", "id"), fields.text),
     **dict.fromkeys(("slot", "capacity", "generation", "step", "workers"), fields.whole),
     **dict.fromkeys(("urgent", "stopped", "asked"), _is_a(bool, "true or false")),
     "why": _is_a(str, "a string"),
     "deadline": _time,
-    "devices": lambda value, name: fields.whole(value, name, minimum=1),
-    "state": _one_of("here", "gone", "lost"),
-    "notice": _one_of("hint", "leave", "now"),
+    "devices": functools.partial(fields.whole, minimum=1),
+    "state": functools.partial(fields.choice, allowed=("here", "gone", "lost")),
+    "notice": functools.partial(fields.choice, allowed=("hint", "leave", "now")),
     "record": _is_a(Generation, "a generation"),
     "failure": _is_a(Mapping, "an object"),
 }

@@ -5,7 +5,8 @@ The store holds exactly one `Generation`, replaced by compare-and-set on its num
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -118,16 +119,8 @@ class Generation:
 
     def to_json(self) -> dict[str, Any]:
         """The form in which the store keeps it."""
-        return {
-            "format": FORMAT,
-            "number": self.number,
-            "members": list(self.members),
-            "leaving": list(self.leaving),
-            "lineage": [[number, *base] for number, base in self.lineage],
-            "checkpoint": list(self.checkpoint),
-            "reached": self.reached,
-            "regress": self.regress,
-        }
+        lineage = [[number, *base] for number, base in self.lineage]
+        return {"format": FORMAT, **dataclasses.asdict(self), "lineage": lineage}
 
     @classmethod
     def from_json(cls, value: Any, where: str = "generation") -> Generation:
@@ -182,12 +175,13 @@ class MemberLayout:
     copied: Mapping[Member, tuple[int, ...]]
     problem: str | None = None
 
-    def covers(self, members: frozenset[Member]) -> bool:
+    def holds(self, member: Member) -> tuple[int, ...]:
+        """The layers that a member owns, and then those that it copies."""
+        return (*self.owned.get(member, ()), *self.copied.get(member, ()))
+
+    def covers(self, members: Iterable[Member]) -> bool:
         """Whether these members hold every layer between them, copies counted."""
-        found: set[int] = set()
-        for member in members:
-            found.update(self.owned.get(member, ()), self.copied.get(member, ()))
-        return len(found) == self.num_layers
+        return len({layer for member in members for layer in self.holds(member)}) == self.num_layers
 
     def __hash__(self) -> int:
         return hash((self.num_layers, tuple(sorted(self.owned.items())), tuple(sorted(self.copied.items()))))

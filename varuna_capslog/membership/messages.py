@@ -1,16 +1,17 @@
-"""Events that the runtime feeds to the protocol, and effects that it must carry out.
+"""Values that members cast in a round, events that the runtime feeds to the protocol, effects that it must carry out.
 
 Every event and effect of a generation names it. `protocol.step` drops events of older generations, so the runtime may
-deliver late, twice or out of order; it must keep the promises written at each class.
+deliver late, twice or out of order; it must keep the promises written at each class. What is no longer in `State.held`
+after the effects were carried out is needed no more: the runtime frees it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from varuna_capslog.membership.generation import Generation, Held, Member, MemberLayout, Stamp
-from varuna_capslog.membership.wire import Change, Contribution, Proof, Value, Vote
+from varuna_capslog.membership.generation import INITIAL, Generation, Held, Member, MemberLayout, Stamp
 
 __all__ = [
     "Abort",
@@ -29,10 +30,11 @@ __all__ = [
     "Damaged",
     "Decided",
     "Discard",
-    "Drop",
     "Effect",
     "Enter",
     "Farewell",
+    "GenerationEffect",
+    "GenerationEvent",
     "Heard",
     "Hint",
     "Install",
@@ -59,6 +61,73 @@ __all__ = [
 ]
 
 
+# -- values of a round -----------------------------------------------------------------------------------------------
+
+
+Change = tuple[str, Member]
+"""A wished change: ("leave", member) or ("join", member)."""
+
+
+class Proof(NamedTuple):
+    """The digest of a layer's state at a boundary, computed by a member that holds it.
+
+    Attributes:
+        owner: the member trained the layer; False: it holds a copy that was made ahead of a planned change.
+    """
+
+    layer: int
+    stamp: Stamp
+    owner: bool
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """Cast in round 0 of a generation: what a participant brings.
+
+    Attributes:
+        held: everything of the training state that it can send.
+        host: members of one host are lost together.
+        capacity: bytes of its device, for the planner; 0 where the run has no capacities.
+        checkpoint: the newest complete checkpoint that it knows of.
+        voted: its last vote on a step: in which generation, and from which boundary. Where all voters of that
+            generation voted from there, the boundary is settled, whether or not anybody has seen the outcome.
+        proofs: digests of the copies that it holds ahead of a change, and of the layers that it trained and of which
+            such copies were made.
+    """
+
+    held: Held
+    host: str
+    capacity: int = 0
+    checkpoint: Stamp = INITIAL
+    voted: tuple[int, Stamp] = (0, INITIAL)
+    proofs: frozenset[Proof] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Vote:
+    """Cast in round s: this member's share of step s is final.
+
+    Attributes:
+        finite: loss and gradients are finite.
+        changes: changes of the membership that this member knows to be wished.
+        prepared: the set of changes for which everything that must move here has been copied ahead.
+        urgent: its deadline leaves no time for preparation.
+        hints: changes that may be wished later.
+        save: one of `changes` may be cut off on its way: a checkpoint is to be written before it begins.
+    """
+
+    finite: bool = True
+    changes: frozenset[Change] = frozenset()
+    prepared: frozenset[Change] = frozenset()
+    urgent: bool = False
+    hints: frozenset[Change] = frozenset()
+    save: bool = False
+
+
+Value = Contribution | Vote
+
+
 # -- events ----------------------------------------------------------------------------------------------------------
 
 
@@ -66,6 +135,13 @@ class ProtocolEvent:
     """What a member hears: an event of `protocol.step`."""
 
     __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationEvent(ProtocolEvent):
+    """An event of one generation. A member of another one drops it, or asks the store (`Heard` of a newer one)."""
+
+    generation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,42 +165,39 @@ class StoreLost(ProtocolEvent):
 
 
 @dataclass(frozen=True, slots=True)
-class Heard(ProtocolEvent):
+class Heard(GenerationEvent):
     """One participant's value in a round, this member's own included. Promise: only what that member cast.
 
     Round 0 is always heard value by value. Each value then carries the proofs of its sender (see `Proof`), which the
     runtime adds when it carries out Cast: only the runtime can read memory.
     """
 
-    generation: int
     round: int
     sender: Member
     value: Value
 
 
 @dataclass(frozen=True, slots=True)
-class Tally(ProtocolEvent):
+class Tally(GenerationEvent):
     """A whole round at once: the values of all participants (round 0) or members (steps), as a collective gives them.
 
     Promise: each of them cast, and all who get this tally get the same values. The others may not get it.
     """
 
-    generation: int
     round: int
     values: Mapping[Member, Value]
 
 
 @dataclass(frozen=True, slots=True)
-class Computed(ProtocolEvent):
+class Computed(GenerationEvent):
     """This rank's gradients of the step are final (and summed over replicas); nothing was applied."""
 
-    generation: int
     step: int
     finite: bool = True
 
 
 @dataclass(frozen=True, slots=True)
-class Copied(ProtocolEvent):
+class Copied(GenerationEvent):
     """What the vote on `step` waits for here: fed once the step has begun here, and only where this member follows
     layers of others.
 
@@ -132,31 +205,26 @@ class Copied(ProtocolEvent):
     async: every copy at the boundary before `step` (shadows as in sync).
     """
 
-    generation: int
     step: int
 
 
 @dataclass(frozen=True, slots=True)
-class Received(ProtocolEvent):
+class Received(GenerationEvent):
     """A layer that this rank now owns is here, verified, at the base. Fed once the first round is decided here."""
 
-    generation: int
     layer: int
 
 
 @dataclass(frozen=True, slots=True)
-class Damaged(ProtocolEvent):
+class Damaged(GenerationEvent):
     """A layer arrived whose digest is not its sender's; it was not taken, and comes again after a change only."""
 
-    generation: int
     layer: int
 
 
 @dataclass(frozen=True, slots=True)
-class Broken(ProtocolEvent):
+class Broken(GenerationEvent):
     """Communication of the generation failed here, whichever member caused it; no further tally of it will come."""
-
-    generation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,10 +268,9 @@ class Hint(ProtocolEvent):
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared(ProtocolEvent):
+class Prepared(GenerationEvent):
     """Shadows: these layers are here, at the boundary of this step's beginning, and will be kept current by Copied."""
 
-    generation: int
     changes: frozenset[Change]
     layers: frozenset[int]
 
@@ -216,10 +283,8 @@ class Checkpointed(ProtocolEvent):
 
 
 @dataclass(frozen=True, slots=True)
-class Farewell(ProtocolEvent):
+class Farewell(GenerationEvent):
     """The generation has taken its first step without those that leave: they may go."""
-
-    generation: int
 
 
 # -- effects, carried out in the order given ---------------------------------------------------------------------------
@@ -229,6 +294,13 @@ class Effect:
     """What `protocol.step` answers: something that the runtime must do."""
 
     __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationEffect(Effect):
+    """An effect of one generation, which its member was in when the protocol answered it."""
+
+    generation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,67 +317,54 @@ class CompareAndSet(Effect):
 
 
 @dataclass(frozen=True, slots=True)
-class Cast(Effect):
+class Cast(GenerationEffect):
     """Give this value in a round, to all of the generation's participants (round 0) or members (steps)."""
 
-    generation: int
     round: int
     value: Value
 
 
 @dataclass(frozen=True, slots=True)
-class Compute(Effect):
+class Compute(GenerationEffect):
     """Begin this step: forward, backward, sums. Nothing of the state at the boundary before it may change."""
 
-    generation: int
     step: int
 
 
 @dataclass(frozen=True, slots=True)
-class Apply(Effect):
+class Apply(GenerationEffect):
     """The vote succeeded: apply the step to the layers owned and followed, keeping their state at `before` as well."""
 
-    generation: int
     step: int
     before: Stamp
 
 
 @dataclass(frozen=True, slots=True)
-class Discard(Effect):
+class Discard(GenerationEffect):
     """The step was voted down by all: drop its gradients and end the run, the state as before the step."""
 
-    generation: int
     step: int
 
 
 @dataclass(frozen=True, slots=True)
-class Drop(Effect):
-    """These states are needed no more: free them."""
-
-    held: Held
-
-
-@dataclass(frozen=True, slots=True)
-class Send(Effect):
+class Send(GenerationEffect):
     """Send a layer at a boundary to its new owner."""
 
-    generation: int
     layer: int
     stamp: Stamp
     target: Member
 
 
 @dataclass(frozen=True, slots=True)
-class Load(Effect):
+class Load(GenerationEffect):
     """Load a layer from the checkpoint of this boundary (INITIAL: initialise it from the seed)."""
 
-    generation: int
     layer: int
     stamp: Stamp
 
 
 @dataclass(frozen=True, slots=True)
-class Decided(Effect):
+class Decided(GenerationEffect):
     """The first round is complete: every participant has the same values, and decides the same.
 
     Attributes:
@@ -314,26 +373,22 @@ class Decided(Effect):
         moved_bytes: bytes that travel, or are read from the checkpoint, before training goes on.
     """
 
-    generation: int
     values: Mapping[Member, Contribution]
     distrusted: frozenset[int] = frozenset()
     moved_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Install(Effect):
+class Install(GenerationEffect):
     """All own layers are here: build this rank's stage at the boundary `base` and open the generation's groups."""
 
-    generation: int
     base: Stamp
     layout: MemberLayout
 
 
 @dataclass(frozen=True, slots=True)
-class Abort(Effect):
+class Abort(GenerationEffect):
     """End all communication of the generation at once: nothing of it is answered again."""
-
-    generation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,29 +399,25 @@ class Ask(Effect):
 
 
 @dataclass(frozen=True, slots=True)
-class Prepare(Effect):
+class Prepare(GenerationEffect):
     """Begin to copy ahead what would move for these changes; Prepared when what comes here has come.
 
     hinted: they may never be made, so no vote waits for the copies, and no event says when they are there.
     """
 
-    generation: int
     changes: frozenset[Change]
     hinted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class SaveAll(Effect):
+class SaveAll(GenerationEffect):
     """Write a checkpoint together with all members, before Compute. The change comes next, also where that fails."""
-
-    generation: int
 
 
 @dataclass(frozen=True, slots=True)
-class Bid(Effect):
+class Bid(GenerationEffect):
     """Tell these that they may go (they get Farewell)."""
 
-    generation: int
     members: tuple[Member, ...]
 
 

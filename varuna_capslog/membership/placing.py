@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.units import format_bytes
-from varuna_capslog.config.reading import Config
+from varuna_capslog.config.settings import Config, Elastic
 from varuna_capslog.membership.candidates import Candidate, Candidates
 from varuna_capslog.membership.generation import Member, MemberLayout
 from varuna_capslog.membership.recovery import Seat
-from varuna_capslog.membership.redundancy import Copies, Protection, Reserve, place_copies, reserves
+from varuna_capslog.membership.redundancy import Copies, Reserve, place_copies, reserves
 from varuna_capslog.memory import NEVER
 from varuna_capslog.memory.headroom import Headroom
-from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.verdict import MemoryVerdict, judge
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
@@ -37,31 +35,29 @@ class Placer:
     possible.
 
     Args:
-        candidates: every pipeline that could be; where reserves lie on the device, its `beside` counts the snapshots.
-        protection: which copies are kept. On the device, of two placements the one whose copies find room is taken.
+        candidates: every pipeline that could be; its `beside` counts the snapshots.
+        elastic: what copies are to protect from, and with how few devices the run waits. Of two placements the one
+            whose copies find room is taken.
         gradient_bytes: per layer, what its gradients take as they are sent. By default as AdamW's state has them, a
             third of the layer's state.
         given: (cuts, replicas) of the run's own plan, taken where exactly as many devices are there as it is for, and
             it fits them. They need not be what a planner would choose.
-        min_devices: with fewer the run waits.
     """
 
     def __init__(
         self,
         candidates: Candidates,
-        protection: Protection,
-        *,
+        elastic: Elastic,
         gradient_bytes: Sequence[int] | None = None,
         given: tuple[Sequence[int], int] | None = None,
-        min_devices: int = 1,
     ) -> None:
-        self._candidates, self.protection, self.min_devices = candidates, protection, min_devices
+        self.candidates, self.elastic, self.sync = candidates, elastic, elastic.protection == "sync"
         self.layer_bytes = tuple(candidates.layer_bytes)
         self.gradient_bytes = tuple(gradient_bytes or (-(-size // 3) for size in self.layer_bytes))
-        self._given = None if given is None else self._candidates.of_cuts(given[1], tuple(given[0]))
+        self._given = None if given is None else candidates.of_cuts(given[1], tuple(given[0]))
         # A copy's two boundaries, and the gradients that wait for the vote.
         self._copy_bytes = [
-            2 * state + (gradient if protection.sync else 0)
+            2 * state + (gradient if self.sync else 0)
             for state, gradient in zip(self.layer_bytes, self.gradient_bytes, strict=True)
         ]
 
@@ -72,9 +68,6 @@ class Placer:
         profile: Profile | None,
         layer_bytes: Sequence[int],
         gradient_bytes: Sequence[int] | None = None,
-        reserves_on: Literal["host", "device"] = "device",
-        link: Link | None = None,
-        max_replicas: int | None = None,
         plan: Plan | None = None,
     ) -> Placer:
         """The placer of a run; `plan` is the run's own, with one stage per device (others are not taken).
@@ -82,53 +75,36 @@ class Placer:
         Raises:
             CapslogError: as `Candidates`.
         """
-        pipeline, elastic = config.pipeline, config.elastic
+        pipeline = config.pipeline
         one_each = plan is not None and plan.placed is None and len(plan.cuts) == pipeline.devices
-        protection = Protection(elastic.redundancy, elastic.protection == "sync", reserves_on)
-        candidates = Candidates(
-            profile,
-            tuple(layer_bytes),
-            RunShape.of_config(config),
-            pipeline.planner,
-            pipeline.memory,
-            max_replicas,
-            protection.beside(layer_bytes),
-            link,
-        )
+        shape, sizes = RunShape.of_config(config), tuple(layer_bytes)
+        candidates = Candidates(profile, sizes, shape, pipeline.planner, pipeline.memory, beside=sizes)
         given = (plan.cuts, pipeline.replicas) if plan is not None and one_each else None
-        return cls(candidates, protection, gradient_bytes=gradient_bytes, given=given, min_devices=elastic.min_devices)
-
-    def prepare(self, devices: int) -> None:
-        """Weighs ahead of time all that up to `devices` devices could be, while no member waits for it.
-
-        Afterwards a question takes milliseconds where the devices are alike; see benchmarks/morph/search.
-        """
-        self._candidates.prepare(devices)
+        return cls(candidates, config.elastic, gradient_bytes, given)
 
     def __call__(self, seats: Sequence[Seat]) -> MemberLayout | str:
         """Who owns and copies what, or the sentence that says for what the run waits."""
         if not seats:
             return "no device is left; waiting for one"
-        if len(seats) < self.min_devices:
-            lack = self.min_devices - len(seats)
+        if len(seats) < self.elastic.min_devices:
+            lack = self.elastic.min_devices - len(seats)
             return (
-                f"{len(seats)} device(s) are left, but elastic.min_devices is {self.min_devices}; waiting for "
+                f"{len(seats)} device(s) are left, but elastic.min_devices is {self.elastic.min_devices}; waiting for "
                 f"{lack} more"
             )
-        limits = _Limits(seats, self._candidates)
-        on_device = self._limited_copies(limits)
-        found = self._given_if_it_fits(seats, limits)
-        if found is None:
+        limits = _Limits(seats, self.candidates)
+        found = self._given if self._given is not None and self._given.devices == len(seats) else None
+        if found is None or not found.fits(limits.usable(found.replicas, len(found.cuts))):
             # What hosts are too few for, no placement protects from.
-            least = max(0, self.protection.redundancy - (len({seat.host for seat in seats}) - 1))
+            least = max(0, self.elastic.redundancy - (len({seat.host for seat in seats}) - 1))
 
             def lost_protection(candidate: Candidate) -> int:
                 """By how many host losses the copies that find room fall short of what is asked."""
-                if not on_device:
+                if not limits.any:
                     return least
-                return self.protection.redundancy - self._place_copies(candidate, seats, limits).survives
+                return self.elastic.redundancy - self._place_copies(candidate, seats, limits).survives
 
-            found = self._candidates.quickest(len(seats), limits.usable, lost_protection, least)
+            found = self.candidates.quickest(len(seats), limits.usable, lost_protection, least)
         if found is None:
             return self._waiting(seats, limits)
         return self._layout(found, seats, limits)
@@ -139,16 +115,11 @@ class Placer:
         """The layout of given cuts, and the bytes of each stage with the reserves that every stage has; None where no
         memory model describes the run.
         """
-        found = self._candidates.of_cuts(replicas, tuple(cuts))
-        return self._layout(found, seats, _Limits(seats, self._candidates)), found.stage_bytes
-
-    def cuts_of(self, stages: int, replicas: int, seats: Sequence[Seat]) -> tuple[int, ...]:
-        """The planner's cuts for so many stages, with the reserves that every stage has."""
-        usable = _Limits(seats, self._candidates).usable(replicas, stages)
-        return self._candidates.candidate(replicas, stages, usable).cuts
+        found = self.candidates.of_cuts(replicas, tuple(cuts))
+        return self._layout(found, seats, _Limits(seats, self.candidates)), found.stage_bytes
 
     def _layout(self, found: Candidate, seats: Sequence[Seat], limits: _Limits) -> MemberLayout:
-        copies = self._place_copies(found, seats, limits if self._limited_copies(limits) else None)
+        copies = self._place_copies(found, seats, limits)
         owned = {member: layers for row in _pipelines(found, seats, len(self.layer_bytes)) for member, layers in row}
         return MemberLayout(len(self.layer_bytes), owned, dict(copies.kept), copies.problem)
 
@@ -176,39 +147,18 @@ class Placer:
             )
         return tuple(layers[0] for layers in rows[0]), devices, replicas
 
-    def reserves(self, layout: MemberLayout) -> dict[Member, Reserve]:
-        """What protection takes on each member beside training."""
-        return reserves(layout, self.protection, self.layer_bytes, self.gradient_bytes)
-
-    def _given_if_it_fits(self, seats: Sequence[Seat], limits: _Limits) -> Candidate | None:
-        given = self._given
-        if given is None or given.devices != len(seats):
-            return None
-        excess = given.excess(limits.usable(given.replicas, len(given.cuts)))
-        return given if max(excess, default=0) <= 0 else None
-
     # -- copies
 
-    def _limited_copies(self, limits: _Limits) -> bool:
-        """Whether copies lie where memory is limited."""
-        return self.protection.reserves_on == "device" and limits.any
-
-    def _place_copies(self, candidate: Candidate, seats: Sequence[Seat], limits: _Limits | None) -> Copies:
+    def _place_copies(self, candidate: Candidate, seats: Sequence[Seat], limits: _Limits) -> Copies:
         pipelines = _pipelines(candidate, seats, len(self.layer_bytes))
         spare = [seat.member for seat in seats[candidate.devices :]]
         hosts = {seat.member: seat.host for seat in seats}
-        room = None if limits is None else self._room(candidate, limits)
-        return place_copies(pipelines, hosts, self.protection.redundancy, self._copy_bytes, spare, room)
-
-    def _room(self, candidate: Candidate, limits: _Limits) -> dict[Member, int]:
-        """Bytes that each device has left for copies."""
-        held = [0] * len(limits.seats)
-        if candidate.stage_bytes is not None:
-            held[: candidate.devices] = candidate.stage_bytes * candidate.replicas
-        return {
-            seat.member: max(0, usable - taken)
-            for seat, usable, taken in zip(limits.seats, limits.of_rank, held, strict=True)
-        }
+        room = None
+        if limits.any and candidate.stage_bytes is not None:
+            held = [*candidate.stage_bytes * candidate.replicas, *[0] * len(spare)]
+            left = [max(0, usable - taken) for usable, taken in zip(limits.of_rank, held, strict=True)]
+            room = {seat.member: size for seat, size in zip(seats, left, strict=True)}
+        return place_copies(pipelines, hosts, self.elastic.redundancy, self._copy_bytes, spare, room)
 
     # -- what is lacking
 
@@ -216,14 +166,14 @@ class Placer:
         """What does not fit where, by how much, and what would do."""
         stages = min(len(seats), len(self.layer_bytes))
         usable = limits.usable(1, stages)
-        candidate = self._candidates.candidate(1, stages, usable)
+        candidate = self.candidates.candidate(1, stages, usable)
         capacities = [seat.capacity or NEVER for seat in seats[:stages]]  # an unknown capacity limits nothing
-        verdict = judge(candidate.stage_bytes, capacities, self._candidates.headroom)
+        verdict = judge(candidate.stage_bytes, capacities, self.candidates.headroom)
         assert verdict is not None
         stage = verdict.worst
         seat, end = seats[stage], [*candidate.cuts[1:], len(self.layer_bytes)][stage]
         smallest = min(seat.capacity for seat in seats if seat.capacity)
-        fewest = self._candidates.fewest_devices(smallest)
+        fewest = self.candidates.fewest_devices(smallest)
         if fewest is None:
             wanted = f"devices of more than {format_bytes(smallest)}, since no number of these holds the layers"
         elif fewest > len(seats):
@@ -241,7 +191,6 @@ class _Limits:
     """What each seat's device can use, by rank, and by stage of a candidate."""
 
     def __init__(self, seats: Sequence[Seat], candidates: Candidates) -> None:
-        self.seats = seats
         usable = candidates.headroom.usable
         # An unknown capacity limits nothing.
         self.of_rank = [usable(seat.capacity) if seat.capacity else NEVER - 1 for seat in seats]
@@ -285,16 +234,15 @@ def state_bytes(profile: Profile) -> tuple[list[int], list[int]] | None:
 
 def describe_reserves(found: Mapping[Member, Reserve]) -> str:
     """What protection takes, in a sentence: the rank with most of it, and all of them together."""
-    most = max(found.values(), key=lambda reserve: reserve.total)
+    most = max(found.values(), key=sum)
     parts = [f"{format_bytes(most.snapshot)} for its own layers at the last boundary"]
     if most.copies:
         parts.append(f"{format_bytes(most.copies)} for copies of others'")
     if most.updates:
         parts.append(f"{format_bytes(most.updates)} for their gradients")
-    total = sum(reserve.total for reserve in found.values())
-    where = "the device" if most.where == "device" else "the host"
+    total = sum(map(sum, found.values()))
     return (
-        f"protection takes up to {format_bytes(most.total)} of a rank's memory on {where} beside training "
+        f"protection takes up to {format_bytes(sum(most))} of a rank's memory on the device beside training "
         f"({', '.join(parts)}), {format_bytes(total)} over {len(found)} rank(s)"
     )
 
@@ -302,7 +250,7 @@ def describe_reserves(found: Mapping[Member, Reserve]) -> str:
 def with_reserves(config: Config, profile: Profile, plan: Plan, find: Callable[..., Plan]) -> tuple[Plan, list[int]]:
     """Before a run: the plan with what protection takes in its notes, and the bytes of each stage's own snapshot.
 
-    Snapshots and copies may lie on the device beside training, so a plan that fits without them may not fit with them.
+    Snapshots and copies lie on the device beside training, so a plan that fits without them may not fit with them.
     Every rank is taken to be on a host of its own. Where a capacity is given that the plan keeps to without snapshots
     and not with them, it is cut anew with them, unless the config fixes the cuts; where that does not help it does not
     fit. Copies that find no room are said, not refused: the run trains without that protection.
@@ -332,7 +280,8 @@ def with_reserves(config: Config, profile: Profile, plan: Plan, find: Callable[.
 
     lack, verdict = "", judged(plan.cuts)
     if plan.fits and verdict is not None and not verdict.fits:
-        cuts = placer.cuts_of(len(plan.cuts), replicas, seats)
+        usable = _Limits(seats, placer.candidates).usable(replicas, len(plan.cuts))
+        cuts = placer.candidates.candidate(replicas, len(plan.cuts), usable).cuts
         other = judged(cuts)
         if pipeline.cuts is None and other is not None and other.fits:
             found = find(capacity=pipeline.capacity, cuts=list(cuts))
@@ -344,6 +293,7 @@ def with_reserves(config: Config, profile: Profile, plan: Plan, find: Callable[.
                 "devices or capacity, or set elastic.enabled to false"
             )
     layout, _ = placer.of_cuts(plan.cuts, replicas, seats)
-    told = [lack, describe_reserves(placer.reserves(layout)), layout.problem]
+    kept = reserves(layout, placer.sync, placer.layer_bytes, placer.gradient_bytes)
+    told = [lack, describe_reserves(kept), layout.problem]
     snapshots = [sum(sizes[0][first:end]) for first, end in plan.stages()]
     return dataclasses.replace(plan, notes=(*plan.notes, *filter(None, told))), snapshots

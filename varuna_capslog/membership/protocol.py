@@ -36,10 +36,12 @@ def step(job: Job, state: State, event: m.ProtocolEvent) -> Step:
     if state.phase is Phase.STOPPED:
         return state, ()
     match event:
-        case m.Tally():
-            return _tally(job, state, event.generation, event.round, event.values)
         case m.Heard():
             return _heard(job, state, event)
+        case m.GenerationEvent(generation) if generation != state.record.number:
+            return state, ()
+        case m.Tally():
+            return _tally(job, state, event.round, event.values)
         case m.Computed():
             return _computed(state, event)
         case m.Copied():
@@ -51,7 +53,7 @@ def step(job: Job, state: State, event: m.ProtocolEvent) -> Step:
         case m.StoreLost():
             return changes.store_lost(state)
         case m.Damaged() | m.Broken():  # what arrived damaged is not taken, and is sent again only after a change
-            return changes.broken(state, event.generation)
+            return changes.broken(state)
         case m.Suspects():
             return changes.suspects(state, event.members - {state.me})
         case m.Tick():
@@ -69,7 +71,7 @@ def step(job: Job, state: State, event: m.ProtocolEvent) -> Step:
             newer = event.stamp > state.checkpoint and event.stamp in {stamp for _, stamp in state.held}
             return (replace(state, checkpoint=event.stamp) if newer else state), ()
         case m.Farewell():
-            if state.phase is Phase.SERVE and event.generation == state.record.number:
+            if state.phase is Phase.SERVE:
                 return changes.outside(state, state.record, wants_in=False)
     return state, ()
 
@@ -100,12 +102,12 @@ def _complete(job: Job, state: State) -> Step:
     }
     if len(values) < len(voters):
         return state, ()
-    return _tally(job, state, state.record.number, state.round, values)
+    return _tally(job, state, state.round, values)
 
 
-def _tally(job: Job, state: State, generation: int, number: int, values: Mapping[Member, m.Value]) -> Step:
+def _tally(job: Job, state: State, number: int, values: Mapping[Member, m.Value]) -> Step:
     """A round of the present generation in which this member has cast is complete."""
-    if generation != state.record.number or number != state.round or not state.cast:
+    if number != state.round or not state.cast:
         return state, ()
     if state.phase is Phase.GATHER:
         # Every participant hears the same values in the same order, so every one decides alike.
@@ -124,9 +126,10 @@ def _first_round(job: Job, state: State, values: Mapping[Member, m.Contribution]
     mine = frozenset(entry for entry in state.held if (state.me, entry[0]) in left_out)
     decision = job.decide(state.record, tuple(values.items()))
     layers = frozenset(layer for _, layer in left_out)
-    decided = m.Decided(state.record.number, values, layers, decision.moved_bytes)
+    moved_bytes = sum(move.bytes for move in decision.moves)
+    decided = m.Decided(state.record.number, values, layers, moved_bytes)
     state, effects = _decided(replace(state, held=state.held - mine), decision)
-    return state, (decided, *([m.Drop(mine)] if mine else []), *effects)
+    return state, (decided, *effects)
 
 
 def _decided(state: State, decision: recovery.Decision) -> Step:
@@ -149,10 +152,11 @@ def _decided(state: State, decision: recovery.Decision) -> Step:
         return waiting, (*said, *more)
     # Roll-back: what lies beyond the base was never settled, or no member can complete it.
     kept = frozenset(entry for entry in state.held if entry[1] == base or entry[1].step < base.step)
-    effects: list[m.Effect] = [m.Drop(state.held - kept)] if len(kept) < len(state.held) else []
     mine = [move for move in decision.moves if state.me in (move.source, move.target)]
     generation = state.record.number
-    effects += [m.Send(generation, move.layer, base, move.target) for move in mine if move.source == state.me]
+    effects: list[m.Effect] = [
+        m.Send(generation, move.layer, base, move.target) for move in mine if move.source == state.me
+    ]
     effects += [m.Load(generation, move.layer, base) for move in mine if move.source is None]
     state = replace(
         state,
@@ -173,11 +177,7 @@ def _decided(state: State, decision: recovery.Decision) -> Step:
 
 
 def _received(state: State, event: m.Received) -> Step:
-    if (
-        state.phase is not Phase.INSTALL
-        or event.generation != state.record.number
-        or event.layer not in state.roles.missing
-    ):
+    if state.phase is not Phase.INSTALL or event.layer not in state.roles.missing:
         return state, ()
     roles = replace(state.roles, missing=state.roles.missing - {event.layer})
     return _start(replace(state, held=state.held | {(event.layer, state.at)}, roles=roles))
@@ -205,9 +205,7 @@ def _next_step(state: State) -> Step:
 
 
 def _computed(state: State, event: m.Computed) -> Step:
-    if state.phase is not Phase.RUN or (event.generation, event.step) != (state.record.number, state.round):
-        return state, ()
-    if state.computed:
+    if state.phase is not Phase.RUN or event.step != state.round or state.computed:
         return state, ()
     if state.wishes.saving:  # that lies behind: a checkpoint that could not be written is not tried again
         state = replace(state, wishes=replace(state.wishes, save=False, saving=False))
@@ -217,7 +215,7 @@ def _computed(state: State, event: m.Computed) -> Step:
 
 
 def _copied(state: State, event: m.Copied) -> Step:
-    if state.phase is not Phase.RUN or (event.generation, event.step) != (state.record.number, state.round):
+    if state.phase is not Phase.RUN or event.step != state.round:
         return state, ()
     follows = frozenset((layer, state.at) for layer in state.roles.copies | state.roles.shadows)
     return _cast_if_ready(replace(state, copied=event.step, held=state.held | follows))
@@ -247,8 +245,6 @@ def _voted(job: Job, state: State, votes: Sequence[m.Vote]) -> Step:
     follows = state.roles.own | state.roles.shadows | (state.roles.copies if job.sync else frozenset())
     held = _kept(state, before) | frozenset((layer, after) for layer in follows)
     effects: list[m.Effect] = [m.Apply(generation, number, before)]
-    if dropped := state.held - held:
-        effects.append(m.Drop(dropped))
     if state.record.leaving:
         effects.append(m.Bid(generation, state.record.leaving))  # said again each step: it may be lost
     state = replace(state, held=held, at=after)
@@ -288,10 +284,8 @@ def _kept(state: State, before: Stamp) -> Held:
 
 
 def _prepared(state: State, event: m.Prepared) -> Step:
-    if state.phase is not Phase.RUN or event.generation != state.record.number:
-        return state, ()
-    if state.cast or state.copied == state.round:  # too late for this step: Prepare will be said again
-        return state, ()
+    if state.phase is not Phase.RUN or state.cast or state.copied == state.round:
+        return state, ()  # too late for this step: Prepare will be said again
     held = state.held | {(layer, state.at) for layer in event.layers}
     roles = replace(state.roles, shadows=event.layers - state.roles.own - state.roles.copies)
     known = replace(state.wishes, prepared=event.changes)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from varuna_capslog.membership.generation import INITIAL, Generation, Member, MemberLayout, Stamp
-from varuna_capslog.membership.wire import Contribution, Proof
+from varuna_capslog.membership.messages import Contribution, Proof
 
 __all__ = [
     "CHECKPOINT",
@@ -98,11 +98,6 @@ class Decision:
     checkpoint: Stamp = INITIAL
     for_holders: bool = False
 
-    @property
-    def moved_bytes(self) -> int:
-        """Bytes that travel or are read."""
-        return sum(move.bytes for move in self.moves)
-
 
 def newest_boundary(
     num_layers: int,
@@ -153,13 +148,11 @@ def list_moves(
             sources = boundary.holders[layer]
             if target in sources:
                 continue
-            if sources:
-                source = min(sources, key=lambda member: sent.get(member, 0))
+            assert sources or boundary.on_disk
+            source = min(sources, key=lambda member: sent.get(member, 0), default=CHECKPOINT)
+            if source is not None:
                 sent[source] = sent.get(source, 0) + layer_bytes[layer]
-                moves.append(Move(layer, source, target, layer_bytes[layer]))
-            else:
-                assert boundary.on_disk
-                moves.append(Move(layer, CHECKPOINT, target, layer_bytes[layer]))
+            moves.append(Move(layer, source, target, layer_bytes[layer]))
     return tuple(moves)
 
 

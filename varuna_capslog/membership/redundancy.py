@@ -10,32 +10,13 @@ import heapq
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import NamedTuple
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.units import format_bytes
 from varuna_capslog.membership.generation import Member, MemberLayout
 
-__all__ = ["Copies", "Protection", "Reserve", "place_copies", "reserves"]
-
-
-@dataclass(frozen=True)
-class Protection:
-    """What a run keeps twice, so that losses cost no state.
-
-    redundancy: simultaneous losses of hosts to survive.
-    sync: whether copies make each step together with their owners, or follow in the background.
-    reserves_on: where snapshots and copies lie. On the "device", as the pipeline engine's do, they count against its
-        capacity; on the "host" they do not.
-    """
-
-    redundancy: int = 1
-    sync: bool = True
-    reserves_on: Literal["host", "device"] = "device"
-
-    def beside(self, layer_bytes: Sequence[int]) -> Sequence[int] | None:
-        """Bytes that each layer's snapshot takes on the device beside training; None where it lies on the host."""
-        return layer_bytes if self.reserves_on == "device" else None
+__all__ = ["Copies", "Reserve", "place_copies", "reserves"]
 
 
 @dataclass(frozen=True)
@@ -212,30 +193,22 @@ def _some(layers: Sequence[int]) -> str:
     return ", ".join(map(str, rising[:6])) + (f" and {len(rising) - 6} more" if len(rising) > 6 else "")
 
 
-@dataclass(frozen=True)
-class Reserve:
-    """Bytes that protection takes on one rank besides training itself: entries for the memory model.
+class Reserve(NamedTuple):
+    """Bytes that protection takes on one rank's device besides training itself: entries for the memory model.
 
     Attributes:
         snapshot: own layers at the previous boundary.
         copies: others' layers, at the two boundaries that may be needed.
         updates: others' gradients of the step under way, applied when its vote succeeds (`sync` only).
-        where: "host" or "device", where all of it lies.
     """
 
     snapshot: int
     copies: int
     updates: int
-    where: str = "host"
-
-    @property
-    def total(self) -> int:
-        """All of it."""
-        return self.snapshot + self.copies + self.updates
 
 
 def reserves(
-    layout: MemberLayout, protection: Protection, layer_bytes: Sequence[int], gradient_bytes: Sequence[int]
+    layout: MemberLayout, sync: bool, layer_bytes: Sequence[int], gradient_bytes: Sequence[int]
 ) -> dict[Member, Reserve]:
     """What the commit rule and the copies cost each rank, in bytes.
 
@@ -249,6 +222,6 @@ def reserves(
     found = {}
     for member in dict.fromkeys([*layout.owned, *layout.copied]):
         mine, theirs = (sum(layer_bytes[layer] for layer in of.get(member, ())) for of in (layout.owned, layout.copied))
-        updates = sum(gradient_bytes[layer] for layer in layout.copied.get(member, ())) if protection.sync else 0
-        found[member] = Reserve(mine, 2 * theirs, updates, protection.reserves_on)
+        updates = sum(gradient_bytes[layer] for layer in layout.copied.get(member, ())) if sync else 0
+        found[member] = Reserve(mine, 2 * theirs, updates)
     return found

@@ -88,7 +88,7 @@ def _take_part(run_dir: Path, wish: StopWish, equipment: Equipment) -> int:
     newest = store.read()
     if newest.number:  # the others train already: slow first calls are made before they wait for this member
         work.warm_up()
-    work.placer.prepare(max(config.world_size, len(newest.members)) + _MORE_DEVICES)
+    work.placer.candidates.prepare(max(config.world_size, len(newest.members)) + _MORE_DEVICES)
     gc.collect()
     gc.freeze()  # later collections need not look at what exists by now
     options = RuntimeOptions(

@@ -21,12 +21,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from varuna_capslog.elastic.notices.auto import detect_cloud
 from varuna_capslog.elastic.notices.aws import AwsListener
 from varuna_capslog.elastic.notices.azure import AzureListener
-from varuna_capslog.elastic.notices.callback import CallbackListener
 from varuna_capslog.elastic.notices.file import FileListener
-from varuna_capslog.elastic.notices.gather import listen
+from varuna_capslog.elastic.notices.gather import CallbackListener, Gathering, detect_cloud
 from varuna_capslog.elastic.notices.gcp import GcpListener
 from varuna_capslog.elastic.notices.interface import Listener
 from varuna_capslog.elastic.notices.signals import SignalListener, plain
@@ -59,7 +57,7 @@ def latencies(
         prepare: called before the random time that precedes an announcement.
     """
     found: queue.Queue[float] = queue.Queue()
-    with listen([source], lambda _: found.put(time.perf_counter())):
+    with Gathering([source], lambda _: found.put(time.perf_counter())):
         time.sleep(1.0)
         seconds = []
         for trial in range(trials):

@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 
 from varuna_capslog.config.reading import load_config
+from varuna_capslog.config.settings import Elastic
 from varuna_capslog.membership.candidates import Candidates
 from varuna_capslog.membership.generation import MemberLayout
 from varuna_capslog.membership.placing import Placer, state_bytes
 from varuna_capslog.membership.recovery import Seat
-from varuna_capslog.membership.redundancy import Protection
 from varuna_capslog.planners.seconds import Link, step_player
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
@@ -66,8 +66,8 @@ def placer_of(profile: Profile, run: tuple[int, int], link: Link | None, planner
     assert sizes is not None
     microbatches, blocks = run
     step = RunShape(microbatches, microbatch_size=1, num_blocks=blocks)
-    candidates = Candidates(profile, tuple(sizes[0]), step, planner, beside=sizes[0], link=link)
-    return Placer(candidates, Protection(), gradient_bytes=sizes[1])
+    candidates = Candidates(profile, tuple(sizes[0]), step, planner, beside=sizes[0], link=link or Link())
+    return Placer(candidates, Elastic(), sizes[1])
 
 
 def measure(profile: Profile, run: tuple[int, int], link: Link | None, planner: str, questions: int) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def measure(profile: Profile, run: tuple[int, int], link: Link | None, planner: 
     for most in (8, MOST):
         step_player.cache_clear()
         placer = placer_of(profile, run, link, planner)
-        row["prepare_ms"][most] = round(milliseconds(partial(placer.prepare, most))[0], 1)
+        row["prepare_ms"][most] = round(milliseconds(partial(placer.candidates.prepare, most))[0], 1)
     for name, fleet in FLEETS.items():
         dice = random.Random(name)
         taken, waits, shapes = [], 0, set()

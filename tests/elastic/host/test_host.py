@@ -21,7 +21,7 @@ from varuna_capslog.base.supervisor import Interrupted, WorkerFailed
 from varuna_capslog.config.settings import Elastic
 from varuna_capslog.elastic.host.hooks import notice_of
 from varuna_capslog.elastic.host.host import Host, HostEnd, HostOptions
-from varuna_capslog.elastic.notices.callback import CallbackListener
+from varuna_capslog.elastic.notices.gather import CallbackListener
 from varuna_capslog.elastic.notices.interface import Kind
 from varuna_capslog.elastic.store.opening import StoreGone, StoreServer, TcpMembershipStore, open_store
 from varuna_capslog.membership.entries import Entry, HostsEntry, NoticeEntry, read

@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from varuna_capslog.elastic.member.effects import Effects
-from varuna_capslog.elastic.member.incoming import Incoming
+from varuna_capslog.elastic.member.incoming import Incoming, decode, encode
 from varuna_capslog.elastic.member.peers import PeerMessage
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.generation import Generation, Stamp
 from varuna_capslog.membership.state import Phase, Roles, State
-from varuna_capslog.membership.wire import decode, encode
 from varuna_capslog.training.layer_state import digest
 
 AT = Stamp(5, 1)
@@ -97,3 +98,35 @@ def test_a_member_proves_the_layers_that_were_copied_ahead_and_hears_its_own_val
     assert (target, kind) == ("m1", "value")
     assert isinstance(heard, m.Heard)
     assert decode(header["value"].encode()) == heard.value
+
+
+# -- values of a round survive their journey -------------------------------------------------------------------------
+
+names = st.text(min_size=1, max_size=8)
+changes = st.frozensets(st.tuples(st.sampled_from(["leave", "join"]), names), max_size=4)
+stamps = st.builds(Stamp, st.integers(0, 10**9), st.integers(0, 10**6))
+votes = st.builds(m.Vote, st.booleans(), changes, changes, st.booleans(), changes, st.booleans())
+contributions = st.builds(
+    m.Contribution,
+    st.frozensets(st.tuples(st.integers(0, 100), stamps), max_size=6),
+    names,
+    st.integers(0, 1 << 45),
+    stamps,
+    st.tuples(st.integers(0, 9), stamps),
+    st.frozensets(st.builds(m.Proof, st.integers(0, 100), stamps, st.booleans(), names), max_size=4),
+)
+
+
+@given(st.one_of(votes, contributions))
+def test_values_arrive_as_they_left(value: m.Value) -> None:
+    assert decode(encode(value)) == value
+
+
+def test_a_plain_vote_needs_no_ballot() -> None:
+    assert encode(m.Vote()) == b""
+
+
+@pytest.mark.parametrize("text", [b"{", b"[]", b'{"held": []}'])
+def test_what_is_no_value_is_refused(text: bytes) -> None:
+    with pytest.raises((ValueError, KeyError, TypeError)):
+        decode(text)

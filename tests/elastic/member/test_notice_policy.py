@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 
 from varuna_capslog.elastic.member import notice_policy as departures
-from varuna_capslog.elastic.member.notice_policy import CHANGE_SECONDS, LINK, NoticePolicy, leaves_alone
+from varuna_capslog.elastic.member.notice_policy import CHANGE_SECONDS, LINK, NoticePolicy
 from varuna_capslog.membership import messages as m
+from varuna_capslog.membership import protocol
 from varuna_capslog.membership.entries import HintEntry, NoticeEntry
 from varuna_capslog.membership.generation import Generation, MemberLayout
 from varuna_capslog.membership.recovery import Seat
-from varuna_capslog.rig.search.places import even_places
+from varuna_capslog.membership.state import Phase, State
+from varuna_capslog.rig.search.places import even_places, make_job
 
 MEMBERS = ("m0", "m1", "m2")
 LEAVE = ("leave", "m1")
@@ -64,7 +66,42 @@ def heard_by(one: Any) -> Callable[[NoticeEntry | HintEntry], m.ProtocolEvent]:
     return lambda said: found.heard(said, one.state)
 
 
-def test_each_rung(clock: SimpleNamespace) -> None:
+@pytest.mark.parametrize(
+    ("told", "left", "move_seconds", "expected"),
+    [
+        ("hint", None, 99.0, m.Hint(LEAVE)),
+        ("hint", 0.0, 99.0, m.Hint(LEAVE)),
+        ("leave", 120.0, 30.0, m.Wished(LEAVE)),
+        ("leave", 30.0, 30.0, m.Wished(LEAVE)),
+        ("leave", 15.0, 15.1, m.Wished(LEAVE, urgent=True, save=True)),
+        ("leave", -5.0, 1.1, m.Wished(LEAVE, urgent=True, save=True)),  # passed already
+        ("leave", None, 1e9, m.Wished(LEAVE)),  # nobody said until when
+        ("now", 15.0, 2.0, m.Wished(LEAVE, urgent=True)),
+        ("now", 15.0, 20.0, m.Wished(LEAVE, urgent=True, save=True)),
+    ],
+)
+def test_what_the_protocol_hears(
+    clock: SimpleNamespace, told: str, left: float | None, move_seconds: float, expected: m.ProtocolEvent
+) -> None:
+    del clock
+    one = member(usual=(move_seconds - CHANGE_SECONDS) / 2)
+    one.sent.add(1)  # so that nothing is left to move but two steps and the change
+    deadline = None if left is None else WALL + left
+    said = HintEntry("m1", deadline=deadline) if told == "hint" else NoticeEntry("m1", told == "now", deadline)
+    assert heard_by(one)(said) == expected
+
+
+def test_the_protocol_takes_it(clock: SimpleNamespace) -> None:
+    """The event is one of the protocol's own: a member that runs casts it in its next vote."""
+    del clock
+    job = make_job(2, even_places(2, 0))
+    state = State("m1", "a", phase=Phase.RUN, record=Generation(1, ("m0", "m1")), round=1)
+    after, _ = protocol.step(job, state, heard_by(member())(entry(urgent=True)))
+    assert after.wishes.changes == {LEAVE}
+    assert after.wishes.urgent
+
+
+def test_each_kind_of_notice(clock: SimpleNamespace) -> None:
     del clock
     heard = heard_by(member())
     assert heard(HintEntry("m1", deadline=WALL + 1)) == m.Hint(LEAVE)
@@ -115,9 +152,13 @@ def test_the_earliest_deadline_counts(clock: SimpleNamespace) -> None:
     assert one.watch(runtime.state) == m.Wished(LEAVE, urgent=True, save=True)
 
 
-def test_who_leaves_alone() -> None:
-    layout = MemberLayout(3, {"m0": (0, 1), "m1": (2,)}, {"m2": (2,)})
-    assert not leaves_alone(layout, ["m0", "m2"], 3)
-    assert leaves_alone(layout, ["m0"], 3)
-    assert leaves_alone(layout, ["m2"], 3)
-    assert not leaves_alone(layout, [], 3)  # all leave: all is written when the run is parked
+@pytest.mark.parametrize(
+    ("leave", "alone"), [(("m1",), False), (("m1", "m2"), True), (("m0", "m1"), True), (("m0", "m1", "m2"), False)]
+)
+def test_who_leaves_alone(clock: SimpleNamespace, leave: tuple[str, ...], alone: bool) -> None:
+    """Layers that none of those that stay holds; where all leave, all is written when the run is parked."""
+    del clock
+    one = member()
+    one.state.roles.layout = MemberLayout(3, {"m0": (0, 1), "m1": (2,)}, {"m2": (2,)})
+    one.state.wishes.changes = frozenset(("leave", name) for name in leave)
+    assert heard_by(one)(entry(seconds=0.5)) == m.Wished(LEAVE, urgent=True, save=alone)

@@ -6,7 +6,7 @@ import queue
 from collections.abc import Mapping
 
 from varuna_capslog.elastic.notices.interface import Clock, Notice, Unavailable
-from varuna_capslog.elastic.notices.metadata import Answer
+from varuna_capslog.elastic.notices.metadata import Answer, HttpOpener
 
 WALL = 1505722800.0  # 2017-09-18T08:20:00Z
 
@@ -42,10 +42,11 @@ class Inbox:
         return self._queue.empty()
 
 
-class Script:
+class Script(HttpOpener):
     """An opener that gives set answers in turn, and keeps what was asked. None stands for no answer."""
 
     def __init__(self, *answers: Answer | None) -> None:
+        super().__init__()
         self.answers = list(answers)
         self.asked: list[tuple[str, str, Mapping[str, str], bytes | None]] = []
         self.timeouts: list[float] = []
@@ -59,6 +60,3 @@ class Script:
         if answer is None:
             raise Unavailable("nobody is there")
         return answer
-
-    def cut(self) -> None:
-        pass

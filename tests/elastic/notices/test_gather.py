@@ -9,8 +9,7 @@ import time
 import pytest
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.elastic.notices.callback import CallbackListener, on_notice
-from varuna_capslog.elastic.notices.gather import Announcement, listen
+from varuna_capslog.elastic.notices.gather import Announcement, CallbackListener, Gathering, on_notice
 from varuna_capslog.elastic.notices.interface import Deadline, Deliver, Kind, Listener, Notice
 
 
@@ -38,7 +37,7 @@ class Burst(Listener):
 def gathered(*notices: Notice, window: float = 30.0) -> list[Announcement]:
     """What the callback gets; `stop` ends the window, so nothing depends on how long it is."""
     found: list[Announcement] = []
-    listen([Burst(*notices)], found.append, window).stop()
+    Gathering([Burst(*notices)], found.append, window).stop()
     return found
 
 
@@ -52,7 +51,7 @@ def test_notices_close_together_are_one_announcement() -> None:
 def test_the_first_notice_waits_for_the_others_of_its_window() -> None:
     found: list[Announcement] = []
     program = CallbackListener("a")
-    gathering = listen([program], found.append, window=3600.0)
+    gathering = Gathering([program], found.append, window=3600.0)
     program.announce(id="1")
     time.sleep(0.1)  # the gathering thread has taken the first one
     program.announce(id="2")
@@ -63,7 +62,7 @@ def test_the_first_notice_waits_for_the_others_of_its_window() -> None:
 def test_what_comes_later_is_another_announcement() -> None:
     found: queue.Queue[Announcement] = queue.Queue()
     program = CallbackListener("a")
-    with listen([program], found.put, window=0.01):
+    with Gathering([program], found.put, window=0.01):
         program.announce(id="first")
         assert [one.id for one in found.get(timeout=20).notices] == ["first"]
         program.announce(id="second")
@@ -90,7 +89,7 @@ def test_a_notice_to_leave_now_waits_for_nothing() -> None:
     """Both windows are longer than the test may take."""
     found: queue.Queue[Announcement] = queue.Queue()
     program = CallbackListener("a")
-    gathering = listen([program], found.put, window=3600.0)
+    gathering = Gathering([program], found.put, window=3600.0)
     try:
         program.announce(Kind.LEAVE, id="1")
         program.announce(Kind.NOW, id="2")
@@ -127,7 +126,7 @@ def test_a_callback_that_fails_ends_nothing(caplog: pytest.LogCaptureFixture) ->
 
     take_back, take_back_too = on_notice(fails), on_notice(found.put)
     try:
-        with listen([program], fails, window=0.0):
+        with Gathering([program], fails, window=0.0):
             program.announce(id="1")
             assert found.get(timeout=20).id == "1"
             program.announce(id="2")
@@ -152,7 +151,7 @@ def test_the_callback_runs_in_a_thread_of_its_own() -> None:
     """A thread that trains, and announces, must not carry the change out."""
     names: list[str] = []
     program = CallbackListener("a")
-    with listen([program], lambda _: names.append(threading.current_thread().name)):
+    with Gathering([program], lambda _: names.append(threading.current_thread().name)):
         program.announce(Kind.NOW)
     assert names == ["notices"]
 
@@ -169,5 +168,5 @@ def test_when_one_source_cannot_start_none_is_left_running() -> None:
 
     first, never = Burst(), Burst()
     with pytest.raises(CapslogError, match="no"):
-        listen([first, Broken(), never], lambda _: None)
+        Gathering([first, Broken(), never], lambda _: None)
     assert (first.stopped, never.stopped) == (True, False)

@@ -14,7 +14,6 @@ import pytest
 from tests.elastic.notices.support import WALL, Inbox, SetClock
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.elastic.notices import signals
-from varuna_capslog.elastic.notices.auto import signal_meanings
 from varuna_capslog.elastic.notices.interface import Kind
 
 
@@ -29,7 +28,7 @@ def _handlers_come_back() -> Iterator[None]:
 
 def test_sigterm_is_leave_now_and_sigusr1_is_leave() -> None:
     inbox, clock = Inbox(), SetClock()
-    listener = signals.SignalListener(signals.kubernetes(), "pod-4", clock)
+    listener = signals.SignalListener(signals.plain(15.0), "pod-4", clock)
     listener.start(inbox)
     try:
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -42,7 +41,7 @@ def test_sigterm_is_leave_now_and_sigusr1_is_leave() -> None:
     assert (leave.kind, leave.detail, leave.hosts) == (Kind.LEAVE, "SIGUSR1", ("pod-4",))
     assert (now.kind, now.detail) == (Kind.NOW, "SIGTERM")
     assert now.deadline is not None
-    assert now.deadline.at == 1001.0 + 15.0  # what GKE gives a pod
+    assert now.deadline.at == 1001.0 + 15.0
     assert leave.id != now.id
 
 
@@ -132,7 +131,7 @@ def test_once_stopped_from_another_thread_a_signal_does_what_it_did_before() -> 
 )
 def test_the_budget_by_launcher(environ: dict[str, str], number: signal.Signals, left: float) -> None:
     inbox, clock = Inbox(), SetClock()
-    listener = signals.SignalListener(signal_meanings(environ), clock=clock)
+    listener = signals.SignalListener(signals.signal_meanings(environ), clock=clock)
     listener.start(inbox)
     try:
         os.kill(os.getpid(), number)

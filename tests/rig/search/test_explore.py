@@ -70,7 +70,7 @@ def majority_is_enough(job: Job, state: State) -> Step:
     if not state.cast or not state.round or 2 * len(heard) <= len(state.record.members):
         return complete(job, state)
     values = {member: heard.get(member, messages.Vote()) for member in state.record.members}
-    return protocol._tally(job, state, state.record.number, state.round, values)
+    return protocol._tally(job, state, state.round, values)
 
 
 complete = protocol._complete

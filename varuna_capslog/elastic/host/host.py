@@ -24,8 +24,7 @@ from varuna_capslog.elastic.host.event_writer import EventWriter
 from varuna_capslog.elastic.host.options import HostOptions
 from varuna_capslog.elastic.host.store_link import HostStore
 from varuna_capslog.elastic.host.workers import SETTLE_SECONDS, HostWorker, HostWorkers
-from varuna_capslog.elastic.notices.auto import auto_sources
-from varuna_capslog.elastic.notices.gather import Announcement, Gathering, listen
+from varuna_capslog.elastic.notices.gather import Announcement, Gathering, auto_sources
 from varuna_capslog.elastic.notices.interface import Kind
 from varuna_capslog.membership import entries
 from varuna_capslog.membership.generation import Generation, Member
@@ -135,7 +134,7 @@ class Host:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.unlink(missing_ok=True)  # it was meant for an earlier run
             sources = auto_sources(self.link.name, file=file)
-        return listen(sources, lambda announcement: self._inbox.put(("announced", announcement)))
+        return Gathering(sources, lambda announcement: self._inbox.put(("announced", announcement)))
 
     def _is_over(self) -> bool:
         if self.workers.living() or self._settling:

@@ -21,7 +21,7 @@ from varuna_capslog.elastic.member.timeouts import Timeouts
 from varuna_capslog.engine.communicator import Communicator, connect_group
 from varuna_capslog.membership.ahead import stay_with
 from varuna_capslog.membership.generation import Generation, Member
-from varuna_capslog.membership.wire import Change
+from varuna_capslog.membership.messages import Change
 
 __all__ = ["DataPath"]
 

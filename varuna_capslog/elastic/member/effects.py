@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from varuna_capslog.base.errors import CapslogError, StepRefused
 from varuna_capslog.elastic.member.data_path import DataPath
+from varuna_capslog.elastic.member.incoming import encode
 from varuna_capslog.elastic.member.parts import Parts
 from varuna_capslog.elastic.member.training import Training
 from varuna_capslog.elastic.member.work import Opening
@@ -20,7 +21,6 @@ from varuna_capslog.membership.generation import INITIAL, Generation, Member
 from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.membership.roster import Roster
 from varuna_capslog.membership.state import Phase
-from varuna_capslog.membership.wire import encode
 from varuna_capslog.training.layer_state import digest
 
 if TYPE_CHECKING:
@@ -103,8 +103,6 @@ class Effects:
                 self._refused = work.discard(effect.step)
             case m.Release():
                 self._loop.release()
-            case m.Drop():
-                pass  # the holdings follow `state.held`
         return ()
 
     def _ask_store(self, question: Callable[[], Generation]) -> tuple[m.ProtocolEvent, ...]:

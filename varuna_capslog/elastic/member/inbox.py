@@ -17,7 +17,7 @@ from typing import Any
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.elastic.host.hooks import notice_of
 from varuna_capslog.elastic.member.peers import PeerMessage, Peers
-from varuna_capslog.elastic.notices import callback
+from varuna_capslog.elastic.notices.gather import tell
 from varuna_capslog.elastic.store.opening import MembershipStore, StoreGone
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.membership.entries import BrokenEntry, DeadEntry, GenerationEntry, HintEntry, NoticeEntry, read
@@ -127,7 +127,7 @@ class Inbox:
             case GenerationEntry(record):
                 self._newest = max(self._newest, record.number)
             case NoticeEntry(self._me) | HintEntry(self._me):
-                callback.tell(notice_of(entry, self._host))
+                tell(notice_of(entry, self._host))
         self.events.put(("log", value))
         if isinstance(entry, DeadEntry):
             self._break_off(entry.member)

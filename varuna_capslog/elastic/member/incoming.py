@@ -6,6 +6,8 @@ protocol, or a state in the holdings.
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Mapping
 
 from torch import Tensor
@@ -17,10 +19,9 @@ from varuna_capslog.elastic.member.work import LayerState
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.generation import Stamp
 from varuna_capslog.membership.state import Phase, State
-from varuna_capslog.membership.wire import decode
 from varuna_capslog.training.layer_state import digest
 
-__all__ = ["Incoming"]
+__all__ = ["Incoming", "decode", "encode"]
 
 
 class Incoming:
@@ -97,3 +98,29 @@ class Incoming:
             events.append(m.Received(generation, layer))
         else:
             parts.holdings.follow(layer, stamp, arrived)
+
+
+def encode(value: m.Value) -> bytes:
+    """A value of a round as JSON; a plain vote (finite, no wishes) is empty."""
+    if value == m.Vote():
+        return b""
+    data = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return json.dumps(data, separators=(",", ":"), default=sorted).encode()
+
+
+def decode(text: bytes) -> m.Value:
+    """The value that `encode` made this of."""
+    if not text:
+        return m.Vote()
+    data = json.loads(text)
+    if "finite" in data:
+        changes = {key: frozenset(map(tuple, data[key])) for key in ("changes", "prepared", "hints")}
+        return m.Vote(**{**data, **changes})
+    return m.Contribution(
+        frozenset((layer, Stamp(*stamp)) for layer, stamp in data["held"]),
+        data["host"],
+        data["capacity"],
+        Stamp(*data["checkpoint"]),
+        (data["voted"][0], Stamp(*data["voted"][1])),
+        frozenset(m.Proof(layer, Stamp(*stamp), owner, digest) for layer, stamp, owner, digest in data["proofs"]),
+    )

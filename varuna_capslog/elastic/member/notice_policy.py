@@ -1,4 +1,10 @@
-"""How urgent each notice is for a member, from the clock and from what is left to move; `ladder` has the rules."""
+"""What a notice asks for, from its kind, the clock and what is left to move.
+
+- A hint asks for shadow copies: what would move is copied ahead, and no member leaves.
+- A notice to leave asks for a planned change: prepared, then made at a step boundary.
+- A notice to leave now asks for the change at the next boundary, whatever is prepared.
+- Where the move cannot be finished in time, layers that no other member holds are written to a checkpoint first.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +13,15 @@ from collections.abc import Mapping, Sequence
 
 from varuna_capslog.elastic.host.hooks import notice_of
 from varuna_capslog.elastic.member.training import Training
-from varuna_capslog.elastic.notices.interface import Notice
-from varuna_capslog.elastic.notices.ladder import Rung, protocol_event, rung
+from varuna_capslog.elastic.notices.interface import Kind, Notice
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.ahead import find_ahead, stay_with
 from varuna_capslog.membership.entries import HintEntry, NoticeEntry
-from varuna_capslog.membership.generation import Member, MemberLayout
+from varuna_capslog.membership.generation import Member
 from varuna_capslog.membership.recovery import Place, Seat
 from varuna_capslog.membership.state import State
 
-__all__ = ["NoticePolicy", "leaves_alone"]
+__all__ = ["NoticePolicy"]
 
 LINK = 100e6
 """Bytes per second at which what is left to move is taken to travel: a network of 1 Gbit/s."""
@@ -39,7 +44,7 @@ class NoticePolicy:
         self._me, self._place, self._layer_bytes = me, place, layer_bytes
         self._seats, self._training = seats, training
         self._mine: Notice | None = None  # with the earliest deadline
-        self._gave_up = 0  # the generation in which the crash path was taken
+        self._gave_up = 0  # the generation in which its deadline was found too close to prepare
         self._known: tuple[frozenset[m.Change], Member, int, Mapping[int, int]] | None = None
 
     def heard(self, entry: NoticeEntry | HintEntry, state: State) -> m.ProtocolEvent:
@@ -61,22 +66,26 @@ class NoticePolicy:
             or state.wishes.urgent
         ):
             return None
-        if rung(notice, time.monotonic(), self._move_seconds(self._me, state)) is not Rung.CRASH_PATH:
-            return None
-        return self._event(notice, self._me, state)
+        return self._event(notice, self._me, state) if self._is_late(notice, self._me, state) else None
 
     def _event(self, notice: Notice, member: Member, state: State) -> m.ProtocolEvent:
-        needed = 0.0 if notice.deadline is None else self._move_seconds(member, state)
-        step = rung(notice, time.monotonic(), needed)
-        alone = False
-        if step is Rung.CRASH_PATH:
+        if notice.kind is Kind.HINT:
+            return m.Hint(("leave", member))
+        late, alone = self._is_late(notice, member, state), False
+        if late:
             changes = state.wishes.changes | {("leave", member)}
-            alone = state.roles.layout is not None and leaves_alone(
-                state.roles.layout, stay_with(state.record, changes), len(self._layer_bytes)
-            )
+            layout, stay = state.roles.layout, stay_with(state.record, changes)
+            # only those that leave can give what those that stay lack
+            alone = layout is not None and bool(stay) and not layout.covers(stay)
             if member == self._me:
                 self._gave_up = state.record.number
-        return protocol_event(step, member, alone)
+        return m.Wished(("leave", member), urgent=late or notice.kind is Kind.NOW, save=alone)
+
+    def _is_late(self, notice: Notice, member: Member, state: State) -> bool:
+        """Whether the deadline comes before the member's layers can have moved."""
+        if notice.kind is Kind.HINT or notice.deadline is None:
+            return False
+        return notice.deadline.remaining(time.monotonic()) < self._move_seconds(member, state)
 
     def _move_seconds(self, member: Member, state: State) -> float:
         """How long it takes until no other member needs this one any more, as far as can be told."""
@@ -97,9 +106,3 @@ class NoticePolicy:
             moves = {layer: sizes[layer] * len(targets) for layer, targets in ahead.targets.items()}
             self._known = (changes, member, state.record.number, moves)
         return self._known[3]
-
-
-def leaves_alone(layout: MemberLayout, stay: list[Member], num_layers: int) -> bool:
-    """Whether those that stay lack a layer, so that only those that leave can give it; False where none stays."""
-    held = {layer for member in stay for layer in (*layout.owned.get(member, ()), *layout.copied.get(member, ()))}
-    return bool(stay) and len(held) < num_layers

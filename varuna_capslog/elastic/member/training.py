@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from varuna_capslog.elastic.member.data_path import DataPath
+from varuna_capslog.elastic.member.incoming import decode, encode
 from varuna_capslog.elastic.member.parts import Parts
 from varuna_capslog.engine.communicator import PeerLost
 from varuna_capslog.membership import messages as m
@@ -19,7 +20,6 @@ from varuna_capslog.membership.ahead import Ahead, find_ahead, first_owner, stay
 from varuna_capslog.membership.entries import CheckpointEntry
 from varuna_capslog.membership.generation import Member, Stamp
 from varuna_capslog.membership.state import Phase
-from varuna_capslog.membership.wire import decode, encode
 
 if TYPE_CHECKING:
     from varuna_capslog.elastic.member.runtime import Runtime

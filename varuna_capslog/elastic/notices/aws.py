@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from varuna_capslog.elastic.notices.interface import Deadline, Kind, Notice, Round, Unavailable
-from varuna_capslog.elastic.notices.metadata import Answer, MetadataListener, Opener, json_object
+from varuna_capslog.elastic.notices.metadata import Answer, HttpOpener, MetadataListener, json_object
 
 __all__ = ["AwsListener"]
 
@@ -44,7 +44,7 @@ class AwsListener(MetadataListener):
         self._renew_at = 0.0
 
     @staticmethod
-    def answers(ask: Opener, endpoint: str, timeout: float) -> bool:
+    def answers(ask: HttpOpener, endpoint: str, timeout: float) -> bool:
         answer = ask("PUT", endpoint + TOKEN, {LIFE: "60"}, timeout=timeout)
         return answer.status == 200 and bool(answer.body.strip())
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from varuna_capslog.elastic.notices.interface import Deadline, Kind, Notice, Round, Unavailable
-from varuna_capslog.elastic.notices.metadata import Answer, MetadataListener, Opener, json_object
+from varuna_capslog.elastic.notices.metadata import Answer, HttpOpener, MetadataListener, json_object
 
 __all__ = ["AzureListener"]
 
@@ -62,7 +62,7 @@ class AzureListener(MetadataListener):
         self._answered = False
 
     @staticmethod
-    def answers(ask: Opener, endpoint: str, timeout: float) -> bool:
+    def answers(ask: HttpOpener, endpoint: str, timeout: float) -> bool:
         answer = ask("GET", endpoint + COMPUTE, HEADERS, timeout=timeout)
         return answer.status == 200 and json_object(answer, "compute") is not None
 

@@ -1,25 +1,182 @@
-"""Many sources, one callback: repeats are dropped, notices close together become one announcement.
+"""From the sources of a host to callbacks: repeats are dropped, notices close together become one announcement.
 
-`listen` starts the listeners and a thread that gathers what they hear. It decides nothing; see `ladder`.
+`auto_sources` chooses the sources where the caller names none: the cloud that answers, the launcher's signals, the
+program. `Gathering` starts them and gathers what they hear. `CallbackListener` is the program's own source, for
+schedulers with an API of their own, for notebooks and tests; `on_notice` has a function called with every notice.
+Nothing is decided here; see `member/notice_policy`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import logging
+import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from varuna_capslog.elastic.notices import callback as program
-from varuna_capslog.elastic.notices.interface import Kind, Listener, Notice
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.elastic.notices.aws import AwsListener
+from varuna_capslog.elastic.notices.azure import AzureListener
+from varuna_capslog.elastic.notices.file import FileListener
+from varuna_capslog.elastic.notices.gcp import GcpListener
+from varuna_capslog.elastic.notices.interface import Deadline, Deliver, Kind, Listener, Notice, Unavailable
+from varuna_capslog.elastic.notices.metadata import LINK_LOCAL, HttpOpener, MetadataListener
+from varuna_capslog.elastic.notices.signals import SignalListener, signal_meanings
 
-__all__ = ["Announcement", "Gathering", "listen"]
+__all__ = [
+    "Announcement",
+    "CallbackListener",
+    "Gathering",
+    "auto_sources",
+    "detect_cloud",
+    "on_notice",
+    "tell",
+]
 
 _log = logging.getLogger(__name__)
+_lock = threading.Lock()
+_callbacks: list[Callable[[Notice], None]] = []
+
+CLOUDS: dict[str, type[MetadataListener]] = {cloud.source: cloud for cloud in (AwsListener, GcpListener, AzureListener)}
+
+
+def detect_cloud(timeout: float = 1.0, endpoint: str = LINK_LOCAL) -> str | None:
+    """The cloud whose metadata server answers: aws, gcp or azure; None if none did in `timeout` seconds."""
+    answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    asks = HttpOpener()
+
+    def ask(name: str) -> None:
+        try:
+            answers.put(name if CLOUDS[name].answers(asks, endpoint, timeout) else None)
+        except Unavailable:
+            answers.put(None)
+
+    for name in CLOUDS:
+        threading.Thread(target=ask, args=(name,), name=f"notices-detect-{name}", daemon=True).start()
+    until = time.monotonic() + timeout
+    found = None
+    with contextlib.suppress(queue.Empty):
+        for _ in CLOUDS:
+            found = answers.get(timeout=max(0.0, until - time.monotonic()))
+            if found:
+                break
+    asks.cut()
+    return found
+
+
+def auto_sources(
+    host: str = "",
+    file: str | os.PathLike[str] | None = None,
+    timeout: float = 1.0,
+    environ: Mapping[str, str] | None = None,
+    endpoint: str = LINK_LOCAL,
+) -> tuple[Listener, ...]:
+    """The sources for this host, not started: its cloud, signals (in the main thread only), the program, and `file`.
+
+    Args:
+        host: its name in the run.
+        timeout: seconds that the search for a cloud may take.
+        environ: of the process, unless given.
+    """
+    environ = os.environ if environ is None else environ
+    sources: list[Listener] = [CallbackListener(host)]
+    if threading.current_thread() is threading.main_thread():
+        sources.append(SignalListener(signal_meanings(environ), host))
+    if file is not None:
+        sources.append(FileListener(file, host))
+    cloud = detect_cloud(timeout, endpoint)
+    if cloud is not None:
+        sources.append(CLOUDS[cloud](host, endpoint=endpoint))
+    _log.info("notices are listened for from: %s", ", ".join(source.source for source in sources))
+    return tuple(sources)
+
+
+def on_notice(callback: Callable[[Notice], None]) -> Callable[[], None]:
+    """Call `callback` with every notice that reaches this process from now on, from any source.
+
+    A host's process gets all that its sources deliver, a worker's those that concern itself. The call is made in the
+    thread that receives the notices, not in the one that trains, and should return soon. What it raises is logged and
+    changes nothing.
+
+    Returns:
+        A function that takes it back.
+    """
+    entry: list[Callable[[Notice], None]] = [callback]
+    with _lock:
+        _callbacks.append(entry[0])
+
+    def take_back() -> None:
+        with _lock:
+            if entry:
+                _callbacks.remove(entry.pop())
+
+    return take_back
+
+
+def tell(notice: Notice) -> None:
+    """Calls all callbacks; what they raise is logged."""
+    with _lock:
+        callbacks = tuple(_callbacks)
+    for callback in callbacks:
+        _call(callback, notice)
+
+
+def _call(callback: Callable[[Any], None], said: Notice | Announcement) -> None:
+    try:
+        callback(said)
+    except Exception as error:  # of somebody else's code; the next notice must still be heard
+        _log.error("a callback for notices failed: %s: %s", type(error).__name__, error)
+
+
+class CallbackListener(Listener):
+    """The source for notices that the program itself makes; `announce` may be called from any thread."""
+
+    source: ClassVar[str] = "program"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._numbers = itertools.count(1)
+        self._deliver: Deliver | None = None
+
+    def start(self, deliver: Deliver) -> None:
+        self._deliver = deliver
+
+    def stop(self) -> None:
+        self._deliver = None
+
+    def announce(
+        self,
+        kind: Kind = Kind.LEAVE,
+        seconds: float | None = None,
+        hosts: Sequence[str] = (),
+        detail: str = "announced by the program",
+        id: str | None = None,
+    ) -> Notice:
+        """Say that hosts (default: this one) are to leave.
+
+        Args:
+            seconds: that are left; None: no deadline.
+            id: the same for repeats; default: another one each time.
+
+        Raises:
+            CapslogError: nobody listens.
+        """
+        deliver = self._deliver
+        if deliver is None:
+            raise CapslogError("a notice was announced and nobody listens; start listening first")
+        deadline = None
+        if seconds is not None:
+            deadline = Deadline(self.clock.monotonic() + max(0.0, seconds), f"{seconds:g} s from the announcement")
+        name = id if id is not None else f"announced-{next(self._numbers)}"
+        notice = Notice(kind, self.source, name, tuple(hosts) or (self.host,), deadline, detail=detail)
+        deliver(notice)
+        return notice
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,31 +212,33 @@ class Announcement:
 
 
 class Gathering:
-    """Listeners at work, and the thread between them and the callback. Made by `listen`."""
+    """Listens to all sources from now on. If one of them cannot start, none is left running.
+
+    Args:
+        callback: called in a thread of its own with each announcement.
+        window: seconds that notices are gathered for after the first one. Of kind NOW none waits.
+    """
 
     def __init__(
         self, sources: Sequence[Listener], callback: Callable[[Announcement], None], window: float = 0.05
     ) -> None:
-        self.sources = tuple(sources)
-        self.window = window
+        self._sources = tuple(sources)
+        self._window = window
         self._callback = callback
         self._heard: queue.SimpleQueue[Notice | None] = queue.SimpleQueue()
         self._known: dict[tuple[str, str], Kind] = {}
         self._thread = threading.Thread(target=self._run, name="notices", daemon=True)
-
-    def start(self) -> None:
-        """Start all; if one cannot start, none is left running."""
         self._thread.start()
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(self._end)
-            for source in self.sources:
+            for source in self._sources:
                 source.start(self._heard.put)
                 on_failure.callback(source.stop)
             on_failure.pop_all()
 
     def stop(self) -> None:
         """Stop all, within some seconds. What was heard before is still told."""
-        for source in self.sources:
+        for source in self._sources:
             source.stop()
         self._end()
 
@@ -89,7 +248,7 @@ class Gathering:
 
     def host_left(self, resources_left: Collection[str] = ()) -> tuple[str, ...]:
         """Have every source acknowledge that the last rank of this host has left; see `Listener.host_left`."""
-        return tuple(name for source in self.sources for name in source.host_left(resources_left))
+        return tuple(name for source in self._sources for name in source.host_left(resources_left))
 
     def __enter__(self) -> Gathering:
         return self
@@ -121,7 +280,7 @@ class Gathering:
                 if notice.kind is Kind.NOW:  # nothing is worth waiting for
                     break
                 if until is None:
-                    until = time.monotonic() + self.window
+                    until = time.monotonic() + self._window
             if notices:
                 self._tell(Announcement(tuple(notices)))
 
@@ -136,23 +295,6 @@ class Gathering:
     def _tell(self, announcement: Announcement) -> None:
         for notice in announcement.notices:
             _log.info("notice from %s", notice)
-        try:
-            self._callback(announcement)
-        except Exception as error:  # the next notice must still be heard
-            _log.error("a callback for notices failed: %s: %s", type(error).__name__, error)
+        _call(self._callback, announcement)
         for notice in announcement.notices:
-            program.tell(notice)
-
-
-def listen(sources: Sequence[Listener], callback: Callable[[Announcement], None], window: float = 0.05) -> Gathering:
-    """Start to listen to all sources; `callback` is called in a thread of its own with each announcement.
-
-    Args:
-        window: seconds that notices are gathered for after the first one. Of kind NOW none waits.
-
-    Returns:
-        What is at work; `stop` ends it.
-    """
-    gathering = Gathering(sources, callback, window)
-    gathering.start()
-    return gathering
+            tell(notice)

@@ -16,7 +16,7 @@ from typing import ClassVar
 from urllib.parse import quote
 
 from varuna_capslog.elastic.notices.interface import Deadline, Kind, Notice, Round, Unavailable
-from varuna_capslog.elastic.notices.metadata import Answer, MetadataListener, Opener
+from varuna_capslog.elastic.notices.metadata import Answer, HttpOpener, MetadataListener
 
 __all__ = ["GcpListener"]
 
@@ -66,7 +66,7 @@ class GcpListener(MetadataListener):
         )
 
     @staticmethod
-    def answers(ask: Opener, endpoint: str, timeout: float) -> bool:
+    def answers(ask: HttpOpener, endpoint: str, timeout: float) -> bool:
         answer = ask("GET", endpoint + ROOT, FLAVOR, timeout=timeout)
         return answer.status == 200 and _is_google(answer)
 

@@ -1,7 +1,7 @@
 """What a notice is, and what every source of notices looks like.
 
-A `Listener` watches one source in threads of its own and delivers `Notice`s; `listen` gathers them. No listener runs in
-the thread that trains, and none decides anything: `ladder` says what a notice asks for.
+A `Listener` watches one source in threads of its own and delivers `Notice`s; `gather` joins them. No listener runs in
+the thread that trains, and none decides anything: `member/notice_policy` says what a notice asks for.
 """
 
 from __future__ import annotations

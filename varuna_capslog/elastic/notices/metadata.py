@@ -1,7 +1,6 @@
 """Questions to a cloud's metadata server: plain HTTP with bounded times, never through a proxy, never redirected.
 
-The listeners of the three clouds are `MetadataListener`s and ask through an `Opener`, which tests replace; `HttpOpener`
-is the real one.
+The listeners of the three clouds are `MetadataListener`s and ask through an `HttpOpener`, which tests replace.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import datetime, timezone
-from typing import Any, Protocol
+from typing import Any
 
 from varuna_capslog.elastic.notices.interface import Deadline, PollingListener, Unavailable
 
-__all__ = ["LINK_LOCAL", "Answer", "HttpOpener", "MetadataListener", "Opener", "json_object"]
+__all__ = ["LINK_LOCAL", "Answer", "HttpOpener", "MetadataListener", "json_object"]
 
 LINK_LOCAL = "http://169.254.169.254"
 """Where all three clouds serve metadata; as a number, so that no name has to be resolved."""
@@ -43,19 +42,8 @@ class Answer:
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
-class Opener(Protocol):
-    """Asks one question; raises `Unavailable` where there is no answer within `timeout` seconds."""
-
-    def __call__(
-        self, method: str, url: str, headers: Mapping[str, str], body: bytes | None = None, timeout: float = ASK_SECONDS
-    ) -> Answer: ...
-
-    def cut(self) -> None:
-        """End all questions that are under way, and answer none from now on."""
-
-
 class HttpOpener:
-    """An `Opener` on http.client, which knows neither proxies nor redirections. One connection per question."""
+    """Asks by http.client, which knows neither proxies nor redirections. One connection per question."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -65,6 +53,7 @@ class HttpOpener:
     def __call__(
         self, method: str, url: str, headers: Mapping[str, str], body: bytes | None = None, timeout: float = ASK_SECONDS
     ) -> Answer:
+        """Asks one question; raises `Unavailable` where there is no answer within `timeout` seconds."""
         parts = urllib.parse.urlsplit(url)
         path = parts.path + (f"?{parts.query}" if parts.query else "")
         # A host that is not there must not cost a hanging question's long timeout.
@@ -86,6 +75,7 @@ class HttpOpener:
             connection.close()
 
     def cut(self) -> None:
+        """End all questions that are under way, and answer none from now on."""
         with self._lock:
             self._cut = True
             for sock in self._open:
@@ -116,11 +106,11 @@ class MetadataListener(PollingListener):
 
     _: KW_ONLY
     endpoint: str = LINK_LOCAL
-    opener: Opener = field(default_factory=HttpOpener)
+    opener: HttpOpener = field(default_factory=HttpOpener)
 
     @staticmethod
     @abstractmethod
-    def answers(ask: Opener, endpoint: str, timeout: float) -> bool:
+    def answers(ask: HttpOpener, endpoint: str, timeout: float) -> bool:
         """Whether the metadata server at `endpoint` is this cloud's. Raises `Unavailable`."""
 
     def interrupt(self) -> None:

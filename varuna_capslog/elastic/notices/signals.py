@@ -1,12 +1,12 @@
 """Notices by signal: Slurm, Kubernetes, and whoever sends SIGTERM or SIGUSR1.
 
 The handler only puts a number into a queue; a thread makes the notice of it. Signals carry no deadline, so the budget
-is a parameter; the three functions below know what each sender gives by default:
+is a parameter; `signal_meanings` knows what each sender gives by default:
 
 - Kubernetes: SIGTERM, then SIGKILL after terminationGracePeriodSeconds (30 s, preStop time included). GKE gives 15 of
   the 30 s of a preemption to ordinary pods: that is the default here.
 - Slurm: at preemption SIGCONT and SIGTERM, SIGKILL after GraceTime or KillWait (30 s); `--signal=USR1@120` sends
-  SIGUSR1 that many seconds before the time limit.
+  SIGUSR1 that many seconds before the time limit (60 s by default).
 - torchrun passes SIGTERM on to its workers at once and kills them after 30 s; SIGUSR1 only where it is told to.
 """
 
@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.elastic.notices.interface import Clock, Deadline, Deliver, Kind, Listener, Notice
 
-__all__ = ["Meaning", "SignalListener", "kubernetes", "plain", "slurm"]
+__all__ = ["Meaning", "SignalListener", "plain", "signal_meanings"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class SignalListener(Listener):
     A child that was forked from this process (a data loader's worker) does as if there were no handler: it ends.
 
     Args:
-        meanings: signal -> what it says; see `plain`, `kubernetes`, `slurm`.
+        meanings: signal -> what it says; see `plain` and `signal_meanings`.
     """
 
     source: ClassVar[str] = "signal"
@@ -122,21 +122,13 @@ def plain(seconds: float = 30.0) -> dict[signal.Signals, Meaning]:
     return {signal.SIGTERM: Meaning(Kind.NOW, seconds), signal.SIGUSR1: Meaning(Kind.LEAVE, seconds)}
 
 
-def kubernetes(grace_seconds: float = 15.0) -> dict[signal.Signals, Meaning]:
-    """As `plain`, with what GKE really gives a pod at a preemption, or the pod's own grace period less its preStop."""
-    return plain(grace_seconds)
+def signal_meanings(environ: Mapping[str, str]) -> dict[signal.Signals, Meaning]:
+    """What signals say to a process with these variables: Slurm's or Kubernetes' budgets where theirs are set.
 
-
-def slurm(
-    environ: Mapping[str, str], kill_seconds: float = 30.0, ahead_seconds: float = 60.0
-) -> dict[signal.Signals, Meaning]:
-    """SIGTERM ends with GraceTime or KillWait, SIGUSR1 comes `ahead_seconds` before the end (sbatch's `--signal`).
-
-    The job's time limit (SLURM_JOB_END_TIME) bounds both.
+    Slurm's job time limit (SLURM_JOB_END_TIME) bounds both of its budgets.
     """
-    text = environ.get("SLURM_JOB_END_TIME", "")
-    limit = float(text) if text.isascii() and text.isdigit() else None
-    return {
-        signal.SIGTERM: Meaning(Kind.NOW, kill_seconds, limit),
-        signal.SIGUSR1: Meaning(Kind.LEAVE, ahead_seconds, limit),
-    }
+    if "SLURM_JOB_ID" in environ:
+        text = environ.get("SLURM_JOB_END_TIME", "")
+        limit = float(text) if text.isascii() and text.isdigit() else None
+        return {signal.SIGTERM: Meaning(Kind.NOW, 30.0, limit), signal.SIGUSR1: Meaning(Kind.LEAVE, 60.0, limit)}
+    return plain(15.0) if "KUBERNETES_SERVICE_HOST" in environ else plain()

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.elastic.network import parse_address
 from varuna_capslog.elastic.store.etcd_gateway import PAUSE_SECONDS, WAIT_SECONDS, Etcd, EtcdWatch, after, b64
-from varuna_capslog.elastic.store.log import LOOK_SECONDS, LogFollower, Lost, MembershipStore, StoreGone, Take
+from varuna_capslog.elastic.store.log import LOOK_SECONDS, LogFollower, MembershipStore, StoreGone
 
 __all__ = ["EtcdMembershipStore", "EtcdRendezvous", "begin_run"]
 
@@ -41,8 +41,8 @@ def begin_run(address: str, lease_seconds: float) -> str:
         CapslogError: a run is going on there.
     """
     endpoints, prefix = parse_address(address)
-    etcd, identity = Etcd(address, endpoints, ANSWER_SECONDS), uuid.uuid4().hex
-    try:
+    identity = uuid.uuid4().hex
+    with contextlib.closing(Etcd(address, endpoints, ANSWER_SECONDS)) as etcd:
         before = etcd.get(f"{prefix}/current")
         signs = _leases(etcd, f"{prefix}/{before}") if before else []
         until = time.monotonic() + lease_seconds / 2
@@ -55,8 +55,6 @@ def begin_run(address: str, lease_seconds: float) -> str:
         etcd.call("kv/deleterange", {"key": b64(f"{prefix}/"), "range_end": b64(after(f"{prefix}/"))})
         etcd.put(f"{prefix}/{identity}/identity", identity)
         etcd.put(f"{prefix}/current", identity)
-    finally:
-        etcd.close()
     return identity
 
 
@@ -111,71 +109,55 @@ class EtcdMembershipStore(MembershipStore):
         if identity != self.identity:
             raise StoreGone(f"the store at {self.address} was started anew: it knows nothing of this run")
 
-    def _disconnect(self) -> None:
+    def close(self) -> None:
+        super().close()
         self._etcd.close()
 
     # -- the log ---------------------------------------------------------------------------------------------------
 
-    def entries(self, start: int, limit: int = 0) -> list[str]:
-        """The log's entries from `start` on, all or so many; the log has no gaps. Raises StoreGone where it is not."""
+    def entries(self, start: int) -> list[str]:
+        """The log's entries from `start` on; the log has no gaps. Raises StoreGone where it is not there."""
         texts: list[str] = []
         while True:
-            size = min(_BATCH, limit - len(texts)) if limit else _BATCH
-            first, end = self.entry_key(start + len(texts)), after(f"{self._root}/log/")
-            identity, found = self._etcd.beside(f"{self._root}/identity", first, end, size)
+            first, end = self._entry_key(start + len(texts)), after(f"{self._root}/log/")
+            identity, found = self._etcd.beside(f"{self._root}/identity", first, end, _BATCH)
             self._check(identity)
             texts += found
-            if len(found) < size or len(texts) == limit:
+            if len(found) < _BATCH:
                 return texts
 
-    def entry_key(self, position: int) -> str:
+    def _entry_key(self, position: int) -> str:
         """Of entry number `position`; keys sort as numbers do."""
         return f"{self._root}/log/{position:012d}"
 
-    def watch(self, start: int) -> EtcdWatch:
-        """What is written to the log from entry `start` on; to be closed. Raises StoreGone."""
-        return self._etcd.watch(self.entry_key(start), after(f"{self._root}/log/"))
-
     def _write(self, position: int, text: str) -> bool:
         exists = {"key": b64(f"{self._root}/identity"), "target": "VERSION", "result": "GREATER", "version": "0"}
-        found = self._etcd.create(self.entry_key(position), text, exists)
+        found = self._etcd.create(self._entry_key(position), text, exists)
         if found is None:
             self.look()
             raise StoreGone(f"the store at {self.address} refuses entries")
         return found == text
 
-    def _follower(self, take: Take, lost: Lost, start: int) -> LogFollower:
-        return _EtcdFollower(self, take, lost, start)
-
-
-class _EtcdFollower(LogFollower):
-    """Reads the log, then watches it, and looks now and then whether the store is still there."""
-
-    def __init__(self, store: EtcdMembershipStore, take: Take, lost: Lost, start: int) -> None:
-        super().__init__(take, lost, start)
-        self._store = store
-
-    def read_on(self) -> None:
-        while not self.stopped:
-            with contextlib.closing(self._store.watch(self.next)) as watch:
+    def read_on(self, follower: LogFollower) -> None:
+        """Reads the log, then watches it, and looks now and then whether the store is still there."""
+        while not follower.stopped:
+            first, end = self._entry_key(follower.next), after(f"{self._root}/log/")
+            with contextlib.closing(self._etcd.watch(first, end)) as watch:
                 # what was written before the watch began
-                self.deliver(self._store.entries(self.next))
-                self._follow(watch)
+                follower.deliver(self.entries(follower.next))
+                self._follow(watch, follower)
 
-    def _follow(self, watch: EtcdWatch) -> None:
+    def _follow(self, watch: EtcdWatch, follower: LogFollower) -> None:
         """Until the watch ends, or turns out to have missed something."""
-        while not self.stopped:
+        while not follower.stopped:
             found = watch.next(LOOK_SECONDS)
             if found is None:
                 return
             for key, text in found:
-                if key == self._store.entry_key(self.next):  # others were read before
-                    self.deliver([text])
-            if not found:
-                self._store.look()
-                missed = self._store.entries(self.next, 1)
-                if missed:  # a server that hangs, or was cut off, says nothing
-                    return
+                if key == self._entry_key(follower.next):  # others were read before
+                    follower.deliver([text])
+            if not found and self.entries(follower.next):  # a server that hangs, or was cut off, says nothing
+                return
 
 
 class EtcdRendezvous(dist.Store):

@@ -193,8 +193,8 @@ class StoreLine:
         self._jobs: queue.SimpleQueue[tuple[Callable[[Any], Any], concurrent.futures.Future[Any]] | None] = (
             queue.SimpleQueue()
         )
-        arguments = (host, port, seconds)
-        self.thread = threading.Thread(target=_serve, args=(self._jobs, *arguments), name="store-line", daemon=True)
+        arguments = (self._jobs, host, port, seconds)
+        self.thread = threading.Thread(target=_serve, args=arguments, name="store-line", daemon=True)
         self.thread.start()
 
     def call(self, job: Job[Value], seconds: float) -> Value:

@@ -1,7 +1,7 @@
 """The interface of a run's store: the newest generation, and one log of entries that every process reads.
 
 The log is a sequence of write-once entries without gaps, so that every reader gets the same entries in one order. A
-generation is its entry: writing the entry both founds and announces it. `tcp_store` and `etcd_store` read and write
+generation is its entry: writing the entry both founds and announces it. `opening` and `etcd_store` read and write
 entries; all that does not depend on the kind of store is here. A store decides nothing.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import json
+import queue
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Sequence
@@ -113,10 +114,10 @@ class MembershipStore(abc.ABC):
         Returns:
             A function that ends it; after its return (in other threads than the follower's) `take` is not called.
         """
-        follower = self._follower(take, lost, start)
+        follower = LogFollower(self, take, lost, start)
         with self._log_lock:
             self._followers.append(follower)
-        follower.start()
+        follower.thread.start()
         return follower.stop
 
     def _catch_up(self) -> tuple[int, Generation]:
@@ -146,8 +147,8 @@ class MembershipStore(abc.ABC):
         """
 
     @abc.abstractmethod
-    def _follower(self, take: Take, lost: Lost, start: int) -> LogFollower:
-        """A follower for this kind of store, not started yet."""
+    def read_on(self, follower: LogFollower) -> None:
+        """Reads the log from `follower.next` on and delivers it, until the follower is stopped. Raises StoreGone."""
 
     # -- keys and counters -----------------------------------------------------------------------------------------
 
@@ -178,47 +179,38 @@ class MembershipStore(abc.ABC):
         return None
 
     def close(self) -> None:
-        """End all connections and followers of this client."""
+        """End all connections and followers of this client; later calls raise StoreGone."""
         with self._log_lock:
             followers, self._followers = self._followers, []
         for follower in followers:
             follower.stop()
-        self._disconnect()
-
-    @abc.abstractmethod
-    def _disconnect(self) -> None:
-        """Ends all connections; later calls raise StoreGone."""
 
 
-class LogFollower(abc.ABC):
-    """A thread that reads the log and passes its entries on. How it waits for new entries depends on the kind of store.
+class LogFollower:
+    """A thread that reads the log and passes its entries on.
 
     Attributes:
         next: number of the entry that is passed on next.
         stopped: whether the thread has ended or is to end.
+        heard: for the store's `read_on`, which alone knows what it puts here; None: the follower was stopped.
     """
 
-    def __init__(self, take: Take, lost: Lost, start: int) -> None:
+    def __init__(self, store: MembershipStore, take: Take, lost: Lost, start: int) -> None:
         self.next = start
         self.stopped = False
+        self.heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._store = store
         self._take = take
         self._lost = lost
         self._telling = threading.RLock()
-        self._thread = threading.Thread(target=self._run, name="store-follow", daemon=True)
-
-    def start(self) -> None:
-        """Begin to read, in the follower's own thread."""
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name="store-follow", daemon=True)
 
     def stop(self) -> None:
         """End; returns when a call of `take` that is under way has returned."""
         self.stopped = True
+        self.heard.put(None)  # so that the thread does not wait for the next entry
         with self._telling:
             pass
-
-    @abc.abstractmethod
-    def read_on(self) -> None:
-        """Reads the log and calls `deliver` until `stopped`. Raises StoreGone."""
 
     def deliver(self, texts: Iterable[str]) -> None:
         """Passes the next entries on, unless the follower was stopped."""
@@ -231,7 +223,7 @@ class LogFollower(abc.ABC):
 
     def _run(self) -> None:
         try:
-            self.read_on()
+            self._store.read_on(self)
         except StoreGone as error:
             with self._telling:
                 if not self.stopped:

@@ -114,6 +114,11 @@ class World:
             self.truth.asks = frozenset(ask for ask in self.truth.asks if ask[0] != i or ask[1] in state.wishes.changes)
         for effect in effects:
             self._perform(i, effect, before)
+        if state.held is not before.held and (dropped := before.held - state.held):
+            if not dropped <= self.memory[i]:
+                self._fail(6, i, event, "drops what it does not hold")
+            self.memory[i] -= dropped
+            self.truth.damaged = frozenset(one for one in self.truth.damaged if not self._is_of(one, i, dropped))
         if state.held is not before.held and not state.held <= self.memory[i]:
             self._fail(6, i, event, f"claims {sorted(state.held - self.memory[i])}, which is not in its memory")
         if state.phase is Phase.RUN and state.record.number not in self.truth.bases:
@@ -164,15 +169,8 @@ class World:
                 self._cast(i, effect)
             case m.Apply():
                 self._apply(i, effect)
-            case m.Drop():
-                if not effect.held <= self.memory[i]:
-                    self._fail(6, i, effect, "drops what it does not hold")
-                self.memory[i] -= effect.held
-                self.truth.damaged = frozenset(
-                    one for one in self.truth.damaged if not self._is_of(one, i, effect.held)
-                )
             case m.Send():
-                if (effect.layer, effect.stamp) not in self.memory[i]:
+                if (effect.layer, effect.stamp) not in self.states[i].held:
                     self._fail(6, i, effect, "sends what it does not hold")
                 self._decided(i, effect.generation, effect.stamp, effect)
                 self._uses(i, effect.generation, effect.layer, effect.stamp, effect)
@@ -388,7 +386,7 @@ class World:
         state = self.states[i]
         self._decided(i, effect.generation, effect.base, effect)
         for layer in state.roles.own:
-            if (layer, effect.base) not in self.memory[i]:
+            if (layer, effect.base) not in state.held:
                 self._fail(6, i, effect, f"begins without layer {layer}")
             self._uses(i, effect.generation, layer, effect.base, effect)
 

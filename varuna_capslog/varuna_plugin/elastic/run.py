@@ -205,7 +205,7 @@ def _take_part(member: MemberScript, job: ElasticTraining) -> ElasticEnd:
     _take_signals(start.me, store)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     work = VarunaWork(start, job, store.rendezvous, choose_device("auto", local_rank()))
-    work.placer.prepare(len(store.read().members) + 2)
+    work.placer.candidates.prepare(len(store.read().members) + 2)
     options = RuntimeOptions(
         capacity=job.capacity,
         sync=elastic.protection == "sync",

@@ -26,7 +26,6 @@ from varuna_capslog.membership.candidates import Candidates
 from varuna_capslog.membership.generation import Generation, MemberLayout, Stamp
 from varuna_capslog.membership.placing import Placer
 from varuna_capslog.membership.recovery import Seat
-from varuna_capslog.membership.redundancy import Protection
 from varuna_capslog.schedules import RunShape
 from varuna_capslog.training.recent_steps import RecentSteps
 from varuna_capslog.varuna_plugin import building, checkpoint, piece_state
@@ -59,7 +58,6 @@ class VarunaWork:
         self.pieces = ModelPieces(job, varuna.CutPoint)
         self.layer_bytes = self.pieces.state_bytes
         count = job.num_microbatches
-        protection = Protection(job.elastic.redundancy, job.elastic.protection == "sync")
         candidates = Candidates(
             job.profile,
             self.layer_bytes,
@@ -67,9 +65,9 @@ class VarunaWork:
             job.planner,
             job.memory,
             max_replicas=1,
-            beside=protection.beside(self.layer_bytes),
+            beside=self.layer_bytes,
         )
-        self.placer = Placer(candidates, protection, min_devices=job.elastic.min_devices)
+        self.placer = Placer(candidates, job.elastic)
         self.checkpoints = job.run_dir / "checkpoints"
         os.makedirs(building.temporary_folder(), exist_ok=True)
         self._part: VarunaPart | None = None

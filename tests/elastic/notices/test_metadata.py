@@ -13,10 +13,9 @@ import pytest
 from tests.elastic.metadata_servers import FakeAws, FakeAzure, FakeGcp, MetadataServer, Reply
 from tests.elastic.notices.support import Inbox
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.elastic.notices.auto import auto_sources, detect_cloud
 from varuna_capslog.elastic.notices.aws import AwsListener
 from varuna_capslog.elastic.notices.azure import AzureListener
-from varuna_capslog.elastic.notices.gather import listen
+from varuna_capslog.elastic.notices.gather import Gathering, auto_sources, detect_cloud
 from varuna_capslog.elastic.notices.gcp import GcpListener
 from varuna_capslog.elastic.notices.interface import Kind, Listener, PollingListener, Round, Unavailable, backoff
 from varuna_capslog.elastic.notices.metadata import HttpOpener
@@ -138,7 +137,7 @@ def test_the_whole_way_from_a_server_to_the_acknowledgement() -> None:
     announced = threading.Event()
     with FakeAzure() as fake:
         sources: list[Listener] = [AzureListener("a", interval=0.01, endpoint=fake.url)]
-        with listen(sources, lambda announcement: announced.set()) as gathering:
+        with Gathering(sources, lambda announcement: announced.set()) as gathering:
             name = fake.schedule()
             assert announced.wait(20.0)
             assert fake.approved == []
