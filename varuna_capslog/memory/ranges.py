@@ -12,12 +12,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from varuna_capslog.memory.costs import StageCosts
+from varuna_capslog.memory.costs import Bytes, StageCosts
 from varuna_capslog.memory.inflight import InflightCosts, waiting
 
 __all__ = ["Ranges", "ranges_within"]
 
-Bytes = NDArray[np.int64]
 _Parts = Sequence[tuple[Sequence[int], Bytes]]
 
 
@@ -71,11 +70,7 @@ def ranges_within(costs: StageCosts, stages: int, most: int) -> Ranges:
     num_layers = costs.num_layers
     if isinstance(costs, InflightCosts):
         counts = np.array(waiting(costs.run, stages, costs.one_memory)).T.tolist()
-        parts = [
-            (count, part)
-            for count, part in zip(counts, (costs.saved, costs.inputs, costs.outputs), strict=True)
-            if any(count)
-        ]
+        parts = [(count, part) for count, part in zip(counts, costs.parts, strict=True) if any(count)]
         alone = costs.alone
     elif costs.position_free:
         alone, parts = costs.matrix(), []
