@@ -44,15 +44,15 @@ class Staggered(WorkerGroup):
         pass
 
     def start(self, worker: int, task: Task, conditions: RunConditions) -> None:
-        self._idle.remove(worker)
+        self.idle.remove(worker)
         self._doing[worker] = task
 
     def finished(self) -> Iterator[tuple[int, Task, Any]]:
         if not self._doing:
-            self._idle.append(self._to_come.pop(0))
+            self.idle.append(self._to_come.pop(0))
         for worker, task in list(self._doing.items()):
             del self._doing[worker]
-            self._idle.append(worker)
+            self.idle.append(worker)
             yield worker, task, task[0]
 
 
