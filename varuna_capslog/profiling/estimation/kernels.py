@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -78,72 +77,45 @@ def _up(count: int, step: int) -> int:
     return -(-count // step) * step
 
 
-@dataclass(frozen=True)
 class _Convolution:
     """Sizes of one convolution in bytes: plain, as oneDNN takes them, and padded to whole blocks of channels."""
 
-    x: int
-    w: int
-    y: int
-    x_taken: int
-    w_taken: int
-    y_taken: int
-    x_padded: int
-    w_padded: int
-    columns: int
-    sampled: int
-    sampled_part: int
-    scratch: int
-    pointwise: bool
-    strided: bool
-    grouped: bool
-    dilated: bool
-    aligned: bool
-    narrow: bool
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         x: Tensor,
         w: Tensor,
         spatial: Sequence[int],
         stride: Sequence[int],
         dilation: Sequence[int],
         groups: int,
-    ) -> _Convolution:
+    ) -> None:
         block, size = _block(), x.itemsize
         batch, channels, features = x.shape[0], x.shape[1], w.shape[0]
         cells_in, cells_out, window = math.prod(x.shape[2:]), math.prod(spatial), math.prod(w.shape[2:])
-        strided, pointwise = any(step != 1 for step in stride), window == 1
+        self.pointwise = window == 1
+        self.strided, self.dilated = (any(step != 1 for step in steps) for steps in (stride, dilation))
+        self.grouped = groups > 1
+        self.aligned = channels % block == 0 and features % block == 0
+        self.narrow = channels < block
+        self.x, self.w, self.y = (part * size for part in (x.numel(), w.numel(), batch * features * cells_out))
+        self.x_padded = self.x_taken = batch * _up(channels, block) * cells_in * size
+        self.y_taken = batch * _up(features, block) * cells_out * size
+        self.w_padded = self.w if self.grouped else _up(channels, block) * _up(features, block) * window * size
+        self.w_taken = self.w_padded
+        if self.narrow and not self.pointwise:
+            # pictures of three channels are read as they lie; a few channels are copied without padding
+            self.x_taken = 0 if channels < 4 else self.x
+            if not self.grouped:
+                self.w_taken = channels * _up(features, block) * window * size
+        self.columns = 0 if self.pointwise and not self.strided else channels * window * cells_out * size
         # where the stride divides the input, a kernel of one element first gathers what it will read
         divides = all(a == b * c for a, b, c in zip(x.shape[2:], spatial, stride, strict=True))
-        gathers = pointwise and strided and divides
-        x_bytes, y_bytes, w_bytes = (part * size for part in (x.numel(), batch * features * cells_out, w.numel()))
-        x_padded = batch * _up(channels, block) * cells_in * size
-        y_padded = batch * _up(features, block) * cells_out * size
-        w_padded = w_bytes if groups > 1 else _up(channels, block) * _up(features, block) * window * size
-        # pictures of three channels are read as they lie; a few channels are copied without padding
-        narrow = channels < block and not pointwise
-        return cls(
-            x=x_bytes,
-            w=w_bytes,
-            y=y_bytes,
-            x_taken=(0 if channels < 4 else x_bytes) if narrow else x_padded,
-            w_taken=channels * _up(features, block) * window * size if narrow and groups == 1 else w_padded,
-            y_taken=y_padded,
-            x_padded=x_padded,
-            w_padded=w_padded,
-            columns=0 if pointwise and not strided else channels * window * cells_out * size,
-            sampled=_up(channels, block) * cells_out * size + 128 if gathers else 0,
-            sampled_part=min(_up(channels, block), 128) * cells_out * size + 128 if gathers else 0,
-            scratch=y_padded // batch * (spatial[-1] + w.shape[-1]) // spatial[-1] + _SCRATCH if strided else 0,
-            pointwise=pointwise,
-            strided=strided,
-            grouped=groups > 1,
-            dilated=any(step != 1 for step in dilation),
-            aligned=channels % block == 0 and features % block == 0,
-            narrow=channels < block,
-        )
+        self.sampled = self.sampled_part = self.scratch = 0
+        if self.pointwise and self.strided and divides:
+            self.sampled = _up(channels, block) * cells_out * size + 128
+            self.sampled_part = min(_up(channels, block), 128) * cells_out * size + 128
+        if self.strided:
+            self.scratch = self.y_taken // batch * (spatial[-1] + w.shape[-1]) // spatial[-1] + _SCRATCH
 
 
 _SCRATCH = 40 << 10
@@ -158,7 +130,7 @@ def _forward(args: Sequence[Any], result: Tensor) -> int:
     backend = _backend(x, w, stride, padding, dilation, transposed, output_padding, groups)
     if backend is None:
         return 0
-    c = _Convolution.of(x, w, result.shape[2:], stride, dilation, groups)
+    c = _Convolution(x, w, result.shape[2:], stride, dilation, groups)
     if backend == "columns":
         return c.columns // groups + (c.y if c.grouped else 0)
     if c.pointwise and not c.strided and x.shape[0] < _SMALL_BATCH:
@@ -176,7 +148,7 @@ def _backward(args: Sequence[Any], result: Sequence[Tensor | None]) -> int:
     backend = _backend(x, w, stride, padding, dilation, transposed, output_padding, groups)
     if backend is None:
         return 0
-    c = _Convolution.of(x, w, gradient.shape[2:], stride, dilation, groups)
+    c = _Convolution(x, w, gradient.shape[2:], stride, dilation, groups)
     if backend == "columns":
         parts = (c.x if mask[0] else 0) + (c.w if mask[1] else 0)
         return c.columns // groups + (parts if c.grouped else 0)
