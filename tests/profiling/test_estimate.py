@@ -191,16 +191,16 @@ def test_a_layer_that_differs_in_dilation_only_is_never_taken_for_its_twin() -> 
     plain = StageEstimator(Blocks((1, 1, 1, 1)), RunConditions(device="cuda"), memo=memo)
     plain.stage(1, 2)
     plain.stage(2, 3)
-    assert len(memo) == 1
+    assert len(memo.runs) == 1
     dilated = StageEstimator(Blocks((1, 2, 1, 1)), RunConditions(device="cuda"), memo=memo)
     dilated.stage(1, 2)
-    assert len(memo) == 2
+    assert len(memo.runs) == 2
     dilated.stage(2, 3)  # the plain one again, in another model
-    assert len(memo) == 2
+    assert len(memo.runs) == 2
     dilated.stage(1, 3)
     dilated.stage(2, 4)
     # pairs of unlike layers, and a last stage with a loss, are runs of their own
-    assert len(memo) == 4
+    assert len(memo.runs) == 4
 
 
 def test_conditions_neighbours_and_ties_are_part_of_what_is_equal() -> None:
@@ -210,7 +210,7 @@ def test_conditions_neighbours_and_ties_are_part_of_what_is_equal() -> None:
         for first, end in ((0, 1), (1, 2), (3, 4)):  # the first, one between, the last
             StageEstimator(Equal(length=4), RunConditions(device="cuda", **conditions), memo=memo).stage(first, end)
             keys += 1
-    assert len(memo) == keys
+    assert len(memo.runs) == keys
     tied = StageEstimator(Megabytes(), RunConditions(device="cuda", microbatch_size=4), memo=Memo())
     alone, together = tied.stage(6, 7), tied.stage(0, 7)
     assert alone.static_bytes + tied.stage(0, 6).static_bytes > together.static_bytes

@@ -36,14 +36,14 @@ class Staggered(WorkerGroup):
     """No processes: a run ends at once, and the next worker is ready only after it."""
 
     def __enter__(self) -> Staggered:
-        self._processes = [None] * len(self._arguments[1])  # type: ignore[list-item]
+        self._processes = [None] * self._count  # type: ignore[list-item]
         self._to_come = list(range(len(self._processes)))
         return self
 
     def __exit__(self, *_: object) -> None:
         pass
 
-    def start(self, worker: int, task: Task, conditions: RunConditions) -> None:
+    def start(self, worker: int, task: Task) -> None:
         self.idle.remove(worker)
         self._doing[worker] = task
 

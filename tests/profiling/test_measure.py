@@ -125,8 +125,8 @@ def test_only_as_many_runs_are_under_way_as_memory_holds(monkeypatch: pytest.Mon
     under_way: list[int] = []
     original = WorkerGroup.start
 
-    def start(group: Any, worker: int, task: Any, conditions: Any) -> None:
-        original(group, worker, task, conditions)
+    def start(group: Any, worker: int, task: Any) -> None:
+        original(group, worker, task)
         under_way.append(sum(bound for _, bound in group._doing.values()))
 
     monkeypatch.setattr(WorkerGroup, "start", start)

@@ -72,9 +72,8 @@ class Pipelines:
         return replace(self._run, num_microbatches=share * self.of_block, num_blocks=share)
 
     def _costs(self, share: int) -> StageCosts:
-        """The bytes of every stage of a pipeline with `share` blocks, copies of gradients included."""
-        costs = MEMORY_MODELS[self._memory].stage_costs(self._profile, self._of_blocks(share))
-        return raised(costs, self._copy_bytes(share))
+        """The bytes of every stage of a pipeline with `share` blocks."""
+        return MEMORY_MODELS[self._memory].stage_costs(self._profile, self._of_blocks(share))
 
     def _copy_bytes(self, share: int) -> NDArray[np.int64]:
         """[L, L + 1]: bytes of the gradients that wait beside the first block's, where a pipeline has `share` blocks.
@@ -95,15 +94,17 @@ class Pipelines:
         """Bounds of all templates with `share` blocks."""
         if share not in self._of_share:
             self._of_share[share] = Templates(
-                self.templates, self.kinds, self._costs(share), self.seconds, self._of_blocks(share)
-            )
+                self.templates, self.kinds, self._costs(share), self.seconds, self._of_blocks(share),
+                self._copy_bytes(share),
+            )  # fmt: skip
         # The stage with most parameters has at least an even part of them.
         least = self._exchange_seconds(share, float(self._parameter_bytes[-1])) / self.sizes.sum(axis=1)
         return self._of_share[share].seconds_of + least
 
     def stage_bytes(self, cuts: Sequence[int], share: int) -> NDArray[np.int64]:
         """Bytes of each stage of a cut list with `share` blocks."""
-        return np.array(self._costs(share).peaks(cuts), dtype=np.int64)
+        costs = raised(self._costs(share), self._copy_bytes(share))
+        return np.array(costs.peaks(cuts), dtype=np.int64)
 
     def column(self, number: int, share: int, wide: bool = False) -> Column | None:
         """A template with a share of blocks, laid out and simulated; None where no order tried fits.
@@ -132,7 +133,7 @@ class Pipelines:
 
     def _laid_out(self, order: Sequence[int], share: int, beam: int) -> Column | None:
         kinds = [self.kinds[kind] for kind in order]
-        costs = self._costs(share)
+        costs = raised(self._costs(share), self._copy_bytes(share))
         capacities = [NEVER - 1 if kind.capacity is None else kind.capacity for kind in kinds]
         run = self._of_blocks(share)
         speeds = [kind.speed for kind in kinds]

@@ -59,9 +59,10 @@ class Templates:
         costs: StageCosts,
         seconds: LayerSeconds,
         run: RunShape,
+        copy_bytes: NDArray[np.int64] | None = None,
     ) -> None:
         self.kinds, self._costs, self._seconds = kinds, costs, seconds
-        self._schedule, self._microbatches = run.schedule, run.microbatches
+        self._schedule, self._microbatches, self._copy_bytes = run.schedule, run.microbatches, copy_bytes
         self._recompute = run.recomputes
         self._forward = seconds.forward[None, :] - seconds.forward[:-1, None]
         self._both = self._forward + seconds.backward[None, :] - seconds.backward[:-1, None]
@@ -134,6 +135,8 @@ class Templates:
             used = self._costs.matrix(1, behind + 2)
             if not self._costs.position_free:  # only a stage that begins with layer 0 is the first
                 used = np.concatenate([self._costs.matrix(0, behind + 1)[:1], used[1:]])
+            if self._copy_bytes is not None:
+                used = used + self._copy_bytes
             fits &= used <= capacity
         return fits
 

@@ -30,7 +30,7 @@ from varuna_capslog.profiling.conditions import (
     profile_of,
     shapes_of,
 )
-from varuna_capslog.profiling.estimation.headroom import StepTrace, state_headroom
+from varuna_capslog.profiling.estimation.headroom import state_headroom
 from varuna_capslog.profiling.estimation.hollow import HollowRun, run_hollow
 from varuna_capslog.profiling.estimation.quirks import QUIRKS, QUIRKS_VERSION, quirks_of
 from varuna_capslog.profiling.estimation.recipes import Recipes
@@ -57,28 +57,18 @@ class StageEstimate(HollowRun):
 
 
 class Memo:
-    """Results of runs by key. Keeps alive what keys name by identity, so that no identity comes twice.
+    """What estimators of related models have in common.
 
     Attributes:
+        runs: results of runs by key.
+        alive: what the keys name by identity, so that no identity comes twice.
         recipes: for the operators of runs that are not known yet.
     """
 
     def __init__(self) -> None:
-        self._found: dict[object, HollowRun] = {}
-        self._alive: dict[int, object] = {}
+        self.runs: dict[object, HollowRun] = {}
+        self.alive: list[object] = []
         self.recipes = Recipes()
-
-    def __len__(self) -> int:
-        return len(self._found)
-
-    def find(self, key: object) -> HollowRun | None:
-        """The result under this key, or None."""
-        return self._found.get(key)
-
-    def keep(self, key: object, run: HollowRun, named: Sequence[object]) -> None:
-        """Keeps a result; `named`: whose parts the key names by identity."""
-        self._found[key] = run
-        self._alive |= {id(item): item for item in named}
 
 
 class StageEstimator:
@@ -115,7 +105,8 @@ class StageEstimator:
             self.specs = ShapeTable(self.chain, "cpu", conditions.precision).boundaries(inputs)
         self._targets, self._normalisers = workload.profile_targets(conditions.microbatch_size)
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._memo = Memo() if memo is None else memo
+        self._memo = memo or Memo()
+        self._memo.alive += [self.chain, workload]
 
     @classmethod
     def of_config(cls, config: Config, speed: Speed | None = None, memo: Memo | None = None) -> StageEstimator:
@@ -147,13 +138,13 @@ class StageEstimator:
             self._normalisers if last else {},
         )
         key = (_run_key(self.chain, run, self.conditions, self.workload), self.speed)
-        found = self._memo.find(key)
+        found = self._memo.runs.get(key)
         if found is None:
             quirks = quirks_of(self.conditions.device)
             loss = self.workload.loss
             recipes = self._memo.recipes
             found = run_hollow(self._mode, self.chain, run, self.conditions, loss, quirks, self.speed, recipes)
-            self._memo.keep(key, found, (self.chain, self.workload))
+            self._memo.runs[key] = found
         return StageEstimate(**vars(found), layers=(first, end))
 
 
@@ -231,9 +222,7 @@ def _headroom(
     deciding = {id(stage.events): stage for stage in stages if 2 * stage.peak_bytes >= largest}
     picked = sorted(deciding.values(), key=lambda stage: -stage.peak_bytes)[:_SIMULATED]
     traces = [[stage, *(other.stage(*stage.layers) for other in others)] for stage in picked]
-    return state_headroom(
-        device, transport, [[StepTrace(one.peak_bytes, one.events) for one in sizes_of_one] for sizes_of_one in traces]
-    )
+    return state_headroom(device, transport, traces)
 
 
 def _key(estimator: StageEstimator, sizes: InputSizes, transport: str) -> dict[str, Any]:

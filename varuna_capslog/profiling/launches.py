@@ -23,7 +23,7 @@ from varuna_capslog.profiles.record import Observation
 from varuna_capslog.profiles.runs import StageRun, capslog_partitionings, mcap_partitionings
 from varuna_capslog.profiling.conditions import Progress
 from varuna_capslog.profiling.pipelines import PipelineLaunch, measure_pipeline
-from varuna_capslog.profiling.worker import FreeBytes, Task, WorkerFailure, WorkerGroup, Workers
+from varuna_capslog.profiling.worker import Task, WorkerFailure, WorkerGroup, Workers
 
 __all__ = ["LaunchTimes", "devices_of", "failures_named", "in_capslog_order", "in_mcap_order", "in_one_launch"]
 
@@ -103,7 +103,7 @@ def in_one_launch(
                 waiting.remove(task)
                 left[devices[worker]] -= task[1]
                 begun[worker] = time.perf_counter()
-                group.start(worker, task, workers.conditions)
+                group.start(worker, task)
         for worker, (run, bound), result in group.finished():
             intervals.append((worker, begun[worker], time.perf_counter()))
             left[devices[worker]] += bound
@@ -159,12 +159,11 @@ def in_mcap_order(
     found: dict[StageRun, Observation] = {}
     progress(0, len(partitionings), "starting")
     for number, partitioning in enumerate(partitionings, start=1):
-        devices = workers.devices[: len(partitioning.layers_per_gpu)]
         stages = partitioning.stages
-        _refuse_what_does_not_fit(stages, devices, bound_bytes, workers.free_bytes)
+        _refuse_what_does_not_fit(stages, workers, bound_bytes)
         pipeline = PipelineLaunch(tuple(stages), tuple(specs), *goal)
         begun = time.perf_counter()
-        rows, seconds = measure_pipeline(pipeline, devices, workers)
+        rows, seconds = measure_pipeline(pipeline, workers)
         ended = time.perf_counter()
         clock.launches.append([(rank, max(begun, ended - seconds), ended) for rank in range(len(stages))])
         for gpu in partitioning.measured:
@@ -174,16 +173,13 @@ def in_mcap_order(
 
 
 def _refuse_what_does_not_fit(
-    stages: Sequence[StageRun],
-    devices: Sequence[torch.device],
-    bound_bytes: Callable[[int, int], int],
-    free_bytes: FreeBytes,
+    stages: Sequence[StageRun], workers: Workers, bound_bytes: Callable[[int, int], int]
 ) -> None:
     needed: Counter[torch.device] = Counter()
-    for stage, device in zip(stages, devices, strict=True):
+    for stage, device in zip(stages, workers.devices, strict=False):
         needed[device] += bound_bytes(*stage)
     for device, most in needed.items():
-        free = free_bytes(device)
+        free = workers.free_bytes(device)
         if most > free:
             raise DoesNotFit(
                 f"mCAP's launch of the whole pipeline {[end - first for first, end in stages]} may need up to "

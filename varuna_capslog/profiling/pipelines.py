@@ -6,9 +6,10 @@ before sends; peaks are read as in the trimmed runs (`trim.observe`).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,13 +50,8 @@ class _Ranks(WorkerGroup):
         return WorkerFailure(None, told)
 
 
-def measure_pipeline(
-    pipeline: PipelineLaunch, devices: Sequence[torch.device], workers: Workers
-) -> tuple[list[Observation], float]:
+def measure_pipeline(pipeline: PipelineLaunch, workers: Workers) -> tuple[list[Observation], float]:
     """Start one process per stage, train, read every stage's peak, end them.
-
-    Args:
-        devices: one per stage.
 
     Returns:
         An observation per stage, and the seconds from the moment when all processes were connected.
@@ -63,14 +59,14 @@ def measure_pipeline(
     Raises:
         WorkerFailure: a rank failed or died.
     """
-    roles = functools.partial(_roles, pipeline)
     rows: dict[int, Observation] = {}
-    with _Ranks(workers.source, devices, workers.threads, workers.preload, roles) as group:
+    workers = dataclasses.replace(workers, roles=functools.partial(_roles, pipeline))
+    with _Ranks(workers, len(pipeline.stages)) as group:
         group.wait_until_ready()
         began = time.perf_counter()
         for rank, (first, end) in enumerate(pipeline.stages):
             run = TrimmedRun(first, end, len(pipeline.specs) - 1, pipeline.specs[first : end + 1])
-            group.start(rank, (run, 0), workers.conditions)
+            group.start(rank, (run, 0))
         while len(rows) < len(pipeline.stages):
             rows |= {rank: row for rank, _, row in group.finished()}
         return [rows[rank] for rank in range(len(rows))], time.perf_counter() - began

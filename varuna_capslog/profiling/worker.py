@@ -88,42 +88,71 @@ class WorkerFailure(CapslogError):
         self.run = None if task is None else task[0]
 
 
-class WorkerGroup:
-    """Workers, each with a pipe to it; a context manager that ends all of them, however it is left.
+@dataclass(frozen=True)
+class Given(Generic[T]):
+    """A source of something that is there already; it can be sent to the workers where its value can."""
 
-    Args:
+    value: T
+
+    def __call__(self) -> T:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Workers:
+    """What processes are started with.
+
+    Attributes:
         source: makes the workload in every process.
         devices: one per worker.
         threads: CPU threads of each worker; their neighbours have one.
         preload: modules that are imported once, before the processes part; one that cannot be imported is left out.
+        conditions: of all runs.
+        free_bytes: what a device has left.
+        names: of the layers.
         roles: what a worker and its neighbours play; None: stages on our own engine.
+    """
+
+    source: Callable[[], Workload]
+    devices: Sequence[torch.device]
+    threads: int
+    preload: Sequence[str]
+    conditions: RunConditions
+    free_bytes: FreeBytes
+    names: Sequence[str]
+    roles: Roles | None = None
+
+    def group(self, count: int) -> WorkerGroup:
+        """The first `count` workers."""
+        return WorkerGroup(self, count)
+
+
+class WorkerGroup:
+    """Workers, each with a pipe to it; a context manager that ends all of them, however it is left.
+
+    Args:
+        workers: what they are started with.
+        count: how many; the first of the devices are theirs.
 
     Attributes:
         idle: workers that are ready for a run.
     """
 
-    def __init__(
-        self,
-        source: Callable[[], Workload],
-        devices: Sequence[torch.device],
-        threads: int,
-        preload: Sequence[str] = (),
-        roles: Roles | None = None,
-    ) -> None:
-        self._context = _process_context(source, preload)
-        self._arguments = (source, devices, threads, roles or _engine_roles)
+    def __init__(self, workers: Workers, count: int) -> None:
+        self._workers, self._count = workers, count
+        self._context = _process_context(workers.source, workers.preload)
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
         self._doing: dict[int, Task] = {}
         self.idle: list[int] = []
 
     def __enter__(self) -> WorkerGroup:
-        source, devices, threads, roles = self._arguments
+        workers, roles = self._workers, self._workers.roles or _engine_roles
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         try:
-            for number, device in enumerate(devices):
+            for number, device in enumerate(workers.devices[: self._count]):
                 ours, theirs = self._context.Pipe()
-                arguments = (theirs, roles, source, number, self._store.port, device, threads)
+                arguments = (theirs, roles, workers.source, number, self._store.port, device, workers.threads)
                 process = self._context.Process(target=_work, args=arguments, name=f"profile-{number}")
                 process.start()
                 theirs.close()
@@ -152,12 +181,12 @@ class WorkerGroup:
             ended = list(self.finished())
             assert not ended, "no run is under way"
 
-    def start(self, worker: int, task: Task, conditions: RunConditions) -> None:
+    def start(self, worker: int, task: Task) -> None:
         """Gives an idle worker its next run."""
         self.idle.remove(worker)
         self._doing[worker] = task
         try:
-            self._pipes[worker].send((task[0], conditions))
+            self._pipes[worker].send((task[0], self._workers.conditions))
         except OSError as error:
             raise self.failure(worker, None) from error
 
@@ -186,34 +215,6 @@ class WorkerGroup:
             process.join(_GRACE_SECONDS)
             reason = f"its process {_how_it_ended(process.exitcode)}"
         return WorkerFailure(self._doing.get(worker), reason)
-
-
-@dataclass(frozen=True)
-class Given(Generic[T]):
-    """A source of something that is there already; it can be sent to the workers where its value can."""
-
-    value: T
-
-    def __call__(self) -> T:
-        return self.value
-
-
-@dataclass(frozen=True)
-class Workers:
-    """What processes are started with."""
-
-    source: Callable[[], Workload]
-    devices: Sequence[torch.device]
-    threads: int
-    preload: Sequence[str]
-    conditions: RunConditions
-    free_bytes: FreeBytes
-    names: Sequence[str]
-    roles: Roles | None = None
-
-    def group(self, count: int) -> WorkerGroup:
-        """The first `count` workers."""
-        return WorkerGroup(self.source, self.devices[:count], self.threads, self.preload, self.roles)
 
 
 def _process_context(source: Callable[[], Workload], preload: Sequence[str]) -> Any:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from varuna_capslog.base.errors import CapslogError
 
-__all__ = ["AllocatorPeaks", "CachingAllocator", "Event", "replay", "rounded"]
+__all__ = ["AllocatorPeaks", "CachingAllocator", "Event", "replay", "round_up", "rounded"]
 
 Event = tuple[int, int]
 """(key, bytes above 0) for an allocation, (key, 0) for its release; a key may be used again after that."""
@@ -146,7 +146,7 @@ class CachingAllocator:
         elif size < _OWN_SEGMENT:
             length = _LARGE_SEGMENT
         else:
-            length = _round_up(size, _SEGMENT_STEP)
+            length = round_up(size, _SEGMENT_STEP)
         # segments lie one behind another, but blocks never join across their borders
         block = _Block(self.reserved_bytes, length, small)
         self.reserved_bytes += length
@@ -192,8 +192,9 @@ def replay(events: Iterable[Event]) -> AllocatorPeaks:
 
 def rounded(num_bytes: int) -> int:
     """The bytes of the block that a request is cut to: the next multiple of 512."""
-    return _round_up(num_bytes, _SMALLEST_BLOCK)
+    return round_up(num_bytes, _SMALLEST_BLOCK)
 
 
-def _round_up(value: int, step: int) -> int:
+def round_up(value: int, step: int) -> int:
+    """The next multiple of `step`; the value itself where it is one."""
     return -(-value // step) * step

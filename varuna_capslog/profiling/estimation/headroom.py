@@ -36,7 +36,7 @@ class StepTrace:
     """One step of a stage at one input size.
 
     Attributes:
-        peak_bytes: predicted.
+        peak_bytes: predicted, the most that is live at once.
         events: what is there before the step first, then the step; see `allocator.replay`.
     """
 

@@ -28,6 +28,7 @@ from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.profiling.conditions import RunConditions
 from varuna_capslog.profiling.estimation.allocator import replay
+from varuna_capslog.profiling.estimation.headroom import StepTrace
 from varuna_capslog.profiling.estimation.lifetimes import Lifetimes
 from varuna_capslog.profiling.estimation.quirks import Quirks
 from varuna_capslog.profiling.estimation.recipes import Recipes
@@ -40,28 +41,24 @@ _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class HollowRun:
-    """What a step of a stage asked of the allocator.
+class HollowRun(StepTrace):
+    """What a step of a stage asked of the allocator; its peak is as the device's allocator counts.
 
     Attributes:
-        peak_bytes: the most that was live at once, as the device's allocator counts.
         static_bytes: parameters, gradients, moments and buffers when all gradients are there.
         saved_bytes: what a forward leaves for its backward, the stage's inputs included; and what a caching allocator
             gave beyond what was asked for when the peak was there, for one graph.
         forward_seconds, backward_seconds: of one microbatch, by `roofline`.
         attention: "eager" where the layers make matrices of softmax, "fused" where a fused kernel attends.
         limits: what it met of `quirks.LIMITS`, because of which its bytes are too low.
-        events: see `allocator.replay`; what is there before the step comes first.
     """
 
-    peak_bytes: int
     static_bytes: int
     saved_bytes: int
     forward_seconds: float
     backward_seconds: float
     attention: frozenset[str]
     limits: frozenset[str]
-    events: tuple[tuple[int, int], ...]
 
 
 def run_hollow(
@@ -108,6 +105,7 @@ def run_hollow(
             saved_bytes += peaks.remainder_bytes // graphs
         return HollowRun(
             peak_bytes,
+            tuple(events),
             meter.static_bytes,
             saved_bytes,
             # the last stage forwards in its recomputation only
@@ -115,7 +113,6 @@ def run_hollow(
             seconds["B"],
             frozenset(meter.attention),
             frozenset(quirks.limits),
-            tuple(events),
         )
 
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from varuna_capslog.profiling.estimation.allocator import round_up
+
 __all__ = ["KERNELS", "Kernel"]
 
 _aten = torch.ops.aten
@@ -73,10 +75,6 @@ def _block() -> int:
     return 16 if "512" in torch.backends.cpu.get_cpu_capability() else 8
 
 
-def _up(count: int, step: int) -> int:
-    return -(-count // step) * step
-
-
 class _Convolution:
     """Sizes of one convolution in bytes: plain, as oneDNN takes them, and padded to whole blocks of channels."""
 
@@ -92,28 +90,29 @@ class _Convolution:
         block, size = _block(), x.itemsize
         batch, channels, features = x.shape[0], x.shape[1], w.shape[0]
         cells_in, cells_out, window = math.prod(x.shape[2:]), math.prod(spatial), math.prod(w.shape[2:])
+        whole_channels, whole_features = round_up(channels, block), round_up(features, block)
         self.pointwise = window == 1
         self.strided, self.dilated = (any(step != 1 for step in steps) for steps in (stride, dilation))
         self.grouped = groups > 1
         self.aligned = channels % block == 0 and features % block == 0
         self.narrow = channels < block
         self.x, self.w, self.y = (part * size for part in (x.numel(), w.numel(), batch * features * cells_out))
-        self.x_padded = self.x_taken = batch * _up(channels, block) * cells_in * size
-        self.y_taken = batch * _up(features, block) * cells_out * size
-        self.w_padded = self.w if self.grouped else _up(channels, block) * _up(features, block) * window * size
+        self.x_padded = self.x_taken = batch * whole_channels * cells_in * size
+        self.y_taken = batch * whole_features * cells_out * size
+        self.w_padded = self.w if self.grouped else whole_channels * whole_features * window * size
         self.w_taken = self.w_padded
         if self.narrow and not self.pointwise:
             # pictures of three channels are read as they lie; a few channels are copied without padding
             self.x_taken = 0 if channels < 4 else self.x
             if not self.grouped:
-                self.w_taken = channels * _up(features, block) * window * size
+                self.w_taken = channels * whole_features * window * size
         self.columns = 0 if self.pointwise and not self.strided else channels * window * cells_out * size
         # where the stride divides the input, a kernel of one element first gathers what it will read
         divides = all(a == b * c for a, b, c in zip(x.shape[2:], spatial, stride, strict=True))
         self.sampled = self.sampled_part = self.scratch = 0
         if self.pointwise and self.strided and divides:
-            self.sampled = _up(channels, block) * cells_out * size + 128
-            self.sampled_part = min(_up(channels, block), 128) * cells_out * size + 128
+            self.sampled = whole_channels * cells_out * size + 128
+            self.sampled_part = min(whole_channels, 128) * cells_out * size + 128
         if self.strided:
             self.scratch = self.y_taken // batch * (spatial[-1] + w.shape[-1]) // spatial[-1] + _SCRATCH
 
