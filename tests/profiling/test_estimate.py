@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,8 +23,8 @@ from varuna_capslog.profiling import estimate
 from varuna_capslog.profiling.conditions import RunConditions
 from varuna_capslog.profiling.estimate import Memo, StageEstimator, estimate_config, estimate_workload
 from varuna_capslog.profiling.estimation.allocator import replay
-from varuna_capslog.profiling.estimation.quirks import LIMITS, Quirks, quirks_of
-from varuna_capslog.profiling.estimation.recipes import Recipes
+from varuna_capslog.profiling.estimation.lifetimes import Recipes
+from varuna_capslog.profiling.estimation.quirks import LIMITS, QUIRKS, Quirk, Quirks
 from varuna_capslog.profiling.measure import profile_workload
 from varuna_capslog.start.prepare import profile_run
 
@@ -70,7 +70,7 @@ class Block(nn.Module):
 
 def compare(workload: Workload, size: int, tolerance: float, **conditions: Any) -> list[float]:
     """Relative errors of all estimated peaks; static and saved bytes must agree exactly."""
-    real = profile_workload(workload, RunConditions(microbatch_size=size, **conditions), workers=2, merge_equal=True)
+    real = profile_workload(workload, RunConditions(microbatch_size=size, **conditions), workers=2)
     estimated = estimate_workload(workload, RunConditions(microbatch_size=size, **conditions))
     assert [row.layers for row in real.observations] == [row.layers for row in estimated.observations]
     errors = []
@@ -131,8 +131,7 @@ def test_what_the_caching_allocator_gives_beyond_requests_counts_as_saved(
     """A stage saves more tensors than a pair: counted with the pair's peak alone, their remainders were missed."""
     conditions = {"microbatch_size": 16, "device": "cuda", "recompute": recompute}
     stages = [StageEstimator(Megabytes(), RunConditions(**conditions)).stage(*run) for run in ((0, 4), (2, 5), (4, 7))]
-    plain = Quirks("cuda", caching=False, staged=True, foreach=True)
-    monkeypatch.setattr(estimate, "quirks_of", lambda device: dataclasses.replace(plain))
+    monkeypatch.setitem(QUIRKS, "caching allocator", Quirk((), "of no device"))
     seen = []
     for stage in stages:
         asked = StageEstimator(Megabytes(), RunConditions(**conditions)).stage(*stage.layers)
@@ -147,7 +146,7 @@ def test_what_the_caching_allocator_gives_beyond_requests_counts_as_saved(
 def test_a_profile_that_is_known_to_be_too_low_says_so_and_no_plan_promises_bytes(
     amx: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(estimate, "quirks_of", lambda device: dataclasses.replace(quirks_of(device), amx=amx))
+    monkeypatch.setattr(estimate, "Quirks", functools.partial(Quirks, amx=amx))
     low = estimate_workload(Blocks(), RunConditions(precision="bfloat16", device="cpu"))
     assert low.conditions["limits"] == ["16-bit convolutions on the CPU"]
     assert list(LIMITS) == ["16-bit convolutions on the CPU", "bfloat16 products on a CPU without AMX"]

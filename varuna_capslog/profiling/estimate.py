@@ -32,8 +32,8 @@ from varuna_capslog.profiling.conditions import (
 )
 from varuna_capslog.profiling.estimation.headroom import state_headroom
 from varuna_capslog.profiling.estimation.hollow import HollowRun, run_hollow
-from varuna_capslog.profiling.estimation.quirks import QUIRKS, QUIRKS_VERSION, quirks_of
-from varuna_capslog.profiling.estimation.recipes import Recipes
+from varuna_capslog.profiling.estimation.lifetimes import Recipes
+from varuna_capslog.profiling.estimation.quirks import QUIRKS, QUIRKS_VERSION, Quirks
 from varuna_capslog.profiling.estimation.roofline import RTX_A4000, Speed, calibrated_cpu
 from varuna_capslog.profiling.skeleton import skeleton
 from varuna_capslog.profiling.trim import TrimmedRun
@@ -96,27 +96,27 @@ class StageEstimator:
         conditions = conditions or RunConditions()
         inputs = workload.profile_inputs(conditions.microbatch_size) if inputs is None else inputs
         self.conditions = replace(conditions, input=shapes_of(inputs))
-        quirks = quirks_of(conditions.device)
+        quirks = Quirks(conditions.device)
         self.speed = speed or (calibrated_cpu() if conditions.device == "cpu" else RTX_A4000)
         with torch.random.fork_rng(devices=[]):
             self.chain = skeleton(workload)
         with quirks.dispatch():
             # on CPU tensors in any case, as the runs: both then see the same operators
             self.specs = ShapeTable(self.chain, "cpu", conditions.precision).boundaries(inputs)
-        self._targets, self._normalisers = workload.profile_targets(conditions.microbatch_size)
+        self._goal = workload.profile_targets(conditions.microbatch_size)
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._memo = memo or Memo()
         self._memo.alive += [self.chain, workload]
 
     @classmethod
-    def of_config(cls, config: Config, speed: Speed | None = None, memo: Memo | None = None) -> StageEstimator:
+    def of_config(cls, config: Config, memo: Memo | None = None) -> StageEstimator:
         """The estimator for the training run that a config describes, at the largest inputs that it can meet."""
         # here, for scripts on machines without the config library
         from varuna_capslog.model.workload import load_workload
 
         workload = load_workload(config)
         inputs = workload.profile_inputs(config.train.microbatch_size)
-        return cls(workload, conditions_of_run(config, inputs), inputs, speed, memo)
+        return cls(workload, conditions_of_run(config, inputs), inputs, memo=memo)
 
     def at(self, inputs: Mapping[str, TensorSpec]) -> StageEstimator:
         """The same workload and conditions with inputs of another size."""
@@ -128,19 +128,11 @@ class StageEstimator:
         Raises:
             CapslogError: a layer or the loss cannot run on fake tensors.
         """
-        last = end == len(self.chain)
-        run = TrimmedRun(
-            first,
-            end,
-            len(self.chain),
-            tuple(self.specs[first : end + 1]),
-            self._targets if last else None,
-            self._normalisers if last else {},
-        )
+        run = TrimmedRun(first, end, len(self.chain), tuple(self.specs[first : end + 1]), *self._goal)
         key = (_run_key(self.chain, run, self.conditions, self.workload), self.speed)
         found = self._memo.runs.get(key)
         if found is None:
-            quirks = quirks_of(self.conditions.device)
+            quirks = Quirks(self.conditions.device)
             loss = self.workload.loss
             recipes = self._memo.recipes
             found = run_hollow(self._mode, self.chain, run, self.conditions, loss, quirks, self.speed, recipes)
@@ -158,19 +150,18 @@ def estimate_config(
     config: Config,
     progress: Progress | None = None,
     memo: Memo | None = None,
-    speed: Speed | None = None,
     use_cache: bool = False,
 ) -> Profile:
     """Profiles the model of a config under the conditions of its training run, without a device.
 
     Args:
-        memo, speed: see `StageEstimator`.
+        memo: see `StageEstimator`.
         use_cache: take the estimate that was made of the same model and conditions before, and keep a new one.
 
     Raises:
         CapslogError: a layer or the loss cannot run on fake tensors.
     """
-    estimator = StageEstimator.of_config(config, speed, memo)
+    estimator = StageEstimator.of_config(config, memo)
     sizes, transport = input_sizes(estimator.workload, config.train.microbatch_size), config.pipeline.transport
 
     def estimated() -> Profile:

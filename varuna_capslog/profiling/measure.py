@@ -21,7 +21,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import Config
 from varuna_capslog.engine.probe import CPU_SOURCE, CUDA_SOURCE
 from varuna_capslog.model.chain import Chain, TensorSpec
-from varuna_capslog.model.trace import ShapeTable, layer_signature
+from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Workload, load_workload
 from varuna_capslog.profiles.record import Observation, Profile
 from varuna_capslog.profiles.runs import StageRun, stage_runs
@@ -77,7 +77,6 @@ def profile_workload(
     workers: int = 1,
     threads: int = 1,
     order: str = "packed",
-    merge_equal: bool = False,
     progress: Progress | None = None,
     free_bytes: FreeBytes = admission.free_bytes,
 ) -> Profile:
@@ -89,8 +88,6 @@ def profile_workload(
         workers: as in `profile_config`.
         threads: CPU threads of each worker.
         order: "packed", "capslog" or "mcap", of so many `workers`; see `launches`.
-        merge_equal: measure runs that do the same work (equal layers on equal inputs) once. Bytes are the same. In the
-            packed order only.
         free_bytes: what a device has left.
 
     Raises:
@@ -99,7 +96,7 @@ def profile_workload(
     fields.choice(order, "order", ORDERS)
     conditions = conditions or RunConditions()
     conditions = replace(conditions, input=shapes_of(workload.profile_inputs(conditions.microbatch_size)))
-    launch = _Launch(Given(workload), workers, threads, progress, merge_equal, free_bytes, order)
+    launch = _Launch(Given(workload), workers, threads, progress, free_bytes, order)
     return _profile(workload, conditions, launch, use_cache=False)
 
 
@@ -114,7 +111,6 @@ class _Launch:
     workers: int
     threads: int
     progress: Progress | None
-    merge_equal: bool = False
     free_bytes: FreeBytes = admission.free_bytes
     order: str = "packed"
 
@@ -171,14 +167,12 @@ def _launched(
         if launch.order == "mcap":
             goal = workload.profile_targets(conditions.microbatch_size)
             return list(in_mcap_order(specs, goal, bounds.bound_bytes, workers, clock, progress).values())
-        merge = launch.merge_equal and group is not None
-        twins = _twins(chain, specs, runs) if merge else {run: run for run in runs}
-        tasks = _tasks(workload, conditions, specs, bounds, [run for run in runs if twins[run] == run])
+        tasks = _tasks(workload, conditions, specs, bounds, runs)
         if group is None:
             measured = in_capslog_order(tasks, workers, clock, progress)
         else:
             measured = in_one_launch(tasks, group, workers, clock, progress)
-    return [replace(measured[twins[run]], layers=run) for run in runs]
+    return [measured[run] for run in runs]
 
 
 def _modules(workload: Workload, chain: Chain) -> list[str]:
@@ -203,24 +197,6 @@ def _tasks(
         run = TrimmedRun(first, end, last, tuple(specs[first : end + 1]), *loss)
         tasks.append((run, bounds.bound_bytes(first, end)))
     return sorted(tasks, key=lambda task: -task[1])
-
-
-def _twins(
-    chain: Chain, specs: Sequence[Mapping[str, TensorSpec]], runs: Sequence[StageRun]
-) -> dict[StageRun, StageRun]:
-    """Each run -> the first one that does the same work: equal layers, tensors and neighbours, nothing shared."""
-    tied = {index for shared in chain.shared for index in shared.layers}
-    first_of: dict[object, StageRun] = {}
-    twins = {}
-    for run in runs:
-        first, end = run
-        key: object = run
-        if not tied & set(range(first, end)) and first > 0 and end < len(chain):
-            cuts = tuple(tuple(sorted(cut.items())) for cut in specs[first : end + 1])
-            layers = tuple((layer.reads, layer.writes, layer_signature(layer)) for layer in chain.layers[first:end])
-            key = (cuts, layers)
-        twins[run] = first_of.setdefault(key, run)
-    return twins
 
 
 def _describe(workload: Workload, chain: Chain, conditions: RunConditions, launch: _Launch) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.profiling.estimate import StageEstimator
 from varuna_capslog.profiling.estimation.allocator import replay
 from varuna_capslog.profiling.estimation.hollow import SilentCommunicator, fake_step, host_memory
-from varuna_capslog.profiling.estimation.quirks import quirks_of
+from varuna_capslog.profiling.estimation.quirks import Quirks
 from varuna_capslog.profiling.skeleton import with_real_layers
 from varuna_capslog.profiling.trim import KnownShapes
 
@@ -61,19 +61,19 @@ def rehearse(
     layout, mode = Layout(tuple(cuts), tuple(range(len(cuts)))), FakeTensorMode(allow_non_fake_inputs=True)
     peaks = []
     for rank, (first, end) in enumerate(zip(cuts, [*cuts[1:], len(chain)], strict=True)):
-        quirks = quirks_of(conditions.device)
+        quirks = Quirks(conditions.device)
         with torch.random.fork_rng(devices=[]), mode, quirks.dispatch():
             engine = PipelineEngine(
                 with_real_layers(chain, first, end),
                 estimator.workload.loss,
                 layout,
                 options,
-                SilentCommunicator(rank, len(cuts), quirks.staged),
+                SilentCommunicator(rank, len(cuts), quirks.has("host staging")),
                 _CPU,
                 Ready(KnownShapes(estimator.specs), host=host_memory(quirks, conditions)),
             )
             peak_bytes, events = fake_step(engine, quirks, minibatch, (f"stage {rank}", "its layers"))
-            peaks.append(replay(events).allocated_bytes if quirks.caching else peak_bytes)
+            peaks.append(replay(events).allocated_bytes if quirks.has("caching allocator") else peak_bytes)
     return peaks
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.profiling.estimation.kernels import KERNELS
 
-__all__ = ["LIMITS", "QUIRKS", "QUIRKS_VERSION", "Quirk", "Quirks", "quirks_of"]
+__all__ = ["LIMITS", "QUIRKS", "QUIRKS_VERSION", "Quirk", "Quirks"]
 
 QUIRKS_VERSION = 4
 """Raised whenever an entry changes a number; a condition of every estimated profile."""
@@ -136,25 +136,26 @@ class Quirks:
     """The quirks of one kind of device at work; one object per run.
 
     Attributes:
-        caching: whether allocations come from a caching allocator (see `allocator`).
-        staged: whether messages and kept inputs wait in host memory.
-        foreach: whether the optimizer steps all parameters together.
+        device: "cpu" or "cuda"; CapslogError for others.
         amx: whether the CPU multiplies bfloat16 matrices in AMX tiles.
         lasting_bytes: of workspaces that have been taken and stay.
         limits: names of `LIMITS` that were met.
     """
 
     device: str
-    caching: bool
-    staged: bool
-    foreach: bool
     amx: bool = field(default_factory=torch.cpu._is_amx_tile_supported)
     lasting_bytes: int = 0
     limits: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
+        if self.device not in KERNELS:
+            raise CapslogError(f"there is no table of quirks for the device {self.device!r}; choose cpu or cuda")
         self._threads: set[bool] = set()
         self._kernels = KERNELS[self.device]
+
+    def has(self, name: str) -> bool:
+        """Whether an entry of `QUIRKS` is one of this device."""
+        return self.device in QUIRKS[name].devices
 
     def temporary(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
         """Bytes that an operator's kernel takes beside its results and gives back; see `lifetimes.Temporary`."""
@@ -182,15 +183,6 @@ class Quirks:
             for name in _FLOAT32_UNDER_AUTOCAST:
                 library.impl(name, _in_float32(name), "AutocastCPU")
             yield
-
-
-def quirks_of(device: str) -> Quirks:
-    """Fresh quirks of "cpu" or "cuda". Raises CapslogError for others."""
-    if device == "cpu":
-        return Quirks("cpu", caching=False, staged=False, foreach=False)
-    if device == "cuda":
-        return Quirks("cuda", caching=True, staged=True, foreach=True)
-    raise CapslogError(f"there is no table of quirks for the device {device!r}; choose cpu or cuda")
 
 
 # -- CUDA: other operators

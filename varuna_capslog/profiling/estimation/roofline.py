@@ -1,7 +1,7 @@
 """Seconds without a device: every operator takes as long as its arithmetic or its bytes, whichever is longer.
 
-`hollow` shows each operator of a stage to a `Stopwatch`. FLOPs come from torch's own registry, bytes from the tensors
-that an operator reads and writes, speeds from a `Speed`. This ranks plans; it does not know clocks, caches or overlap.
+`hollow` adds up the operators of a stage. FLOPs come from torch's own registry, bytes from the tensors that an
+operator reads and writes, speeds from a `Speed`. This ranks plans; it does not know clocks, caches or overlap.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-__all__ = ["RTX_A4000", "Speed", "Stopwatch", "calibrated_cpu"]
+__all__ = ["RTX_A4000", "Speed", "calibrated_cpu", "operator_seconds"]
 
 _aten = torch.ops.aten
 _CONVOLUTIONS = frozenset({_aten.convolution, _aten.convolution_backward})
@@ -44,27 +44,15 @@ RTX_A4000 = Speed("rtx a4000", 19e12, 13.4e12, 360e9, 5e-6)
 TFLOP/s, the rest at 70 and 80 % (assumed)."""
 
 
-class Stopwatch:
-    """Adds up the seconds of operators.
-
-    Attributes:
-        seconds: so far.
-    """
-
-    def __init__(self, speed: Speed) -> None:
-        self._speed = speed
-        self.seconds = 0.0
-
-    def operator(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        """Counts one operator; a view costs nothing."""
-        if _moves_nothing(func):
-            return
-        speed = self._speed
-        count = flop_registry.get(func.overloadpacket)
-        flops = 0.0 if count is None else count(*args, **kwargs, out_val=result)
-        rate = speed.convolution_flops if func.overloadpacket in _CONVOLUTIONS else speed.matrix_flops
-        moved = _bytes(args) + _bytes(kwargs.values()) + (0 if _writes_arguments(func) else _bytes((result,)))
-        self.seconds += max(flops / rate, moved / speed.bytes_per_second, speed.launch_seconds)
+def operator_seconds(speed: Speed, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> float:
+    """What one operator takes; a view costs nothing."""
+    if _moves_nothing(func):
+        return 0.0
+    count = flop_registry.get(func.overloadpacket)
+    flops = 0.0 if count is None else count(*args, **kwargs, out_val=result)
+    rate = speed.convolution_flops if func.overloadpacket in _CONVOLUTIONS else speed.matrix_flops
+    moved = _bytes(args) + _bytes(kwargs.values()) + (0 if _writes_arguments(func) else _bytes((result,)))
+    return max(flops / rate, moved / speed.bytes_per_second, speed.launch_seconds)
 
 
 @functools.cache
