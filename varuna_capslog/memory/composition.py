@@ -29,6 +29,7 @@ import numpy as np
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory.costs import Bytes, RangeCosts, only_ranges
 from varuna_capslog.profiles.record import Observation, Profile
+from varuna_capslog.profiles.runs import stage_runs
 from varuna_capslog.schedules import RunShape
 
 __all__ = ["Composition", "compose", "lacking", "observed", "stage_costs"]
@@ -81,7 +82,7 @@ def observed(profile: Profile, model: str, memory_action: str) -> tuple[list[Obs
     CapslogError that names the run or the field which memory model `model` misses.
     """
     size = profile.num_layers
-    wanted = [(layer, layer + 1) for layer in range(size)] + [(layer, layer + 2) for layer in range(size - 1)]
+    wanted = stage_runs(size)
     groups: dict[str, dict[tuple[int, int], Observation]] = {}
     for row in profile.observations:
         if row.layers[1] - row.layers[0] <= 2:

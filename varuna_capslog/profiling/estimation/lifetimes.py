@@ -70,12 +70,6 @@ class Lifetimes(TorchDispatchMode):
         for tensor in held:
             self._follow(tensor, -1)
 
-    def brief(self, num_bytes: int) -> None:
-        """Something of that size comes and goes at once."""
-        key = self._allocated(num_bytes)
-        if key is not None:
-            self._released(key, num_bytes)
-
     def _allocated(self, num_bytes: int) -> int | None:
         if num_bytes <= 0:
             return None
@@ -129,7 +123,9 @@ class Lifetimes(TorchDispatchMode):
                 if isinstance(part, Tensor):
                     self._follow(part, number)
         if self._temporary is not None:
-            self.brief(self._temporary(func, args, kwargs, result))
+            taken = self._temporary(func, args, kwargs, result)
+            if (key := self._allocated(taken)) is not None:
+                self._released(key, taken)
         if self.observer is not None:
             self.observer(func, args, kwargs, result)
         return result
