@@ -225,7 +225,7 @@ def whole_run(wanted: str, places: Sequence[float], options: Mapping[str, Any]) 
                 recompute=pipeline.recompute,
             ),
         )
-        rehearsed = rehearse(estimator, cuts, pipeline.schedule, config.num_microbatches, pipeline.recompute)
+        rehearsed = rehearse(estimator, cuts, pipeline.schedule, config.num_microbatches)
         config = config_of(name, Path(folder) / "run", devices=len(places), cuts=cuts, **options)
         peaks = trained(config, Path(folder))
     how = f"{len(cuts)} ranks, {pipeline.schedule}{', recomputation' if pipeline.recompute else ''}"

@@ -301,5 +301,4 @@ def _observe(
     engine = PipelineEngine(chain, workload.loss, layout, options, communicator, device, ready, measured)
     inputs = dict(pipeline.specs[0])
     minibatch = Minibatch([inputs] * MICROBATCHES, [pipeline.targets] * MICROBATCHES, dict(pipeline.normalisers))
-    boundaries = (run.specs[0], run.specs[-1])
-    return observe(engine, measured, minibatch, (run.first, run.end), boundaries, conditions)
+    return observe(engine, measured, minibatch, run, conditions)

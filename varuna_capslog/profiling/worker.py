@@ -7,13 +7,11 @@ process that plays its neighbours, so that torch is imported once for all. No pr
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.processes import killed_with, signal_name
 from varuna_capslog.engine.communicator import PeerLost, connect
 from varuna_capslog.model.workload import Workload
 from varuna_capslog.profiles.record import Observation
@@ -59,7 +58,6 @@ _GRACE_SECONDS = 10.0
 """How long a worker that lost a neighbour waits for the neighbour's process to say why, or to end."""
 _LAST_WORD_SECONDS = 2.0
 """How long a worker that lost another worker waits, so that the one that failed reports first."""
-_PR_SET_PDEATHSIG = 1
 
 T = TypeVar("T")
 
@@ -382,7 +380,7 @@ def _how_it_ended(status: int | None) -> str:
         return "closed its pipe and still runs"
     if status >= 0:
         return f"ended with status {status} and gave no reason"
-    name = signal.Signals(-status).name
+    name = signal_name(-status)
     if name != "SIGKILL":
         return f"was killed by {name}"
     return (
@@ -408,8 +406,4 @@ def end_with_client() -> None:
 def belong_to_parent() -> None:
     """Ends with its parent, and leaves Ctrl-C to the process that the user sees."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        parent = os.getppid()
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-        if os.getppid() != parent:
-            os._exit(1)
+    killed_with(os.getppid())()
