@@ -148,7 +148,7 @@ def _with_one_in_flight(row: Observation, profile: Profile) -> Observation:
     """The row without the bytes that its run held for other microbatches.
 
     A run that another stage follows had a second microbatch in flight, one that holds the last layer had none: so it is
-    in the program of `profiles.trim`, which measuring and estimating carry out. A profile that names no source says
+    in the program of `profiling.trim`, which measuring and estimating carry out. A profile that names no source says
     nothing about it; its rows are taken for runs with one.
     """
     if profile.source is None or row.layers[1] == profile.num_layers:

@@ -1,7 +1,7 @@
 """What holds for every run of a profile: the conditions, the sizes of the inputs, and the rows made under them.
 
-`measure` runs under these conditions, `estimate` and `rehearsal` play under them; a profile's own conditions begin with
-them. Sizes come from the workload's description of its data; nothing is decoded.
+`measure` runs stages under these conditions, `estimate` and `rehearsal` compute under them; a profile's own conditions
+begin with them. Sizes come from the workload's description of its data; nothing is decoded.
 """
 
 from __future__ import annotations

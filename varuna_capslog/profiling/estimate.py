@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.trace import ShapeTable, layer_signature
-from varuna_capslog.model.workload import Workload
+from varuna_capslog.model.workload import Workload, load_workload
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.profiles.runs import stage_runs
 from varuna_capslog.profiling import cache
@@ -111,9 +111,6 @@ class StageEstimator:
     @classmethod
     def of_config(cls, config: Config, memo: Memo | None = None) -> StageEstimator:
         """The estimator for the training run that a config describes, at the largest inputs that it can meet."""
-        # here, for scripts on machines without the config library
-        from varuna_capslog.model.workload import load_workload
-
         workload = load_workload(config)
         inputs = workload.profile_inputs(config.train.microbatch_size)
         return cls(workload, conditions_of_run(config, inputs), inputs, memo=memo)

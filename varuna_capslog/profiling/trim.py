@@ -63,7 +63,7 @@ class TrimmedRun:
 
     Attributes:
         specs: what crosses the cuts first .. end.
-        targets, normalisers: for the loss, where the run holds the last layer.
+        targets, normalisers: for the loss, which is asked for where the run holds the last layer.
     """
 
     first: int

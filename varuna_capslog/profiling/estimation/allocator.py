@@ -69,8 +69,7 @@ class CachingAllocator:
     """The allocator's state; begins empty.
 
     Attributes:
-        allocated_bytes, reserved_bytes: at present.
-        segments: at present.
+        allocated_bytes, reserved_bytes, segments: at present.
     """
 
     def __init__(self) -> None:
