@@ -33,7 +33,7 @@ class Ranges:
     firsts: NDArray[np.int64]
     ends: NDArray[np.int64]
     alone: Bytes
-    parts: _Parts = ()
+    parts: _Parts
 
     def bytes(self, stage: int, chosen: slice) -> Bytes:
         """Return the bytes of some of the ranges as this stage; do not write to them."""
@@ -54,11 +54,10 @@ class Ranges:
 class _Asked(Ranges):
     """Ranges whose bytes follow no rule: they are computed at every place."""
 
-    costs: StageCosts | None = None
-    stages: int = 1
+    costs: StageCosts
+    stages: int
 
     def bytes(self, stage: int, chosen: slice) -> Bytes:
-        assert self.costs is not None
         return self.costs.matrix(stage, self.stages)[self.firsts[chosen], self.ends[chosen]]
 
     def within(self, most: int, stages: int) -> Ranges:
@@ -76,7 +75,7 @@ def ranges_within(costs: StageCosts, stages: int, most: int) -> Ranges:
         alone, parts = costs.matrix(), []
     else:
         firsts, ends = np.triu_indices(num_layers)
-        return _Asked(num_layers, firsts, ends + 1, ends, costs=costs, stages=stages)
+        return _Asked(num_layers, firsts, ends + 1, ends, (), costs, stages)
     # flat: one number per range, which is gathered faster than two
     alone, parts = alone.ravel(), [(count, part.ravel()) for count, part in parts]
     kept = (_least(alone, parts, stages) <= most).nonzero()[0]

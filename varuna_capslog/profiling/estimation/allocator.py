@@ -60,7 +60,6 @@ class _Block:
     size: int
     small: bool
     remainder: int = 0
-    free: bool = True
     before: _Block | None = None
     after: _Block | None = None
 
@@ -110,7 +109,6 @@ class CachingAllocator:
                 block.after.before = rest
             block.size, block.after = size, rest
             self._offer(rest)
-        block.free = False
         self._given[key] = block
         block.remainder = block.size - size
         self._remainder += block.remainder
@@ -129,12 +127,11 @@ class CachingAllocator:
             raise CapslogError(f"key {key} is released, but nothing is allocated under it")
         self.allocated_bytes -= block.size
         self._remainder -= block.remainder
-        block.free = True
         before, after = block.before, block.after
-        if before is not None and before.free:
+        if before is not None and before.address in self._free_at:
             self._withdraw(before)
             block = _joined(before, block)
-        if after is not None and after.free:
+        if after is not None and after.address in self._free_at:
             self._withdraw(after)
             block = _joined(block, after)
         self._offer(block)
