@@ -38,14 +38,14 @@ def seconds_of_all() -> list[dict[str, Any]]:
     """One row per configuration, in the order in which they are estimated."""
     memo, rows = Memo(), []
     for name in CONFIGS:
-        before, known = time.process_time(), len(memo)
+        before, known = time.process_time(), len(memo.runs)
         profile = estimate_config(load_config(str(ROOT / f"configs/paper/{name}.yaml")), memo=memo)
         rows.append(
             {
                 "config": name,
                 "layers": profile.num_layers,
                 "stages": len(profile.observations),
-                "run": len(memo) - known,
+                "run": len(memo.runs) - known,
                 "cpu_seconds": round(time.process_time() - before, 2),
                 "largest_alone_gib": round(max(layer.isolated_bytes for layer in profile.layers) / GIB, 3),
             }

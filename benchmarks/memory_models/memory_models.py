@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ranges import PAPER, estimator_of, exact_ranges, profile_of, requested_bytes
 
 from varuna_capslog.memory import MEMORY_MODELS
-from varuna_capslog.memory.composition import RangeCosts
+from varuna_capslog.memory.costs import RangeCosts
 from varuna_capslog.planners.capslog import capslog_cuts
 from varuna_capslog.planners.exact import exact_cuts
 from varuna_capslog.planners.varuna import varuna_cuts

@@ -17,8 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from varuna_capslog.memory.additive import AdditiveCosts
-from varuna_capslog.memory.composition import RangeCosts
-from varuna_capslog.memory.costs import NEVER, StageCosts, peaks_of
+from varuna_capslog.memory.costs import NEVER, RangeCosts, StageCosts, peaks_of
 from varuna_capslog.memory.inflight import InflightCosts
 from varuna_capslog.planners.capslog import capslog_cuts
 from varuna_capslog.planners.exact import exact_cuts

@@ -26,12 +26,14 @@ from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.model.workload import load_workload
 from varuna_capslog.planning.search import plan
 from varuna_capslog.profiles.record import Observation
+from varuna_capslog.profiling.admission import free_bytes
 from varuna_capslog.profiling.conditions import shapes_of
 from varuna_capslog.profiling.estimate import StageEstimator, estimate_config
 from varuna_capslog.profiling.estimation.headroom import state_headroom
+from varuna_capslog.profiling.launches import LaunchTimes, in_one_launch
 from varuna_capslog.profiling.rehearsal import rehearse
 from varuna_capslog.profiling.trim import RunConditions, TrimmedRun
-from varuna_capslog.profiling.worker import WorkerGroup
+from varuna_capslog.profiling.worker import Workers
 from varuna_capslog.schedules import RunShape
 
 MIB = 1 << 20
@@ -171,15 +173,11 @@ def measured(
         loss = (targets, normalisers) if end == len(estimator.chain) else (None, {})
         specs = tuple(estimator.specs[first : end + 1])
         waiting.append((TrimmedRun(first, end, len(estimator.chain), specs, *loss), 0))
-    found: dict[tuple[int, int], Observation] = {}
-    with WorkerGroup(functools.partial(load_workload, config), [torch.device("cpu")], 1) as group:
-        while len(found) < len(stages):
-            for _, (run, _), result in group.finished():
-                found[run.first, run.end] = result
-            for worker in list(group.idle):
-                if waiting:
-                    group.start(worker, waiting.pop(0), conditions)
-    return found
+    names = [layer.name for layer in estimator.chain.layers]
+    source = functools.partial(load_workload, config)
+    workers = Workers(source, [torch.device("cpu")], 1, (), conditions, free_bytes, names)
+    with workers.group(1) as group:
+        return in_one_launch(waiting, group, workers, LaunchTimes(), lambda *_: None)
 
 
 # -- whole runs
@@ -227,7 +225,7 @@ def whole_run(wanted: str, places: Sequence[float], options: Mapping[str, Any]) 
                 recompute=pipeline.recompute,
             ),
         )
-        rehearsed = rehearse(estimator, cuts, pipeline.schedule, config.num_microbatches, pipeline.recompute)
+        rehearsed = rehearse(estimator, cuts, pipeline.schedule, config.num_microbatches)
         config = config_of(name, Path(folder) / "run", devices=len(places), cuts=cuts, **options)
         peaks = trained(config, Path(folder))
     how = f"{len(cuts)} ranks, {pipeline.schedule}{', recomputation' if pipeline.recompute else ''}"

@@ -7,7 +7,8 @@ import random
 import pytest
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.memory.additive import AdditiveCosts, gap, stage_costs
+from varuna_capslog.memory import MEMORY_MODELS
+from varuna_capslog.memory.additive import AdditiveCosts, stage_costs
 from varuna_capslog.profiles.record import LayerProfile, Profile
 from varuna_capslog.schedules import RunShape
 
@@ -35,6 +36,7 @@ def test_statistics_of_unequal_length_are_refused() -> None:
 
 @pytest.mark.parametrize("schedule", ["varuna", "1f1b", "gpipe"])
 def test_only_one_live_graph_is_described(schedule: str) -> None:
+    gap = MEMORY_MODELS["additive"].gap
     assert gap(RunShape(None, schedule)) is None
     assert f"schedule '{schedule}' without recomputation" in (gap(RunShape(None, schedule, False)) or "")
     assert "kept on the device" in (gap(RunShape(None, schedule, True, "device")) or "")

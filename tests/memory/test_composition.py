@@ -81,8 +81,9 @@ def test_bytes_beyond_the_search_are_refused() -> None:
 
 
 def test_describes_one_live_graph_only() -> None:
-    assert composition.gap(RunShape()) is None
-    assert "memory model 'composition' describes" in (composition.gap(RunShape(None, "1f1b", False)) or "")
+    gap = MEMORY_MODELS["composition"].gap
+    assert gap(RunShape()) is None
+    assert "memory model 'composition' describes" in (gap(RunShape(None, "1f1b", False)) or "")
 
 
 def test_a_short_profile_feeds_additive_alone() -> None:

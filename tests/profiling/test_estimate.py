@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,8 +23,8 @@ from varuna_capslog.profiling import estimate
 from varuna_capslog.profiling.conditions import RunConditions
 from varuna_capslog.profiling.estimate import Memo, StageEstimator, estimate_config, estimate_workload
 from varuna_capslog.profiling.estimation.allocator import replay
-from varuna_capslog.profiling.estimation.quirks import LIMITS, Quirks, quirks_of
-from varuna_capslog.profiling.estimation.recipes import Recipes
+from varuna_capslog.profiling.estimation.lifetimes import Recipes
+from varuna_capslog.profiling.estimation.quirks import LIMITS, QUIRKS, Quirk, Quirks
 from varuna_capslog.profiling.measure import profile_workload
 from varuna_capslog.start.prepare import profile_run
 
@@ -70,7 +70,7 @@ class Block(nn.Module):
 
 def compare(workload: Workload, size: int, tolerance: float, **conditions: Any) -> list[float]:
     """Relative errors of all estimated peaks; static and saved bytes must agree exactly."""
-    real = profile_workload(workload, RunConditions(microbatch_size=size, **conditions), workers=2, merge_equal=True)
+    real = profile_workload(workload, RunConditions(microbatch_size=size, **conditions), workers=2)
     estimated = estimate_workload(workload, RunConditions(microbatch_size=size, **conditions))
     assert [row.layers for row in real.observations] == [row.layers for row in estimated.observations]
     errors = []
@@ -131,8 +131,7 @@ def test_what_the_caching_allocator_gives_beyond_requests_counts_as_saved(
     """A stage saves more tensors than a pair: counted with the pair's peak alone, their remainders were missed."""
     conditions = {"microbatch_size": 16, "device": "cuda", "recompute": recompute}
     stages = [StageEstimator(Megabytes(), RunConditions(**conditions)).stage(*run) for run in ((0, 4), (2, 5), (4, 7))]
-    plain = Quirks("cuda", caching=False, staged=True, foreach=True)
-    monkeypatch.setattr(estimate, "quirks_of", lambda device: dataclasses.replace(plain))
+    monkeypatch.setitem(QUIRKS, "caching allocator", Quirk((), "of no device"))
     seen = []
     for stage in stages:
         asked = StageEstimator(Megabytes(), RunConditions(**conditions)).stage(*stage.layers)
@@ -147,7 +146,7 @@ def test_what_the_caching_allocator_gives_beyond_requests_counts_as_saved(
 def test_a_profile_that_is_known_to_be_too_low_says_so_and_no_plan_promises_bytes(
     amx: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(estimate, "quirks_of", lambda device: dataclasses.replace(quirks_of(device), amx=amx))
+    monkeypatch.setattr(estimate, "Quirks", functools.partial(Quirks, amx=amx))
     low = estimate_workload(Blocks(), RunConditions(precision="bfloat16", device="cpu"))
     assert low.conditions["limits"] == ["16-bit convolutions on the CPU"]
     assert list(LIMITS) == ["16-bit convolutions on the CPU", "bfloat16 products on a CPU without AMX"]
@@ -191,16 +190,16 @@ def test_a_layer_that_differs_in_dilation_only_is_never_taken_for_its_twin() -> 
     plain = StageEstimator(Blocks((1, 1, 1, 1)), RunConditions(device="cuda"), memo=memo)
     plain.stage(1, 2)
     plain.stage(2, 3)
-    assert len(memo) == 1
+    assert len(memo.runs) == 1
     dilated = StageEstimator(Blocks((1, 2, 1, 1)), RunConditions(device="cuda"), memo=memo)
     dilated.stage(1, 2)
-    assert len(memo) == 2
+    assert len(memo.runs) == 2
     dilated.stage(2, 3)  # the plain one again, in another model
-    assert len(memo) == 2
+    assert len(memo.runs) == 2
     dilated.stage(1, 3)
     dilated.stage(2, 4)
     # pairs of unlike layers, and a last stage with a loss, are runs of their own
-    assert len(memo) == 4
+    assert len(memo.runs) == 4
 
 
 def test_conditions_neighbours_and_ties_are_part_of_what_is_equal() -> None:
@@ -210,7 +209,7 @@ def test_conditions_neighbours_and_ties_are_part_of_what_is_equal() -> None:
         for first, end in ((0, 1), (1, 2), (3, 4)):  # the first, one between, the last
             StageEstimator(Equal(length=4), RunConditions(device="cuda", **conditions), memo=memo).stage(first, end)
             keys += 1
-    assert len(memo) == keys
+    assert len(memo.runs) == keys
     tied = StageEstimator(Megabytes(), RunConditions(device="cuda", microbatch_size=4), memo=Memo())
     alone, together = tied.stage(6, 7), tied.stage(0, 7)
     assert alone.static_bytes + tied.stage(0, 6).static_bytes > together.static_bytes

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.profiling.workloads import Deadly, Equal
+from tests.profiling.workloads import Deadly, Equal, Unlucky
 from varuna_capslog.base.errors import CapslogError, DoesNotFit
 from varuna_capslog.config.reading import load_config
 from varuna_capslog.profiles.record import Profile
@@ -36,23 +36,23 @@ class Staggered(WorkerGroup):
     """No processes: a run ends at once, and the next worker is ready only after it."""
 
     def __enter__(self) -> Staggered:
-        self._processes = [None] * len(self._arguments[1])  # type: ignore[list-item]
+        self._processes = [None] * self._count  # type: ignore[list-item]
         self._to_come = list(range(len(self._processes)))
         return self
 
     def __exit__(self, *_: object) -> None:
         pass
 
-    def start(self, worker: int, task: Task, conditions: RunConditions) -> None:
-        self._idle.remove(worker)
+    def start(self, worker: int, task: Task) -> None:
+        self.idle.remove(worker)
         self._doing[worker] = task
 
     def finished(self) -> Iterator[tuple[int, Task, Any]]:
         if not self._doing:
-            self._idle.append(self._to_come.pop(0))
+            self.idle.append(self._to_come.pop(0))
         for worker, task in list(self._doing.items()):
             del self._doing[worker]
-            self._idle.append(worker)
+            self.idle.append(worker)
             yield worker, task, task[0]
 
 
@@ -142,6 +142,11 @@ def test_what_an_order_cannot_do_is_said_before_anything_starts() -> None:
 def test_a_stage_that_dies_is_named() -> None:
     with pytest.raises(CapslogError, match=r"a profiling worker failed: (stage 2:|the process of stage 2 died)"):
         profile_workload(Deadly(), RunConditions(microbatch_size=2), workers=GPUS, order="mcap")
+
+
+def test_the_stage_that_failed_is_told_and_not_those_that_lost_it() -> None:
+    with pytest.raises(CapslogError, match=r"a profiling worker failed: stage 2: RuntimeError: no loss today; nothing"):
+        profile_workload(Unlucky(LAYERS), RunConditions(microbatch_size=2), workers=GPUS, order="mcap")
 
 
 def test_the_order_is_a_key_of_the_config(tmp_path: Path) -> None:

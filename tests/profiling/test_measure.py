@@ -77,21 +77,6 @@ def test_a_profile_says_what_it_holds_for(measured: tuple[Profile, list[tuple[in
     assert Profile.from_json(profile.to_json()) == profile
 
 
-def test_equal_runs_measured_once_have_the_bytes_of_all(measured: tuple[Profile, list[tuple[int, int, str]]]) -> None:
-    totals = set()
-    workload = Equal(length=5, width=256)
-    full = profile_workload(workload, RunConditions(microbatch_size=8))
-    merged = profile_workload(
-        workload,
-        RunConditions(microbatch_size=8),
-        merge_equal=True,
-        progress=lambda done, total, text: totals.add(total),
-    )
-    assert totals == {6}  # the first, the inner and the last layer; the first, an inner and the last pair
-    assert merged.column("isolated_bytes") == full.column("isolated_bytes")
-    assert merged.column("added_bytes") == full.column("added_bytes")
-
-
 def test_bounds_are_above_what_runs_take(measured: tuple[Profile, list[tuple[int, int, str]]]) -> None:
     profile, _ = measured
     chain = skeleton(Megabytes())
@@ -125,8 +110,8 @@ def test_only_as_many_runs_are_under_way_as_memory_holds(monkeypatch: pytest.Mon
     under_way: list[int] = []
     original = WorkerGroup.start
 
-    def start(group: Any, worker: int, task: Any, conditions: Any) -> None:
-        original(group, worker, task, conditions)
+    def start(group: Any, worker: int, task: Any) -> None:
+        original(group, worker, task)
         under_way.append(sum(bound for _, bound in group._doing.values()))
 
     monkeypatch.setattr(WorkerGroup, "start", start)

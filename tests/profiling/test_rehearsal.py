@@ -33,8 +33,8 @@ def test_one_rank_alone() -> None:
 
 def test_what_waits_depends_on_schedule_place_and_device() -> None:
     estimator = StageEstimator(Megabytes(), RunConditions(microbatch_size=SIZE, recompute=False))
-    one = rehearse(estimator, (0, 3), "1f1b", 6, recompute=False)
-    more = rehearse(estimator, (0, 3), "gpipe", 6, recompute=False)
+    one = rehearse(estimator, (0, 3), "1f1b", 6)
+    more = rehearse(estimator, (0, 3), "gpipe", 6)
     # GPipe keeps six graphs where 1F1B keeps two and one
     assert more[0] > one[0]
     assert more[1] > one[1]

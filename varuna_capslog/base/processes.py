@@ -19,6 +19,7 @@ __all__ = [
     "die_with_parent",
     "heard_signals",
     "is_stopped",
+    "killed_with",
     "last_line",
     "signal_group",
     "signal_name",
@@ -29,17 +30,26 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> Callable[[], None]:
-    """What a child does before it becomes a worker: its own process group, and on Linux death with this process.
+    """What a child does before it becomes a worker: its own process group, and on Linux death with this process."""
+    follow = killed_with(os.getpid())
+
+    def prepare() -> None:
+        os.setpgid(0, 0)
+        follow()
+
+    return prepare
+
+
+def killed_with(parent: int) -> Callable[[], None]:
+    """What a child of `parent` does to be killed when `parent` ends; nothing where the system is not Linux.
 
     SIGKILL, since a worker that is stuck in a collective must not survive either. Linux counts the death of the thread
     that starts the child, too.
     """
-    parent = os.getpid()
     # Loaded here: between fork and exec a child should do as little as it can.
     prctl = ctypes.CDLL(None, use_errno=True).prctl if sys.platform == "linux" else None
 
     def prepare() -> None:
-        os.setpgid(0, 0)
         if prctl is not None:
             prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
             if os.getppid() != parent:  # it died before prctl could take effect

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory import AUTO, MEMORY_MODELS, NEVER, StageCosts, resolve
-from varuna_capslog.memory.composition import RangeCosts
-from varuna_capslog.memory.costs import RaisedCosts
+from varuna_capslog.memory.costs import RangeCosts, raised
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planners import PLANNER_NAMES, PLANNERS
 from varuna_capslog.planners.exact import exact_cuts, fewest_devices
@@ -153,7 +152,7 @@ class Candidates:
         more = self._waiting_blocks(replicas) * _ranges([layer.parameter_bytes or 0 for layer in profile.layers], 0)
         if self.beside is not None:
             more = more + _ranges(self.beside, 0)
-        return RaisedCosts(costs, more) if more.any() else costs
+        return raised(costs, more) if more.any() else costs
 
     def _waiting_blocks(self, replicas: int) -> int:
         """Gradients that wait beside those the profile has: a single pipeline adds its blocks as they end, several keep

@@ -33,8 +33,8 @@ class MemoryModel(NamedTuple):
 
 
 MEMORY_MODELS = {
-    "additive": MemoryModel(additive.stage_costs, additive.gap),
-    "composition": MemoryModel(composition.stage_costs, composition.gap),
+    "additive": MemoryModel(additive.stage_costs, functools.partial(additive.gap, "additive")),
+    "composition": MemoryModel(composition.stage_costs, functools.partial(additive.gap, "composition")),
 } | {
     name: MemoryModel(functools.partial(inflight.stage_costs, name), functools.partial(inflight.gap, name))
     for name in SCHEDULES

@@ -14,10 +14,9 @@ from itertools import accumulate
 from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.memory.costs import NEVER, StageCosts
+from varuna_capslog.memory.costs import Bytes, StageCosts, only_ranges
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
 
@@ -59,11 +58,9 @@ class AdditiveCosts(StageCosts):
         """Return M_p of the stage of layers first .. end-1, in bytes."""
         return self.head[first] + self.running[end - 1]
 
-    def matrix(self, stage: int = 0, stages: int = 1) -> NDArray[np.int64]:
+    def matrix(self, stage: int = 0, stages: int = 1) -> Bytes:
         """Return the bytes of every stage, [L, L + 1]; see `costs.StageCosts`."""
-        result = np.array(self.head, dtype=np.int64)[:, None] + np.array([0, *self.running], dtype=np.int64)
-        result[np.tri(*result.shape, dtype=np.bool_)] = NEVER
-        return result
+        return only_ranges(np.array(self.head, dtype=np.int64)[:, None] + np.array([0, *self.running], dtype=np.int64))
 
 
 def stage_costs(profile: Profile, run: RunShape) -> AdditiveCosts:
@@ -71,8 +68,8 @@ def stage_costs(profile: Profile, run: RunShape) -> AdditiveCosts:
     return AdditiveCosts.of_statistics(profile.column("isolated_bytes"), profile.column("added_bytes"))
 
 
-def gap(run: RunShape) -> str | None:
-    """Return why this model does not describe a run, as a sentence that names the model to use, or None.
+def gap(model: str, run: RunShape) -> str | None:
+    """Return why a model of one live graph does not describe a run, as a sentence that names the model to use, or None.
 
     Recomputation with stage inputs on the host leaves one graph alive at a time in any schedule; otherwise the number
     of live graphs, or of inputs on the device, depends on the stage's position, which M_i and M_a do not know.
@@ -81,6 +78,6 @@ def gap(run: RunShape) -> str | None:
         return None
     cause = "without recomputation" if not run.recompute else "with stage inputs kept on the device"
     return (
-        f"memory model 'additive' describes stages that keep one live graph (recomputation, stage inputs on the host), "
+        f"memory model '{model}' describes stages that keep one live graph (recomputation, stage inputs on the host), "
         f"but schedule '{run.schedule}' {cause} keeps several; use memory model '{run.schedule}' for numbers"
     )

@@ -23,43 +23,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.memory import additive
-from varuna_capslog.memory.costs import NEVER, StageCosts
+from varuna_capslog.memory.costs import Bytes, RangeCosts, only_ranges
 from varuna_capslog.profiles.record import Observation, Profile
+from varuna_capslog.profiles.runs import stage_runs
 from varuna_capslog.schedules import RunShape
 
-__all__ = ["Composition", "RangeCosts", "compose", "gap", "observed", "stage_costs"]
-
-Bytes = NDArray[np.int64]
+__all__ = ["Composition", "compose", "lacking", "observed", "stage_costs"]
 
 _PARTS = ("static_bytes", "saved_bytes")
-
-
-@dataclass(frozen=True)
-class RangeCosts(StageCosts):
-    """Peak bytes of every range of layers, [L, L + 1], wherever it stands in the pipeline."""
-
-    ranges: Bytes
-    position_free: ClassVar[bool] = True
-
-    @property
-    def num_layers(self) -> int:
-        """L, the number of layers."""
-        return len(self.ranges)
-
-    def stage_bytes(self, first: int, end: int, stage: int = 0, stages: int = 1) -> int:
-        """Return the bytes of layers first .. end-1."""
-        return int(self.ranges[first, end])
-
-    def matrix(self, stage: int = 0, stages: int = 1) -> Bytes:
-        """Return the bytes of every stage, [L, L + 1]; see `costs.StageCosts`."""
-        return self.ranges
 
 
 @dataclass(frozen=True)
@@ -107,7 +82,7 @@ def observed(profile: Profile, model: str, memory_action: str) -> tuple[list[Obs
     CapslogError that names the run or the field which memory model `model` misses.
     """
     size = profile.num_layers
-    wanted = [(layer, layer + 1) for layer in range(size)] + [(layer, layer + 2) for layer in range(size - 1)]
+    wanted = stage_runs(size)
     groups: dict[str, dict[tuple[int, int], Observation]] = {}
     for row in profile.observations:
         if row.layers[1] - row.layers[0] <= 2:
@@ -116,10 +91,7 @@ def observed(profile: Profile, model: str, memory_action: str) -> tuple[list[Obs
     complete = [[groups[condition][run] for run in wanted] for condition, lack in lacks.items() if lack is None]
     if not complete:
         lack = next(iter(lacks.values()), None) or "observations, the runs of every layer and of every pair of layers"
-        raise CapslogError(
-            f"memory model '{model}' needs {lack}, which the profile lacks; profile again with `capslog profile`, or "
-            "use memory model 'additive'"
-        )
+        raise lacking(model, lack)
     rows = min(complete, key=lambda rows: rows[0].memory_action != memory_action)
     return rows[:size], rows[size:]
 
@@ -130,15 +102,12 @@ def stage_costs(profile: Profile, run: RunShape) -> RangeCosts:
     return RangeCosts(only_ranges(parts.static + parts.transient))
 
 
-def only_ranges(matrix: Bytes) -> Bytes:
-    """Return a copy of [L, L + 1] with NEVER where there is no range, end <= first."""
-    return np.where(np.tri(*matrix.shape, dtype=np.bool_), NEVER, matrix)
-
-
-def gap(run: RunShape) -> str | None:
-    """Return why this model does not describe a run, or None; as `additive.gap`."""
-    cause = additive.gap(run)
-    return None if cause is None else cause.replace("'additive'", "'composition'", 1)
+def lacking(model: str, lack: str) -> CapslogError:
+    """The error for a profile that misses something which a memory model needs."""
+    return CapslogError(
+        f"memory model '{model}' needs {lack}, which the profile lacks; profile again with `capslog profile`, or use "
+        "memory model 'additive'"
+    )
 
 
 def _lack(rows: dict[tuple[int, int], Observation], wanted: Sequence[tuple[int, int]]) -> str | None:
@@ -164,5 +133,4 @@ def _sums(alone: Bytes, increments: Bytes) -> Bytes:
     running = np.append(0, np.cumsum(increments))
     sums = np.zeros((len(alone), len(alone) + 1), dtype=np.int64)
     sums[:, 1:] = (alone - running)[:, None] + running
-    sums[np.tri(*sums.shape, dtype=np.bool_)] = 0
-    return sums
+    return only_ranges(sums, 0)

@@ -7,13 +7,15 @@ and nothing is searched here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["NEVER", "RaisedCosts", "StageCosts", "full_matrix", "peaks_of"]
+__all__ = ["NEVER", "Bytes", "RangeCosts", "StageCosts", "full_matrix", "only_ranges", "peaks_of", "raised"]
+
+Bytes = NDArray[np.int64]
 
 NEVER = 1 << 62
 """The bytes of a stage that is not allowed. The bytes of real stages stay below a quarter of this number."""
@@ -36,7 +38,7 @@ class StageCosts(Protocol):
         """Return the peak bytes of one stage."""
         ...
 
-    def matrix(self, stage: int = 0, stages: int = 1) -> NDArray[np.int64]:
+    def matrix(self, stage: int = 0, stages: int = 1) -> Bytes:
         """Return [L, L + 1]: entry [first, end] is `stage_bytes(first, end, stage, stages)`, NEVER where end <= first.
 
         The array may be shared between calls; do not write to it.
@@ -54,7 +56,7 @@ def peaks_of(costs: StageCosts, cuts: Sequence[int]) -> list[int]:
     return [costs.stage_bytes(first, end, stage, len(cuts)) for stage, (first, end) in places]
 
 
-def full_matrix(costs: StageCosts, stage: int = 0, stages: int = 1) -> NDArray[np.int64]:
+def full_matrix(costs: StageCosts, stage: int = 0, stages: int = 1) -> Bytes:
     """Return `costs.matrix` by asking for every stage; for costs that have no faster way. O(L^2) calls."""
     matrix = np.full((costs.num_layers, costs.num_layers + 1), NEVER, dtype=np.int64)
     for first in range(costs.num_layers):
@@ -63,30 +65,41 @@ def full_matrix(costs: StageCosts, stage: int = 0, stages: int = 1) -> NDArray[n
     return matrix
 
 
-@dataclass(frozen=True)
-class RaisedCosts(StageCosts):
-    """Stage costs with more bytes for every range of layers, at every place.
+def only_ranges(matrix: Bytes, nothing: int = NEVER) -> Bytes:
+    """Return a copy of [L, L + 1] with `nothing` where there is no range, end <= first."""
+    return np.where(np.tri(*matrix.shape, dtype=np.bool_), nothing, matrix)
 
-    more: [L, L + 1], 0 where end <= first.
+
+@dataclass(frozen=True)
+class RangeCosts(StageCosts):
+    """Peak bytes of every range of layers, wherever it stands in the pipeline.
+
+    alone: [L, L + 1], NEVER where end <= first.
     """
 
-    costs: StageCosts
-    more: NDArray[np.int64]
+    alone: Bytes
+    position_free: ClassVar[bool] = True
 
     @property
     def num_layers(self) -> int:
         """L, the number of layers."""
-        return self.costs.num_layers
-
-    @property
-    def position_free(self) -> bool:
-        """As the costs without more."""
-        return self.costs.position_free
+        return len(self.alone)
 
     def stage_bytes(self, first: int, end: int, stage: int = 0, stages: int = 1) -> int:
-        """Return the peak bytes of one stage."""
-        return self.costs.stage_bytes(first, end, stage, stages) + int(self.more[first, end])
+        """Return the bytes of layers first .. end-1."""
+        return int(self.alone[first, end])
 
-    def matrix(self, stage: int = 0, stages: int = 1) -> NDArray[np.int64]:
-        """Return the bytes of every stage, [L, L + 1]; see `StageCosts`."""
-        return np.asarray(self.costs.matrix(stage, stages) + self.more)
+    def matrix(self, stage: int = 0, stages: int = 1) -> Bytes:
+        """Return the bytes of every stage; see `StageCosts`."""
+        return self.alone
+
+
+def raised(costs: StageCosts, more: Bytes) -> RangeCosts:
+    """Return costs of a memory model with more bytes for every range of layers, at every place.
+
+    more: [L, L + 1], 0 where end <= first.
+    """
+    if isinstance(costs, RangeCosts):
+        return replace(costs, alone=costs.alone + more)
+    assert costs.position_free
+    return RangeCosts(costs.matrix() + more)

@@ -20,7 +20,7 @@ __all__ = ["Headroom"]
 
 class Headroom(NamedTuple):
     """`conditions["headroom"]` of a profile; a measured one has none, and nothing is added. Its "parts" say for people
-    what the two numbers are made of (`profiles.headroom`).
+    what the two numbers are made of (`profiling.estimation.headroom`).
     """
 
     fixed_bytes: int = 0

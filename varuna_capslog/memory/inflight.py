@@ -20,22 +20,18 @@ nothing is confirmed, so one that peaks in a forward or a recomputation may hold
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.memory.composition import Composition, compose, observed, only_ranges
-from varuna_capslog.memory.costs import StageCosts
+from varuna_capslog.memory.composition import compose, lacking, observed
+from varuna_capslog.memory.costs import Bytes, RangeCosts, only_ranges
 from varuna_capslog.profiles.record import Observation, Profile
 from varuna_capslog.schedules import RunShape, in_flight_limits
 
 __all__ = ["InFlight", "InflightCosts", "gap", "stage_costs", "waiting"]
-
-Bytes = NDArray[np.int64]
 
 
 class InFlight(NamedTuple):
@@ -72,14 +68,13 @@ def waiting(run: RunShape, stages: int, one_memory: bool) -> list[InFlight]:
 
 
 @dataclass(frozen=True)
-class InflightCosts(StageCosts):
+class InflightCosts(RangeCosts):
     """Peak bytes of every stage at every place in the pipeline.
 
     alone: peaks with one microbatch in flight, NEVER where end <= first; saved, inputs, outputs: bytes of one waiting
     graph, input and output, 0 there. All [L, L + 1].
     """
 
-    alone: Bytes
     saved: Bytes
     inputs: Bytes
     outputs: Bytes
@@ -88,28 +83,22 @@ class InflightCosts(StageCosts):
     position_free: ClassVar[bool] = False
 
     @property
-    def num_layers(self) -> int:
-        """L, the number of layers."""
-        return len(self.alone)
+    def parts(self) -> tuple[Bytes, Bytes, Bytes]:
+        """What waits, in the order of `InFlight`."""
+        return self.saved, self.inputs, self.outputs
 
     def stage_bytes(self, first: int, end: int, stage: int = 0, stages: int = 1) -> int:
         """Return M(stage; first, end) of the equation above."""
-        held = _waiting(self.run, stages, self.one_memory)[stage]
-        return int(
-            self.alone[first, end]
-            + held.graphs * self.saved[first, end]
-            + held.inputs * self.inputs[first, end]
-            + held.outputs * self.outputs[first, end]
-        )
+        counts = _waiting(self.run, stages, self.one_memory)[stage]
+        more = sum(count * part[first, end] for count, part in zip(counts, self.parts, strict=True))
+        return int(self.alone[first, end] + more)
 
     def matrix(self, stage: int = 0, stages: int = 1) -> Bytes:
         """Return the bytes of every range of layers as this stage, [L, L + 1]; see `costs.StageCosts`."""
         matrix = self.alone
-        for count, each in zip(
-            _waiting(self.run, stages, self.one_memory)[stage], (self.saved, self.inputs, self.outputs), strict=True
-        ):
+        for count, part in zip(_waiting(self.run, stages, self.one_memory)[stage], self.parts, strict=True):
             if count:
-                matrix = matrix + count * each
+                matrix = matrix + count * part
         return matrix
 
 
@@ -128,8 +117,16 @@ def stage_costs(model: str, profile: Profile, run: RunShape) -> InflightCosts:
     rows = [_with_one_in_flight(row, profile) for row in (*single, *pair)]
     parts = compose(rows[: len(single)], rows[len(single) :])
     inputs = [_boundary(row, "boundary_in_bytes", model) for row in single]
-    outputs = [_boundary(row, "boundary_out_bytes", model) for row in single]
-    return _costs(parts, inputs, outputs, run, one_memory)
+    outputs = [0, *(_boundary(row, "boundary_out_bytes", model) for row in single)]
+    shape = parts.saved.shape
+    return InflightCosts(
+        alone=only_ranges(parts.static + parts.transient),
+        saved=parts.saved,
+        inputs=only_ranges(np.broadcast_to(np.array(inputs, dtype=np.int64)[:, None], shape), 0),
+        outputs=only_ranges(np.broadcast_to(np.array(outputs, dtype=np.int64), shape), 0),
+        run=run,
+        one_memory=one_memory,
+    )
 
 
 def gap(model: str, run: RunShape) -> str | None:
@@ -140,28 +137,10 @@ def gap(model: str, run: RunShape) -> str | None:
     return f"memory model '{model}' describes schedule '{model}', not '{other}'; use memory model '{other}'"
 
 
-def _costs(
-    parts: Composition, inputs: Sequence[int], outputs: Sequence[int], run: RunShape, one_memory: bool
-) -> InflightCosts:
-    is_range = (parts.static + parts.transient) * 0 + 1
-    is_range[np.tri(*is_range.shape, dtype=np.bool_)] = 0
-    return InflightCosts(
-        alone=only_ranges(parts.static + parts.transient),
-        saved=parts.saved,
-        inputs=is_range * np.array(inputs, dtype=np.int64)[:, None],
-        outputs=is_range * np.array([0, *outputs], dtype=np.int64),
-        run=run,
-        one_memory=one_memory,
-    )
-
-
 def _boundary(row: Observation, name: str, model: str) -> int:
     value: int | None = getattr(row, name)
     if value is None:
-        raise CapslogError(
-            f"memory model '{model}' needs {name} of the observation of layers {list(row.layers)}, which the "
-            "profile lacks; profile again with `capslog profile`, or use memory model 'additive'"
-        )
+        raise lacking(model, f"{name} of the observation of layers {list(row.layers)}")
     return value
 
 
@@ -169,10 +148,11 @@ def _with_one_in_flight(row: Observation, profile: Profile) -> Observation:
     """The row without the bytes that its run held for other microbatches.
 
     A run that another stage follows had a second microbatch in flight, one that holds the last layer had none: so it is
-    in the program of `profiles.trim`, which measuring and estimating carry out. A profile that names no source says
+    in the program of `profiling.trim`, which measuring and estimating carry out. A profile that names no source says
     nothing about it; its rows are taken for runs with one.
     """
-    extra = 1 if profile.source is not None and row.layers[1] < profile.num_layers else 0
+    if profile.source is None or row.layers[1] == profile.num_layers:
+        return row
     held = 0
     one_memory = row.device == "cpu"
     if row.memory_action == "none":
@@ -181,4 +161,4 @@ def _with_one_in_flight(row: Observation, profile: Profile) -> Observation:
         held += row.boundary_in_bytes or 0
     if one_memory:
         held += row.boundary_out_bytes or 0
-    return replace(row, peak_bytes=max(row.static_bytes or 0, row.peak_bytes - extra * held)) if extra else row
+    return replace(row, peak_bytes=max(row.static_bytes or 0, row.peak_bytes - held))

@@ -12,12 +12,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from varuna_capslog.memory.costs import StageCosts
+from varuna_capslog.memory.costs import Bytes, StageCosts
 from varuna_capslog.memory.inflight import InflightCosts, waiting
 
 __all__ = ["Ranges", "ranges_within"]
 
-Bytes = NDArray[np.int64]
 _Parts = Sequence[tuple[Sequence[int], Bytes]]
 
 
@@ -34,7 +33,7 @@ class Ranges:
     firsts: NDArray[np.int64]
     ends: NDArray[np.int64]
     alone: Bytes
-    parts: _Parts = ()
+    parts: _Parts
 
     def bytes(self, stage: int, chosen: slice) -> Bytes:
         """Return the bytes of some of the ranges as this stage; do not write to them."""
@@ -55,11 +54,10 @@ class Ranges:
 class _Asked(Ranges):
     """Ranges whose bytes follow no rule: they are computed at every place."""
 
-    costs: StageCosts | None = None
-    stages: int = 1
+    costs: StageCosts
+    stages: int
 
     def bytes(self, stage: int, chosen: slice) -> Bytes:
-        assert self.costs is not None
         return self.costs.matrix(stage, self.stages)[self.firsts[chosen], self.ends[chosen]]
 
     def within(self, most: int, stages: int) -> Ranges:
@@ -71,17 +69,13 @@ def ranges_within(costs: StageCosts, stages: int, most: int) -> Ranges:
     num_layers = costs.num_layers
     if isinstance(costs, InflightCosts):
         counts = np.array(waiting(costs.run, stages, costs.one_memory)).T.tolist()
-        parts = [
-            (count, part)
-            for count, part in zip(counts, (costs.saved, costs.inputs, costs.outputs), strict=True)
-            if any(count)
-        ]
+        parts = [(count, part) for count, part in zip(counts, costs.parts, strict=True) if any(count)]
         alone = costs.alone
     elif costs.position_free:
         alone, parts = costs.matrix(), []
     else:
         firsts, ends = np.triu_indices(num_layers)
-        return _Asked(num_layers, firsts, ends + 1, ends, costs=costs, stages=stages)
+        return _Asked(num_layers, firsts, ends + 1, ends, (), costs, stages)
     # flat: one number per range, which is gathered faster than two
     alone, parts = alone.ravel(), [(count, part.ravel()) for count, part in parts]
     kept = (_least(alone, parts, stages) <= most).nonzero()[0]

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from varuna_capslog.memory import MEMORY_MODELS, NEVER, StageCosts
-from varuna_capslog.memory.costs import RaisedCosts
+from varuna_capslog.memory.costs import raised
 from varuna_capslog.planners.seconds import LayerSeconds, Link
 from varuna_capslog.planners.templates import DeviceKind, Template, Templates, without
 from varuna_capslog.planners.throughput import fastest_cuts
@@ -103,7 +103,7 @@ class Pipelines:
 
     def stage_bytes(self, cuts: Sequence[int], share: int) -> NDArray[np.int64]:
         """Bytes of each stage of a cut list with `share` blocks."""
-        costs = RaisedCosts(self._costs(share), self._copy_bytes(share))
+        costs = raised(self._costs(share), self._copy_bytes(share))
         return np.array(costs.peaks(cuts), dtype=np.int64)
 
     def column(self, number: int, share: int, wide: bool = False) -> Column | None:
@@ -133,7 +133,7 @@ class Pipelines:
 
     def _laid_out(self, order: Sequence[int], share: int, beam: int) -> Column | None:
         kinds = [self.kinds[kind] for kind in order]
-        costs = RaisedCosts(self._costs(share), self._copy_bytes(share))
+        costs = raised(self._costs(share), self._copy_bytes(share))
         capacities = [NEVER - 1 if kind.capacity is None else kind.capacity for kind in kinds]
         run = self._of_blocks(share)
         speeds = [kind.speed for kind in kinds]

@@ -35,7 +35,6 @@ PARALLEL_KINDS = ("none", "data", "tensor")
 
 _BYTE_PARTS = ("static_bytes", "saved_bytes", "transient_bytes", "boundary_bytes", "parameter_bytes")
 _SECONDS = ("forward_seconds", "backward_seconds")
-_OF_LAYER = ("added_bytes", *_BYTE_PARTS, *_SECONDS)
 
 
 @dataclass(frozen=True)
@@ -202,18 +201,13 @@ class Profile:
             "source": self.source,
             "conditions": dict(self.conditions),
             "layers": [
-                {"name": layer.name, "isolated_bytes": layer.isolated_bytes, "added_bytes": layer.added_bytes}
-                | {name: part for name in _OF_LAYER if (part := getattr(layer, name)) is not None}
+                {name: part for name, part in vars(layer).items() if part is not None or name == "added_bytes"}
                 for layer in self.layers
             ],
         }
-        if self.shared:
-            value["shared"] = [dataclasses.asdict(shared) | {"layers": list(shared.layers)} for shared in self.shared]
-        if self.observations:
-            value["observations"] = [
-                dataclasses.asdict(row) | {"layers": list(row.layers), "parallel": dict(row.parallel)}
-                for row in self.observations
-            ]
+        for name in ("shared", "observations"):
+            if rows := getattr(self, name):
+                value[name] = [dataclasses.asdict(row) | {"layers": list(row.layers)} for row in rows]
         return value
 
     @classmethod

@@ -1,7 +1,7 @@
 """What holds for every run of a profile: the conditions, the sizes of the inputs, and the rows made under them.
 
-`measure` runs under these conditions, `estimate` and `rehearsal` play under them; a profile's own conditions begin with
-them. Sizes come from the workload's description of its data; nothing is decoded.
+`measure` runs stages under these conditions, `estimate` and `rehearsal` compute under them; a profile's own conditions
+begin with them. Sizes come from the workload's description of its data; nothing is decoded.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
 Progress = Callable[[int, int, str], None]
 """Called with (runs done, all runs, what has just ended); first with 0 runs done."""
 
-SAMPLES = 256
+_SAMPLES = 256
 """Minibatches that are sampled."""
 
 Inputs = Mapping[str, TensorSpec]
@@ -159,9 +159,9 @@ class InputSizes:
         }
 
 
-def input_sizes(workload: Workload, microbatch_size: int, count: int = SAMPLES, seed: int = 0) -> InputSizes:
-    """The sizes that training of this workload meets; equal seeds give equal samples."""
-    sampled = workload.sampled_inputs(microbatch_size, count, seed)
+def input_sizes(workload: Workload, microbatch_size: int) -> InputSizes:
+    """The sizes that training of this workload meets, in equal samples at every call."""
+    sampled = workload.sampled_inputs(microbatch_size, _SAMPLES)
     return InputSizes(workload.profile_inputs(microbatch_size), tuple(sorted(sampled, key=_num_bytes)))
 
 

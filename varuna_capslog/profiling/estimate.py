@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.trace import ShapeTable, layer_signature
-from varuna_capslog.model.workload import Workload
+from varuna_capslog.model.workload import Workload, load_workload
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.profiles.runs import stage_runs
 from varuna_capslog.profiling import cache
@@ -30,10 +30,10 @@ from varuna_capslog.profiling.conditions import (
     profile_of,
     shapes_of,
 )
-from varuna_capslog.profiling.estimation.headroom import StepTrace, state_headroom
+from varuna_capslog.profiling.estimation.headroom import state_headroom
 from varuna_capslog.profiling.estimation.hollow import HollowRun, run_hollow
-from varuna_capslog.profiling.estimation.quirks import QUIRKS, QUIRKS_VERSION, quirks_of
-from varuna_capslog.profiling.estimation.recipes import Recipes
+from varuna_capslog.profiling.estimation.lifetimes import Recipes
+from varuna_capslog.profiling.estimation.quirks import QUIRKS, QUIRKS_VERSION, Quirks
 from varuna_capslog.profiling.estimation.roofline import RTX_A4000, Speed, calibrated_cpu
 from varuna_capslog.profiling.skeleton import skeleton
 from varuna_capslog.profiling.trim import TrimmedRun
@@ -57,28 +57,18 @@ class StageEstimate(HollowRun):
 
 
 class Memo:
-    """Results of runs by key. Keeps alive what keys name by identity, so that no identity comes twice.
+    """What estimators of related models have in common.
 
     Attributes:
+        runs: results of runs by key.
+        alive: what the keys name by identity, so that no identity comes twice.
         recipes: for the operators of runs that are not known yet.
     """
 
     def __init__(self) -> None:
-        self._found: dict[object, HollowRun] = {}
-        self._alive: dict[int, object] = {}
+        self.runs: dict[object, HollowRun] = {}
+        self.alive: list[object] = []
         self.recipes = Recipes()
-
-    def __len__(self) -> int:
-        return len(self._found)
-
-    def find(self, key: object) -> HollowRun | None:
-        """The result under this key, or None."""
-        return self._found.get(key)
-
-    def keep(self, key: object, run: HollowRun, named: Sequence[object]) -> None:
-        """Keeps a result; `named`: whose parts the key names by identity."""
-        self._found[key] = run
-        self._alive |= {id(item): item for item in named}
 
 
 class StageEstimator:
@@ -106,26 +96,24 @@ class StageEstimator:
         conditions = conditions or RunConditions()
         inputs = workload.profile_inputs(conditions.microbatch_size) if inputs is None else inputs
         self.conditions = replace(conditions, input=shapes_of(inputs))
-        quirks = quirks_of(conditions.device)
+        quirks = Quirks(conditions.device)
         self.speed = speed or (calibrated_cpu() if conditions.device == "cpu" else RTX_A4000)
         with torch.random.fork_rng(devices=[]):
             self.chain = skeleton(workload)
         with quirks.dispatch():
             # on CPU tensors in any case, as the runs: both then see the same operators
             self.specs = ShapeTable(self.chain, "cpu", conditions.precision).boundaries(inputs)
-        self._targets, self._normalisers = workload.profile_targets(conditions.microbatch_size)
+        self._goal = workload.profile_targets(conditions.microbatch_size)
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._memo = Memo() if memo is None else memo
+        self._memo = memo or Memo()
+        self._memo.alive += [self.chain, workload]
 
     @classmethod
-    def of_config(cls, config: Config, speed: Speed | None = None, memo: Memo | None = None) -> StageEstimator:
+    def of_config(cls, config: Config, memo: Memo | None = None) -> StageEstimator:
         """The estimator for the training run that a config describes, at the largest inputs that it can meet."""
-        # here, for scripts on machines without the config library
-        from varuna_capslog.model.workload import load_workload
-
         workload = load_workload(config)
         inputs = workload.profile_inputs(config.train.microbatch_size)
-        return cls(workload, conditions_of_run(config, inputs), inputs, speed, memo)
+        return cls(workload, conditions_of_run(config, inputs), inputs, memo=memo)
 
     def at(self, inputs: Mapping[str, TensorSpec]) -> StageEstimator:
         """The same workload and conditions with inputs of another size."""
@@ -137,23 +125,15 @@ class StageEstimator:
         Raises:
             CapslogError: a layer or the loss cannot run on fake tensors.
         """
-        last = end == len(self.chain)
-        run = TrimmedRun(
-            first,
-            end,
-            len(self.chain),
-            tuple(self.specs[first : end + 1]),
-            self._targets if last else None,
-            self._normalisers if last else {},
-        )
+        run = TrimmedRun(first, end, len(self.chain), tuple(self.specs[first : end + 1]), *self._goal)
         key = (_run_key(self.chain, run, self.conditions, self.workload), self.speed)
-        found = self._memo.find(key)
+        found = self._memo.runs.get(key)
         if found is None:
-            quirks = quirks_of(self.conditions.device)
+            quirks = Quirks(self.conditions.device)
             loss = self.workload.loss
             recipes = self._memo.recipes
             found = run_hollow(self._mode, self.chain, run, self.conditions, loss, quirks, self.speed, recipes)
-            self._memo.keep(key, found, (self.chain, self.workload))
+            self._memo.runs[key] = found
         return StageEstimate(**vars(found), layers=(first, end))
 
 
@@ -167,19 +147,18 @@ def estimate_config(
     config: Config,
     progress: Progress | None = None,
     memo: Memo | None = None,
-    speed: Speed | None = None,
     use_cache: bool = False,
 ) -> Profile:
     """Profiles the model of a config under the conditions of its training run, without a device.
 
     Args:
-        memo, speed: see `StageEstimator`.
+        memo: see `StageEstimator`.
         use_cache: take the estimate that was made of the same model and conditions before, and keep a new one.
 
     Raises:
         CapslogError: a layer or the loss cannot run on fake tensors.
     """
-    estimator = StageEstimator.of_config(config, speed, memo)
+    estimator = StageEstimator.of_config(config, memo)
     sizes, transport = input_sizes(estimator.workload, config.train.microbatch_size), config.pipeline.transport
 
     def estimated() -> Profile:
@@ -231,9 +210,7 @@ def _headroom(
     deciding = {id(stage.events): stage for stage in stages if 2 * stage.peak_bytes >= largest}
     picked = sorted(deciding.values(), key=lambda stage: -stage.peak_bytes)[:_SIMULATED]
     traces = [[stage, *(other.stage(*stage.layers) for other in others)] for stage in picked]
-    return state_headroom(
-        device, transport, [[StepTrace(one.peak_bytes, one.events) for one in sizes_of_one] for sizes_of_one in traces]
-    )
+    return state_headroom(device, transport, traces)
 
 
 def _key(estimator: StageEstimator, sizes: InputSizes, transport: str) -> dict[str, Any]:

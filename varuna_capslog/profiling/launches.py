@@ -8,6 +8,8 @@ whole pipelines, one after the other. `measure` prepares the runs and makes the 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,14 +20,21 @@ import torch
 
 from varuna_capslog.base.errors import CapslogError, DoesNotFit
 from varuna_capslog.base.units import format_bytes
-from varuna_capslog.model.chain import TensorSpec
+from varuna_capslog.engine.communicator import Communicator, connect
+from varuna_capslog.engine.pipeline import Layout, PipelineEngine, Ready
+from varuna_capslog.model.chain import Chain, TensorSpec
+from varuna_capslog.model.workload import Minibatch, Workload
 from varuna_capslog.profiles.record import Observation
 from varuna_capslog.profiles.runs import StageRun, capslog_partitionings, mcap_partitionings
-from varuna_capslog.profiling.conditions import Progress
-from varuna_capslog.profiling.pipelines import PipelineLaunch, measure_pipeline
-from varuna_capslog.profiling.worker import FreeBytes, Task, WorkerFailure, WorkerGroup, Workers
+from varuna_capslog.profiling.conditions import Progress, RunConditions
+from varuna_capslog.profiling.skeleton import skeleton, with_real_layers
+from varuna_capslog.profiling.trim import MICROBATCHES, KnownShapes, MeasuredStage, TrimmedRun, dummy_options, observe
+from varuna_capslog.profiling.worker import Play, Role, Task, WorkerFailure, WorkerGroup, Workers
+from varuna_capslog.schedules import from_strings, insert_recompute
 
 __all__ = ["LaunchTimes", "devices_of", "failures_named", "in_capslog_order", "in_mcap_order", "in_one_launch"]
+
+_MESSAGE_SECONDS = 600.0
 
 
 @dataclass
@@ -103,7 +112,7 @@ def in_one_launch(
                 waiting.remove(task)
                 left[devices[worker]] -= task[1]
                 begun[worker] = time.perf_counter()
-                group.start(worker, task, workers.conditions)
+                group.start(worker, task)
         for worker, (run, bound), result in group.finished():
             intervals.append((worker, begun[worker], time.perf_counter()))
             left[devices[worker]] += bound
@@ -159,12 +168,11 @@ def in_mcap_order(
     found: dict[StageRun, Observation] = {}
     progress(0, len(partitionings), "starting")
     for number, partitioning in enumerate(partitionings, start=1):
-        devices = workers.devices[: len(partitioning.layers_per_gpu)]
         stages = partitioning.stages
-        _refuse_what_does_not_fit(stages, devices, bound_bytes, workers.free_bytes)
-        pipeline = PipelineLaunch(tuple(stages), tuple(specs), *goal)
+        _refuse_what_does_not_fit(stages, workers, bound_bytes)
+        pipeline = _Pipeline(tuple(stages), tuple(specs), *goal)
         begun = time.perf_counter()
-        rows, seconds = measure_pipeline(pipeline, devices, workers)
+        rows, seconds = _measure_pipeline(pipeline, workers)
         ended = time.perf_counter()
         clock.launches.append([(rank, max(begun, ended - seconds), ended) for rank in range(len(stages))])
         for gpu in partitioning.measured:
@@ -174,16 +182,13 @@ def in_mcap_order(
 
 
 def _refuse_what_does_not_fit(
-    stages: Sequence[StageRun],
-    devices: Sequence[torch.device],
-    bound_bytes: Callable[[int, int], int],
-    free_bytes: FreeBytes,
+    stages: Sequence[StageRun], workers: Workers, bound_bytes: Callable[[int, int], int]
 ) -> None:
     needed: Counter[torch.device] = Counter()
-    for stage, device in zip(stages, devices, strict=True):
+    for stage, device in zip(stages, workers.devices, strict=False):
         needed[device] += bound_bytes(*stage)
     for device, most in needed.items():
-        free = free_bytes(device)
+        free = workers.free_bytes(device)
         if most > free:
             raise DoesNotFit(
                 f"mCAP's launch of the whole pipeline {[end - first for first, end in stages]} may need up to "
@@ -205,3 +210,95 @@ def _refusal(too_big: Sequence[Task], free: int, names: Sequence[str]) -> str:
 
 def _name(run: StageRun, names: Sequence[str]) -> str:
     return " + ".join(names[run[0] : run[1]])
+
+
+# -- a whole pipeline, as mCAP launches it
+
+
+@dataclass(frozen=True)
+class _Pipeline:
+    """One launch, nothing trimmed: the stages of a whole chain, and what crosses the cuts 0 .. L.
+
+    Every stage computes for real on what the stage before sends; peaks are read as in trimmed runs (`trim.observe`).
+    """
+
+    stages: tuple[StageRun, ...]
+    specs: tuple[Mapping[str, TensorSpec], ...]
+    targets: Any
+    normalisers: Mapping[str, float]
+
+
+class _Ranks(WorkerGroup):
+    """The workers of one launch, a rank each; a failure names the rank's stage."""
+
+    def failure(self, worker: int, reason: str | None) -> WorkerFailure:
+        told = f"the process of stage {worker} died" if reason is None else f"stage {worker}: {reason}"
+        return WorkerFailure(None, told)
+
+
+def _measure_pipeline(pipeline: _Pipeline, workers: Workers) -> tuple[list[Observation], float]:
+    """Start one process per stage, train, read every stage's peak, end them.
+
+    Returns:
+        An observation per stage, and the seconds from the moment when all processes were connected.
+
+    Raises:
+        WorkerFailure: a rank failed or died.
+    """
+    rows: dict[int, Observation] = {}
+    workers = dataclasses.replace(workers, roles=functools.partial(_roles, pipeline))
+    with _Ranks(workers, len(pipeline.stages)) as group:
+        group.wait_until_ready()
+        began = time.perf_counter()
+        for rank, (first, end) in enumerate(pipeline.stages):
+            run = TrimmedRun(first, end, len(pipeline.specs) - 1, pipeline.specs[first : end + 1])
+            group.start(rank, (run, 0))
+        while len(rows) < len(pipeline.stages):
+            rows |= {rank: row for rank, _, row in group.finished()}
+        return [rows[rank] for rank in range(len(rows))], time.perf_counter() - began
+
+
+def _roles(
+    pipeline: _Pipeline, source: Callable[[], Workload], rank: int, port: int, device: torch.device
+) -> tuple[Role, list[Role]]:
+    """One stage; its neighbours are workers too."""
+    workload = source()
+    chain = with_real_layers(skeleton(workload), *pipeline.stages[rank])
+
+    def stage() -> Play:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        communicator = connect(rank, len(pipeline.stages), "127.0.0.1", port, 0, _MESSAGE_SECONDS)
+        return lambda run, conditions: _observe(chain, workload, run, pipeline, conditions, communicator, device)
+
+    return stage, []
+
+
+def _observe(
+    chain: Chain,
+    workload: Workload,
+    run: TrimmedRun,
+    pipeline: _Pipeline,
+    conditions: RunConditions,
+    communicator: Communicator,
+    device: torch.device,
+) -> Observation:
+    """Train the run's layers as this rank's stage.
+
+    All stages but the last have two microbatches in flight, as trimmed ones have. Varuna's own schedule lets early
+    stages run further ahead; what they then keep waits on the host, but on a CPU would count, so that M_i would depend
+    on where in the pipeline a launch puts a layer. The price: a stage's gradient has arrived when the next activation
+    comes, so that a CPU holds one fewer of those under way than in a trimmed run.
+    """
+    last = len(pipeline.stages) - 1
+    ahead = ("F0", "F1", "B0", "F2", "B1", "F3", "B2", "B3")
+    in_turn = ("F0", "B0", "F1", "B1", "F2", "B2", "F3", "B3")
+    schedule = from_strings([[f"{s}{text}" for text in (ahead if s < last else in_turn)] for s in range(last + 1)])
+    if conditions.recompute:
+        schedule = insert_recompute(schedule)
+    layout = Layout(tuple(first for first, _ in pipeline.stages), tuple(range(last + 1)))
+    options, ready, measured = dummy_options(conditions, schedule), Ready(KnownShapes(pipeline.specs)), MeasuredStage()
+    engine = PipelineEngine(chain, workload.loss, layout, options, communicator, device, ready, measured)
+    inputs = dict(pipeline.specs[0])
+    minibatch = Minibatch([inputs] * MICROBATCHES, [pipeline.targets] * MICROBATCHES, dict(pipeline.normalisers))
+    return observe(engine, measured, minibatch, run, conditions)

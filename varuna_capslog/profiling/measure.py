@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,11 +20,11 @@ from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import Config
 from varuna_capslog.engine.probe import CPU_SOURCE, CUDA_SOURCE
-from varuna_capslog.model.chain import Chain, TensorSpec
-from varuna_capslog.model.trace import ShapeTable, layer_signature
+from varuna_capslog.model.chain import Chain
+from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Workload, load_workload
 from varuna_capslog.profiles.record import Observation, Profile
-from varuna_capslog.profiles.runs import StageRun, stage_runs
+from varuna_capslog.profiles.runs import stage_runs
 from varuna_capslog.profiling import admission, cache
 from varuna_capslog.profiling.admission import BoundTable
 from varuna_capslog.profiling.conditions import Progress, RunConditions, conditions_of_run, profile_of, shapes_of
@@ -38,7 +38,7 @@ from varuna_capslog.profiling.launches import (
 )
 from varuna_capslog.profiling.skeleton import skeleton
 from varuna_capslog.profiling.trim import TrimmedRun
-from varuna_capslog.profiling.worker import FreeBytes, Given, Task, Workers
+from varuna_capslog.profiling.worker import FreeBytes, Given, Workers
 
 __all__ = ["profile_config", "profile_workload"]
 
@@ -77,7 +77,6 @@ def profile_workload(
     workers: int = 1,
     threads: int = 1,
     order: str = "packed",
-    merge_equal: bool = False,
     progress: Progress | None = None,
     free_bytes: FreeBytes = admission.free_bytes,
 ) -> Profile:
@@ -89,8 +88,6 @@ def profile_workload(
         workers: as in `profile_config`.
         threads: CPU threads of each worker.
         order: "packed", "capslog" or "mcap", of so many `workers`; see `launches`.
-        merge_equal: measure runs that do the same work (equal layers on equal inputs) once. Bytes are the same. In the
-            packed order only.
         free_bytes: what a device has left.
 
     Raises:
@@ -99,7 +96,7 @@ def profile_workload(
     fields.choice(order, "order", ORDERS)
     conditions = conditions or RunConditions()
     conditions = replace(conditions, input=shapes_of(workload.profile_inputs(conditions.microbatch_size)))
-    launch = _Launch(Given(workload), workers, threads, progress, merge_equal, free_bytes, order)
+    launch = _Launch(Given(workload), workers, threads, progress, free_bytes, order)
     return _profile(workload, conditions, launch, use_cache=False)
 
 
@@ -114,7 +111,6 @@ class _Launch:
     workers: int
     threads: int
     progress: Progress | None
-    merge_equal: bool = False
     free_bytes: FreeBytes = admission.free_bytes
     order: str = "packed"
 
@@ -168,59 +164,27 @@ def _launched(
             workload.profile_inputs(conditions.microbatch_size)
         )
         bounds = BoundTable(chain, specs, conditions.device, conditions.precision, conditions.blocks)
+        goal = workload.profile_targets(conditions.microbatch_size)
         if launch.order == "mcap":
-            goal = workload.profile_targets(conditions.microbatch_size)
             return list(in_mcap_order(specs, goal, bounds.bound_bytes, workers, clock, progress).values())
-        merge = launch.merge_equal and group is not None
-        twins = _twins(chain, specs, runs) if merge else {run: run for run in runs}
-        tasks = _tasks(workload, conditions, specs, bounds, [run for run in runs if twins[run] == run])
+        tasks = []
+        for first, end in runs:
+            loss = goal if end == len(chain) else (None, {})
+            run = TrimmedRun(first, end, len(chain), tuple(specs[first : end + 1]), *loss)
+            tasks.append((run, bounds.bound_bytes(first, end)))
+        # the largest first, as Graham's rule wants it, with bytes for seconds
+        tasks.sort(key=lambda task: -task[1])
         if group is None:
             measured = in_capslog_order(tasks, workers, clock, progress)
         else:
             measured = in_one_launch(tasks, group, workers, clock, progress)
-    return [replace(measured[twins[run]], layers=run) for run in runs]
+    return [measured[run] for run in runs]
 
 
 def _modules(workload: Workload, chain: Chain) -> list[str]:
     """Where the classes of a workload are defined: what every worker would have to import."""
     kinds = {type(workload), *(type(part) for layer in chain.layers for part in layer.module.modules())}
     return sorted({kind.__module__ for kind in kinds})
-
-
-def _tasks(
-    workload: Workload,
-    conditions: RunConditions,
-    specs: Sequence[Mapping[str, TensorSpec]],
-    bounds: BoundTable,
-    runs: Sequence[StageRun],
-) -> list[Task]:
-    """The runs with their bounds in bytes, the largest first, as Graham's rule wants it, with bytes for seconds."""
-    targets, normalisers = workload.profile_targets(conditions.microbatch_size)
-    last = len(specs) - 1
-    tasks = []
-    for first, end in runs:
-        loss = (targets, normalisers) if end == last else (None, {})
-        run = TrimmedRun(first, end, last, tuple(specs[first : end + 1]), *loss)
-        tasks.append((run, bounds.bound_bytes(first, end)))
-    return sorted(tasks, key=lambda task: -task[1])
-
-
-def _twins(
-    chain: Chain, specs: Sequence[Mapping[str, TensorSpec]], runs: Sequence[StageRun]
-) -> dict[StageRun, StageRun]:
-    """Each run -> the first one that does the same work: equal layers, tensors and neighbours, nothing shared."""
-    tied = {index for shared in chain.shared for index in shared.layers}
-    first_of: dict[object, StageRun] = {}
-    twins = {}
-    for run in runs:
-        first, end = run
-        key: object = run
-        if not tied & set(range(first, end)) and first > 0 and end < len(chain):
-            cuts = tuple(tuple(sorted(cut.items())) for cut in specs[first : end + 1])
-            layers = tuple((layer.reads, layer.writes, layer_signature(layer)) for layer in chain.layers[first:end])
-            key = (cuts, layers)
-        twins[run] = first_of.setdefault(key, run)
-    return twins
 
 
 def _describe(workload: Workload, chain: Chain, conditions: RunConditions, launch: _Launch) -> dict[str, Any]:

@@ -19,9 +19,9 @@ from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine
 from varuna_capslog.model.chain import TensorSpec
 from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.profiling.estimate import StageEstimator
-from varuna_capslog.profiling.estimation.allocator import replay
+from varuna_capslog.profiling.estimation.allocator import replay, round_up
 from varuna_capslog.profiling.estimation.hollow import SilentCommunicator, fake_step, host_memory
-from varuna_capslog.profiling.estimation.quirks import quirks_of
+from varuna_capslog.profiling.estimation.quirks import Quirks
 from varuna_capslog.profiling.skeleton import with_real_layers
 from varuna_capslog.profiling.trim import KnownShapes
 
@@ -30,15 +30,12 @@ __all__ = ["rehearse", "rehearse_config"]
 _CPU = torch.device("cpu")
 
 
-def rehearse(
-    estimator: StageEstimator, cuts: Sequence[int], schedule: str, num_microbatches: int, recompute: bool = True
-) -> list[int]:
+def rehearse(estimator: StageEstimator, cuts: Sequence[int], schedule: str, num_microbatches: int) -> list[int]:
     """Peak bytes of every stage of a cut list, stage s on rank s, in one step of training after the first.
 
     Args:
         estimator: the workload and its conditions.
         num_microbatches: of a pipeline's step.
-        recompute: as in the config's `pipeline` section.
 
     Raises:
         CapslogError: a layer or the loss cannot run on fake tensors; cuts that do not fit the chain.
@@ -49,7 +46,7 @@ def rehearse(
         num_microbatches=num_microbatches,
         num_blocks=conditions.blocks,
         schedule=schedule,
-        recompute=recompute,
+        recompute=conditions.recompute,
         stage_inputs=conditions.stage_inputs,
         precision=conditions.precision,
         clip_norm=1.0,
@@ -61,19 +58,19 @@ def rehearse(
     layout, mode = Layout(tuple(cuts), tuple(range(len(cuts)))), FakeTensorMode(allow_non_fake_inputs=True)
     peaks = []
     for rank, (first, end) in enumerate(zip(cuts, [*cuts[1:], len(chain)], strict=True)):
-        quirks = quirks_of(conditions.device)
+        quirks = Quirks(conditions.device)
         with torch.random.fork_rng(devices=[]), mode, quirks.dispatch():
             engine = PipelineEngine(
                 with_real_layers(chain, first, end),
                 estimator.workload.loss,
                 layout,
                 options,
-                SilentCommunicator(rank, len(cuts), quirks.staged),
+                SilentCommunicator(rank, len(cuts), quirks.has("host staging")),
                 _CPU,
                 Ready(KnownShapes(estimator.specs), host=host_memory(quirks, conditions)),
             )
             peak_bytes, events = fake_step(engine, quirks, minibatch, (f"stage {rank}", "its layers"))
-            peaks.append(replay(events).allocated_bytes if quirks.caching else peak_bytes)
+            peaks.append(replay(events).allocated_bytes if quirks.has("caching allocator") else peak_bytes)
     return peaks
 
 
@@ -100,5 +97,4 @@ def rehearse_config(
     if pipeline.schedule != "gpipe":
         count = min(count, 3 * len(cuts) + 2)
     blocks = estimator.conditions.blocks
-    recompute = estimator.conditions.recompute
-    return rehearse(estimator, cuts, pipeline.schedule, -(-count // blocks) * blocks, recompute)
+    return rehearse(estimator, cuts, pipeline.schedule, round_up(count, blocks))

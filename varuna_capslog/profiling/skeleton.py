@@ -10,7 +10,7 @@ import copy
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from varuna_capslog.model.chain import Chain, Layer
 from varuna_capslog.model.workload import Workload
 
-__all__ = ["hollow_module", "real_parameter", "skeleton", "with_real_layers"]
+__all__ = ["hollow_module", "real_parameter", "real_tensors", "skeleton", "with_real_layers"]
 
 _Built = TypeVar("_Built")
 _Stripped = dict[int, tuple["weakref.ref[nn.Parameter]", nn.Parameter]]
@@ -99,17 +99,24 @@ def _with_modules(chain: Chain, modules: Sequence[nn.Module]) -> Chain:
 
 def with_real_layers(chain: Chain, first: int, end: int) -> Chain:
     """The chain with memory for layers [first, end), also where other layers share it; the rest keep shapes alone."""
-    memo: dict[int, object] = {}
-    for layer in chain.layers[first:end]:
-        for parameter in layer.module.parameters():
-            if id(parameter) not in memo:
-                memo[id(parameter)] = real_parameter(parameter)
-        memo |= {id(buffer): buffer.detach().clone() for buffer in layer.module.buffers()}
+    memo = real_tensors(chain.layers[first:end])
     modules = [layer.module for layer in chain.layers]
     for module in modules:
         for tensor in (*module.parameters(), *module.buffers()):
             memo.setdefault(id(tensor), tensor)
     return _with_modules(chain, copy.deepcopy(modules, memo))
+
+
+def real_tensors(layers: Sequence[Layer], only: set[int] | None = None) -> dict[int, Any]:
+    """What a deep copy puts in place of the layers' parameters (`only` those of these identities) and buffers."""
+    memo: dict[int, Any] = {}
+    for layer in layers:
+        for parameter in layer.module.parameters():
+            if id(parameter) not in memo and (only is None or id(parameter) in only):
+                memo[id(parameter)] = real_parameter(parameter)
+        # not left to deepcopy, which cannot copy a tensor into the fake world of an estimate
+        memo |= {id(buffer): buffer.detach().clone() for buffer in layer.module.buffers()}
+    return memo
 
 
 def real_parameter(parameter: nn.Parameter) -> nn.Parameter:

@@ -32,7 +32,7 @@ from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.profiles.record import Observation
 from varuna_capslog.profiling.conditions import RunConditions
-from varuna_capslog.profiling.skeleton import real_parameter
+from varuna_capslog.profiling.skeleton import real_tensors
 from varuna_capslog.schedules import Schedule, from_strings, insert_recompute, to_strings
 
 __all__ = [
@@ -63,7 +63,7 @@ class TrimmedRun:
 
     Attributes:
         specs: what crosses the cuts first .. end.
-        targets, normalisers: for the loss, where the run holds the last layer.
+        targets, normalisers: for the loss, which is asked for where the run holds the last layer.
     """
 
     first: int
@@ -137,13 +137,7 @@ def trimmed_chain(chain: Chain, run: TrimmedRun, real: bool) -> Chain:
     inside = set(range(run.first, run.end))
     foreign = [use for use in chain.shared if inside & set(use.layers) and set(use.layers) - inside]
     abroad = {id(_parameter_of(chain, use.uses[0])) for use in foreign}
-    memo: dict[int, Any] = {}
-    for layer in layers:
-        for parameter in layer.module.parameters():
-            if id(parameter) not in memo and (real or id(parameter) in abroad):
-                memo[id(parameter)] = real_parameter(parameter)
-        # not left to deepcopy, which cannot copy a tensor into the fake world of an estimate
-        memo |= {id(buffer): buffer.detach().clone() for buffer in layer.module.buffers()}
+    memo = real_tensors(layers, None if real else abroad)
     held = [memo[id(_parameter_of(chain, use.uses[0]))] for use in foreign]
     modules = copy.deepcopy([layer.module for layer in layers], memo)
     built = [Layer(old.name, new, old.reads, old.writes) for old, new in zip(layers, modules, strict=True)]
@@ -287,30 +281,26 @@ def measure_run(
     pipeline, measured = TrimmedPipeline.of(chain, run, conditions, real=True), MeasuredStage()
     loss = loss if not run.has_downstream else _dummy_loss
     engine = pipeline.engine(loss, communicator, device, observer=measured)
-    return observe(
-        engine, measured, pipeline.minibatch, (run.first, run.end), (run.specs[0], run.specs[-1]), conditions
-    )
+    return observe(engine, measured, pipeline.minibatch, run, conditions)
 
 
 def observe(
     engine: PipelineEngine,
     measured: MeasuredStage,
     minibatch: Minibatch,
-    layers: tuple[int, int],
-    boundaries: tuple[Mapping[str, TensorSpec], Mapping[str, TensorSpec]],
+    run: TrimmedRun,
     conditions: RunConditions,
 ) -> Observation:
     """Train the one stage of this rank as `measure_run` says, and read it; the other ranks train as many steps.
 
     Args:
         measured: the engine's observer.
-        layers: (first, end) of the stage in its whole chain.
-        boundaries: what crosses its first and its last cut.
+        run: the layers of the stage.
     """
     meter = StageMeter(engine.device, lambda: resident_tensors(engine.layers, engine.optimizer))
 
     def load(microbatch: int) -> dict[str, Tensor]:
-        return dummy_inputs(boundaries[0])
+        return dummy_inputs(run.specs[0])
 
     with measured.watching(meter, resident_tensors(engine.layers, engine.optimizer)):
         train_step(engine, 1, minibatch, load)
@@ -323,7 +313,8 @@ def observe(
             train_step(engine, step, minibatch, load)
     assert meter.peak_bytes is not None
     seconds = (statistics.median(meter.seconds["forward"]), statistics.median(meter.seconds["backward"]))
-    return conditions.row(layers, boundaries, (meter.peak_bytes, meter.static_bytes, meter.saved_bytes), seconds)
+    bytes_ = (meter.peak_bytes, meter.static_bytes, meter.saved_bytes)
+    return conditions.row((run.first, run.end), (run.specs[0], run.specs[-1]), bytes_, seconds)
 
 
 def dummy_inputs(specs: Mapping[str, TensorSpec]) -> dict[str, Tensor]:

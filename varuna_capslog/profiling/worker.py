@@ -7,13 +7,11 @@ process that plays its neighbours, so that torch is imported once for all. No pr
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,13 +19,13 @@ from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.processes import killed_with, signal_name
 from varuna_capslog.engine.communicator import PeerLost, connect
 from varuna_capslog.model.workload import Workload
 from varuna_capslog.profiles.record import Observation
@@ -41,31 +39,25 @@ from varuna_capslog.profiling.trim import (
     play_neighbours,
 )
 
-if TYPE_CHECKING:
-    from typing import Self
-
 __all__ = [
     "Given",
     "Play",
-    "Processes",
     "Role",
     "Roles",
     "WorkerFailure",
     "WorkerGroup",
     "Workers",
-    "belong_to_parent",
     "cause_of_loss",
-    "end_with_client",
     "next_task",
     "pass_on",
     "report",
-    "sentence",
 ]
 
 _MESSAGE_SECONDS = 3600.0
 _GRACE_SECONDS = 10.0
 """How long a worker that lost a neighbour waits for the neighbour's process to say why, or to end."""
-_PR_SET_PDEATHSIG = 1
+_LAST_WORD_SECONDS = 2.0
+"""How long a worker that lost another worker waits, so that the one that failed reports first."""
 
 T = TypeVar("T")
 
@@ -94,130 +86,6 @@ class WorkerFailure(CapslogError):
         self.run = None if task is None else task[0]
 
 
-class Processes:
-    """Processes with a pipe to each of them; a context manager that ends all of them, however it is left.
-
-    Args:
-        source: makes the workload in every process.
-        preload: modules that are imported once, before the processes part; one that cannot be imported is left out.
-    """
-
-    def __init__(self, source: Callable[[], Workload], preload: Sequence[str]) -> None:
-        self._context = _process_context(source, preload)
-        self._processes: list[BaseProcess] = []
-        self.pipes: list[Connection] = []
-
-    def __enter__(self) -> Self:
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.join()
-        for pipe in self.pipes:
-            pipe.close()
-
-    @property
-    def port(self) -> int:
-        """Of the store through which the processes connect."""
-        return self._store.port
-
-    def begin(self, target: Callable[..., None], name: str, *arguments: Any) -> None:
-        """Starts a process that runs `target(its end of the pipe, *arguments)`."""
-        ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=target, args=(theirs, *arguments), name=name)
-        process.start()
-        theirs.close()
-        self._processes.append(process)
-        self.pipes.append(ours)
-
-
-class WorkerGroup(Processes):
-    """Workers that stay for a whole profile.
-
-    Args:
-        source, preload: see `Processes`.
-        devices: one per worker.
-        threads: CPU threads of each worker; their neighbours have one.
-        roles: what a worker and its neighbours play; None: stages on our own engine.
-    """
-
-    def __init__(
-        self,
-        source: Callable[[], Workload],
-        devices: Sequence[torch.device],
-        threads: int,
-        preload: Sequence[str] = (),
-        roles: Roles | None = None,
-    ) -> None:
-        super().__init__(source, preload)
-        self._arguments = (source, devices, threads, roles or _engine_roles)
-        self._doing: dict[int, Task] = {}
-        self._idle: list[int] = []
-
-    def __enter__(self) -> Self:
-        super().__enter__()
-        source, devices, threads, roles = self._arguments
-        try:
-            for number, device in enumerate(devices):
-                self.begin(_work, f"profile-{number}", roles, source, number, self.port, device, threads)
-        except BaseException as error:
-            self.__exit__(type(error), error, error.__traceback__)
-            raise
-        return self
-
-    @property
-    def idle(self) -> list[int]:
-        """Workers that are ready for a run."""
-        return self._idle
-
-    def wait_until_ready(self) -> None:
-        """Returns when every worker is idle; to be called before the first run.
-
-        Raises:
-            WorkerFailure: a worker could not be started.
-        """
-        while len(self._idle) < len(self._processes):
-            ended = list(self.finished())
-            assert not ended, "no run is under way"
-
-    def start(self, worker: int, task: Task, conditions: RunConditions) -> None:
-        """Gives an idle worker its next run."""
-        self._idle.remove(worker)
-        self._doing[worker] = task
-        try:
-            self.pipes[worker].send((task[0], conditions))
-        except OSError as error:
-            raise self._died(worker) from error
-
-    def finished(self) -> Iterator[tuple[int, Task, Observation]]:
-        """Waits for news; gives (worker, task, result) of every run that has ended (none: workers became ready).
-
-        Raises:
-            WorkerFailure: a run failed or its worker died.
-        """
-        for ready in multiprocessing.connection.wait(self.pipes):
-            worker = self.pipes.index(ready)  # type: ignore[arg-type]
-            try:
-                kind, value = self.pipes[worker].recv()
-            except (EOFError, OSError) as error:
-                raise self._died(worker) from error
-            if kind == "failed":
-                raise WorkerFailure(self._doing.get(worker), value)
-            self._idle.append(worker)
-            if kind == "done":
-                yield worker, self._doing.pop(worker), value
-
-    def _died(self, worker: int) -> WorkerFailure:
-        process = self._processes[worker]
-        process.join(_GRACE_SECONDS)
-        return WorkerFailure(self._doing.get(worker), f"its process {_how_it_ended(process.exitcode)}")
-
-
 @dataclass(frozen=True)
 class Given(Generic[T]):
     """A source of something that is there already; it can be sent to the workers where its value can."""
@@ -230,7 +98,18 @@ class Given(Generic[T]):
 
 @dataclass(frozen=True)
 class Workers:
-    """What processes are started with."""
+    """What processes are started with.
+
+    Attributes:
+        source: makes the workload in every process.
+        devices: one per worker.
+        threads: CPU threads of each worker; their neighbours have one.
+        preload: modules that are imported once, before the processes part; one that cannot be imported is left out.
+        conditions: of all runs.
+        free_bytes: what a device has left.
+        names: of the layers.
+        roles: what a worker and its neighbours play; None: stages on our own engine.
+    """
 
     source: Callable[[], Workload]
     devices: Sequence[torch.device]
@@ -243,7 +122,97 @@ class Workers:
 
     def group(self, count: int) -> WorkerGroup:
         """The first `count` workers."""
-        return WorkerGroup(self.source, self.devices[:count], self.threads, self.preload, self.roles)
+        return WorkerGroup(self, count)
+
+
+class WorkerGroup:
+    """Workers, each with a pipe to it; a context manager that ends all of them, however it is left.
+
+    Args:
+        workers: what they are started with.
+        count: how many; the first of the devices are theirs.
+
+    Attributes:
+        idle: workers that are ready for a run.
+    """
+
+    def __init__(self, workers: Workers, count: int) -> None:
+        self._workers, self._count = workers, count
+        self._context = _process_context(workers.source, workers.preload)
+        self._processes: list[BaseProcess] = []
+        self._pipes: list[Connection] = []
+        self._doing: dict[int, Task] = {}
+        self.idle: list[int] = []
+
+    def __enter__(self) -> WorkerGroup:
+        workers, roles = self._workers, self._workers.roles or _engine_roles
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        try:
+            for number, device in enumerate(workers.devices[: self._count]):
+                ours, theirs = self._context.Pipe()
+                arguments = (theirs, roles, workers.source, number, self._store.port, device, workers.threads)
+                process = self._context.Process(target=_work, args=arguments, name=f"profile-{number}")
+                process.start()
+                theirs.close()
+                self._processes.append(process)
+                self._pipes.append(ours)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+
+    def wait_until_ready(self) -> None:
+        """Returns when every worker is idle; to be called before the first run.
+
+        Raises:
+            WorkerFailure: a worker could not be started.
+        """
+        while len(self.idle) < len(self._processes):
+            ended = list(self.finished())
+            assert not ended, "no run is under way"
+
+    def start(self, worker: int, task: Task) -> None:
+        """Gives an idle worker its next run."""
+        self.idle.remove(worker)
+        self._doing[worker] = task
+        try:
+            self._pipes[worker].send((task[0], self._workers.conditions))
+        except OSError as error:
+            raise self.failure(worker, None) from error
+
+    def finished(self) -> Iterator[tuple[int, Task, Observation]]:
+        """Waits for news; gives (worker, task, result) of every run that has ended (none: workers became ready).
+
+        Raises:
+            WorkerFailure: a run failed or its worker died.
+        """
+        for ready in multiprocessing.connection.wait(self._pipes):
+            worker = self._pipes.index(ready)  # type: ignore[arg-type]
+            try:
+                kind, value = self._pipes[worker].recv()
+            except (EOFError, OSError) as error:
+                raise self.failure(worker, None) from error
+            if kind == "failed":
+                raise self.failure(worker, value)
+            self.idle.append(worker)
+            if kind == "done":
+                yield worker, self._doing.pop(worker), value
+
+    def failure(self, worker: int, reason: str | None) -> WorkerFailure:
+        """The error for a worker that failed; `reason` is None where its process ended without one."""
+        if reason is None:
+            process = self._processes[worker]
+            process.join(_GRACE_SECONDS)
+            reason = f"its process {_how_it_ended(process.exitcode)}"
+        return WorkerFailure(self._doing.get(worker), reason)
 
 
 def _process_context(source: Callable[[], Workload], preload: Sequence[str]) -> Any:
@@ -303,6 +272,8 @@ def _work(
             pass_on(task, [ours for _, ours in neighbours])
             report(pipe, "done", play(*task))
     except PeerLost as error:
+        if not neighbours:  # the lost rank is a worker too, and its own report tells the cause
+            time.sleep(_LAST_WORD_SECONDS)
         report(pipe, "failed", cause_of_loss(error, neighbours))
     except Exception as error:
         report(pipe, "failed", sentence(error))
@@ -409,7 +380,7 @@ def _how_it_ended(status: int | None) -> str:
         return "closed its pipe and still runs"
     if status >= 0:
         return f"ended with status {status} and gave no reason"
-    name = signal.Signals(-status).name
+    name = signal_name(-status)
     if name != "SIGKILL":
         return f"was killed by {name}"
     return (
@@ -435,8 +406,4 @@ def end_with_client() -> None:
 def belong_to_parent() -> None:
     """Ends with its parent, and leaves Ctrl-C to the process that the user sees."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        parent = os.getppid()
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-        if os.getppid() != parent:
-            os._exit(1)
+    killed_with(os.getppid())()

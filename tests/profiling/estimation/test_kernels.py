@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from torch.autograd.profiler import profile
 
 from varuna_capslog.engine.probe import _allocations
-from varuna_capslog.profiling.estimation.quirks import quirks_of
+from varuna_capslog.profiling.estimation.quirks import Quirks
 
 aten = torch.ops.aten
 SCRATCH = 8192
@@ -45,7 +44,7 @@ def real_peak(call: Callable[[], Any]) -> tuple[int, Any]:
 
 
 def kernel_bytes(func: Any, arguments: tuple[Any, ...], result: Any) -> int:
-    return quirks_of("cpu").temporary(func, arguments, {}, result)
+    return Quirks("cpu").temporary(func, arguments, {}, result)
 
 
 def check(func: Any, arguments: tuple[Any, ...]) -> None:
@@ -128,7 +127,7 @@ def test_products_of_bfloat16_without_amx_are_still_beyond_the_table():
 def test_only_products_of_bfloat16_without_amx_are_a_limit(amx):
     found = []
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        quirks = dataclasses.replace(quirks_of("cpu"), amx=amx)
+        quirks = Quirks("cpu", amx=amx)
         left, right = torch.randn(8, 8).to(dtype), torch.randn(8, 8).to(dtype)
         for func, arguments in ((aten.mm.default, (left, right)), (aten.addmm.default, (left, left, right))):
             quirks.temporary(func, arguments, {}, left)
@@ -141,7 +140,7 @@ def test_convolutions_of_bfloat16_are_still_beyond_the_table():
     pixels, kernel = torch.randn(1, 256, 64, 64).bfloat16(), torch.randn(64, 256, 1, 1).bfloat16()
     arguments = (pixels, kernel, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
     peak, result = real_peak(lambda: aten.convolution.default(*arguments))
-    quirks = quirks_of("cpu")
+    quirks = Quirks("cpu")
     assert peak > 2 * (result.nbytes + quirks.temporary(aten.convolution.default, arguments, {}, result))
     assert quirks.limits == {"16-bit convolutions on the CPU"}
 

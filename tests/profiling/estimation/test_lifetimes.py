@@ -10,9 +10,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from varuna_capslog.engine.probe import PeakProbe
-from varuna_capslog.profiling.estimation.lifetimes import Lifetimes
-from varuna_capslog.profiling.estimation.quirks import quirks_of
-from varuna_capslog.profiling.estimation.recipes import Recipes
+from varuna_capslog.profiling.estimation.lifetimes import Lifetimes, Recipes
+from varuna_capslog.profiling.estimation.quirks import Quirks
 
 
 def followed(program: Callable[[], object], **options: object) -> Lifetimes:
@@ -73,7 +72,7 @@ def saved_and_freed() -> None:
 @pytest.mark.parametrize("program", [chain, summed, summed_and_held, accumulated, saved_and_freed])
 def test_peaks_are_those_of_the_real_allocator(program: Callable[[], None]) -> None:
     # a number such as the 2 in `x * 2` takes eight bytes of its own
-    found = followed(program, temporary=quirks_of("cpu").temporary)
+    found = followed(program, temporary=Quirks("cpu").temporary)
     assert found.peak_bytes == pytest.approx(real_peak(program), abs=64)
 
 

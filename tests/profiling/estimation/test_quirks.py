@@ -16,7 +16,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.profiling.conditions import RunConditions
 from varuna_capslog.profiling.estimate import StageEstimator
 from varuna_capslog.profiling.estimation.lifetimes import Lifetimes
-from varuna_capslog.profiling.estimation.quirks import QUIRKS, quirks_of
+from varuna_capslog.profiling.estimation.quirks import QUIRKS, Quirks
 
 N = 1 << 16
 
@@ -24,7 +24,7 @@ N = 1 << 16
 def peak(device: str, program: Callable[[], object]) -> tuple[int, set[str]]:
     """Peak bytes of a program as on a device, and the operators that it took."""
     seen: set[str] = set()
-    quirks = quirks_of(device)
+    quirks = Quirks(device)
     with FakeTensorMode(allow_non_fake_inputs=True), quirks.dispatch(), Lifetimes(quirks.temporary) as lifetimes:
         lifetimes.observer = lambda func, *_: seen.add(func.overloadpacket.__name__)
         program()
@@ -89,7 +89,7 @@ def autocast_to_float32() -> None:
 
 
 def cublas_workspace() -> None:
-    quirks = quirks_of("cuda")
+    quirks = Quirks("cuda")
     with FakeTensorMode(), Lifetimes(quirks.temporary):
         w = torch.empty(8, 8, requires_grad=True)
         y = w @ w @ w
@@ -187,7 +187,7 @@ def test_every_quirk_does_what_it_says(name: str) -> None:
 
 def test_the_cpu_sees_none_of_cudas() -> None:
     library = torch.ones(4)
-    with quirks_of("cuda").dispatch():
+    with Quirks("cuda").dispatch():
         pass
     torch.manual_seed(0)
     first: Tensor = F.dropout(library, 0.5)
@@ -197,4 +197,4 @@ def test_the_cpu_sees_none_of_cudas() -> None:
 
 def test_other_devices_are_refused() -> None:
     with pytest.raises(CapslogError, match="choose cpu or cuda"):
-        quirks_of("mps")
+        Quirks("mps")

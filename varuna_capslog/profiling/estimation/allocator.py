@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from varuna_capslog.base.errors import CapslogError
 
-__all__ = ["AllocatorPeaks", "CachingAllocator", "Event", "replay", "rounded"]
+__all__ = ["AllocatorPeaks", "CachingAllocator", "Event", "replay", "round_up", "rounded"]
 
 Event = tuple[int, int]
 """(key, bytes above 0) for an allocation, (key, 0) for its release; a key may be used again after that."""
@@ -60,7 +60,6 @@ class _Block:
     size: int
     small: bool
     remainder: int = 0
-    free: bool = True
     before: _Block | None = None
     after: _Block | None = None
 
@@ -69,8 +68,7 @@ class CachingAllocator:
     """The allocator's state; begins empty.
 
     Attributes:
-        allocated_bytes, reserved_bytes: at present.
-        segments: at present.
+        allocated_bytes, reserved_bytes, segments: at present.
     """
 
     def __init__(self) -> None:
@@ -111,7 +109,6 @@ class CachingAllocator:
                 block.after.before = rest
             block.size, block.after = size, rest
             self._offer(rest)
-        block.free = False
         self._given[key] = block
         block.remainder = block.size - size
         self._remainder += block.remainder
@@ -130,12 +127,11 @@ class CachingAllocator:
             raise CapslogError(f"key {key} is released, but nothing is allocated under it")
         self.allocated_bytes -= block.size
         self._remainder -= block.remainder
-        block.free = True
         before, after = block.before, block.after
-        if before is not None and before.free:
+        if before is not None and before.address in self._free_at:
             self._withdraw(before)
             block = _joined(before, block)
-        if after is not None and after.free:
+        if after is not None and after.address in self._free_at:
             self._withdraw(after)
             block = _joined(block, after)
         self._offer(block)
@@ -146,7 +142,7 @@ class CachingAllocator:
         elif size < _OWN_SEGMENT:
             length = _LARGE_SEGMENT
         else:
-            length = _round_up(size, _SEGMENT_STEP)
+            length = round_up(size, _SEGMENT_STEP)
         # segments lie one behind another, but blocks never join across their borders
         block = _Block(self.reserved_bytes, length, small)
         self.reserved_bytes += length
@@ -192,8 +188,9 @@ def replay(events: Iterable[Event]) -> AllocatorPeaks:
 
 def rounded(num_bytes: int) -> int:
     """The bytes of the block that a request is cut to: the next multiple of 512."""
-    return _round_up(num_bytes, _SMALLEST_BLOCK)
+    return round_up(num_bytes, _SMALLEST_BLOCK)
 
 
-def _round_up(value: int, step: int) -> int:
+def round_up(value: int, step: int) -> int:
+    """The next multiple of `step`; the value itself where it is one."""
     return -(-value // step) * step

@@ -36,7 +36,7 @@ class StepTrace:
     """One step of a stage at one input size.
 
     Attributes:
-        peak_bytes: predicted.
+        peak_bytes: predicted, the most that is live at once.
         events: what is there before the step first, then the step; see `allocator.replay`.
     """
 
@@ -55,16 +55,13 @@ def run_of_steps(traces: Sequence[Sequence[Event]], order: Sequence[int]) -> lis
     following = stays
     for number in order:
         live: dict[int, int] = {}
-        own = {key: place for place, (key, _) in enumerate(traces[number][:stays])}
         for key, size in traces[number][stays:]:
             if size:
                 live[key] = following
                 following += 1
                 run.append((live[key], size))
-            elif key in live:
-                run.append((live.pop(key), 0))
             else:
-                assert key not in own, "what stays is never released"
+                run.append((live.pop(key), 0))
         run.extend((key, 0) for key in live.values())
     return run
 

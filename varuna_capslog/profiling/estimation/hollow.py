@@ -28,10 +28,10 @@ from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.profiling.conditions import RunConditions
 from varuna_capslog.profiling.estimation.allocator import replay
-from varuna_capslog.profiling.estimation.lifetimes import Lifetimes
+from varuna_capslog.profiling.estimation.headroom import StepTrace
+from varuna_capslog.profiling.estimation.lifetimes import Lifetimes, Recipes
 from varuna_capslog.profiling.estimation.quirks import Quirks
-from varuna_capslog.profiling.estimation.recipes import Recipes
-from varuna_capslog.profiling.estimation.roofline import Speed, Stopwatch
+from varuna_capslog.profiling.estimation.roofline import Speed, operator_seconds
 from varuna_capslog.profiling.trim import MEASURED_RANK, TrimmedPipeline, TrimmedRun
 
 __all__ = ["HollowRun", "SilentCommunicator", "fake_step", "host_memory", "run_hollow"]
@@ -40,28 +40,24 @@ _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class HollowRun:
-    """What a step of a stage asked of the allocator.
+class HollowRun(StepTrace):
+    """What a step of a stage asked of the allocator; its peak is as the device's allocator counts.
 
     Attributes:
-        peak_bytes: the most that was live at once, as the device's allocator counts.
         static_bytes: parameters, gradients, moments and buffers when all gradients are there.
         saved_bytes: what a forward leaves for its backward, the stage's inputs included; and what a caching allocator
             gave beyond what was asked for when the peak was there, for one graph.
         forward_seconds, backward_seconds: of one microbatch, by `roofline`.
         attention: "eager" where the layers make matrices of softmax, "fused" where a fused kernel attends.
         limits: what it met of `quirks.LIMITS`, because of which its bytes are too low.
-        events: see `allocator.replay`; what is there before the step comes first.
     """
 
-    peak_bytes: int
     static_bytes: int
     saved_bytes: int
     forward_seconds: float
     backward_seconds: float
     attention: frozenset[str]
     limits: frozenset[str]
-    events: tuple[tuple[int, int], ...]
 
 
 def run_hollow(
@@ -88,7 +84,7 @@ def run_hollow(
     """
     alone = not run.has_upstream and not run.has_downstream
     rank, world_size = (0, 1) if alone else (MEASURED_RANK, 2)
-    communicator = SilentCommunicator(rank, world_size, quirks.staged)
+    communicator = SilentCommunicator(rank, world_size, quirks.has("host staging"))
     count = enough_microbatches(conditions, quirks)
     with torch.random.fork_rng(devices=[]), mode, quirks.dispatch():
         pipeline, meter = TrimmedPipeline.of(chain, run, conditions, True, count), _Meter(speed)
@@ -100,7 +96,7 @@ def run_hollow(
             raise CapslogError(f"the loss refuses fake values ({meter.refused}); make it finite on any outputs")
         seconds = meter.seconds
         saved_bytes = meter.saved_bytes
-        if quirks.caching:
+        if quirks.has("caching allocator"):
             # such an allocator gives somewhat more than it is asked for, and most of it with what is saved
             peaks = replay(events)
             graphs = 1 if conditions.recompute or not run.has_downstream else 2
@@ -108,6 +104,7 @@ def run_hollow(
             saved_bytes += peaks.remainder_bytes // graphs
         return HollowRun(
             peak_bytes,
+            tuple(events),
             meter.static_bytes,
             saved_bytes,
             # the last stage forwards in its recomputation only
@@ -115,7 +112,6 @@ def run_hollow(
             seconds["B"],
             frozenset(meter.attention),
             frozenset(quirks.limits),
-            tuple(events),
         )
 
 
@@ -171,7 +167,7 @@ def enough_microbatches(conditions: RunConditions, quirks: Quirks) -> int:
     The second is the first to find all gradients. Where inputs or graphs of others wait on the device, it takes a third
     to have one waiting then; and where messages do, a fourth, as in a measured run.
     """
-    if not quirks.staged:
+    if not quirks.has("host staging"):
         return 4
     return 2 if conditions.recompute and conditions.stage_inputs == "host" else 3
 
@@ -183,14 +179,14 @@ def _begin_optimizer(engine: PipelineEngine, quirks: Quirks) -> None:
         empty = torch.empty_like(parameter)
         moments[address] = {"exp_avg": empty, "exp_avg_sq": empty, "step": torch.empty(())}
     engine.optimizer.load(moments)
-    if quirks.foreach and engine.optimizer._adamw is not None:
+    if quirks.has("foreach update") and engine.optimizer._adamw is not None:
         for group in engine.optimizer._adamw.param_groups:
             group["foreach"], group["fused"] = True, None
 
 
 def host_memory(quirks: Quirks, conditions: RunConditions) -> HostMemory | None:
     """Where a stage's inputs wait on the device that a run is for; None: on the device itself."""
-    return _NoMemory() if quirks.staged and conditions.stage_inputs == "host" else None
+    return _NoMemory() if quirks.has("host staging") and conditions.stage_inputs == "host" else None
 
 
 class _NoMemory(HostMemory):
@@ -242,11 +238,11 @@ class _Meter(Observer):
 
     @contextlib.contextmanager
     def _reading(self, kind: str, stage: Stage, context: MicrobatchContext) -> Iterator[None]:
-        stopwatch, followed = Stopwatch(self._speed), self._followed
+        followed = self._followed
         assert followed is not None
 
         def observe(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-            stopwatch.operator(func, args, kwargs, result)
+            self.seconds[kind] += operator_seconds(self._speed, func, args, kwargs, result)
             name = func.overloadpacket.__name__
             if name in ("_softmax", "_safe_softmax") and args[0].dim() > 2:
                 self.attention.add("eager")
@@ -259,7 +255,6 @@ class _Meter(Observer):
                 yield
         finally:
             followed.observer = None
-        self.seconds[kind] = stopwatch.seconds
 
     @contextlib.contextmanager
     def _saving(self, stage: Stage, context: MicrobatchContext) -> Iterator[None]:

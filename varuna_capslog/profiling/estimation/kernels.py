@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from varuna_capslog.profiling.estimation.allocator import round_up
 
 __all__ = ["KERNELS", "Kernel"]
 
@@ -70,80 +71,40 @@ def _promoted(args: Sequence[Any], result: Tensor) -> int:
     return sum(tensor.numel() * common.itemsize for tensor in tensors if tensor.dtype != common)
 
 
-def _block() -> int:
-    return 16 if "512" in torch.backends.cpu.get_cpu_capability() else 8
-
-
-def _up(count: int, step: int) -> int:
-    return -(-count // step) * step
-
-
-@dataclass(frozen=True)
 class _Convolution:
     """Sizes of one convolution in bytes: plain, as oneDNN takes them, and padded to whole blocks of channels."""
 
-    x: int
-    w: int
-    y: int
-    x_taken: int
-    w_taken: int
-    y_taken: int
-    x_padded: int
-    w_padded: int
-    columns: int
-    sampled: int
-    sampled_part: int
-    scratch: int
-    pointwise: bool
-    strided: bool
-    grouped: bool
-    dilated: bool
-    aligned: bool
-    narrow: bool
-
-    @classmethod
-    def of(
-        cls,
-        x: Tensor,
-        w: Tensor,
-        spatial: Sequence[int],
-        stride: Sequence[int],
-        dilation: Sequence[int],
-        groups: int,
-    ) -> _Convolution:
-        block, size = _block(), x.itemsize
+    def __init__(self, x: Tensor, w: Tensor, spatial: Sequence[int], options: Sequence[Any]) -> None:
+        """Takes the spatial shape of the output, and options as `_backend` has them."""
+        stride, _, dilation, _, _, groups = options
+        block, size = 16 if "512" in torch.backends.cpu.get_cpu_capability() else 8, x.itemsize
         batch, channels, features = x.shape[0], x.shape[1], w.shape[0]
         cells_in, cells_out, window = math.prod(x.shape[2:]), math.prod(spatial), math.prod(w.shape[2:])
-        strided, pointwise = any(step != 1 for step in stride), window == 1
+        whole_channels, whole_features = round_up(channels, block), round_up(features, block)
+        self.pointwise = window == 1
+        self.strided, self.dilated = (any(step != 1 for step in steps) for steps in (stride, dilation))
+        self.groups = groups
+        self.aligned = channels % block == 0 and features % block == 0
+        self.narrow = channels < block
+        self.x, self.w, self.y = (part * size for part in (x.numel(), w.numel(), batch * features * cells_out))
+        self.x_padded = self.x_taken = batch * whole_channels * cells_in * size
+        self.y_taken = batch * whole_features * cells_out * size
+        self.w_padded = self.w if groups > 1 else whole_channels * whole_features * window * size
+        self.w_taken = self.w_padded
+        if self.narrow and not self.pointwise:
+            # pictures of three channels are read as they lie; a few channels are copied without padding
+            self.x_taken = 0 if channels < 4 else self.x
+            if groups == 1:
+                self.w_taken = channels * whole_features * window * size
+        self.columns = 0 if self.pointwise and not self.strided else channels * window * cells_out * size
         # where the stride divides the input, a kernel of one element first gathers what it will read
         divides = all(a == b * c for a, b, c in zip(x.shape[2:], spatial, stride, strict=True))
-        gathers = pointwise and strided and divides
-        x_bytes, y_bytes, w_bytes = (part * size for part in (x.numel(), batch * features * cells_out, w.numel()))
-        x_padded = batch * _up(channels, block) * cells_in * size
-        y_padded = batch * _up(features, block) * cells_out * size
-        w_padded = w_bytes if groups > 1 else _up(channels, block) * _up(features, block) * window * size
-        # pictures of three channels are read as they lie; a few channels are copied without padding
-        narrow = channels < block and not pointwise
-        return cls(
-            x=x_bytes,
-            w=w_bytes,
-            y=y_bytes,
-            x_taken=(0 if channels < 4 else x_bytes) if narrow else x_padded,
-            w_taken=channels * _up(features, block) * window * size if narrow and groups == 1 else w_padded,
-            y_taken=y_padded,
-            x_padded=x_padded,
-            w_padded=w_padded,
-            columns=0 if pointwise and not strided else channels * window * cells_out * size,
-            sampled=_up(channels, block) * cells_out * size + 128 if gathers else 0,
-            sampled_part=min(_up(channels, block), 128) * cells_out * size + 128 if gathers else 0,
-            scratch=y_padded // batch * (spatial[-1] + w.shape[-1]) // spatial[-1] + _SCRATCH if strided else 0,
-            pointwise=pointwise,
-            strided=strided,
-            grouped=groups > 1,
-            dilated=any(step != 1 for step in dilation),
-            aligned=channels % block == 0 and features % block == 0,
-            narrow=channels < block,
-        )
+        self.sampled = self.sampled_part = self.scratch = 0
+        if self.pointwise and self.strided and divides:
+            self.sampled = whole_channels * cells_out * size + 128
+            self.sampled_part = min(whole_channels, 128) * cells_out * size + 128
+        if self.strided:
+            self.scratch = self.y_taken // batch * (spatial[-1] + w.shape[-1]) // spatial[-1] + _SCRATCH
 
 
 _SCRATCH = 40 << 10
@@ -154,15 +115,13 @@ and workers have one (use_mkldnn, ATen/native/Convolution.cpp)."""
 
 def _forward(args: Sequence[Any], result: Tensor) -> int:
     """Copies of input and weights are there while the blocked output is made; it is there while the plain one is."""
-    x, w, _, stride, padding, dilation, transposed, output_padding, groups = args[:9]
-    backend = _backend(x, w, stride, padding, dilation, transposed, output_padding, groups)
+    x, w, _, *options = args[:9]
+    backend = _backend(x, w, options)
     if backend is None:
         return 0
-    c = _Convolution.of(x, w, result.shape[2:], stride, dilation, groups)
+    c = _Convolution(x, w, result.shape[2:], options)
     if backend == "columns":
-        return c.columns // groups + (c.y if c.grouped else 0)
-    if c.pointwise and not c.strided and x.shape[0] < _SMALL_BATCH:
-        return 0
+        return c.columns // c.groups + (c.y if c.groups > 1 else 0)
     if not x.is_contiguous():
         return c.w_taken
     return max(0, c.sampled + c.x_taken + c.w_taken + c.y_taken - c.y, c.sampled + c.y_taken)
@@ -172,23 +131,20 @@ def _backward(args: Sequence[Any], result: Sequence[Tensor | None]) -> int:
     """First the gradient of the input, from copies of weights and gradient; then that of the weights, from copies of
     input and gradient.
     """
-    gradient, x, w, _, stride, padding, dilation, transposed, output_padding, groups, mask = args[:11]
-    backend = _backend(x, w, stride, padding, dilation, transposed, output_padding, groups)
+    gradient, x, w, _, *options, mask = args[:11]
+    backend = _backend(x, w, options)
     if backend is None:
         return 0
-    c = _Convolution.of(x, w, gradient.shape[2:], stride, dilation, groups)
+    c = _Convolution(x, w, gradient.shape[2:], options)
+    x_out, w_out = (c.x if mask[0] else 0), (c.w if mask[1] else 0)
     if backend == "columns":
-        parts = (c.x if mask[0] else 0) + (c.w if mask[1] else 0)
-        return c.columns // groups + (parts if c.grouped else 0)
-    if c.pointwise and not c.strided and x.shape[0] < _SMALL_BATCH:
-        return 0
+        return c.columns // c.groups + (x_out + w_out if c.groups > 1 else 0)
     if not x.is_contiguous():
         return c.w_taken
-    x_out, w_out = (c.x if mask[0] else 0), (c.w if mask[1] else 0)
     most = 0
     if mask[0]:
         most = c.y_taken + c.w_padded + c.x_padded + c.scratch
-        if c.strided and not c.grouped:
+        if c.strided and c.groups == 1:
             most = max(most, 3 * c.x)
     if mask[1]:
         if c.aligned or c.x_taken == 0:
@@ -201,23 +157,19 @@ def _backward(args: Sequence[Any], result: Sequence[Tensor | None]) -> int:
     return max(0, most - x_out - w_out)
 
 
-def _backend(
-    x: Tensor,
-    w: Tensor,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-) -> str | None:
-    """Which of the two ways to convolve images torch takes here, if one of them."""
+def _backend(x: Tensor, w: Tensor, options: Sequence[Any]) -> str | None:
+    """Which of the two ways to convolve images torch takes here, if one of them.
+
+    options: stride, padding, dilation, whether it is transposed, padding of the output, groups.
+    """
+    stride, transposed = options[0], options[3]
     if transposed or x.dim() != 4:
         return None
-    name = torch._C._select_conv_backend(
-        x, w, None, stride, padding, dilation, transposed, output_padding, groups, None
-    ).name
-    return {"Mkldnn": "blocked", "MkldnnEmpty": None, "Slow2d": "columns", "SlowDilated2d": "columns"}.get(name)
+    name = torch._C._select_conv_backend(x, w, None, *options, None).name
+    if name == "Mkldnn":
+        plain = math.prod(w.shape[2:]) == 1 and all(step == 1 for step in stride)
+        return None if plain and x.shape[0] < _SMALL_BATCH else "blocked"
+    return "columns" if name in ("Slow2d", "SlowDilated2d") else None
 
 
 _ELEMENTWISE = tuple(

@@ -18,7 +18,7 @@ from torch import Tensor
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.profiling.estimation.kernels import KERNELS
 
-__all__ = ["LIMITS", "QUIRKS", "QUIRKS_VERSION", "Quirk", "Quirks", "quirks_of"]
+__all__ = ["LIMITS", "QUIRKS", "QUIRKS_VERSION", "Quirk", "Quirks"]
 
 QUIRKS_VERSION = 4
 """Raised whenever an entry changes a number; a condition of every estimated profile."""
@@ -38,101 +38,83 @@ class Quirk:
         about: what happens, and how we know.
     """
 
-    name: str
     devices: tuple[str, ...]
     about: str
 
 
 QUIRKS = {
-    quirk.name: quirk
-    for quirk in (
-        Quirk(
-            "caching allocator",
-            ("cuda",),
-            "Sizes are rounded up to 512 bytes, and a block is given whole if no more than 1 MiB of it would be left "
-            "(CUDACachingAllocator, see `allocator`); the CPU's gives what is asked for. What it gave beyond "
-            "all requests at the peak counts as saved.",
-        ),
-        Quirk(
-            "fused dropout",
-            ("cuda",),
-            "Dropout on CUDA is native_dropout, which keeps a bool mask; the CPU's draws and keeps a mask of the "
-            "input's own dtype (is_fused_kernel_acceptable, ATen/native/Dropout.cpp).",
-        ),
-        Quirk(
-            "softmax backward product",
-            ("cuda",),
-            "The backward of softmax first multiplies gradient and output into a tensor of their size "
-            "(host_softmax_backward's caller, ATen/native/cuda/SoftMax.cu).",
-        ),
-        Quirk(
-            "fused attention",
-            ("cuda",),
-            "scaled_dot_product_attention takes the flash kernel for 16-bit inputs without a mask, else the "
-            "memory-efficient one, which also drops out; the CPU's falls back to plain matrices when it must drop out.",
-        ),
-        Quirk(
-            "autocast to float32",
-            ("cuda",),
-            "Autocast on CUDA computes softmax, normalisations and losses in float32; on the CPU they stay in 16 bits "
-            "(ATen/autocast_mode.h).",
-        ),
-        Quirk(
-            "cublas workspace",
-            ("cuda",),
-            "Each thread that multiplies matrices keeps a workspace: one for forward, one for autograd's. 8.125 MiB "
-            "each by default, 32 MiB from Hopper on (CUDABlas: getChosenWorkspaceSize).",
-        ),
-        Quirk(
-            "foreach update",
-            ("cuda",),
-            "AdamW steps all parameters together by default and makes one temporary of their size; on the CPU we ask "
-            "for the fused kernel, which makes none (torch/optim/adamw.py).",
-        ),
-        Quirk(
-            "host staging",
-            ("cuda",),
-            "Messages and, where asked, the inputs kept for recomputation wait in pinned host memory (our "
-            "communicator and stage).",
-        ),
-        Quirk(
-            "reduction in another type",
-            ("cpu", "cuda"),
-            "Sums and norms whose result has another type than their input first copy the input into it; on CUDA not "
-            "from 16 bits to float32 (make_reduction, ATen/native/ReduceOpsUtils.h). Our gradient norms are float64.",
-        ),
-        Quirk(
-            "unfit matrices",
-            ("cpu", "cuda"),
-            "A matrix that lies neither in rows nor in columns, such as an expanded gradient, is copied before it is "
-            "multiplied (prepare_matrix_for_cublas; its twin in ATen/native/LinearAlgebra.cpp).",
-        ),
-        Quirk(
-            "onednn convolution",
-            ("cpu",),
-            "oneDNN convolves in a layout with channels in blocks: input, weights and output have copies in it. "
-            "Kernels of one element without stride need none below 16 images. Measured with torch 2.15 (oneDNN 3.13) "
-            "on AVX-512.",
-        ),
-        Quirk(
-            "convolution columns",
-            ("cpu",),
-            "Small convolutions unfold their input into columns (slow_conv2d, ATen/native/ConvolutionMM2d.cpp).",
-        ),
-        Quirk(
-            "promotion of operands",
-            ("cpu",),
-            "An operand of another type than the common one is copied into that type first; CUDA's kernels convert "
-            "as they read (TensorIterator).",
-        ),
-        Quirk(
-            "bfloat16 packing",
-            ("cpu",),
-            "Products of bfloat16 matrices copy the smaller one, of a batch one at a time, into the layout of their "
-            "instructions. Measured with torch 2.15 (oneDNN 3.13) on AVX-512 with AMX tiles; some weight gradients "
-            "take 1.4 times that. Without AMX, oneDNN copies panels of another size instead: see `LIMITS`.",
-        ),
-    )
+    "caching allocator": Quirk(
+        ("cuda",),
+        "Sizes are rounded up to 512 bytes, and a block is given whole if no more than 1 MiB of it would be left "
+        "(CUDACachingAllocator, see `allocator`); the CPU's gives what is asked for. What it gave beyond "
+        "all requests at the peak counts as saved.",
+    ),
+    "fused dropout": Quirk(
+        ("cuda",),
+        "Dropout on CUDA is native_dropout, which keeps a bool mask; the CPU's draws and keeps a mask of the "
+        "input's own dtype (is_fused_kernel_acceptable, ATen/native/Dropout.cpp).",
+    ),
+    "softmax backward product": Quirk(
+        ("cuda",),
+        "The backward of softmax first multiplies gradient and output into a tensor of their size "
+        "(host_softmax_backward's caller, ATen/native/cuda/SoftMax.cu).",
+    ),
+    "fused attention": Quirk(
+        ("cuda",),
+        "scaled_dot_product_attention takes the flash kernel for 16-bit inputs without a mask, else the "
+        "memory-efficient one, which also drops out; the CPU's falls back to plain matrices when it must drop out.",
+    ),
+    "autocast to float32": Quirk(
+        ("cuda",),
+        "Autocast on CUDA computes softmax, normalisations and losses in float32; on the CPU they stay in 16 bits "
+        "(ATen/autocast_mode.h).",
+    ),
+    "cublas workspace": Quirk(
+        ("cuda",),
+        "Each thread that multiplies matrices keeps a workspace: one for forward, one for autograd's. 8.125 MiB "
+        "each by default, 32 MiB from Hopper on (CUDABlas: getChosenWorkspaceSize).",
+    ),
+    "foreach update": Quirk(
+        ("cuda",),
+        "AdamW steps all parameters together by default and makes one temporary of their size; on the CPU we ask "
+        "for the fused kernel, which makes none (torch/optim/adamw.py).",
+    ),
+    "host staging": Quirk(
+        ("cuda",),
+        "Messages and, where asked, the inputs kept for recomputation wait in pinned host memory (our "
+        "communicator and stage).",
+    ),
+    "reduction in another type": Quirk(
+        ("cpu", "cuda"),
+        "Sums and norms whose result has another type than their input first copy the input into it; on CUDA not "
+        "from 16 bits to float32 (make_reduction, ATen/native/ReduceOpsUtils.h). Our gradient norms are float64.",
+    ),
+    "unfit matrices": Quirk(
+        ("cpu", "cuda"),
+        "A matrix that lies neither in rows nor in columns, such as an expanded gradient, is copied before it is "
+        "multiplied (prepare_matrix_for_cublas; its twin in ATen/native/LinearAlgebra.cpp).",
+    ),
+    "onednn convolution": Quirk(
+        ("cpu",),
+        "oneDNN convolves in a layout with channels in blocks: input, weights and output have copies in it. "
+        "Kernels of one element without stride need none below 16 images. Measured with torch 2.15 (oneDNN 3.13) "
+        "on AVX-512.",
+    ),
+    "convolution columns": Quirk(
+        ("cpu",),
+        "Small convolutions unfold their input into columns (slow_conv2d, ATen/native/ConvolutionMM2d.cpp).",
+    ),
+    "promotion of operands": Quirk(
+        ("cpu",),
+        "An operand of another type than the common one is copied into that type first; CUDA's kernels convert "
+        "as they read (TensorIterator).",
+    ),
+    "bfloat16 packing": Quirk(
+        ("cpu",),
+        "Products of bfloat16 matrices copy the smaller one, of a batch one at a time, into the layout of their "
+        "instructions. Measured with torch 2.15 (oneDNN 3.13) on AVX-512 with AMX tiles; some weight gradients "
+        "take 1.4 times that. Without AMX, oneDNN copies panels of another size instead: see `LIMITS`.",
+    ),
 }
 """By name. Not modelled: the workspaces of cuDNN's convolutions, which depend on what it finds free and fast."""
 
@@ -154,25 +136,26 @@ class Quirks:
     """The quirks of one kind of device at work; one object per run.
 
     Attributes:
-        caching: whether allocations come from a caching allocator (see `allocator`).
-        staged: whether messages and kept inputs wait in host memory.
-        foreach: whether the optimizer steps all parameters together.
+        device: "cpu" or "cuda"; CapslogError for others.
         amx: whether the CPU multiplies bfloat16 matrices in AMX tiles.
         lasting_bytes: of workspaces that have been taken and stay.
         limits: names of `LIMITS` that were met.
     """
 
     device: str
-    caching: bool
-    staged: bool
-    foreach: bool
     amx: bool = field(default_factory=torch.cpu._is_amx_tile_supported)
     lasting_bytes: int = 0
     limits: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
+        if self.device not in KERNELS:
+            raise CapslogError(f"there is no table of quirks for the device {self.device!r}; choose cpu or cuda")
         self._threads: set[bool] = set()
         self._kernels = KERNELS[self.device]
+
+    def has(self, name: str) -> bool:
+        """Whether an entry of `QUIRKS` is one of this device."""
+        return self.device in QUIRKS[name].devices
 
     def temporary(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
         """Bytes that an operator's kernel takes beside its results and gives back; see `lifetimes.Temporary`."""
@@ -200,15 +183,6 @@ class Quirks:
             for name in _FLOAT32_UNDER_AUTOCAST:
                 library.impl(name, _in_float32(name), "AutocastCPU")
             yield
-
-
-def quirks_of(device: str) -> Quirks:
-    """Fresh quirks of "cpu" or "cuda". Raises CapslogError for others."""
-    if device == "cpu":
-        return Quirks("cpu", caching=False, staged=False, foreach=False)
-    if device == "cuda":
-        return Quirks("cuda", caching=True, staged=True, foreach=True)
-    raise CapslogError(f"there is no table of quirks for the device {device!r}; choose cpu or cuda")
 
 
 # -- CUDA: other operators

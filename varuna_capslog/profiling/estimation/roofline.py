@@ -1,7 +1,7 @@
 """Seconds without a device: every operator takes as long as its arithmetic or its bytes, whichever is longer.
 
-`hollow` shows each operator of a stage to a `Stopwatch`. FLOPs come from torch's own registry, bytes from the tensors
-that an operator reads and writes, speeds from a `Speed`. This ranks plans; it does not know clocks, caches or overlap.
+`hollow` adds up the operators of a stage. FLOPs come from torch's own registry, bytes from the tensors that an
+operator reads and writes, speeds from a `Speed`. This ranks plans; it does not know clocks, caches or overlap.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-__all__ = ["RTX_A4000", "Speed", "Stopwatch", "calibrated_cpu"]
+__all__ = ["RTX_A4000", "Speed", "calibrated_cpu", "operator_seconds"]
 
 _aten = torch.ops.aten
 _CONVOLUTIONS = frozenset({_aten.convolution, _aten.convolution_backward})
@@ -30,7 +30,6 @@ class Speed:
         convolution_flops, matrix_flops: per second, in float32 (16-bit types count the same).
         bytes_per_second: of reading and writing memory.
         launch_seconds: least time of one operator.
-        source: where the figures come from.
     """
 
     name: str
@@ -38,41 +37,22 @@ class Speed:
     matrix_flops: float
     bytes_per_second: float
     launch_seconds: float
-    source: str
 
 
-RTX_A4000 = Speed(
-    "rtx a4000",
-    19e12,
-    13.4e12,
-    360e9,
-    5e-6,
-    "data sheet: 19.2 TFLOP/s, 448 GB/s; convolutions in TF32 taken for 19, the rest at 70 and 80 % (assumed)",
-)
-"""The GPU of the CAPSlog paper."""
+RTX_A4000 = Speed("rtx a4000", 19e12, 13.4e12, 360e9, 5e-6)
+"""The GPU of the CAPSlog paper. Its data sheet says 19.2 TFLOP/s and 448 GB/s; convolutions in TF32 are taken for 19
+TFLOP/s, the rest at 70 and 80 % (assumed)."""
 
 
-class Stopwatch:
-    """Adds up the seconds of operators.
-
-    Attributes:
-        seconds: so far.
-    """
-
-    def __init__(self, speed: Speed) -> None:
-        self._speed = speed
-        self.seconds = 0.0
-
-    def operator(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        """Counts one operator; a view costs nothing."""
-        if _moves_nothing(func):
-            return
-        speed = self._speed
-        count = flop_registry.get(func.overloadpacket)
-        flops = 0.0 if count is None else count(*args, **kwargs, out_val=result)
-        rate = speed.convolution_flops if func.overloadpacket in _CONVOLUTIONS else speed.matrix_flops
-        moved = _bytes(args) + _bytes(kwargs.values()) + (0 if _writes_arguments(func) else _bytes((result,)))
-        self.seconds += max(flops / rate, moved / speed.bytes_per_second, speed.launch_seconds)
+def operator_seconds(speed: Speed, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> float:
+    """What one operator takes; a view costs nothing."""
+    if _moves_nothing(func):
+        return 0.0
+    count = flop_registry.get(func.overloadpacket)
+    flops = 0.0 if count is None else count(*args, **kwargs, out_val=result)
+    rate = speed.convolution_flops if func.overloadpacket in _CONVOLUTIONS else speed.matrix_flops
+    moved = _bytes(args) + _bytes(kwargs.values()) + (0 if _writes_arguments(func) else _bytes((result,)))
+    return max(flops / rate, moved / speed.bytes_per_second, speed.launch_seconds)
 
 
 @functools.cache
@@ -98,7 +78,9 @@ def _bytes(values: Any) -> int:
 
 
 def calibrated_cpu() -> Speed:
-    """This machine's CPU with the threads of this process, from a quarter of a second of work."""
+    """This machine's CPU with the threads of this process, from a quarter of a second of work: 384 x 384 matrices, 64
+    channels of 3 x 3, 16 MiB scaled.
+    """
     a, b = torch.full((384, 384), 0.5), torch.full((384, 384), 0.5)
     x, w = torch.full((1, 64, 56, 56), 0.5), torch.full((64, 64, 3, 3), 0.5)
     big = torch.full((1 << 22,), 0.5)
@@ -107,10 +89,8 @@ def calibrated_cpu() -> Speed:
     moved = 2 * big.nbytes / _shortest(lambda: big * 2.0)
     one = torch.full((1,), 0.5)
     launch = _shortest(lambda: one + 1.0)
-    name = f"this cpu, {torch.get_num_threads()} thread(s)"
     rates = [float(f"{value:.2g}") for value in (convolution, matrix, moved, launch)]
-    source = "calibrated: 384 x 384 matrices, 64 channels of 3 x 3, 16 MiB scaled"
-    return Speed(name, rates[0], rates[1], rates[2], rates[3], source)
+    return Speed(f"this cpu, {torch.get_num_threads()} thread(s)", *rates)
 
 
 def _shortest(work: Callable[[], object]) -> float:
