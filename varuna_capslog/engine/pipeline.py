@@ -16,14 +16,13 @@ from torch import Tensor
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.communicator import Communicator
-from varuna_capslog.engine.executor import Executor
+from varuna_capslog.engine.executor import Executor, Observer
 from varuna_capslog.engine.gradients import GradientBook, squared_norm
 from varuna_capslog.engine.interface import EngineKind, EngineParts, Load
 from varuna_capslog.engine.layers import EngineLayer, take_layers
-from varuna_capslog.engine.observer import HostMemory, Observer
 from varuna_capslog.engine.optimizer import StageOptimizer
 from varuna_capslog.engine.options import EngineOptions, Layout, StepResult
-from varuna_capslog.engine.stage import LossFunction, MicrobatchContext, Stage
+from varuna_capslog.engine.stage import HostMemory, LossFunction, MicrobatchContext, Stage
 from varuna_capslog.engine.step import check_minibatch, microbatches_of
 from varuna_capslog.engine.vote import Poll, Verdict
 from varuna_capslog.model.chain import Chain

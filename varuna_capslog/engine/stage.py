@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from varuna_capslog.base.errors import CapslogError, StepRefused
 from varuna_capslog.engine.layers import EngineLayer, LayerGraph, keep_layout
-from varuna_capslog.engine.observer import HostMemory, Kept
 from varuna_capslog.model.chain import Chain, TensorSpec
 
-__all__ = ["MicrobatchContext", "Stage"]
+__all__ = ["HostMemory", "Kept", "LossFunction", "MicrobatchContext", "Stage"]
 
 LossFunction = Callable[[Mapping[str, Tensor], Any, Mapping[str, float]], dict[str, Tensor]]
 
@@ -39,6 +38,22 @@ class MicrobatchContext:
     targets: Any
     normalisers: Mapping[str, float]
     key: tuple[int, int]
+
+
+class Kept(Protocol):
+    """A tensor that waits in host memory; `torch.Tensor` is one."""
+
+    def to(self, device: torch.device, *, non_blocking: bool = False) -> Tensor:
+        """The tensor on a device."""
+
+
+class HostMemory:
+    """Pinned host memory, where stage inputs wait for a recomputation; an estimate takes memory that is not there."""
+
+    def keep(self, tensor: Tensor) -> Kept:
+        """A copy of a device's tensor; the copying goes on while the caller continues."""
+        host = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
 
 
 @dataclass

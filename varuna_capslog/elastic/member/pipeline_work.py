@@ -26,8 +26,8 @@ from varuna_capslog.elastic.member.beginning import MemberStart
 from varuna_capslog.elastic.member.held_state import write_held
 from varuna_capslog.elastic.member.work import Followed, LayerState, Opening, Outcome
 from varuna_capslog.engine.communicator import Communicator
+from varuna_capslog.engine.executor import Observer
 from varuna_capslog.engine.layers import EngineLayer
-from varuna_capslog.engine.observer import Observer
 from varuna_capslog.engine.pipeline import Layout, PipelineEngine, Ready
 from varuna_capslog.membership.generation import Generation, MemberLayout, Stamp
 from varuna_capslog.membership.placing import Placer
