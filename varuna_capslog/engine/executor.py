@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from torch import Tensor
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.engine.communicator import Communicator, PendingReceive, PendingSend
+from varuna_capslog.engine.communicator import Communicator, Pending
 from varuna_capslog.engine.stage import MicrobatchContext, Stage
 from varuna_capslog.model.chain import TensorSpec
 from varuna_capslog.schedules import Action, Lowered, Message, Recv, SendInstruction
@@ -212,9 +212,9 @@ class _Transfers:
         self._of = executor
         self._contexts = contexts
         self._pending = deque(item for item in executor._program if isinstance(item, Recv))
-        self._posted: dict[Message, list[tuple[str, PendingReceive]]] = {}
+        self._posted: dict[Message, list[tuple[str, Pending]]] = {}
         self._posted_bytes = 0
-        self._under_way: dict[int, deque[list[PendingSend]]] = {}
+        self._under_way: dict[int, deque[list[Pending]]] = {}
         self._confirmed: dict[int, int] = {}
         self._post()
 

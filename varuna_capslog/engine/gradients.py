@@ -91,7 +91,8 @@ class GradientBook:
         if trainable:
             for number in range(len(mine)):
                 packed = _pack(mine[number], trainable)
-                theirs = self._communicator.exchange(packed, self._peers, _BLOCK_TAG + layer.index)
+                wanted = dict.fromkeys(self._peers, TensorSpec.of(packed))
+                theirs = self._communicator.exchange(packed, wanted, _BLOCK_TAG + layer.index)
                 for replica, peer in enumerate(self._peers):
                     if replica != self._replica:
                         everyone[replica].append(_unpack(theirs[peer], trainable))
@@ -120,7 +121,6 @@ class GradientBook:
     def _remote_uses(
         self, number: int, layers: Sequence[int], leaves: Mapping[int, nn.Parameter]
     ) -> dict[int, Tensor | None]:
-        rank = self._communicator.rank
         owners: dict[int, list[int]] = {}
         for index in layers:
             owners.setdefault(self._rank_of_layer[index], []).append(index)
@@ -131,19 +131,12 @@ class GradientBook:
             {str(i): leaf.grad for i, leaf in leaves.items() if leaf.grad is not None},
             {str(i): leaf for i, leaf in leaves.items()},
         )
-        tag = _SHARED_TAG + number
-        receives = {}
-        for owner, theirs in owners.items():
-            if owner != rank:
-                spec = TensorSpec(((template.numel() + 1) * len(theirs),), template.dtype)
-                receives[owner] = self._communicator.receive(spec, owner, tag, template.device)
-        sends = [self._communicator.send(packed, owner, tag) for owner in receives]
+        size = template.numel() + 1
+        wanted = {owner: TensorSpec((size * len(uses),), template.dtype) for owner, uses in owners.items()}
         found: dict[int, Tensor | None] = {}
-        for owner, receive in receives.items():
-            block = _unpack(receive.wait(), {str(i): template for i in owners[owner]})
+        for owner, theirs in self._communicator.exchange(packed, wanted, _SHARED_TAG + number).items():
+            block = _unpack(theirs, {str(i): template for i in owners[owner]})
             found.update({index: block.get(str(index)) for index in owners[owner]})
-        for send in sends:
-            send.wait()
         return found
 
 

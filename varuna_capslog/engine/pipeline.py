@@ -25,7 +25,7 @@ from varuna_capslog.engine.options import EngineOptions, Layout, StepResult
 from varuna_capslog.engine.stage import HostMemory, LossFunction, MicrobatchContext, Stage
 from varuna_capslog.engine.step import check_minibatch, microbatches_of
 from varuna_capslog.engine.vote import Poll, Verdict
-from varuna_capslog.model.chain import Chain
+from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.schedules import Action, Lowered, find_deadlock, lower, make_schedule, parse_action, validate
@@ -301,7 +301,8 @@ class PipelineEngine:
         flat = torch.cat([tensor.reshape(-1) for microbatch in order for tensor in mine[microbatch]])
         peers = self._replica_peers()
         found: dict[int, list[Tensor]] = {}
-        theirs = self.communicator.exchange(flat, peers, _STATISTICS_TAG + layer.index)
+        wanted = dict.fromkeys(peers, TensorSpec.of(flat))
+        theirs = self.communicator.exchange(flat, wanted, _STATISTICS_TAG + layer.index)
         for replica, peer in enumerate(peers):
             if peer == self.rank:
                 continue

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.engine.communicator import Communicator, PendingReceive, PendingSend
+from varuna_capslog.engine.communicator import Communicator, Pending
 from varuna_capslog.engine.executor import Observer
 from varuna_capslog.engine.pipeline import PipelineEngine
 from varuna_capslog.engine.probe import resident_tensors
@@ -298,14 +298,14 @@ class SilentCommunicator(Communicator):
         super().__init__(rank, world_size, 0, datetime.timedelta(0))
         self._staged = staged
 
-    def send(self, tensor: Tensor, peer: int, tag: int) -> PendingSend:
+    def send(self, tensor: Tensor, peer: int, tag: int) -> Pending:
         kept = torch.empty(0) if self._staged else tensor.detach()
-        return PendingSend(self, None, peer, kept)
+        return Pending(self, None, peer, "", kept, kept.device)
 
-    def receive(self, spec: TensorSpec, peer: int, tag: int, device: torch.device) -> PendingReceive:
+    def receive(self, spec: TensorSpec, peer: int, tag: int, device: torch.device) -> Pending:
         if self._staged:
             return _Staged(self, spec, peer, device)
-        return PendingReceive(self, None, peer, spec.empty(device), device)
+        return Pending(self, None, peer, "", spec.empty(device), device)
 
     def sum_(self, slots: Tensor) -> Tensor:
         return slots
@@ -315,11 +315,11 @@ class SilentCommunicator(Communicator):
         return [["loss"] if value is None else value] * self.world_size
 
 
-class _Staged(PendingReceive):
+class _Staged(Pending):
     """A receive that lands in host memory first."""
 
     def __init__(self, communicator: Communicator, spec: TensorSpec, peer: int, device: torch.device) -> None:
-        super().__init__(communicator, None, peer, torch.empty(0), device)
+        super().__init__(communicator, None, peer, "", torch.empty(0), device)
         self._spec = spec
 
     def wait(self) -> Tensor:
