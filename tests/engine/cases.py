@@ -15,9 +15,10 @@ from varuna_capslog.config.settings import Config
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.optimizer import LearningRate
 from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine
-from varuna_capslog.engine.step import train_step, verify_copies
+from varuna_capslog.engine.step import train_step
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.training import checkpoint
+from varuna_capslog.training.boundaries import verify_copies
 from varuna_capslog.training.run import Run
 
 SECOND = datetime.timedelta(seconds=1)

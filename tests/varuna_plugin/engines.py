@@ -15,7 +15,8 @@ from varuna_capslog.config.settings import Config
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.interface import EngineParts
 from varuna_capslog.engine.pipeline import EngineOptions, Layout
-from varuna_capslog.engine.step import train_step, verify_copies
+from varuna_capslog.engine.step import train_step
+from varuna_capslog.training.boundaries import verify_copies
 
 
 def detr_step(communicator: Communicator, name: str, layout: Layout) -> dict[str, Any]:

@@ -21,9 +21,9 @@ if TYPE_CHECKING:  # what names the engines imports this module, and does withou
     from varuna_capslog.engine.communicator import Communicator
     from varuna_capslog.engine.layers import EngineLayer
     from varuna_capslog.engine.optimizer import StageOptimizer
-    from varuna_capslog.engine.options import EngineOptions, Layout, StepResult
+    from varuna_capslog.engine.options import EngineOptions, Layout
     from varuna_capslog.engine.stage import LossFunction
-    from varuna_capslog.engine.vote import Verdict
+    from varuna_capslog.engine.step import Verdict
     from varuna_capslog.model.chain import Chain
     from varuna_capslog.model.workload import Minibatch
 
@@ -89,8 +89,8 @@ class Engine(Protocol):
             PeerLost: another rank is gone; the step is forgotten here.
         """
 
-    def apply(self, verdict: Verdict) -> StepResult:
-        """Makes the step that was voted for; sends nothing."""
+    def apply(self, verdict: Verdict) -> float:
+        """Makes the step that was voted for; sends nothing. Returns the learning rate of the step."""
 
     def forget(self) -> None:
         """Drops all traces of a step that was broken off or refused."""

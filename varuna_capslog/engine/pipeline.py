@@ -21,16 +21,15 @@ from varuna_capslog.engine.gradients import GradientBook, squared_norm
 from varuna_capslog.engine.interface import EngineKind, EngineParts, Load
 from varuna_capslog.engine.layers import EngineLayer, take_layers
 from varuna_capslog.engine.optimizer import StageOptimizer
-from varuna_capslog.engine.options import EngineOptions, Layout, StepResult
+from varuna_capslog.engine.options import EngineOptions, Layout
 from varuna_capslog.engine.stage import HostMemory, LossFunction, MicrobatchContext, Stage
-from varuna_capslog.engine.step import check_minibatch, microbatches_of
-from varuna_capslog.engine.vote import Poll, Verdict
+from varuna_capslog.engine.step import Poll, Verdict, check_minibatch, microbatches_of
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.schedules import Action, Lowered, find_deadlock, lower, make_schedule, parse_action, validate
 
-__all__ = ["CAPSLOG", "EngineOptions", "Layout", "PipelineEngine", "Ready", "StepResult"]
+__all__ = ["CAPSLOG", "EngineOptions", "Layout", "PipelineEngine", "Ready"]
 
 _STATISTICS_TAG = 3 << 28
 
@@ -129,7 +128,7 @@ class PipelineEngine:
         self._observer = observer
         self._executor: Executor | None = None
         self._evaluators: dict[int, Executor] = {}
-        self._poll = Poll(chain, communicator, options.clip_norm, options.refuses, ready.part_names)
+        self._poll = Poll(chain, communicator, options, ready.part_names)
         # running statistics of the step under way, by layer and microbatch, those of other replicas included
         self._statistics: dict[int, dict[int, list[Tensor]]] = {}
 
@@ -256,13 +255,13 @@ class PipelineEngine:
             update |= {f"statistics/{microbatch}/{k}": tensor for k, tensor in enumerate(calls)}
         return update
 
-    def apply(self, verdict: Verdict) -> StepResult:
+    def apply(self, verdict: Verdict) -> float:
         """As `Engine.apply`: clipping, optimizer, running statistics."""
         rate = self.optimizer.step(verdict.step, verdict.scale)
         for layer in self.layers:
             if layer.index in self._statistics:
                 layer.statistics.commit(self._statistics.pop(layer.index))
-        return StepResult(verdict.step, verdict.parts, verdict.grad_norm, rate, verdict.stop)
+        return rate
 
     @property
     def part_names(self) -> list[str] | None:

@@ -14,16 +14,17 @@ from typing import Any
 from torch import Tensor
 
 from varuna_capslog.base import files
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.interface import Engine
-from varuna_capslog.engine.step import verify_copies
 from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.training.checkpoint import prune, save_checkpoint
 from varuna_capslog.training.constants import run_constants
 from varuna_capslog.training.feed import evaluation_groups
 from varuna_capslog.training.journal import Journal
+from varuna_capslog.training.layer_state import digest
 from varuna_capslog.training.run_setup import RunSetup
 
-__all__ = ["Boundaries"]
+__all__ = ["Boundaries", "verify_copies"]
 
 
 class Boundaries:
@@ -177,6 +178,25 @@ class Boundaries:
             return None
         record = files.read_json(best)
         return record["value"], record["step"]
+
+
+def verify_copies(engine: Engine) -> None:
+    """Compares every parameter that several ranks hold (shared uses, replicas) by digest (engine rule 3).
+
+    Raises:
+        CapslogError: two ranks disagree, naming the parameter and the ranks.
+    """
+    layout = engine.layout
+    digests = {address: digest({address: parameter}) for address, parameter in engine.optimizer.parameters.items()}
+    seen: dict[str, tuple[int, bytes]] = {}
+    for rank, theirs in enumerate(engine.communicator.gather(digests)):
+        for address, found in theirs.items():
+            first, known = seen.setdefault(address, (rank, found))
+            if known != found:
+                raise CapslogError(
+                    f"parameter {address!r} differs between {layout.describe(first)} and {layout.describe(rank)}; the "
+                    "run is damaged: resume from the last checkpoint"
+                )
 
 
 def _due(every: int | None, step: int) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from varuna_capslog.engine.interface import Engine
 from varuna_capslog.engine.stage_meter import held_inputs
-from varuna_capslog.engine.vote import Verdict
+from varuna_capslog.engine.step import Verdict
 from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.training.boundaries import Boundaries
 from varuna_capslog.training.feed import Feed
@@ -134,19 +134,18 @@ class TrainingLoop:
 
     def apply(self) -> None:
         """Makes the step that was voted for, and writes its line."""
-        engine, train = self.running, self.setup.config.train
-        assert self.verdict is not None
-        assert self.minibatch is not None
+        engine, verdict, minibatch = self.running, self.verdict, self.minibatch
+        assert verdict is not None
+        assert minibatch is not None
         with self._meter.applying(engine):
-            result = engine.apply(self.verdict)
-        inputs = self.minibatch.inputs
+            rate = engine.apply(verdict)
         self.verdict = self.minibatch = None
-        self.step = result.step
-        seconds = time.perf_counter() - self._step_began
-        record = step_record(result, seconds, self._feed.epoch(self.step), train.minibatch_size)
+        self.step = verdict.step
+        seconds, size = time.perf_counter() - self._step_began, self.setup.config.train.minibatch_size
+        record = step_record(verdict, rate, seconds, self._feed.epoch(self.step), size)
         if self._peaks is not None:
             count = engine.options.num_microbatches // engine.layout.replicas
-            record |= peak_record(self._peaks, self._meter.source, inputs[:count])
+            record |= peak_record(self._peaks, self._meter.source, minibatch.inputs[:count])
         self.log.step(record)
 
     def discard(self, step: int) -> str:
