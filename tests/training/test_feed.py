@@ -6,8 +6,8 @@ import pytest
 
 from tests.engine.workload import TinyData
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.engine.layers import mix
 from varuna_capslog.engine.optimizer import LearningRate
-from varuna_capslog.engine.seeds import mix
 from varuna_capslog.training.feed import Feed, evaluation_groups
 
 

@@ -17,8 +17,9 @@ from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.pipeline import Layout, PipelineEngine
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.plans.plan import Plan
-from varuna_capslog.training.loop import TrainingLoop
-from varuna_capslog.training.run import Run, check_plan, set_up_run
+from varuna_capslog.training.loop import PeakMeter, TrainingLoop
+from varuna_capslog.training.run import Run
+from varuna_capslog.training.run_setup import check_plan, set_up_run
 
 CPU = torch.device("cpu")
 
@@ -143,3 +144,41 @@ def test_a_plan_for_another_model_is_refused(tmp_path: Path) -> None:
         check_plan(setup, Plan(num_layers=5, cuts=(0,)))
     with pytest.raises(CapslogError, match="the plan is for the model 'other', the config builds 'tiny'"):
         check_plan(setup, Plan(num_layers=11, cuts=(0,), model="other"))
+
+
+# -- the peak meter ---------------------------------------------------------------------------------------------------
+
+
+def test_a_ballot_comes_out_as_it_went_in() -> None:
+    meter = PeakMeter(torch.device("cpu"))
+    meter.begin(1)
+    plain = (b"", b'{"finite":true}', b"12", b'{"why":"a|b"}')
+    assert meter.opened(plain) == (plain, None)
+    assert meter.sealed(b"x") == b"x"  # nothing was measured yet
+    meter._steps, meter._bytes = meter._at, 77
+    assert meter.opened([meter.sealed(ballot) for ballot in plain]) == (plain, [77] * 4)
+    # peaks of some are no peaks of all, but their ballots count
+    assert meter.opened([meter.sealed(b""), b'{"finite":true}']) == ((b"", b'{"finite":true}'), None)
+
+
+@pytest.mark.parametrize(("generation", "step"), [(1, 2), (2, 5), (7, 5)])
+def test_which_step_is_measured(generation: int, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Nothing:
+        layers = ()
+        optimizer = None
+
+    meter = PeakMeter(torch.device("cpu"))
+    monkeypatch.setattr("varuna_capslog.training.loop.resident_tensors", lambda layers, optimizer: [])
+    meter.begin(generation)
+    measured = []
+    for number in range(1, 9):
+        with meter.computing(Nothing()) as due:  # type: ignore[arg-type]
+            kept = torch.ones(1000)
+        if due:
+            measured.append(number)
+            assert meter._bytes is not None
+            assert meter._bytes >= kept.nbytes
+        assert (meter.sealed(b"") != b"") == due
+        with meter.applying(Nothing()):  # type: ignore[arg-type]
+            pass
+    assert measured == [step]

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.engine.seeds import seed_layer
 from varuna_capslog.engine.statistics import RunningStatistics, tracking_modules
 from varuna_capslog.model.chain import Chain, Layer
 from varuna_capslog.model.trace import autocast_context
 
-__all__ = ["EngineLayer", "LayerGraph", "keep_layout", "take_layers"]
+__all__ = ["EngineLayer", "LayerGraph", "keep_layout", "mix", "seed_layer", "take_layers"]
+
+_MASK = (1 << 64) - 1
 
 
 @dataclass
@@ -78,6 +79,31 @@ def keep_layout(tensor: Tensor) -> None:
         return torch.empty_strided(gradient.shape, stride, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
 
     tensor.register_hook(hook)
+
+
+def mix(*numbers: int) -> int:
+    """One well-spread 63-bit number from several integers (splitmix64 steps: each input is added, then scrambled)."""
+    state = 0x9E3779B97F4A7C15
+    for number in numbers:
+        state = (state + (number & _MASK) * 0xD1342543DE82EF95 + 0x9E3779B97F4A7C15) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state >> 1
+
+
+def seed_layer(device: torch.device, seed: int, step: int, microbatch: int, layer: int) -> None:
+    """Seeds the device's default generator for one layer on one microbatch (engine rule 1).
+
+    Random numbers depend on what is computed, never on where or when: dropout is the same under any cut list, schedule,
+    recomputation or number of replicas.
+    """
+    value = mix(seed, step, microbatch, layer)
+    # not torch.manual_seed: it also visits every other device and, before CUDA starts, records a stack trace
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index or 0].manual_seed(value)
+    else:
+        torch.default_generator.manual_seed(value)
 
 
 class EngineLayer:

@@ -131,12 +131,11 @@ class StageOptimizer:
                     maximize=False,
                 )
 
-    def state(self) -> dict[str, dict[str, Tensor]]:
-        """Moments and step count by parameter address: {"exp_avg", "exp_avg_sq", "step"}; live tensors, not copies."""
-        return {address: moments for address in self.parameters if (moments := self.moments(address))}
-
     def moments(self, address: str) -> dict[str, Tensor]:
-        """As `state` gives them, of one address; {} before its first step, and for what is not trained here."""
+        """Moments and step count of one address: {"exp_avg", "exp_avg_sq", "step"}; live tensors, not copies.
+
+        {} before its first step, and for what is not trained here.
+        """
         parameter = self.parameters.get(address)
         if self._adamw is None or parameter is None or parameter not in self._adamw.state:
             return {}
@@ -154,18 +153,10 @@ class StageOptimizer:
         if not moments:
             self._adamw.state.pop(parameter, None)
         elif copy:
-            self.load({address: moments})
+            self._adamw.state[parameter] = {
+                # AdamW keeps its step count on the CPU
+                name: tensor.clone() if name == "step" else tensor.to(parameter.device, copy=True)
+                for name, tensor in moments.items()
+            }
         else:
             self._adamw.state[parameter] = dict(moments)
-
-    def load(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Takes over the moments of the addresses it owns; those not in `state` start afresh."""
-        if self._adamw is None:
-            return
-        for address, parameter in self.parameters.items():
-            if address in state:
-                self._adamw.state[parameter] = {
-                    # AdamW keeps its step count on the CPU
-                    name: tensor.clone() if name == "step" else tensor.to(parameter.device, copy=True)
-                    for name, tensor in state[address].items()
-                }

@@ -44,7 +44,7 @@ from varuna_capslog.training.checkpoint import from_checkpoint, open_checkpoint
 from varuna_capslog.training.constants import run_constants
 from varuna_capslog.training.follower import Follower
 from varuna_capslog.training.loop import TrainingLoop
-from varuna_capslog.training.run import check_plan, set_up_run
+from varuna_capslog.training.run_setup import check_plan, set_up_run
 
 __all__ = ["PipelineRun", "PipelineWork"]
 

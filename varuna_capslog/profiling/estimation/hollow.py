@@ -178,11 +178,10 @@ def enough_microbatches(conditions: RunConditions, quirks: Quirks) -> int:
 
 def _begin_optimizer(engine: PipelineEngine, quirks: Quirks) -> None:
     """Gives the optimizer its moments and the kernels of the device, as if the engine had trained before."""
-    moments = {}
     for address, parameter in engine.optimizer.parameters.items():
         empty = torch.empty_like(parameter)
-        moments[address] = {"exp_avg": empty, "exp_avg_sq": empty, "step": torch.empty(())}
-    engine.optimizer.load(moments)
+        moments = {"exp_avg": empty, "exp_avg_sq": empty, "step": torch.empty(())}
+        engine.optimizer.take_moments(address, moments, copy=True)
     if quirks.foreach and engine.optimizer._adamw is not None:
         for group in engine.optimizer._adamw.param_groups:
             group["foreach"], group["fused"] = True, None
