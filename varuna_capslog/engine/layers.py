@@ -20,7 +20,7 @@ from varuna_capslog.engine.statistics import RunningStatistics, tracking_modules
 from varuna_capslog.model.chain import Chain, Layer
 from varuna_capslog.model.trace import autocast_context
 
-__all__ = ["EngineLayer", "LayerGraph", "keep_layout", "mix", "seed_layer", "take_layers"]
+__all__ = ["EngineLayer", "LayerGraph", "keep_layout", "mix", "persistent_buffers", "seed_layer", "take_layers"]
 
 _MASK = (1 << 64) - 1
 
@@ -142,8 +142,7 @@ class EngineLayer:
     @property
     def buffers(self) -> dict[str, Tensor]:
         """Persistent buffers by name inside the layer."""
-        state = self.layer.module.state_dict(keep_vars=True)
-        return {name: tensor for name, tensor in state.items() if name not in self.parameters}
+        return persistent_buffers(self.layer.module, self.parameters)
 
     def forward(
         self, values: Mapping[str, Tensor], key: tuple[int, int, int], graph: bool, record: bool
@@ -181,6 +180,11 @@ class EngineLayer:
                     "a parameter"
                 )
         self._stateless = True
+
+
+def persistent_buffers(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """The buffers of a module that its state has besides these parameters, by name."""
+    return {name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if name not in parameters}
 
 
 def take_layers(

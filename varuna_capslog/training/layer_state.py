@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.engine.layers import EngineLayer
+from varuna_capslog.engine.layers import EngineLayer, persistent_buffers
 from varuna_capslog.engine.optimizer import StageOptimizer
 from varuna_capslog.model.chain import Chain
 
@@ -143,18 +143,14 @@ def install(layer: EngineLayer, optimizer: StageOptimizer, state: Mapping[str, T
 
 def initial(chain: Chain, index: int) -> LayerState:
     """The state before step 1, copied from the chain, which must not have been trained: see `take_layers`."""
-    return {key: tensor.detach().cpu().clone() for key, tensor in model_state(chain, index).items()}
+    return cloned(model_state(chain, index))
 
 
 def model_state(chain: Chain, index: int) -> LayerState:
     """A layer's parameters and persistent buffers in the chain itself."""
     module = chain.layers[index].module
     parameters = dict(module.named_parameters())
-    state: LayerState = {f"parameters/{name}": parameter for name, parameter in parameters.items()}
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        if name not in parameters:
-            state[f"buffers/{name}"] = tensor
-    return state
+    return flatten(parameters, persistent_buffers(module, parameters), {})
 
 
 def digest(state: Mapping[str, Tensor]) -> bytes:
@@ -170,10 +166,6 @@ def digest(state: Mapping[str, Tensor]) -> bytes:
 
 def size_of(chain: Chain, index: int) -> int:
     """Bytes of a layer's state once every trainable parameter has AdamW's moments."""
-    total = 0
-    for key, tensor in model_state(chain, index).items():
-        size = tensor.numel() * tensor.dtype.itemsize
-        total += size
-        if key.startswith("parameters/") and tensor.requires_grad:
-            total += 2 * size + _STEP_BYTES
-    return total
+    trained = [parameter for parameter in chain.layers[index].module.parameters() if parameter.requires_grad]
+    moments = sum(2 * parameter.nbytes + _STEP_BYTES for parameter in trained)
+    return sum(tensor.nbytes for tensor in model_state(chain, index).values()) + moments
