@@ -67,7 +67,7 @@ def test_a_driver_of_single_steps_writes_what_a_run_of_a_fixed_number_does(tmp_p
     config = cases.run_config(str(tmp_path / "fixed"), train={"max_steps": 4})
     run = Run(config, Plan(num_layers=11, cuts=(0,), model="tiny"), TinyWorkload(config), alone(), CPU)
     assert run.train().step == 4
-    run.close()
+    run.loop.close()
     loop = loop_of(tmp_path / "single", train={"max_steps": 4})
     begin(loop, 1, 0)
     make(loop, 4)
@@ -120,7 +120,7 @@ def test_a_stop_by_the_clock_is_evaluated_and_one_by_a_person_is_not(tmp_path: P
         plan = Plan(num_layers=11, cuts=(0,), model="tiny")
         run = Run(config, plan, TinyWorkload(config), alone(), CPU, stop_wished=lambda asked=asked: asked)
         end = run.train()
-        run.close()
+        run.loop.close()
         assert (end.step, end.stopped, end.scores is None) == (1, asked, asked)
         assert (folder / "evaluations.jsonl").exists() != asked
         assert saved_steps(folder) == [1]
@@ -132,9 +132,9 @@ def test_a_refused_step_leaves_the_boundary_before_it_and_names_no_microbatch(tm
     run = Run(config, plan, TinyWorkload(config), alone(), CPU)
     with pytest.raises(StepRefused) as caught:
         run.train()
-    run.close()
+    run.loop.close()
     step = int(str(caught.value).split("step ")[1].split(":")[0])
-    assert (run.begun_step, run.failed_at, run.step) == (step, None, step - 1)
+    assert (run.begun_step, run.failed_at, run.loop.step) == (step, None, step - 1)
     assert saved_steps(tmp_path) == ([step - 1] if step > 1 else [])
 
 

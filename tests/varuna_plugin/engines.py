@@ -68,10 +68,10 @@ def run(communicator: Communicator, values: dict[str, Any], cuts: list[int]) -> 
         work = Run(config, plan, TinyWorkload(config), communicator, torch.device("cpu"), engines=ENGINES)
         try:
             work.resume()
-            first = work.step + 1
+            first = work.loop.step + 1
             end = work.train()
         finally:
-            work.close()
+            work.loop.close()
             plugin.uninstall()
     communicator.barrier()
     lines = files.read_jsonl(Path(config.run_dir) / "metrics.jsonl")

@@ -16,7 +16,7 @@ from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layers import EngineLayer
 from varuna_capslog.model.chain import Chain, TensorSpec
 
-__all__ = ["GradientBook", "squared_norm"]
+__all__ = ["GradientBook"]
 
 _BLOCK_TAG = 1 << 28
 _SHARED_TAG = 1 << 29
@@ -77,6 +77,26 @@ class GradientBook:
             for name, gradient in total.items():
                 layer.parameters[name].grad = gradient
         self._add_uses()
+
+    def squared_norms(self) -> dict[int, Tensor]:
+        """Sum of squares of each layer's gradients, in float64, by layer; on the host.
+
+        A shared parameter counts under its first layer only (engine rule 1).
+        """
+        first_use = {shared.name: shared.layers[0] for shared in self._shared}
+        found = []
+        for layer in self._layers:
+            counted = {name: first_use[address] == layer.index for name, address in layer.shared.items()}
+            norms = [
+                torch.linalg.vector_norm(parameter.grad, dtype=torch.float64)
+                for name, parameter in layer.parameters.items()
+                if parameter.grad is not None and counted.get(name, True)
+            ]
+            if norms:
+                found.append(torch.stack(norms).square().sum())
+            else:
+                found.append(torch.zeros((), dtype=torch.float64, device=layer.device))
+        return dict(zip(self._by_index, torch.stack(found).cpu(), strict=True))
 
     def forget(self) -> None:
         """Drops the blocks of a broken-off step."""
@@ -169,13 +189,3 @@ def _unpack(flat: Tensor, parameters: Mapping[str, nn.Parameter]) -> dict[str, T
             found[name] = flat[at : at + parameter.numel()].reshape(parameter.shape)
         at += parameter.numel()
     return found
-
-
-def squared_norm(layer: EngineLayer, counted: Mapping[str, bool]) -> Tensor:
-    """Sum of squares of a layer's gradients, float64 on its device; `counted` says which of its parameters it owns."""
-    norms = [
-        torch.linalg.vector_norm(parameter.grad, dtype=torch.float64)
-        for name, parameter in layer.parameters.items()
-        if parameter.grad is not None and counted.get(name, True)
-    ]
-    return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=layer.device)

@@ -136,13 +136,8 @@ class EngineKind:
     check: Callable[[], object] = lambda: None
 
 
-class Engines:
+class Engines(dict[str, EngineKind]):
     """The engines that there are, by the name that `engine` has in a config."""
 
-    def __init__(self, kinds: Mapping[str, EngineKind]) -> None:
-        self._kinds = dict(kinds)
-
-    def __getitem__(self, name: str) -> EngineKind:
-        if name not in self._kinds:
-            raise CapslogError(f"engine={name!r} is unknown here; choose one of {', '.join(sorted(self._kinds))}")
-        return self._kinds[name]
+    def __missing__(self, name: str) -> EngineKind:
+        raise CapslogError(f"engine={name!r} is unknown here; choose one of {', '.join(sorted(self))}")

@@ -17,8 +17,8 @@ from torch import Tensor
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.executor import Executor, Observer
-from varuna_capslog.engine.gradients import GradientBook, squared_norm
-from varuna_capslog.engine.interface import EngineKind, EngineParts, Load
+from varuna_capslog.engine.gradients import GradientBook
+from varuna_capslog.engine.interface import EngineParts, Load
 from varuna_capslog.engine.layers import EngineLayer, take_layers
 from varuna_capslog.engine.optimizer import StageOptimizer
 from varuna_capslog.engine.options import EngineOptions, Layout
@@ -29,7 +29,7 @@ from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.schedules import Action, Lowered, find_deadlock, lower, make_schedule, parse_action, validate
 
-__all__ = ["CAPSLOG", "EngineOptions", "Layout", "PipelineEngine", "Ready"]
+__all__ = ["EngineOptions", "Layout", "PipelineEngine", "Ready", "build"]
 
 _STATISTICS_TAG = 3 << 28
 
@@ -227,9 +227,7 @@ class PipelineEngine:
     def vote(self, step: int, minibatch: Minibatch, stop: bool = False, ballot: bytes = b"") -> Verdict:
         """As `Engine.vote`. A step with a `refusal` must not be applied: `forget` drops it."""
         last = self.stages.get(len(self.layout.cuts) - 1)
-        norms = {}
-        if self.replica == 0 and self.layers:
-            norms = dict(zip([layer.index for layer in self.layers], self._squared_norms(), strict=True))
+        norms = self._gradients.squared_norms() if self.replica == 0 and self.layers else {}
         try:
             return self._poll.hold(step, minibatch, last, norms, stop, ballot)
         except BaseException:
@@ -280,34 +278,20 @@ class PipelineEngine:
         self._gradients.forget()
         self._statistics.clear()
 
-    def _squared_norms(self) -> Tensor:
-        """Per local layer; a shared parameter counts under its first layer only (engine rule 1)."""
-        first_use = {shared.name: shared.layers[0] for shared in self.chain.shared}
-        values = []
-        for layer in self.layers:
-            counted = {name: first_use[address] == layer.index for name, address in layer.shared.items()}
-            values.append(squared_norm(layer, counted))
-        return torch.stack(values).cpu()
-
     def _take_statistics(self, layer: EngineLayer) -> dict[int, list[Tensor]]:
         """A layer's running statistics of all microbatches of the step, those of other replicas included."""
-        mine = layer.statistics.take()
-        return mine | self._statistics_of_replicas(layer, mine) if self.layout.replicas > 1 else mine
-
-    def _statistics_of_replicas(self, layer: EngineLayer, mine: dict[int, list[Tensor]]) -> dict[int, list[Tensor]]:
-        order = sorted(mine)
-        shapes = [tensor.shape for tensor in mine[order[0]]]
-        flat = torch.cat([tensor.reshape(-1) for microbatch in order for tensor in mine[microbatch]])
-        peers = self._replica_peers()
-        found: dict[int, list[Tensor]] = {}
+        found = layer.statistics.take()
+        if self.layout.replicas == 1:
+            return found
+        order, peers = sorted(found), self._replica_peers()
+        shapes = [tensor.shape for tensor in found[order[0]]]
+        flat = torch.cat([tensor.reshape(-1) for microbatch in order for tensor in found[microbatch]])
         wanted = dict.fromkeys(peers, TensorSpec.of(flat))
-        theirs = self.communicator.exchange(flat, wanted, _STATISTICS_TAG + layer.index)
-        for replica, peer in enumerate(peers):
-            if peer == self.rank:
-                continue
-            pieces = iter(theirs[peer].split([shape.numel() for shape in shapes] * len(order)))
+        for peer, theirs in self.communicator.exchange(flat, wanted, _STATISTICS_TAG + layer.index).items():
+            first = peers.index(peer) * len(order)
+            pieces = iter(theirs.split([shape.numel() for shape in shapes] * len(order)))
             for position in range(len(order)):
-                found[replica * len(order) + position] = [next(pieces).reshape(shape) for shape in shapes]
+                found[first + position] = [next(pieces).reshape(shape) for shape in shapes]
         return found
 
     # -- evaluation --------------------------------------------------------------------------------------------------
@@ -336,12 +320,9 @@ class PipelineEngine:
                 stage.train(True)
 
 
-def _build(parts: EngineParts) -> PipelineEngine:
+def build(parts: EngineParts) -> PipelineEngine:
+    """The `EngineKind.build` of `engine: capslog`."""
     return PipelineEngine(parts.chain, parts.loss, parts.layout, parts.options, parts.communicator, parts.device)
-
-
-CAPSLOG = EngineKind(_build)
-"""What `engine: capslog` stands for."""
 
 
 @functools.lru_cache(maxsize=16)  # a membership that changes often meets the same layouts again

@@ -119,12 +119,9 @@ class Stage:
         if wanted and not graph:
             keep = self._host.keep if self._host is not None else _as_it_is
             held.inputs = {name: keep(tensor) for name, tensor in values.items()}
-        if self._loss is not None and not graph and not self._has_statistics():
+        if self._loss is not None and not graph and not any(layer.statistics for layer in self.layers):
             return {}  # these outputs are not read before the recomputation makes them again
         return self._run(context, values, held, graph and wanted, record=True)
-
-    def _has_statistics(self) -> bool:
-        return any(bool(layer.statistics) for layer in self.layers)
 
     def recompute(self, context: MicrobatchContext) -> None:
         """R: runs the forward again from the kept inputs, with the same random numbers, and keeps the graph."""

@@ -37,7 +37,7 @@ class Boundaries:
     def __init__(self, setup: RunSetup, log: Journal) -> None:
         self._setup, self._log = setup, log
         self._val: Any = None  # opened when it is first asked for
-        self._engine: Engine | None = None
+        self._engine: Engine  # of the generation that has begun
         self._generation = self._base = self._saved = self._judged = 0
         self._best: tuple[float, int] | None = None
         self.scores: Mapping[str, Any] | None = None
@@ -92,7 +92,7 @@ class Boundaries:
         """
         if self._saved >= step:
             return False
-        began, engine = time.monotonic(), self._running
+        began, engine = time.monotonic(), self._engine
         extra = {"constants": run_constants(self._setup.config), "cuts": list(engine.layout.cuts)}
         save_checkpoint(self._setup.checkpoints, step, self._generation, engine, extra)
         self._saved = step
@@ -139,27 +139,22 @@ class Boundaries:
         mine = communicator.together(lambda: evaluator.summarize(everything) if communicator.rank == 0 else None)
         return communicator.gather(mine)[0]
 
-    @property
-    def _running(self) -> Engine:
-        assert self._engine is not None
-        return self._engine
-
     def _verify(self, step: int) -> None:
         if _due(self._setup.config.pipeline.verify_every, step):
-            verify_copies(self._running)
+            verify_copies(self._engine)
 
     def _agree(self, step: int) -> None:
         """At the boundary with which a generation begins: a rank that joined has no record of earlier checkpoints and
         evaluations, so all take over what any of them knows.
         """
         if step == self._base:
-            known = self._running.communicator.gather((self._saved, self._judged))
+            known = self._engine.communicator.gather((self._saved, self._judged))
             self._saved = max(saved for saved, _ in known)
             self._judged = max(judged for _, judged in known)
 
     def _judge(self, step: int) -> None:
         """Evaluates, and remembers the best step."""
-        scores = self.evaluate(self._running)
+        scores = self.evaluate(self._engine)
         self._judged = step
         if scores is None:
             return

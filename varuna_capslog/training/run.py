@@ -18,9 +18,9 @@ from torch import Tensor
 from varuna_capslog.base.errors import CapslogError, StepRefused
 from varuna_capslog.config.settings import Config
 from varuna_capslog.engine.communicator import Communicator
-from varuna_capslog.engine.interface import Engine, EngineParts, Engines
+from varuna_capslog.engine.interface import Engine, EngineKind, EngineParts, Engines
 from varuna_capslog.engine.options import layout_of
-from varuna_capslog.engine.pipeline import CAPSLOG
+from varuna_capslog.engine.pipeline import build
 from varuna_capslog.model.workload import Workload
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.training.checkpoint import Checkpoint, latest_checkpoint, load_layers, open_checkpoint
@@ -42,6 +42,8 @@ class RunEnd:
 
 class Run:
     """One rank of a run of a fixed number of steps, with one engine from its beginning to its end.
+
+    Its `loop` has the last step, evaluates, and is to be closed.
 
     Args:
         stop_wished: asked at every step boundary; True on any rank stops all ranks there.
@@ -71,7 +73,7 @@ class Run:
             shown = "; ".join(self.setup.left_out[:3]) + ("; ..." if len(self.setup.left_out) > 3 else "")
             sys.stdout.write(f"init_from: {len(self.setup.left_out)} entries are not taken over: {shown}\n")
         check_plan(self.setup, plan)
-        self.engine = self._make_engine(engines or Engines({"capslog": CAPSLOG}))
+        self.engine = self._make_engine(engines or Engines({"capslog": EngineKind(build)}))
         self.loop = TrainingLoop(self.setup, device, generation - 1, stop_wished)
         self.loop.began(time.monotonic() - began)
         self._found: Checkpoint | None = None
@@ -129,11 +131,6 @@ class Run:
 
     # -- the run -----------------------------------------------------------------------------------------------------
 
-    @property
-    def step(self) -> int:
-        """The last step that was applied."""
-        return self.loop.step
-
     def train(self) -> RunEnd:
         """Steps until the end, a wish to stop, or an error.
 
@@ -169,11 +166,3 @@ class Run:
         why = self.loop.discard(step)
         self.loop.boundaries.save_new(step - 1)
         raise StepRefused(why)
-
-    def evaluate(self) -> Mapping[str, Any] | None:
-        """Scores of the validation set on the pipeline, the same on every rank; None without one."""
-        return self.loop.boundaries.evaluate(self.engine)
-
-    def close(self) -> None:
-        """Stops the loading threads and the progress bar."""
-        self.loop.close()
