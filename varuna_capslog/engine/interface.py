@@ -49,8 +49,6 @@ class Engine(Protocol):
     layout: Layout
     options: EngineOptions
     communicator: Communicator
-    device: torch.device
-    rank: int
     replica: int
     layers: list[EngineLayer]
     optimizer: StageOptimizer

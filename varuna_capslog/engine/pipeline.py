@@ -307,8 +307,8 @@ class PipelineEngine:
                     rows[device].append(Action(index, "F", microbatch))
             lowered = lower(rows, has_gradient=[False] * (len(self.layout.cuts) - 1))
             executor = self._evaluators[count] = self._executor_of(lowered)
-        for stage in self.stages.values():
-            stage.train(False)
+        for layer in self.layers:
+            layer.layer.module.eval()
         try:
             executor.run(
                 self._contexts(minibatch, range(count), 0),
@@ -316,8 +316,8 @@ class PipelineEngine:
                 evaluate=lambda context, outputs: take(context.index, outputs),
             )
         finally:
-            for stage in self.stages.values():
-                stage.train(True)
+            for layer in self.layers:
+                layer.layer.module.train()
 
 
 def build(parts: EngineParts) -> PipelineEngine:

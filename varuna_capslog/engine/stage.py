@@ -218,11 +218,6 @@ class Stage:
         """Runs the stage without keeping anything (the caller has set evaluation mode)."""
         return self._run(context, values, _Held(), graph=False, record=False)
 
-    def train(self, mode: bool) -> None:
-        """Switches every layer between training and evaluation mode."""
-        for layer in self.layers:
-            layer.layer.module.train(mode)
-
     def forget(self) -> None:
         """Drops what a broken-off step left, gradients included."""
         self._held.clear()

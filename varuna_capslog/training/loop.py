@@ -102,6 +102,8 @@ class TrainingLoop:
         step: the last one that was applied.
         minibatch: of the step under way.
         verdict: of the step that was voted on and neither applied nor discarded.
+        run_began: on the monotonic clock; `max_seconds` counts from here. The driver sets it where the run began before
+            this loop was made.
     """
 
     def __init__(
@@ -117,12 +119,8 @@ class TrainingLoop:
         self._feed: Feed = setup.feed()
         self._meter = PeakMeter(device)
         self._peaks: list[int] | None = None
-        self._run_began = time.monotonic()
+        self.run_began = time.monotonic()
         self._step_began = 0.0
-
-    def began(self, seconds_ago: float) -> None:
-        """The run has been at work for so long: `max_seconds` counts for all of it."""
-        self._run_began = time.monotonic() - seconds_ago
 
     # -- generations --------------------------------------------------------------------------------------------------
 
@@ -189,7 +187,7 @@ class TrainingLoop:
         """
         assert self.minibatch is not None
         limit, engine = self.setup.config.train.max_seconds, self.running
-        late = limit is not None and time.monotonic() - self._run_began > limit
+        late = limit is not None and time.monotonic() - self.run_began > limit
         verdict = engine.vote(step, self.minibatch, late or self._stop_wished(), self._meter.sealed(ballot))
         ballots, peaks = self._meter.opened(verdict.ballots or (b"",) * engine.communicator.world_size)
         self._peaks = None if peaks is None else [peaks[device] for device in engine.layout.placement]

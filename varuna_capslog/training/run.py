@@ -75,7 +75,7 @@ class Run:
         check_plan(self.setup, plan)
         self.engine = self._make_engine(engines or Engines({"capslog": EngineKind(build)}))
         self.loop = TrainingLoop(self.setup, device, generation - 1, stop_wished)
-        self.loop.began(time.monotonic() - began)
+        self.loop.run_began = began
         self._found: Checkpoint | None = None
         self.begun_step: int | None = None
         self.failed_at: str | None = None

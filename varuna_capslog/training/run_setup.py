@@ -7,7 +7,7 @@ begins from (`init_from`) are those of one of our checkpoints or of a file that 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -81,12 +81,8 @@ def set_up_run(config: Config, workload: Workload, plan: Plan | None = None) -> 
     source, train, pipeline = workload.train_data(), config.train, config.pipeline
     steps_per_epoch = len(source) // train.minibatch_size
     drop = train.lr_drop_steps if train.lr_drop_epochs is None else train.lr_drop_epochs * steps_per_epoch
-    options = EngineOptions(
-        num_microbatches=config.num_microbatches,
-        num_blocks=config.num_blocks,
-        schedule=pipeline.schedule,
-        recompute=pipeline.recompute,
-        stage_inputs=pipeline.stage_inputs,
+    options = replace(
+        EngineOptions.of_config(config),
         transport=pipeline.transport,
         precision=train.precision,
         seed=train.seed,

@@ -182,7 +182,7 @@ def _begin_optimizer(engine: PipelineEngine, quirks: Quirks) -> None:
         empty = torch.empty_like(parameter)
         moments = {"exp_avg": empty, "exp_avg_sq": empty, "step": torch.empty(())}
         engine.optimizer.take_moments(address, moments, copy=True)
-    if quirks.foreach and engine.optimizer._adamw is not None:
+    if quirks.foreach:
         for group in engine.optimizer._adamw.param_groups:
             group["foreach"], group["fused"] = True, None
 
