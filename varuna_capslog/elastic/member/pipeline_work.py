@@ -42,7 +42,6 @@ from varuna_capslog.schedules import RunShape
 from varuna_capslog.training import layer_state
 from varuna_capslog.training.checkpoint import from_checkpoint, open_checkpoint
 from varuna_capslog.training.constants import run_constants
-from varuna_capslog.training.follower import Follower
 from varuna_capslog.training.loop import TrainingLoop
 from varuna_capslog.training.run_setup import check_plan, set_up_run
 
@@ -221,7 +220,7 @@ class PipelineWork:
         return self._running.update_of(layer)
 
     def follow(self, layer: int, state: LayerState) -> Followed:
-        return Follower(self.chain, layer, self.setup.options, self.device, state)
+        return layer_state.Follower(self.chain, layer, self.setup.options, self.device, state)
 
     def initial(self, layer: int) -> LayerState:
         return layer_state.initial(self.chain, layer)
