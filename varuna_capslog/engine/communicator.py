@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.errors import CapslogError, PeerLost
 from varuna_capslog.model.chain import TensorSpec
 
 __all__ = ["Communicator", "PeerLost", "Pending", "connect", "connect_group", "why_lost"]
@@ -28,16 +28,6 @@ Value = TypeVar("Value")
 
 _ENDING_TAG = (1 << 30) + 1
 """No message has this tag; a receive that waits for one ends a group (see `Communicator.abort`)."""
-
-
-class PeerLost(CapslogError):
-    """Another rank closed its connection or did not answer in time; the cause is in that rank's own message."""
-
-    exit_status = 5
-
-    def __init__(self, message: str, peer: int | None) -> None:
-        super().__init__(message)
-        self.peer = peer
 
 
 def why_lost(error: RuntimeError, silence: str) -> str:
