@@ -1,4 +1,4 @@
-"""All talk between the ranks of one generation; the only code that touches `torch.distributed`.
+"""All communication between the ranks of one generation; the only code that touches `torch.distributed`.
 
 One `Communicator` owns every process group of its generation: it is created with them, aborts and closes them together,
 and several may live in one process. Votes and small sums run over gloo even when tensors travel over NCCL. Timeouts are
@@ -162,7 +162,7 @@ class Communicator:
 
         NCCL has no tags and matches by order, so each direction of each pair has a communicator and a stream of its
         own; senders and receivers keep one order per pair anyway. Votes and gathers stay on gloo. Every rank calls this
-        with the same pairs; NCCL wants one GPU per rank.
+        with the same pairs; NCCL needs one GPU per rank.
 
         Raises:
             CapslogError: the communicator is not one of `connect`.
@@ -195,7 +195,7 @@ class Communicator:
         return self._group, destination if source == self.rank else source
 
     def _lost(self, error: RuntimeError, doing: str, peer: int | None) -> PeerLost:
-        """The error to raise; ends the group, so that the next rank of a row of waiting ones hears of it, too."""
+        """The error to raise; ends the group, so that a rank which waits for this one gets an error, too."""
         if self.aborted:
             return PeerLost(f"{self._name(self.rank)} was {doing} when its generation was ended here", peer)
         reason = why_lost(error, f"no answer within {self._timeout.total_seconds():g} s")
@@ -243,9 +243,7 @@ class Communicator:
         return Pending(self, work, peer, doing, buffer, device)
 
     def sum_(self, slots: Tensor) -> Tensor:
-        """Adds float64 vectors of all ranks, in place. Exact, whatever the order, when every slot is filled by one
-        rank.
-        """
+        """Adds float64 vectors of all ranks, in place; exact in any order where one rank fills each slot."""
         assert slots.dtype == torch.float64
         assert slots.device.type == "cpu"
         return self._add_up(slots, "in the vote of all ranks")
@@ -335,9 +333,8 @@ class Communicator:
 
         From any thread, also while another one is blocked; what was pending raises PeerLost there, as does everything
         asked for later. Nothing in torch interrupts a blocked wait of gloo, but gloo closes all connections of a group
-        in which a wait times out: so a receive for a message that no rank sends is given a
-        millisecond. A peer that waits for another peer hears of it from that one, which aborts as soon as it loses a
-        message.
+        in which a wait times out: so a receive for a message that no rank sends is given a millisecond. A peer that
+        waits for another peer gets its error when that one aborts, which it does as soon as it loses a message.
         """
         self.aborted = True
         for end in self._beside:

@@ -141,7 +141,8 @@ class Executor:
             if observer is not None:
                 observer.instruction(position, instruction)
             if position in self._first_use:
-                _call(self._stages[self._first_use[position]].before_step)
+                for hook in self._stages[self._first_use[position]].before_step:
+                    hook()
             if isinstance(instruction, SendInstruction):
                 transfers.send(instruction, arrived.pop(instruction.message))
             elif isinstance(instruction, Recv):
@@ -151,7 +152,8 @@ class Executor:
                 self.doing = str(instruction)
                 self._act(instruction, contexts, arrived, load, after_backward, evaluate)
             if position in self._last_use:
-                _call(self._stages[self._last_use[position]].after_step)
+                for hook in self._stages[self._last_use[position]].after_step:
+                    hook()
         transfers.finish()
         self.doing = "idle"
 
@@ -198,11 +200,6 @@ class Executor:
 
     def _working(self, kind: str, stage: Stage, context: MicrobatchContext) -> AbstractContextManager[None]:
         return _UNOBSERVED if self._observer is None else self._observer.working(kind, stage, context)
-
-
-def _call(hooks: Sequence[Callable[[], None]]) -> None:
-    for hook in hooks:
-        hook()
 
 
 class _Transfers:

@@ -2,8 +2,8 @@
 
 An engine makes the training steps of one rank. Two exist: `PipelineEngine`, our own, and `varuna_plugin.VarunaEngine`,
 which has Varuna compute the step. They share no base class: training loop, journal and evaluation know this protocol
-only. The start-up names the engines that there are in one `Engines` object and hands it down, so that nothing here
-imports an engine.
+only. The start-up names the existing engines in one `Engines` object and hands it down, so that nothing here imports
+an engine.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from varuna_capslog.base.errors import CapslogError
 
-if TYPE_CHECKING:  # what names the engines imports this module, and does without torch
+if TYPE_CHECKING:  # the module that names the engines imports this one, and no torch
     import torch
     from torch import Tensor
 
@@ -77,7 +77,7 @@ class Engine(Protocol):
         """
 
     def vote(self, step: int, minibatch: Minibatch, stop: bool = False, ballot: bytes = b"") -> Verdict:
-        """After `compute`: all ranks learn whether the step may be applied, and what each of them has to say.
+        """After `compute`: all ranks learn whether the step may be applied, and the ballot of each of them.
 
         Args:
             stop: this rank wishes to stop after the step.
@@ -135,7 +135,7 @@ class EngineKind:
 
 
 class Engines(dict[str, EngineKind]):
-    """The engines that there are, by the name that `engine` has in a config."""
+    """The existing engines, by the name that `engine` has in a config."""
 
     def __missing__(self, name: str) -> EngineKind:
         raise CapslogError(f"engine={name!r} is unknown here; choose one of {', '.join(sorted(self))}")

@@ -1,8 +1,8 @@
 """One layer as the engine runs it, its own parameter leaves, its own random numbers; and autograd graphs of layers.
 
-Layers share a graph only where their gradients flow in one line: a tensor read by several layers ends it, so that
-it collects their gradients one by one, last reader first; each use of a shared parameter accumulates apart from the
-others. That makes every sum of gradients the same for any cut list (engine rule 1).
+Layers share a graph only where their gradients flow from one layer to the next: a tensor read by several layers ends
+it, so that it collects their gradients one by one, last reader first; each use of a shared parameter accumulates apart
+from the others. That makes every sum of gradients the same for any cut list (engine rule 1).
 """
 
 from __future__ import annotations
@@ -232,7 +232,9 @@ def take_layers(
         elif ready is not None:
             module = copy.deepcopy(module)
         if any(tensor.device != device for tensor in (*module.parameters(), *module.buffers())):
-            module.to(device)  # not asked of a module that is there: torch would exchange the fake ones of an estimate
+            module.to(
+                device
+            )  # not called for a module that is there: torch would replace the fake tensors of an estimate
         module.train()
         taken.append(
             EngineLayer(index, Layer(layer.name, module, layer.reads, layer.writes), device, precision, shared)

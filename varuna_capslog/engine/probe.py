@@ -41,10 +41,10 @@ class PeakProbe:
     live.
 
     On the CPU, which keeps no such statistics: torch's allocator reports each allocation and release to the profiler,
-    and the peak is the running maximum of live bytes, beginning with those of `held`. Seen is what the calling thread
-    and the threads of autograd allocate; what another Python thread allocates (a prefetching loader) is not seen, nor
-    is its release, so load in the calling thread during a probed step. Memory from before the block that is not in
-    `held` counts nowhere.
+    and the peak is the running maximum of live bytes, beginning with those of `held`. The profiler sees what the
+    calling thread and the threads of autograd allocate. It sees neither what another Python thread allocates (a
+    prefetching loader) nor its release, so load in the calling thread during a probed step. Memory from before the
+    block that is not in `held` does not count.
 
     Args:
         device: whose memory.
@@ -218,7 +218,7 @@ def _running_maximum(allocations: Iterable[tuple[int, int, int]], held: dict[int
     live = dict(held)
     current = peak = sum(live.values())
     for _, address, size in allocations:
-        # a second allocation at a counted address: its release went unreported
+        # a second allocation at a counted address: its release was not reported
         current -= live.pop(address, 0)
         if size > 0:
             live[address] = size

@@ -73,7 +73,7 @@ class Boundaries:
         return saved
 
     def finish(self, step: int, judges: bool) -> None:
-        """The last boundary: comparison, checkpoint and evaluation, whatever of them was not done there.
+        """The last boundary: comparison, checkpoint and evaluation, as far as they were not made there.
 
         Args:
             judges: False leaves the evaluation out.

@@ -72,9 +72,7 @@ class Feed:
         return order
 
     def loader(self, step: int) -> Callable[[int], dict[str, Tensor]]:
-        """A function that gives the inputs of this step's microbatches; the ones that come next are loading
-        meanwhile.
-        """
+        """A function that gives the inputs of this step's microbatches; the next ones are loaded meanwhile."""
 
         def load(microbatch: int) -> dict[str, Tensor]:
             assert self._pool is not None

@@ -147,9 +147,7 @@ class Journal:
         self.writes = True
 
     def step(self, record: Mapping[str, Any]) -> None:
-        """Adds one step's line; `record` holds step, loss, parts, lr, grad_norm, step_seconds, samples_per_second,
-        ...
-        """
+        """Adds one step's line; `record` is a `step_record`, perhaps with a `peak_record`."""
         self._recent.add(int(record["step"]), (self._generation, self._world_size, record))
         if self.writes:
             self._write(record, self._generation, self._world_size)

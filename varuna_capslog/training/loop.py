@@ -1,7 +1,7 @@
 """The training of one rank: steps, and what is due between them, on the engine that runs at the moment.
 
-Two drive it. `run.Run` makes a fixed number of steps with one engine; a member of an elastic run makes each step when
-the protocol says so, and the engine changes with every generation. Neither of them trains by itself.
+Two classes drive it. `run.Run` makes a fixed number of steps with one engine; a member of an elastic run makes each
+step when the protocol says so, and the engine changes with every generation.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from varuna_capslog.training.run_setup import RunSetup
 __all__ = ["PeakMeter", "TrainingLoop"]
 
 _FIRST, _LATER = 2, 5
-"""Which step of a generation is measured: in the first one as soon as the moments exist, later on not before it has
-proved to last: a probe costs some ten milliseconds."""
+"""Which step of a generation is measured: in the first one as soon as the moments exist; a later one may be short, and
+a probe costs some ten milliseconds."""
 
 
 class PeakMeter:
-    """The measured peak of every stage, once per generation, told in a vote: no message of its own, and no later one.
+    """The measured peak of every stage, once per generation. It travels with the ballots of a vote only.
 
     A whole step is measured in two halves, one step's update and the next step's forward and backward, so that the peak
     is known when that next step is voted on. On CUDA a peak holds what protection keeps on the device, too.
@@ -177,7 +177,7 @@ class TrainingLoop:
             engine.compute(step, self.minibatch, load)
 
     def vote(self, step: int, ballot: bytes = b"") -> Verdict:
-        """What all ranks find of the step, and what each of them has to say.
+        """What all ranks find of the step, and the ballot of each of them.
 
         Args:
             ballot: handed to all ranks with the verdict.

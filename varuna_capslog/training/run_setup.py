@@ -118,8 +118,7 @@ def check_plan(setup: RunSetup, plan: Plan) -> None:
 
 
 def read_weights(path: Path, workload: Workload) -> tuple[dict[str, Tensor], list[str]]:
-    """{address: tensor} of a checkpoint folder, a run folder (its newest checkpoint) or a foreign file; and what was
-    skipped.
+    """{address: tensor} of a checkpoint, a run folder (its newest one) or a foreign file; and what was skipped.
 
     Raises:
         CapslogError: no such file, or nothing that can be read.

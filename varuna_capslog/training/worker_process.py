@@ -1,4 +1,4 @@
-"""What every worker's process has, whatever it trains: the wish to stop, the report of a failure, its device, its end.
+"""What every worker process needs, whatever it trains: the wish to stop, the report of a failure, its device, its end.
 
 `start.worker` is a rank of a run of a fixed number of steps, `elastic.member` a member of an elastic run.
 """
