@@ -33,7 +33,7 @@ class Verdict:
         parts: the loss and its parts, of the whole minibatch.
         grad_norm: global norm of the gradients, before clipping.
         scale: what clipping multiplies the gradients with.
-        finite: loss and gradients are.
+        finite: whether loss and gradients are finite.
         refusal: why the step must not be applied; None for one that may. Where the loss itself refused outputs, its
             words are known on the ranks of the last stage only.
         stop: some rank wishes to stop after this step.
@@ -55,7 +55,6 @@ def train_step(
     step: int,
     minibatch: Minibatch,
     load: Load,
-    stop: bool = False,
     before_commit: Callable[[], None] | None = None,
 ) -> Verdict:
     """One optimizer step on all ranks under the commit rule: nothing of the model changes before all ranks know that
@@ -64,7 +63,6 @@ def train_step(
     Args:
         step: counted from 1; with the run's seed it fixes all random numbers.
         load: global microbatch -> inputs; called on the rank of stage 0.
-        stop: this rank wishes to stop after the step; every rank learns of it.
         before_commit: called between the vote and the update, when all gradients are there.
 
     Raises:
@@ -72,7 +70,7 @@ def train_step(
         PeerLost: another rank is gone.
     """
     engine.compute(step, minibatch, load)
-    verdict = engine.vote(step, minibatch, stop)
+    verdict = engine.vote(step, minibatch)
     if verdict.refusal is not None:
         engine.forget()
         raise StepRefused(verdict.refusal)
