@@ -15,7 +15,7 @@ from varuna_capslog.base.errors import CapslogError, StepRefused
 from varuna_capslog.config.settings import Config
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.pipeline import Layout, PipelineEngine
-from varuna_capslog.engine.step import train_step
+from varuna_capslog.engine.step import microbatches_of, train_step
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.training.loop import PeakMeter, TrainingLoop
 from varuna_capslog.training.run import Run
@@ -52,7 +52,7 @@ def plain_losses(config: Config, steps: int) -> list[float]:
     """What the engine gives without any loop around it."""
     setup = set_up_run(config, TinyWorkload(config))
     engine = PipelineEngine(setup.chain, setup.workload.loss, Layout((0,), (0,)), setup.options, alone(), CPU)
-    feed = setup.feed(engine.local_microbatches)
+    feed = setup.feed(microbatches_of(engine))
     results = [train_step(engine, step, feed.minibatch(step), feed.loader(step)) for step in range(1, steps + 1)]
     feed.close()
     return [result.parts["loss"] for result in results]

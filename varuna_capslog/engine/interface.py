@@ -54,10 +54,6 @@ class Engine(Protocol):
     optimizer: StageOptimizer
 
     @property
-    def local_microbatches(self) -> range:
-        """Global indices of the microbatches that this replica runs."""
-
-    @property
     def owns_first_stage(self) -> bool:
         """True where the inputs are loaded."""
 

@@ -156,11 +156,6 @@ class PipelineEngine:
     # -- microbatches ------------------------------------------------------------------------------------------------
 
     @property
-    def local_microbatches(self) -> range:
-        """Global indices of the microbatches that this replica runs."""
-        return microbatches_of(self.layout, self.options, self.rank)
-
-    @property
     def owns_first_stage(self) -> bool:
         """True where the inputs are loaded."""
         return 0 in self.stages
@@ -196,7 +191,7 @@ class PipelineEngine:
         check_minibatch(minibatch, self.options)
         if self.idle:
             return
-        local = self.local_microbatches
+        local = microbatches_of(self)
         contexts = self._contexts(minibatch, local, step)
         if self._executor is None:
             # the first minibatch shows which cuts carry gradients

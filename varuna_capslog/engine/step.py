@@ -17,7 +17,7 @@ from torch import Tensor
 from varuna_capslog.base.errors import CapslogError, StepRefused
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.interface import Engine, Load
-from varuna_capslog.engine.options import EngineOptions, Layout
+from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.stage import Stage
 from varuna_capslog.model.chain import Chain
 from varuna_capslog.model.workload import Minibatch
@@ -88,12 +88,12 @@ def check_minibatch(minibatch: Minibatch, options: EngineOptions) -> None:
         )
 
 
-def microbatches_of(layout: Layout, options: EngineOptions, rank: int) -> range:
-    """Global indices of the microbatches that a rank's replica runs; none for an idle rank."""
-    if rank >= layout.world_size:
+def microbatches_of(engine: Engine) -> range:
+    """Global indices of the microbatches that an engine's replica runs; none for an idle rank."""
+    if engine.communicator.rank >= engine.layout.world_size:
         return range(0)
-    count, replica = options.num_microbatches // layout.replicas, rank // layout.devices
-    return range(replica * count, (replica + 1) * count)
+    count = engine.options.num_microbatches // engine.layout.replicas
+    return range(engine.replica * count, (engine.replica + 1) * count)
 
 
 class Poll:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from varuna_capslog.engine.interface import Engine
 from varuna_capslog.engine.probe import PeakProbe, held_inputs, resident_tensors
-from varuna_capslog.engine.step import Verdict
+from varuna_capslog.engine.step import Verdict, microbatches_of
 from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.training.boundaries import Boundaries
 from varuna_capslog.training.feed import Feed
@@ -135,7 +135,7 @@ class TrainingLoop:
         """
         generation = number + self.offset
         self.engine, self.step = engine, base
-        self._feed = self.setup.feed(engine.local_microbatches if engine.owns_first_stage else ())
+        self._feed = self.setup.feed(microbatches_of(engine) if engine.owns_first_stage else ())
         self._meter.begin(number)
         self.boundaries.begin(engine, generation, base, saved)
         self.log.begin(writes, base, generation, engine.communicator.world_size)
@@ -173,7 +173,7 @@ class TrainingLoop:
             if engine.owns_first_stage:
                 load = self._feed.loader(step)
                 if measured:
-                    load = held_inputs(load, engine.local_microbatches)
+                    load = held_inputs(load, microbatches_of(engine))
             engine.compute(step, self.minibatch, load)
 
     def vote(self, step: int, ballot: bytes = b"") -> Verdict:

@@ -89,11 +89,6 @@ class VarunaEngine:
         self._norm = 0.0
 
     @property
-    def local_microbatches(self) -> range:
-        """Global indices of the microbatches that this replica runs."""
-        return microbatches_of(self.layout, self.options, self.rank)
-
-    @property
     def owns_first_stage(self) -> bool:
         """True where the inputs are loaded."""
         return self.pipeline_rank == 0
@@ -113,7 +108,7 @@ class VarunaEngine:
         """As `Engine.compute`; the forwards, backwards and sums are Varuna's."""
         check_minibatch(minibatch, self.options)
         self._doing = f"step {step}"
-        batches = [self._inputs(step, minibatch, load, index) for index in self.local_microbatches]
+        batches = [self._inputs(step, minibatch, load, index) for index in microbatches_of(self)]
         try:
             self._varuna.step(Microbatches(batches))
         except BaseException:
