@@ -64,7 +64,7 @@ class GradientBook:
                 _add_block(kept[0], block)
 
     def finish(self) -> None:
-        """Leaves the minibatch's gradient in `.grad` of each trainable parameter (a shared one's in its first leaf)."""
+        """Leaves the minibatch's gradient in `.grad` of each trainable parameter (shared: of its first local leaf)."""
         for layer in self._layers:
             blocks, self._blocks[layer.index] = self._blocks[layer.index], []
             if len(self._peers) > 1:

@@ -43,7 +43,7 @@ class RunEnd:
 class Run:
     """One rank of a run of a fixed number of steps, with one engine from its beginning to its end.
 
-    Its `loop` has the last step, evaluates, and is to be closed.
+    The caller reads the last step from `loop`, evaluates by its boundaries, and closes it at the end.
 
     Args:
         stop_wished: asked at every step boundary; True on any rank stops all ranks there.
