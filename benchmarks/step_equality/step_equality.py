@@ -23,9 +23,9 @@ from common import run_ranks, write_json
 import detr_pipeline
 from varuna_capslog.config.settings import Config
 from varuna_capslog.engine.communicator import Communicator
+from varuna_capslog.engine.layers import seed_layer
 from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine
 from varuna_capslog.engine.probe import PeakProbe, resident_tensors
-from varuna_capslog.engine.seeds import seed_layer
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.workload import Minibatch, Workload

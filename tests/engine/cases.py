@@ -15,9 +15,10 @@ from varuna_capslog.config.settings import Config
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.optimizer import LearningRate
 from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine
-from varuna_capslog.engine.step import train_step, verify_copies
+from varuna_capslog.engine.step import train_step
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.training import checkpoint
+from varuna_capslog.training.boundaries import verify_copies
 from varuna_capslog.training.run import Run
 
 SECOND = datetime.timedelta(seconds=1)
@@ -146,7 +147,7 @@ def train_run(
         communicator,
         torch.device("cpu"),
         stop_wished=lambda: (
-            communicator.rank == last and stop_after is not None and asked["run"].step + 1 >= stop_after
+            communicator.rank == last and stop_after is not None and asked["run"].loop.step + 1 >= stop_after
         ),
     )
     asked["run"] = run
@@ -154,7 +155,7 @@ def train_run(
     original = checkpoint.write_synced
 
     def write(path: Any, state: Any) -> Any:
-        if full_disk_at is not None and run.step == full_disk_at and communicator.rank == 1:
+        if full_disk_at is not None and run.loop.step == full_disk_at and communicator.rank == 1:
             raise OSError(28, "No space left on device")
         return original(path, state)
 
@@ -171,4 +172,4 @@ def train_run(
         return {"resumed": found.step if found else None, "error": f"{type(error).__name__}: {error}"}
     finally:
         checkpoint.write_synced = original
-        run.close()
+        run.loop.close()

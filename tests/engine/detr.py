@@ -10,11 +10,12 @@ from torch import Tensor
 from detr_pipeline.task import DetrWorkload
 from varuna_capslog.config.settings import Config
 from varuna_capslog.engine.communicator import Communicator
+from varuna_capslog.engine.layers import seed_layer
 from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine
-from varuna_capslog.engine.seeds import seed_layer
-from varuna_capslog.engine.step import train_step, verify_copies
+from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.workload import Minibatch
+from varuna_capslog.training.boundaries import verify_copies
 
 SMALL = {
     "encoder_layers": 2,

@@ -32,7 +32,8 @@ def talk(communicator: Communicator) -> list[Any]:
     rank, world = communicator.rank, communicator.world_size
     slots = torch.zeros(world, dtype=torch.float64)
     slots[rank] = rank + 0.5
-    theirs = communicator.exchange(torch.full((4,), float(rank)), [(rank + 1) % world, (rank - 1) % world], 7)
+    neighbours = dict.fromkeys([(rank + 1) % world, (rank - 1) % world], SPEC)
+    theirs = communicator.exchange(torch.full((4,), float(rank)), neighbours, 7)
     return [
         communicator.sum_(slots).tolist(),
         communicator.gather(("rank", rank)),

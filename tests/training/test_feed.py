@@ -6,8 +6,6 @@ import pytest
 
 from tests.engine.workload import TinyData
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.engine.optimizer import LearningRate
-from varuna_capslog.engine.seeds import mix
 from varuna_capslog.training.feed import Feed, evaluation_groups
 
 
@@ -53,15 +51,3 @@ def test_an_evaluation_covers_every_sample_once_whatever_the_replicas() -> None:
         assert sorted(samples) == list(range(23))
     alone = list(evaluation_groups(23, 2, 3, 0, 1))
     assert [minibatch for pair in zip(*[iter(alone)] * 2, strict=True) for minibatch in pair] == alone
-
-
-def test_the_learning_rate_is_a_function_of_the_step() -> None:
-    rate = LearningRate(1.0, warmup_steps=4, drop_steps=10, drop_factor=0.1)
-    assert [rate.at(step) for step in (1, 2, 4, 10)] == [0.25, 0.5, 1.0, 1.0]
-    assert [rate.at(step) for step in (11, 20, 21)] == pytest.approx([0.1, 0.1, 0.01])
-
-
-def test_seeds_differ_in_every_argument() -> None:
-    seeds = {mix(a, b, c, d) for a in range(5) for b in range(5) for c in range(5) for d in range(5)}
-    assert len(seeds) == 5**4
-    assert all(0 <= seed < 2**63 for seed in seeds)

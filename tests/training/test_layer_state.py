@@ -27,7 +27,6 @@ from varuna_capslog.training.checkpoint import (
     save_checkpoint,
     to_checkpoint,
 )
-from varuna_capslog.training.follower import Follower
 
 CPU = torch.device("cpu")
 ONE, THREE_STAGES = Layout((0,), (0,)), Layout((0, 3, 9), (0, 0, 0))
@@ -194,7 +193,7 @@ def test_a_state_of_another_layer_is_one_sentence() -> None:
         layer_state.install(engine.layers[1], engine.optimizer, {"parameters/conv.weight": torch.zeros(8, 8, 3, 3)})
     with pytest.raises(CapslogError, match=r"parameter 'conv\.weight' of shape \[1\], the model wants \[8, 8, 3, 3\]"):
         layer_state.install(engine.layers[1], engine.optimizer, {"parameters/conv.weight": torch.zeros(1)})
-    follower = Follower(chain, 1, OPTIONS, CPU, layer_state.initial(chain, 1))
+    follower = layer_state.Follower(chain, 1, OPTIONS, CPU, layer_state.initial(chain, 1))
     with pytest.raises(CapslogError, match=r"'conv1' has nothing to do with 'gradients/query\.weight'"):
         follower.apply({"gradients/query.weight": torch.zeros(8, 8)}, 1, 1.0)
 
@@ -203,7 +202,9 @@ def follow(communicator: Communicator, layout: Layout) -> dict[str, Any]:
     """Five steps with a copy of every layer beside its owner."""
     engine = make_engine(layout, communicator)
     chain = models.build_chain()
-    followers = {index: Follower(chain, index, OPTIONS, CPU, state) for index, state in states(engine).items()}
+    followers = {
+        index: layer_state.Follower(chain, index, OPTIONS, CPU, state) for index, state in states(engine).items()
+    }
     scales, equal, traced = [], [], []
     for step in range(1, 6):
         minibatch, inputs = models.make_minibatch(4, step)

@@ -15,10 +15,11 @@ from varuna_capslog.base.errors import CapslogError, StepRefused
 from varuna_capslog.config.settings import Config
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.pipeline import Layout, PipelineEngine
-from varuna_capslog.engine.step import train_step
+from varuna_capslog.engine.step import microbatches_of, train_step
 from varuna_capslog.plans.plan import Plan
-from varuna_capslog.training.loop import TrainingLoop
-from varuna_capslog.training.run import Run, check_plan, set_up_run
+from varuna_capslog.training.loop import PeakMeter, TrainingLoop
+from varuna_capslog.training.run import Run
+from varuna_capslog.training.run_setup import check_plan, set_up_run
 
 CPU = torch.device("cpu")
 
@@ -51,7 +52,7 @@ def plain_losses(config: Config, steps: int) -> list[float]:
     """What the engine gives without any loop around it."""
     setup = set_up_run(config, TinyWorkload(config))
     engine = PipelineEngine(setup.chain, setup.workload.loss, Layout((0,), (0,)), setup.options, alone(), CPU)
-    feed = setup.feed(engine.local_microbatches)
+    feed = setup.feed(microbatches_of(engine))
     results = [train_step(engine, step, feed.minibatch(step), feed.loader(step)) for step in range(1, steps + 1)]
     feed.close()
     return [result.parts["loss"] for result in results]
@@ -66,7 +67,7 @@ def test_a_driver_of_single_steps_writes_what_a_run_of_a_fixed_number_does(tmp_p
     config = cases.run_config(str(tmp_path / "fixed"), train={"max_steps": 4})
     run = Run(config, Plan(num_layers=11, cuts=(0,), model="tiny"), TinyWorkload(config), alone(), CPU)
     assert run.train().step == 4
-    run.close()
+    run.loop.close()
     loop = loop_of(tmp_path / "single", train={"max_steps": 4})
     begin(loop, 1, 0)
     make(loop, 4)
@@ -119,7 +120,7 @@ def test_a_stop_by_the_clock_is_evaluated_and_one_by_a_person_is_not(tmp_path: P
         plan = Plan(num_layers=11, cuts=(0,), model="tiny")
         run = Run(config, plan, TinyWorkload(config), alone(), CPU, stop_wished=lambda asked=asked: asked)
         end = run.train()
-        run.close()
+        run.loop.close()
         assert (end.step, end.stopped, end.scores is None) == (1, asked, asked)
         assert (folder / "evaluations.jsonl").exists() != asked
         assert saved_steps(folder) == [1]
@@ -131,9 +132,9 @@ def test_a_refused_step_leaves_the_boundary_before_it_and_names_no_microbatch(tm
     run = Run(config, plan, TinyWorkload(config), alone(), CPU)
     with pytest.raises(StepRefused) as caught:
         run.train()
-    run.close()
+    run.loop.close()
     step = int(str(caught.value).split("step ")[1].split(":")[0])
-    assert (run.begun_step, run.failed_at, run.step) == (step, None, step - 1)
+    assert (run.begun_step, run.failed_at, run.loop.step) == (step, None, step - 1)
     assert saved_steps(tmp_path) == ([step - 1] if step > 1 else [])
 
 
@@ -143,3 +144,41 @@ def test_a_plan_for_another_model_is_refused(tmp_path: Path) -> None:
         check_plan(setup, Plan(num_layers=5, cuts=(0,)))
     with pytest.raises(CapslogError, match="the plan is for the model 'other', the config builds 'tiny'"):
         check_plan(setup, Plan(num_layers=11, cuts=(0,), model="other"))
+
+
+# -- the peak meter ---------------------------------------------------------------------------------------------------
+
+
+def test_a_ballot_comes_out_as_it_went_in() -> None:
+    meter = PeakMeter(torch.device("cpu"))
+    meter.begin(1)
+    plain = (b"", b'{"finite":true}', b"12", b'{"why":"a|b"}')
+    assert meter.opened(plain) == (plain, None)
+    assert meter.sealed(b"x") == b"x"  # nothing was measured yet
+    meter._steps, meter._bytes = meter._at, 77
+    assert meter.opened([meter.sealed(ballot) for ballot in plain]) == (plain, [77] * 4)
+    # peaks of some are no peaks of all, but their ballots count
+    assert meter.opened([meter.sealed(b""), b'{"finite":true}']) == ((b"", b'{"finite":true}'), None)
+
+
+@pytest.mark.parametrize(("generation", "step"), [(1, 2), (2, 5), (7, 5)])
+def test_which_step_is_measured(generation: int, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Nothing:
+        layers = ()
+        optimizer = None
+
+    meter = PeakMeter(torch.device("cpu"))
+    monkeypatch.setattr("varuna_capslog.training.loop.resident_tensors", lambda layers, optimizer: [])
+    meter.begin(generation)
+    measured = []
+    for number in range(1, 9):
+        with meter.computing(Nothing()) as due:  # type: ignore[arg-type]
+            kept = torch.ones(1000)
+        if due:
+            measured.append(number)
+            assert meter._bytes is not None
+            assert meter._bytes >= kept.nbytes
+        assert (meter.sealed(b"") != b"") == due
+        with meter.applying(Nothing()):  # type: ignore[arg-type]
+            pass
+    assert measured == [step]

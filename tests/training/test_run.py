@@ -15,7 +15,7 @@ from tests.engine.workload import TinyWorkload
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.training.checkpoint import best_checkpoint, latest_checkpoint, load_chain, open_checkpoint, prune
-from varuna_capslog.training.initial import initialise
+from varuna_capslog.training.run_setup import initialise
 
 TWO, THREE = (0, 6), (0, 3, 8)
 

@@ -15,7 +15,8 @@ from varuna_capslog.config.settings import Config
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.interface import EngineParts
 from varuna_capslog.engine.pipeline import EngineOptions, Layout
-from varuna_capslog.engine.step import train_step, verify_copies
+from varuna_capslog.engine.step import train_step
+from varuna_capslog.training.boundaries import verify_copies
 
 
 def detr_step(communicator: Communicator, name: str, layout: Layout) -> dict[str, Any]:
@@ -67,10 +68,10 @@ def run(communicator: Communicator, values: dict[str, Any], cuts: list[int]) -> 
         work = Run(config, plan, TinyWorkload(config), communicator, torch.device("cpu"), engines=ENGINES)
         try:
             work.resume()
-            first = work.step + 1
+            first = work.loop.step + 1
             end = work.train()
         finally:
-            work.close()
+            work.loop.close()
             plugin.uninstall()
     communicator.barrier()
     lines = files.read_jsonl(Path(config.run_dir) / "metrics.jsonl")

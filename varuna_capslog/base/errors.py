@@ -6,13 +6,19 @@ of ours. A message names the value, the rule it breaks and the next action.
 
 from __future__ import annotations
 
-__all__ = ["CapslogError", "ConfigError", "DiskFailed", "DoesNotFit", "StepRefused"]
+__all__ = ["CapslogError", "ConfigError", "DiskFailed", "DoesNotFit", "PeerLost", "StepRefused"]
 
 
 class CapslogError(ValueError):
-    """A mistake in a config, a file or a cluster that the user can correct. The command exits with `exit_status`."""
+    """A mistake in a config, a file or a cluster that the user can correct.
+
+    Attributes:
+        exit_status: of the command.
+        kind: of a worker's failure, as its report names it; see `failures.Failure`.
+    """
 
     exit_status = 2
+    kind = "user"
 
 
 class ConfigError(CapslogError):
@@ -30,9 +36,22 @@ class DoesNotFit(CapslogError):
     """No plan keeps every stage within its device's memory. Exit status 3."""
 
     exit_status = 3
+    kind = "does_not_fit"
 
 
 class StepRefused(CapslogError):
     """A training step whose loss or gradients are not finite; nothing of it was applied. Exit status 4."""
 
     exit_status = 4
+    kind = "step_refused"
+
+
+class PeerLost(CapslogError):
+    """Another rank closed its connection or did not answer in time; the cause is in that rank's own message."""
+
+    exit_status = 5
+    kind = "peer"
+
+    def __init__(self, message: str, peer: int | None) -> None:
+        super().__init__(message)
+        self.peer = peer

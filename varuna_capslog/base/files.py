@@ -15,7 +15,7 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from varuna_capslog.base.errors import CapslogError, DiskFailed
 
@@ -26,6 +26,8 @@ __all__ = [
     "objects_in",
     "read_json",
     "read_jsonl",
+    "sync_folder",
+    "whole_file",
     "write_failure",
     "write_json",
     "write_text",
@@ -41,31 +43,45 @@ def is_full(error: OSError) -> bool:
     return error.errno in _FULL
 
 
-def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write `text` (UTF-8) so that a reader finds the old file or the whole new one, also after a power cut.
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write: when the block ends, a reader finds the old file or the whole new one, also after a power cut.
 
-    The text goes to a neighbouring temporary file, is synced, renamed over `path`, and the folder is synced. Folders on
-    the way are made. Raises CapslogError naming the file (DiskFailed where the disk is full); the old file is then
-    untouched.
+    It lies beside `path` under another name, is synced, renamed over `path`, and the folder is synced. After an error
+    the old file is untouched. Raises OSError.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{next(_serial)}.tmp")
+    try:
+        with open(temporary, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    # Without this the rename itself may be lost in a power cut.
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Puts a folder's entries on the disk, so that a rename survives a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write `text` (UTF-8) as a `whole_file`; folders on the way are made.
+
+    Raises CapslogError naming the file (DiskFailed where the disk is full); the old file is then untouched.
     """
     target = Path(path)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.{next(_serial)}.tmp")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with open(temporary, "x", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, target)
-        finally:
-            temporary.unlink(missing_ok=True)
-        # Without this the rename itself may be lost in a power cut.
-        folder = os.open(target.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        with whole_file(target) as file:
+            file.write(text.encode())
     except OSError as error:
         raise write_failure(f"{target} cannot be written", error) from error
 

@@ -1,5 +1,5 @@
-"""Runs a plan on `torch.distributed`: stages, messages, exact sums, checkpoints, and the process of one rank.
+"""Runs a step of a plan on `torch.distributed`: stages, messages and exact sums; and the protocol of any engine.
 
-The worker is the way in (`python -m varuna_capslog.start.worker RUN_DIR`); the engine knows plans, never planners.
-Nothing is imported here, so that naming a part costs no more than that part.
+The training loop and the profilers drive it; it knows plans, never planners. Nothing is imported here, so that naming a
+part costs no more than that part.
 """

@@ -1,4 +1,4 @@
-"""All talk between the ranks of one generation; the only code that touches `torch.distributed`.
+"""All communication between the ranks of one generation; the only code that touches `torch.distributed`.
 
 One `Communicator` owns every process group of its generation: it is created with them, aborts and closes them together,
 and several may live in one process. Votes and small sums run over gloo even when tensors travel over NCCL. Timeouts are
@@ -11,7 +11,7 @@ import datetime
 import pickle
 import re
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, TypeVar, cast
 
@@ -19,25 +19,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.errors import CapslogError, PeerLost
 from varuna_capslog.model.chain import TensorSpec
 
-__all__ = ["Communicator", "PeerLost", "PendingReceive", "PendingSend", "connect", "connect_group", "why_lost"]
+__all__ = ["Communicator", "PeerLost", "Pending", "connect", "connect_group", "why_lost"]
 
 Value = TypeVar("Value")
 
 _ENDING_TAG = (1 << 30) + 1
 """No message has this tag; a receive that waits for one ends a group (see `Communicator.abort`)."""
-
-
-class PeerLost(CapslogError):
-    """Another rank closed its connection or did not answer in time; the cause is in that rank's own message."""
-
-    exit_status = 5
-
-    def __init__(self, message: str, peer: int | None) -> None:
-        super().__init__(message)
-        self.peer = peer
 
 
 def why_lost(error: RuntimeError, silence: str) -> str:
@@ -78,10 +68,7 @@ def connect(
         dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=world_size, timeout=timeout)
     except (RuntimeError, ValueError) as error:
         raise PeerLost(f"rank {rank} could not join {world_size} ranks at {address}:{port}: {error}", None) from error
-    communicator = Communicator(rank, world_size, generation, timeout, dist.group.WORLD)
-    communicator._store = store  # where this rank serves it, it must live as long as the group
-    communicator._is_default = True
-    return communicator
+    return Communicator(rank, world_size, generation, timeout, dist.group.WORLD, store)
 
 
 def connect_group(
@@ -109,32 +96,28 @@ def connect_group(
     return Communicator(rank, world_size, prefix, timeout, cast("dist.ProcessGroup | None", group))
 
 
-class PendingSend:
-    """A message under way; keeps its memory until `wait`."""
-
-    def __init__(self, communicator: Communicator, work: dist.Work | None, peer: int, buffer: Tensor) -> None:
-        self._communicator, self._work, self._peer, self._buffer = communicator, work, peer, buffer
-
-    def wait(self) -> None:
-        """Returns when the buffer may be reused. Raises PeerLost."""
-        if self._work is not None:
-            self._communicator._wait(self._work, self._peer, "sending to")
-            self._work = None
-
-
-class PendingReceive:
-    """A posted receive; `wait` gives the tensor on the rank's device."""
+class Pending:
+    """A message under way, sent or received; it keeps its memory until `wait`."""
 
     def __init__(
-        self, communicator: Communicator, work: dist.Work | None, peer: int, buffer: Tensor, device: torch.device
+        self,
+        communicator: Communicator,
+        work: dist.Work | None,
+        peer: int,
+        doing: str,
+        buffer: Tensor,
+        device: torch.device,
     ) -> None:
-        self._communicator, self._work, self._peer = communicator, work, peer
+        self._communicator, self._work, self._peer, self._doing = communicator, work, peer, doing
         self._buffer, self._device = buffer, device
 
     def wait(self) -> Tensor:
-        """The received tensor. Raises PeerLost."""
+        """The received tensor, on the rank's device, or the sent one, which may be changed now. Raises PeerLost."""
         if self._work is not None:
-            self._communicator._wait(self._work, self._peer, "waiting for")
+            try:
+                self._work.wait()
+            except RuntimeError as error:
+                raise self._communicator._lost(error, self._doing, self._peer) from error
             self._work = None
         return self._buffer.to(self._device, non_blocking=True) if self._buffer.device != self._device else self._buffer
 
@@ -147,6 +130,10 @@ class Communicator:
 
     Args:
         group: gloo, of all ranks; None where there is only one.
+        store: of the process's default group, where this is it; the rank that serves it keeps it alive with the group.
+
+    Attributes:
+        aborted: whether it was ended here.
     """
 
     def __init__(
@@ -156,18 +143,17 @@ class Communicator:
         generation: int | str,
         timeout: datetime.timedelta,
         group: dist.ProcessGroup | None = None,
+        store: dist.Store | None = None,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.generation = generation
         self._timeout = timeout
         self._names: dict[int, str] = {}
-        self._store: dist.Store | None = None
-        self._group = group
-        self._is_default = False
+        self._group, self._store = group, store
         # by (source, destination): the group, and the other rank's number in it
         self._pair_groups: dict[tuple[int, int], tuple[dist.ProcessGroup, int]] = {}
-        self._aborted = False
+        self.aborted = False
         self._aborting = threading.Lock()
         self._beside: list[Callable[[], None]] = []
 
@@ -176,12 +162,12 @@ class Communicator:
 
         NCCL has no tags and matches by order, so each direction of each pair has a communicator and a stream of its
         own; senders and receivers keep one order per pair anyway. Votes and gathers stay on gloo. Every rank calls this
-        with the same pairs; NCCL wants one GPU per rank.
+        with the same pairs; NCCL needs one GPU per rank.
 
         Raises:
             CapslogError: the communicator is not one of `connect`.
         """
-        if not self._is_default:
+        if self._store is None:
             raise CapslogError(f"groups per pair ({backend}) need the default group; set pipeline.transport=gloo")
         for pair in sorted(set(pairs)):
             group = dist.new_group(list(pair), timeout=self._timeout, backend=backend)
@@ -196,14 +182,8 @@ class Communicator:
     def _name(self, peer: int) -> str:
         return self._names.get(peer, f"rank {peer}")
 
-    def _wait(self, work: dist.Work, peer: int, doing: str) -> None:
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise self._lost(error, f"{doing} {self._name(peer)}", peer) from error
-
     def _check_open(self, doing: str, peer: int | None) -> None:
-        if self._aborted:
+        if self.aborted:
             raise PeerLost(f"{self._name(self.rank)} cannot be {doing}: its generation was ended here", peer)
 
     def _route(self, source: int, destination: int) -> tuple[dist.ProcessGroup, int]:
@@ -215,15 +195,15 @@ class Communicator:
         return self._group, destination if source == self.rank else source
 
     def _lost(self, error: RuntimeError, doing: str, peer: int | None) -> PeerLost:
-        """The error to raise; ends the group, so that the next rank of a row of waiting ones hears of it, too."""
-        if self._aborted:
+        """The error to raise; ends the group, so that a rank which waits for this one gets an error, too."""
+        if self.aborted:
             return PeerLost(f"{self._name(self.rank)} was {doing} when its generation was ended here", peer)
         reason = why_lost(error, f"no answer within {self._timeout.total_seconds():g} s")
         self.abort()
         return PeerLost(f"{self._name(self.rank)} was {doing}: {reason}", peer)
 
-    def send(self, tensor: Tensor, peer: int, tag: int) -> PendingSend:
-        """Starts sending; the tensor must not change before `PendingSend.wait`.
+    def send(self, tensor: Tensor, peer: int, tag: int) -> Pending:
+        """Starts sending; the tensor must not change before `Pending.wait`.
 
         Args:
             tensor: dense, any dtype, CPU or CUDA.
@@ -238,15 +218,15 @@ class Communicator:
             torch.cuda.current_stream(host.device).synchronize()
             host = pinned
         if host.numel() == 0:
-            return PendingSend(self, None, peer, host)
+            return Pending(self, None, peer, doing, host, host.device)
         group, number = self._route(self.rank, peer)
         try:
             work = group.send([_wire(host)], number, tag)
         except RuntimeError as error:
             raise self._lost(error, doing, peer) from error
-        return PendingSend(self, work, peer, host)
+        return Pending(self, work, peer, doing, host, host.device)
 
-    def receive(self, spec: TensorSpec, peer: int, tag: int, device: torch.device) -> PendingReceive:
+    def receive(self, spec: TensorSpec, peer: int, tag: int, device: torch.device) -> Pending:
         """Posts a receive of a tensor of `spec`; it lands on `device`."""
         doing = f"waiting for {self._name(peer)}"
         self._check_open(doing, peer)
@@ -254,18 +234,16 @@ class Communicator:
         where = torch.device("cpu") if staged else device
         buffer = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=where, pin_memory=staged)
         if buffer.numel() == 0:
-            return PendingReceive(self, None, peer, buffer, device)
+            return Pending(self, None, peer, doing, buffer, device)
         group, number = self._route(peer, self.rank)
         try:
             work = group.recv([_wire(buffer)], number, tag)
         except RuntimeError as error:
             raise self._lost(error, doing, peer) from error
-        return PendingReceive(self, work, peer, buffer, device)
+        return Pending(self, work, peer, doing, buffer, device)
 
     def sum_(self, slots: Tensor) -> Tensor:
-        """Adds float64 vectors of all ranks, in place. Exact, whatever the order, when every slot is filled by one
-        rank.
-        """
+        """Adds float64 vectors of all ranks, in place; exact in any order where one rank fills each slot."""
         assert slots.dtype == torch.float64
         assert slots.device.type == "cpu"
         return self._add_up(slots, "in the vote of all ranks")
@@ -332,10 +310,14 @@ class Communicator:
                 if bool(done.all()):
                     return future.result()
 
-    def exchange(self, tensor: Tensor, peers: Sequence[int], tag: int) -> dict[int, Tensor]:
-        """Swaps a tensor with every peer (all of one shape and dtype); returns theirs by rank, on the same device."""
-        spec = TensorSpec.of(tensor)
-        receives = {peer: self.receive(spec, peer, tag, tensor.device) for peer in peers if peer != self.rank}
+    def exchange(self, tensor: Tensor, wanted: Mapping[int, TensorSpec], tag: int) -> dict[int, Tensor]:
+        """Sends a tensor to every rank in `wanted` and receives one of its spec from it; this rank itself is left out.
+
+        Returns:
+            The received tensors by rank, on the device of the sent one.
+        """
+        device = tensor.device
+        receives = {peer: self.receive(spec, peer, tag, device) for peer, spec in wanted.items() if peer != self.rank}
         sends = [self.send(tensor, peer, tag) for peer in receives]
         theirs = {peer: receive.wait() for peer, receive in receives.items()}
         for send in sends:
@@ -351,11 +333,10 @@ class Communicator:
 
         From any thread, also while another one is blocked; what was pending raises PeerLost there, as does everything
         asked for later. Nothing in torch interrupts a blocked wait of gloo, but gloo closes all connections of a group
-        in which a wait times out: so a receive for a message that no rank sends is given a
-        millisecond. A peer that waits for another peer hears of it from that one, which aborts as soon as it loses a
-        message.
+        in which a wait times out: so a receive for a message that no rank sends is given a millisecond. A peer that
+        waits for another peer gets its error when that one aborts, which it does as soon as it loses a message.
         """
-        self._aborted = True
+        self.aborted = True
         for end in self._beside:
             end()
         with self._aborting:
@@ -367,22 +348,17 @@ class Communicator:
                 else:
                     _end(group, [peer])
 
-    @property
-    def aborted(self) -> bool:
-        """Whether it was ended here."""
-        return self._aborted
-
     def abort_with(self, end: Callable[[], None]) -> None:
         """Calls `end` whenever this communicator is aborted, from the thread that does it; at once, if it was."""
         self._beside.append(end)
-        if self._aborted:
+        if self.aborted:
             end()
 
     def close(self) -> None:
         """Leaves the generation; no message may be under way, unless it was aborted."""
         self._pair_groups.clear()
         self._group = None
-        if self._is_default and dist.is_initialized():
+        if self._store is not None and dist.is_initialized():
             dist.destroy_process_group()
 
 

@@ -11,17 +11,16 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
-import torch
 from torch import Tensor
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.engine.communicator import Communicator, PendingReceive, PendingSend
-from varuna_capslog.engine.observer import Observer
+from varuna_capslog.engine.communicator import Communicator, Pending
 from varuna_capslog.engine.stage import MicrobatchContext, Stage
 from varuna_capslog.model.chain import TensorSpec
 from varuna_capslog.schedules import Action, Lowered, Message, Recv, SendInstruction
+from varuna_capslog.schedules.lower import Instruction
 
-__all__ = ["Executor", "message_specs"]
+__all__ = ["Executor", "Observer"]
 
 # Receives are posted ahead: two messages at least, and more while they are small. Posting in the middle of a
 # computation wakes gloo's thread and costs half a millisecond; all at the beginning of a step cost next to nothing.
@@ -31,12 +30,27 @@ _TENSORS_PER_MESSAGE = 64
 _UNOBSERVED: AbstractContextManager[None] = contextlib.nullcontext()
 
 
-def message_specs(
-    message: Message, cuts: Sequence[int], specs: Sequence[Mapping[str, TensorSpec]], names: Sequence[str]
-) -> list[tuple[str, TensorSpec]]:
-    """What a message carries, in order: all tensors of the cut, or the gradients of those that want one."""
-    cut = specs[cuts[message.boundary]]
-    return [(name, cut[name]) for name in names if message.kind == "activation" or cut[name].requires_grad]
+class Observer:
+    """Sees the work of one engine, whose constructor takes it; every method does nothing here.
+
+    A profiler reads the work of a stage, and a test makes faults happen between two instructions. Both derive from this
+    class and override what they need. An observer must not change any tensor.
+    """
+
+    def instruction(self, position: int, instruction: Instruction) -> None:
+        """Called before each instruction of this rank's program, in a training step and in an evaluation.
+
+        Args:
+            position: of the instruction in its program, counted from 0.
+        """
+
+    def working(self, kind: str, stage: Stage, context: MicrobatchContext) -> AbstractContextManager[None]:
+        """A context manager that is open while `stage` carries out one action of training.
+
+        Args:
+            kind: "F" (forward), "R" (recomputation) or "B" (backward), as in the schedule.
+        """
+        return _UNOBSERVED
 
 
 def acknowledgements(lowered: Lowered, rank: int) -> dict[Message, int]:
@@ -127,7 +141,8 @@ class Executor:
             if observer is not None:
                 observer.instruction(position, instruction)
             if position in self._first_use:
-                _call(self._stages[self._first_use[position]].before_step)
+                for hook in self._stages[self._first_use[position]].before_step:
+                    hook()
             if isinstance(instruction, SendInstruction):
                 transfers.send(instruction, arrived.pop(instruction.message))
             elif isinstance(instruction, Recv):
@@ -137,7 +152,8 @@ class Executor:
                 self.doing = str(instruction)
                 self._act(instruction, contexts, arrived, load, after_backward, evaluate)
             if position in self._last_use:
-                _call(self._stages[self._last_use[position]].after_step)
+                for hook in self._stages[self._last_use[position]].after_step:
+                    hook()
         transfers.finish()
         self.doing = "idle"
 
@@ -186,11 +202,6 @@ class Executor:
         return _UNOBSERVED if self._observer is None else self._observer.working(kind, stage, context)
 
 
-def _call(hooks: Sequence[Callable[[], None]]) -> None:
-    for hook in hooks:
-        hook()
-
-
 class _Transfers:
     """The messages of one step on one rank."""
 
@@ -198,15 +209,17 @@ class _Transfers:
         self._of = executor
         self._contexts = contexts
         self._pending = deque(item for item in executor._program if isinstance(item, Recv))
-        self._posted: dict[Message, list[tuple[str, PendingReceive]]] = {}
+        self._posted: dict[Message, list[tuple[str, Pending]]] = {}
         self._posted_bytes = 0
-        self._under_way: dict[int, deque[list[PendingSend]]] = {}
+        self._under_way: dict[int, deque[list[Pending]]] = {}
         self._confirmed: dict[int, int] = {}
         self._post()
 
     def _specs(self, message: Message) -> list[tuple[str, TensorSpec]]:
+        """What a message carries, in order: all tensors of the cut, or the gradients of those that want one."""
+        cut = self._contexts[message.microbatch].specs[self._of._cuts[message.boundary]]
         names = self._of._crossing[message.boundary]
-        return message_specs(message, self._of._cuts, self._contexts[message.microbatch].specs, names)
+        return [(name, cut[name]) for name in names if message.kind == "activation" or cut[name].requires_grad]
 
     def _tag(self, message: Message) -> int:
         number = (message.boundary * len(self._contexts) + message.microbatch) * 2 + (message.kind == "gradient")
@@ -257,9 +270,7 @@ class _Transfers:
                     "input shapes alone"
                 )
             if tensor.stride() != spec.stride:
-                tensor = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=tensor.device).copy_(
-                    tensor
-                )
+                tensor = spec.empty(tensor.device).copy_(tensor)
             sends.append(self._of._communicator.send(tensor, peer, tag + position))
         self._under_way.setdefault(instruction.peer, deque()).append(sends)
 

@@ -16,7 +16,7 @@ from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layers import EngineLayer
 from varuna_capslog.model.chain import Chain, TensorSpec
 
-__all__ = ["GradientBook", "squared_norm"]
+__all__ = ["GradientBook"]
 
 _BLOCK_TAG = 1 << 28
 _SHARED_TAG = 1 << 29
@@ -64,9 +64,7 @@ class GradientBook:
                 _add_block(kept[0], block)
 
     def finish(self) -> None:
-        """Leaves the minibatch's gradient in `.grad` of every trainable parameter (a shared one: of its first local
-        leaf).
-        """
+        """Leaves the minibatch's gradient in `.grad` of each trainable parameter (shared: of its first local leaf)."""
         for layer in self._layers:
             blocks, self._blocks[layer.index] = self._blocks[layer.index], []
             if len(self._peers) > 1:
@@ -77,6 +75,26 @@ class GradientBook:
             for name, gradient in total.items():
                 layer.parameters[name].grad = gradient
         self._add_uses()
+
+    def squared_norms(self) -> dict[int, Tensor]:
+        """Sum of squares of each layer's gradients, in float64, by layer; on the host.
+
+        A shared parameter counts under its first layer only (engine rule 1).
+        """
+        first_use = {shared.name: shared.layers[0] for shared in self._shared}
+        found = []
+        for layer in self._layers:
+            counted = {name: first_use[address] == layer.index for name, address in layer.shared.items()}
+            norms = [
+                torch.linalg.vector_norm(parameter.grad, dtype=torch.float64)
+                for name, parameter in layer.parameters.items()
+                if parameter.grad is not None and counted.get(name, True)
+            ]
+            if norms:
+                found.append(torch.stack(norms).square().sum())
+            else:
+                found.append(torch.zeros((), dtype=torch.float64, device=layer.device))
+        return dict(zip(self._by_index, torch.stack(found).cpu(), strict=True))
 
     def forget(self) -> None:
         """Drops the blocks of a broken-off step."""
@@ -91,7 +109,8 @@ class GradientBook:
         if trainable:
             for number in range(len(mine)):
                 packed = _pack(mine[number], trainable)
-                theirs = self._communicator.exchange(packed, self._peers, _BLOCK_TAG + layer.index)
+                wanted = dict.fromkeys(self._peers, TensorSpec.of(packed))
+                theirs = self._communicator.exchange(packed, wanted, _BLOCK_TAG + layer.index)
                 for replica, peer in enumerate(self._peers):
                     if replica != self._replica:
                         everyone[replica].append(_unpack(theirs[peer], trainable))
@@ -120,7 +139,6 @@ class GradientBook:
     def _remote_uses(
         self, number: int, layers: Sequence[int], leaves: Mapping[int, nn.Parameter]
     ) -> dict[int, Tensor | None]:
-        rank = self._communicator.rank
         owners: dict[int, list[int]] = {}
         for index in layers:
             owners.setdefault(self._rank_of_layer[index], []).append(index)
@@ -131,19 +149,12 @@ class GradientBook:
             {str(i): leaf.grad for i, leaf in leaves.items() if leaf.grad is not None},
             {str(i): leaf for i, leaf in leaves.items()},
         )
-        tag = _SHARED_TAG + number
-        receives = {}
-        for owner, theirs in owners.items():
-            if owner != rank:
-                spec = TensorSpec(((template.numel() + 1) * len(theirs),), template.dtype)
-                receives[owner] = self._communicator.receive(spec, owner, tag, template.device)
-        sends = [self._communicator.send(packed, owner, tag) for owner in receives]
+        size = template.numel() + 1
+        wanted = {owner: TensorSpec((size * len(uses),), template.dtype) for owner, uses in owners.items()}
         found: dict[int, Tensor | None] = {}
-        for owner, receive in receives.items():
-            block = _unpack(receive.wait(), {str(i): template for i in owners[owner]})
+        for owner, theirs in self._communicator.exchange(packed, wanted, _SHARED_TAG + number).items():
+            block = _unpack(theirs, {str(i): template for i in owners[owner]})
             found.update({index: block.get(str(index)) for index in owners[owner]})
-        for send in sends:
-            send.wait()
         return found
 
 
@@ -176,13 +187,3 @@ def _unpack(flat: Tensor, parameters: Mapping[str, nn.Parameter]) -> dict[str, T
             found[name] = flat[at : at + parameter.numel()].reshape(parameter.shape)
         at += parameter.numel()
     return found
-
-
-def squared_norm(layer: EngineLayer, counted: Mapping[str, bool]) -> Tensor:
-    """Sum of squares of a layer's gradients, float64 on its device; `counted` says which of its parameters it owns."""
-    norms = [
-        torch.linalg.vector_norm(parameter.grad, dtype=torch.float64)
-        for name, parameter in layer.parameters.items()
-        if parameter.grad is not None and counted.get(name, True)
-    ]
-    return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=layer.device)

@@ -2,8 +2,8 @@
 
 An engine makes the training steps of one rank. Two exist: `PipelineEngine`, our own, and `varuna_plugin.VarunaEngine`,
 which has Varuna compute the step. They share no base class: training loop, journal and evaluation know this protocol
-only. The start-up names the engines that there are in one `Engines` object and hands it down, so that nothing here
-imports an engine.
+only. The start-up names the existing engines in one `Engines` object and hands it down, so that nothing here imports
+an engine.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from varuna_capslog.base.errors import CapslogError
 
-if TYPE_CHECKING:  # what names the engines imports this module, and does without torch
+if TYPE_CHECKING:  # the module that names the engines imports this one, and no torch
     import torch
     from torch import Tensor
 
     from varuna_capslog.engine.communicator import Communicator
     from varuna_capslog.engine.layers import EngineLayer
     from varuna_capslog.engine.optimizer import StageOptimizer
-    from varuna_capslog.engine.options import EngineOptions, Layout, StepResult
+    from varuna_capslog.engine.options import EngineOptions, Layout
     from varuna_capslog.engine.stage import LossFunction
-    from varuna_capslog.engine.vote import Verdict
+    from varuna_capslog.engine.step import Verdict
     from varuna_capslog.model.chain import Chain
     from varuna_capslog.model.workload import Minibatch
 
@@ -49,15 +49,9 @@ class Engine(Protocol):
     layout: Layout
     options: EngineOptions
     communicator: Communicator
-    device: torch.device
-    rank: int
     replica: int
     layers: list[EngineLayer]
     optimizer: StageOptimizer
-
-    @property
-    def local_microbatches(self) -> range:
-        """Global indices of the microbatches that this replica runs."""
 
     @property
     def owns_first_stage(self) -> bool:
@@ -79,7 +73,7 @@ class Engine(Protocol):
         """
 
     def vote(self, step: int, minibatch: Minibatch, stop: bool = False, ballot: bytes = b"") -> Verdict:
-        """After `compute`: all ranks learn whether the step may be applied, and what each of them has to say.
+        """After `compute`: all ranks learn whether the step may be applied, and the ballot of each of them.
 
         Args:
             stop: this rank wishes to stop after the step.
@@ -89,8 +83,8 @@ class Engine(Protocol):
             PeerLost: another rank is gone; the step is forgotten here.
         """
 
-    def apply(self, verdict: Verdict) -> StepResult:
-        """Makes the step that was voted for; sends nothing."""
+    def apply(self, verdict: Verdict) -> float:
+        """Makes the step that was voted for; sends nothing. Returns the learning rate of the step."""
 
     def forget(self) -> None:
         """Drops all traces of a step that was broken off or refused."""
@@ -136,13 +130,8 @@ class EngineKind:
     check: Callable[[], object] = lambda: None
 
 
-class Engines:
-    """The engines that there are, by the name that `engine` has in a config."""
+class Engines(dict[str, EngineKind]):
+    """The existing engines, by the name that `engine` has in a config."""
 
-    def __init__(self, kinds: Mapping[str, EngineKind]) -> None:
-        self._kinds = dict(kinds)
-
-    def __getitem__(self, name: str) -> EngineKind:
-        if name not in self._kinds:
-            raise CapslogError(f"engine={name!r} is unknown here; choose one of {', '.join(sorted(self._kinds))}")
-        return self._kinds[name]
+    def __missing__(self, name: str) -> EngineKind:
+        raise CapslogError(f"engine={name!r} is unknown here; choose one of {', '.join(sorted(self))}")

@@ -1,8 +1,8 @@
 """One layer as the engine runs it, its own parameter leaves, its own random numbers; and autograd graphs of layers.
 
-Layers share a graph only where their gradients flow in one line: a tensor read by several layers ends it, so that
-it collects their gradients one by one, last reader first; each use of a shared parameter accumulates apart from the
-others. That makes every sum of gradients the same for any cut list (engine rule 1).
+Layers share a graph only where their gradients flow from one layer to the next: a tensor read by several layers ends
+it, so that it collects their gradients one by one, last reader first; each use of a shared parameter accumulates apart
+from the others. That makes every sum of gradients the same for any cut list (engine rule 1).
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.engine.seeds import seed_layer
 from varuna_capslog.engine.statistics import RunningStatistics, tracking_modules
 from varuna_capslog.model.chain import Chain, Layer
 from varuna_capslog.model.trace import autocast_context
 
-__all__ = ["EngineLayer", "LayerGraph", "keep_layout", "take_layers"]
+__all__ = ["EngineLayer", "LayerGraph", "keep_layout", "mix", "persistent_buffers", "seed_layer", "take_layers"]
+
+_MASK = (1 << 64) - 1
 
 
 @dataclass
@@ -80,6 +81,31 @@ def keep_layout(tensor: Tensor) -> None:
     tensor.register_hook(hook)
 
 
+def mix(*numbers: int) -> int:
+    """One well-spread 63-bit number from several integers (splitmix64 steps: each input is added, then scrambled)."""
+    state = 0x9E3779B97F4A7C15
+    for number in numbers:
+        state = (state + (number & _MASK) * 0xD1342543DE82EF95 + 0x9E3779B97F4A7C15) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state >> 1
+
+
+def seed_layer(device: torch.device, seed: int, step: int, microbatch: int, layer: int) -> None:
+    """Seeds the device's default generator for one layer on one microbatch (engine rule 1).
+
+    Random numbers depend on what is computed, never on where or when: dropout is the same under any cut list, schedule,
+    recomputation or number of replicas.
+    """
+    value = mix(seed, step, microbatch, layer)
+    # not torch.manual_seed: it also visits every other device and, before CUDA starts, records a stack trace
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index or 0].manual_seed(value)
+    else:
+        torch.default_generator.manual_seed(value)
+
+
 class EngineLayer:
     """A layer on its device. Built by `take_layers`.
 
@@ -116,8 +142,7 @@ class EngineLayer:
     @property
     def buffers(self) -> dict[str, Tensor]:
         """Persistent buffers by name inside the layer."""
-        state = self.layer.module.state_dict(keep_vars=True)
-        return {name: tensor for name, tensor in state.items() if name not in self.parameters}
+        return persistent_buffers(self.layer.module, self.parameters)
 
     def forward(
         self, values: Mapping[str, Tensor], key: tuple[int, int, int], graph: bool, record: bool
@@ -155,6 +180,11 @@ class EngineLayer:
                     "a parameter"
                 )
         self._stateless = True
+
+
+def persistent_buffers(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """The buffers of a module that its state has besides these parameters, by name."""
+    return {name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if name not in parameters}
 
 
 def take_layers(
@@ -202,7 +232,9 @@ def take_layers(
         elif ready is not None:
             module = copy.deepcopy(module)
         if any(tensor.device != device for tensor in (*module.parameters(), *module.buffers())):
-            module.to(device)  # not asked of a module that is there: torch would exchange the fake ones of an estimate
+            module.to(
+                device
+            )  # not called for a module that is there: torch would replace the fake tensors of an estimate
         module.train()
         taken.append(
             EngineLayer(index, Layer(layer.name, module, layer.reads, layer.writes), device, precision, shared)

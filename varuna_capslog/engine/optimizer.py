@@ -70,46 +70,41 @@ class StageOptimizer:
         for address, parameter in self.parameters.items():
             factor = next((factor for part, factor in multipliers.items() if part in address), 1.0)
             groups.setdefault(factor, []).append(parameter)
+        groups = groups or {1.0: []}  # torch takes no empty list of groups
         self._factors = list(groups)
         # one kernel per parameter, not a dozen: a third of the time; on CUDA torch's default is as good
-        self._fused = layers[0].device.type == "cpu" if groups else False
-        self._adamw = (
-            torch.optim.AdamW(
-                [{"params": parameters} for parameters in groups.values()],
-                lr=rate.base,
-                betas=(0.9, 0.999),
-                eps=1e-8,
-                weight_decay=weight_decay,
-                fused=self._fused or None,
-            )
-            if groups
-            else None
+        self._fused = all(layer.device.type == "cpu" for layer in layers)
+        self._adamw = torch.optim.AdamW(
+            [{"params": parameters} for parameters in groups.values()],
+            lr=rate.base,
+            betas=(0.9, 0.999),
+            eps=1e-8,
+            weight_decay=weight_decay,
+            fused=self._fused or None,
         )
 
     def step(self, step: int, scale: float) -> float:
         """Applies the gradients times `scale` (the clipping coefficient) and drops them; returns the learning rate."""
         rate = self.rate.at(step)
-        if self._adamw is not None:
-            for group, factor in zip(self._adamw.param_groups, self._factors, strict=True):
-                group["lr"] = rate * factor
-            trained = [parameter for parameter in self.parameters.values() if parameter.grad is not None]
-            if scale != 1.0:
-                for parameter in trained:
-                    parameter.grad.mul_(scale)  # type: ignore[union-attr]
-            if self._fused and all(parameter in self._adamw.state for parameter in trained):
-                for group in self._adamw.param_groups:
-                    self._step_group(group)
-            else:
-                self._adamw.step()
+        for group, factor in zip(self._adamw.param_groups, self._factors, strict=True):
+            group["lr"] = rate * factor
+        trained = [parameter for parameter in self.parameters.values() if parameter.grad is not None]
+        if scale != 1.0:
             for parameter in trained:
-                parameter.grad = None
+                parameter.grad.mul_(scale)  # type: ignore[union-attr]
+        if self._fused and all(parameter in self._adamw.state for parameter in trained):
+            for group in self._adamw.param_groups:
+                self._step_group(group)
+        else:
+            self._adamw.step()
+        for parameter in trained:
+            parameter.grad = None
         return rate
 
     def _step_group(self, group: Mapping[str, Any]) -> None:
         """What `AdamW.step` does for one group, without its search for hooks, profilers and gradients: for layers of
         some thousand parameters that takes longer than the step.
         """
-        assert self._adamw is not None
         trained = [parameter for parameter in group["params"] if parameter.grad is not None]
         states = [self._adamw.state[parameter] for parameter in trained]
         if trained:
@@ -131,16 +126,13 @@ class StageOptimizer:
                     maximize=False,
                 )
 
-    def state(self) -> dict[str, dict[str, Tensor]]:
-        """Moments and step count by parameter address: {"exp_avg", "exp_avg_sq", "step"}; live tensors, not copies."""
-        return {address: moments for address in self.parameters if (moments := self.moments(address))}
-
     def moments(self, address: str) -> dict[str, Tensor]:
-        """As `state` gives them, of one address; {} before its first step, and for what is not trained here."""
+        """Moments and step count of one address: {"exp_avg", "exp_avg_sq", "step"}; live tensors, not copies.
+
+        {} before its first step, and for what is not trained here.
+        """
         parameter = self.parameters.get(address)
-        if self._adamw is None or parameter is None or parameter not in self._adamw.state:
-            return {}
-        return dict(self._adamw.state[parameter])
+        return {} if parameter is None else dict(self._adamw.state.get(parameter, {}))
 
     def take_moments(self, address: str, moments: Mapping[str, Tensor], copy: bool) -> None:
         """Takes over the moments of one address ({}: it starts afresh); an address that is not trained here is ignored.
@@ -149,23 +141,15 @@ class StageOptimizer:
             copy: False takes the tensors themselves.
         """
         parameter = self.parameters.get(address)
-        if self._adamw is None or parameter is None:
+        if parameter is None:
             return
         if not moments:
             self._adamw.state.pop(parameter, None)
         elif copy:
-            self.load({address: moments})
+            self._adamw.state[parameter] = {
+                # AdamW keeps its step count on the CPU
+                name: tensor.clone() if name == "step" else tensor.to(parameter.device, copy=True)
+                for name, tensor in moments.items()
+            }
         else:
             self._adamw.state[parameter] = dict(moments)
-
-    def load(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Takes over the moments of the addresses it owns; those not in `state` start afresh."""
-        if self._adamw is None:
-            return
-        for address, parameter in self.parameters.items():
-            if address in state:
-                self._adamw.state[parameter] = {
-                    # AdamW keeps its step count on the CPU
-                    name: tensor.clone() if name == "step" else tensor.to(parameter.device, copy=True)
-                    for name, tensor in state[address].items()
-                }

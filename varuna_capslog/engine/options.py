@@ -17,7 +17,7 @@ from varuna_capslog.schedules import RunShape
 if TYPE_CHECKING:
     from varuna_capslog.config.settings import Config
 
-__all__ = ["EngineOptions", "Layout", "StepResult", "layout_of"]
+__all__ = ["EngineOptions", "Layout", "layout_of"]
 
 
 @dataclass(frozen=True)
@@ -116,14 +116,3 @@ class EngineOptions(RunShape):
     multipliers: Mapping[str, float] = field(default_factory=dict)
     actions: tuple[tuple[str, ...], ...] | None = None
     refuses: bool = True
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What every rank knows of a committed step. `parts` holds the loss and its parts, of the whole minibatch."""
-
-    step: int
-    parts: dict[str, float]
-    grad_norm: float
-    learning_rate: float
-    stop: bool

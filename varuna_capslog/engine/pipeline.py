@@ -16,22 +16,20 @@ from torch import Tensor
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.communicator import Communicator
-from varuna_capslog.engine.executor import Executor
-from varuna_capslog.engine.gradients import GradientBook, squared_norm
-from varuna_capslog.engine.interface import EngineKind, EngineParts, Load
+from varuna_capslog.engine.executor import Executor, Observer
+from varuna_capslog.engine.gradients import GradientBook
+from varuna_capslog.engine.interface import EngineParts, Load
 from varuna_capslog.engine.layers import EngineLayer, take_layers
-from varuna_capslog.engine.observer import HostMemory, Observer
 from varuna_capslog.engine.optimizer import StageOptimizer
-from varuna_capslog.engine.options import EngineOptions, Layout, StepResult
-from varuna_capslog.engine.stage import LossFunction, MicrobatchContext, Stage
-from varuna_capslog.engine.step import check_minibatch, microbatches_of
-from varuna_capslog.engine.vote import Poll, Verdict
-from varuna_capslog.model.chain import Chain
+from varuna_capslog.engine.options import EngineOptions, Layout
+from varuna_capslog.engine.stage import HostMemory, LossFunction, MicrobatchContext, Stage
+from varuna_capslog.engine.step import Poll, Verdict, check_minibatch, microbatches_of
+from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.schedules import Action, Lowered, find_deadlock, lower, make_schedule, parse_action, validate
 
-__all__ = ["CAPSLOG", "EngineOptions", "Layout", "PipelineEngine", "Ready", "StepResult"]
+__all__ = ["EngineOptions", "Layout", "PipelineEngine", "Ready", "build"]
 
 _STATISTICS_TAG = 3 << 28
 
@@ -130,7 +128,7 @@ class PipelineEngine:
         self._observer = observer
         self._executor: Executor | None = None
         self._evaluators: dict[int, Executor] = {}
-        self._poll = Poll(chain, communicator, options.clip_norm, options.refuses, ready.part_names)
+        self._poll = Poll(chain, communicator, options, ready.part_names)
         # running statistics of the step under way, by layer and microbatch, those of other replicas included
         self._statistics: dict[int, dict[int, list[Tensor]]] = {}
 
@@ -156,11 +154,6 @@ class PipelineEngine:
         return {(a, b) for group in ranks for a in group for b in group if a != b}
 
     # -- microbatches ------------------------------------------------------------------------------------------------
-
-    @property
-    def local_microbatches(self) -> range:
-        """Global indices of the microbatches that this replica runs."""
-        return microbatches_of(self.layout, self.options, self.rank)
 
     @property
     def owns_first_stage(self) -> bool:
@@ -198,7 +191,7 @@ class PipelineEngine:
         check_minibatch(minibatch, self.options)
         if self.idle:
             return
-        local = self.local_microbatches
+        local = microbatches_of(self)
         contexts = self._contexts(minibatch, local, step)
         if self._executor is None:
             # the first minibatch shows which cuts carry gradients
@@ -229,9 +222,7 @@ class PipelineEngine:
     def vote(self, step: int, minibatch: Minibatch, stop: bool = False, ballot: bytes = b"") -> Verdict:
         """As `Engine.vote`. A step with a `refusal` must not be applied: `forget` drops it."""
         last = self.stages.get(len(self.layout.cuts) - 1)
-        norms = {}
-        if self.replica == 0 and self.layers:
-            norms = dict(zip([layer.index for layer in self.layers], self._squared_norms(), strict=True))
+        norms = self._gradients.squared_norms() if self.replica == 0 and self.layers else {}
         try:
             return self._poll.hold(step, minibatch, last, norms, stop, ballot)
         except BaseException:
@@ -257,13 +248,13 @@ class PipelineEngine:
             update |= {f"statistics/{microbatch}/{k}": tensor for k, tensor in enumerate(calls)}
         return update
 
-    def apply(self, verdict: Verdict) -> StepResult:
+    def apply(self, verdict: Verdict) -> float:
         """As `Engine.apply`: clipping, optimizer, running statistics."""
         rate = self.optimizer.step(verdict.step, verdict.scale)
         for layer in self.layers:
             if layer.index in self._statistics:
                 layer.statistics.commit(self._statistics.pop(layer.index))
-        return StepResult(verdict.step, verdict.parts, verdict.grad_norm, rate, verdict.stop)
+        return rate
 
     @property
     def part_names(self) -> list[str] | None:
@@ -282,33 +273,20 @@ class PipelineEngine:
         self._gradients.forget()
         self._statistics.clear()
 
-    def _squared_norms(self) -> Tensor:
-        """Per local layer; a shared parameter counts under its first layer only (engine rule 1)."""
-        first_use = {shared.name: shared.layers[0] for shared in self.chain.shared}
-        values = []
-        for layer in self.layers:
-            counted = {name: first_use[address] == layer.index for name, address in layer.shared.items()}
-            values.append(squared_norm(layer, counted))
-        return torch.stack(values).cpu()
-
     def _take_statistics(self, layer: EngineLayer) -> dict[int, list[Tensor]]:
         """A layer's running statistics of all microbatches of the step, those of other replicas included."""
-        mine = layer.statistics.take()
-        return mine | self._statistics_of_replicas(layer, mine) if self.layout.replicas > 1 else mine
-
-    def _statistics_of_replicas(self, layer: EngineLayer, mine: dict[int, list[Tensor]]) -> dict[int, list[Tensor]]:
-        order = sorted(mine)
-        shapes = [tensor.shape for tensor in mine[order[0]]]
-        flat = torch.cat([tensor.reshape(-1) for microbatch in order for tensor in mine[microbatch]])
-        peers = self._replica_peers()
-        found: dict[int, list[Tensor]] = {}
-        theirs = self.communicator.exchange(flat, peers, _STATISTICS_TAG + layer.index)
-        for replica, peer in enumerate(peers):
-            if peer == self.rank:
-                continue
-            pieces = iter(theirs[peer].split([shape.numel() for shape in shapes] * len(order)))
+        found = layer.statistics.take()
+        if self.layout.replicas == 1:
+            return found
+        order, peers = sorted(found), self._replica_peers()
+        shapes = [tensor.shape for tensor in found[order[0]]]
+        flat = torch.cat([tensor.reshape(-1) for microbatch in order for tensor in found[microbatch]])
+        wanted = dict.fromkeys(peers, TensorSpec.of(flat))
+        for peer, theirs in self.communicator.exchange(flat, wanted, _STATISTICS_TAG + layer.index).items():
+            first = peers.index(peer) * len(order)
+            pieces = iter(theirs.split([shape.numel() for shape in shapes] * len(order)))
             for position in range(len(order)):
-                found[replica * len(order) + position] = [next(pieces).reshape(shape) for shape in shapes]
+                found[first + position] = [next(pieces).reshape(shape) for shape in shapes]
         return found
 
     # -- evaluation --------------------------------------------------------------------------------------------------
@@ -324,8 +302,8 @@ class PipelineEngine:
                     rows[device].append(Action(index, "F", microbatch))
             lowered = lower(rows, has_gradient=[False] * (len(self.layout.cuts) - 1))
             executor = self._evaluators[count] = self._executor_of(lowered)
-        for stage in self.stages.values():
-            stage.train(False)
+        for layer in self.layers:
+            layer.layer.module.eval()
         try:
             executor.run(
                 self._contexts(minibatch, range(count), 0),
@@ -333,16 +311,13 @@ class PipelineEngine:
                 evaluate=lambda context, outputs: take(context.index, outputs),
             )
         finally:
-            for stage in self.stages.values():
-                stage.train(True)
+            for layer in self.layers:
+                layer.layer.module.train()
 
 
-def _build(parts: EngineParts) -> PipelineEngine:
+def build(parts: EngineParts) -> PipelineEngine:
+    """The `EngineKind.build` of `engine: capslog`."""
     return PipelineEngine(parts.chain, parts.loss, parts.layout, parts.options, parts.communicator, parts.device)
-
-
-CAPSLOG = EngineKind(_build)
-"""What `engine: capslog` stands for."""
 
 
 @functools.lru_cache(maxsize=16)  # a membership that changes often meets the same layouts again

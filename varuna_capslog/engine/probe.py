@@ -1,27 +1,34 @@
-"""The peak meter: how many bytes were live at once on a device while a block of code ran.
+"""What one rank's stage costs: how many bytes are live at once on its device, and how many seconds its work takes.
 
-The profiler wraps measured steps in it and the trainer one step of a run, so that predicted and measured bytes come
-from one meter. Both sources are allocator statistics; resident set size never stands in for them.
+The profilers of both engines measure steps with it and the trainer one step of a run, so that predicted and measured
+bytes come from one meter. The bytes are allocator statistics; resident set size never stands in for them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.profiler import profile
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from types import TracebackType
+from varuna_capslog.engine.interface import Load
+from varuna_capslog.engine.layers import EngineLayer
+from varuna_capslog.engine.optimizer import StageOptimizer
 
-    from varuna_capslog.engine.layers import EngineLayer
-    from varuna_capslog.engine.optimizer import StageOptimizer
-
-__all__ = ["CPU_SOURCE", "CUDA_SOURCE", "PeakProbe", "resident_tensors", "storage_bytes"]
+__all__ = [
+    "CPU_SOURCE",
+    "CUDA_SOURCE",
+    "PeakProbe",
+    "StageMeter",
+    "held_inputs",
+    "resident_tensors",
+    "storage_bytes",
+]
 
 CPU_SOURCE = "cpu allocator events"
 CUDA_SOURCE = "cuda allocator"
@@ -34,10 +41,10 @@ class PeakProbe:
     live.
 
     On the CPU, which keeps no such statistics: torch's allocator reports each allocation and release to the profiler,
-    and the peak is the running maximum of live bytes, beginning with those of `held`. Seen is what the calling thread
-    and the threads of autograd allocate; what another Python thread allocates (a prefetching loader) is not seen, nor
-    is its release, so load in the calling thread during a probed step. Memory from before the block that is not in
-    `held` counts nowhere.
+    and the peak is the running maximum of live bytes, beginning with those of `held`. The profiler sees what the
+    calling thread and the threads of autograd allocate. It sees neither what another Python thread allocates (a
+    prefetching loader) nor its release, so load in the calling thread during a probed step. Memory from before the
+    block that is not in `held` does not count.
 
     Args:
         device: whose memory.
@@ -68,18 +75,99 @@ class PeakProbe:
             self._profile.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: Any) -> None:
         if self._profile is None:
             torch.cuda.synchronize(self._device)
             self.peak_bytes = torch.cuda.max_memory_allocated(self._device)
             return
-        self._profile.__exit__(kind, error, traceback)
+        self._profile.__exit__(*raised)
         results = self._profile.kineto_results
         assert results is not None
         self.peak_bytes = _running_maximum(_allocations(results.experimental_event_tree()), self._held)
         self._profile, self._held = None, {}
+
+
+class StageMeter:
+    """Reads one stage from outside.
+
+    Args:
+        device: of the stage.
+        resident: gives the tensors that the stage holds between two steps: parameters, gradients, buffers, moments.
+
+    Attributes:
+        peak_bytes, peak_source: the largest of the peaks, and how they were measured; None before the first.
+        static_bytes: of what was resident when it was last counted.
+        saved_bytes: the most that a forward left behind for its backward.
+        seconds: every duration, by name.
+    """
+
+    def __init__(self, device: torch.device, resident: Callable[[], list[Tensor]]) -> None:
+        self._device, self._resident = device, resident
+        self.peak_bytes: int | None = None
+        self.peak_source: str | None = None
+        self.static_bytes = self.saved_bytes = 0
+        self.seconds: dict[str, list[float]] = {"forward": [], "backward": []}
+
+    @contextlib.contextmanager
+    def peak(self, more: Iterable[Tensor] = ()) -> Iterator[None]:
+        """The most bytes that are live at once inside the block.
+
+        Args:
+            more: tensors besides the resident ones that are there when the block begins.
+        """
+        with PeakProbe(self._device, [*self._resident(), *more]) as probe:
+            yield
+        self.peak_bytes = max(self.peak_bytes or 0, probe.peak_bytes)
+        self.peak_source = probe.peak_source
+
+    def count_static(self) -> None:
+        """Counts what is resident now."""
+        self.static_bytes = storage_bytes(self._resident())
+
+    @contextlib.contextmanager
+    def saving(self, own: Sequence[Tensor], kept: Callable[[], Iterable[Tensor] | None]) -> Iterator[None]:
+        """Around one forward, or one recomputation.
+
+        Args:
+            own: what was resident before; it is not saved by the forward.
+            kept: asked at the end for what waits for the backward besides the tensors that autograd saved; None where
+                this forward leaves nothing behind.
+        """
+        saved: list[Tensor] = []
+
+        def pack(tensor: Tensor) -> Tensor:
+            saved.append(tensor)
+            return tensor
+
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                yield
+        finally:  # a forward on Varuna ends by an exception
+            waiting = kept()
+            if waiting is not None:
+                found = storage_bytes([*own, *saved, *waiting]) - storage_bytes(own)
+                self.saved_bytes = max(self.saved_bytes, found)
+
+    @contextlib.contextmanager
+    def timing(self, name: str) -> Iterator[None]:
+        """Around one forward or backward, whose duration is added to `seconds`."""
+        began = self.now()
+        try:
+            yield
+        finally:  # as above
+            self.seconds[name].append(self.now() - began)
+
+    def now(self) -> float:
+        """Seconds of a clock that does not go back, when the device has done all that it was asked for."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+
+def held_inputs(load: Load, local: Sequence[int]) -> Load:
+    """The same inputs, loaded now: a measured step counts what a device would hold, not what loading needs."""
+    held = {index: load(index) for index in local}
+    return lambda microbatch: {name: tensor.clone() for name, tensor in held[microbatch].items()}
 
 
 def resident_tensors(layers: Sequence[EngineLayer], optimizer: StageOptimizer) -> list[Tensor]:
@@ -91,8 +179,8 @@ def resident_tensors(layers: Sequence[EngineLayer], optimizer: StageOptimizer) -
             if parameter.grad is not None:
                 tensors.append(parameter.grad)
         tensors.extend(layer.layer.module.buffers())
-    for moments in optimizer.state().values():
-        tensors.extend(moments.values())
+    for address in optimizer.parameters:
+        tensors.extend(optimizer.moments(address).values())
     return tensors
 
 
@@ -130,7 +218,7 @@ def _running_maximum(allocations: Iterable[tuple[int, int, int]], held: dict[int
     live = dict(held)
     current = peak = sum(live.values())
     for _, address, size in allocations:
-        # a second allocation at a counted address: its release went unreported
+        # a second allocation at a counted address: its release was not reported
         current -= live.pop(address, 0)
         if size > 0:
             live[address] = size

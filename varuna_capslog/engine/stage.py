@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from varuna_capslog.base.errors import CapslogError, StepRefused
 from varuna_capslog.engine.layers import EngineLayer, LayerGraph, keep_layout
-from varuna_capslog.engine.observer import HostMemory, Kept
 from varuna_capslog.model.chain import Chain, TensorSpec
 
-__all__ = ["MicrobatchContext", "Stage"]
+__all__ = ["HostMemory", "Kept", "LossFunction", "MicrobatchContext", "Stage"]
 
 LossFunction = Callable[[Mapping[str, Tensor], Any, Mapping[str, float]], dict[str, Tensor]]
 
@@ -39,6 +38,22 @@ class MicrobatchContext:
     targets: Any
     normalisers: Mapping[str, float]
     key: tuple[int, int]
+
+
+class Kept(Protocol):
+    """A tensor that waits in host memory; `torch.Tensor` is one."""
+
+    def to(self, device: torch.device, *, non_blocking: bool = False) -> Tensor:
+        """The tensor on a device."""
+
+
+class HostMemory:
+    """Pinned host memory, where stage inputs wait for a recomputation; an estimate takes memory that is not there."""
+
+    def keep(self, tensor: Tensor) -> Kept:
+        """A copy of a device's tensor; the copying goes on while the caller continues."""
+        host = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
 
 
 @dataclass
@@ -104,12 +119,9 @@ class Stage:
         if wanted and not graph:
             keep = self._host.keep if self._host is not None else _as_it_is
             held.inputs = {name: keep(tensor) for name, tensor in values.items()}
-        if self._loss is not None and not graph and not self._has_statistics():
+        if self._loss is not None and not graph and not any(layer.statistics for layer in self.layers):
             return {}  # these outputs are not read before the recomputation makes them again
         return self._run(context, values, held, graph and wanted, record=True)
-
-    def _has_statistics(self) -> bool:
-        return any(bool(layer.statistics) for layer in self.layers)
 
     def recompute(self, context: MicrobatchContext) -> None:
         """R: runs the forward again from the kept inputs, with the same random numbers, and keeps the graph."""
@@ -205,11 +217,6 @@ class Stage:
     def evaluate(self, context: MicrobatchContext, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """Runs the stage without keeping anything (the caller has set evaluation mode)."""
         return self._run(context, values, _Held(), graph=False, record=False)
-
-    def train(self, mode: bool) -> None:
-        """Switches every layer between training and evaluation mode."""
-        for layer in self.layers:
-            layer.layer.module.train(mode)
 
     def forget(self) -> None:
         """Drops what a broken-off step left, gradients included."""

@@ -1,23 +1,53 @@
-"""What is the same in every engine's training step: its order, which microbatches a rank runs, copies compared.
+"""What is the same in every engine's training step: its order, the vote that ends it, which microbatches a rank runs.
 
-Functions over the protocol `interface.Engine`; the engines call them, and none of them knows how a step is computed.
+The vote tells every rank in one exact sum what it must know of the step, before anything is changed. Loss parts by
+microbatch, squared gradient norms by layer, wishes to stop and who gives a ballot are slots of one float64 vector;
+every slot has one owner, so that the sum has the same bits on all ranks and all judge alike. No message follows it.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable
-from typing import Any
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from varuna_capslog.base.errors import CapslogError, StepRefused
+from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.interface import Engine, Load
-from varuna_capslog.engine.options import EngineOptions, Layout, StepResult
+from varuna_capslog.engine.options import EngineOptions
+from varuna_capslog.engine.stage import Stage
+from varuna_capslog.model.chain import Chain
 from varuna_capslog.model.workload import Minibatch
 
-__all__ = ["check_minibatch", "microbatches_of", "train_step", "verify_copies"]
+__all__ = ["Poll", "Verdict", "check_minibatch", "microbatches_of", "train_step"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What all ranks know of a step after its vote, the same on each of them.
+
+    Attributes:
+        parts: the loss and its parts, of the whole minibatch.
+        grad_norm: global norm of the gradients, before clipping.
+        scale: what clipping multiplies the gradients with.
+        finite: whether loss and gradients are finite.
+        refusal: why the step must not be applied; None for one that may. Where the loss itself refused outputs, its
+            words are known on the ranks of the last stage only.
+        stop: some rank wishes to stop after this step.
+        ballots: by rank, what each gave (empty: nothing); () where no rank gave any.
+    """
+
+    step: int
+    parts: dict[str, float]
+    grad_norm: float
+    scale: float
+    finite: bool
+    refusal: str | None
+    stop: bool
+    ballots: tuple[bytes, ...] = ()
 
 
 def train_step(
@@ -25,16 +55,14 @@ def train_step(
     step: int,
     minibatch: Minibatch,
     load: Load,
-    stop: bool = False,
     before_commit: Callable[[], None] | None = None,
-) -> StepResult:
+) -> Verdict:
     """One optimizer step on all ranks under the commit rule: nothing of the model changes before all ranks know that
     the step is finite, and no rank waits for another after that.
 
     Args:
         step: counted from 1; with the run's seed it fixes all random numbers.
         load: global microbatch -> inputs; called on the rank of stage 0.
-        stop: this rank wishes to stop after the step; every rank learns of it.
         before_commit: called between the vote and the update, when all gradients are there.
 
     Raises:
@@ -42,13 +70,14 @@ def train_step(
         PeerLost: another rank is gone.
     """
     engine.compute(step, minibatch, load)
-    verdict = engine.vote(step, minibatch, stop)
+    verdict = engine.vote(step, minibatch)
     if verdict.refusal is not None:
         engine.forget()
         raise StepRefused(verdict.refusal)
     if before_commit is not None:
         before_commit()
-    return engine.apply(verdict)
+    engine.apply(verdict)
+    return verdict
 
 
 def check_minibatch(minibatch: Minibatch, options: EngineOptions) -> None:
@@ -59,33 +88,120 @@ def check_minibatch(minibatch: Minibatch, options: EngineOptions) -> None:
         )
 
 
-def microbatches_of(layout: Layout, options: EngineOptions, rank: int) -> range:
-    """Global indices of the microbatches that a rank's replica runs; none for an idle rank."""
-    if rank >= layout.world_size:
+def microbatches_of(engine: Engine) -> range:
+    """Global indices of the microbatches that an engine's replica runs; none for an idle rank."""
+    if engine.communicator.rank >= engine.layout.world_size:
         return range(0)
-    count, replica = options.num_microbatches // layout.replicas, rank // layout.devices
-    return range(replica * count, (replica + 1) * count)
+    count = engine.options.num_microbatches // engine.layout.replicas
+    return range(engine.replica * count, (engine.replica + 1) * count)
 
 
-def verify_copies(engine: Engine) -> None:
-    """Compares every parameter that several ranks hold (shared uses, replicas) by digest (engine rule 3).
+class Poll:
+    """Holds the votes of one engine.
 
-    Raises:
-        CapslogError: two ranks disagree, naming the parameter and the ranks.
+    Args:
+        part_names: of the loss, where all ranks know them; otherwise the first vote tells.
     """
-    layout = engine.layout
-    digests = {address: _digest(parameter) for address, parameter in engine.optimizer.parameters.items()}
-    seen: dict[str, tuple[int, Any]] = {}
-    for rank, theirs in enumerate(engine.communicator.gather(digests)):
-        for address, digest in theirs.items():
-            first, known = seen.setdefault(address, (rank, digest))
-            if known != digest:
-                raise CapslogError(
-                    f"parameter {address!r} differs between {layout.describe(first)} and {layout.describe(rank)}; the "
-                    "run is damaged: resume from the last checkpoint"
+
+    def __init__(
+        self, chain: Chain, communicator: Communicator, options: EngineOptions, part_names: Sequence[str] | None = None
+    ) -> None:
+        self._chain, self._communicator, self._options = chain, communicator, options
+        self.part_names = None if part_names is None else list(part_names)
+
+    def hold(
+        self,
+        step: int,
+        minibatch: Minibatch,
+        last: Stage | None,
+        squared_norms: Mapping[int, Tensor],
+        stop: bool,
+        ballot: bytes,
+    ) -> Verdict:
+        """One vote; every rank calls it, also one without stages.
+
+        Args:
+            last: the stage that evaluated the loss, where it lives here; its parts and refusals are taken out.
+            squared_norms: by layer, on the ranks of replica 0.
+            ballot: handed to all ranks as it is, by a gather that takes place only if anybody's is not empty.
+
+        Raises:
+            PeerLost: another rank is gone; whether others know the verdict cannot be said.
+        """
+        count, layers, world = len(minibatch.inputs), len(self._chain), self._communicator.world_size
+        names = self._names(last)
+        slots = torch.zeros(count * len(names) + layers + world + 1, dtype=torch.float64)
+        losses, norms, given, stops = slots.split([count * len(names), layers, world, 1])
+        losses = losses.view(count, len(names))
+        refusals: dict[int, str] = {}
+        if last is not None:
+            for microbatch, values in last.parts.items():
+                losses[microbatch] = torch.tensor(
+                    [float(values.get(name, math.nan)) for name in names], dtype=torch.float64
                 )
+            refusals = dict(last.refusals)
+            last.parts.clear()
+            last.refusals.clear()
+        for index, value in squared_norms.items():
+            norms[index] = value
+        given[self._communicator.rank] = float(bool(ballot))
+        stops[0] = float(stop)
+        self._communicator.sum_(slots)
+        total = _fold(losses)
+        squared = _fold(norms.unsqueeze(1))[0]
+        finite = all(math.isfinite(value) for value in (squared, *total))
+        refusal = None
+        if self._options.refuses and not finite:
+            refusal = _refusal(step, names, losses, norms, minibatch, refusals, self._chain)
+        norm, largest = math.sqrt(squared), self._options.clip_norm
+        scale = min(1.0, largest / (norm + 1e-6)) if largest > 0 else 1.0
+        ballots = tuple(self._communicator.gather(ballot)) if any(given.tolist()) else ()
+        parts = dict(zip(names, total, strict=True))
+        return Verdict(step, parts, norm, scale, finite, refusal, bool(stops[0] > 0), ballots)
+
+    def _names(self, last: Stage | None) -> list[str]:
+        """Names of the loss parts, told once by the ranks that compute the loss."""
+        if self.part_names is None:
+            mine = None
+            if last is not None:
+                mine = next((list(values) for values in last.parts.values() if len(values) > 1), None)
+                mine = mine or next((list(values) for values in last.parts.values()), None)
+            self.part_names = next(names for names in self._communicator.gather(mine) if names is not None)
+        return self.part_names
 
 
-def _digest(tensor: Tensor) -> bytes:
-    flat = tensor.detach().contiguous().cpu().reshape(-1)
-    return hashlib.blake2b(flat.view(torch.uint8).numpy().data, digest_size=16).digest()
+def _fold(rows: Tensor) -> list[float]:
+    """Sum over the rows, one after the other, in float64."""
+    total = [0.0] * rows.shape[1]
+    for row in rows.tolist():
+        total = [known + value for known, value in zip(total, row, strict=True)]
+    return total
+
+
+def _refusal(
+    step: int,
+    names: Sequence[str],
+    parts: Tensor,
+    norms: Tensor,
+    minibatch: Minibatch,
+    refusals: Mapping[int, str],
+    chain: Chain,
+) -> str:
+    where = []
+    for microbatch, row in enumerate(parts.tolist()):
+        if not all(math.isfinite(value) for value in row):
+            samples = minibatch.sample_ids[microbatch] if minibatch.sample_ids else []
+            detail = refusals.get(microbatch) or ", ".join(
+                f"{name}={value:g}" for name, value in zip(names, row, strict=True)
+            )
+            where.append(f"microbatch {microbatch} (samples {samples}): {detail}")
+    if where:
+        found = "; ".join(where)
+        return f"step {step}: the loss is not finite in {found}; nothing was applied: lower train.lr or look at them"
+    layers = [chain.layers[index].name for index, value in enumerate(norms.tolist()) if not math.isfinite(value)]
+    samples = [sample for group in minibatch.sample_ids for sample in group]
+    total = ", ".join(f"{name}={value:g}" for name, value in zip(names, _fold(parts), strict=True))
+    return (
+        f"step {step}: the gradient is not finite in layers {layers} ({total}; samples {samples}); nothing was "
+        "applied: lower train.lr or set train.clip_norm"
+    )

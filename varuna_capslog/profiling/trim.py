@@ -21,11 +21,10 @@ from torch import Tensor, nn
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.communicator import Communicator
-from varuna_capslog.engine.observer import HostMemory, Observer
+from varuna_capslog.engine.executor import Observer
 from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine, Ready
-from varuna_capslog.engine.probe import resident_tensors
-from varuna_capslog.engine.stage import LossFunction, MicrobatchContext, Stage
-from varuna_capslog.engine.stage_meter import StageMeter
+from varuna_capslog.engine.probe import StageMeter, resident_tensors
+from varuna_capslog.engine.stage import HostMemory, LossFunction, MicrobatchContext, Stage
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 from varuna_capslog.model.trace import ShapeTable

@@ -17,7 +17,7 @@ from varuna_capslog.rig.judge import Segment, Truth, judge
 from varuna_capslog.start.prepare import prepare_run
 from varuna_capslog.training.checkpoint import from_checkpoint, open_checkpoint
 from varuna_capslog.training.layer_state import digest
-from varuna_capslog.training.run import build_chain
+from varuna_capslog.training.run_setup import build_chain
 
 __all__ = ["breaches_of", "truth_of", "weights_of_run"]
 

@@ -14,6 +14,8 @@ from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
 
 if TYPE_CHECKING:
+    from typing import Self
+
     from varuna_capslog.config.settings import Config
 
 __all__ = ["ALWAYS_RECOMPUTE", "DEFAULT_RUN", "STAGE_INPUTS", "RunShape"]
@@ -55,7 +57,7 @@ class RunShape:
             )
 
     @classmethod
-    def of_config(cls, config: Config) -> RunShape:
+    def of_config(cls, config: Config) -> Self:
         """The whole step of a configured run, over all its replicas."""
         pipeline = config.pipeline
         return cls(

@@ -18,9 +18,9 @@ __all__ = ["ENGINES"]
 
 
 def _build_capslog(parts: EngineParts) -> Engine:
-    from varuna_capslog.engine.pipeline import CAPSLOG
+    from varuna_capslog.engine.pipeline import build
 
-    return CAPSLOG.build(parts)
+    return build(parts)
 
 
 def _build_varuna(parts: EngineParts) -> Engine:

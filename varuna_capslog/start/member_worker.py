@@ -84,7 +84,7 @@ def _take_part(run_dir: Path, wish: StopWish, equipment: Equipment) -> int:
     if began is None:
         store.put("began", repr(time.time()))
     else:
-        work.loop.began(max(0.0, time.time() - float(began)))
+        work.loop.run_began = time.monotonic() - max(0.0, time.time() - float(began))
     newest = store.read()
     if newest.number:  # the others train already: slow first calls are made before they wait for this member
         work.warm_up()

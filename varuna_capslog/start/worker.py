@@ -117,14 +117,14 @@ def _work(
             run.resume()
             return 130 if run.train().stopped else 0
         finally:
-            run.close()
+            run.loop.close()
 
 
 def _evaluate(run: Run, run_dir: Path) -> int:
     from varuna_capslog.training.checkpoint import best_checkpoint
 
     run.take_weights(best_checkpoint(run.setup.checkpoints))
-    scores = run.evaluate()
+    scores = run.loop.boundaries.evaluate(run.engine)
     if scores is None:
         raise CapslogError(f"the workload {run.config.workload!r} has no validation data or no evaluator")
     if run.communicator.rank == 0:

@@ -14,16 +14,17 @@ from typing import Any
 from torch import Tensor
 
 from varuna_capslog.base import files
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.interface import Engine
-from varuna_capslog.engine.step import verify_copies
 from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.training.checkpoint import prune, save_checkpoint
 from varuna_capslog.training.constants import run_constants
 from varuna_capslog.training.feed import evaluation_groups
 from varuna_capslog.training.journal import Journal
+from varuna_capslog.training.layer_state import digest
 from varuna_capslog.training.run_setup import RunSetup
 
-__all__ = ["Boundaries"]
+__all__ = ["Boundaries", "verify_copies"]
 
 
 class Boundaries:
@@ -36,7 +37,7 @@ class Boundaries:
     def __init__(self, setup: RunSetup, log: Journal) -> None:
         self._setup, self._log = setup, log
         self._val: Any = None  # opened when it is first asked for
-        self._engine: Engine | None = None
+        self._engine: Engine  # of the generation that has begun
         self._generation = self._base = self._saved = self._judged = 0
         self._best: tuple[float, int] | None = None
         self.scores: Mapping[str, Any] | None = None
@@ -72,7 +73,7 @@ class Boundaries:
         return saved
 
     def finish(self, step: int, judges: bool) -> None:
-        """The last boundary: comparison, checkpoint and evaluation, whatever of them was not done there.
+        """The last boundary: comparison, checkpoint and evaluation, as far as they were not made there.
 
         Args:
             judges: False leaves the evaluation out.
@@ -91,7 +92,7 @@ class Boundaries:
         """
         if self._saved >= step:
             return False
-        began, engine = time.monotonic(), self._running
+        began, engine = time.monotonic(), self._engine
         extra = {"constants": run_constants(self._setup.config), "cuts": list(engine.layout.cuts)}
         save_checkpoint(self._setup.checkpoints, step, self._generation, engine, extra)
         self._saved = step
@@ -138,27 +139,22 @@ class Boundaries:
         mine = communicator.together(lambda: evaluator.summarize(everything) if communicator.rank == 0 else None)
         return communicator.gather(mine)[0]
 
-    @property
-    def _running(self) -> Engine:
-        assert self._engine is not None
-        return self._engine
-
     def _verify(self, step: int) -> None:
         if _due(self._setup.config.pipeline.verify_every, step):
-            verify_copies(self._running)
+            verify_copies(self._engine)
 
     def _agree(self, step: int) -> None:
         """At the boundary with which a generation begins: a rank that joined has no record of earlier checkpoints and
         evaluations, so all take over what any of them knows.
         """
         if step == self._base:
-            known = self._running.communicator.gather((self._saved, self._judged))
+            known = self._engine.communicator.gather((self._saved, self._judged))
             self._saved = max(saved for saved, _ in known)
             self._judged = max(judged for _, judged in known)
 
     def _judge(self, step: int) -> None:
         """Evaluates, and remembers the best step."""
-        scores = self.evaluate(self._running)
+        scores = self.evaluate(self._engine)
         self._judged = step
         if scores is None:
             return
@@ -177,6 +173,25 @@ class Boundaries:
             return None
         record = files.read_json(best)
         return record["value"], record["step"]
+
+
+def verify_copies(engine: Engine) -> None:
+    """Compares every parameter that several ranks hold (shared uses, replicas) by digest (engine rule 3).
+
+    Raises:
+        CapslogError: two ranks disagree, naming the parameter and the ranks.
+    """
+    layout = engine.layout
+    digests = {address: digest({address: parameter}) for address, parameter in engine.optimizer.parameters.items()}
+    seen: dict[str, tuple[int, bytes]] = {}
+    for rank, theirs in enumerate(engine.communicator.gather(digests)):
+        for address, found in theirs.items():
+            first, known = seen.setdefault(address, (rank, found))
+            if known != found:
+                raise CapslogError(
+                    f"parameter {address!r} differs between {layout.describe(first)} and {layout.describe(rank)}; the "
+                    "run is damaged: resume from the last checkpoint"
+                )
 
 
 def _due(every: int | None, step: int) -> bool:

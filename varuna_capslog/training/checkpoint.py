@@ -6,7 +6,7 @@ beside its place and renamed when everything is on disk: a crash or a full disk 
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import hashlib
 import os
 import pickle
@@ -16,7 +16,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -42,7 +42,6 @@ __all__ = [
     "publish",
     "read_file",
     "save_checkpoint",
-    "sync_folder",
     "to_checkpoint",
     "write_synced",
     "write_whole",
@@ -163,42 +162,36 @@ def save_checkpoint(folder: Path, step: int, generation: int, engine: Engine, ex
 
 def publish(partial: Path, final: Path, replaced: Path) -> None:
     """Gives a complete checkpoint its name; one of that name lies under `replaced` meanwhile and is then removed."""
-    sync_folder(partial)
+    files.sync_folder(partial)
     shutil.rmtree(replaced, ignore_errors=True)
     if final.exists():
         os.replace(final, replaced)
     os.replace(partial, final)
-    sync_folder(final.parent)
+    files.sync_folder(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
 def write_synced(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
     """Saves with torch and syncs; returns size and digest for the manifest. Raises OSError, also for a full disk."""
-    _save(path, state)
+    with open(path, "wb") as file:
+        _save(file, state)
+        file.flush()
+        os.fsync(file.fileno())
     return entry_of(path)
 
 
 def write_whole(path: Path, state: Mapping[str, Any]) -> None:
     """Saves with torch, whole or not at all, for files that several processes may write alike. Raises OSError."""
-    fresh = path.with_name(f"{path.name}.{os.getpid()}")
+    with files.whole_file(path) as file:
+        _save(file, state)
+
+
+def _save(file: BinaryIO, state: Mapping[str, Any]) -> None:
     try:
-        _save(fresh, state)
-        os.replace(fresh, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            fresh.unlink()
-        raise
-
-
-def _save(path: Path, state: Mapping[str, Any]) -> None:
-    with open(path, "wb") as file:
-        try:
-            torch.save(state, file)
-        except RuntimeError as error:
-            # torch's zip writer reports a failed write as a RuntimeError
-            raise OSError(None, str(error).splitlines()[0]) from error
-        file.flush()
-        os.fsync(file.fileno())
+        torch.save(state, file)
+    except RuntimeError as error:
+        # torch's zip writer reports a failed write as a RuntimeError
+        raise OSError(None, str(error).splitlines()[0]) from error
 
 
 def entry_of(path: Path) -> dict[str, Any]:
@@ -213,15 +206,6 @@ def digest_of(path: Path) -> str:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
-
-
-def sync_folder(folder: Path) -> None:
-    """Puts a folder's entries on the disk, so that a rename survives a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -348,15 +332,13 @@ def _split_address(address: str, layer: str, name: str, checkpoint: Checkpoint) 
     """
     if address == f"{layer}.{name}":
         return layer, name
-    for owner in checkpoint.manifest["layers"]:
-        if address.startswith(f"{owner}.") and address in checkpoint.manifest["shared"]:
-            inner = address[len(owner) + 1 :]
-            first = checkpoint.manifest["shared"][address][0]
-            if inner == first[1]:
-                return owner, inner
-    raise CapslogError(
-        f"{checkpoint.path}: parameter {address!r} is not shared there; it was written for another model"
-    )
+    uses = checkpoint.manifest["shared"].get(address)
+    if uses is None:
+        raise CapslogError(
+            f"{checkpoint.path}: parameter {address!r} is not shared there; it was written for another model"
+        )
+    first, inner = uses[0]
+    return list(checkpoint.manifest["layers"])[first], inner
 
 
 def to_checkpoint(state: Mapping[str, Tensor], chain: Chain, index: int) -> dict[str, Any]:
@@ -387,39 +369,32 @@ def load_layers(checkpoint: Checkpoint, layers: Sequence[EngineLayer], optimizer
         CapslogError: a layer or parameter is missing or has another shape (both are named).
     """
 
-    def mismatch(address: str, value: Tensor | None, wanted: Tensor) -> CapslogError:
-        return _mismatch(wanted, value, address, checkpoint.path)
-
+    mismatch = functools.partial(_mismatch, checkpoint.path)
     for layer in layers:
         targets = flatten(layer.parameters, layer.buffers, {})
         install(layer, optimizer, _state_of(checkpoint, layer.name, targets, layer.shared, mismatch))
-
-
-def _mismatch(target: Tensor, value: Tensor | None, address: str, where: Path) -> CapslogError:
-    if value is None:
-        return CapslogError(f"{where}: has no {address!r}; it was written for another model")
-    return CapslogError(
-        f"{where}: {address!r} has shape {list(value.shape)}, the model wants {list(target.shape)}; use init_from "
-        "with init_skip to leave it out"
-    )
-
-
-def _copy(target: Tensor, value: Tensor, address: str, where: Path) -> None:
-    if value.shape != target.shape:
-        raise _mismatch(target, value, address, where)
-    with torch.no_grad():
-        target.copy_(value)
 
 
 def load_chain(checkpoint: Checkpoint, chain: Chain) -> None:
     """Loads a whole chain's parameters and buffers on one device (prediction, export)."""
     for layer in chain.layers:
         state = checkpoint.layer(layer.name)
-        own = dict(layer.module.named_parameters())
-        for name, value in state["parameters"].items():
-            if name not in own:
+        parameters = dict(layer.module.named_parameters())
+        for name in state["parameters"]:
+            if name not in parameters:
                 raise CapslogError(f"{checkpoint.path}: the model's layer {layer.name!r} has no parameter {name!r}")
-            _copy(own[name], value, f"{layer.name}.{name}", checkpoint.path)
-        buffers = dict(layer.module.named_buffers())
-        for name, value in state["buffers"].items():
-            _copy(buffers[name], value, f"{layer.name}.{name}", checkpoint.path)
+        targets: dict[str, Tensor] = parameters | dict(layer.module.named_buffers())
+        for name, value in (state["parameters"] | state["buffers"]).items():
+            if value.shape != targets[name].shape:
+                raise _mismatch(checkpoint.path, f"{layer.name}.{name}", value, targets[name])
+            with torch.no_grad():
+                targets[name].copy_(value)
+
+
+def _mismatch(where: Path, address: str, value: Tensor | None, target: Tensor) -> CapslogError:
+    if value is None:
+        return CapslogError(f"{where}: has no {address!r}; it was written for another model")
+    return CapslogError(
+        f"{where}: {address!r} has shape {list(value.shape)}, the model wants {list(target.shape)}; use init_from "
+        "with init_skip to leave it out"
+    )

@@ -6,7 +6,7 @@ of a minibatch itself; only ranks that hold the first stage load tensors, in bac
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.engine.seeds import mix
+from varuna_capslog.engine.layers import mix
 from varuna_capslog.model.workload import DataSource, Minibatch
 
 __all__ = ["Feed", "evaluation_groups"]
 
 _SHUFFLE = 0x5348
+_THREADS, _AHEAD = 2, 4
+"""Threads that load, and microbatches that are loading or loaded before they are asked for."""
 
 
 class Feed:
@@ -28,20 +30,13 @@ class Feed:
     Args:
         minibatch_size, microbatch_size: samples.
         local: global indices of the microbatches that this rank loads (empty: none).
-        workers: loading threads.
 
     Raises:
         CapslogError: fewer samples than one minibatch.
     """
 
     def __init__(
-        self,
-        source: DataSource,
-        minibatch_size: int,
-        microbatch_size: int,
-        seed: int,
-        local: Sequence[int],
-        workers: int = 2,
+        self, source: DataSource, minibatch_size: int, microbatch_size: int, seed: int, local: Sequence[int]
     ) -> None:
         self._source, self._seed = source, seed
         self._minibatch_size, self._microbatch_size = minibatch_size, microbatch_size
@@ -52,11 +47,10 @@ class Feed:
                 "lower it"
             )
         self._local = list(local)
-        self._minibatches: OrderedDict[int, Minibatch] = OrderedDict()
-        self._order: tuple[int, list[int]] = (-1, [])
-        self._loads: OrderedDict[tuple[int, int], Future[dict[str, Tensor]]] = OrderedDict()
-        self._ahead = max(2 * workers, 4)
-        self._pool = ThreadPoolExecutor(workers, "load") if self._local else None
+        self._described = functools.lru_cache(maxsize=4)(self._describe)
+        self._ordered = functools.lru_cache(maxsize=1)(self._order)
+        self._loads: dict[tuple[int, int], Future[dict[str, Tensor]]] = {}
+        self._pool = ThreadPoolExecutor(_THREADS, "load") if self._local else None
 
     def epoch(self, step: int) -> int:
         """The epoch that a step belongs to, counted from 0."""
@@ -64,34 +58,28 @@ class Feed:
 
     def minibatch(self, step: int) -> Minibatch:
         """The description of a step's minibatch; the last few are kept."""
-        found = self._minibatches.get(step)
-        if found is None:
-            found = self._source.minibatch(self._groups(step), self.epoch(step))
-            self._minibatches[step] = found
-            while len(self._minibatches) > 4:
-                self._minibatches.popitem(last=False)
-        return found
+        return self._described(step)
 
-    def _groups(self, step: int) -> list[list[int]]:
-        epoch = self.epoch(step)
-        if self._order[0] != epoch:
-            generator = torch.Generator().manual_seed(mix(self._seed, _SHUFFLE, epoch))
-            self._order = (epoch, torch.randperm(len(self._source), generator=generator).tolist())
-        at = (step - 1) % self.steps_per_epoch * self._minibatch_size
-        samples = self._order[1][at : at + self._minibatch_size]
-        return _split(samples, self._microbatch_size)
+    def _describe(self, step: int) -> Minibatch:
+        epoch, at = self.epoch(step), (step - 1) % self.steps_per_epoch * self._minibatch_size
+        samples = self._ordered(epoch)[at : at + self._minibatch_size]
+        return self._source.minibatch(_split(samples, self._microbatch_size), epoch)
+
+    def _order(self, epoch: int) -> list[int]:
+        """All samples as this epoch shows them."""
+        generator = torch.Generator().manual_seed(mix(self._seed, _SHUFFLE, epoch))
+        order: list[int] = torch.randperm(len(self._source), generator=generator).tolist()
+        return order
 
     def loader(self, step: int) -> Callable[[int], dict[str, Tensor]]:
-        """A function that gives the inputs of this step's microbatches; the ones that come next are loading
-        meanwhile.
-        """
+        """A function that gives the inputs of this step's microbatches; the next ones are loaded meanwhile."""
 
         def load(microbatch: int) -> dict[str, Tensor]:
             assert self._pool is not None
             position = self._local.index(microbatch)
             upcoming = ((step, index) for index in self._local[position:])
             following = ((step + 1, index) for index in self._local)
-            for key in [*upcoming, *following][: self._ahead]:
+            for key in [*upcoming, *following][:_AHEAD]:
                 if key not in self._loads:
                     minibatch = self.minibatch(key[0])
                     self._loads[key] = self._pool.submit(self._source.load, minibatch, key[1])

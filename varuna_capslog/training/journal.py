@@ -9,30 +9,33 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Generic, TypeVar
 
 from varuna_capslog.base import files
-from varuna_capslog.training.recent_steps import RecentSteps
+from varuna_capslog.engine.step import Verdict
+from varuna_capslog.model.chain import TensorSpec
 
-if TYPE_CHECKING:
-    from varuna_capslog.engine.options import StepResult
-    from varuna_capslog.model.chain import TensorSpec
+__all__ = ["Journal", "RecentSteps", "peak_record", "step_record"]
 
-__all__ = ["Journal", "peak_record", "step_record"]
+_KEPT = 3
+"""Steps. A writer is lost at most one step behind the others; the rest is reserve."""
+
+Line = TypeVar("Line")
 
 
-def step_record(result: StepResult, seconds: float, epoch: int, minibatch_size: int) -> dict[str, Any]:
+def step_record(verdict: Verdict, rate: float, seconds: float, epoch: int, minibatch_size: int) -> dict[str, Any]:
     """What metrics.jsonl holds of a step, but for generation and world size, which the journal adds."""
-    parts = dict(result.parts)
+    parts = dict(verdict.parts)
     return {
-        "step": result.step,
+        "step": verdict.step,
         "epoch": epoch,
         "loss": parts.pop("loss"),
         "parts": parts,
-        "lr": result.learning_rate,
-        "grad_norm": result.grad_norm,
+        "lr": rate,
+        "grad_norm": verdict.grad_norm,
         "step_seconds": seconds,
         "samples_per_second": minibatch_size / seconds,
     }
@@ -54,6 +57,30 @@ def peak_record(
         largest = max(microbatches, key=lambda inputs: sum(spec.num_bytes for spec in inputs.values()))
         record["peak_input"] = {name: list(spec.shape) for name, spec in largest.items()}
     return record
+
+
+class RecentSteps(Generic[Line]):
+    """The last steps that a rank applied, kept so that no line of `metrics` is lost together with its writer.
+
+    One rank writes the lines. It may be lost after a step was applied everywhere and before its line was written; the
+    rank that writes afterwards then finds the line here. `Line` is whatever the caller writes a line from.
+    """
+
+    def __init__(self, metrics: Path) -> None:
+        self._metrics = metrics
+        self._lines: deque[tuple[int, Line]] = deque(maxlen=_KEPT)
+
+    def add(self, step: int, line: Line) -> None:
+        """Keeps what a step's line is written from, on every rank, also where another one writes it."""
+        self._lines.append((step, line))
+
+    def missing(self, last: int) -> list[Line]:
+        """What the file lacks of these steps up to step `last`, the oldest first."""
+        if not self._lines or not self._metrics.exists():
+            written = set()
+        else:
+            written = {line.get("step") for line in files.last_lines(self._metrics)}
+        return [line for step, line in self._lines if step <= last and step not in written]
 
 
 class Journal:
@@ -86,26 +113,19 @@ class Journal:
         self._generation, self._world_size = generation, world_size
 
     def _open(self, base: int) -> None:
+        from rich import progress
         from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeElapsedColumn,
-            TimeRemainingColumn,
-        )
 
         self._console = Console(file=sys.stdout)
         self._live = self._console.is_terminal
-        self._progress = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(),
-            TextColumn("{task.description}"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
+        self._progress = progress.Progress(
+            progress.TextColumn("step"),
+            progress.MofNCompleteColumn(),
+            progress.BarColumn(),
+            progress.TextColumn("{task.description}"),
+            progress.TimeElapsedColumn(),
+            progress.TextColumn("left"),
+            progress.TimeRemainingColumn(),
             console=self._console,
             disable=not self._live,
         )
@@ -120,9 +140,7 @@ class Journal:
         self.writes = True
 
     def step(self, record: Mapping[str, Any]) -> None:
-        """Adds one step's line; `record` holds step, loss, parts, lr, grad_norm, step_seconds, samples_per_second,
-        ...
-        """
+        """Adds one step's line; `record` is a `step_record`, perhaps with a `peak_record`."""
         self._recent.add(int(record["step"]), (self._generation, self._world_size, record))
         if self.writes:
             self._write(record, self._generation, self._world_size)

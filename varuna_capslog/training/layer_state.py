@@ -3,11 +3,15 @@
 Keys are "parameters/<name>", "buffers/<name>", "optimizer/<name>/<key>" and, for what an optimizer keeps as a plain
 number, "number/<name>/<key>"; names as inside the layer, or as in the whole model where the layer is a piece of a
 CutPoint model. A shared parameter is in the state of every layer that uses it, moments included, so that each layer can
-be built from its own state alone; only a checkpoint keeps it once. Nothing here knows ranks, steps or checkpoints.
+be built from its own state alone; only a checkpoint keeps it once. Nothing here knows ranks or checkpoints.
+
+A follower is a copy of a layer that makes every step together with its owner, so that no rank need send it the state
+again. `Follower` is the one of our engine's layers; the Varuna plugin has one for its pieces.
 """
 
 from __future__ import annotations
 
+import abc
 import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,12 +20,15 @@ import torch
 from torch import Tensor, nn
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.engine.layers import EngineLayer
+from varuna_capslog.engine.layers import EngineLayer, persistent_buffers, take_layers
 from varuna_capslog.engine.optimizer import StageOptimizer
+from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.model.chain import Chain
 
 __all__ = [
+    "Follower",
     "LayerState",
+    "StateFollower",
     "capture",
     "cloned",
     "copy_in",
@@ -143,18 +150,14 @@ def install(layer: EngineLayer, optimizer: StageOptimizer, state: Mapping[str, T
 
 def initial(chain: Chain, index: int) -> LayerState:
     """The state before step 1, copied from the chain, which must not have been trained: see `take_layers`."""
-    return {key: tensor.detach().cpu().clone() for key, tensor in model_state(chain, index).items()}
+    return cloned(model_state(chain, index))
 
 
 def model_state(chain: Chain, index: int) -> LayerState:
     """A layer's parameters and persistent buffers in the chain itself."""
     module = chain.layers[index].module
     parameters = dict(module.named_parameters())
-    state: LayerState = {f"parameters/{name}": parameter for name, parameter in parameters.items()}
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        if name not in parameters:
-            state[f"buffers/{name}"] = tensor
-    return state
+    return flatten(parameters, persistent_buffers(module, parameters), {})
 
 
 def digest(state: Mapping[str, Tensor]) -> bytes:
@@ -170,10 +173,91 @@ def digest(state: Mapping[str, Tensor]) -> bytes:
 
 def size_of(chain: Chain, index: int) -> int:
     """Bytes of a layer's state once every trainable parameter has AdamW's moments."""
-    total = 0
-    for key, tensor in model_state(chain, index).items():
-        size = tensor.numel() * tensor.dtype.itemsize
-        total += size
-        if key.startswith("parameters/") and tensor.requires_grad:
-            total += 2 * size + _STEP_BYTES
-    return total
+    trained = [parameter for parameter in chain.layers[index].module.parameters() if parameter.requires_grad]
+    moments = sum(2 * parameter.nbytes + _STEP_BYTES for parameter in trained)
+    return sum(tensor.nbytes for tensor in model_state(chain, index).values()) + moments
+
+
+class StateFollower(abc.ABC):
+    """What followers have in common, whatever their optimizer: they apply a step's final gradients and run no layer.
+
+    Args:
+        name: of the layer, for errors.
+        parameters: the copy's own, by name.
+    """
+
+    def __init__(self, name: str, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._name = name
+        self._parameters = parameters
+
+    def state(self, copy: bool) -> LayerState:
+        """The layer's state; with `copy=False` the live tensors, which the next `apply` changes."""
+        state = self._live()
+        return cloned(state) if copy else state
+
+    def apply(self, update: Mapping[str, Tensor], step: int, scale: float) -> None:
+        """Makes a step that was voted for.
+
+        Args:
+            update: the owner's; its gradients are used up.
+            scale: the verdict's.
+
+        Raises:
+            CapslogError: an update of another layer.
+        """
+        for key, tensor in update.items():
+            kind, name = key.split("/", 1)
+            if kind == "gradients" and name in self._parameters:
+                self._parameters[name].grad = tensor.to(self._parameters[name].device)
+            elif not self._take(kind, name, tensor):
+                raise CapslogError(f"layer {self._name!r} has nothing to do with {key!r}: an update of another")
+        self._step(step, scale)
+
+    @abc.abstractmethod
+    def _live(self) -> LayerState:
+        """The live state."""
+
+    @abc.abstractmethod
+    def _take(self, kind: str, name: str, tensor: Tensor) -> bool:
+        """Takes what else belongs to the step (buffers, running statistics); False if it is not of this layer."""
+
+    @abc.abstractmethod
+    def _step(self, step: int, scale: float) -> None:
+        """Applies the gradients, which are there, and all that `_take` took; drops both."""
+
+
+class Follower(StateFollower):
+    """One followed layer of our engine: the same optimizer makes its state its owner's to the last bit.
+
+    Args:
+        chain: as the owner's; it is not changed.
+        options: the owner's.
+        device: where the copy lies; its kernels must be those of the owner's device for equal bits.
+        state: to begin with; copied.
+    """
+
+    def __init__(
+        self, chain: Chain, index: int, options: EngineOptions, device: torch.device, state: Mapping[str, Tensor]
+    ) -> None:
+        (self._layer,) = take_layers(chain, [index], device, options.precision, ready={})
+        super().__init__(self._layer.name, self._layer.parameters)
+        self._optimizer = StageOptimizer([self._layer], options.rate, options.weight_decay, options.multipliers)
+        self._statistics: dict[int, dict[int, Tensor]] = {}
+        install(self._layer, self._optimizer, state)
+
+    def _live(self) -> LayerState:
+        return capture(self._layer, self._optimizer, copy=False)
+
+    def _take(self, kind: str, name: str, tensor: Tensor) -> bool:
+        if kind != "statistics" or not self._layer.statistics:
+            return False
+        microbatch, number = name.split("/")
+        self._statistics.setdefault(int(microbatch), {})[int(number)] = tensor.to(self._layer.device)
+        return True
+
+    def _step(self, step: int, scale: float) -> None:
+        self._optimizer.step(step, scale)
+        statistics, self._statistics = self._statistics, {}
+        if self._layer.statistics and statistics:
+            calls = {microbatch: [found[k] for k in sorted(found)] for microbatch, found in statistics.items()}
+            self._layer.statistics.commit(calls)

@@ -1,29 +1,93 @@
 """The training of one rank: steps, and what is due between them, on the engine that runs at the moment.
 
-Two drive it. `run.Run` makes a fixed number of steps with one engine; a member of an elastic run makes each step when
-the protocol says so, and the engine changes with every generation. Neither of them trains by itself.
+Two classes drive it. `run.Run` makes a fixed number of steps with one engine; a member of an elastic run makes each
+step when the protocol says so, and the engine changes with every generation.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from varuna_capslog.engine.interface import Engine
-from varuna_capslog.engine.stage_meter import held_inputs
-from varuna_capslog.engine.vote import Verdict
+from varuna_capslog.engine.probe import PeakProbe, held_inputs, resident_tensors
+from varuna_capslog.engine.step import Verdict, microbatches_of
 from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.training.boundaries import Boundaries
 from varuna_capslog.training.feed import Feed
 from varuna_capslog.training.journal import Journal, peak_record, step_record
-from varuna_capslog.training.peak_meter import PeakMeter
 from varuna_capslog.training.run_setup import RunSetup
 
-__all__ = ["TrainingLoop"]
+__all__ = ["PeakMeter", "TrainingLoop"]
+
+_FIRST, _LATER = 2, 5
+"""Which step of a generation is measured: in the first one as soon as the moments exist; a later one may be short, and
+a probe costs some ten milliseconds."""
+
+
+class PeakMeter:
+    """The measured peak of every stage, once per generation. It travels with the ballots of a vote only.
+
+    A whole step is measured in two halves, one step's update and the next step's forward and backward, so that the peak
+    is known when that next step is voted on. On CUDA a peak holds what protection keeps on the device, too.
+
+    Attributes:
+        source: how peaks are measured; None before the first measurement.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._at = self._steps = 0
+        self._bytes: int | None = None
+        self.source: str | None = None
+
+    def begin(self, generation: int) -> None:
+        """A new generation, numbered from 1 within the run; every member calls it with the same number."""
+        self._at, self._steps, self._bytes = _FIRST if generation == 1 else _LATER, 0, None
+
+    @contextlib.contextmanager
+    def computing(self, engine: Engine) -> Iterator[bool]:
+        """Around forward and backward of a step; gives whether it is measured."""
+        self._steps += 1
+        measured = self._steps == self._at
+        with self._probed(engine) if measured else contextlib.nullcontext():
+            yield measured
+
+    @contextlib.contextmanager
+    def applying(self, engine: Engine) -> Iterator[None]:
+        """Around the update of a step."""
+        with self._probed(engine) if self._steps == self._at - 1 else contextlib.nullcontext():
+            yield
+
+    def sealed(self, ballot: bytes) -> bytes:
+        """The ballot, with this member's peak in front of it in the step that was measured."""
+        if self._steps != self._at or self._bytes is None:
+            return ballot
+        return b"%d|%b" % (self._bytes, ballot)
+
+    @staticmethod
+    def opened(ballots: Sequence[bytes]) -> tuple[tuple[bytes, ...], list[int] | None]:
+        """The ballots as they were before `sealed`, and the peaks by rank; None where they were not measured."""
+        peaks, plain = [], []
+        for ballot in ballots:
+            peak, bar, rest = ballot.partition(b"|")
+            if bar and peak.isdigit():
+                peaks.append(int(peak))
+                ballot = rest
+            plain.append(ballot)
+        return tuple(plain), peaks if peaks and len(peaks) == len(plain) else None
+
+    @contextlib.contextmanager
+    def _probed(self, engine: Engine) -> Iterator[None]:
+        with PeakProbe(self._device, resident_tensors(engine.layers, engine.optimizer)) as probe:
+            yield
+        self._bytes = max(self._bytes or 0, probe.peak_bytes)
+        self.source = probe.peak_source
 
 
 class TrainingLoop:
@@ -38,6 +102,8 @@ class TrainingLoop:
         step: the last one that was applied.
         minibatch: of the step under way.
         verdict: of the step that was voted on and neither applied nor discarded.
+        run_began: on the monotonic clock; `max_seconds` counts from here. The driver sets it where the run began before
+            this loop was made.
     """
 
     def __init__(
@@ -53,12 +119,8 @@ class TrainingLoop:
         self._feed: Feed = setup.feed()
         self._meter = PeakMeter(device)
         self._peaks: list[int] | None = None
-        self._run_began = time.monotonic()
+        self.run_began = time.monotonic()
         self._step_began = 0.0
-
-    def began(self, seconds_ago: float) -> None:
-        """The run has been at work for so long: `max_seconds` counts for all of it."""
-        self._run_began = time.monotonic() - seconds_ago
 
     # -- generations --------------------------------------------------------------------------------------------------
 
@@ -73,7 +135,7 @@ class TrainingLoop:
         """
         generation = number + self.offset
         self.engine, self.step = engine, base
-        self._feed = self.setup.feed(engine.local_microbatches if engine.owns_first_stage else ())
+        self._feed = self.setup.feed(microbatches_of(engine) if engine.owns_first_stage else ())
         self._meter.begin(number)
         self.boundaries.begin(engine, generation, base, saved)
         self.log.begin(writes, base, generation, engine.communicator.world_size)
@@ -111,11 +173,11 @@ class TrainingLoop:
             if engine.owns_first_stage:
                 load = self._feed.loader(step)
                 if measured:
-                    load = held_inputs(load, engine.local_microbatches)
+                    load = held_inputs(load, microbatches_of(engine))
             engine.compute(step, self.minibatch, load)
 
     def vote(self, step: int, ballot: bytes = b"") -> Verdict:
-        """What all ranks find of the step, and what each of them has to say.
+        """What all ranks find of the step, and the ballot of each of them.
 
         Args:
             ballot: handed to all ranks with the verdict.
@@ -125,7 +187,7 @@ class TrainingLoop:
         """
         assert self.minibatch is not None
         limit, engine = self.setup.config.train.max_seconds, self.running
-        late = limit is not None and time.monotonic() - self._run_began > limit
+        late = limit is not None and time.monotonic() - self.run_began > limit
         verdict = engine.vote(step, self.minibatch, late or self._stop_wished(), self._meter.sealed(ballot))
         ballots, peaks = self._meter.opened(verdict.ballots or (b"",) * engine.communicator.world_size)
         self._peaks = None if peaks is None else [peaks[device] for device in engine.layout.placement]
@@ -134,19 +196,18 @@ class TrainingLoop:
 
     def apply(self) -> None:
         """Makes the step that was voted for, and writes its line."""
-        engine, train = self.running, self.setup.config.train
-        assert self.verdict is not None
-        assert self.minibatch is not None
+        engine, verdict, minibatch = self.running, self.verdict, self.minibatch
+        assert verdict is not None
+        assert minibatch is not None
         with self._meter.applying(engine):
-            result = engine.apply(self.verdict)
-        inputs = self.minibatch.inputs
+            rate = engine.apply(verdict)
         self.verdict = self.minibatch = None
-        self.step = result.step
-        seconds = time.perf_counter() - self._step_began
-        record = step_record(result, seconds, self._feed.epoch(self.step), train.minibatch_size)
+        self.step = verdict.step
+        seconds, size = time.perf_counter() - self._step_began, self.setup.config.train.minibatch_size
+        record = step_record(verdict, rate, seconds, self._feed.epoch(self.step), size)
         if self._peaks is not None:
             count = engine.options.num_microbatches // engine.layout.replicas
-            record |= peak_record(self._peaks, self._meter.source, inputs[:count])
+            record |= peak_record(self._peaks, self._meter.source, minibatch.inputs[:count])
         self.log.step(record)
 
     def discard(self, step: int) -> str:

@@ -18,20 +18,17 @@ from torch import Tensor
 from varuna_capslog.base.errors import CapslogError, StepRefused
 from varuna_capslog.config.settings import Config
 from varuna_capslog.engine.communicator import Communicator
-from varuna_capslog.engine.interface import Engine, EngineParts, Engines
-from varuna_capslog.engine.optimizer import LearningRate
-from varuna_capslog.engine.options import EngineOptions, layout_of
-from varuna_capslog.engine.pipeline import CAPSLOG
-from varuna_capslog.model.chain import Chain
+from varuna_capslog.engine.interface import Engine, EngineKind, EngineParts, Engines
+from varuna_capslog.engine.options import layout_of
+from varuna_capslog.engine.pipeline import build
 from varuna_capslog.model.workload import Workload
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.training.checkpoint import Checkpoint, latest_checkpoint, load_layers, open_checkpoint
 from varuna_capslog.training.constants import check_continues, check_folder
-from varuna_capslog.training.initial import initialise
 from varuna_capslog.training.loop import TrainingLoop
-from varuna_capslog.training.run_setup import RunSetup
+from varuna_capslog.training.run_setup import check_plan, set_up_run
 
-__all__ = ["Run", "RunEnd", "build_chain", "check_plan", "set_up_run"]
+__all__ = ["Run", "RunEnd"]
 
 
 @dataclass(frozen=True)
@@ -43,63 +40,10 @@ class RunEnd:
     scores: Mapping[str, Any] | None
 
 
-def build_chain(config: Config, workload: Workload) -> tuple[Chain, list[str]]:
-    """The whole chain with the weights that the run begins from, alike on every rank; and what `init_from` left out."""
-    torch.manual_seed(config.train.seed)
-    chain = workload.build_chain()
-    if config.init_from is None:
-        return chain, []
-    return chain, initialise(chain, workload, config.init_from, config.init_skip)
-
-
-def set_up_run(config: Config, workload: Workload, plan: Plan | None = None) -> RunSetup:
-    """Builds what a run trains; `plan` is one whose own actions the engine is to follow."""
-    chain, left_out = build_chain(config, workload)
-    source, train, pipeline = workload.train_data(), config.train, config.pipeline
-    steps_per_epoch = len(source) // train.minibatch_size
-    drop = train.lr_drop_steps if train.lr_drop_epochs is None else train.lr_drop_epochs * steps_per_epoch
-    options = EngineOptions(
-        num_microbatches=config.num_microbatches,
-        num_blocks=config.num_blocks,
-        schedule=pipeline.schedule,
-        recompute=pipeline.recompute,
-        stage_inputs=pipeline.stage_inputs,
-        transport=pipeline.transport,
-        precision=train.precision,
-        seed=train.seed,
-        clip_norm=train.clip_norm,
-        weight_decay=train.weight_decay,
-        rate=LearningRate(train.lr, train.warmup_steps, drop, train.lr_drop_factor),
-        multipliers=train.lr_multipliers,
-        actions=plan.actions if plan is not None else None,
-    )
-    limits = [] if train.epochs is None else [train.epochs * steps_per_epoch]
-    if train.max_steps is not None:
-        limits.append(train.max_steps)
-    return RunSetup(config, workload, chain, source, options, min(limits) if limits else None, left_out)
-
-
-def check_plan(setup: RunSetup, plan: Plan) -> None:
-    """Raises CapslogError if the plan, or a key of the config, is for another model than the one that was built."""
-    chain = setup.chain
-    if plan.num_layers != len(chain):
-        raise CapslogError(
-            f"the plan is for {plan.num_layers} layers, the model has {len(chain)}: plan again with this config"
-        )
-    if plan.model is not None and plan.model != chain.name:
-        raise CapslogError(f"the plan is for the model {plan.model!r}, the config builds {chain.name!r}: plan again")
-    # a misspelt key would leave the plain learning rate
-    addresses = list(chain.named_parameters())
-    for text in setup.config.train.lr_multipliers:
-        if not any(text in address for address in addresses):
-            raise CapslogError(
-                f"train.lr_multipliers has the key {text!r}, which is part of no parameter's address; they look like "
-                f"{', '.join(repr(address) for address in addresses[:: max(1, len(addresses) // 3)][:3])}"
-            )
-
-
 class Run:
     """One rank of a run of a fixed number of steps, with one engine from its beginning to its end.
+
+    The caller reads the last step from `loop`, evaluates by its boundaries, and closes it at the end.
 
     Args:
         stop_wished: asked at every step boundary; True on any rank stops all ranks there.
@@ -129,9 +73,9 @@ class Run:
             shown = "; ".join(self.setup.left_out[:3]) + ("; ..." if len(self.setup.left_out) > 3 else "")
             sys.stdout.write(f"init_from: {len(self.setup.left_out)} entries are not taken over: {shown}\n")
         check_plan(self.setup, plan)
-        self.engine = self._make_engine(engines or Engines({"capslog": CAPSLOG}))
+        self.engine = self._make_engine(engines or Engines({"capslog": EngineKind(build)}))
         self.loop = TrainingLoop(self.setup, device, generation - 1, stop_wished)
-        self.loop.began(time.monotonic() - began)
+        self.loop.run_began = began
         self._found: Checkpoint | None = None
         self.begun_step: int | None = None
         self.failed_at: str | None = None
@@ -187,11 +131,6 @@ class Run:
 
     # -- the run -----------------------------------------------------------------------------------------------------
 
-    @property
-    def step(self) -> int:
-        """The last step that was applied."""
-        return self.loop.step
-
     def train(self) -> RunEnd:
         """Steps until the end, a wish to stop, or an error.
 
@@ -227,11 +166,3 @@ class Run:
         why = self.loop.discard(step)
         self.loop.boundaries.save_new(step - 1)
         raise StepRefused(why)
-
-    def evaluate(self) -> Mapping[str, Any] | None:
-        """Scores of the validation set on the pipeline, the same on every rank; None without one."""
-        return self.loop.boundaries.evaluate(self.engine)
-
-    def close(self) -> None:
-        """Stops the loading threads and the progress bar."""
-        self.loop.close()

@@ -1,21 +1,29 @@
 """What a run trains and what no change of cuts alters: the chain, the data, the loss and the engine's options.
 
-A process builds it once, `run.set_up_run` from config and plan; every engine of the process is made over it.
+A process builds it once from config and plan; every engine of the process is made over it. The weights that a run
+begins from (`init_from`) are those of one of our checkpoints or of a file that the workload can read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.settings import Config
+from varuna_capslog.engine.optimizer import LearningRate
 from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.model.chain import Chain
 from varuna_capslog.model.workload import DataSource, Workload
+from varuna_capslog.plans.plan import Plan
+from varuna_capslog.training.checkpoint import open_checkpoint
 from varuna_capslog.training.feed import Feed
 
-__all__ = ["RunSetup"]
+__all__ = ["RunSetup", "build_chain", "check_plan", "initialise", "set_up_run"]
 
 
 @dataclass(frozen=True)
@@ -55,3 +63,114 @@ class RunSetup:
         """
         train = self.config.train
         return Feed(self.source, train.minibatch_size, train.microbatch_size, train.seed, local)
+
+
+def build_chain(config: Config, workload: Workload) -> tuple[Chain, list[str]]:
+    """The whole chain with the weights that the run begins from, alike on every rank; and what `init_from` left out."""
+    torch.manual_seed(config.train.seed)
+    chain = workload.build_chain()
+    if config.init_from is None:
+        return chain, []
+    # only values are taken over; optimizer, step and data order start afresh
+    return chain, initialise(chain, workload, config.init_from, config.init_skip)
+
+
+def set_up_run(config: Config, workload: Workload, plan: Plan | None = None) -> RunSetup:
+    """Builds what a run trains; `plan` is one whose own actions the engine is to follow."""
+    chain, left_out = build_chain(config, workload)
+    source, train, pipeline = workload.train_data(), config.train, config.pipeline
+    steps_per_epoch = len(source) // train.minibatch_size
+    drop = train.lr_drop_steps if train.lr_drop_epochs is None else train.lr_drop_epochs * steps_per_epoch
+    options = replace(
+        EngineOptions.of_config(config),
+        transport=pipeline.transport,
+        precision=train.precision,
+        seed=train.seed,
+        clip_norm=train.clip_norm,
+        weight_decay=train.weight_decay,
+        rate=LearningRate(train.lr, train.warmup_steps, drop, train.lr_drop_factor),
+        multipliers=train.lr_multipliers,
+        actions=plan.actions if plan is not None else None,
+    )
+    limits = [] if train.epochs is None else [train.epochs * steps_per_epoch]
+    if train.max_steps is not None:
+        limits.append(train.max_steps)
+    return RunSetup(config, workload, chain, source, options, min(limits, default=None), left_out)
+
+
+def check_plan(setup: RunSetup, plan: Plan) -> None:
+    """Raises CapslogError if the plan, or a key of the config, is for another model than the one that was built."""
+    chain = setup.chain
+    if plan.num_layers != len(chain):
+        raise CapslogError(
+            f"the plan is for {plan.num_layers} layers, the model has {len(chain)}: plan again with this config"
+        )
+    if plan.model is not None and plan.model != chain.name:
+        raise CapslogError(f"the plan is for the model {plan.model!r}, the config builds {chain.name!r}: plan again")
+    # a misspelt key would leave the plain learning rate
+    addresses = list(chain.named_parameters())
+    for text in setup.config.train.lr_multipliers:
+        if not any(text in address for address in addresses):
+            raise CapslogError(
+                f"train.lr_multipliers has the key {text!r}, which is part of no parameter's address; they look like "
+                f"{', '.join(repr(address) for address in addresses[:: max(1, len(addresses) // 3)][:3])}"
+            )
+
+
+def read_weights(path: Path, workload: Workload) -> tuple[dict[str, Tensor], list[str]]:
+    """{address: tensor} of a checkpoint, a run folder (its newest one) or a foreign file; and what was skipped.
+
+    Raises:
+        CapslogError: no such file, or nothing that can be read.
+    """
+    if not path.exists():
+        raise CapslogError(f"init_from={str(path)!r} does not exist; give a checkpoint folder or a weights file")
+    if path.is_file():
+        return workload.import_weights(path)
+    folder = path
+    if (path / "checkpoints").is_dir():
+        steps = sorted((path / "checkpoints").glob("step-*"))
+        if not steps:
+            raise CapslogError(f"init_from={str(path)!r} is a run without a checkpoint; give another")
+        folder = steps[-1]
+    checkpoint = open_checkpoint(folder)
+    weights: dict[str, Tensor] = {}
+    for layer in checkpoint.manifest["layers"]:
+        state = checkpoint.layer(layer)
+        weights |= {f"{layer}.{name}": tensor for name, tensor in (state["parameters"] | state["buffers"]).items()}
+    return weights, []
+
+
+def initialise(chain: Chain, workload: Workload, path: Path, skip: Sequence[str]) -> list[str]:
+    """Copies weights into a freshly built chain; returns one line per entry that was left out.
+
+    Args:
+        skip: texts; entries whose address contains one keep their fresh values.
+
+    Raises:
+        CapslogError: a shape that does not match and is not skipped, or a file that shares no name with the model.
+    """
+    weights, skipped = read_weights(path, workload)
+    taken = 0
+    tensors: dict[str, Tensor] = dict(chain.named_parameters())
+    for layer in chain.layers:
+        tensors |= {f"{layer.name}.{name}": buffer for name, buffer in layer.module.named_buffers()}
+    for address, target in tensors.items():
+        value = weights.pop(address, None)
+        if any(text in address for text in skip):
+            skipped.append(f"{address}: skipped by init_skip")
+            continue
+        if value is None:
+            skipped.append(f"{address}: not in {path}")
+            continue
+        if value.shape != target.shape:
+            raise CapslogError(
+                f"init_from={str(path)!r}: {address!r} has shape {list(value.shape)}, the model wants "
+                f"{list(target.shape)}; add a part of its name to init_skip to begin it afresh"
+            )
+        with torch.no_grad():
+            target.copy_(value)
+        taken += 1
+    if taken == 0:
+        raise CapslogError(f"init_from={str(path)!r} shares no parameter name with the model; is it the right file?")
+    return [*skipped, *(f"{address}: unknown to the model" for address in weights)]

@@ -1,4 +1,4 @@
-"""What every worker's process has, whatever it trains: the wish to stop, the report of a failure, its device, its end.
+"""What every worker process needs, whatever it trains: the wish to stop, the report of a failure, its device, its end.
 
 `start.worker` is a rank of a run of a fixed number of steps, `elastic.member` a member of an elastic run.
 """
@@ -17,9 +17,9 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from varuna_capslog.base import files
-from varuna_capslog.base.errors import CapslogError, DoesNotFit, StepRefused
+from varuna_capslog.base.errors import CapslogError
 
-__all__ = ["StopWish", "choose_device", "failure_kind", "leave", "report_failure"]
+__all__ = ["StopWish", "choose_device", "leave", "report_failure"]
 
 
 class StopWish:
@@ -46,30 +46,19 @@ def report_failure(run_dir: Path, name: str, who: str, error: Exception, where: 
     Returns:
         The exit status that goes with the error.
     """
-    known = isinstance(error, CapslogError)
-    cause = str(error) if known else f"{type(error).__name__}: {error}"
+    if isinstance(error, CapslogError):
+        cause, kind, status = str(error), error.kind, error.exit_status
+    else:
+        cause, kind, status = f"{type(error).__name__}: {error}", "defect", 1
     with contextlib.suppress(OSError):  # the log may lie on a disk that is full
-        if not known or os.environ.get("CAPSLOG_DEBUG"):
+        if kind == "defect" or os.environ.get("CAPSLOG_DEBUG"):
             traceback.print_exc()
         sys.stderr.write(f"{who}: {cause}\n")
     report = {"peer": getattr(error, "peer", None), **where}
-    report |= {"kind": failure_kind(error), "cause": cause, "time": time.time()}
+    report |= {"kind": kind, "cause": cause, "time": time.time()}
     with contextlib.suppress(CapslogError):
         files.write_json(run_dir / "workers" / f"{name}.error.json", report)
-    return error.exit_status if isinstance(error, CapslogError) else 1
-
-
-def failure_kind(error: Exception) -> str:
-    """What sort of failure a worker reports; see `failures`."""
-    from varuna_capslog.engine.communicator import PeerLost  # torch, which the command does not load to leave
-
-    if isinstance(error, PeerLost):
-        return "peer"
-    if isinstance(error, StepRefused):
-        return "step_refused"
-    if isinstance(error, DoesNotFit):
-        return "does_not_fit"
-    return "user" if isinstance(error, CapslogError) else "defect"
+    return status
 
 
 def leave(status: int) -> NoReturn:

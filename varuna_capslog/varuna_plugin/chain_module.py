@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from varuna_capslog.engine.seeds import seed_layer
+from varuna_capslog.engine.layers import seed_layer
 from varuna_capslog.engine.stage import LossFunction
 from varuna_capslog.model.chain import Chain
 

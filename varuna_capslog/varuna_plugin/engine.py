@@ -18,9 +18,8 @@ from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.interface import EngineParts, Load
 from varuna_capslog.engine.layers import EngineLayer
 from varuna_capslog.engine.optimizer import StageOptimizer
-from varuna_capslog.engine.options import EngineOptions, Layout, StepResult
-from varuna_capslog.engine.step import check_minibatch, microbatches_of
-from varuna_capslog.engine.vote import Verdict
+from varuna_capslog.engine.options import EngineOptions, Layout
+from varuna_capslog.engine.step import Verdict, check_minibatch, microbatches_of
 from varuna_capslog.model.chain import Layer
 from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.varuna_plugin.building import forward_only
@@ -90,11 +89,6 @@ class VarunaEngine:
         self._norm = 0.0
 
     @property
-    def local_microbatches(self) -> range:
-        """Global indices of the microbatches that this replica runs."""
-        return microbatches_of(self.layout, self.options, self.rank)
-
-    @property
     def owns_first_stage(self) -> bool:
         """True where the inputs are loaded."""
         return self.pipeline_rank == 0
@@ -114,7 +108,7 @@ class VarunaEngine:
         """As `Engine.compute`; the forwards, backwards and sums are Varuna's."""
         check_minibatch(minibatch, self.options)
         self._doing = f"step {step}"
-        batches = [self._inputs(step, minibatch, load, index) for index in self.local_microbatches]
+        batches = [self._inputs(step, minibatch, load, index) for index in microbatches_of(self)]
         try:
             self._varuna.step(Microbatches(batches))
         except BaseException:
@@ -145,11 +139,11 @@ class VarunaEngine:
         stops = any(wish for _, wish, _ in gathered)
         return Verdict(step, total, norm, scale, finite, refusal, stops, ballots if any(ballots) else ())
 
-    def apply(self, verdict: Verdict) -> StepResult:
+    def apply(self, verdict: Verdict) -> float:
         """As `Engine.apply`; the update is our optimizer's."""
         rate = self.optimizer.step(verdict.step, verdict.scale)
         self.forget()
-        return StepResult(verdict.step, verdict.parts, verdict.grad_norm, rate, verdict.stop)
+        return rate
 
     def evaluate(self, minibatch: Minibatch, load: Load, take: Callable[[int, dict[str, Tensor]], None]) -> None:
         """As `Engine.evaluate`."""

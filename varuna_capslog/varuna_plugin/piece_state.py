@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.training.follower import StateFollower
-from varuna_capslog.training.layer_state import LayerState, copy_in, flatten, moments_of
+from varuna_capslog.training.layer_state import LayerState, StateFollower, copy_in, flatten, moments_of
 from varuna_capslog.varuna_plugin.splitting.tracing import Trace
 
 __all__ = ["OptimizerRecipe", "PieceFollower", "capture", "install", "names_of", "state_bytes"]

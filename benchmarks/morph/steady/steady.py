@@ -176,7 +176,7 @@ def protected_bytes(config_path: Path, overrides: list[str], devices: int) -> di
     from varuna_capslog.config.reading import load_config
     from varuna_capslog.model.workload import load_workload
     from varuna_capslog.training import layer_state
-    from varuna_capslog.training.run import build_chain
+    from varuna_capslog.training.run_setup import build_chain
 
     sys.path.insert(0, str(HERE))
     config = load_config(config_path, [f"pipeline.devices={devices}", "elastic.enabled=true", *overrides])

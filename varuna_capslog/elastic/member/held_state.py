@@ -8,7 +8,6 @@ checkpoint of it (`write_held`, `recover`); the Varuna plugin keeps its own file
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -22,7 +21,7 @@ from varuna_capslog.training.checkpoint import (
     FORMAT,
     entry_of,
     latest_checkpoint,
-    sync_folder,
+    publish,
     to_checkpoint,
     write_whole,
 )
@@ -128,11 +127,9 @@ def recover(run_dir: Path) -> Path | None:
         files.write_json(place / "manifest.json", content)
         for path in place.glob("*.pt.json"):
             path.unlink()
-        sync_folder(place)
         checkpoints.mkdir(parents=True, exist_ok=True)
         final = checkpoints / f"step-{step:08d}"
-        os.replace(place, final)
-        sync_folder(checkpoints)
+        publish(place, final, checkpoints / f".partial-replaced-{step:08d}")
         return final
 
     latest, _ = latest_checkpoint(checkpoints)

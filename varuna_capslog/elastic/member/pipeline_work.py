@@ -26,8 +26,8 @@ from varuna_capslog.elastic.member.beginning import MemberStart
 from varuna_capslog.elastic.member.held_state import write_held
 from varuna_capslog.elastic.member.work import Followed, LayerState, Opening, Outcome
 from varuna_capslog.engine.communicator import Communicator
+from varuna_capslog.engine.executor import Observer
 from varuna_capslog.engine.layers import EngineLayer
-from varuna_capslog.engine.observer import Observer
 from varuna_capslog.engine.pipeline import Layout, PipelineEngine, Ready
 from varuna_capslog.membership.generation import Generation, MemberLayout, Stamp
 from varuna_capslog.membership.placing import Placer
@@ -42,9 +42,8 @@ from varuna_capslog.schedules import RunShape
 from varuna_capslog.training import layer_state
 from varuna_capslog.training.checkpoint import from_checkpoint, open_checkpoint
 from varuna_capslog.training.constants import run_constants
-from varuna_capslog.training.follower import Follower
 from varuna_capslog.training.loop import TrainingLoop
-from varuna_capslog.training.run import check_plan, set_up_run
+from varuna_capslog.training.run_setup import check_plan, set_up_run
 
 __all__ = ["PipelineRun", "PipelineWork"]
 
@@ -221,7 +220,7 @@ class PipelineWork:
         return self._running.update_of(layer)
 
     def follow(self, layer: int, state: LayerState) -> Followed:
-        return Follower(self.chain, layer, self.setup.options, self.device, state)
+        return layer_state.Follower(self.chain, layer, self.setup.options, self.device, state)
 
     def initial(self, layer: int) -> LayerState:
         return layer_state.initial(self.chain, layer)

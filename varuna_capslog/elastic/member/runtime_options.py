@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from varuna_capslog.elastic.member.pipeline_work import PipelineWork
     from varuna_capslog.elastic.member.runtime import Runtime
     from varuna_capslog.elastic.store.opening import MembershipStore
-    from varuna_capslog.engine.observer import Observer
+    from varuna_capslog.engine.executor import Observer
 
 __all__ = ["Equipment", "RuntimeOptions"]
 

@@ -22,8 +22,8 @@ from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.membership.generation import INITIAL, Generation, MemberLayout, Stamp
 from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.training.checkpoint import write_whole
+from varuna_capslog.training.journal import RecentSteps
 from varuna_capslog.training.layer_state import digest
-from varuna_capslog.training.recent_steps import RecentSteps
 
 __all__ = ["Group", "Script", "ScriptJob", "ScriptWork", "loss_of", "read_state", "saved_states"]
 

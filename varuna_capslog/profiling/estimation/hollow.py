@@ -18,11 +18,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.engine.communicator import Communicator, PendingReceive, PendingSend
-from varuna_capslog.engine.observer import HostMemory, Kept, Observer
+from varuna_capslog.engine.communicator import Communicator, Pending
+from varuna_capslog.engine.executor import Observer
 from varuna_capslog.engine.pipeline import PipelineEngine
 from varuna_capslog.engine.probe import resident_tensors
-from varuna_capslog.engine.stage import LossFunction, MicrobatchContext, Stage
+from varuna_capslog.engine.stage import HostMemory, Kept, LossFunction, MicrobatchContext, Stage
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.workload import Minibatch
@@ -174,12 +174,11 @@ def enough_microbatches(conditions: RunConditions, quirks: Quirks) -> int:
 
 def _begin_optimizer(engine: PipelineEngine, quirks: Quirks) -> None:
     """Gives the optimizer its moments and the kernels of the device, as if the engine had trained before."""
-    moments = {}
     for address, parameter in engine.optimizer.parameters.items():
         empty = torch.empty_like(parameter)
-        moments[address] = {"exp_avg": empty, "exp_avg_sq": empty, "step": torch.empty(())}
-    engine.optimizer.load(moments)
-    if quirks.has("foreach update") and engine.optimizer._adamw is not None:
+        moments = {"exp_avg": empty, "exp_avg_sq": empty, "step": torch.empty(())}
+        engine.optimizer.take_moments(address, moments, copy=True)
+    if quirks.has("foreach update"):
         for group in engine.optimizer._adamw.param_groups:
             group["foreach"], group["fused"] = True, None
 
@@ -293,14 +292,14 @@ class SilentCommunicator(Communicator):
         super().__init__(rank, world_size, 0, datetime.timedelta(0))
         self._staged = staged
 
-    def send(self, tensor: Tensor, peer: int, tag: int) -> PendingSend:
+    def send(self, tensor: Tensor, peer: int, tag: int) -> Pending:
         kept = torch.empty(0) if self._staged else tensor.detach()
-        return PendingSend(self, None, peer, kept)
+        return Pending(self, None, peer, "", kept, kept.device)
 
-    def receive(self, spec: TensorSpec, peer: int, tag: int, device: torch.device) -> PendingReceive:
+    def receive(self, spec: TensorSpec, peer: int, tag: int, device: torch.device) -> Pending:
         if self._staged:
             return _Staged(self, spec, peer, device)
-        return PendingReceive(self, None, peer, spec.empty(device), device)
+        return Pending(self, None, peer, "", spec.empty(device), device)
 
     def sum_(self, slots: Tensor) -> Tensor:
         return slots
@@ -310,11 +309,11 @@ class SilentCommunicator(Communicator):
         return [["loss"] if value is None else value] * self.world_size
 
 
-class _Staged(PendingReceive):
+class _Staged(Pending):
     """A receive that lands in host memory first."""
 
     def __init__(self, communicator: Communicator, spec: TensorSpec, peer: int, device: torch.device) -> None:
-        super().__init__(communicator, None, peer, torch.empty(0), device)
+        super().__init__(communicator, None, peer, "", torch.empty(0), device)
         self._spec = spec
 
     def wait(self) -> Tensor:

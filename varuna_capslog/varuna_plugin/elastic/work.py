@@ -27,7 +27,7 @@ from varuna_capslog.membership.generation import Generation, MemberLayout, Stamp
 from varuna_capslog.membership.placing import Placer
 from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.schedules import RunShape
-from varuna_capslog.training.recent_steps import RecentSteps
+from varuna_capslog.training.journal import RecentSteps
 from varuna_capslog.varuna_plugin import building, checkpoint, piece_state
 from varuna_capslog.varuna_plugin.checkpoint_files import read_tensors
 from varuna_capslog.varuna_plugin.elastic import disk as elastic_disk

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from varuna_capslog.engine.probe import storage_bytes
-from varuna_capslog.engine.stage_meter import StageMeter
+from varuna_capslog.engine.probe import StageMeter, storage_bytes
 from varuna_capslog.model.chain import TensorSpec
 from varuna_capslog.profiles.record import Observation
 from varuna_capslog.profiling.conditions import RunConditions

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from varuna_capslog.engine.seeds import seed_layer
+from varuna_capslog.engine.layers import seed_layer
 from varuna_capslog.varuna_plugin.splitting.boundary import EntryCut, ExitCut
 from varuna_capslog.varuna_plugin.splitting.partition import Partition, TieGroup
 from varuna_capslog.varuna_plugin.wire import Bundle, Room

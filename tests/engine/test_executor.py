@@ -10,9 +10,9 @@ from torch import Tensor
 
 from tests.engine import cases, models
 from varuna_capslog.engine.communicator import Communicator
-from varuna_capslog.engine.observer import HostMemory, Kept, Observer
+from varuna_capslog.engine.executor import Observer
 from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine, Ready
-from varuna_capslog.engine.stage import MicrobatchContext, Stage
+from varuna_capslog.engine.stage import HostMemory, Kept, MicrobatchContext, Stage
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.schedules.lower import Instruction
 
