@@ -20,9 +20,8 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory import AUTO, MEMORY_MODELS, NEVER, resolve
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planners.fleet import Fleet, compose, enough_seconds, least_seconds
-from varuna_capslog.planners.pipelines import Pipelines
+from varuna_capslog.planners.pipelines import DeviceKind, Pipelines, combinations
 from varuna_capslog.planners.seconds import Link
-from varuna_capslog.planners.templates import DeviceKind, combinations
 from varuna_capslog.plans.plan import Plan, PlanStage
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import DEFAULT_RUN, RunShape
@@ -351,7 +350,7 @@ class _FleetSearch:
         """What to judge where no fleet was found."""
         return NoFleet(
             self.profile, self.devices, self.run, self.memory, self.max_stages,
-            lambda cuts: self.pipelines.stage_bytes(cuts, self.blocks).tolist(),
+            self.pipelines.costs(self.blocks).peaks,
         )  # fmt: skip
 
 
