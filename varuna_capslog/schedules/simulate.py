@@ -49,8 +49,6 @@ class Timeline:
     actions: per rank, its actions in order, timed.
     messages: every transfer, ordered by its begin.
     step_seconds: end of the last action.
-    busy_seconds: per rank, the time spent in actions.
-    bubble_fraction: share of all ranks' step time that is spent idle, 0 .. 1.
     in_flight, live_graphs: per stage, the course of the number of microbatches between begin of F and end of B (or W),
         and of graphs alive, as (seconds, number from then on), in the order in which the stage acts.
     """
@@ -58,10 +56,19 @@ class Timeline:
     actions: list[list[TimedAction]]
     messages: list[TimedMessage]
     step_seconds: float
-    busy_seconds: list[float]
-    bubble_fraction: float
     in_flight: list[list[tuple[float, int]]]
     live_graphs: list[list[tuple[float, int]]]
+
+    @property
+    def busy_seconds(self) -> list[float]:
+        """Per rank, the time spent in actions."""
+        return [sum(one.end_seconds - one.start_seconds for one in row) for row in self.actions]
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Share of all ranks' step time that is spent idle, 0 .. 1."""
+        total = self.step_seconds * len(self.actions)
+        return 1.0 - sum(self.busy_seconds) / total if total > 0 else 0.0
 
     @property
     def max_in_flight(self) -> list[int]:
@@ -132,16 +139,11 @@ def simulate(
     else:
         timed, messages = play_contended(lowered, cost, transfers, handovers, speeds)
 
-    step_seconds = max((row[-1].end_seconds for row in timed if row), default=0.0)
-    busy_seconds = [sum(one.end_seconds - one.start_seconds for one in row) for row in timed]
-    total = step_seconds * len(timed)
     in_flight, live_graphs = _courses(timed, num_stages, keeping)
     return Timeline(
         actions=timed,
         messages=sorted(messages, key=lambda one: one.start_seconds),
-        step_seconds=step_seconds,
-        busy_seconds=busy_seconds,
-        bubble_fraction=1.0 - sum(busy_seconds) / total if total > 0 else 0.0,
+        step_seconds=max((row[-1].end_seconds for row in timed if row), default=0.0),
         in_flight=in_flight,
         live_graphs=live_graphs,
     )
