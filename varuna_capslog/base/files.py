@@ -26,6 +26,7 @@ __all__ = [
     "objects_in",
     "read_json",
     "read_jsonl",
+    "read_text",
     "write_failure",
     "write_json",
     "write_text",
@@ -75,13 +76,18 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
     write_text(path, _dumps(path, value, indent=1) + "\n")
 
 
-def read_json(path: str | os.PathLike[str]) -> Any:
-    """Return the value in a JSON file. Raises CapslogError naming the file, and the line where the text is not JSON."""
+def read_text(path: str | os.PathLike[str]) -> str:
+    """Return the text of a UTF-8 file. Raises CapslogError naming the file where it cannot be read."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise CapslogError(f"{path} cannot be read: {reason}; check the path") from error
+
+
+def read_json(path: str | os.PathLike[str]) -> Any:
+    """Return the value in a JSON file. Raises CapslogError naming the file, and the line where the text is not JSON."""
+    text = read_text(path)
     try:
         return json.loads(text, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
