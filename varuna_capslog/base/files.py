@@ -81,8 +81,7 @@ def read_text(path: str | os.PathLike[str]) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise CapslogError(f"{path} cannot be read: {reason}; check the path") from error
+        raise _unreadable(path, error) from error
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
@@ -177,8 +176,9 @@ def write_failure(what: str, error: OSError) -> CapslogError:
     return kind(f"{what}: {error.strerror or error}; free space or choose another path")
 
 
-def _unreadable(path: str | os.PathLike[str], error: OSError) -> CapslogError:
-    return CapslogError(f"{path} cannot be read: {error.strerror or error}; check the path")
+def _unreadable(path: str | os.PathLike[str], error: OSError | UnicodeDecodeError) -> CapslogError:
+    reason = error.strerror or error if isinstance(error, OSError) else "it is not UTF-8 text"
+    return CapslogError(f"{path} cannot be read: {reason}; check the path")
 
 
 def _dumps(path: str | os.PathLike[str], value: Any, indent: int | None) -> str:
