@@ -32,12 +32,12 @@ _KEPT = 1 << 22
 """Transitions kept while the smallest peak is looked for; where they are more, those within it are looked for again."""
 
 _NARROWED = 8
-"""After so many stages ranges are sorted out that no stage before them can hold: where less waits on late stages, those
-may be longer.
+"""Every so many stages, from the last on, the ranges that no earlier stage can hold are left out: ranges of late stages
+may be longer, since less waits there.
 """
 
 _FEW_RANGES = 10_000
-"""So few are not worth sorting out."""
+"""Below this number of ranges, leaving some out costs more than it saves."""
 
 _SMALL = 100_000
 """Ranges times stages up to which weighing them all is faster than looking for a tight bound first."""

@@ -50,8 +50,8 @@ def mcap_bf_cuts(costs: StageCosts, devices: int, capacities: Sequence[int] | No
     """Return the first layer of each of `devices` stages, 1 <= devices <= L: the smallest peak of all cut lists.
 
     Ties go by mCAP's rule, as CAPTURE's Algorithm 4 and the program published with CAPSlog have it: in every cut list
-    still in the race the device with the highest prediction is left out, and the smallest peak of the others decides;
-    then again. The program stops with two devices left and takes the first of the rest, the text goes on until no
+    that is left the device with the highest prediction is left out, and the smallest peak of the others decides; then
+    again. The program stops with two devices left and takes the first of the rest, the text goes on until no
     device remains and then draws one; we go on too, and then take the smallest cut list. So `exact` gives the same.
 
     Each beginning (stages before the middle cut) is put beside each end, a block of pairs at a time. Every cut list's

@@ -186,8 +186,7 @@ class _Templates:
         run: RunShape,
     ) -> None:
         self.kinds, self._costs, self._seconds, self._run = kinds, costs, seconds, run
-        self._forward = seconds.forward[None, :] - seconds.forward[:-1, None]
-        self._both = self._forward + seconds.backward[None, :] - seconds.backward[:-1, None]
+        self._forward, self._both = seconds.of_ranges()
         num_layers = costs.num_layers
         empty: Template = (0,) * len(kinds)
         nothing = np.where(np.arange(num_layers + 1) == num_layers, 0.0, np.inf)

@@ -162,9 +162,7 @@ class _CutSearch:
         self.player: StepPlayer = step_player(run.schedule, devices, self.num_microbatches, run.recomputes)
         limits = in_flight_limits(run.schedule, devices, self.num_microbatches)
         self.rounds = [1 + (self.num_microbatches - 1) // limit for limit in limits]
-        forward = seconds.forward[None, :] - seconds.forward[:-1, None]
-        both = forward + seconds.backward[None, :] - seconds.backward[:-1, None]
-        self._forward, self._both = forward, both
+        self._forward, self._both = seconds.of_ranges()
         self._fits = [self._fitting(stage) for stage in range(devices)]
         # Behind the last stage lies nothing: 0 where all layers are placed.
         nothing = np.where(np.arange(self.num_layers + 1) == self.num_layers, 0.0, np.inf)
