@@ -17,8 +17,7 @@ from search import algorithm_1
 
 from varuna_capslog.config.reading import load_config
 from varuna_capslog.memory.additive import AdditiveCosts
-from varuna_capslog.planners.capslog import capslog_cuts
-from varuna_capslog.planners.capslog_tb import capslog_tb_cuts
+from varuna_capslog.planners.capslog import capslog_cuts, capslog_tb_cuts
 from varuna_capslog.planners.exact import exact_cuts
 from varuna_capslog.planners.mcap import LIMIT, count_cut_lists, mcap_bf_cuts, mcap_bo_cuts
 from varuna_capslog.planners.varuna import varuna_cuts

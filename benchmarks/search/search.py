@@ -17,8 +17,7 @@ from collections.abc import Callable
 import numpy as np
 
 from varuna_capslog.memory.additive import AdditiveCosts
-from varuna_capslog.planners.capslog import capslog_cuts
-from varuna_capslog.planners.capslog_tb import capslog_tb_cuts
+from varuna_capslog.planners.capslog import capslog_cuts, capslog_tb_cuts
 from varuna_capslog.planners.exact import exact_cuts
 
 Instance = tuple[list[int], list[int]]

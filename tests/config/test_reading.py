@@ -10,15 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from varuna_capslog.config.reading import (
-    Config,
-    ConfigError,
-    Elastic,
-    Section,
-    dump_config,
-    load_config,
-    section,
-)
+from varuna_capslog.base.errors import ConfigError
+from varuna_capslog.config.reading import Config, dump_config, load_config, section
+from varuna_capslog.config.settings import Elastic, Section
 from varuna_capslog.model.workload import load_workload
 
 GIB = 2**30
@@ -336,7 +330,8 @@ def test_a_workload_checks_its_section_in_the_same_words():
 
 
 WORKLOADS = """
-from varuna_capslog.config.reading import Section, section
+from varuna_capslog.config.reading import section
+from varuna_capslog.config.settings import Section
 from varuna_capslog.model.workload import Workload
 
 class Model(Section):

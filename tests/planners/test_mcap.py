@@ -87,19 +87,10 @@ def test_count_is_the_papers() -> None:
     assert count_cut_lists(50, 16) == 1_575_580_702_584
 
 
-def test_every_cut_list_is_weighed() -> None:
-    costs = AdditiveCosts.of_statistics(*statistics(random.Random(3), "any", 14))
-    seen: list[tuple[int, int]] = []
-    mcap_bf_cuts(costs, 5, progress=lambda done, total: seen.append((done, total)))
-    assert seen[-1] == (715, 715)
-
-
 def test_refuses_what_would_take_too_long_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = AdditiveCosts.of_statistics(*statistics(random.Random(4), "any", 48))
     with pytest.raises(CapslogError, match=r"1\.61e\+13 cut lists, C\(47, 23\), about .* CAPSLOG_MCAP_LIMIT"):
         mcap_bf_cuts(costs, 24)
-    with pytest.raises(CapslogError, match="weighs at most 10 unless"):
-        mcap_bf_cuts(costs, 2, limit=10)
     monkeypatch.setenv("CAPSLOG_MCAP_LIMIT", "20")
     with pytest.raises(CapslogError, match="weighs at most 20 unless"):
         mcap_bf_cuts(costs, 2)

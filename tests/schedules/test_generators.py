@@ -26,7 +26,7 @@ from varuna_capslog.schedules import (
     to_strings,
     validate,
 )
-from varuna_capslog.schedules.list_scheduler import list_schedule
+from varuna_capslog.schedules.generators import list_schedule
 
 # Written by hand, from the definition: min(S - s, M) forwards, then a backward and a forward in turn, then backwards.
 ONE_F_ONE_B_4_6 = """\
@@ -135,14 +135,7 @@ def test_any_placement_is_valid_and_does_not_deadlock(name: str, shape: tuple[in
     for asked in (False, True):
         recompute = asked or name in ALWAYS_RECOMPUTE
         schedule = make_schedule(name, num_stages, num_microbatches, placement, asked)
-        validate(
-            schedule,
-            num_stages,
-            num_microbatches,
-            recompute,
-            max_in_flight=limits,
-            max_live_graphs=1 if recompute else None,
-        )
+        validate(schedule, num_stages, num_microbatches, recompute)
         assert placement_of(schedule) == placement
         assert find_deadlock(lower(schedule)) is None
         timeline = simulate(schedule, StageSeconds([1.0] * num_stages, [2.0] * num_stages))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -114,37 +112,6 @@ def test_deadlocks_are_the_circles_of_the_dependency_graph(shape: tuple[int, int
     schedule = scrambled(num_stages, num_microbatches, placement, seed)
     circle = has_cycle(compute_edges(schedule, num_stages))
     assert (find_deadlock(lower(schedule)) is not None) == circle
-
-
-def _rendezvous_edges(lowered: Lowered) -> dict[Hashable, set[Hashable]]:
-    """With rendezvous a send and its receive are one event on two ranks."""
-    edges: dict[Hashable, set[Hashable]] = {}
-    for program in lowered.programs:
-        before: Hashable = None
-        for one in program:
-            node: Hashable = one if isinstance(one, Action) else one.message
-            edges.setdefault(node, set())
-            if before is not None:
-                edges[node].add(before)
-            before = node
-    return edges
-
-
-@settings(max_examples=100, deadline=None)
-@given(names, shapes(max_stages=5, max_microbatches=5))
-def test_rendezvous_deadlocks_are_found_too(name: str, shape: tuple[int, int, list[int]]) -> None:
-    num_stages, num_microbatches, placement = shape
-    lowered = lower(make_schedule(name, num_stages, num_microbatches, placement))
-    found = find_deadlock(lowered, buffered_sends=False)
-    assert (found is not None) == has_cycle(_rendezvous_edges(lowered))
-
-
-def test_gpipe_needs_no_buffers_and_one_f_one_b_does() -> None:
-    assert find_deadlock(lower(make_schedule("gpipe", 4, 6)), buffered_sends=False) is None
-    found = find_deadlock(lower(make_schedule("1f1b", 2, 3)), buffered_sends=False)
-    assert found is not None
-    assert "rank 0 at 0SEND_F1" in found
-    assert "rank 1 at 1SEND_B0" in found
 
 
 def test_the_description_says_who_waits_for_what() -> None:

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from tests.schedules.cases import compute_edges, names, parse_csv, shapes
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.schedules import Action, Message, Schedule, StageSeconds, make_schedule, simulate
+from varuna_capslog.schedules import Action, Message, Schedule, StageSeconds, lower, make_schedule, simulate
+from varuna_capslog.schedules.simulate import play_contended, speed_of
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
@@ -107,3 +108,86 @@ def test_what_cannot_be_timed_is_refused() -> None:
         simulate(parse_csv("0F0,0O0,0L0,0B0"), StageSeconds([1.0], [1.0]))
     with pytest.raises(CapslogError, match="deadlocks: rank 0 at 0RECV_B0"):
         simulate(parse_csv("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1"), StageSeconds([1.0] * 2, [1.0] * 2))
+
+
+# -- ranks that share cores: against a step worked out by hand, and against the plain simulator where cores abound
+
+
+def test_speeds_beyond_the_list_share_what_all_cores_give() -> None:
+    assert [speed_of(active, [1.0, 0.8]) for active in (1, 2, 3, 4)] == pytest.approx([1.0, 0.8, 1.6 / 3, 0.4])
+
+
+def test_two_ranks_on_one_core_take_turns() -> None:
+    schedule = make_schedule("gpipe", 2, 2)
+    timeline = simulate(schedule, StageSeconds([1.0, 1.0], [1.0, 1.0]), speeds=[1.0])
+    # 0F0 0-1 alone. 0F1 and 1F0 at half speed 1-3. 1F1 3-4 alone. 1B0 4-5, then 0B0 and 1B1 at half speed 5-7, 0B1 7-8.
+    times = {str(one.action): (one.start_seconds, one.end_seconds) for row in timeline.actions for one in row}
+    assert times == {
+        "0F0": (0, 1), "0F1": (1, 3), "1F0": (1, 3), "1F1": (3, 4),
+        "1B0": (4, 5), "0B0": (5, 7), "1B1": (5, 7), "0B1": (7, 8),
+    }  # fmt: skip
+    assert timeline.step_seconds == 8.0  # all the work there is, one core
+
+
+def test_a_slower_pair_stretches_only_what_runs_together() -> None:
+    # 0F0 0-1; 0F1 beside 1F0 at half speed each: 1-3; and so on: 1F1 alone 3-4, 1B0 4-5, 0B0 | 1B1 5-7, 0B1 7-8.
+    schedule = make_schedule("gpipe", 2, 2)
+    assert simulate(schedule, StageSeconds([1.0] * 2, [1.0] * 2), speeds=[1.0, 0.5]).step_seconds == 8.0
+    assert simulate(schedule, StageSeconds([1.0] * 2, [1.0] * 2), speeds=[1.0, 1.0]).step_seconds == 6.0
+
+
+def test_handing_over_costs_the_sender_and_delays_the_message() -> None:
+    schedule = make_schedule("gpipe", 2, 1)
+    for speeds in (None, [1.0, 0.999999999]):
+        timeline = simulate(
+            schedule, StageSeconds([1.0, 1.0], [1.0, 1.0], transfer=[0.25], handover=[0.5]), speeds=speeds
+        )
+        # 0F0 0-1, handed over 1-1.5 (the link alone would need 1.25), 1F0 1.5-2.5, 1B0 2.5-3.5, over at 4, 0B0 4-5.
+        assert timeline.step_seconds == pytest.approx(5.0)
+        assert [one.end_seconds for one in timeline.messages] == pytest.approx([1.5, 4.0])
+    twice = simulate(make_schedule("gpipe", 2, 2), StageSeconds([1.0] * 2, [1.0] * 2, handover=[0.5]))
+    # The second forward of stage 0 begins after the first was handed over.
+    assert [one.start_seconds for one in twice.actions[0][:2]] == [0.0, 1.5]
+
+
+@settings(max_examples=60, deadline=None)
+@given(names, shapes(), st.data())
+def test_a_core_for_every_rank_is_the_plain_simulation(name: str, shape: tuple, data: st.DataObject) -> None:  # type: ignore[type-arg]
+    num_stages, num_microbatches, placement = shape
+    schedule = make_schedule(name, num_stages, num_microbatches, placement, data.draw(st.booleans()))
+    whole = st.lists(st.integers(0, 9).map(float), min_size=num_stages, max_size=num_stages)
+    forward, backward = data.draw(whole), data.draw(whole)
+    cuts = st.lists(st.integers(0, 3).map(float), min_size=num_stages - 1, max_size=num_stages - 1)
+    transfer, handover = data.draw(cuts), data.draw(cuts)
+    plain = simulate(schedule, StageSeconds(forward, backward, transfer=transfer, handover=handover))
+    cost = {one.action: one.end_seconds - one.start_seconds for row in plain.actions for one in row}
+    played, messages = play_contended(lower(schedule), cost, transfer, handover, [1.0] * len(schedule))
+    assert played == plain.actions
+    arrivals = {one.message: one.end_seconds for one in plain.messages}
+    assert {one.message: one.end_seconds for one in messages} == arrivals
+
+
+@settings(max_examples=40, deadline=None)
+@given(names, shapes(), st.integers(1, 4))
+def test_fewer_cores_never_help_and_work_is_conserved(name: str, shape: tuple, cores: int) -> None:  # type: ignore[type-arg]
+    num_stages, num_microbatches, placement = shape
+    schedule = make_schedule(name, num_stages, num_microbatches, placement)
+    seconds = [float(1 + stage % 3) for stage in range(num_stages)]
+    plain = simulate(schedule, StageSeconds(seconds, seconds))
+    shared = simulate(schedule, StageSeconds(seconds, seconds), speeds=[1.0] * cores)
+    assert shared.step_seconds >= plain.step_seconds - 1e-9
+    assert shared.step_seconds >= sum(plain.busy_seconds) / cores - 1e-9
+    assert [[one.action for one in row] for row in shared.actions] == schedule
+
+
+def test_forwards_without_a_graph_may_cost_less() -> None:
+    schedule = make_schedule("gpipe", 1, 2, recompute=True)
+    # F0, F1, R0 B0 R1 B1: F0 and F1 keep no graph.
+    assert [str(action) for action in schedule[0]] == ["0F0", "0F1", "0R0", "0B0", "0R1", "0B1"]
+    assert simulate(schedule, StageSeconds([1.0], [2.0], bare_forward=[0.0])).step_seconds == 6.0
+
+
+@pytest.mark.parametrize("speeds", [[], [0.0], [1.0, 1.5]])
+def test_impossible_speeds_are_refused(speeds: list[float]) -> None:
+    with pytest.raises(CapslogError, match="speeds is"):
+        simulate(make_schedule("gpipe", 2, 2), StageSeconds([1.0] * 2, [1.0] * 2), speeds=speeds)

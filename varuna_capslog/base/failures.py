@@ -7,14 +7,13 @@ failures and ask this module which one to name. Nothing here starts, signals or 
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from varuna_capslog.base.processes import last_line, signal_name
-
-__all__ = ["Failure", "ended", "is_consequence", "read_failure", "root_cause"]
+__all__ = ["Failure", "ended", "is_consequence", "read_failure", "root_cause", "signal_name"]
 
 _SECONDARY_KINDS = ("peer", "stopped", "interrupted")  # consequences of another rank's end
 
@@ -94,7 +93,23 @@ def ended(rank: int, status: int, log: Path, time: float, **known: Any) -> Failu
     """
     if status < 0:
         return Failure(rank, f"was killed by {signal_name(-status)}", "signal", time, **known)
-    return Failure(rank, f"exit status {status}: {last_line(log)}", "exit", time, **known)
+    return Failure(rank, f"exit status {status}: {_last_line(log)}", "exit", time, **known)
+
+
+def signal_name(number: int) -> str:
+    """The name of a signal, such as SIGKILL for 9."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _last_line(log: Path) -> str:
+    try:
+        lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
+    except OSError:
+        lines = []
+    return next((line.strip() for line in reversed(lines) if line.strip()), "it left no message")
 
 
 def is_consequence(failure: Failure) -> bool:

@@ -26,6 +26,7 @@ __all__ = [
     "objects_in",
     "read_json",
     "read_jsonl",
+    "read_text",
     "sync_folder",
     "whole_file",
     "write_failure",
@@ -91,13 +92,17 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
     write_text(path, _dumps(path, value, indent=1) + "\n")
 
 
+def read_text(path: str | os.PathLike[str]) -> str:
+    """Return the text of a UTF-8 file. Raises CapslogError naming the file where it cannot be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise _unreadable(path, error) from error
+
+
 def read_json(path: str | os.PathLike[str]) -> Any:
     """Return the value in a JSON file. Raises CapslogError naming the file, and the line where the text is not JSON."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise CapslogError(f"{path} cannot be read: {reason}; check the path") from error
+    text = read_text(path)
     try:
         return json.loads(text, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
@@ -187,8 +192,9 @@ def write_failure(what: str, error: OSError) -> CapslogError:
     return kind(f"{what}: {error.strerror or error}; free space or choose another path")
 
 
-def _unreadable(path: str | os.PathLike[str], error: OSError) -> CapslogError:
-    return CapslogError(f"{path} cannot be read: {error.strerror or error}; check the path")
+def _unreadable(path: str | os.PathLike[str], error: OSError | UnicodeDecodeError) -> CapslogError:
+    reason = error.strerror or error if isinstance(error, OSError) else "it is not UTF-8 text"
+    return CapslogError(f"{path} cannot be read: {reason}; check the path")
 
 
 def _dumps(path: str | os.PathLike[str], value: Any, indent: int | None) -> str:

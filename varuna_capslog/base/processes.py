@@ -20,7 +20,6 @@ __all__ = [
     "heard_signals",
     "is_stopped",
     "killed_with",
-    "last_line",
     "signal_group",
     "signal_name",
     "write_unless_there",
@@ -87,23 +86,6 @@ def signal_group(pid: int, number: int) -> None:
     """Sends a signal to the group that `pid` leads, if there is still one."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, number)
-
-
-def signal_name(number: int) -> str:
-    """The name of a signal, such as SIGKILL for 9."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-def last_line(log: Path) -> str:
-    """The last line of a worker's log, for a worker that ended without a report."""
-    try:
-        lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
-    except OSError:
-        lines = []
-    return next((line.strip() for line in reversed(lines) if line.strip()), "it left no message")
 
 
 def write_unless_there(path: Path, value: dict[str, Any]) -> None:

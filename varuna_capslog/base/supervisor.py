@@ -21,13 +21,7 @@ from typing import IO, Any
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.failures import Failure, ended, is_consequence, read_failure, root_cause
-from varuna_capslog.base.processes import (
-    die_with_parent,
-    heard_signals,
-    is_stopped,
-    signal_group,
-    write_unless_there,
-)
+from varuna_capslog.base.processes import die_with_parent, heard_signals, is_stopped, signal_group, write_unless_there
 
 __all__ = ["Interrupted", "Supervisor", "WorkerFailed", "last_step", "new_run", "reserve"]
 
@@ -195,10 +189,14 @@ class Supervisor:
 
     def _failures(self, asked: bool) -> list[Failure]:
         """The failures that workers reported; for workers without a report, what the end of the process shows."""
-        failures = [failure for rank in range(self.num_workers) if (failure := self._reported(rank)) is not None]
-        reported = {failure.rank for failure in failures}
-        silent = [rank for rank in self._ended if self._is_failure(rank, asked) and rank not in reported]
-        return failures + [self._seen(rank, failures) for rank in silent]
+        reported = [failure for rank in range(self.num_workers) if (failure := self._reported(rank)) is not None]
+        known = {failure.rank for failure in reported}
+        seen = [
+            ended(rank, self._workers[rank].returncode, self.log(rank), moment, **self._where(rank, reported))
+            for rank, moment in self._ended.items()
+            if self._is_failure(rank, asked) and rank not in known
+        ]
+        return reported + seen
 
     def _hanging(self, complaints: Sequence[Failure]) -> list[Failure]:
         """The rank that all others wait for: it still runs or is stopped, and has reported nothing; [] if all ended."""
@@ -216,11 +214,6 @@ class Supervisor:
 
     def _reported(self, rank: int) -> Failure | None:
         return read_failure(self.folder / f"{rank}.error.json", rank, self._stage(rank))
-
-    def _seen(self, rank: int, others: Sequence[Failure]) -> Failure:
-        """The failure that the end of a worker without a report shows."""
-        where = self._where(rank, others)
-        return ended(rank, self._workers[rank].returncode, self.log(rank), self._ended[rank], **where)
 
     def _where(self, rank: int, others: Sequence[Failure]) -> dict[str, Any]:
         """Stage and step of a failure that the worker did not report: the step that other reports name, or the last."""

@@ -18,20 +18,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from varuna_capslog.base.errors import ConfigError
-from varuna_capslog.config.settings import Config, Elastic, Pipeline, Profiling, Section, Train
+from varuna_capslog.config.settings import Config
 
-__all__ = [
-    "Config",
-    "ConfigError",
-    "Elastic",
-    "Pipeline",
-    "Profiling",
-    "Section",
-    "Train",
-    "dump_config",
-    "load_config",
-    "section",
-]
+__all__ = ["Config", "dump_config", "load_config", "section"]
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -206,7 +195,8 @@ def _locate(model: type[BaseModel], location: Sequence[int | str]) -> tuple[list
         if current is not None and isinstance(part, str) and part in current.model_fields:
             field = current.model_fields[part]
             found.append(part)
-            description = f" ({_first_sentence(field.description)})" if field.description else ""
+            first_sentence = " ".join((field.description or "").split()).partition(". ")[0].rstrip(".")
+            description = f" ({first_sentence})" if first_sentence else ""
             current = _model_of(field)
             in_dict = get_origin(field.annotation) is dict
         elif isinstance(part, int) and found:
@@ -215,10 +205,6 @@ def _locate(model: type[BaseModel], location: Sequence[int | str]) -> tuple[list
             found.append(str(part))
             in_dict = False
     return found, description
-
-
-def _first_sentence(text: str) -> str:
-    return " ".join(text.split()).partition(". ")[0].rstrip(".")
 
 
 def _unknown(model: type[BaseModel], location: list[str], where: str) -> str:

@@ -1,7 +1,7 @@
 """The ranges of layers that can be a stage within some bytes, and their bytes at every place of a pipeline.
 
 These are values of `StageCosts.matrix`, for searches that need them at a hundred places of a pipeline: of a thousand
-layers few ranges are short enough to matter, and only those are computed. `planners.exact_general` reads them.
+layers few ranges are short enough to matter, and only those are computed. `planners.exact` reads them.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.config.reading import Config, Section, section
+from varuna_capslog.config.reading import Config, section
+from varuna_capslog.config.settings import Section
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import DataSource, Minibatch, Workload, call_function

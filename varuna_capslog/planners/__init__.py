@@ -1,4 +1,4 @@
-"""From the costs of stages and a number of devices to cuts: one planner per file, one table of their names.
+"""From the costs of stages and a number of devices to cuts: the planners, and one table of their names.
 
 `search.plan` calls `find_cuts`; a planner itself is a plain function on numbers. Nothing here imports torch.
 """
@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from varuna_capslog.memory import StageCosts
-from varuna_capslog.planners.capslog import capslog_cuts
-from varuna_capslog.planners.capslog_tb import capslog_tb_cuts
+from varuna_capslog.planners.capslog import capslog_cuts, capslog_tb_cuts
 from varuna_capslog.planners.exact import exact_cuts
 from varuna_capslog.planners.mcap import mcap_bf_cuts, mcap_bo_cuts
 from varuna_capslog.planners.seconds import LayerSeconds, Link

@@ -1,7 +1,7 @@
 """The smallest peak of a band of stages, and of the cut lists that have it the most even one.
 
-`exact` calls it for costs that do not depend on a stage's place. Only the order of stages by their bytes counts here,
-so a stage's bytes are whole numbers 1, 2, ... in that order, its *rank*.
+`exact` calls it where bytes do not depend on a stage's place and devices are alike. Only the order of stages by their
+bytes counts here, so a stage's bytes are whole numbers 1, 2, ... in that order, its *rank*.
 
 A band is an int32 array [B, L + 1]: row i holds the stages of B - i layers, column e those that end before layer e, and
 NEVER stands for a stage that may not be. A slice of columns a .. b is the band of the layers a .. b-1 alone.
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["NEVER", "Band", "most_even", "smallest_peak"]
+__all__ = ["NEVER", "Band", "most_even"]
 
 Band = NDArray[np.int32]
 
@@ -33,26 +33,15 @@ _SECONDS_PER_CELL = 1.5e-9
 """About what one stage at one place costs in a round of ruling out."""
 
 
-def smallest_peak(band: Band, devices: int, limits: Sequence[int] | None = None) -> int:
-    """Return the rank of the smallest peak of all cut lists into `devices` stages, NEVER if there is none.
-
-    limits: the largest rank that each stage may have.
-    """
-    return int(_smallest_peaks(band, devices, limits)[-1][-1])
-
-
-def most_even(band: Band, devices: int, limits: Sequence[int] | None = None) -> list[int]:
+def most_even(band: Band, devices: int) -> list[int]:
     """Return, of all cut lists with the smallest peak, the one with the smallest descending list of stage peaks.
 
     Of those, the smallest cut list. There must be a cut list.
 
-    Where much is to be searched and no limits are given, the search is split wherever all cut lists with the smallest
-    peak have the same cut at the same stage: each part's most even cut list is then a part of the whole's, since adding
-    stages to two lists of peaks does not change their order. Each part has a smaller peak of its own in turn.
+    Where much is to be searched, the search is split wherever all cut lists with the smallest peak have the same cut at
+    the same stage: each part's most even cut list is then a part of the whole's, since adding stages to two lists of
+    peaks does not change their order. Each part has a smaller peak of its own in turn.
     """
-    if limits is not None:
-        peaks = _smallest_peaks(band, devices, limits)
-        return _of_states(_within(band, int(peaks[-1][-1])), devices, _reached(peaks), limits)
     cuts = [0] * devices
     parts = [(band, devices, 0, 0)]
     while parts:
@@ -92,13 +81,13 @@ def _transitions(band: Band, devices: int) -> int:
 # -- the smallest peak
 
 
-def _smallest_peaks(band: Band, devices: int, limits: Sequence[int] | None = None) -> list[Band]:
-    """Return for g = 1 .. G the smallest peak of each prefix cut into g stages, of which stage s keeps to limits[s].
+def _smallest_peaks(band: Band, devices: int) -> list[Band]:
+    """Return for g = 1 .. G the smallest peak of each prefix cut into g stages.
 
     State       (g, m): layers 0 .. m-1 in g stages, g <= m < g + W with W = L - G + 1, since G - g layers at least must
                 remain. Entry [g - 1][m - g] of the answer.
     Transition  (g, l) -> (g + 1, m) with l < m: stage g holds layers l .. m-1, at most B layers.
-    Cost        the larger of the state's peak and the stage's; NEVER above the stage's limit.
+    Cost        the larger of the state's peak and the stage's.
     Complexity  O(G W B) in G numpy steps.
     """
     rows, width = len(band), band.shape[1] - devices
@@ -107,10 +96,7 @@ def _smallest_peaks(band: Band, devices: int, limits: Sequence[int] | None = Non
     reached[rows - 1] = 0  # No layer in no stage.
     peaks: list[Band] = []
     for g in range(devices):
-        stage = band[:, g + 1 : g + 1 + width]
-        if limits is not None:
-            stage = np.where(stage <= limits[g], stage, NEVER)
-        peaks.append(np.maximum(by_length, stage).min(axis=0))
+        peaks.append(np.maximum(by_length, band[:, g + 1 : g + 1 + width]).min(axis=0))
         reached[rows - 1 :] = peaks[-1]
     return peaks
 
@@ -204,7 +190,7 @@ def _ruled_out(band: Band, devices: int, peak: int) -> tuple[Band, list[int]]:
                 band = np.where(holders, 0, band)
                 settled.pop()
         else:
-            peak = smallest_peak(band, devices)
+            peak = int(_smallest_peaks(band, devices)[-1][-1])
         keep = band <= peak
         for value in settled:
             keep |= band == value
@@ -261,9 +247,7 @@ def _next_peak(band: Band, devices: int, settled: Sequence[int]) -> tuple[int, i
 # -- the search itself
 
 
-def _of_states(
-    band: Band, devices: int, states: Sequence[Iterable[int]], limits: Sequence[int] | None = None
-) -> list[int]:
+def _of_states(band: Band, devices: int, states: Sequence[Iterable[int]]) -> list[int]:
     """Return the most even cut list of a band, going through given states only.
 
     State       (g, l): layers l .. L-1 in the stages g .. G-1, for l in states[g].
@@ -279,8 +263,7 @@ def _of_states(
     lengths, ends = np.nonzero(band < NEVER)
     distinct, ranks = np.unique(band[lengths, ends], return_inverse=True)
     digit = devices.bit_length()
-    # Stages above their own limit must keep units of their own, by which they are left out below.
-    lumped = max(0, len(distinct) - max(2, _WIDEST // digit)) if limits is None else 0
+    lumped = max(0, len(distinct) - max(2, _WIDEST // digit))
     units = [1 << (digit * max(0, rank - lumped)) for rank in range(len(distinct))]
     stages: list[list[tuple[int, int]]] = [[] for _ in range(num_layers)]
     firsts = ends + lengths - len(band)
@@ -293,16 +276,11 @@ def _of_states(
     choices: list[dict[int, int]] = []
     later = {num_layers: 0}
     for g in range(devices - 1, -1, -1):
-        here = stages
-        if limits is not None and limits[g] < distinct[-1]:
-            # Some stage is within the limit, or no cut list would keep to it.
-            allowed = units[int(np.searchsorted(distinct, limits[g], side="right")) - 1]
-            here = [[stage for stage in row if stage[1] <= allowed] for row in stages]
         now: dict[int, int] = {}
         choice: dict[int, int] = {}
         for first in states[g]:
             best = beyond
-            for end, unit in here[first]:
+            for end, unit in stages[first]:
                 if end in later:
                     total = later[end] + unit
                     if total < best:

@@ -8,6 +8,7 @@ over by rounding it down are composed exactly.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -111,14 +112,8 @@ def _first(length: int, holds: Callable[[int], bool]) -> int | None:
     low, high = 0, 1
     while high < length and not holds(high - 1):
         low, high = high, 2 * high
-    high = min(high, length)
-    while low < high:
-        middle = (low + high) // 2
-        if holds(middle):
-            high = middle
-        else:
-            low = middle + 1
-    return low if low < length else None
+    found = bisect_left(range(min(high, length)), True, low, key=holds)
+    return found if found < length else None
 
 
 def _used(

@@ -20,9 +20,8 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory import AUTO, MEMORY_MODELS, NEVER, resolve
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planners.fleet import Fleet, compose, enough_seconds, least_seconds
-from varuna_capslog.planners.pipelines import Pipelines
+from varuna_capslog.planners.pipelines import DeviceKind, Pipelines, combinations
 from varuna_capslog.planners.seconds import Link
-from varuna_capslog.planners.templates import DeviceKind, combinations
 from varuna_capslog.plans.plan import Plan, PlanStage
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import DEFAULT_RUN, RunShape
@@ -155,9 +154,9 @@ def best_fleet(
                 break
     if not found:
         return answers[-1].nothing_fits()
-    answer, _ = min(found, key=lambda one: one[1].step_seconds)
+    answer, fleet = min(found, key=lambda one: one[1].step_seconds)
     bounds = [one.bound_seconds for one, _ in found if one.bound_seconds is not None and not one.merged]
-    return answer.result(begun, min(bounds) if len(bounds) == len(found) else None)
+    return answer.result(fleet, begun, min(bounds) if len(bounds) == len(found) else None)
 
 
 def _microbatches(profile: Profile, minibatch_size: int) -> tuple[int, int]:
@@ -205,7 +204,6 @@ class _FleetSearch:
         templates = combinations(self.counts, self.max_stages)
         self.pipelines = Pipelines(profile, self.kinds, templates, self.memory, run, link or Link())
         self.bound_seconds: float | None = None
-        self._composed: _Composed | None = None
 
     def _choose_kinds(self, max_stages: int | None) -> None:
         """Group the devices that are alike, and decide how long pipelines may be.
@@ -264,10 +262,7 @@ class _FleetSearch:
             if not fresh:
                 break
             known |= fresh
-        if best is not None:
-            best = _Composed(self._polished(best.shares), best.shares)
-        self._composed = best
-        return best
+        return None if best is None else _Composed(self._polished(best.shares), best.shares)
 
     def _polished(self, shares: list[tuple[int, int]]) -> float:
         """Search longer for the layout of the slowest pipeline, as long as that is another one; return its seconds."""
@@ -295,20 +290,19 @@ class _FleetSearch:
             rows.append(following)
         return np.stack(rows)
 
-    def result(self, begun: float, bound_seconds: float | None) -> JointPlan:
+    def result(self, fleet: _Composed, begun: float, bound_seconds: float | None) -> JointPlan:
         """The plan of the fleet that was found."""
-        assert self._composed is not None
         pools = [list(members) for members in self.members]
         pipelines = []
-        for number, share in self._composed.shares:
+        for number, share in fleet.shares:
             column = self.pipelines.column(number, share)
             assert column is not None
             placed = tuple(pools[kind].pop(0) for kind in column.kinds)
             pipelines.append(JointPipeline(placed, column.cuts, share, column.step_seconds, column.stage_bytes))
         idle = tuple(sorted(number for pool in pools for number in pool))
         return JointPlan(
-            self._plan(pipelines, time.perf_counter() - begun), tuple(pipelines), self._composed.step_seconds,
-            None if bound_seconds is None else min(bound_seconds, self._composed.step_seconds), self.max_stages, idle,
+            self._plan(pipelines, time.perf_counter() - begun), tuple(pipelines), fleet.step_seconds,
+            None if bound_seconds is None else min(bound_seconds, fleet.step_seconds), self.max_stages, idle,
             self.blocks,
         )  # fmt: skip
 
@@ -351,7 +345,7 @@ class _FleetSearch:
         """What to judge where no fleet was found."""
         return NoFleet(
             self.profile, self.devices, self.run, self.memory, self.max_stages,
-            lambda cuts: self.pipelines.stage_bytes(cuts, self.blocks).tolist(),
+            self.pipelines.costs(self.blocks).peaks,
         )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -37,9 +37,6 @@ BO_CALLS, BO_INITIAL_POINTS = 100, 30
 """Cut lists that `mcap-bo` weighs, and how many of them are random, before the model guides the search. As in the
 program published with CAPSlog (henkdr/CAPSlog at cc11640, capslog/calc_mem_stats.py); the paper prints neither."""
 
-Progress = Callable[[int, int], None]
-"""Called with (cut lists weighed, all cut lists)."""
-
 
 def count_cut_lists(num_layers: int, devices: int) -> int:
     """Return how many predictions brute force makes: C(L-1, G-1) (CAPSlog, Sec. III-B2)."""
@@ -49,19 +46,12 @@ def count_cut_lists(num_layers: int, devices: int) -> int:
 # -- brute force
 
 
-def mcap_bf_cuts(
-    costs: StageCosts,
-    devices: int,
-    capacities: Sequence[int] | None = None,
-    *,
-    limit: int | None = None,
-    progress: Progress | None = None,
-) -> list[int]:
+def mcap_bf_cuts(costs: StageCosts, devices: int, capacities: Sequence[int] | None = None) -> list[int]:
     """Return the first layer of each of `devices` stages, 1 <= devices <= L: the smallest peak of all cut lists.
 
     Ties go by mCAP's rule, as CAPTURE's Algorithm 4 and the program published with CAPSlog have it: in every cut list
-    still in the race the device with the highest prediction is left out, and the smallest peak of the others decides;
-    then again. The program stops with two devices left and takes the first of the rest, the text goes on until no
+    that is left the device with the highest prediction is left out, and the smallest peak of the others decides; then
+    again. The program stops with two devices left and takes the first of the rest, the text goes on until no
     device remains and then draws one; we go on too, and then take the smallest cut list. So `exact` gives the same.
 
     Each beginning (stages before the middle cut) is put beside each end, a block of pairs at a time. Every cut list's
@@ -69,16 +59,16 @@ def mcap_bf_cuts(
 
     Args:
         capacities: not looked at, as in mCAP.
-        limit: refuse to weigh more cut lists than this; None: CAPSLOG_MCAP_LIMIT where it is set, else `LIMIT`.
 
     Raises:
-        CapslogError: there are more cut lists; it says how many, and how long they would take here.
+        CapslogError: there are more cut lists than CAPSLOG_MCAP_LIMIT where it is set, else `LIMIT`; it says how many,
+            and how long they would take here.
     """
     num_layers = costs.num_layers
     total = count_cut_lists(num_layers, devices)
     if total == 1:
         return list(range(devices))
-    _refuse_too_many(costs, devices, total, _limit() if limit is None else limit)
+    _refuse_too_many(costs, devices, total, _limit())
     middle = devices // 2
     matrices = [costs.matrix(0, devices)] * devices
     if not costs.position_free:
@@ -90,7 +80,6 @@ def mcap_bf_cuts(
     ends = _Lists(ends.cuts, np.column_stack([ends.bytes, last_stage]))
 
     best: _Lists | None = None
-    weighed = 0
     for cut in middle_cuts.tolist():
         before = beginnings.where(beginnings.cuts[:, -1] == cut)
         after = ends.where(ends.cuts[:, 0] == cut)
@@ -103,9 +92,6 @@ def mcap_bf_cuts(
                 rows, columns = np.nonzero(block == lowest)
                 found = before.beside(after, rows + begin, columns)
                 best = _winner(found if best is None or lowest < best.bytes.max() else found.and_also(best))
-            weighed += block.size
-            if progress is not None:
-                progress(weighed, total)
     assert best is not None, "there is at least one cut list"
     return [int(first) for first in best.cuts[0]]
 

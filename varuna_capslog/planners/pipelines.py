@@ -1,12 +1,14 @@
 """What a pipeline takes that a fleet may hold: bounds of all templates at once, and one template laid out.
 
-`joint` asks for a template's bound first and lays out the few that are worth it. What a pipeline costs beyond its own
+`joint` composes a fleet from combinations of devices, called templates: a template says how many devices of each kind,
+not yet in which order they stand or where the chain is cut; both are chosen with the bound and can be asked for.
+`joint` asks for bounds first and lays out the few templates that are worth it. What a pipeline costs beyond its own
 stages is counted here: the gradients of further blocks that wait, and their exchange with other pipelines.
 """
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,12 +18,15 @@ from numpy.typing import NDArray
 from varuna_capslog.memory import MEMORY_MODELS, NEVER, StageCosts
 from varuna_capslog.memory.costs import raised
 from varuna_capslog.planners.seconds import LayerSeconds, Link
-from varuna_capslog.planners.templates import DeviceKind, Template, Templates, without
 from varuna_capslog.planners.throughput import fastest_cuts
 from varuna_capslog.profiles.record import Profile
-from varuna_capslog.schedules import RunShape
+from varuna_capslog.schedules import RunShape, in_flight_limits
 
-__all__ = ["Column", "Pipelines"]
+__all__ = ["Column", "DeviceKind", "Pipelines", "combinations"]
+
+Floats = NDArray[np.float64]
+Template = tuple[int, ...]
+"""How many devices of each kind."""
 
 _NARROW = 32
 _WIDE = 128
@@ -29,6 +34,22 @@ _WIDE = 128
 
 _FEW_ORDERS = 10
 """Orders of the kinds that are all tried; of more, the one of the bound, and three others of what is laid out last."""
+
+
+@dataclass(frozen=True)
+class DeviceKind:
+    """Devices that are alike: usable bytes (None: no limit) and speed (1: the profile's seconds hold)."""
+
+    capacity: int | None
+    speed: float
+
+
+def combinations(counts: Sequence[int], most: int) -> list[Template]:
+    """Return every template of 1 to `most` devices with at most counts[k] of kind k, shortest first."""
+    every: list[Template] = [()]
+    for count in counts:
+        every = [(*one, more) for one in every for more in range(min(count, most - sum(one)) + 1)]
+    return sorted((one for one in every if any(one)), key=lambda one: (sum(one), one))
 
 
 @dataclass(frozen=True)
@@ -63,7 +84,7 @@ class Pipelines:
         self._profile, self._memory, self._run, self._link = profile, memory, run, link
         weights = np.array([layer.parameter_bytes or 0 for layer in profile.layers], dtype=np.int64)
         self._parameter_bytes: NDArray[np.int64] = np.concatenate([[0], np.cumsum(weights)])
-        self._of_share: dict[int, Templates] = {}
+        self._of_share: dict[int, _Templates] = {}
         self._columns: dict[tuple[int, int], Column | None] = {}
         self._wide: set[tuple[int, int]] = set()
 
@@ -71,18 +92,15 @@ class Pipelines:
         """The step of a pipeline that runs so many of the blocks."""
         return replace(self._run, num_microbatches=share * self.of_block, num_blocks=share)
 
-    def _costs(self, share: int) -> StageCosts:
-        """The bytes of every stage of a pipeline with `share` blocks."""
-        return MEMORY_MODELS[self._memory].stage_costs(self._profile, self._of_blocks(share))
-
-    def _copy_bytes(self, share: int) -> NDArray[np.int64]:
-        """[L, L + 1]: bytes of the gradients that wait beside the first block's, where a pipeline has `share` blocks.
+    def costs(self, share: int) -> StageCosts:
+        """The bytes of every stage of a pipeline with `share` blocks, the gradients of blocks that wait included.
 
         A single pipeline adds its blocks as they end, several keep all of theirs until the exchange.
         """
         copies = min(share, 2) - 1 if share == self.blocks else share - 1
         ranges = self._parameter_bytes[None, :] - self._parameter_bytes[:-1, None]
-        return np.asarray(copies * np.maximum(ranges, 0), dtype=np.int64)
+        costs = MEMORY_MODELS[self._memory].stage_costs(self._profile, self._of_blocks(share))
+        return raised(costs, np.asarray(copies * np.maximum(ranges, 0), dtype=np.int64))
 
     def _exchange_seconds(self, share: int, stage_parameters: float) -> float:
         """What a stage with so many bytes of parameters waits for the gradients of the other pipelines' blocks."""
@@ -93,18 +111,11 @@ class Pipelines:
     def bounds(self, share: int) -> NDArray[np.float64]:
         """Bounds of all templates with `share` blocks."""
         if share not in self._of_share:
-            self._of_share[share] = Templates(
-                self.templates, self.kinds, self._costs(share), self.seconds, self._of_blocks(share),
-                self._copy_bytes(share),
-            )  # fmt: skip
+            costs, run = self.costs(share), self._of_blocks(share)
+            self._of_share[share] = _Templates(self.templates, self.kinds, costs, self.seconds, run)
         # The stage with most parameters has at least an even part of them.
         least = self._exchange_seconds(share, float(self._parameter_bytes[-1])) / self.sizes.sum(axis=1)
         return self._of_share[share].seconds_of + least
-
-    def stage_bytes(self, cuts: Sequence[int], share: int) -> NDArray[np.int64]:
-        """Bytes of each stage of a cut list with `share` blocks."""
-        costs = raised(self._costs(share), self._copy_bytes(share))
-        return np.array(costs.peaks(cuts), dtype=np.int64)
 
     def column(self, number: int, share: int, wide: bool = False) -> Column | None:
         """A template with a share of blocks, laid out and simulated; None where no order tried fits.
@@ -124,16 +135,17 @@ class Pipelines:
 
     def _orders(self, number: int, share: int, wide: bool) -> Iterator[tuple[int, ...]]:
         """Orders of a template's kinds that are worth laying out, that of the bound first."""
-        order, _ = self._of_share[share].layout(self.templates[number])
-        yield tuple(order)
-        if _number_of_orders(self.templates[number]) <= _FEW_ORDERS:
-            yield from _all_orders(self.templates[number])
+        order = self._of_share[share].order_of(self.templates[number])
+        yield order
+        every = list(itertools.islice(_all_orders(self.templates[number]), _FEW_ORDERS + 1))
+        if len(every) <= _FEW_ORDERS:
+            yield from every
         elif wide:
-            yield from (tuple(order[::-1]), tuple(sorted(order)), tuple(sorted(order, reverse=True)))
+            yield from (order[::-1], tuple(sorted(order)), tuple(sorted(order, reverse=True)))
 
-    def _laid_out(self, order: Sequence[int], share: int, beam: int) -> Column | None:
+    def _laid_out(self, order: tuple[int, ...], share: int, beam: int) -> Column | None:
         kinds = [self.kinds[kind] for kind in order]
-        costs = raised(self._costs(share), self._copy_bytes(share))
+        costs = self.costs(share)
         capacities = [NEVER - 1 if kind.capacity is None else kind.capacity for kind in kinds]
         run = self._of_blocks(share)
         speeds = [kind.speed for kind in kinds]
@@ -142,7 +154,7 @@ class Pipelines:
             return None
         held = np.diff(self._parameter_bytes[[*best.cuts, costs.num_layers]])
         step = best.step_seconds + self._exchange_seconds(share, float(held.max()))
-        return Column(tuple(order), best.cuts, step, tuple(costs.peaks(best.cuts)))
+        return Column(order, best.cuts, step, tuple(costs.peaks(best.cuts)))
 
 
 def _all_orders(template: Template) -> Iterator[tuple[int, ...]]:
@@ -150,8 +162,103 @@ def _all_orders(template: Template) -> Iterator[tuple[int, ...]]:
         yield ()
     for kind in range(len(template)):
         if template[kind]:
-            yield from ((kind, *rest) for rest in _all_orders(without(template, kind)))
+            yield from ((kind, *rest) for rest in _all_orders(_without(template, kind)))
 
 
-def _number_of_orders(template: Template) -> int:
-    return math.factorial(sum(template)) // math.prod(math.factorial(count) for count in template)
+class _Templates:
+    """Bounds and layouts of all templates for the microbatches of `run`.
+
+    seconds_of[i]: no order of the devices of templates[i] and no cut list that fits takes less; inf where none fits.
+
+    State       (g, l): layers l .. L-1 on g[k] devices of each kind k, timed from the begin of the first of them.
+    Transition  (g - one of kind k, m) -> (g, l) with l < m: the first device is of kind k and holds layers l .. m-1.
+    Cost        as in `throughput`, where its parts are explained. What a stage keeps in flight depends on the number of
+                stages behind it, which g tells, so position-dependent memory is weighed as well.
+    Complexity  O(T K L^2) for T templates of K kinds, a numpy step per number of stages and kind.
+    """
+
+    def __init__(
+        self,
+        templates: Sequence[Template],
+        kinds: Sequence[DeviceKind],
+        costs: StageCosts,
+        seconds: LayerSeconds,
+        run: RunShape,
+    ) -> None:
+        self.kinds, self._costs, self._seconds, self._run = kinds, costs, seconds, run
+        self._forward, self._both = seconds.of_ranges()
+        num_layers = costs.num_layers
+        empty: Template = (0,) * len(kinds)
+        nothing = np.where(np.arange(num_layers + 1) == num_layers, 0.0, np.inf)
+        self._step: dict[Template, Floats] = {empty: nothing}
+        self._trip: dict[Template, Floats] = {empty: nothing}
+        for behind, level in itertools.groupby(templates, key=lambda one: sum(one) - 1):
+            self._fill(list(level), behind)
+        self.seconds_of = np.array([self._step[one][0] for one in templates])
+
+    def order_of(self, template: Template) -> tuple[int, ...]:
+        """Return the kind of each stage of a layout that attains the bound of a template."""
+        order: list[int] = []
+        first = 0
+        while any(template):
+            choices = []
+            for kind in range(len(self.kinds)):
+                if template[kind]:
+                    rest = _without(template, kind)
+                    cost, _ = self._costs_of(kind, sum(rest), self._step[rest][None], self._trip[rest][None])
+                    end = int(np.argmin(cost[0, first]))
+                    choices.append((float(cost[0, first, end]), kind, end, rest))
+            _, kind, end, rest = min(choices)
+            order.append(kind)
+            template, first = rest, end
+        return tuple(order)
+
+    def _fill(self, level: list[Template], behind: int) -> None:
+        best = {one: np.full((2, self._costs.num_layers + 1), np.inf) for one in level}
+        for kind in range(len(self.kinds)):
+            having = [one for one in level if one[kind]]
+            if not having:
+                continue
+            rests = [_without(one, kind) for one in having]
+            step = np.stack([self._step[rest] for rest in rests])
+            trip = np.stack([self._trip[rest] for rest in rests])
+            cost, passed = self._costs_of(kind, behind, step, trip)
+            for one, least in zip(having, np.stack([cost.min(axis=2), passed.min(axis=2)], axis=1), strict=True):
+                np.minimum(best[one][:, :-1], least, out=best[one][:, :-1])
+        for one, (step, trip) in best.items():
+            self._step[one], self._trip[one] = step, trip
+
+    def _costs_of(self, kind: int, behind: int, step: Floats, trip: Floats) -> tuple[Floats, Floats]:
+        """[P, L, L + 1]: cost and round trip of a first device of this kind before each of P states behind."""
+        num_microbatches, speed = self._run.microbatches, self.kinds[kind].speed
+        transfer, sends = self._seconds.transfer, self._seconds.handover
+        one, both_ways = self._both / speed, 2 * np.maximum(transfer, sends)
+        # The last stage runs no forward twice, and others may keep the graph of one microbatch (`insert_recompute`).
+        again = num_microbatches - 1 if self._run.recomputes and behind else 0
+        work = one * num_microbatches + self._forward * (again / speed)
+        work += num_microbatches * sends + (num_microbatches - 1) * sends[:-1, None]
+        limit = in_flight_limits(self._run.schedule, behind + 1, num_microbatches)[0]
+        rounds = 1 + (num_microbatches - 1) // limit
+        passed = np.where(self._fits(kind, behind), one + both_ways, np.inf)
+        trips = passed + trip[:, None, :]
+        cost = np.maximum(rounds * trips, trips + (num_microbatches - 1) * transfer)
+        np.maximum(cost, work, out=cost)
+        np.maximum(cost, passed + step[:, None, :], out=cost)
+        return cost, trips
+
+    def _fits(self, kind: int, behind: int) -> NDArray[np.bool_]:
+        num_layers = self._costs.num_layers
+        first, end = np.arange(num_layers)[:, None], np.arange(num_layers + 1)[None, :]
+        fits = (end > first) & (num_layers - end >= behind)
+        capacity = self.kinds[kind].capacity
+        if capacity is not None:
+            used = self._costs.matrix(1, behind + 2)
+            if not self._costs.position_free:  # only a stage that begins with layer 0 is the first
+                used = np.concatenate([self._costs.matrix(0, behind + 1)[:1], used[1:]])
+            fits &= used <= capacity
+        return fits
+
+
+def _without(template: Template, kind: int) -> Template:
+    """Return the template with one device of a kind less."""
+    return (*template[:kind], template[kind] - 1, *template[kind + 1 :])

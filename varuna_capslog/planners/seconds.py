@@ -99,6 +99,11 @@ class LayerSeconds:
         """L, the number of layers."""
         return len(self.forward) - 1
 
+    def of_ranges(self) -> tuple[Floats, Floats]:
+        """Return [L, L + 1]: the forward of layers first .. end-1, and their forward and backward together."""
+        forward = self.forward[None, :] - self.forward[:-1, None]
+        return forward, forward + self.backward[None, :] - self.backward[:-1, None]
+
     def of_cuts(self, cuts: Cuts, speeds: Sequence[float] | None = None) -> tuple[Floats, Floats, Floats, Floats]:
         """Return forward and backward [K, S], transfer and handover seconds [K, S - 1] of K cut lists [K, S].
 

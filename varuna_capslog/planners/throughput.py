@@ -77,7 +77,7 @@ def fastest_cuts(
     Of lists with equal step times the smallest peak wins, then the smallest list.
     """
     search = _CutSearch(costs, seconds, run, devices, capacities, speeds)
-    if not np.isfinite(search.bounds.step[0][0]):
+    if not np.isfinite(search.step[0][0]):
         return None
     best: _Ranked | None = None
     bound = 0.0
@@ -91,7 +91,7 @@ def fastest_cuts(
             break
     assert best is not None
     if best.step > bound * (1 + _SAME) and width > _NARROW:
-        best = search.best_from(search.starts(), best)
+        best = search.best_from_planners(best)
     return Fastest(tuple(int(cut) for cut in best.cuts), best.step, bound, best.peak)
 
 
@@ -137,21 +137,14 @@ class _Ranked:
     cuts: Cuts
 
 
-@dataclass(frozen=True)
-class _Bounds:
-    """Per stage s and layer l, what the stages s .. S-1 that hold layers l .. L-1 add at least; inf where none fits.
-
-    [S + 1] rows of [L + 1]. step: from the begin of stage s to its end, see `_CutSearch._bounds`. round_trip: of one
-    microbatch from stage s to the last and back. work: seconds that the busiest of these stages computes.
-    """
-
-    step: list[Floats]
-    round_trip: list[Floats]
-    work: list[Floats]
-
-
 class _CutSearch:
-    """One search: the seconds of every stage at every position, the bounds, and what is done with them."""
+    """One search: the seconds of every stage at every position, the bounds, and what is done with them.
+
+    step, round_trip, work: per stage s and layer l, what the stages s .. S-1 that hold layers l .. L-1 add at least;
+    inf where none fits. [S + 1] rows of [L + 1]. step: from the begin of stage s to its end, see `_find_bounds`.
+    round_trip: of one microbatch from stage s to the last and back. work: seconds that the busiest of these stages
+    computes.
+    """
 
     def __init__(
         self,
@@ -169,11 +162,13 @@ class _CutSearch:
         self.player: StepPlayer = step_player(run.schedule, devices, self.num_microbatches, run.recomputes)
         limits = in_flight_limits(run.schedule, devices, self.num_microbatches)
         self.rounds = [1 + (self.num_microbatches - 1) // limit for limit in limits]
-        forward = seconds.forward[None, :] - seconds.forward[:-1, None]
-        both = forward + seconds.backward[None, :] - seconds.backward[:-1, None]
-        self._forward, self._both = forward, both
+        self._forward, self._both = seconds.of_ranges()
         self._fits = [self._fitting(stage) for stage in range(devices)]
-        self.bounds = self._bounds()
+        # Behind the last stage lies nothing: 0 where all layers are placed.
+        nothing = np.where(np.arange(self.num_layers + 1) == self.num_layers, 0.0, np.inf)
+        self.step: list[Floats] = [nothing] * (devices + 1)
+        self.round_trip, self.work = list(self.step), list(self.step)
+        self._find_bounds()
 
     def _fitting(self, stage: int) -> NDArray[np.bool_]:
         """[L, L + 1]: whether layers first .. end-1 may be this stage."""
@@ -202,16 +197,12 @@ class _CutSearch:
 
     def least(self, stage: int, work: Floats, one: Floats, both_ways: Floats) -> Floats:
         """What the stage's own work, link and limit of microbatches in flight make of the step, from its begin."""
-        one_trip = one + both_ways + self.bounds_after(stage)
+        one_trip = one + both_ways + self.round_trip[stage + 1]
         by_limit = self.rounds[stage] * one_trip
         by_link = one_trip + (self.num_microbatches - 1) * self.seconds.transfer
         return np.maximum(work, np.maximum(by_limit, by_link))
 
-    def bounds_after(self, stage: int) -> Floats:
-        """Round trip of one microbatch through the stages behind, by the layer with which they begin."""
-        return self._round_trips[stage + 1]
-
-    def _bounds(self) -> _Bounds:
+    def _find_bounds(self) -> None:
         """From the last stage to the first.
 
         State       (s, l): layers l .. L-1 in the stages s .. S-1, timed from the begin of stage s.
@@ -227,22 +218,16 @@ class _CutSearch:
                     the bound is the exact minimum of this cost over all cut lists that fit.
         Complexity  O(S L^2) in S numpy steps.
         """
-        devices, num_layers = self.devices, self.num_layers
-        # Behind the last stage lies nothing: 0 where all layers are placed.
-        nothing = np.where(np.arange(num_layers + 1) == num_layers, 0.0, np.inf)
-        step, work_left = [nothing], [nothing]
-        self._round_trips: list[Floats] = [np.empty(0)] * devices + [nothing]
-        for stage in range(devices - 1, -1, -1):
+        for stage in reversed(range(self.devices)):
             work, one, both_ways, fits = self.stage_terms(stage, slice(None))
             passed = one + both_ways
-            cost = np.maximum(self.least(stage, work, one, both_ways), passed + step[-1])
-            busiest = np.maximum(work, work_left[-1])
-            parts = (cost, passed + self.bounds_after(stage), busiest)
-            padded = [np.append(np.where(fits, part, np.inf).min(axis=1), np.inf) for part in parts]
-            step.append(padded[0])
-            self._round_trips[stage] = padded[1]
-            work_left.append(padded[2])
-        return _Bounds(step[::-1], self._round_trips, work_left[::-1])
+            cost = np.maximum(self.least(stage, work, one, both_ways), passed + self.step[stage + 1])
+            for bound, part in (
+                (self.step, cost),
+                (self.round_trip, passed + self.round_trip[stage + 1]),
+                (self.work, np.maximum(work, self.work[stage + 1])),
+            ):
+                bound[stage] = np.append(np.where(fits, part, np.inf).min(axis=1), np.inf)
 
     def beam(self, width: int, incumbent: float) -> tuple[Cuts, float]:
         """Return at most `width` cut lists [K, S], and the bound of the best list that was left out.
@@ -251,7 +236,7 @@ class _CutSearch:
         estimate round trip + (M - 1) / M x the busiest stage's work, which is the step of a pipeline that never waits.
         Lists whose bound is not below the incumbent are left out for good reason and not counted.
         """
-        bounds, num_microbatches = self.bounds, self.num_microbatches
+        num_microbatches = self.num_microbatches
         prefix = np.zeros((1, 0), dtype=np.intp)
         first = np.zeros(1, dtype=np.intp)
         passed, least, busiest = np.zeros(1), np.zeros(1), np.zeros(1)
@@ -261,11 +246,11 @@ class _CutSearch:
             own = passed[:, None] + self.least(stage, work, one, both_ways)
             gone = passed[:, None] + one + both_ways
             most = np.maximum(least[:, None], own)
-            bound = np.maximum(most, gone + bounds.step[stage + 1])
+            bound = np.maximum(most, gone + self.step[stage + 1])
             busy = np.maximum(busiest[:, None], work)
-            period = np.maximum(busy, bounds.work[stage + 1]) / num_microbatches
+            period = np.maximum(busy, self.work[stage + 1]) / num_microbatches
             with np.errstate(invalid="ignore"):  # 0 x inf where nothing fits, which is not looked at
-                promise = np.maximum(bound, gone + bounds.round_trip[stage + 1] + (num_microbatches - 1) * period)
+                promise = np.maximum(bound, gone + self.round_trip[stage + 1] + (num_microbatches - 1) * period)
             allowed = fits & (bound < incumbent)
             rows, ends = np.nonzero(allowed & np.isfinite(bound))
             if len(rows) > width:
@@ -308,20 +293,16 @@ class _CutSearch:
             best = better
         return best
 
-    def starts(self) -> list[Cuts]:
-        """Cut lists of other planners that fit: the smallest peak, and equally many layers in each stage."""
-        lists = (exact_cuts(self.costs, self.devices, self.capacities), varuna_cuts(self.costs, self.devices))
-        return [np.array(cuts, dtype=np.intp) for cuts in lists if self._all_fit(cuts)]
+    def best_from_planners(self, best: _Ranked) -> _Ranked:
+        """The best of the list known before and of what the lists of two planners become, changed cut by cut.
 
-    def _all_fit(self, cuts: Sequence[int]) -> bool:
-        places = enumerate(zip(cuts, [*cuts[1:], self.num_layers], strict=True))
-        return all(self._fits[stage][first, end] for stage, (first, end) in places)
-
-    def best_from(self, starts: Sequence[Cuts], best: _Ranked) -> _Ranked:
-        """The best of the list known before and of what these become when they are changed cut by cut."""
-        for cuts in starts:
-            changed = self.improved(self.best_of(cuts[None, :]), _CHANGES)
-            best = self.best_of(changed.cuts[None, :], best)
+        One has the smallest peak, one equally many layers in each stage. A list that does not fit is left out.
+        """
+        for cuts in (exact_cuts(self.costs, self.devices, self.capacities), varuna_cuts(self.costs, self.devices)):
+            places = enumerate(zip(cuts, [*cuts[1:], self.num_layers], strict=True))
+            if all(self._fits[stage][first, end] for stage, (first, end) in places):
+                changed = self.improved(self.best_of(np.array([cuts], dtype=np.intp)), _CHANGES)
+                best = self.best_of(changed.cuts[None, :], best)
         return best
 
     def _neighbours(self, cuts: Cuts) -> Cuts:

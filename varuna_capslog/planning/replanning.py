@@ -43,7 +43,6 @@ class Replanner:
     profile: Profile
     minibatch_size: int
     planner: str = JOINT
-    memory: str = AUTO
     capacity: int | None = None
     run: RunShape = DEFAULT_RUN
     blocks: int | None = None
@@ -78,42 +77,30 @@ class Replanner:
         return found
 
     def _joint(self, devices: int) -> Deployment | None:
-        begun = time.perf_counter()
-        answer = joint_plan(
-            self.profile,
-            [Device(self.capacity)] * devices,
-            self.minibatch_size,
-            self.blocks,
-            self.run,
-            self.memory,
-            self.link,
-        )
-        search_seconds = time.perf_counter() - begun
+        alike = [Device(self.capacity)] * devices
+        answer = joint_plan(self.profile, alike, self.minibatch_size, self.blocks, self.run, link=self.link)
         if answer.step_seconds is None:
             # no fleet was found; the one pipeline that is answered instead may fit all the same
-            return None if answer.plan.fits is False else self._played(answer.plan, search_seconds)
+            return self._played(answer.plan)
         stages = [len(one.cuts) for one in answer.pipelines]
-        return self._deployment(answer.step_seconds, devices - len(answer.idle), search_seconds, stages)
+        return self._deployment(answer.plan, answer.step_seconds, devices - len(answer.idle), stages)
 
     def _single(self, devices: int) -> Deployment | None:
-        begun = time.perf_counter()
         stages = min(devices, self.profile.num_layers)
         run = replace(self.run, num_microbatches=self.minibatch_size // self.microbatch_size)
-        found = plan(self.profile, stages, self.planner, self.memory, self.capacity, run, self.link)
-        search_seconds = time.perf_counter() - begun
+        return self._played(plan(self.profile, stages, self.planner, AUTO, self.capacity, run, self.link))
+
+    def _played(self, found: Plan) -> Deployment | None:
+        """The deployment of one pipeline; None where it does not fit."""
         if found.fits is False:
             return None
-        return self._played(found, search_seconds)
-
-    def _played(self, found: Plan, search_seconds: float) -> Deployment:
-        """The deployment of one pipeline."""
         count = self.minibatch_size // self.microbatch_size
         step = simulate_plan(self.profile, found, num_microbatches=count, recompute=self.run.recompute, link=self.link)
-        return self._deployment(step.step_seconds, len(found.cuts), search_seconds, [len(found.cuts)])
+        return self._deployment(found, step.step_seconds, len(found.cuts), [len(found.cuts)])
 
-    def _deployment(self, step_seconds: float, used: int, search_seconds: float, stages: Sequence[int]) -> Deployment:
+    def _deployment(self, found: Plan, step_seconds: float, used: int, stages: Sequence[int]) -> Deployment:
         rate = self.minibatch_size / step_seconds if step_seconds > 0 else float("inf")
-        return Deployment(rate, used, search_seconds, _describe(stages))
+        return Deployment(rate, used, found.search_seconds or 0.0, _describe(stages))
 
 
 def _describe(stages: Sequence[int]) -> str:

@@ -193,14 +193,15 @@ def simulate_plan(
 
     exchange = _exchange_seconds(profile, [stages for *_, stages in steps], link, notes)
     together = max(timeline.step_seconds for _, _, timeline, _, _ in steps) + exchange
-    updates = [_slowest_rank(timeline, seconds.other.get("U")) for _, _, timeline, seconds, _ in steps]
-    update = None if None in updates else max(value for value in updates if value is not None)
-    if update is None:
+    update = None
+    if all("U" in seconds.other for _, _, _, seconds, _ in steps):
+        update = max(_slowest_rank(timeline, seconds.other["U"]) for _, _, timeline, seconds, _ in steps)
+    else:
         notes.append(f"the profile's conditions have no {UPDATE_RATE}: the optimizer's time is not counted")
     step_seconds = together + (update or 0.0)
     pipelines: list[PipelineStep] = []
     for rows, actions, timeline, seconds, stages in steps:
-        whole = _with_updates(timeline, seconds.other.get("U"), together, step_seconds)
+        whole = _with_updates(timeline, seconds.other.get("U", ()), together, step_seconds)
         parts = stage_memory(profile, stages, dataclasses.replace(run, num_microbatches=counts[len(pipelines)]))
         if isinstance(parts, str):
             notes.append(f"memory over time is unknown: {parts}")
@@ -315,30 +316,16 @@ def _exchange_seconds(
     return others * link.seconds(max(weights))
 
 
-def _slowest_rank(timeline: Timeline, update: Sequence[float] | None) -> float | None:
-    if update is None:
-        return None
+def _slowest_rank(timeline: Timeline, update: Sequence[float]) -> float:
     return max(sum(update[stage] for stage in {one.action.stage for one in row}) for row in timeline.actions)
 
 
-def _with_updates(
-    timeline: Timeline, update: Sequence[float] | None, begin_seconds: float, step_seconds: float
-) -> Timeline:
-    """The timeline with each rank's updates behind it: no rank updates before all have voted."""
-    rows = []
-    for rank, row in enumerate(timeline.actions):
-        clock, done = begin_seconds, []
-        for stage in sorted({one.action.stage for one in row}) if update is not None else []:
-            assert update is not None
-            done.append(TimedAction(rank, Action(stage, "U"), clock, clock + update[stage]))
+def _with_updates(timeline: Timeline, update: Sequence[float], begin_seconds: float, step_seconds: float) -> Timeline:
+    """The timeline with each rank's updates behind it, where there are any: no rank updates before all have voted."""
+    rows = [list(row) for row in timeline.actions]
+    for rank, row in enumerate(rows if update else []):
+        clock = begin_seconds
+        for stage in sorted({one.action.stage for one in row}):
+            row.append(TimedAction(rank, Action(stage, "U"), clock, clock + update[stage]))
             clock += update[stage]
-        rows.append([*row, *done])
-    busy = [sum(one.end_seconds - one.start_seconds for one in row) for row in rows]
-    total = step_seconds * len(rows)
-    return dataclasses.replace(
-        timeline,
-        actions=rows,
-        step_seconds=step_seconds,
-        busy_seconds=busy,
-        bubble_fraction=1.0 - sum(busy) / total if total > 0 else 0.0,
-    )
+    return dataclasses.replace(timeline, actions=rows, step_seconds=step_seconds)

@@ -25,9 +25,9 @@ import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
 
 _HOUR = 3600.0
@@ -57,6 +57,8 @@ class Deployment:
     search_seconds: float
     description: str = ""
 
+
+_NOTHING_FITS = Deployment(0.0, 0, 0.0, "nothing fits")
 
 DeploymentOf = Callable[[int], Deployment | None]
 """Number of devices -> what to run on them, None where nothing fits."""
@@ -183,10 +185,7 @@ class Replay:
 
     def to_json(self) -> dict[str, Any]:
         """For programs."""
-        value = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
-        for name in ("pauses", "prices"):
-            value[name] = dataclasses.asdict(value[name])
-        value["changes"] = [dataclasses.asdict(change) for change in self.changes]
+        value = dataclasses.asdict(self)
         for name in (
             "goodput",
             "share_of_ideal",
@@ -204,14 +203,9 @@ def read_trace(path: str | os.PathLike[str]) -> list[TraceEvent]:
 
     This is the form of Bamboo's traces (uclasystem/bamboo). Raises CapslogError naming file, line and rule.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise CapslogError(f"{path} cannot be read: {reason}; check the path") from error
     events: list[TraceEvent] = []
     present: set[str] = set()
-    for number, row in enumerate(csv.reader(text.splitlines()), start=1):
+    for number, row in enumerate(csv.reader(files.read_text(path).splitlines()), start=1):
         if not row:
             continue
         where = f"{path}, line {number}"
@@ -297,6 +291,7 @@ def replay(
         if not left and not new:
             continue
         before, layout = layout, layout_of(len(rented)) if rented else None
+        known = layout or _NOTHING_FITS
         kind, pause = _pause(before, layout, left, trained, pauses)
         trained = trained or layout is not None
         paused_until = max(paused_until, now + pause)
@@ -307,11 +302,11 @@ def replay(
                 joined=len(new),
                 left=left,
                 devices=len(rented),
-                devices_used=layout.devices_used if layout else 0,
-                samples_per_second=layout.samples_per_second if layout else 0.0,
-                search_seconds=layout.search_seconds if layout else 0.0,
+                devices_used=known.devices_used,
+                samples_per_second=known.samples_per_second,
+                search_seconds=known.search_seconds,
                 pause_seconds=pause,
-                description=layout.description if layout else "nothing fits",
+                description=known.description,
             )
         )
     train(end)

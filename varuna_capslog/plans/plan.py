@@ -1,26 +1,30 @@
 """The plan: where a chain is cut into stages, where they run, and what they are predicted to cost.
 
 Planners make plans, the engine, the simulator and the command line read them; this module is their one text form and
-their one validator. It decides nothing and never imports torch.
+their one validator. A run's folder has a file plan-<generation>.json for each plan that the run has had. This module
+decides nothing and never imports torch.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 from varuna_capslog.base import fields, files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.profiles.record import check_parallel
 
-__all__ = ["Plan", "PlanStage", "Shortfall", "read_plan", "write_plan"]
+__all__ = ["Plan", "PlanStage", "Shortfall", "latest_plan", "plan_path", "read_plan", "write_plan"]
 
 FORMAT = "varuna-capslog/plan/1"
+
+Entry = TypeVar("Entry")
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,7 @@ class PlanStage:
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan; the fields are those of the file. Only the number of layers and the cuts must be there.
+    """A plan; the fields are those of the file, in its order. Only the number of layers and the cuts must be there.
 
     cuts: the first layer of each stage of pipeline 0, beginning with 0.
     stage_bytes, peak_bytes, stage_seconds: predictions for one step; None where no memory model describes the schedule.
@@ -94,12 +98,12 @@ class Plan:
     Every instance is valid: the constructor raises CapslogError otherwise.
     """
 
+    planner: str | None = field(default=None, kw_only=True)
+    memory_model: str | None = field(default=None, kw_only=True)
+    model: str | None = field(default=None, kw_only=True)
+    profile_digest: str | None = field(default=None, kw_only=True)
     num_layers: int
     cuts: tuple[int, ...]
-    planner: str | None = None
-    memory_model: str | None = None
-    model: str | None = None
-    profile_digest: str | None = None
     schedule: str | None = None
     num_microbatches: int | None = None
     microbatch_size: int | None = None
@@ -133,24 +137,18 @@ class Plan:
 
         Raises CapslogError where a stage holds several pieces of the chain, or where there is no such pipeline.
         """
-        stages = []
-        for number, stage in enumerate(self._pipeline(pipeline)):
-            if len(stage.layers) != 1:
-                raise CapslogError(f"stage {number} holds {len(stage.layers)} pieces of the chain; one is needed here")
-            stages.append(stage.layers[0])
-        return stages
+        stages = enumerate(self._pipeline(pipeline))
+        return [
+            _only(one.layers, f"stage {number} holds {len(one.layers)} pieces of the chain") for number, one in stages
+        ]
 
     def placement(self, pipeline: int = 0) -> list[int]:
         """Return the rank that runs each stage of a pipeline; stage s on rank s in the short form.
 
         Raises CapslogError where several ranks share a stage, or where there is no such pipeline.
         """
-        ranks = []
-        for number, stage in enumerate(self._pipeline(pipeline)):
-            if len(stage.ranks) != 1:
-                raise CapslogError(f"stage {number} runs on {len(stage.ranks)} ranks; one is needed here")
-            ranks.append(stage.ranks[0])
-        return ranks
+        stages = enumerate(self._pipeline(pipeline))
+        return [_only(one.ranks, f"stage {number} runs on {len(one.ranks)} ranks") for number, one in stages]
 
     def capacities_of(self, ranks: Iterable[int]) -> list[int] | None:
         """Return the bytes of these ranks' devices; None where there is no limit, or none is known for one of them."""
@@ -166,14 +164,9 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON form: the short one, with the full form's keys where they are set."""
-        value: dict[str, Any] = {"format": FORMAT} | {key: _plain(getattr(self, key)) for key in _SHORT_KEYS}
-        if self.placed is not None:
-            value["stages"] = _plain(self.placed)
-        if self.microbatches_of_pipeline is not None:
-            value["microbatches_of_pipeline"] = _plain(self.microbatches_of_pipeline)
-        if self.actions is not None:
-            value["actions"] = _plain(self.actions)
-        return value
+        short = {name: _plain(getattr(self, name)) for name in _SHORT_KEYS}
+        full = {key: _plain(getattr(self, name)) for key, name in _FULL_FORM.items() if getattr(self, name) is not None}
+        return {"format": FORMAT} | short | full
 
     @classmethod
     def from_json(cls, value: Any, where: str = "plan") -> Plan:
@@ -280,24 +273,14 @@ class Plan:
                 )
 
 
-_SHORT_KEYS = (
-    "planner",
-    "memory_model",
-    "model",
-    "profile_digest",
-    "num_layers",
-    "cuts",
-    "schedule",
-    "num_microbatches",
-    "microbatch_size",
-    "stage_bytes",
-    "peak_bytes",
-    "stage_seconds",
-    "capacity_bytes",
-    "fits",
-    "shortfall",
-    "search_seconds",
-)
+_FULL_FORM = {
+    "stages": "placed",
+    "microbatches_of_pipeline": "microbatches_of_pipeline",
+    "actions": "actions",
+}
+"""The keys of the full form, which a file has only where they are set, and their fields."""
+
+_SHORT_KEYS = [one.name for one in dataclasses.fields(Plan) if one.compare and one.name not in _FULL_FORM.values()]
 
 
 def read_plan(path: str | os.PathLike[str]) -> Plan:
@@ -308,6 +291,18 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
 def write_plan(path: str | os.PathLike[str], plan: Plan) -> None:
     """Write a plan file atomically."""
     files.write_json(path, plan.to_json())
+
+
+def plan_path(run_dir: Path, generation: int) -> Path:
+    """The file that holds the plan of a generation."""
+    return run_dir / f"plan-{generation}.json"
+
+
+def latest_plan(run_dir: Path) -> tuple[int, Plan] | None:
+    """Generation and plan of a run's newest plan file, or None where there is none yet."""
+    names = [path.stem.removeprefix("plan-") for path in run_dir.glob("plan-*.json")]
+    newest = max((int(name) for name in names if name.isdigit()), default=None)
+    return None if newest is None else (newest, read_plan(plan_path(run_dir, newest)))
 
 
 def _check_cover(pieces: list[tuple[int, int]], num_layers: int, what: str) -> None:
@@ -328,7 +323,7 @@ def _parts(value: Any) -> dict[str, Any]:
         raise CapslogError("a JSON object is needed; is this a plan?")
     if value.get("format") != FORMAT:
         raise CapslogError(f"format is {value.get('format')!r}; this version reads {FORMAT!r}")
-    fields.refuse_unknown(value, ["format", *_SHORT_KEYS, "stages", "microbatches_of_pipeline", "actions"])
+    fields.refuse_unknown(value, ["format", *_SHORT_KEYS, *_FULL_FORM])
     for name in ("num_layers", "cuts"):
         if name not in value:
             raise CapslogError(f"field {name!r} is missing")
@@ -339,6 +334,12 @@ def _parts(value: Any) -> dict[str, Any]:
         rows = enumerate(fields.listed(value["stages"], "stages"))
         parts["placed"] = tuple(fields.build(PlanStage, row, f"stages[{i}]") for i, row in rows)
     return parts
+
+
+def _only(entries: Sequence[Entry], what: str) -> Entry:
+    if len(entries) != 1:
+        raise CapslogError(f"{what}; one is needed here")
+    return entries[0]
 
 
 def _plain(value: Any) -> Any:

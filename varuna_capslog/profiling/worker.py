@@ -25,7 +25,8 @@ import torch
 import torch.distributed as dist
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.base.processes import killed_with, signal_name
+from varuna_capslog.base.failures import signal_name
+from varuna_capslog.base.processes import killed_with
 from varuna_capslog.engine.communicator import PeerLost, connect
 from varuna_capslog.model.workload import Workload
 from varuna_capslog.profiles.record import Observation

@@ -49,7 +49,6 @@ from varuna_capslog.schedules.actions import (
 )
 from varuna_capslog.schedules.generators import SCHEDULES, in_flight_limits, insert_recompute, make_schedule
 from varuna_capslog.schedules.lower import Lowered, Message, Recv, SendInstruction, find_deadlock, in_turn, lower
-from varuna_capslog.schedules.play import TimedAction, TimedMessage
 from varuna_capslog.schedules.shape import ALWAYS_RECOMPUTE, DEFAULT_RUN, RunShape
-from varuna_capslog.schedules.simulate import StageSeconds, Timeline, simulate
+from varuna_capslog.schedules.simulate import StageSeconds, TimedAction, TimedMessage, Timeline, simulate
 from varuna_capslog.schedules.validate import validate

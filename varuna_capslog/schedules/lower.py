@@ -9,6 +9,7 @@ from __future__ import annotations
 
 __all__ = ["Lowered", "Message", "Recv", "SendInstruction", "find_deadlock", "in_turn", "lower"]
 
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -104,26 +105,22 @@ def lower(schedule: Sequence[Sequence[Action]], has_gradient: Sequence[bool] | N
     def crosses(boundary: int) -> bool:
         return 0 < boundary < num_stages and placement[boundary - 1] != placement[boundary]
 
-    def sent_by(action: Action) -> tuple[Message, int] | None:
+    def message_of(action: Action, sends: bool) -> tuple[Message, int] | None:
+        """The message that the action makes, or the one that it needs, and the rank on the other side of the cut."""
+        if action.kind not in "FBI":
+            return None
+        forward = action.kind == "F"
+        boundary = action.stage + (sends == forward)
+        if not crosses(boundary) or not (forward or gradient[boundary - 1]):
+            return None
         assert action.microbatch is not None
-        if action.kind == "F" and crosses(action.stage + 1):
-            return Message("activation", action.stage + 1, action.microbatch), placement[action.stage + 1]
-        if action.kind in "BI" and crosses(action.stage) and gradient[action.stage - 1]:
-            return Message("gradient", action.stage, action.microbatch), placement[action.stage - 1]
-        return None
-
-    def needed_by(action: Action) -> tuple[Message, int] | None:
-        assert action.microbatch is not None
-        if action.kind == "F" and crosses(action.stage):
-            return Message("activation", action.stage, action.microbatch), placement[action.stage - 1]
-        if action.kind in "BI" and crosses(action.stage + 1) and gradient[action.stage]:
-            return Message("gradient", action.stage + 1, action.microbatch), placement[action.stage + 1]
-        return None
+        other_stage = boundary - (boundary == action.stage)
+        return Message("activation" if forward else "gradient", boundary, action.microbatch), placement[other_stage]
 
     channels: dict[tuple[int, int], list[Message]] = {}
     for rank, actions in enumerate(schedule):
         for action in actions:
-            if action.kind in "FBI" and (sent := sent_by(action)):
+            if sent := message_of(action, sends=True):
                 channels.setdefault((rank, sent[1]), []).append(sent[0])
     index_of = {message: index for messages in channels.values() for index, message in enumerate(messages)}
 
@@ -132,7 +129,7 @@ def lower(schedule: Sequence[Sequence[Action]], has_gradient: Sequence[bool] | N
         program: list[Instruction] = []
         received: dict[int, int] = {}  # per peer, how many messages of its channel were received so far
         for position, action in enumerate(actions):
-            if action.kind in "FBI" and (needed := needed_by(action)):
+            if needed := message_of(action, sends=False):
                 message, peer = needed
                 if message not in index_of:
                     raise CapslogError(
@@ -144,7 +141,7 @@ def lower(schedule: Sequence[Sequence[Action]], has_gradient: Sequence[bool] | N
                 program.extend(Recv(early, peer) for early in channels[peer, rank][first:end])
                 received[peer] = end
             program.append(action)
-            if action.kind in "FBI" and (sent := sent_by(action)):
+            if sent := message_of(action, sends=True):
                 program.append(SendInstruction(*sent))
         for (source, destination), messages in channels.items():
             if destination == rank and received.get(source, 0) < len(messages):
@@ -159,92 +156,55 @@ def lower(schedule: Sequence[Sequence[Action]], has_gradient: Sequence[bool] | N
 def in_turn(lowered: Lowered) -> Iterator[tuple[int, Instruction]]:
     """Every instruction with its rank, in one order in which each receive comes after its send.
 
-    The order does not depend on seconds: each rank in turn runs until it must wait for a message. The programs must
-    not deadlock (`find_deadlock`).
+    The order does not depend on seconds: each rank in turn runs until it must wait for a message. It ends where every
+    rank is at its end or waits: see `find_deadlock`. A rank also waits where another message than the one it expects
+    comes first.
     """
     programs = lowered.programs
     at = [0] * len(programs)
-    sent: set[Message] = set()
+    in_transit: defaultdict[tuple[int, int], deque[Message]] = defaultdict(deque)
     moved = True
     while moved:
         moved = False
         for rank, program in enumerate(programs):
             while at[rank] < len(program):
                 instruction = program[at[rank]]
-                if isinstance(instruction, Recv) and instruction.message not in sent:
-                    break
                 if isinstance(instruction, SendInstruction):
-                    sent.add(instruction.message)
+                    in_transit[rank, instruction.peer].append(instruction.message)
+                elif isinstance(instruction, Recv):
+                    waiting = in_transit[instruction.peer, rank]
+                    if not waiting or waiting[0] != instruction.message:
+                        break
+                    waiting.popleft()
                 at[rank] += 1
                 moved = True
                 yield rank, instruction
-    assert all(done == len(program) for done, program in zip(at, programs, strict=True)), "a deadlock"
 
 
-def find_deadlock(lowered: Lowered, buffered_sends: bool = True) -> str | None:
+def find_deadlock(lowered: Lowered) -> str | None:
     """Plays the programs with blocking receives; None when every rank comes to its end.
 
     Otherwise one sentence that says for each stuck rank where it stands, what it waits for and where the other side is;
-    also for a receive that meets another message than the one it expects. With `buffered_sends=False` a send too waits,
-    until its receiver stands at the receive (rendezvous).
+    also for a receive that meets another message than the one it expects.
     """
-    programs = lowered.programs
-    at = [0] * len(programs)
-    in_transit: dict[tuple[int, int], list[Message]] = {}
-    delivered: dict[tuple[int, int], int] = {}
-
-    def advance(rank: int) -> bool:
-        """Lets the rank run until it must wait; returns whether it advanced."""
-        before = at[rank]
-        while at[rank] < len(programs[rank]):
-            instruction = programs[rank][at[rank]]
-            if isinstance(instruction, SendInstruction):
-                if not buffered_sends and not _is_at(programs, at, instruction.peer, Recv(instruction.message, rank)):
-                    break
-                in_transit.setdefault((rank, instruction.peer), []).append(instruction.message)
-            elif isinstance(instruction, Recv):
-                channel = (instruction.peer, rank)
-                taken = delivered.get(channel, 0)
-                waiting = in_transit.get(channel, [])
-                if len(waiting) == taken or waiting[taken] != instruction.message:
-                    break
-                delivered[channel] = taken + 1
-            at[rank] += 1
-        return at[rank] > before
-
-    moved = True
-    while moved:
-        moved = False
-        for rank in range(len(programs)):
-            moved = advance(rank) or moved
-
-    stuck = [rank for rank in range(len(programs)) if at[rank] < len(programs[rank])]
-    if not stuck:
-        return None
-    return "; ".join(_describe(programs, at, rank, in_transit, delivered) for rank in stuck)
+    at = [0] * len(lowered.programs)
+    for rank, _ in in_turn(lowered):
+        at[rank] += 1
+    stuck = [rank for rank, program in enumerate(lowered.programs) if at[rank] < len(program)]
+    return "; ".join(_describe(lowered.programs, at, rank) for rank in stuck) or None
 
 
-def _is_at(programs: list[list[Instruction]], at: list[int], rank: int, instruction: Instruction) -> bool:
-    return at[rank] < len(programs[rank]) and programs[rank][at[rank]] == instruction
-
-
-def _describe(
-    programs: list[list[Instruction]],
-    at: list[int],
-    rank: int,
-    in_transit: dict[tuple[int, int], list[Message]],
-    delivered: dict[tuple[int, int], int],
-) -> str:
+def _describe(programs: list[list[Instruction]], at: list[int], rank: int) -> str:
+    """What a stuck rank waits for."""
     instruction = programs[rank][at[rank]]
-    assert isinstance(instruction, SendInstruction | Recv)
+    assert isinstance(instruction, Recv)
     message, peer = instruction.message, instruction.peer
-    if isinstance(instruction, Recv):
-        pending = in_transit.get((peer, rank), [])[delivered.get((peer, rank), 0) :]
-        if pending:
-            return (
-                f"rank {rank} at {instruction} (position {at[rank]}) expects {message} from rank {peer}, "
-                f"whose next message is {pending[0]}"
-            )
+    sent = [one.message for one in programs[peer][: at[peer]] if isinstance(one, SendInstruction) and one.peer == rank]
+    taken = sum(isinstance(one, Recv) and one.peer == peer for one in programs[rank][: at[rank]])
+    if len(sent) > taken:
+        return (
+            f"rank {rank} at {instruction} (position {at[rank]}) expects {message} from rank {peer}, "
+            f"whose next message is {sent[taken]}"
+        )
     other = f"is at {programs[peer][at[peer]]} (position {at[peer]})" if at[peer] < len(programs[peer]) else "has ended"
-    verb = "for" if isinstance(instruction, Recv) else "to hand over"
-    return f"rank {rank} at {instruction} (position {at[rank]}) waits {verb} {message}; rank {peer} {other}"
+    return f"rank {rank} at {instruction} (position {at[rank]}) waits for {message}; rank {peer} {other}"

@@ -10,19 +10,14 @@ from __future__ import annotations
 __all__ = ["validate"]
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.schedules.actions import KINDS, Action, placement_of
 
 
 def validate(
-    schedule: Sequence[Sequence[Action]],
-    num_stages: int,
-    num_microbatches: int,
-    recompute: bool = False,
-    *,
-    max_in_flight: Sequence[int] | None = None,
-    max_live_graphs: int | None = None,
+    schedule: Sequence[Sequence[Action]], num_stages: int, num_microbatches: int, recompute: bool = False
 ) -> None:
     """Returns when the schedule is one complete step; raises `CapslogError` at the first broken rule.
 
@@ -36,9 +31,6 @@ def validate(
         num_stages, num_microbatches: what a complete step has.
         recompute: False refuses every R. True wants an R between F and B (or I), except where F is the stage's last
             action before them, so that its graph is still alive; a second R of a microbatch is refused.
-        max_in_flight: the most microbatches per stage between begin of F and end of B (or W); default no limit.
-        max_live_graphs: the most graphs a stage may keep alive at a time (1 under Varuna's schedule); default no limit.
-            A graph lives from its R, or from an F without R, to B (or W), except between O and L.
     """
     placement = placement_of(schedule)
     for rank, actions in enumerate(schedule):
@@ -60,8 +52,6 @@ def validate(
                 num_microbatches,
                 recompute,
                 {microbatch for of_stage, microbatch in recomputed if of_stage == stage and microbatch is not None},
-                max_in_flight[stage] if max_in_flight is not None else None,
-                max_live_graphs,
             )
             for stage in range(num_stages)
             if placement[stage] == rank
@@ -83,27 +73,20 @@ def _refusal(rank: int, position: int, action: Action, rule: str) -> CapslogErro
     )
 
 
+@dataclass
 class _StageState:
-    """What one stage has done so far, for the rules that concern it alone."""
+    """What one stage has done so far, for the rules that concern it alone.
 
-    def __init__(
-        self,
-        stage: int,
-        num_microbatches: int,
-        recompute: bool,
-        recomputed: set[int],
-        max_in_flight: int | None,
-        max_live_graphs: int | None,
-    ) -> None:
-        self.stage, self.num_microbatches, self.recompute = stage, num_microbatches, recompute
-        self.recomputed = recomputed
-        self.max_in_flight, self.max_live_graphs = max_in_flight, max_live_graphs
-        self.done: set[tuple[str, int | None]] = set()
-        self.next_of_kind = dict.fromkeys("FBIW", 0)
-        self.in_flight: set[int] = set()
-        self.live_graphs: set[int] = set()
-        self.offloaded_graphs: set[int] = set()
-        self.last: Action | None = None
+    recomputed: the microbatches that have an R somewhere in the schedule.
+    """
+
+    stage: int
+    num_microbatches: int
+    recompute: bool
+    recomputed: set[int]
+    done: set[tuple[str, int | None]] = field(default_factory=set)
+    next_of_kind: dict[str, int] = field(default_factory=lambda: dict.fromkeys("FBIW", 0))
+    last: Action | None = None
 
     def broken_rule(self, action: Action) -> str | None:
         """The rule of this stage that the action would break now, or None."""
@@ -120,38 +103,22 @@ class _StageState:
             return f"{KINDS[kind]} after the backward of microbatch {microbatch}"
         if (rule := self._broken_microbatch_order(action)) is not None:
             return rule
-        if kind == "O":
-            return None
-        return {
-            "F": self._broken_by_forward,
-            "R": self._broken_by_recompute,
-            "B": self._broken_by_backward,
-            "I": self._broken_by_backward,
-            "W": self._broken_by_weight_half,
-            "L": self._broken_by_load,
-        }[kind](microbatch)
+        if kind == "R" and not self.recompute:
+            return "recompute in a schedule without recomputation"
+        if kind in "BI":
+            return self._broken_by_backward(microbatch)
+        if kind == "W":
+            return self._broken_by_weight_half(microbatch)
+        if kind == "L" and ("O", microbatch) not in self.done:
+            return f"load without the offload {self.stage}O{microbatch}"
+        return None
 
     def take(self, action: Action) -> None:
         """Notes an action that broke no rule."""
-        kind, microbatch = action.kind, action.microbatch
-        self.done.add((kind, microbatch))
+        self.done.add((action.kind, action.microbatch))
         self.last = action
-        if kind in self.next_of_kind:
-            self.next_of_kind[kind] += 1
-        if microbatch is None:
-            return
-        if kind == "F":
-            self.in_flight.add(microbatch)
-        if kind == "R" or (kind == "F" and microbatch not in self.recomputed):
-            self.live_graphs.add(microbatch)
-        if kind == "O" and microbatch in self.live_graphs:
-            self.live_graphs.discard(microbatch)
-            self.offloaded_graphs.add(microbatch)
-        if kind == "L" and microbatch in self.offloaded_graphs:
-            self.live_graphs.add(microbatch)
-        if kind in "BW":
-            self.in_flight.discard(microbatch)
-            self.live_graphs.discard(microbatch)
+        if action.kind in self.next_of_kind:
+            self.next_of_kind[action.kind] += 1
 
     def missing(self) -> str | None:
         """What the finished list lacks, or None."""
@@ -182,18 +149,6 @@ class _StageState:
             f"(gradients of microbatches are added in ascending order)"
         )
 
-    def _broken_by_forward(self, microbatch: int) -> str | None:
-        if self.max_in_flight is not None and len(self.in_flight) >= self.max_in_flight:
-            return (
-                f"{len(self.in_flight)} microbatches are in flight on the stage and the limit is {self.max_in_flight}"
-            )
-        return None if microbatch in self.recomputed else self._too_many_graphs()
-
-    def _broken_by_recompute(self, microbatch: int) -> str | None:
-        if not self.recompute:
-            return "recompute in a schedule without recomputation"
-        return self._too_many_graphs()
-
     def _broken_by_backward(self, microbatch: int) -> str | None:
         if ("O", microbatch) in self.done and ("L", microbatch) not in self.done:
             return f"backward before {self.stage}L{microbatch}, what was offloaded must be loaded first"
@@ -214,17 +169,6 @@ class _StageState:
         return (
             None if ("I", microbatch) in self.done else f"weight half before the input half {self.stage}I{microbatch}"
         )
-
-    def _broken_by_load(self, microbatch: int) -> str | None:
-        if ("O", microbatch) not in self.done:
-            return f"load without the offload {self.stage}O{microbatch}"
-        return self._too_many_graphs() if microbatch in self.offloaded_graphs else None
-
-    def _too_many_graphs(self) -> str | None:
-        if self.max_live_graphs is None or len(self.live_graphs) < self.max_live_graphs:
-            return None
-        alive = ", ".join(str(microbatch) for microbatch in sorted(self.live_graphs))
-        return f"graphs of microbatches {alive} are alive on the stage and the limit is {self.max_live_graphs}"
 
 
 def _broken_order_between(stages: dict[int, _StageState], action: Action) -> str | None:

@@ -26,7 +26,7 @@ from varuna_capslog.elastic.member.held_state import recover
 from varuna_capslog.elastic.script.work import saved_states
 from varuna_capslog.elastic.store.opening import StoreGone, open_store
 from varuna_capslog.membership.generation import Stamp
-from varuna_capslog.plans.folder import latest_plan
+from varuna_capslog.plans.plan import latest_plan
 
 __all__ = ["check_elastic", "join_run", "join_script", "run_here", "run_script", "starting_point", "wait_for_store"]
 

@@ -21,8 +21,7 @@ from varuna_capslog.planners import PLANNER_NAMES
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.search import plan as search
 from varuna_capslog.planning.verdict import rehearsed
-from varuna_capslog.plans.folder import latest_plan, plan_path
-from varuna_capslog.plans.plan import Plan, PlanStage, write_plan
+from varuna_capslog.plans.plan import Plan, PlanStage, latest_plan, plan_path, write_plan
 from varuna_capslog.profiles.record import write_profile
 from varuna_capslog.schedules import RunShape
 from varuna_capslog.start import ENGINES

@@ -89,7 +89,7 @@ def outlook(devices: int, run_dir: Path | str) -> str:
 def _limits(devices: int, run_dir: Path) -> Iterator[str]:
     """The limits that the run's config and model set; none for a script, which has neither."""
     from varuna_capslog.config.reading import load_config
-    from varuna_capslog.plans.folder import latest_plan
+    from varuna_capslog.plans.plan import latest_plan
 
     planned = latest_plan(run_dir)
     if planned is None or not (run_dir / "config.yaml").is_file():

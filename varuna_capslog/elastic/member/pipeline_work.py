@@ -35,8 +35,7 @@ from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Workload
 from varuna_capslog.planning.search import plan as planned
-from varuna_capslog.plans.folder import latest_plan, plan_path
-from varuna_capslog.plans.plan import Plan, write_plan
+from varuna_capslog.plans.plan import Plan, latest_plan, plan_path, write_plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
 from varuna_capslog.training import layer_state
