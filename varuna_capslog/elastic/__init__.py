@@ -1,28 +1,10 @@
 """Membership that changes while a run goes on: generations, the protocol that founds them, recovery and copies.
 
-Importing it imports no torch: the decisions are functions on data. What a program may call from its own code is here,
-`on_notice` and `request_morph`; all else is found in its module.
+Importing it imports no torch: the decisions are functions on data. What a program may call from its own code is here;
+all else is found in its module.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from varuna_capslog.elastic.host.hooks import request_morph
-    from varuna_capslog.elastic.notices.callback import on_notice
+from varuna_capslog.elastic.host.hooks import request_morph
+from varuna_capslog.elastic.notices.callback import on_notice
 
 __all__ = ["on_notice", "request_morph"]
-
-
-def __getattr__(name: str) -> Any:
-    """The hooks, loaded when they are asked for: most who import something of this package need neither."""
-    if name == "on_notice":
-        from varuna_capslog.elastic.notices.callback import on_notice
-
-        return on_notice
-    if name == "request_morph":
-        from varuna_capslog.elastic.host.hooks import request_morph
-
-        return request_morph
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

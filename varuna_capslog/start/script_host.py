@@ -14,7 +14,7 @@ from varuna_capslog.config.settings import Elastic
 from varuna_capslog.elastic.host.fork_server import PRELOADED
 from varuna_capslog.elastic.host.host import Host, HostEnd
 from varuna_capslog.elastic.host.options import HostOptions
-from varuna_capslog.elastic.member.beginning import Beginning
+from varuna_capslog.elastic.member.start_up import Beginning
 from varuna_capslog.elastic.script.work import saved_states
 from varuna_capslog.start.elastic_host import find_run
 

@@ -12,9 +12,8 @@ import pytest
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.settings import Elastic
 from varuna_capslog.elastic.member import start_up
-from varuna_capslog.elastic.member.beginning import Beginning
-from varuna_capslog.elastic.member.runtime import End
-from varuna_capslog.elastic.member.runtime_options import RuntimeOptions
+from varuna_capslog.elastic.member.runtime import End, take_part
+from varuna_capslog.elastic.member.start_up import Beginning, MemberStart, RuntimeOptions
 from varuna_capslog.elastic.script.member_script import MemberScript, current_script
 from varuna_capslog.membership.generation import Stamp
 
@@ -63,20 +62,17 @@ def test_a_member_takes_part_and_closes_its_work(
     start, found_store = start_up.enter(tmp_path, lambda: True, lambda address, identity: store)
     assert (start.me, start.offset, start.resumed) == ("a-1", 3, {Stamp(12, 0): path})
     closed: list[bool] = []
-    seen: list[RuntimeOptions] = []
 
-    def runtime(me: str, work: Any, where: Any, options: RuntimeOptions) -> Any:
-        assert (me, where) == ("a-1", store)
-        seen.append(options)
+    def runtime(begun: MemberStart, work: Any, where: Any, options: RuntimeOptions) -> Any:
+        assert (begun, where, options.capacity) == (start, store, 8)
         return SimpleNamespace(run=lambda: End(20, stopped, False))
 
     work: Any = SimpleNamespace(asked=asked, close=lambda: closed.append(True))
     kind: Any = runtime
-    end, found = start_up.take_part(start, found_store, work, RuntimeOptions(capacity=8), kind)
+    end, found = take_part(start, found_store, work, RuntimeOptions(capacity=8), kind)
     assert (end.step, found, closed) == (20, status, [True])
-    options = seen[0]
-    assert (options.host, options.capacity, options.checkpoint) == ("a", 8, Stamp(12, 0))
-    assert options.stop_wished()
+    assert (start.host, start.checkpoint, start.address) == ("a", Stamp(12, 0), "127.0.0.1")
+    assert start.stop_wished()
 
 
 # -- scripts -----------------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError, StepRefused
 from varuna_capslog.config.settings import Elastic
 from varuna_capslog.elastic import script
-from varuna_capslog.elastic.member.beginning import MemberStart
+from varuna_capslog.elastic.member.start_up import MemberStart
 from varuna_capslog.elastic.member.work import Opening
 from varuna_capslog.elastic.script import task
 from varuna_capslog.elastic.script.packing import pack, unpack

@@ -22,8 +22,8 @@ import torch
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import DiskFailed
 from varuna_capslog.config.settings import Config
-from varuna_capslog.elastic.member.beginning import MemberStart
 from varuna_capslog.elastic.member.held_state import write_held
+from varuna_capslog.elastic.member.start_up import MemberStart
 from varuna_capslog.elastic.member.work import Followed, LayerState, Opening, Outcome
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layers import EngineLayer

@@ -28,8 +28,8 @@ import torch
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError, StepRefused
 from varuna_capslog.config.settings import Elastic
-from varuna_capslog.elastic.member.runtime_options import RuntimeOptions
-from varuna_capslog.elastic.member.start_up import enter, report_failures, take_part
+from varuna_capslog.elastic.member.runtime import take_part
+from varuna_capslog.elastic.member.start_up import RuntimeOptions, enter, report_failures
 from varuna_capslog.elastic.member.timeouts import Timeouts
 from varuna_capslog.elastic.script.member_script import MemberScript, current_script
 from varuna_capslog.elastic.script.packing import pack

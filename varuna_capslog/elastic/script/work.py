@@ -15,7 +15,7 @@ from torch import Tensor
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError, DiskFailed
 from varuna_capslog.config.settings import Elastic
-from varuna_capslog.elastic.member.beginning import MemberStart
+from varuna_capslog.elastic.member.start_up import MemberStart
 from varuna_capslog.elastic.member.work import Followed, LayerState, Opening, Outcome
 from varuna_capslog.elastic.script.packing import pack, unpack
 from varuna_capslog.engine.communicator import Communicator

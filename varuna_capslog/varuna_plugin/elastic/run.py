@@ -23,7 +23,7 @@ from torch import nn
 from varuna_capslog.base import units
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.settings import Elastic
-from varuna_capslog.elastic.member.beginning import Beginning
+from varuna_capslog.elastic.member.start_up import Beginning
 from varuna_capslog.elastic.notices.interface import Notice
 from varuna_capslog.elastic.notices.signals import SignalListener, plain
 from varuna_capslog.membership.entries import NoticeEntry
@@ -194,8 +194,8 @@ def _take_signals(me: str, store: MembershipStore) -> None:
 
 def _take_part(member: MemberScript, job: ElasticTraining) -> ElasticEnd:
     """This worker's part of the run."""
-    from varuna_capslog.elastic.member.runtime_options import RuntimeOptions
-    from varuna_capslog.elastic.member.start_up import enter, local_rank, take_part
+    from varuna_capslog.elastic.member.runtime import take_part
+    from varuna_capslog.elastic.member.start_up import RuntimeOptions, enter, local_rank
     from varuna_capslog.elastic.member.timeouts import Timeouts
     from varuna_capslog.training.worker_process import choose_device
     from varuna_capslog.varuna_plugin.elastic.work import VarunaWork
