@@ -92,8 +92,7 @@ class Inbox:
         """Ends all connections after what is queued was sent, and hears no more."""
         self._closed = True
         self._unfollow()
-        self.peers.flush(flush_seconds)
-        self.peers.close()
+        self.peers.close(flush_seconds)
 
     # -- threads -------------------------------------------------------------------------------------------------------
 
