@@ -160,7 +160,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_the_state_before(tmp_path: 
     assert not make(work, 2)
     assert "step 2" in work.discard(2)
     at = Stamp(1, 1)
-    work.persist({(0, at): work.state(0, copy=False)}, Generation(1, ("m0",)), "voted down")
+    work.persist({(0, at): work.state(0, copy=False)}, Generation(1, ("m0",)))
     ((stamp, path),) = saved_states(tmp_path)
     assert stamp == Stamp(1, 5)
     fresh = work_of(Counting(), tmp_path, resumed={Stamp(1, 0): path})

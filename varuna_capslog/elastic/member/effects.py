@@ -91,7 +91,10 @@ class Effects:
                 self._loop.append(AskEntry(state.me, state.host, state.capacity))
             case m.Persist():
                 probe("persist")
-                work.persist(self._parts.holdings.everything(state.held), state.record, effect.why)
+                held = self._parts.holdings.everything(state.held)
+                work.persist(held, state.record)
+                about = {"states": len(held), "member": self._parts.me, "generation": state.record.number}
+                work.note("persisted", why=effect.why, **about)
                 if state.phase is Phase.STOPPED and self._refused is not None:
                     raise StepRefused(self._refused)
                 if state.phase is Phase.STOPPED:

@@ -127,7 +127,7 @@ class Work(Protocol):
     def load(self, layer: int, stamp: Stamp) -> LayerState:
         """A layer from the checkpoint of this boundary. Raises CapslogError."""
 
-    def persist(self, held: Mapping[tuple[int, Stamp], LayerState], record: Generation, why: str) -> None:
+    def persist(self, held: Mapping[tuple[int, Stamp], LayerState], record: Generation) -> None:
         """Writes what this member holds to disk, whatever it is, so that a later run can go on from it."""
 
     def finish(self, stamp: Stamp, stopped: bool) -> None:

@@ -214,11 +214,10 @@ class ScriptWork:
     def load(self, layer: int, stamp: Stamp) -> LayerState:
         return read_state(self._start.resumed.get(stamp) or self._path(stamp))
 
-    def persist(self, held: Mapping[tuple[int, Stamp], LayerState], record: Generation, why: str) -> None:
+    def persist(self, held: Mapping[tuple[int, Stamp], LayerState], record: Generation) -> None:
         for (_, stamp), state in held.items():
             if stamp.step and record.continues(stamp) and stamp not in self._start.resumed:
                 _write(self._path(stamp), state)
-        self.note("persisted", why=why, states=len(held), member=self._start.me, generation=record.number)
 
     def _path(self, stamp: Stamp) -> Path:
         return self._run_dir / "checkpoints" / f"step-{stamp.step:08d}-{stamp.generation + self._start.offset:06d}.pt"

@@ -217,9 +217,8 @@ class VarunaWork:
         initial = self.initial(layer)  # buffers that no checkpoint holds, since the model makes them
         return initial | read_tensors(place, *self.pieces.names[layer])
 
-    def persist(self, held: Mapping[tuple[int, Stamp], LayerState], record: Generation, why: str) -> None:
+    def persist(self, held: Mapping[tuple[int, Stamp], LayerState], record: Generation) -> None:
         elastic_disk.write_held(self.job.run_dir, held, record, self.pieces.trace.num_pieces)
-        self.note("persisted", why=why, states=len(held), member=self.start.me, generation=record.number)
 
     # -- boundaries ---------------------------------------------------------------------------------------------------
 
