@@ -20,7 +20,6 @@ from varuna_capslog.base.failures import Failure
 from varuna_capslog.base.processes import heard_signals
 from varuna_capslog.base.supervisor import Interrupted, WorkerFailed, last_step, new_run
 from varuna_capslog.elastic.host import hooks
-from varuna_capslog.elastic.host.event_writer import EventWriter
 from varuna_capslog.elastic.host.options import HostOptions
 from varuna_capslog.elastic.host.store_link import HostStore
 from varuna_capslog.elastic.host.workers import SETTLE_SECONDS, HostWorker, HostWorkers
@@ -109,9 +108,6 @@ class Host:
             # SIGTERM is a notice, which the listeners hear
             stack.enter_context(heard_signals((signal.SIGINT,), lambda number: self._inbox.put(("signal", number))))
             self.link.connect(stack)
-            first = self.link.store.get("first-plan", 0.0 if self.options.serves else 0.3)
-            offset = 0 if first is None else int(first) - 1
-            self._events = EventWriter(self.options.run_dir, self.link.name, offset)
             self.link.begin(stack)
             hear = lambda what: self._inbox.put(("fork server", what))  # noqa: E731
             self.workers = HostWorkers(self.options, self.link.name, self.roster, hear)
@@ -223,7 +219,7 @@ class Host:
         self._start(worker.slot)
 
     def _logged(self, value: dict[str, Any]) -> None:
-        self._events.take(value, self.roster)
+        self.link.write_event(value)
         entry = self.roster.take(value)
         if self.options.serves and self.roster.is_complete(self.options.hosts):
             self._found()

@@ -2,6 +2,10 @@
 
 While the store does not answer, entries for the log are kept; they are sent when it answers again. What the store, its
 log and the other hosts' leases say is passed on as events, from threads of their own.
+
+Notices, losses and joins are also written to the run's events.jsonl. Every host reads the same log, so one host writes
+each line: the one that reported a loss, else the host of the member in question. Changes of the generation (start,
+resume, morph) are written by the members that train.
 """
 
 from __future__ import annotations
@@ -10,14 +14,17 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from varuna_capslog.base import files
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.supervisor import last_step
 from varuna_capslog.elastic.host import hooks
 from varuna_capslog.elastic.host.options import HostOptions
 from varuna_capslog.elastic.store.etcd_store import begin_run
 from varuna_capslog.elastic.store.opening import MembershipStore, StoreGone, StoreServer, open_store
-from varuna_capslog.membership.entries import Entry, HostsEntry
+from varuna_capslog.membership.entries import DeadEntry, Entry, GenerationEntry, HostsEntry, NoticeEntry, read
 from varuna_capslog.membership.generation import Generation, Member
 from varuna_capslog.membership.roster import Roster
 
@@ -49,6 +56,8 @@ class HostStore:
         self.ends_with_us = False
         self._options, self._roster, self._hear = options, roster, hear
         self._untold: list[Entry] = []
+        self._offset = 0  # generation n of the store is n + offset in the run's files
+        self._noticed: dict[Member, bool] = {}  # and whether urgently
         self._unfollow: Callable[[], None] | None = None
 
     def connect(self, stack: contextlib.ExitStack) -> None:
@@ -79,6 +88,8 @@ class HostStore:
         number = self.store.count(f"host/{self.name}")
         if number > 1:
             self.name = f"{self.name}.{number}"
+        first = self.store.get("first-plan", 0.0 if options.serves else 0.3)
+        self._offset = 0 if first is None else int(first) - 1
 
     def begin(self, stack: contextlib.ExitStack) -> None:
         """Gives signs of life, tells that the host is here, and follows the log."""
@@ -139,6 +150,32 @@ class HostStore:
                 self.tell(entry)
         if self._unfollow is None:
             self._follow()
+
+    def write_event(self, value: Mapping[str, Any]) -> None:
+        """Writes the event of an entry of the log, which the roster has not taken yet."""
+        before, number = self._roster, self._roster.generation.number
+        match read(value):
+            case NoticeEntry(member, urgent) as notice if before.members.get(member) == self.name:
+                if member in self._noticed and urgent <= self._noticed[member]:
+                    return
+                left = None if notice.deadline is None else max(0.0, notice.deadline - time.time())
+                about = {"deadline": left, "source": notice.source}
+                self._append("notice", number, member=member, host=self.name, urgent=urgent, **about)
+                self._noticed[member] = urgent
+            case DeadEntry(member, why, by) if member not in before.dead:
+                where = before.members.get(member, self.name)
+                if (by or where) == self.name:
+                    self._append("lost", number, member=member, host=where, why=why)
+            case GenerationEntry(record) if number:
+                for name in record.members:
+                    if before.members.get(name) == self.name and not before.was_named(name):
+                        self._append("join", record.number, member=name, host=self.name)
+
+    def _append(self, kind: str, generation: int, **details: Any) -> None:
+        run_dir = self._options.run_dir
+        about = {"time": time.time(), "generation": generation + self._offset, "step": last_step(run_dir)}
+        with contextlib.suppress(CapslogError):  # a full disk stops no supervisor
+            files.append_jsonl(run_dir / "events.jsonl", {"kind": kind, **about, **details})
 
     def leave(self) -> None:
         """Tells the log that this host has gone."""
