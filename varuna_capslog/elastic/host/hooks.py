@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.elastic.notices.interface import Clock, Deadline, Kind, Notice
+from varuna_capslog.elastic.notices.interface import Deadline, Kind, Notice
 from varuna_capslog.membership.entries import AnnounceEntry, HintEntry, NoticeEntry, RequestEntry
 from varuna_capslog.membership.roster import Roster
 
@@ -30,7 +30,6 @@ __all__ = [
     "notice_of",
     "outlook",
     "request_morph",
-    "wall_time_of",
 ]
 
 _here: list[tuple[str, str]] = []
@@ -198,16 +197,9 @@ def notice_of(entry: NoticeEntry | HintEntry | AnnounceEntry, host: str) -> Noti
             kind, source, name = Kind.NOW if entry.urgent else Kind.LEAVE, entry.source, entry.member
     deadline = None
     if entry.deadline is not None:
-        clock = Clock()
-        left = max(0.0, entry.deadline - clock.wall())
-        deadline = Deadline(clock.monotonic() + left, f"{round(left, 1):g} s from when it was told")
+        left = max(0.0, entry.deadline - time.time())
+        deadline = Deadline(time.monotonic() + left, f"{round(left, 1):g} s from when it was told")
     return Notice(kind, source, name, (host,), deadline, detail="told through the run's store")
-
-
-def wall_time_of(deadline: Deadline | None) -> float | None:
-    """The time of day of a deadline, in seconds since 1970, as the log has it."""
-    clock = Clock()
-    return None if deadline is None else clock.wall() + deadline.remaining(clock.monotonic())
 
 
 @contextlib.contextmanager

@@ -257,7 +257,9 @@ class Host:
         notice = announcement.of(self.link.name)
         if notice is None:
             return
-        deadline = hooks.wall_time_of(notice.deadline)
+        deadline = None  # in the log it is a time of day
+        if notice.deadline is not None:
+            deadline = time.time() + notice.deadline.remaining(time.monotonic())
         self.options.say(f"notice from {notice}")
         if notice.kind is Kind.HINT:  # it changes no membership
             for worker in self.workers.living():

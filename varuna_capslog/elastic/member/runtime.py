@@ -16,14 +16,13 @@ from typing import Any
 
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError, DiskFailed
-from varuna_capslog.elastic.member.change_report import ChangeReport
 from varuna_capslog.elastic.member.data_path import DataPath
 from varuna_capslog.elastic.member.effects import Effects
 from varuna_capslog.elastic.member.holdings import Holdings
 from varuna_capslog.elastic.member.inbox import Inbox
 from varuna_capslog.elastic.member.incoming import Incoming
 from varuna_capslog.elastic.member.notice_policy import NoticePolicy
-from varuna_capslog.elastic.member.parts import Parts
+from varuna_capslog.elastic.member.parts import ChangeReport, Parts
 from varuna_capslog.elastic.member.start_up import MemberStart, RuntimeOptions
 from varuna_capslog.elastic.member.timeouts import WaitingTime
 from varuna_capslog.elastic.member.training import Training
@@ -66,13 +65,13 @@ class Runtime:
         job = Job(work.layer_bytes, report.timed(work.place), options.sync, options.shadows)
         self.roster = Roster()
         self.inbox = Inbox(me, start.host, store, store.identity, start.address)
-        self.parts = Parts(me, work, job, Holdings(work), self.inbox.peers, options.probe, report)
-        self.path = DataPath(me, self.inbox, store.rendezvous, timeouts, work.knows)
+        path = DataPath(me, self.inbox, store.rendezvous, timeouts, work.knows)
+        self.parts = Parts(me, work, job, Holdings(work), self.inbox.peers, path, options.probe, report)
         self.state = State(me, start.host, options.capacity, checkpoint=start.checkpoint)
-        self.training = Training(self.parts, self.path, self)
-        self._notices = NoticePolicy(me, work.place, work.layer_bytes, self.parts.seats, self.training)
-        self._incoming = Incoming(self.parts, self.path)
-        self._effects = Effects(self.parts, self.path, self.roster, store, self.training, self)
+        self.training = Training(self.parts, self)
+        self._notices = NoticePolicy(self.parts, self.training)
+        self._incoming = Incoming(self.parts)
+        self._effects = Effects(self.parts, store, self.training, self)
         self._events: deque[m.ProtocolEvent] = deque()
         self._feeding = False
         self._end: End | None = None
@@ -111,7 +110,7 @@ class Runtime:
             raise full from error
         finally:
             self.inbox.close(_FLUSH_SECONDS)
-            self.path.close()
+            self.parts.path.close()
 
     def look_at_deadline(self) -> None:
         """Before a step: a deadline of this member's may have come too close for what was planned."""
@@ -297,7 +296,7 @@ class Runtime:
         self.inbox.engage(record.number, frozenset(record.participants) if inside else frozenset())
         self.parts.peers.keep(record.participants)
         if self.state.phase is Phase.GATHER and self.roster.here >= set(record.members):
-            self.path.begin(record.number, record.members)
+            self.parts.path.begin(record.number, record.members)
         if suspected := self._suspected():
             self._events.append(m.Suspects(suspected))
         self.parts.probe("adopted")
