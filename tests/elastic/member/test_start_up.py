@@ -14,7 +14,7 @@ from varuna_capslog.config.settings import Elastic
 from varuna_capslog.elastic.member import start_up
 from varuna_capslog.elastic.member.runtime import End, take_part
 from varuna_capslog.elastic.member.start_up import Beginning, MemberStart, RuntimeOptions
-from varuna_capslog.elastic.script.member_script import MemberScript, current_script
+from varuna_capslog.elastic.script.task import MemberScript, current_script
 from varuna_capslog.membership.generation import Stamp
 
 
@@ -90,7 +90,7 @@ def part_of(tmp_path: Path) -> MemberScript:
     return MemberScript(tmp_path, wish, Elastic())
 
 
-FINDS = "from varuna_capslog.elastic.script.member_script import current_script\n"
+FINDS = "from varuna_capslog.elastic.script.task import current_script\n"
 
 
 def test_a_script_finds_its_own_run_and_a_second_one_in_the_process_its_own(script: Path, tmp_path: Path) -> None:

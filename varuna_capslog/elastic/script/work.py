@@ -52,26 +52,24 @@ class Script(Protocol):
 class Group:
     """The members that make a step together. Any of its methods raises `PeerLost` when one of them is gone."""
 
-    def __init__(self, communicator: Communicator | None) -> None:
+    def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
-        self.rank = 0 if communicator is None else communicator.rank
-        self.size = 1 if communicator is None else communicator.world_size
+        self.rank, self.size = communicator.rank, communicator.world_size
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Adds the tensors of all members, in place; the result has the same bits everywhere.
 
         The sum over three members has other bits than that over two, unless every element is zero on all but one.
         """
-        return tensor if self._communicator is None else self._communicator.add(tensor)
+        return self._communicator.add(tensor)
 
     def gather(self, value: Any) -> list[Any]:
         """Every member's picklable value, by rank."""
-        return [value] if self._communicator is None else self._communicator.gather(value)
+        return self._communicator.gather(value)
 
     def barrier(self) -> None:
         """Returns when all members have come here."""
-        if self._communicator is not None:
-            self._communicator.barrier()
+        self._communicator.barrier()
 
 
 @dataclass(frozen=True)
