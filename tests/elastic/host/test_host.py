@@ -196,7 +196,7 @@ def test_a_killed_worker_is_told_dead_at_once_and_the_others_go_on(tmp_path, sta
     run.client.append({"kind": "finished", "step": 9, "stopped": False})
     run.go()
     end = run.end()
-    assert (end.how, [failure.member for failure in end.failures]) == ("finished", ["h-2"])
+    assert (end.how, [failure.member for failure in run.host.workers.failures]) == ("finished", ["h-2"])
     assert run.told("dead") == ["h-2"], "a loss was told twice, or a worker that had finished was taken for lost"
 
 

@@ -32,7 +32,7 @@ from varuna_capslog.elastic.member.start_up import MemberStart
 from varuna_capslog.elastic.member.work import Opening
 from varuna_capslog.elastic.script import task
 from varuna_capslog.elastic.script.packing import pack, unpack
-from varuna_capslog.elastic.script.work import Group, ScriptJob, ScriptWork, saved_states
+from varuna_capslog.elastic.script.work import Group, ScriptWork, saved_states
 from varuna_capslog.engine.communicator import connect_group
 from varuna_capslog.membership.generation import INITIAL, Generation, MemberLayout, Stamp
 from varuna_capslog.membership.recovery import Seat
@@ -108,8 +108,8 @@ class Counting:
 def work_of(training: Any, folder: Path, steps: int = 10, **options: Any) -> ScriptWork:
     done = options.pop("done", lambda number, loss: None)
     settings = Elastic(**options.pop("elastic", {}))
-    job = ScriptJob(training, steps, done, options.pop("every", None))
-    return ScriptWork(MemberStart("m0", folder, **options), job, settings)
+    every = options.pop("every", None)
+    return ScriptWork(MemberStart("m0", folder, **options), settings, training, steps, done, every)
 
 
 def opening(number: int, base: Stamp, size: int = 1) -> Opening:

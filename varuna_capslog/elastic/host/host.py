@@ -43,12 +43,10 @@ class HostEnd:
     Attributes:
         how: "finished": the run has ended; "left": all its workers have left by request, and others may go on.
         stopped: the run ended early on request.
-        failures: of workers that were lost on the way, oldest first.
     """
 
     how: Literal["finished", "left"]
     stopped: bool
-    failures: tuple[Failure, ...]
 
 
 class Host:
@@ -162,7 +160,7 @@ class Host:
         if finished is None and failures and not well:
             raise self.workers.root(self._founded)
         stopped = finished is not None and finished.stopped
-        return HostEnd("left" if finished is None else "finished", stopped, tuple(failures))
+        return HostEnd("left" if finished is None else "finished", stopped)
 
     def _whence(self) -> str:
         """What the same command does after an unprepared end."""

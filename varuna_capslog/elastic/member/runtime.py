@@ -64,7 +64,7 @@ class Runtime:
         report = ChangeReport()
         job = Job(work.layer_bytes, report.timed(work.place), options.sync, options.shadows)
         self.roster = Roster()
-        self.inbox = Inbox(me, start.host, store, store.identity, start.address)
+        self.inbox = Inbox(start, store)
         path = DataPath(me, self.inbox, store.rendezvous, timeouts, work.knows)
         self.parts = Parts(me, work, job, Holdings(work), self.inbox.peers, path, options.probe, report)
         self.state = State(me, start.host, options.capacity, checkpoint=start.checkpoint)

@@ -38,7 +38,7 @@ from varuna_capslog.elastic.member.runtime import take_part
 from varuna_capslog.elastic.member.start_up import RuntimeOptions, enter, report_failures
 from varuna_capslog.elastic.member.timeouts import Timeouts
 from varuna_capslog.elastic.script.packing import pack
-from varuna_capslog.elastic.script.work import Group, Script, ScriptJob, ScriptWork, loss_of
+from varuna_capslog.elastic.script.work import Group, Script, ScriptWork, loss_of
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.training.layer_state import digest
 from varuna_capslog.training.worker_process import StopWish
@@ -74,7 +74,7 @@ def train(
     """
     member = current_script()
     if member is not None:
-        _take_part(member, ScriptJob(script, steps, done, checkpoint_every))
+        _take_part(member, script, steps, done, checkpoint_every)
         return
     truth, last = json.loads(os.environ.get(TRUTH, "[null, null]"))
     alone = Group(Communicator(0, 1, "alone", datetime.timedelta(0)))
@@ -90,15 +90,18 @@ def train(
         raise SystemExit(0)
 
 
-def _take_part(member: MemberScript, job: ScriptJob) -> None:
-    """The steps of `job` as one member of a run; raises SystemExit where this member leaves before the last one."""
+def _take_part(
+    member: MemberScript, script: Script, steps: int, done: Callable[[int, float], None], checkpoint_every: int | None
+) -> None:
+    """The steps as one member of a run; raises SystemExit where this member leaves before the last one."""
     (start, store), settings = enter(member.run_dir, member.wish), member.settings
+    work = ScriptWork(start, settings, script, steps, done, checkpoint_every)
     options = RuntimeOptions(
         shadows=False,  # all members hold all of it: nothing is to be copied ahead
         timeouts=Timeouts(change=settings.patience_seconds),
     )
-    end, member.status = take_part(start, store, ScriptWork(start, job, settings), options)
-    if member.status or end.step < job.steps:
+    end, member.status = take_part(start, store, work, options)
+    if member.status or end.step < steps:
         raise SystemExit(member.status)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,7 +24,7 @@ from varuna_capslog.training.checkpoint import write_whole
 from varuna_capslog.training.layer_state import digest
 from varuna_capslog.training.recent_steps import RecentSteps
 
-__all__ = ["Group", "Script", "ScriptJob", "ScriptWork", "loss_of", "read_state", "saved_states"]
+__all__ = ["Group", "Script", "ScriptWork", "loss_of", "read_state", "saved_states"]
 
 _KEPT = 3
 """Checkpoints that stay."""
@@ -72,35 +71,30 @@ class Group:
         self._communicator.barrier()
 
 
-@dataclass(frozen=True)
-class ScriptJob:
-    """What a script asks `train` for.
-
-    Attributes:
-        steps: number of the last one.
-        done: called with each step's number and loss, on the first member.
-        checkpoint_every: steps between two checkpoints; None: one at the end only.
-    """
-
-    script: Script
-    steps: int
-    done: Callable[[int, float], None] = lambda number, loss: None
-    checkpoint_every: int | None = None
-
-
 class ScriptWork:
     """See the module.
 
     Args:
         start: its `run_dir` gets metrics.jsonl, events.jsonl and checkpoints/step-<step>-<generation>.pt.
+        steps: number of the last one.
+        done: called with each step's number and loss, on the first member.
+        checkpoint_every: steps between two checkpoints; None: one at the end only.
 
     Raises:
         CapslogError: the script's state holds what cannot be packed.
     """
 
-    def __init__(self, start: MemberStart, job: ScriptJob, settings: Elastic) -> None:
-        self._start, self._job, self._script, self._settings = start, job, job.script, settings
-        self._run_dir = start.run_dir
+    def __init__(
+        self,
+        start: MemberStart,
+        settings: Elastic,
+        script: Script,
+        steps: int,
+        done: Callable[[int, float], None],
+        checkpoint_every: int | None,
+    ) -> None:
+        self._start, self._run_dir, self._settings = start, start.run_dir, settings
+        self._script, self._steps, self._done, self._checkpoint_every = script, steps, done, checkpoint_every
         self._first = pack(self._script.state(), copy=True)
         size = sum(tensor.numel() * tensor.element_size() for tensor in self._first.values())
         self.layer_bytes: tuple[int, ...] = (size,)
@@ -157,7 +151,7 @@ class ScriptWork:
         return self._communicator
 
     def is_done(self, step: int) -> bool:
-        return step >= self._job.steps
+        return step >= self._steps
 
     def compute(self, step: int) -> bool:
         self._began = time.perf_counter()
@@ -188,7 +182,7 @@ class ScriptWork:
         self._recent.add(step, record)
         if self._group.rank == 0:
             files.append_jsonl(self._run_dir / "metrics.jsonl", record)
-            self._job.done(step, self._loss)
+            self._done(step, self._loss)
 
     def discard(self, step: int) -> str:
         return f"step {step}: the loss is not finite; nothing was kept of it"
@@ -223,7 +217,7 @@ class ScriptWork:
     # -- boundaries ----------------------------------------------------------------------------------------------------
 
     def between(self, stamp: Stamp, save: bool = False) -> Stamp | None:
-        every = self._job.checkpoint_every
+        every = self._checkpoint_every
         due = bool(every) and stamp.step % (every or 1) == 0
         if not stamp.step or not (due or save):
             return None
