@@ -168,7 +168,8 @@ def test_workers_know_who_they_are_and_a_finished_run_ends_well(tmp_path, start)
     run.client.append({"kind": "finished", "step": 9, "stopped": False})
     wait_until(lambda: run.host.roster.finished is not None)  # it reads the log in a thread of its own
     run.go()
-    assert run.end() == HostEnd("finished", False, ())
+    assert run.end() == HostEnd("finished", False)
+    assert run.host.workers.failures == []
     assert run.told("dead") == []
 
 
@@ -450,8 +451,9 @@ def test_the_host_that_serves_stays_until_the_others_have_gone(tmp_path, start):
     assert run.thread.is_alive(), "it took the store with it"
     run.client.append({"kind": "finished", "step": 1, "stopped": True})
     run.go("later")
-    assert other.end() == HostEnd("finished", True, ())
-    assert run.end() == HostEnd("finished", True, ())
+    assert other.end() == HostEnd("finished", True)
+    assert run.end() == HostEnd("finished", True)
+    assert run.host.workers.failures == other.host.workers.failures == []
 
 
 def test_a_host_that_vanishes_is_told_dead_with_all_its_workers(tmp_path, start):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,23 +37,25 @@ class Connected:
     def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
         self.lines: list[str] = []
         self.roster = Roster()
-        self.heard: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self.calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.heard: list[dict[str, Any]] = []
         options = HostOptions(folder, name="h", num_workers=2, keys={"first-plan": "3"}, say=self.lines.append)
-        self.link = HostStore(options, self.roster, lambda kind, what: self.heard.put((kind, what)))
+        self.link = HostStore(options, self.roster, self.logged, lambda host: None, self.calls.put)
         (folder / "workers").mkdir()
         self.link.connect(stack)
         self.link.begin(stack)
 
     def log(self, count: int) -> list[dict[str, Any]]:
         """The next entries of the log that are passed on, as the host would take them."""
-        found: list[dict[str, Any]] = []
         until = time.monotonic() + 20
-        while len(found) < count:
-            kind, what = self.heard.get(timeout=max(0.0, until - time.monotonic()))
-            if kind == "log":
-                self.roster.take(what)
-                found.append(what)
+        while len(self.heard) < count:
+            self.calls.get(timeout=max(0.0, until - time.monotonic()))()
+        found, self.heard = self.heard, []
         return found
+
+    def logged(self, entry: dict[str, Any]) -> None:
+        self.roster.take(entry)
+        self.heard.append(entry)
 
 
 @pytest.fixture
@@ -111,7 +113,8 @@ def play(folder: Path, log: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def read_by(host: str, folder: Path, log: list[dict[str, Any]]) -> Roster:
     roster = Roster()
-    link = HostStore(HostOptions(folder, name=host), roster, lambda kind, what: None)
+    ignored: Any = None
+    link = HostStore(HostOptions(folder, name=host), roster, ignored, ignored, ignored)
     link._offset = 2
     for entry in log:
         link.write_event(entry)

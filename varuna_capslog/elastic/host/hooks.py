@@ -24,12 +24,13 @@ if TYPE_CHECKING:
     from varuna_capslog.elastic.store.opening import MembershipStore
 
 __all__ = [
-    "belonging",
+    "belong",
     "check_same_folder",
     "give_notice",
     "notice_of",
     "outlook",
     "request_morph",
+    "tell_address",
 ]
 
 _here: list[tuple[str, str]] = []
@@ -152,20 +153,15 @@ def give_notice(
         return f"host {host}"
 
 
-@contextlib.contextmanager
-def belonging(run_dir: Path, address: str, identity: str, serves: bool) -> Iterator[None]:
-    """In the block this process belongs to the run with this store.
-
-    Args:
-        serves: this host serves the store, and says so in the run's folder.
-    """
+def belong(stack: contextlib.ExitStack, address: str, identity: str) -> None:
+    """Until the stack is closed, this process belongs to the run with this store."""
     _here.append((address, identity))
-    try:
-        if serves:
-            files.write_json(_place(run_dir), {"address": address, "identity": identity})
-        yield
-    finally:
-        _here.remove((address, identity))
+    stack.callback(_here.remove, (address, identity))
+
+
+def tell_address(run_dir: Path, address: str, identity: str) -> None:
+    """Writes into a run's folder where its store is, for those who have only the folder."""
+    files.write_json(_place(run_dir), {"address": address, "identity": identity})
 
 
 def check_same_folder(run_dir: Path, address: str, identity: str, seconds: float = 10.0) -> None:

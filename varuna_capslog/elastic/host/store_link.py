@@ -1,7 +1,7 @@
 """A host's connection with the run's store: opened or served here, followed, and written to.
 
 While the store does not answer, entries for the log are kept; they are sent when it answers again. What the store, its
-log and the other hosts' leases say is passed on as events, from threads of their own.
+log and the other hosts' leases say is heard in threads of their own and passed on to the host's thread.
 
 Notices, losses and joins are also written to the run's events.jsonl. Every host reads the same log, so one host writes
 each line: the one that reported a loss, else the host of the member in question. Changes of the generation (start,
@@ -15,6 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from varuna_capslog.base import files
@@ -36,8 +37,9 @@ class HostStore:
 
     Args:
         roster: what the log says so far; kept by the host.
-        hear: called from other threads with ("log", entry), ("unheard", why the log is not heard any more), ("silent",
-            a host without a sign of life) and ("store", whether it answers).
+        logged: called by the host's thread with every entry of the log.
+        silent: called by the host's thread with the name of a host without a sign of life.
+        later: called by any thread: the host's thread is to make this call.
 
     Attributes:
         store: the client.
@@ -49,12 +51,20 @@ class HostStore:
 
     store: MembershipStore
 
-    def __init__(self, options: HostOptions, roster: Roster, hear: Callable[[str, Any], None]) -> None:
+    def __init__(
+        self,
+        options: HostOptions,
+        roster: Roster,
+        logged: Callable[[dict[str, Any]], None],
+        silent: Callable[[str], None],
+        later: Callable[[Callable[[], None]], None],
+    ) -> None:
         self.address = options.store or options.serve_at
         self.name = options.name or socket.gethostname()
         self.answers = True
         self.ends_with_us = False
-        self._options, self._roster, self._hear = options, roster, hear
+        self._options, self._roster = options, roster
+        self._logged, self._silent, self._later = logged, silent, later
         self._untold: list[Entry] = []
         self._offset = 0  # generation n of the store is n + offset in the run's files
         self._noticed: dict[Member, bool] = {}  # and whether urgently
@@ -81,8 +91,9 @@ class HostStore:
             self.address, identity = f"{host}:{server.port}", server.identity
         self.store = open_store(self.address, identity)
         stack.callback(self.store.close)
-        stack.enter_context(hooks.belonging(options.run_dir, self.address, self.store.identity, options.serves))
+        hooks.belong(stack, self.address, self.store.identity)
         if options.serves:
+            hooks.tell_address(options.run_dir, self.address, self.store.identity)
             for key, value in options.keys.items():
                 self.store.put(key, value)
         number = self.store.count(f"host/{self.name}")
@@ -193,7 +204,9 @@ class HostStore:
 
     def _follow(self) -> None:
         self._unfollow = self.store.follow(
-            lambda entry: self._hear("log", entry), lambda why: self._hear("unheard", why), self._roster.taken
+            lambda entry: self._later(partial(self._logged, entry)),
+            lambda why: self._later(partial(self.unheard, why)),
+            self._roster.taken,
         )
 
     def _keep_lease(self, ended: threading.Event) -> None:
@@ -216,7 +229,7 @@ class HostStore:
                 found = {other: self.store.get(f"lease/{other}") for other in others}
             except StoreGone:
                 answers = False
-                self._hear("store", False)
+                self._later(partial(self.lost, "the store does not answer"))
                 continue
             now = time.monotonic()
             # A host that did not look for long (stopped, swapped out, cut off) has missed signs, and counts anew.
@@ -226,8 +239,8 @@ class HostStore:
                 if away or other not in changed or sign != signs[other]:
                     signs[other], changed[other] = sign, now
                 elif now - changed[other] > seconds:
-                    self._hear("silent", other)
+                    self._later(partial(self._silent, other))
             for gone in set(changed) - set(found):
                 del signs[gone], changed[gone]
             answers = True
-            self._hear("store", True)
+            self._later(self.back)
