@@ -31,8 +31,7 @@ from varuna_capslog.elastic import script
 from varuna_capslog.elastic.member.start_up import MemberStart
 from varuna_capslog.elastic.member.work import Opening
 from varuna_capslog.elastic.script import task
-from varuna_capslog.elastic.script.packing import pack, unpack
-from varuna_capslog.elastic.script.work import Group, ScriptWork, saved_states
+from varuna_capslog.elastic.script.work import Group, ScriptWork, pack, saved_states, unpack
 from varuna_capslog.engine.communicator import connect_group
 from varuna_capslog.membership.generation import INITIAL, Generation, MemberLayout, Stamp
 from varuna_capslog.membership.recovery import Seat

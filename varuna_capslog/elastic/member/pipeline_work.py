@@ -24,7 +24,7 @@ from varuna_capslog.base.errors import DiskFailed, StepRefused
 from varuna_capslog.config.settings import Config
 from varuna_capslog.elastic.member.held_state import write_held
 from varuna_capslog.elastic.member.start_up import MemberStart
-from varuna_capslog.elastic.member.work import Followed, LayerState, Opening, Outcome
+from varuna_capslog.elastic.member.work import Followed, LayerState, Opening, Outcome, Work
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layers import EngineLayer
 from varuna_capslog.engine.observer import Observer
@@ -95,7 +95,7 @@ class PipelineRun:
             write_plan(plan_path(self.config.run_dir, number), last[1])
 
 
-class PipelineWork:
+class PipelineWork(Work):
     """One member's part of a pipeline run.
 
     Args:
@@ -127,7 +127,6 @@ class PipelineWork:
         self.loop = TrainingLoop(self.setup, device, start.offset, start.stop_wished)
         self.engine: PipelineEngine | None = None
         self.number = 0
-        self.asked = False
         self._table = ShapeTable(self.chain, device.type, run.config.train.precision)
         self._by_index: dict[int, EngineLayer] = {}
         self._shelved: dict[int, tuple[EngineLayer, LayerState]] = {}

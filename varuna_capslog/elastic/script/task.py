@@ -37,8 +37,7 @@ from varuna_capslog.config.settings import Elastic
 from varuna_capslog.elastic.member.runtime import take_part
 from varuna_capslog.elastic.member.start_up import RuntimeOptions, enter, report_failures
 from varuna_capslog.elastic.member.timeouts import Timeouts
-from varuna_capslog.elastic.script.packing import pack
-from varuna_capslog.elastic.script.work import Group, Script, ScriptWork, loss_of
+from varuna_capslog.elastic.script.work import Group, Script, ScriptWork, loss_of, pack
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.training.layer_state import digest
 from varuna_capslog.training.worker_process import StopWish

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,8 +16,7 @@ from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError, DiskFailed
 from varuna_capslog.config.settings import Elastic
 from varuna_capslog.elastic.member.start_up import MemberStart
-from varuna_capslog.elastic.member.work import Followed, LayerState, Opening, Outcome
-from varuna_capslog.elastic.script.packing import pack, unpack
+from varuna_capslog.elastic.member.work import LayerState, Opening, Outcome, Work
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.membership.generation import INITIAL, Generation, MemberLayout, Stamp
 from varuna_capslog.membership.recovery import Seat
@@ -24,10 +24,13 @@ from varuna_capslog.training.checkpoint import write_whole
 from varuna_capslog.training.layer_state import digest
 from varuna_capslog.training.recent_steps import RecentSteps
 
-__all__ = ["Group", "Script", "ScriptWork", "loss_of", "read_state", "saved_states"]
+__all__ = ["Group", "Script", "ScriptWork", "loss_of", "pack", "read_state", "saved_states", "unpack"]
 
 _KEPT = 3
 """Checkpoints that stay."""
+
+_STRUCTURE = "structure"
+"""The tensor of a packed state that says, as JSON, how the others are nested."""
 
 
 class Script(Protocol):
@@ -71,7 +74,7 @@ class Group:
         self._communicator.barrier()
 
 
-class ScriptWork:
+class ScriptWork(Work):
     """See the module.
 
     Args:
@@ -105,7 +108,6 @@ class ScriptWork:
         self._loss = math.nan
         self._began = 0.0
         self._recent: RecentSteps[dict[str, Any]] = RecentSteps(start.run_dir / "metrics.jsonl")
-        self.asked = False
 
     def place(self, seats: Sequence[Seat]) -> MemberLayout | str:
         if len(seats) < self._settings.min_devices:
@@ -115,9 +117,6 @@ class ScriptWork:
         if hosts < wanted:
             problem = f"the state is held on {hosts} host(s); {wanted} are needed to lose {wanted - 1} at once"
         return MemberLayout(1, {seat.member: (0,) for seat in seats}, {}, problem)
-
-    def knows(self) -> Any:
-        return None
 
     # -- generations ---------------------------------------------------------------------------------------------------
 
@@ -194,12 +193,6 @@ class ScriptWork:
             return self._before  # a copy already, which stays as it is
         return pack(self._script.state(), copy)
 
-    def update(self, layer: int) -> Mapping[str, Tensor]:
-        raise AssertionError("all members hold the state, so none follows it")
-
-    def follow(self, layer: int, state: LayerState) -> Followed:
-        raise AssertionError("all members hold the state, so none follows it")
-
     def initial(self, layer: int) -> LayerState:
         return self._first
 
@@ -252,9 +245,6 @@ class ScriptWork:
         details["generation"] = int(details.get("generation", 0)) + self._start.offset
         files.append_jsonl(self._run_dir / "events.jsonl", {"kind": kind, "time": time.time(), **details})
 
-    def close(self) -> None:
-        """Nothing is open between two calls."""
-
 
 def loss_of(given: float | Tensor | None) -> float:
     """What a step returned, as a number. NaN: nothing, which is all right; infinite: its loss was not finite."""
@@ -262,6 +252,56 @@ def loss_of(given: float | Tensor | None) -> float:
         return math.nan
     value = float(given)
     return value if math.isfinite(value) else math.inf
+
+
+# -- the form in which a state travels ---------------------------------------------------------------------------------
+
+
+def pack(state: Any, copy: bool) -> LayerState:
+    """A nested state as tensors by name; equal states give equal names, types and bytes.
+
+    Raises:
+        CapslogError: it holds something else than dicts, lists, tuples, tensors, numbers, text, booleans and None.
+    """
+    tensors: LayerState = {}
+
+    def fold(value: Any, where: str) -> Any:
+        if isinstance(value, Tensor):
+            name = f"tensor/{len(tensors):06d}"
+            tensors[name] = value.detach().clone() if copy else value.detach()
+            return {"tensor": name}
+        if isinstance(value, Mapping):  # keys may be numbers, and their order counts
+            return {"dict": [[fold(key, where), fold(entry, f"{where}[{key!r}]")] for key, entry in value.items()]}
+        if isinstance(value, tuple | list):
+            kind = "tuple" if isinstance(value, tuple) else "list"
+            return {kind: [fold(entry, f"{where}[{index}]") for index, entry in enumerate(value)]}
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        raise CapslogError(
+            f"state(){where} is a {type(value).__name__}; a state may hold dicts, lists, tuples, tensors, numbers, "
+            "text, booleans and None"
+        )
+
+    text = json.dumps(fold(state, "")).encode()
+    tensors[_STRUCTURE] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    return tensors
+
+
+def unpack(packed: Mapping[str, Tensor]) -> Any:
+    """The nested state; its tensors are those of `packed`."""
+
+    def unfold(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        ((kind, content),) = value.items()
+        if kind == "tensor":
+            return packed[content]
+        if kind == "dict":
+            return {unfold(key): unfold(entry) for key, entry in content}
+        entries = [unfold(entry) for entry in content]
+        return tuple(entries) if kind == "tuple" else entries
+
+    return unfold(json.loads(packed[_STRUCTURE].numpy().tobytes()))
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
