@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import alive, wait_until
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.supervisor import Interrupted, WorkerFailed
 from varuna_capslog.config.settings import Elastic
@@ -59,21 +60,6 @@ def host_of(folder: Path, workers: int = 2, say: Callable[[str], None] = lambda 
         **options,
     }
     return Host(HostOptions(folder, "host_entries:act", arguments, workers, settings=elastic, say=say, **options))
-
-
-def wait_until(condition, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.005)
-
-
-def alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except FileNotFoundError:
-        return False
-    return state not in "ZX"
 
 
 class Running:
