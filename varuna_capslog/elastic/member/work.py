@@ -69,7 +69,7 @@ class Followed(Protocol):
 
 
 class Work(Protocol):
-    """One member's part of the run. Called by one thread. Methods with a body suit works that have no need of them."""
+    """One member's part of the run. Called by one thread. Methods with a body may be left out."""
 
     layer_bytes: tuple[int, ...]
     asked: bool = False
