@@ -131,7 +131,7 @@ class Host:
         if sources is None:
             file = self.options.run_dir / "notices" / self.link.name
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.unlink(missing_ok=True)  # it was meant for an earlier run
+            file.unlink(missing_ok=True)  # a notice that was meant for an earlier run
             sources = auto_sources(self.link.name, file=file)
         return listen(sources, lambda announcement: self._calls.put(partial(self._announced, announcement)))
 
@@ -245,7 +245,7 @@ class Host:
         if notice.deadline is not None:
             deadline = time.time() + notice.deadline.remaining(time.monotonic())
         self.options.say(f"notice from {notice}")
-        if notice.kind is Kind.HINT:  # it changes no membership
+        if notice.kind is Kind.HINT:  # a hint changes no membership
             for worker in self.workers.living():
                 self.link.tell(entries.HintEntry(worker.member, deadline=deadline, source=notice.source))
             return

@@ -144,7 +144,7 @@ class HostStore:
             self._options.say(f"{why}; the run goes on, and stops safely at the next change")
         self.answers = False
         if self._roster.finished is not None:
-            self._roster.hosts.clear()  # its host has gone home
+            self._roster.hosts.clear()  # the host that served it has ended
 
     def unheard(self, why: str) -> None:
         """The log's follower has ended; all that it heard before was passed on."""

@@ -79,7 +79,7 @@ class Terminal:
             return False
         if event.get("kind") not in ("persisted", "waiting"):
             if "members" in event:
-                self._reasons = []  # it goes on
+                self._reasons = []  # the run trains again, so the next pause has reasons of its own
             return line not in self._said
         why = str(event.get("why"))
         known = any(reason.endswith(why) for reason in self._reasons)

@@ -44,14 +44,14 @@ class Incoming:
         generation, number, phase = int(message.header["generation"]), state.record.number, state.phase
         if generation < number:
             return True
-        if message.kind == "value":  # the protocol keeps those of newer generations
+        if message.kind == "value":  # the protocol keeps the values of newer generations
             value = decode(str(message.header["value"]).encode())
             events.append(m.Heard(generation, 0, message.sender, value))
             return True
         if generation > number:
             return False
         match message.kind:
-            case "meet":  # we are about to be let in
+            case "meet":  # this member is about to be let in
                 if phase is Phase.OUTSIDE and state.wants_in:
                     self._parts.path.begin(generation + 1, message.header["members"])
                     self._parts.peers.send(message.sender, "met", generation=generation)  # opens the connection ahead

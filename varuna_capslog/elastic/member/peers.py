@@ -176,7 +176,7 @@ class _Outgoing:
                     return
                 kind, tensors, header = item
                 _write(self._connection, {"kind": kind, **header}, tensors)
-        except (OSError, CapslogError):  # or the store that knows the addresses is gone
+        except (OSError, CapslogError):  # CapslogError: the store that knows the addresses is gone
             if not peers._closed:
                 peers._lost(target)
         finally:

@@ -180,7 +180,7 @@ class PipelineWork(Work):
         arguments = (opening.number + self.start.offset, layout, layout.stages_of(communicator.rank), writes)
         threading.Thread(target=self._write_papers, args=arguments, name="write-papers", daemon=True).start()
         path = self.start.resumed.get(opening.base)
-        # where the run goes on from its own checkpoint
+        # True where the run goes on from its own checkpoint
         saved = path is not None and path.parent == self.setup.checkpoints.absolute()
         self.loop.begin(engine, opening.number, opening.base.step, writes, saved)
 
@@ -190,7 +190,7 @@ class PipelineWork(Work):
             if writes:
                 self._run.write_plan(number, layout)
             self._placed(number, stages)
-        except DiskFailed as error:  # so will the next line of metrics, which ends the run for all
+        except DiskFailed as error:  # the next line of metrics will fail, too, and end the run for all
             sys.stderr.write(f"{error}\n")
 
     def shelve(self) -> Mapping[int, LayerState]:

@@ -136,7 +136,7 @@ class ScriptWork(Work):
         if self._communicator is None:
             return {}
         self._communicator = None
-        if self._before is not None:  # the script has gone on: it must load this, or another state
+        if self._before is not None:  # the script has computed further: it must load this state, or another one
             state, self._before = self._before, None
             return {0: state}
         self._shelved = pack(self._script.state(), copy=True)
@@ -332,6 +332,6 @@ def read_state(path: Path) -> LayerState:
     """What a checkpoint holds. Raises CapslogError."""
     try:
         state: LayerState = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # damaged files end in errors of many kinds
+    except Exception as error:  # a damaged file may cause any kind of error
         raise CapslogError(f"{path} cannot be read: {error}; remove it to go on from the one before") from error
     return state
