@@ -66,7 +66,6 @@ def main(arguments: Sequence[str], work: type[PipelineWork] | None = None) -> in
         work: what is trained; None: `PipelineWork`.
     """
     from varuna_capslog.elastic.member.pipeline_work import PipelineWork
-    from varuna_capslog.elastic.member.runtime_options import Equipment
     from varuna_capslog.start import member_worker as worker
 
     folder = Path(arguments[0]) / "marks"
@@ -78,7 +77,7 @@ def main(arguments: Sequence[str], work: type[PipelineWork] | None = None) -> in
             super().apply(step)
             os.write(file, f"{self.number} {step} {time.monotonic():.6f}\n".encode())
 
-    return worker.main(arguments[:1], Equipment(work=Marked))
+    return worker.main(arguments[:1], worker.Equipment(work=Marked))
 
 
 class Live:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import alive, wait_until
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.processes import write_unless_there
 from varuna_capslog.base.supervisor import Supervisor, WorkerFailed, reserve
@@ -38,21 +39,6 @@ def supervisor(run_dir: Path, body: str, workers: int = 3, grace_seconds: float 
 
 def pids(run_dir: Path) -> list[int]:
     return [json.loads(path.read_text())["pid"] for path in sorted((run_dir / "workers").glob("[0-9].json"))]
-
-
-def alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except FileNotFoundError:
-        return False
-    return state not in "ZX"
-
-
-def wait_until(condition, seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
 
 
 def failed(run_dir: Path, body: str, **options) -> tuple[WorkerFailed, float]:

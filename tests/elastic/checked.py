@@ -16,10 +16,10 @@ from tests.engine import models
 from tests.engine.workload import TinyData
 from varuna_capslog.elastic.member import pipeline_work
 from varuna_capslog.elastic.member.runtime import End, Runtime
-from varuna_capslog.elastic.member.runtime_options import Equipment
 from varuna_capslog.membership.messages import ProtocolEvent
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.rig import faults
+from varuna_capslog.start.member_worker import Equipment
 
 _SHAPES = ShapeTable(models.build_chain())
 for _sample in range(6):  # sizes follow from the index of a microbatch's first sample

@@ -28,7 +28,6 @@ def test_a_host_whose_supervisor_was_started_again_is_cut_by_its_machine(line, r
     server = StoreServer()
     port = server.port
     open_relayed = opener()
-    assert open_relayed is not None
     store = open_relayed(f"127.0.0.1:{port}", server.identity)
     store.put("address/again.2-1", "127.0.0.1:4713")
     assert line.through("again", "127.0.0.1:4713") == "127.0.0.1:4713"

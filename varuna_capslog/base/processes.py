@@ -21,7 +21,6 @@ __all__ = [
     "is_stopped",
     "killed_with",
     "signal_group",
-    "signal_name",
     "write_unless_there",
 ]
 

@@ -23,7 +23,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.failures import Failure, ended, is_consequence, read_failure, root_cause
 from varuna_capslog.base.processes import die_with_parent, heard_signals, is_stopped, signal_group, write_unless_there
 
-__all__ = ["Interrupted", "Supervisor", "WorkerFailed", "last_step", "new_run", "reserve"]
+__all__ = ["Interrupted", "Supervisor", "WorkerFailed", "last_step", "new_run", "reserve", "usable"]
 
 POLL_SECONDS = 0.05
 SETTLE_SECONDS = 1.0  # a worker's neighbours often die before it does: wait for the cause to be written
@@ -289,11 +289,9 @@ def reserve(run_dir: Path) -> Iterator[None]:
     if folder in _reserved.get():
         yield
         return
-    try:
+    with usable(folder):
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / "lock", "ab")  # noqa: SIM115 (held as long as the run)
-    except OSError as error:
-        raise CapslogError(f"{folder} cannot be used: {error.strerror}; choose another run_dir") from error
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -306,6 +304,15 @@ def reserve(run_dir: Path) -> Iterator[None]:
             yield
         finally:
             _reserved.set(_reserved.get() - {folder})  # not a reset: the caller may end in another thread
+
+
+@contextlib.contextmanager
+def usable(folder: Path) -> Iterator[None]:
+    """For what the block does with a run's folder: raises CapslogError where the system refuses it."""
+    try:
+        yield
+    except OSError as error:
+        raise CapslogError(f"{folder} cannot be used: {error.strerror}; choose another run_dir") from error
 
 
 @contextlib.contextmanager

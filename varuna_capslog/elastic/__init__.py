@@ -1,7 +1,7 @@
 """Membership that changes while a run goes on: generations, the protocol that founds them, recovery and copies.
 
-Importing it imports no torch: the decisions are functions on data. What a program may call from its own code is here,
-`on_notice` and `request_morph`; all else is found in its module.
+Importing it imports no torch: the decisions are functions on data. What a program may call from its own code is here;
+all else is found in its module.
 """
 
 from __future__ import annotations

@@ -21,10 +21,10 @@ from typing import Any
 
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.elastic.member.runtime_options import Equipment
 from varuna_capslog.engine.executor import Observer
 from varuna_capslog.schedules.lower import Instruction
 from varuna_capslog.start import member_worker as worker
+from varuna_capslog.start.member_worker import Equipment
 
 __all__ = ["VARIABLE", "Fault", "Instructions", "faults_of", "main", "prober"]
 

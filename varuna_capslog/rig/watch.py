@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from varuna_capslog.elastic.member.pipeline_work import PipelineWork
-from varuna_capslog.elastic.member.runtime_options import Equipment
 from varuna_capslog.elastic.member.work import LayerState, Opening
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.rig import relayed
 from varuna_capslog.rig.faults import Fault, Instructions
 from varuna_capslog.start import member_worker as worker
+from varuna_capslog.start.member_worker import Equipment
 from varuna_capslog.training.layer_state import digest
 
 __all__ = ["SEGMENT", "WatchedWork", "arm", "armed", "main", "records_folder"]

@@ -21,8 +21,8 @@ from varuna_capslog.elastic.host.fork_server import PRELOADED
 from varuna_capslog.elastic.host.hooks import check_same_folder
 from varuna_capslog.elastic.host.host import Host, HostEnd
 from varuna_capslog.elastic.host.options import HostOptions
-from varuna_capslog.elastic.member.beginning import Beginning
 from varuna_capslog.elastic.member.held_state import recover
+from varuna_capslog.elastic.member.start_up import Beginning
 from varuna_capslog.elastic.script.work import saved_states
 from varuna_capslog.elastic.store.opening import StoreGone, open_store
 from varuna_capslog.membership.generation import Stamp

@@ -12,7 +12,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,19 +21,39 @@ import torch
 from varuna_capslog.base import files
 from varuna_capslog.config.reading import load_config
 from varuna_capslog.elastic.member.pipeline_work import PipelineRun, PipelineWork
-from varuna_capslog.elastic.member.runtime import Runtime
-from varuna_capslog.elastic.member.runtime_options import Equipment, RuntimeOptions
-from varuna_capslog.elastic.member.start_up import enter, local_rank, report_failures, take_part
+from varuna_capslog.elastic.member.runtime import Runtime, take_part
+from varuna_capslog.elastic.member.start_up import RuntimeOptions, enter, local_rank, report_failures
 from varuna_capslog.elastic.member.timeouts import Timeouts
+from varuna_capslog.elastic.store.opening import MembershipStore, open_store
+from varuna_capslog.engine.executor import Observer
 from varuna_capslog.model.workload import load_workload
 from varuna_capslog.plans.plan import read_plan
 from varuna_capslog.profiles.record import read_profile
 from varuna_capslog.training.worker_process import StopWish, choose_device
 
-__all__ = ["MemberFile", "capacity_of", "main"]
+__all__ = ["Equipment", "MemberFile", "capacity_of", "main"]
 
 _MORE_DEVICES = 2
 """Plans are prepared for so many more devices than there are, so that a join needs no long search."""
+
+
+@dataclass(frozen=True)
+class Equipment:
+    """What a test or a measurement gives a member in place of the real things; an ordinary member has none of it.
+
+    Attributes:
+        probe: as in `RuntimeOptions`.
+        observer: sees the work of the member's engines.
+        work: builds what is trained, with the arguments of `PipelineWork`.
+        open_store: called with the address and the identity of the store.
+        runtime: the class of the runtime.
+    """
+
+    probe: Callable[[str], None] = lambda point: None
+    observer: Observer | None = None
+    work: Callable[..., PipelineWork] = PipelineWork
+    open_store: Callable[[str, str | None], MembershipStore] = open_store
+    runtime: type[Runtime] = Runtime
 
 
 class MemberFile:
@@ -79,7 +100,7 @@ def _take_part(run_dir: Path, wish: StopWish, equipment: Equipment) -> int:
         read_profile(profile) if profile.exists() else None,
     )
     device, file = choose_device(config.device, local_rank()), MemberFile(run_dir, start.me)
-    work = (equipment.work or PipelineWork)(start, run, device, file.write_stage, equipment.observer)
+    work = equipment.work(start, run, device, file.write_stage, equipment.observer)
     began = store.get("began")
     if began is None:
         store.put("began", repr(time.time()))
@@ -98,7 +119,7 @@ def _take_part(run_dir: Path, wish: StopWish, equipment: Equipment) -> int:
         timeouts=Timeouts(config.pipeline.timeout_seconds, config.elastic.patience_seconds),
         probe=equipment.probe,
     )
-    return take_part(start, store, work, options, equipment.runtime or Runtime)[1]
+    return take_part(start, store, work, options, equipment.runtime)[1]
 
 
 def capacity_of(capacity: int | Sequence[int] | None, device: int) -> int:

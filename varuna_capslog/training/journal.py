@@ -12,13 +12,17 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from varuna_capslog.base import files
 from varuna_capslog.engine.step import Verdict
 from varuna_capslog.model.chain import TensorSpec
 
-__all__ = ["Journal", "RecentSteps", "peak_record", "step_record"]
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress, ProgressColumn, TaskID
+
+__all__ = ["Journal", "RecentSteps", "peak_record", "score_line", "step_bar", "step_numbers", "step_record"]
 
 _KEPT = 3
 """Steps. A writer is lost at most one step behind the others; the rest is reserve."""
@@ -83,6 +87,33 @@ class RecentSteps(Generic[Line]):
         return [line for step, line in self._lines if step <= last and step not in written]
 
 
+def step_bar(total_steps: int | None, completed: int, *further: ProgressColumn) -> tuple[Console, Progress, TaskID]:
+    """A bar over the steps of a run on standard output, shown on a terminal only; `further` columns stand behind it."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(file=sys.stdout)
+    columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"))
+    progress = Progress(*columns, TimeElapsedColumn(), *further, console=console, disable=not console.is_terminal)
+    return console, progress, progress.add_task("starting", total=total_steps, completed=completed)
+
+
+def step_numbers(record: Mapping[str, Any]) -> list[str]:
+    """What is shown of a step: those of its numbers that it has."""
+    shown = {"loss": "loss {:.4f}", "grad_norm": "|grad| {:.3g}", "lr": "lr {:.2g}"}
+    shown["samples_per_second"] = "{:.1f} samples/s"
+    return [form.format(record[name]) for name, form in shown.items() if record.get(name) is not None]
+
+
+def score_line(step: int, scores: Mapping[str, Any]) -> str:
+    """What is shown of an evaluation: its first six numbers."""
+    return f"step {step}: " + "  ".join(f"{name} {value:.3f}" for name, value in _numbers_in(scores)[:6])
+
+
+def _numbers_in(scores: Mapping[str, Any]) -> list[tuple[str, float]]:
+    return [(name, value) for name, value in scores.items() if isinstance(value, (int, float))]
+
+
 class Journal:
     """The record of a run on one rank.
 
@@ -113,23 +144,11 @@ class Journal:
         self._generation, self._world_size = generation, world_size
 
     def _open(self, base: int) -> None:
-        from rich import progress
-        from rich.console import Console
+        from rich.progress import TextColumn, TimeRemainingColumn
 
-        self._console = Console(file=sys.stdout)
+        left = (TextColumn("left"), TimeRemainingColumn())
+        self._console, self._progress, self._task = step_bar(self._total_steps, base, *left)
         self._live = self._console.is_terminal
-        self._progress = progress.Progress(
-            progress.TextColumn("step"),
-            progress.MofNCompleteColumn(),
-            progress.BarColumn(),
-            progress.TextColumn("{task.description}"),
-            progress.TimeElapsedColumn(),
-            progress.TextColumn("left"),
-            progress.TimeRemainingColumn(),
-            console=self._console,
-            disable=not self._live,
-        )
-        self._task = self._progress.add_task("starting", total=self._total_steps, completed=base)
         self._progress.start()
         self._board: Any = None
         with contextlib.suppress(ImportError):
@@ -149,10 +168,7 @@ class Journal:
         line = {**record, "time": time.time(), "generation": generation, "world_size": world_size}
         files.append_jsonl(self._run_dir / "metrics.jsonl", line)
         step = int(record["step"])
-        text = (
-            f"loss {record['loss']:.4f}  |grad| {record['grad_norm']:.3g}  lr {record['lr']:.2g}  "
-            f"{record['samples_per_second']:.1f} samples/s"
-        )
+        text = "  ".join(step_numbers(record))
         self._progress.update(self._task, completed=step, description=text)
         if step % self._log_every == 0 and self._board is not None:
             for name in ("loss", "lr", "grad_norm", "step_seconds", "samples_per_second"):
@@ -173,12 +189,10 @@ class Journal:
             self._run_dir / "evaluations.jsonl",
             {"step": step, "generation": self._generation, "time": time.time(), "scores": dict(scores)},
         )
-        numbers = {name: value for name, value in scores.items() if isinstance(value, (int, float))}
         if self._board is not None:
-            for name, value in numbers.items():
+            for name, value in _numbers_in(scores):
                 self._board.add_scalar(f"val/{name}", value, step)
-        shown = "  ".join(f"{name} {value:.3f}" for name, value in list(numbers.items())[:6])
-        self.say(f"step {step}: {shown}")
+        self.say(score_line(step, scores))
 
     def event(self, kind: str, **details: Any) -> None:
         """Adds a line to events.jsonl."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import alive, wait_until
 from varuna_capslog.elastic.host.fork_server import ForkServer
 
 HERE = Path(__file__).parent
@@ -30,21 +31,6 @@ class Told(queue.Queue):
             entry = self.get(timeout=max(0.01, until - time.monotonic()))
             if all(key in entry for key in wanted):
                 return entry
-
-
-def alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except FileNotFoundError:
-        return False
-    return state not in "ZX"
-
-
-def wait_until(condition, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.005)
 
 
 @pytest.fixture

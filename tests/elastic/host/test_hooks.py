@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.elastic.host.test_host import Start, wait_until
+from tests.elastic.host.test_host import Start
 from tests.elastic.machines import write_config
+from tests.waiting import wait_until
 from varuna_capslog import cli
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import alive, wait_until
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.supervisor import Interrupted, WorkerFailed
 from varuna_capslog.config.settings import Elastic
@@ -59,21 +60,6 @@ def host_of(folder: Path, workers: int = 2, say: Callable[[str], None] = lambda 
         **options,
     }
     return Host(HostOptions(folder, "host_entries:act", arguments, workers, settings=elastic, say=say, **options))
-
-
-def wait_until(condition, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.005)
-
-
-def alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except FileNotFoundError:
-        return False
-    return state not in "ZX"
 
 
 class Running:
@@ -168,7 +154,8 @@ def test_workers_know_who_they_are_and_a_finished_run_ends_well(tmp_path, start)
     run.client.append({"kind": "finished", "step": 9, "stopped": False})
     wait_until(lambda: run.host.roster.finished is not None)  # it reads the log in a thread of its own
     run.go()
-    assert run.end() == HostEnd("finished", False, ())
+    assert run.end() == HostEnd("finished", False)
+    assert run.host.workers.failures == []
     assert run.told("dead") == []
 
 
@@ -196,7 +183,7 @@ def test_a_killed_worker_is_told_dead_at_once_and_the_others_go_on(tmp_path, sta
     run.client.append({"kind": "finished", "step": 9, "stopped": False})
     run.go()
     end = run.end()
-    assert (end.how, [failure.member for failure in end.failures]) == ("finished", ["h-2"])
+    assert (end.how, [failure.member for failure in run.host.workers.failures]) == ("finished", ["h-2"])
     assert run.told("dead") == ["h-2"], "a loss was told twice, or a worker that had finished was taken for lost"
 
 
@@ -450,8 +437,9 @@ def test_the_host_that_serves_stays_until_the_others_have_gone(tmp_path, start):
     assert run.thread.is_alive(), "it took the store with it"
     run.client.append({"kind": "finished", "step": 1, "stopped": True})
     run.go("later")
-    assert other.end() == HostEnd("finished", True, ())
-    assert run.end() == HostEnd("finished", True, ())
+    assert other.end() == HostEnd("finished", True)
+    assert run.end() == HostEnd("finished", True)
+    assert run.host.workers.failures == other.host.workers.failures == []
 
 
 def test_a_host_that_vanishes_is_told_dead_with_all_its_workers(tmp_path, start):

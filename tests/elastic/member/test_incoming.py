@@ -55,7 +55,7 @@ def layer(told: str, number: int = 1) -> PeerMessage:
 
 
 def sorted_out(parts: Any, state: State, *messages: PeerMessage) -> list[m.ProtocolEvent]:
-    incoming = Incoming(parts, SimpleNamespace())  # type: ignore[arg-type]
+    incoming = Incoming(parts)
     for message in messages:
         incoming.add(message)
     return incoming.sort(state)
@@ -71,7 +71,7 @@ def test_a_layer_that_is_what_was_sent_is_taken_once_it_is_wanted(parts: Any) ->
     good = digest(WEIGHT).hex()
     assert sorted_out(parts, STATE, layer(good), layer(good, number=0)) == [m.Received(2, 1)]
     assert parts.taken == [(1, AT)]
-    incoming = Incoming(parts, SimpleNamespace())  # type: ignore[arg-type]
+    incoming = Incoming(parts)
     incoming.add(layer(good))
     assert incoming.sort(replace(STATE, phase=Phase.GATHER)) == [], "the decision is not made yet"
     assert incoming.sort(STATE) == [m.Received(2, 1)]
@@ -89,7 +89,7 @@ def test_a_member_proves_the_layers_that_were_copied_ahead_and_hears_its_own_val
     state = replace(STATE, phase=Phase.GATHER, held=held, roles=Roles(frozenset({0, 1}), shadows=frozenset({2})))
     parts.peers = SimpleNamespace(send=lambda target, kind, **header: parts.sent.append((target, kind, header)))
     training, loop = SimpleNamespace(sent_ahead=frozenset({1})), SimpleNamespace(state=state)
-    effects = Effects(parts, *[SimpleNamespace()] * 3, training, loop)  # type: ignore[arg-type,call-arg]
+    effects = Effects(parts, SimpleNamespace(), training, loop)  # type: ignore[arg-type]
     (heard,) = effects.carry_out(m.Cast(2, 0, m.Contribution(held, "h0")))
     proof = digest(WEIGHT).hex()
     proofs = {m.Proof(1, AT, True, proof), m.Proof(2, AT, False, proof)}

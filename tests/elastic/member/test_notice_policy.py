@@ -29,8 +29,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Both the listener's and the member's."""
     now = SimpleNamespace(at=100.0)
     monkeypatch.setattr(departures, "time", SimpleNamespace(monotonic=lambda: now.at))
-    both = SimpleNamespace(monotonic=lambda: now.at, wall=lambda: WALL + now.at - 100.0)
-    monkeypatch.setattr("varuna_capslog.elastic.host.hooks.Clock", lambda: both)
+    both = SimpleNamespace(monotonic=lambda: now.at, time=lambda: WALL + now.at - 100.0)
+    monkeypatch.setattr("varuna_capslog.elastic.host.hooks.time", both)
     return now
 
 
@@ -47,8 +47,7 @@ def member(copies: int = 0, usual: float = 0.5, layers: int = 3) -> Any:
     sent: set[int] = set()
     return SimpleNamespace(
         me="m1", state=state, seats={name: Seat(name, name, 0) for name in MEMBERS}, sent=sent,
-        job=SimpleNamespace(layer_bytes=(SIZE,) * layers),
-        work=SimpleNamespace(place=place),
+        work=SimpleNamespace(place=place, layer_bytes=(SIZE,) * layers),
         training=SimpleNamespace(usual_seconds=usual, is_sent=lambda layer: layer in sent),
     )  # fmt: skip
 
@@ -58,7 +57,7 @@ def entry(seconds: float | None = None, urgent: bool = False, name: str = "m1") 
 
 
 def departures_of(one: Any) -> NoticePolicy:
-    return NoticePolicy(one.me, one.work.place, one.job.layer_bytes, one.seats, one.training)
+    return NoticePolicy(one, one.training)
 
 
 def heard_by(one: Any) -> Callable[[NoticeEntry | HintEntry], m.ProtocolEvent]:

@@ -1,8 +1,7 @@
-"""How a member's process finds its run, and what a script finds of the run around it."""
+"""How a member's process finds its run."""
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,12 +9,9 @@ from typing import Any
 import pytest
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.config.settings import Elastic
 from varuna_capslog.elastic.member import start_up
-from varuna_capslog.elastic.member.beginning import Beginning
-from varuna_capslog.elastic.member.runtime import End
-from varuna_capslog.elastic.member.runtime_options import RuntimeOptions
-from varuna_capslog.elastic.script.member_script import MemberScript, current_script
+from varuna_capslog.elastic.member.runtime import End, take_part
+from varuna_capslog.elastic.member.start_up import Beginning, MemberStart, RuntimeOptions
 from varuna_capslog.membership.generation import Stamp
 
 
@@ -63,63 +59,14 @@ def test_a_member_takes_part_and_closes_its_work(
     start, found_store = start_up.enter(tmp_path, lambda: True, lambda address, identity: store)
     assert (start.me, start.offset, start.resumed) == ("a-1", 3, {Stamp(12, 0): path})
     closed: list[bool] = []
-    seen: list[RuntimeOptions] = []
 
-    def runtime(me: str, work: Any, where: Any, options: RuntimeOptions) -> Any:
-        assert (me, where) == ("a-1", store)
-        seen.append(options)
+    def runtime(begun: MemberStart, work: Any, where: Any, options: RuntimeOptions) -> Any:
+        assert (begun, where, options.capacity) == (start, store, 8)
         return SimpleNamespace(run=lambda: End(20, stopped, False))
 
     work: Any = SimpleNamespace(asked=asked, close=lambda: closed.append(True))
     kind: Any = runtime
-    end, found = start_up.take_part(start, found_store, work, RuntimeOptions(capacity=8), kind)
+    end, found = take_part(start, found_store, work, RuntimeOptions(capacity=8), kind)
     assert (end.step, found, closed) == (20, status, [True])
-    options = seen[0]
-    assert (options.host, options.capacity, options.checkpoint) == ("a", 8, Stamp(12, 0))
-    assert options.stop_wished()
-
-
-# -- scripts -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("sys.argv", ["before"])
-    monkeypatch.syspath_prepend(str(tmp_path))
-    return tmp_path / "s.py"
-
-
-def part_of(tmp_path: Path) -> MemberScript:
-    wish: Any = object()
-    return MemberScript(tmp_path, wish, Elastic())
-
-
-FINDS = "from varuna_capslog.elastic.script.member_script import current_script\n"
-
-
-def test_a_script_finds_its_own_run_and_a_second_one_in_the_process_its_own(script: Path, tmp_path: Path) -> None:
-    script.write_text(FINDS + "import sys\ncurrent_script().status = int(sys.argv[1])\n")
-    first, second = part_of(tmp_path), part_of(tmp_path)
-    assert first.run(str(script), ["5"], str(tmp_path)) is None
-    assert current_script() is None, "the run has ended, and so has its part"
-    assert second.run(str(script), ["6"], str(tmp_path)) is None
-    assert (first.status, second.status) == (5, 6)
-    script.write_text("raise SystemExit(3)\n")
-    assert first.run(str(script), [], str(tmp_path)) == 3
-    assert current_script() is None
-
-
-def test_a_member_that_trains_in_another_thread_is_told_so(member: None, tmp_path: Path) -> None:
-    """It would train alone, beside the others, and nobody would see it."""
-    said: list[str] = []
-
-    def call() -> None:
-        try:
-            current_script()
-        except CapslogError as error:
-            said.append(str(error))
-
-    thread = threading.Thread(target=call, name="trainer")
-    thread.start()
-    thread.join()
-    assert "this call came from the thread 'trainer'" in said[0]
+    assert (start.host, start.checkpoint, start.address) == ("a", Stamp(12, 0), "127.0.0.1")
+    assert start.stop_wished()

@@ -28,7 +28,7 @@ def member(name: str, seats: dict[str, Seat]) -> Training:
     state = SimpleNamespace(roles=roles, record=record, at=Stamp(5, 1))
     parts: Any = SimpleNamespace(me=name, seats=seats, job=SimpleNamespace(layer_bytes=(1, 1, 1), place=place))
     loop: Any = SimpleNamespace(state=state)
-    return Training(parts, path=None, loop=loop)  # type: ignore[arg-type]
+    return Training(parts, loop)
 
 
 def test_nobody_prepares_for_a_newcomer_whose_host_it_has_not_heard_of() -> None:

@@ -28,11 +28,10 @@ from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError, StepRefused
 from varuna_capslog.config.settings import Elastic
 from varuna_capslog.elastic import script
-from varuna_capslog.elastic.member.beginning import MemberStart
+from varuna_capslog.elastic.member.start_up import MemberStart
 from varuna_capslog.elastic.member.work import Opening
 from varuna_capslog.elastic.script import task
-from varuna_capslog.elastic.script.packing import pack, unpack
-from varuna_capslog.elastic.script.work import Group, ScriptJob, ScriptWork, saved_states
+from varuna_capslog.elastic.script.work import Group, ScriptWork, pack, saved_states, unpack
 from varuna_capslog.engine.communicator import connect_group
 from varuna_capslog.membership.generation import INITIAL, Generation, MemberLayout, Stamp
 from varuna_capslog.membership.recovery import Seat
@@ -108,8 +107,8 @@ class Counting:
 def work_of(training: Any, folder: Path, steps: int = 10, **options: Any) -> ScriptWork:
     done = options.pop("done", lambda number, loss: None)
     settings = Elastic(**options.pop("elastic", {}))
-    job = ScriptJob(training, steps, done, options.pop("every", None))
-    return ScriptWork(MemberStart("m0", folder, **options), job, settings)
+    every = options.pop("every", None)
+    return ScriptWork(MemberStart("m0", folder, **options), settings, training, steps, done, every)
 
 
 def opening(number: int, base: Stamp, size: int = 1) -> Opening:
@@ -160,7 +159,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_the_state_before(tmp_path: 
     assert not make(work, 2)
     assert "step 2" in work.discard(2)
     at = Stamp(1, 1)
-    work.persist({(0, at): work.state(0, copy=False)}, Generation(1, ("m0",)), "voted down")
+    work.persist({(0, at): work.state(0, copy=False)}, Generation(1, ("m0",)))
     ((stamp, path),) = saved_states(tmp_path)
     assert stamp == Stamp(1, 5)
     fresh = work_of(Counting(), tmp_path, resumed={Stamp(1, 0): path})

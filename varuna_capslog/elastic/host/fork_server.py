@@ -89,7 +89,7 @@ class ForkServer:
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
-            self._process.kill()  # its workers die with it
+            self._process.kill()  # the system then kills its workers
             self._process.wait()
         if threading.current_thread() is not self._thread:
             self._thread.join(seconds)
@@ -97,7 +97,7 @@ class ForkServer:
     def _hear(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            with contextlib.suppress(ValueError):  # torn by its death
+            with contextlib.suppress(ValueError):  # a line that was not written whole when the process ended
                 self._tell(json.loads(line))
         self._tell({"gone": self._process.wait()})
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.elastic.notices.interface import Clock, Deadline, Kind, Notice
+from varuna_capslog.elastic.notices.interface import Deadline, Kind, Notice
 from varuna_capslog.membership.entries import AnnounceEntry, HintEntry, NoticeEntry, RequestEntry
 from varuna_capslog.membership.roster import Roster
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from varuna_capslog.elastic.store.opening import MembershipStore
 
 __all__ = [
-    "belonging",
+    "belong",
     "check_same_folder",
     "give_notice",
     "notice_of",
     "outlook",
     "request_morph",
-    "wall_time_of",
+    "tell_address",
 ]
 
 _here: list[tuple[str, str]] = []
@@ -153,20 +153,15 @@ def give_notice(
         return f"host {host}"
 
 
-@contextlib.contextmanager
-def belonging(run_dir: Path, address: str, identity: str, serves: bool) -> Iterator[None]:
-    """In the block this process belongs to the run with this store.
-
-    Args:
-        serves: this host serves the store, and says so in the run's folder.
-    """
+def belong(stack: contextlib.ExitStack, address: str, identity: str) -> None:
+    """Until the stack is closed, this process belongs to the run with this store."""
     _here.append((address, identity))
-    try:
-        if serves:
-            files.write_json(_place(run_dir), {"address": address, "identity": identity})
-        yield
-    finally:
-        _here.remove((address, identity))
+    stack.callback(_here.remove, (address, identity))
+
+
+def tell_address(run_dir: Path, address: str, identity: str) -> None:
+    """Writes into a run's folder where its store is, for those who have only the folder."""
+    files.write_json(_place(run_dir), {"address": address, "identity": identity})
 
 
 def check_same_folder(run_dir: Path, address: str, identity: str, seconds: float = 10.0) -> None:
@@ -198,16 +193,9 @@ def notice_of(entry: NoticeEntry | HintEntry | AnnounceEntry, host: str) -> Noti
             kind, source, name = Kind.NOW if entry.urgent else Kind.LEAVE, entry.source, entry.member
     deadline = None
     if entry.deadline is not None:
-        clock = Clock()
-        left = max(0.0, entry.deadline - clock.wall())
-        deadline = Deadline(clock.monotonic() + left, f"{round(left, 1):g} s from when it was told")
+        left = max(0.0, entry.deadline - time.time())
+        deadline = Deadline(time.monotonic() + left, f"{round(left, 1):g} s from when it was told")
     return Notice(kind, source, name, (host,), deadline, detail="told through the run's store")
-
-
-def wall_time_of(deadline: Deadline | None) -> float | None:
-    """The time of day of a deadline, in seconds since 1970, as the log has it."""
-    clock = Clock()
-    return None if deadline is None else clock.wall() + deadline.remaining(clock.monotonic())
 
 
 @contextlib.contextmanager

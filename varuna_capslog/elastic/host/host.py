@@ -11,16 +11,15 @@ import contextlib
 import queue
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
-from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.failures import Failure
 from varuna_capslog.base.processes import heard_signals
-from varuna_capslog.base.supervisor import Interrupted, WorkerFailed, last_step, new_run
+from varuna_capslog.base.supervisor import Interrupted, WorkerFailed, last_step, new_run, usable
 from varuna_capslog.elastic.host import hooks
-from varuna_capslog.elastic.host.event_writer import EventWriter
 from varuna_capslog.elastic.host.options import HostOptions
 from varuna_capslog.elastic.host.store_link import HostStore
 from varuna_capslog.elastic.host.workers import SETTLE_SECONDS, HostWorker, HostWorkers
@@ -43,12 +42,10 @@ class HostEnd:
     Attributes:
         how: "finished": the run has ended; "left": all its workers have left by request, and others may go on.
         stopped: the run ended early on request.
-        failures: of workers that were lost on the way, oldest first.
     """
 
     how: Literal["finished", "left"]
     stopped: bool
-    failures: tuple[Failure, ...]
 
 
 class Host:
@@ -68,8 +65,8 @@ class Host:
     def __init__(self, options: HostOptions) -> None:
         self.options = options
         self.roster = Roster()
-        self._inbox: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-        self.link = HostStore(options, self.roster, lambda kind, what: self._inbox.put((kind, what)))
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # for the thread of `run`
+        self.link = HostStore(options, self.roster, self._logged, self._host_silent, self._calls.put)
         self._settling: dict[Member, float] = {}
         self._useless: dict[int, int] = {}
         self._founded = 0.0
@@ -83,11 +80,11 @@ class Host:
 
     def add_worker(self) -> None:
         """Start one worker more, on the lowest device number that is free."""
-        self._inbox.put(("add", None))
+        self._calls.put(self._start)
 
     def stop(self) -> None:
         """As Ctrl-C: ask the workers to stop at the next boundary; called again, kill them."""
-        self._inbox.put(("signal", None))
+        self._calls.put(self._signalled)
 
     # -- the run -------------------------------------------------------------------------------------------------------
 
@@ -104,15 +101,16 @@ class Host:
             CapslogError: the folder cannot be written, or workers cannot be started.
         """
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._own_folder())
+            if self.options.serves:
+                stack.enter_context(new_run(self.options.run_dir))
+            else:
+                with usable(self.options.folder):
+                    self.options.folder.mkdir(parents=True, exist_ok=True)
             # SIGTERM is a notice, which the listeners hear
-            stack.enter_context(heard_signals((signal.SIGINT,), lambda number: self._inbox.put(("signal", number))))
+            stack.enter_context(heard_signals((signal.SIGINT,), lambda number: self.stop()))
             self.link.connect(stack)
-            first = self.link.store.get("first-plan", 0.0 if self.options.serves else 0.3)
-            offset = 0 if first is None else int(first) - 1
-            self._events = EventWriter(self.options.run_dir, self.link.name, offset)
             self.link.begin(stack)
-            hear = lambda what: self._inbox.put(("fork server", what))  # noqa: E731
+            hear = lambda what: self._calls.put(partial(self._fork_server_said, what))  # noqa: E731
             self.workers = HostWorkers(self.options, self.link.name, self.roster, hear)
             stack.callback(self.workers.fork_server.close)
             for _ in range(self.options.num_workers):
@@ -121,7 +119,7 @@ class Host:
             stack.callback(self._gathering.stop)
             while not self._is_over():
                 with contextlib.suppress(queue.Empty):
-                    self._happened(*self._inbox.get(timeout=POLL_SECONDS))
+                    self._calls.get(timeout=POLL_SECONDS)()
                 self._look()
             self.workers.say_losses(all_of_them=True)
             self.link.leave()
@@ -132,9 +130,9 @@ class Host:
         if sources is None:
             file = self.options.run_dir / "notices" / self.link.name
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.unlink(missing_ok=True)  # it was meant for an earlier run
+            file.unlink(missing_ok=True)  # a notice that was meant for an earlier run
             sources = auto_sources(self.link.name, file=file)
-        return Gathering(sources, lambda announcement: self._inbox.put(("announced", announcement)))
+        return Gathering(sources, lambda announcement: self._calls.put(partial(self._announced, announcement)))
 
     def _is_over(self) -> bool:
         if self.workers.living() or self._settling:
@@ -165,7 +163,7 @@ class Host:
         if finished is None and failures and not well:
             raise self.workers.root(self._founded)
         stopped = finished is not None and finished.stopped
-        return HostEnd("left" if finished is None else "finished", stopped, tuple(failures))
+        return HostEnd("left" if finished is None else "finished", stopped)
 
     def _whence(self) -> str:
         """What the same command does after an unprepared end."""
@@ -176,27 +174,9 @@ class Host:
 
     # -- what happens --------------------------------------------------------------------------------------------------
 
-    def _happened(self, kind: str, what: Any) -> None:
-        match kind:
-            case "fork server":
-                for worker, status in self.workers.heard(what):
-                    self._ended(worker, status)
-            case "log":
-                self._logged(what)
-            case "announced":
-                self._announced(what)
-            case "silent":
-                self._host_silent(what)
-            case "signal":
-                self._signalled()
-            case "add":
-                self._start()
-            case "store" if not what:
-                self.link.lost("the store does not answer")
-            case "store":
-                self.link.back()
-            case "unheard":
-                self.link.unheard(what)
+    def _fork_server_said(self, what: Mapping[str, Any]) -> None:
+        for worker, status in self.workers.heard(what):
+            self._ended(worker, status)
 
     def _ended(self, worker: HostWorker, status: int) -> None:
         """Writes a loss into the log at once; an end without a failure when `_settle` knows what it meant."""
@@ -222,7 +202,7 @@ class Host:
         self._start(worker.slot)
 
     def _logged(self, value: dict[str, Any]) -> None:
-        self._events.take(value, self.roster)
+        self.link.write_event(value)
         entry = self.roster.take(value)
         if self.options.serves and self.roster.is_complete(self.options.hosts):
             self._found()
@@ -260,9 +240,11 @@ class Host:
         notice = announcement.of(self.link.name)
         if notice is None:
             return
-        deadline = hooks.wall_time_of(notice.deadline)
+        deadline = None  # in the log it is a time of day
+        if notice.deadline is not None:
+            deadline = time.time() + notice.deadline.remaining(time.monotonic())
         self.options.say(f"notice from {notice}")
-        if notice.kind is Kind.HINT:  # it changes no membership
+        if notice.kind is Kind.HINT:  # a hint changes no membership
             for worker in self.workers.living():
                 self.link.tell(entries.HintEntry(worker.member, deadline=deadline, source=notice.source))
             return
@@ -320,16 +302,3 @@ class Host:
         if member is not None:
             self.link.tell(entries.WorkerEntry(member, self.link.name, slot))
             self.workers.start(member, slot, self.link.variables())
-
-    @contextlib.contextmanager
-    def _own_folder(self) -> Iterator[None]:
-        folder = self.options.folder
-        if self.options.serves:
-            with new_run(self.options.run_dir):
-                yield
-            return
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CapslogError(f"{folder} cannot be used: {error.strerror}; choose another run_dir") from error
-        yield

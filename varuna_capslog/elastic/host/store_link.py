@@ -1,7 +1,11 @@
 """A host's connection with the run's store: opened or served here, followed, and written to.
 
 While the store does not answer, entries for the log are kept; they are sent when it answers again. What the store, its
-log and the other hosts' leases say is passed on as events, from threads of their own.
+log and the other hosts' leases say is heard in threads of their own and passed on to the host's thread.
+
+Notices, losses and joins are also written to the run's events.jsonl. Every host reads the same log, so one host writes
+each line: the one that reported a loss, else the host of the member in question. Changes of the generation (start,
+resume, morph) are written by the members that train.
 """
 
 from __future__ import annotations
@@ -10,14 +14,18 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
+from varuna_capslog.base import files
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.supervisor import last_step
 from varuna_capslog.elastic.host import hooks
 from varuna_capslog.elastic.host.options import HostOptions
 from varuna_capslog.elastic.store.etcd_store import begin_run
 from varuna_capslog.elastic.store.opening import MembershipStore, StoreGone, StoreServer, open_store
-from varuna_capslog.membership.entries import Entry, HostsEntry
+from varuna_capslog.membership.entries import DeadEntry, Entry, GenerationEntry, HostsEntry, NoticeEntry, read
 from varuna_capslog.membership.generation import Generation, Member
 from varuna_capslog.membership.roster import Roster
 
@@ -29,8 +37,9 @@ class HostStore:
 
     Args:
         roster: what the log says so far; kept by the host.
-        hear: called from other threads with ("log", entry), ("unheard", why the log is not heard any more), ("silent",
-            a host without a sign of life) and ("store", whether it answers).
+        logged: called by the host's thread with every entry of the log.
+        silent: called by the host's thread with the name of a host without a sign of life.
+        later: called by any thread: the host's thread is to make this call.
 
     Attributes:
         store: the client.
@@ -42,13 +51,23 @@ class HostStore:
 
     store: MembershipStore
 
-    def __init__(self, options: HostOptions, roster: Roster, hear: Callable[[str, Any], None]) -> None:
+    def __init__(
+        self,
+        options: HostOptions,
+        roster: Roster,
+        logged: Callable[[dict[str, Any]], None],
+        silent: Callable[[str], None],
+        later: Callable[[Callable[[], None]], None],
+    ) -> None:
         self.address = options.store or options.serve_at
         self.name = options.name or socket.gethostname()
         self.answers = True
         self.ends_with_us = False
-        self._options, self._roster, self._hear = options, roster, hear
+        self._options, self._roster = options, roster
+        self._logged, self._silent, self._later = logged, silent, later
         self._untold: list[Entry] = []
+        self._offset = 0  # generation n of the store is n + offset in the run's files
+        self._noticed: dict[Member, bool] = {}  # and whether urgently
         self._unfollow: Callable[[], None] | None = None
 
     def connect(self, stack: contextlib.ExitStack) -> None:
@@ -72,13 +91,16 @@ class HostStore:
             self.address, identity = f"{host}:{server.port}", server.identity
         self.store = open_store(self.address, identity)
         stack.callback(self.store.close)
-        stack.enter_context(hooks.belonging(options.run_dir, self.address, self.store.identity, options.serves))
+        hooks.belong(stack, self.address, self.store.identity)
         if options.serves:
+            hooks.tell_address(options.run_dir, self.address, self.store.identity)
             for key, value in options.keys.items():
                 self.store.put(key, value)
         number = self.store.count(f"host/{self.name}")
         if number > 1:
             self.name = f"{self.name}.{number}"
+        first = self.store.get("first-plan", 0.0 if options.serves else 0.3)
+        self._offset = 0 if first is None else int(first) - 1
 
     def begin(self, stack: contextlib.ExitStack) -> None:
         """Gives signs of life, tells that the host is here, and follows the log."""
@@ -122,7 +144,7 @@ class HostStore:
             self._options.say(f"{why}; the run goes on, and stops safely at the next change")
         self.answers = False
         if self._roster.finished is not None:
-            self._roster.hosts.clear()  # its host has gone home
+            self._roster.hosts.clear()  # the host that served it has ended
 
     def unheard(self, why: str) -> None:
         """The log's follower has ended; all that it heard before was passed on."""
@@ -140,6 +162,32 @@ class HostStore:
         if self._unfollow is None:
             self._follow()
 
+    def write_event(self, value: Mapping[str, Any]) -> None:
+        """Writes the event of an entry of the log, which the roster has not taken yet."""
+        before, number = self._roster, self._roster.generation.number
+        match read(value):
+            case NoticeEntry(member, urgent) as notice if before.members.get(member) == self.name:
+                if member in self._noticed and urgent <= self._noticed[member]:
+                    return
+                left = None if notice.deadline is None else max(0.0, notice.deadline - time.time())
+                about = {"deadline": left, "source": notice.source}
+                self._append("notice", number, member=member, host=self.name, urgent=urgent, **about)
+                self._noticed[member] = urgent
+            case DeadEntry(member, why, by) if member not in before.dead:
+                where = before.members.get(member, self.name)
+                if (by or where) == self.name:
+                    self._append("lost", number, member=member, host=where, why=why)
+            case GenerationEntry(record) if number:
+                for name in record.members:
+                    if before.members.get(name) == self.name and not before.was_named(name):
+                        self._append("join", record.number, member=name, host=self.name)
+
+    def _append(self, kind: str, generation: int, **details: Any) -> None:
+        run_dir = self._options.run_dir
+        about = {"time": time.time(), "generation": generation + self._offset, "step": last_step(run_dir)}
+        with contextlib.suppress(CapslogError):  # a full disk stops no supervisor
+            files.append_jsonl(run_dir / "events.jsonl", {"kind": kind, **about, **details})
+
     def leave(self) -> None:
         """Tells the log that this host has gone."""
         if self._unfollow is not None:
@@ -156,7 +204,9 @@ class HostStore:
 
     def _follow(self) -> None:
         self._unfollow = self.store.follow(
-            lambda entry: self._hear("log", entry), lambda why: self._hear("unheard", why), self._roster.taken
+            lambda entry: self._later(partial(self._logged, entry)),
+            lambda why: self._later(partial(self.unheard, why)),
+            self._roster.taken,
         )
 
     def _keep_lease(self, ended: threading.Event) -> None:
@@ -179,7 +229,7 @@ class HostStore:
                 found = {other: self.store.get(f"lease/{other}") for other in others}
             except StoreGone:
                 answers = False
-                self._hear("store", False)
+                self._later(partial(self.lost, "the store does not answer"))
                 continue
             now = time.monotonic()
             # A host that did not look for long (stopped, swapped out, cut off) has missed signs, and counts anew.
@@ -189,8 +239,8 @@ class HostStore:
                 if away or other not in changed or sign != signs[other]:
                     signs[other], changed[other] = sign, now
                 elif now - changed[other] > seconds:
-                    self._hear("silent", other)
+                    self._later(partial(self._silent, other))
             for gone in set(changed) - set(found):
                 del signs[gone], changed[gone]
             answers = True
-            self._hear("store", True)
+            self._later(self.back)

@@ -6,7 +6,6 @@ The worker that writes the journal may leave, so the host's process draws, and r
 from __future__ import annotations
 
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -15,6 +14,7 @@ from typing import Any
 
 from varuna_capslog.base import files
 from varuna_capslog.base.units import format_bytes
+from varuna_capslog.training.journal import score_line, step_bar, step_numbers
 
 __all__ = ["Terminal", "describe"]
 
@@ -31,16 +31,10 @@ class Terminal:
     """
 
     def __init__(self, run_dir: Path, total_steps: int | None, host: str | None = None) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-        self._console = Console(file=sys.stdout)
+        self._console, self._progress, self._task = step_bar(total_steps, 0)
         self._live = self._console.is_terminal
         self._metrics, self._events = _Tail(run_dir / "metrics.jsonl"), _Tail(run_dir / "events.jsonl")
         self._evaluations = _Tail(run_dir / "evaluations.jsonl")
-        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"))
-        self._progress = Progress(*columns, TimeElapsedColumn(), console=self._console, disable=not self._live)
-        self._task = self._progress.add_task("starting", total=total_steps)
         self._total = total_steps
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="terminal", daemon=True)
@@ -77,7 +71,7 @@ class Terminal:
                 self.say(line)
         self._step(last)
         for evaluation in self._evaluations.new():
-            self.say(_scores(evaluation))
+            self.say(score_line(evaluation["step"], evaluation["scores"]))
 
     def _is_new(self, event: Mapping[str, Any], line: str) -> bool:
         """Whether the line is to be said: every member gives the reason of a pause, but it is said once each time."""
@@ -85,7 +79,7 @@ class Terminal:
             return False
         if event.get("kind") not in ("persisted", "waiting"):
             if "members" in event:
-                self._reasons = []  # it goes on
+                self._reasons = []  # the run trains again, so the next pause has reasons of its own
             return line not in self._said
         why = str(event.get("why"))
         known = any(reason.endswith(why) for reason in self._reasons)
@@ -97,7 +91,7 @@ class Terminal:
         record = next(reversed(list(self._metrics.new())), self._unsaid)
         if record is None:
             return
-        text = "  ".join([*_numbers(record), _members(record["world_size"])])
+        text = "  ".join([*step_numbers(record), _members(record["world_size"])])
         self._progress.update(self._task, completed=record["step"], description=text)
         now = time.monotonic()
         self._unsaid = record
@@ -128,20 +122,6 @@ def describe(event: Mapping[str, Any]) -> str | None:
     if kind == "persisted":
         return f"all that is held was written to disk: {event.get('why')}"
     return None
-
-
-def _numbers(record: Mapping[str, Any]) -> Iterator[str]:
-    """Those that the step has."""
-    for name, form in (("loss", "loss {:.4f}"), ("grad_norm", "|grad| {:.3g}"), ("lr", "lr {:.2g}")):
-        if record.get(name) is not None:
-            yield form.format(record[name])
-    if "samples_per_second" in record:
-        yield f"{record['samples_per_second']:.1f} samples/s"
-
-
-def _scores(evaluation: Mapping[str, Any]) -> str:
-    numbers = [(name, value) for name, value in evaluation["scores"].items() if isinstance(value, (int, float))]
-    return f"step {evaluation['step']}: " + "  ".join(f"{name} {value:.3f}" for name, value in numbers[:6])
 
 
 def _shape(event: Mapping[str, Any]) -> str:

@@ -172,7 +172,7 @@ class HostWorkers:
 
     def look(self, now: float) -> None:
         """Kills the workers that are stopped, hang, or were taken for dead by another host."""
-        if is_stopped(self.fork_server.pid):  # it would report nothing as long as it is
+        if is_stopped(self.fork_server.pid):  # while it is stopped it reports no end of a worker
             signal_group(self.fork_server.pid, signal.SIGCONT)
         settings = self._options.settings
         for worker in self.living():
@@ -211,8 +211,8 @@ class HostWorkers:
         failure = self._failure(worker, status, killed_as_asked=asked > 1)
         self.failures.append(failure)
         if asked < 2 and failure.sentence() not in self._said:
-            self._said.add(failure.sentence())  # what all have agreed on, all of them report
-            # the log may say that all members failed alike: then only the end says it
+            self._said.add(failure.sentence())  # all workers report what all of them voted
+            # the log may say that all members failed alike: then only the end of the run says so
             self._unsaid.append((time.monotonic() + SETTLE_SECONDS * (failure.kind != "signal"), failure.sentence()))
         return failure
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from varuna_capslog.base.errors import CapslogError, StepRefused
-from varuna_capslog.elastic.member.data_path import DataPath
 from varuna_capslog.elastic.member.incoming import encode
 from varuna_capslog.elastic.member.parts import Parts
 from varuna_capslog.elastic.member.training import Training
@@ -19,7 +18,6 @@ from varuna_capslog.membership.ahead import first_owner, stay_with
 from varuna_capslog.membership.entries import AskEntry, BrokenEntry
 from varuna_capslog.membership.generation import INITIAL, Generation, Member
 from varuna_capslog.membership.recovery import Seat
-from varuna_capslog.membership.roster import Roster
 from varuna_capslog.membership.state import Phase
 from varuna_capslog.training.layer_state import digest
 
@@ -32,11 +30,8 @@ __all__ = ["Effects"]
 class Effects:
     """What one member does because of the protocol. Called by its one thread."""
 
-    def __init__(
-        self, parts: Parts, path: DataPath, roster: Roster, store: MembershipStore, training: Training, loop: Runtime
-    ) -> None:
-        self._parts, self._path, self._roster, self._store = parts, path, roster, store
-        self._training, self._loop = training, loop
+    def __init__(self, parts: Parts, store: MembershipStore, training: Training, loop: Runtime) -> None:
+        self._parts, self._store, self._training, self._loop = parts, store, training, loop
         self._decided: m.Decided | None = None
         self._refused: str | None = None
 
@@ -91,7 +86,10 @@ class Effects:
                 self._loop.append(AskEntry(state.me, state.host, state.capacity))
             case m.Persist():
                 probe("persist")
-                work.persist(self._parts.holdings.everything(state.held), state.record, effect.why)
+                held = self._parts.holdings.everything(state.held)
+                work.persist(held, state.record)
+                about = {"states": len(held), "member": self._parts.me, "generation": state.record.number}
+                work.note("persisted", why=effect.why, **about)
                 if state.phase is Phase.STOPPED and self._refused is not None:
                     raise StepRefused(self._refused)
                 if state.phase is Phase.STOPPED:
@@ -138,7 +136,8 @@ class Effects:
         """The first round is complete, and all participants decide the same."""
         self._parts.probe("gathered")
         self._decided = effect
-        self._path.begin(effect.generation, self._loop.state.record.members)  # all are here, if they were not before
+        # all are here, if they were not before
+        self._parts.path.begin(effect.generation, self._loop.state.record.members)
         if effect.distrusted:
             layers = sorted(effect.distrusted)
             self._parts.work.note("damaged", layers=layers, generation=effect.generation)
@@ -157,7 +156,7 @@ class Effects:
         if self._parts.me in stay:
             for member in set(stay) - set(record.members):
                 self._parts.peers.send(member, "meet", generation=record.number, members=stay)
-        self._path.meet(record.number + 1, stay)
+        self._parts.path.meet(record.number + 1, stay)
 
     # -- from one generation to the next ------------------------------------------------------------------------------
 
@@ -166,7 +165,7 @@ class Effects:
         self._parts.probe("abort")
         self._training.abort()
         self._parts.holdings.shelve(self._loop.state.held)
-        self._path.leave(self._loop.state.wishes.planned)
+        self._parts.path.leave(self._loop.state.wishes.planned)
         if not self._loop.state.wishes.planned:
             self._loop.append(BrokenEntry(generation, self._parts.me))
 
@@ -176,12 +175,12 @@ class Effects:
         assert decided is not None
         assert decided.generation == effect.generation
         broken = (m.Broken(effect.generation),)
-        group = self._path.take(record)
+        group = self._parts.path.take(record)
         if group is None:
             return broken
         communicator, told = group
         own = {layer: parts.holdings.at(layer, effect.base) for layer in sorted(self._loop.state.roles.own)}
-        parts.report.opened(record.members, self._roster.dead, decided.moved_bytes)
+        parts.report.opened(record.members, self._loop.roster.dead, decided.moved_bytes)
         opening = Opening(
             record.number, effect.base, effect.layout, record.members, parts.report.why, decided.moved_bytes, told
         )

@@ -82,7 +82,7 @@ class Holdings:
         """All that the protocol holds."""
         found = {}
         for layer, stamp in sorted(held):
-            with contextlib.suppress(KeyError):  # what is there must not be lost for what is not
+            with contextlib.suppress(KeyError):  # a state that is missing must not keep the others from being written
                 found[(layer, stamp)] = self.at(layer, stamp)
         return found
 
@@ -99,7 +99,7 @@ class Holdings:
         self._arriving -= held
         for entry in [entry for entry in self._kept if entry not in held and entry not in self._arriving]:
             state = self._kept.pop(entry)
-            if entry[0] in self._own:  # its memory is what the next boundary is kept in
+            if entry[0] in self._own:  # its memory will hold the next boundary
                 self._spare[entry[0]] = state
 
     def adopt(self) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.elastic.host.hooks import notice_of
 from varuna_capslog.elastic.member.peers import PeerMessage, Peers
+from varuna_capslog.elastic.member.start_up import MemberStart
 from varuna_capslog.elastic.notices.gather import tell
 from varuna_capslog.elastic.store.opening import MembershipStore, StoreGone
 from varuna_capslog.engine.communicator import Communicator
@@ -31,10 +32,6 @@ _FIND_SECONDS = 5.0
 class Inbox:
     """Opens this member's connections and follows the store's log from its beginning.
 
-    Args:
-        token: of the run; see `Peers`.
-        address: of this host, as the others reach it.
-
     Attributes:
         peers: for sending.
         events: ("mail", PeerMessage), ("log", entry), ("lost", member) or ("store lost", why), in the order of hearing.
@@ -43,8 +40,8 @@ class Inbox:
         StoreGone: the store does not answer.
     """
 
-    def __init__(self, me: Member, host: str, store: MembershipStore, token: str, address: str) -> None:
-        self._me, self._host, self._store = me, host, store
+    def __init__(self, start: MemberStart, store: MembershipStore) -> None:
+        self._me, self._host, self._store = start.me, start.host, store
         self.events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._generation = self._newest = self._answered = 0
@@ -54,8 +51,8 @@ class Inbox:
         self._communicator: Communicator | None = None
         self._busy_until = 0.0
         self._closed = False
-        self.peers = Peers(me, token, self._find, self._got, self._lost, address)
-        store.put(f"address/{me}", self.peers.address)
+        self.peers = Peers(start.me, store.identity, self._find, self._got, self._lost, start.address)
+        store.put(f"address/{start.me}", self.peers.address)
         self._unfollow = store.follow(self._hear, lambda why: self.events.put(("store lost", why)))
 
     # -- for the member's own thread -----------------------------------------------------------------------------------
@@ -92,8 +89,7 @@ class Inbox:
         """Ends all connections after what is queued was sent, and hears no more."""
         self._closed = True
         self._unfollow()
-        self.peers.flush(flush_seconds)
-        self.peers.close()
+        self.peers.close(flush_seconds)
 
     # -- threads -------------------------------------------------------------------------------------------------------
 

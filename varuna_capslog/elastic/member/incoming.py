@@ -12,7 +12,6 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from varuna_capslog.elastic.member.data_path import DataPath
 from varuna_capslog.elastic.member.parts import Parts
 from varuna_capslog.elastic.member.peers import PeerMessage
 from varuna_capslog.elastic.member.work import LayerState
@@ -27,8 +26,8 @@ __all__ = ["Incoming", "decode", "encode"]
 class Incoming:
     """The mail of one member. Called by its one thread."""
 
-    def __init__(self, parts: Parts, path: DataPath) -> None:
-        self._parts, self._path = parts, path
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
         self._mail: list[PeerMessage] = []
 
     def add(self, message: PeerMessage) -> None:
@@ -46,16 +45,16 @@ class Incoming:
         generation, number, phase = int(message.header["generation"]), state.record.number, state.phase
         if generation < number:
             return True
-        if message.kind == "value":  # the protocol keeps those of newer generations
+        if message.kind == "value":  # the protocol keeps the values of newer generations
             value = decode(str(message.header["value"]).encode())
             events.append(m.Heard(generation, 0, message.sender, value))
             return True
         if generation > number:
             return False
         match message.kind:
-            case "meet":  # we are about to be let in
+            case "meet":  # this member is about to be let in
                 if phase is Phase.OUTSIDE and state.wants_in:
-                    self._path.begin(generation + 1, message.header["members"])
+                    self._parts.path.begin(generation + 1, message.header["members"])
                     self._parts.peers.send(message.sender, "met", generation=generation)  # opens the connection ahead
                 return True
             case "met":

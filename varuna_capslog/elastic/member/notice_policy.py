@@ -9,16 +9,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from varuna_capslog.elastic.host.hooks import notice_of
+from varuna_capslog.elastic.member.parts import Parts
 from varuna_capslog.elastic.member.training import Training
 from varuna_capslog.elastic.notices.interface import Kind, Notice
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.ahead import find_ahead, stay_with
 from varuna_capslog.membership.entries import HintEntry, NoticeEntry
 from varuna_capslog.membership.generation import Member
-from varuna_capslog.membership.recovery import Place, Seat
 from varuna_capslog.membership.state import State
 
 __all__ = ["NoticePolicy"]
@@ -31,18 +31,10 @@ CHANGE_SECONDS = 1.0
 
 
 class NoticePolicy:
-    """The notices of one run, as one member hears them. Called by its one thread.
+    """The notices of one run, as one member hears them. Called by its one thread."""
 
-    Args:
-        place: see `Job`.
-        seats: of all members and of those that asked to be let in; filled by the caller as they become known.
-    """
-
-    def __init__(
-        self, me: Member, place: Place, layer_bytes: Sequence[int], seats: Mapping[Member, Seat], training: Training
-    ) -> None:
-        self._me, self._place, self._layer_bytes = me, place, layer_bytes
-        self._seats, self._training = seats, training
+    def __init__(self, parts: Parts, training: Training) -> None:
+        self._me, self._parts, self._training = parts.me, parts, training
         self._mine: Notice | None = None  # with the earliest deadline
         self._gave_up = 0  # the generation in which its deadline was found too close to prepare
         self._known: tuple[frozenset[m.Change], Member, int, Mapping[int, int]] | None = None
@@ -94,15 +86,14 @@ class NoticePolicy:
 
     def _moves(self, member: Member, state: State) -> Mapping[int, int]:
         """Layer -> bytes that the member has to send when it leaves."""
-        sizes, seats = self._layer_bytes, self._seats
-        known = {
-            change for change in state.wishes.changes if change[1] in seats
-        }  # a vote may tell of one before it has asked
+        sizes, seats, place = self._parts.work.layer_bytes, self._parts.seats, self._parts.work.place
+        # a vote may tell of a joining member before it has asked
+        known = {change for change in state.wishes.changes if change[1] in seats}
         changes = frozenset(known | {("leave", member)})
         if state.roles.layout is None or member not in state.record.members:
             return {}
         if self._known is None or self._known[:3] != (changes, member, state.record.number):
-            ahead = find_ahead(member, state.record, state.roles.layout, changes, seats, self._place, sizes)
+            ahead = find_ahead(member, state.record, state.roles.layout, changes, seats, place, sizes)
             moves = {layer: sizes[layer] * len(targets) for layer, targets in ahead.targets.items()}
             self._known = (changes, member, state.record.number, moves)
         return self._known[3]

@@ -1,20 +1,89 @@
-"""What the parts of one member have in common; `Runtime` makes it once and hands it down."""
+"""What the parts of one member have in common; `Runtime` makes it once and hands it down.
+
+A part of it is the report of a change of generation, told once its first step is done: who left and came, what it cost.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from varuna_capslog.elastic.member.change_report import ChangeReport
+from varuna_capslog.elastic.member.data_path import DataPath
 from varuna_capslog.elastic.member.holdings import Holdings
 from varuna_capslog.elastic.member.peers import Peers
 from varuna_capslog.elastic.member.work import LayerState, Work
-from varuna_capslog.membership.generation import Member, Stamp
-from varuna_capslog.membership.recovery import Seat
+from varuna_capslog.membership.generation import Generation, Member, MemberLayout, Stamp
+from varuna_capslog.membership.recovery import Place, Seat
 from varuna_capslog.membership.state import Job
 from varuna_capslog.training.layer_state import digest
 
-__all__ = ["Parts"]
+__all__ = ["ChangeReport", "Parts", "reasons"]
+
+
+@dataclass
+class ChangeReport:
+    """From the last step before a change to the first one after it; times are of `time.monotonic`.
+
+    Attributes:
+        before: members of the last generation that trained.
+    """
+
+    before: tuple[Member, ...] = ()
+    last_apply: float | None = None
+    search_seconds: float = 0.0
+    transfer_began: float = 0.0
+    transfer_seconds: float = 0.0
+    moved_bytes: int = 0
+    why: tuple[str, ...] = ()
+
+    def timed(self, place: Place) -> Place:
+        """The same planner; how long its last search took becomes part of the report."""
+
+        def search(seats: Sequence[Seat]) -> MemberLayout | str:
+            began = time.perf_counter()
+            found = place(seats)
+            self.search_seconds = time.perf_counter() - began
+            return found
+
+        return search
+
+    def decided(self) -> None:
+        """The first round is complete, and a layout was searched for: layers begin to travel."""
+        self.transfer_began = time.monotonic() - self.search_seconds
+
+    def opened(self, members: Sequence[Member], dead: Collection[Member], moved_bytes: int) -> None:
+        """All layers are where they belong."""
+        self.transfer_seconds = time.monotonic() - self.transfer_began
+        self.why = reasons(members, self.before, dead)
+        self.moved_bytes += moved_bytes
+
+    def applied(self, now: float) -> None:
+        """A step was applied, and the change before it, if there was one, was told: another report begins."""
+        if self.why:
+            self.search_seconds = self.transfer_began = self.transfer_seconds = 0.0
+            self.moved_bytes, self.why = 0, ()
+        self.last_apply = now
+
+    def event(self, record: Generation, step: int, step_began: float) -> tuple[str, dict[str, Any]]:
+        """The event's kind and content, told when its first step is done.
+
+        Args:
+            step: the one that was just applied.
+        """
+        pause = None if self.last_apply is None else step_began - self.last_apply
+        return "begin" if pause is None else "morph", {
+            "generation": record.number,
+            "members": list(record.members),
+            "why": list(self.why),
+            "step": step,
+            "search_seconds": self.search_seconds,
+            "transfer_seconds": self.transfer_seconds,
+            "pause_seconds": pause,
+            "first_step_seconds": time.monotonic() - step_began,
+            "moved_bytes": self.moved_bytes,
+        }
 
 
 @dataclass(frozen=True)
@@ -32,6 +101,7 @@ class Parts:
     job: Job
     holdings: Holdings
     peers: Peers
+    path: DataPath
     probe: Callable[[str], None]
     report: ChangeReport
     seats: dict[Member, Seat] = field(default_factory=dict)
@@ -42,3 +112,14 @@ class Parts:
         """Sends a layer with its digest; it must not change before the receiver is known to have it."""
         about = {"layer": layer, "stamp": list(stamp), "digest": digest(state).hex()}
         self.peers.send(target, kind, state, generation=generation, **about)
+
+
+def reasons(members: Collection[Member], before: Collection[Member], dead: Collection[Member]) -> tuple[str, ...]:
+    """Who was lost, left and joined between two generations that trained, in words."""
+    if not before:
+        return ("1 member begins" if len(members) == 1 else f"{len(members)} members begin",)
+    lost = [member for member in before if member not in members and member in dead]
+    left = [member for member in before if member not in members and member not in dead]
+    new = [member for member in members if member not in before]
+    found = [("lost", lost), ("left", left), ("joined", new)]
+    return tuple(f"{', '.join(names)} {what}" for what, names in found if names) or ("the same members again",)

@@ -96,25 +96,19 @@ class Peers:
         for outgoing in ended:
             outgoing.queue.put(None)
 
-    def close(self) -> None:
-        """Ends all connections; what is queued is dropped. Use `flush` before, where it matters."""
+    def close(self, flush_seconds: float) -> None:
+        """Ends all connections, each after what is queued was handed to the system; waits at most so long for each."""
         self._closed = True
         with self._lock:
             everything = [*self._outgoing.values()]
             incoming = [*self._incoming]
         for outgoing in everything:
-            outgoing.stop()
-        for connection in (*incoming, self._listener):
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-            connection.close()
-
-    def flush(self, seconds: float) -> None:
-        """Waits, at most so long, until everything queued has been handed to the system."""
-        with self._lock:
-            everything = [*self._outgoing.values()]
+            outgoing.queue.put(None)
         for outgoing in everything:
-            outgoing.flush(seconds)
+            outgoing.stop(flush_seconds)
+        for connection in (*incoming, self._listener):
+            _shut_down(connection)
+            connection.close()
 
     # -- threads -----------------------------------------------------------------------------------------------------
 
@@ -162,16 +156,15 @@ class Peers:
 
 
 class _Outgoing:
-    """The connection to one member and the thread that fills it."""
+    """The connection to one member and the thread that fills it, until None is queued."""
 
     def __init__(self, peers: Peers, target: Member) -> None:
-        self.queue: queue.SimpleQueue[tuple[str, dict[str, Tensor], dict[str, Any]] | threading.Event | None] = (
-            queue.SimpleQueue()
-        )
+        self.queue: queue.SimpleQueue[tuple[str, dict[str, Tensor], dict[str, Any]] | None] = queue.SimpleQueue()
         self._peers, self._target = peers, target
         self._connection: socket.socket | None = None
         self.stopped = False
-        threading.Thread(target=self._run, name=f"peers-send-{target}", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name=f"peers-send-{target}", daemon=True)
+        self._thread.start()
 
     def _run(self) -> None:
         peers, target = self._peers, self._target
@@ -181,42 +174,28 @@ class _Outgoing:
                 item = self.queue.get()
                 if item is None:
                     return
-                if isinstance(item, threading.Event):
-                    item.set()
-                    continue
                 kind, tensors, header = item
                 _write(self._connection, {"kind": kind, **header}, tensors)
-        except (OSError, CapslogError):  # or the store that knows the addresses is gone
-            if not self.stopped and not peers._closed:
+        except (OSError, CapslogError):  # CapslogError: the store that knows the addresses is gone
+            if not peers._closed:
                 peers._lost(target)
         finally:
             self.stopped = True
             if self._connection is not None:
                 self._connection.close()
-            self._release()
 
-    def _release(self) -> None:
-        """Nobody may wait for what will never be sent."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                item = self.queue.get_nowait()
-                if isinstance(item, threading.Event):
-                    item.set()
-
-    def flush(self, seconds: float) -> None:
-        done = threading.Event()
-        self.queue.put(done)
-        if self.stopped:
-            self._release()
-        done.wait(seconds)
-
-    def stop(self) -> None:
+    def stop(self, seconds: float) -> None:
+        """Ends the thread; what it has not sent after so many seconds is dropped."""
+        self._thread.join(seconds)
         self.stopped = True
-        self.queue.put(None)
-        connection = self._connection
-        if connection is not None:
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+        if self._connection is not None:
+            _shut_down(self._connection)
+
+
+def _shut_down(connection: socket.socket) -> None:
+    """Ends what other threads wait for on a connection, which may be closed already."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 # -- frames ------------------------------------------------------------------------------------------------------------

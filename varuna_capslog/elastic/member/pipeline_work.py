@@ -7,6 +7,7 @@ that the protocol gave to this member. A layer that stays keeps its tensors. Ste
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import sys
@@ -14,21 +15,22 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from varuna_capslog.base import files
-from varuna_capslog.base.errors import DiskFailed
+from varuna_capslog.base.errors import DiskFailed, StepRefused
 from varuna_capslog.config.settings import Config
-from varuna_capslog.elastic.member.beginning import MemberStart
 from varuna_capslog.elastic.member.held_state import write_held
-from varuna_capslog.elastic.member.work import Followed, LayerState, Opening, Outcome
+from varuna_capslog.elastic.member.start_up import MemberStart
+from varuna_capslog.elastic.member.work import Followed, LayerState, Opening, Outcome, Work
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.executor import Observer
 from varuna_capslog.engine.layers import EngineLayer
-from varuna_capslog.engine.pipeline import Layout, PipelineEngine, Ready
+from varuna_capslog.engine.options import EngineOptions, Layout
+from varuna_capslog.engine.pipeline import PipelineEngine, Ready
+from varuna_capslog.engine.step import train_step
 from varuna_capslog.membership.generation import Generation, MemberLayout, Stamp
 from varuna_capslog.membership.placing import Placer
 from varuna_capslog.membership.recovery import Seat
@@ -63,8 +65,35 @@ class PipelineRun:
     plan: Plan
     profile: Profile | None
 
+    def write_plan(self, number: int, layout: Layout) -> None:
+        """Writes `plan-<number>.json` of a generation that trains; what is there stays."""
+        path = plan_path(self.config.run_dir, number)
+        if path.exists():
+            return
+        pipeline, count = self.config.pipeline, self.config.num_microbatches // layout.replicas
+        if self.profile is None:
+            plan = dataclasses.replace(self.plan, cuts=layout.cuts, num_microbatches=count, placed=None, actions=None)
+        else:
+            plan = planned(
+                self.profile,
+                layout.devices,
+                planner=pipeline.planner,
+                memory=pipeline.memory,
+                run=dataclasses.replace(RunShape.of_config(self.config), num_microbatches=count, num_blocks=1),
+                cuts=layout.cuts,
+            )
+        write_plan(path, plan)
 
-class PipelineWork:
+    def keep_plan(self, number: int) -> None:
+        """Writes the plan before for a generation that waits or has no members: a run that goes on later counts its
+        generations from the newest of these files.
+        """
+        last = latest_plan(self.config.run_dir)
+        if last is not None and last[0] < number:
+            write_plan(plan_path(self.config.run_dir, number), last[1])
+
+
+class PipelineWork(Work):
     """One member's part of a pipeline run.
 
     Args:
@@ -86,6 +115,7 @@ class PipelineWork:
         observer: Observer | None = None,
     ) -> None:
         self.start, self.device, self._placed, self._observer = start, device, placed, observer
+        self._run = run
         # a plan of its own for every generation: the schedule's actions are made anew
         self.setup = set_up_run(run.config, run.workload)
         check_plan(self.setup, run.plan)
@@ -95,9 +125,7 @@ class PipelineWork:
         self.loop = TrainingLoop(self.setup, device, start.offset, start.stop_wished)
         self.engine: PipelineEngine | None = None
         self.number = 0
-        self.asked = False
         self._table = ShapeTable(self.chain, device.type, run.config.train.precision)
-        self._plans = _PlanFiles(run.config, run.plan, run.profile)
         self._by_index: dict[int, EngineLayer] = {}
         self._shelved: dict[int, tuple[EngineLayer, LayerState]] = {}
         self._part_names: list[str] | None = None
@@ -109,23 +137,19 @@ class PipelineWork:
         if sum(self.layer_bytes) > _WARM_UP_BYTES:
             return
         setup, whole = self.setup, self.setup.feed().minibatch(1)
-        one = dataclasses.replace(
-            whole,
-            inputs=whole.inputs[:1],
-            targets=whole.targets[:1],
-            sample_ids=whole.sample_ids[:1],
-            recipes=whole.recipes[:1],
-        )
+        one = dataclasses.replace(whole, inputs=whole.inputs[:1])
         options = dataclasses.replace(setup.options, num_microbatches=1, num_blocks=1)
         alone = Communicator(0, 1, "warm-up", datetime.timedelta(seconds=1))
-        layout = Layout((0,), (0,), 1)
-        loss, ready = setup.workload.loss, Ready(self._table, layers={})
-        engine = PipelineEngine(self.chain, loss, layout, options, alone, self.device, ready, self._observer)
+        engine = self._engine(Layout((0,), (0,), 1), options, alone, Ready(self._table, layers={}))
         inputs = {name: tensor.to(self.device) for name, tensor in setup.source.load(whole, 0).items()}
-        engine.compute(1, one, lambda microbatch: inputs)
-        verdict = engine.vote(1, one)
-        if verdict.refusal is None:
-            engine.apply(verdict)
+        with contextlib.suppress(StepRefused):
+            train_step(engine, 1, one, lambda microbatch: inputs)
+
+    def _engine(
+        self, layout: Layout, options: EngineOptions, communicator: Communicator, ready: Ready
+    ) -> PipelineEngine:
+        loss = self.setup.workload.loss
+        return PipelineEngine(self.chain, loss, layout, options, communicator, self.device, ready, self._observer)
 
     def knows(self) -> list[str] | None:
         return self._part_names
@@ -143,16 +167,8 @@ class PipelineWork:
             for index, (layer, shelved) in self._shelved.items()
             if index in states and states[index] is shelved and not layer.shared
         }
-        engine = PipelineEngine(
-            self.chain,
-            self.setup.workload.loss,
-            layout,
-            self.setup.options,
-            communicator,
-            self.device,
-            Ready(self._table, kept, next((names for names in opening.told if names is not None), None)),
-            self._observer,
-        )
+        ready = Ready(self._table, kept, next((names for names in opening.told if names is not None), None))
+        engine = self._engine(layout, self.setup.options, communicator, ready)
         self._by_index = {layer.index: layer for layer in engine.layers}
         for index, state in states.items():
             layer_state.install(self._by_index[index], engine.optimizer, state)
@@ -162,7 +178,7 @@ class PipelineWork:
         arguments = (opening.number + self.start.offset, layout, layout.stages_of(communicator.rank), writes)
         threading.Thread(target=self._write_papers, args=arguments, name="write-papers", daemon=True).start()
         path = self.start.resumed.get(opening.base)
-        # where the run goes on from its own checkpoint
+        # True where the run goes on from its own checkpoint
         saved = path is not None and path.parent == self.setup.checkpoints.absolute()
         self.loop.begin(engine, opening.number, opening.base.step, writes, saved)
 
@@ -170,9 +186,9 @@ class PipelineWork:
         """The generation's plan file, and what this member is in it; beside the training, which does not wait."""
         try:
             if writes:
-                self._plans.write(number, layout)
+                self._run.write_plan(number, layout)
             self._placed(number, stages)
-        except DiskFailed as error:  # so will the next line of metrics, which ends the run for all
+        except DiskFailed as error:  # the next line of metrics will fail, too, and end the run for all
             sys.stderr.write(f"{error}\n")
 
     def shelve(self) -> Mapping[int, LayerState]:
@@ -228,13 +244,12 @@ class PipelineWork:
         path = self.start.resumed.get(stamp, self.setup.checkpoints / f"step-{stamp.step:08d}")
         return from_checkpoint(open_checkpoint(path), self.chain, layer)
 
-    def persist(self, held: Mapping[tuple[int, Stamp], LayerState], record: Generation, why: str) -> None:
+    def persist(self, held: Mapping[tuple[int, Stamp], LayerState], record: Generation) -> None:
         number = record.number + self.start.offset
         if record.number > self.number:  # no member trains in it, and it has no plan of its own
-            self._plans.keep(number)
+            self._run.keep_plan(number)
         extra = {"constants": run_constants(self.setup.config)}
         write_held(self.setup.run_dir, self.chain, held, record, number, extra)
-        self.note("persisted", why=why, states=len(held), member=self.start.me, generation=record.number)
 
     # -- boundaries ---------------------------------------------------------------------------------------------------
 
@@ -261,45 +276,3 @@ class PipelineWork:
     def close(self) -> None:
         """Stops the loading threads and the terminal's progress bar."""
         self.loop.close()
-
-
-class _PlanFiles:
-    """Writes `plan-<generation>.json` of a run for every generation, also of those that never train.
-
-    A run that goes on later counts its generations from the newest of these files.
-
-    Args:
-        plan: the run's first one, which the others are like where there is no profile.
-        profile: what the predictions in the files are made from.
-    """
-
-    def __init__(self, config: Config, plan: Plan, profile: Profile | None) -> None:
-        self._config, self._plan, self._profile = config, plan, profile
-
-    def write(self, number: int, layout: Layout) -> None:
-        """The plan of a generation that trains; what is there stays."""
-        path = self._path(number)
-        if path.exists():
-            return
-        pipeline, count = self._config.pipeline, self._config.num_microbatches // layout.replicas
-        if self._profile is None:
-            plan = dataclasses.replace(self._plan, cuts=layout.cuts, num_microbatches=count, placed=None, actions=None)
-        else:
-            plan = planned(
-                self._profile,
-                layout.devices,
-                planner=pipeline.planner,
-                memory=pipeline.memory,
-                run=dataclasses.replace(RunShape.of_config(self._config), num_microbatches=count, num_blocks=1),
-                cuts=layout.cuts,
-            )
-        write_plan(path, plan)
-
-    def keep(self, number: int) -> None:
-        """The plan before stands for a generation that waits or has no members."""
-        last = latest_plan(self._config.run_dir)
-        if last is not None and last[0] < number:
-            write_plan(self._path(number), last[1])
-
-    def _path(self, number: int) -> Path:
-        return plan_path(Path(self._config.run_dir), number)

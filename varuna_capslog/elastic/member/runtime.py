@@ -16,15 +16,14 @@ from typing import Any
 
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError, DiskFailed
-from varuna_capslog.elastic.member.change_report import ChangeReport
 from varuna_capslog.elastic.member.data_path import DataPath
 from varuna_capslog.elastic.member.effects import Effects
 from varuna_capslog.elastic.member.holdings import Holdings
 from varuna_capslog.elastic.member.inbox import Inbox
 from varuna_capslog.elastic.member.incoming import Incoming
 from varuna_capslog.elastic.member.notice_policy import NoticePolicy
-from varuna_capslog.elastic.member.parts import Parts
-from varuna_capslog.elastic.member.runtime_options import RuntimeOptions
+from varuna_capslog.elastic.member.parts import ChangeReport, Parts
+from varuna_capslog.elastic.member.start_up import MemberStart, RuntimeOptions
 from varuna_capslog.elastic.member.timeouts import WaitingTime
 from varuna_capslog.elastic.member.training import Training
 from varuna_capslog.elastic.member.work import Work
@@ -36,7 +35,7 @@ from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.membership.roster import Roster
 from varuna_capslog.membership.state import Job, Phase, State
 
-__all__ = ["End", "Runtime"]
+__all__ = ["End", "Runtime", "take_part"]
 
 _FLUSH_SECONDS = 5.0
 _LISTEN_SECONDS = 1.0
@@ -55,26 +54,24 @@ class Runtime:
     """One member of the run.
 
     Args:
-        me: never used before.
         store: its identity is the run's token; see `Peers`.
     """
 
-    def __init__(self, me: Member, work: Work, store: MembershipStore, options: RuntimeOptions | None = None) -> None:
-        options = options or RuntimeOptions()
-        self.me, self._host = me, options.host
-        self._stop_wished, self._store = options.stop_wished, store
+    def __init__(self, start: MemberStart, work: Work, store: MembershipStore, options: RuntimeOptions) -> None:
+        self.me = me = start.me
+        self._start, self._store = start, store
         self._timeouts = timeouts = options.timeouts
         report = ChangeReport()
         job = Job(work.layer_bytes, report.timed(work.place), options.sync, options.shadows)
         self.roster = Roster()
-        self.inbox = Inbox(me, options.host, store, store.identity, options.address)
-        self.parts = Parts(me, work, job, Holdings(work), self.inbox.peers, options.probe, report)
-        self.path = DataPath(me, self.inbox, store.rendezvous, timeouts, work.knows)
-        self.state = State(me, options.host, options.capacity, checkpoint=options.checkpoint)
-        self.training = Training(self.parts, self.path, self)
-        self._notices = NoticePolicy(me, work.place, work.layer_bytes, self.parts.seats, self.training)
-        self._incoming = Incoming(self.parts, self.path)
-        self._effects = Effects(self.parts, self.path, self.roster, store, self.training, self)
+        self.inbox = Inbox(start, store)
+        path = DataPath(me, self.inbox, store.rendezvous, timeouts, work.knows)
+        self.parts = Parts(me, work, job, Holdings(work), self.inbox.peers, path, options.probe, report)
+        self.state = State(me, start.host, options.capacity, checkpoint=start.checkpoint)
+        self.training = Training(self.parts, self)
+        self._notices = NoticePolicy(self.parts, self.training)
+        self._incoming = Incoming(self.parts)
+        self._effects = Effects(self.parts, store, self.training, self)
         self._events: deque[m.ProtocolEvent] = deque()
         self._feeding = False
         self._end: End | None = None
@@ -113,7 +110,7 @@ class Runtime:
             raise full from error
         finally:
             self.inbox.close(_FLUSH_SECONDS)
-            self.path.close()
+            self.parts.path.close()
 
     def look_at_deadline(self) -> None:
         """Before a step: a deadline of this member's may have come too close for what was planned."""
@@ -143,7 +140,7 @@ class Runtime:
 
     def _catch_up(self) -> None:
         """Reads the log up to now; earlier entries need no answer from this member."""
-        self._store.append(entries.HelloEntry(self.me, self._host).to_json())
+        self._store.append(entries.HelloEntry(self.me, self._start.host).to_json())
         until = time.monotonic() + self._timeouts.peer
         while True:
             try:
@@ -168,7 +165,7 @@ class Runtime:
         try:
             kind, what = self.inbox.events.get(timeout=max(0.0, min(wait, _LISTEN_SECONDS)))
         except queue.Empty:
-            if self.state.phase is Phase.WAIT and self._stop_wished():  # all is on disk
+            if self.state.phase is Phase.WAIT and self._start.stop_wished():  # all is on disk
                 self._end = End(self.state.at.step, True, False)
             elif time.monotonic() >= self._limit():
                 self._limit_passed()
@@ -299,7 +296,7 @@ class Runtime:
         self.inbox.engage(record.number, frozenset(record.participants) if inside else frozenset())
         self.parts.peers.keep(record.participants)
         if self.state.phase is Phase.GATHER and self.roster.here >= set(record.members):
-            self.path.begin(record.number, record.members)
+            self.parts.path.begin(record.number, record.members)
         if suspected := self._suspected():
             self._events.append(m.Suspects(suspected))
         self.parts.probe("adopted")
@@ -308,3 +305,25 @@ class Runtime:
         """Tells the log; it only hastens things, and a lost store shows itself at the next change."""
         with contextlib.suppress(StoreGone):
             self._store.append(entry.to_json())
+
+
+def take_part(
+    start: MemberStart,
+    store: MembershipStore,
+    work: Work,
+    options: RuntimeOptions,
+    runtime: type[Runtime] = Runtime,
+) -> tuple[End, int]:
+    """Takes part until the run ends or this member is released; closes the work.
+
+    Returns:
+        How it ended, and the exit status that goes with it: 0, or 130 where a person asked for the stop.
+
+    Raises:
+        CapslogError: see `Runtime.run`.
+    """
+    try:
+        end = runtime(start, work, store, options).run()
+    finally:
+        work.close()
+    return end, 130 if end.stopped and work.asked else 0

@@ -1,77 +1,139 @@
-"""How a member's process takes part in a run, whatever it trains: open the store, build the runtime, run, end.
+"""How a member's process begins and fails, whatever it trains, and where the run around it begins.
 
-What a member needs to know stands in variables of its process, which the host sets, and in the store.
+What a member needs to know stands in variables of its process, which the host sets, and in three keys of the store. A
+run that goes on counts its generations anew in the store; in the run's files they follow those that are there.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from varuna_capslog.elastic.member.beginning import Beginning, MemberStart
-from varuna_capslog.elastic.member.runtime import End, Runtime
-from varuna_capslog.elastic.member.runtime_options import RuntimeOptions
-from varuna_capslog.elastic.member.work import Work
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.elastic.member.timeouts import Timeouts
 from varuna_capslog.elastic.network import address_towards
 from varuna_capslog.elastic.store.opening import MembershipStore, open_store
+from varuna_capslog.membership.generation import INITIAL, Member, Stamp
 from varuna_capslog.training.worker_process import StopWish, report_failure
 
-__all__ = ["enter", "local_rank", "report_failures", "take_part"]
+__all__ = ["Beginning", "MemberStart", "RuntimeOptions", "enter", "local_rank", "report_failures"]
+
+_WAIT_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """The first generation and boundary of a run: written by the host that begins it, read by every member.
+
+    Attributes:
+        first: what generation 1 of the store is called in the run's files.
+        step: of the boundary.
+        path: the checkpoint of that boundary; None at the beginning of training.
+    """
+
+    first: int = 1
+    step: int = 0
+    path: Path | None = None
+
+    @property
+    def stamp(self) -> Stamp:
+        """The boundary, as generation 1 knows it."""
+        return Stamp(self.step, 0)
+
+    def keys(self) -> dict[str, str]:
+        """What the store must hold before the first worker looks."""
+        return {
+            "first-plan": str(self.first),
+            "resumed-step": str(self.step),
+            "resumed-path": "" if self.path is None else str(self.path.absolute()),
+        }
+
+    @classmethod
+    def read(cls, store: MembershipStore) -> Beginning:
+        """What `keys` has put there. Raises CapslogError where it does not come within ten seconds."""
+
+        found = []
+        for key, what in (("first-plan", "plan"), ("resumed-step", "boundary"), ("resumed-path", "checkpoint")):
+            value = store.get(key, _WAIT_SECONDS)
+            if value is None:
+                raise CapslogError(
+                    f"the store does not say which {what} the run begins with: the host that began the run has not "
+                    "come so far; start anew"
+                )
+            found.append(value)
+        first, step, path = found
+        return cls(int(first), int(step), Path(path) if path else None)
+
+
+@dataclass(frozen=True)
+class MemberStart:
+    """What a member knows of itself and of its run, whatever is trained.
+
+    Attributes:
+        me: its name, never used before.
+        offset: generation n of the store is n + offset in the run's files.
+        resumed: where the checkpoint lies with which the run begins; nothing at the beginning of training.
+        stop_wished: asked once per step; True on any member ends the run after that step. Also asked while the run
+            waits, when there is no step whose vote could carry that wish.
+        checkpoint: the boundary that the run begins with.
+        host: whose losses are losses of this member, too.
+        address: of this host, as the others reach it.
+    """
+
+    me: Member
+    run_dir: Path
+    offset: int = 0
+    resumed: Mapping[Stamp, Path] = field(default_factory=dict)
+    stop_wished: Callable[[], bool] = lambda: False
+    checkpoint: Stamp = INITIAL
+    host: str = "host"
+    address: str = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class RuntimeOptions:
+    """How a member takes part.
+
+    Attributes:
+        capacity: bytes of this member's device; 0: no limit.
+        sync, shadows: see `state.Job`.
+        probe: called at named points, for faults injected by tests.
+    """
+
+    capacity: int = 0
+    sync: bool = True
+    shadows: bool = True
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    probe: Callable[[str], None] = lambda point: None
 
 
 def enter(
     run_dir: Path,
     stop_wished: Callable[[], bool],
-    opener: Callable[[str, str | None], MembershipStore] | None = None,
+    opener: Callable[[str, str | None], MembershipStore] = open_store,
 ) -> tuple[MemberStart, MembershipStore]:
     """Opens the store and reads where the run begins.
-
-    Args:
-        opener: as `store.open_store`, which None stands for.
 
     Raises:
         StoreGone: the store does not answer.
         CapslogError: it does not say where the run begins.
     """
-    store = (opener or open_store)(os.environ["CAPSLOG_STORE"], os.environ.get("CAPSLOG_STORE_IDENTITY"))
+    place = os.environ["CAPSLOG_STORE"]
+    store = opener(place, os.environ.get("CAPSLOG_STORE_IDENTITY"))
     beginning = Beginning.read(store)
-    resumed = {} if beginning.path is None else {beginning.stamp: beginning.path}
-    me, offset = os.environ["CAPSLOG_MEMBER"], beginning.first - 1
-    return MemberStart(me, run_dir, offset, resumed, stop_wished, beginning.stamp), store
-
-
-def take_part(
-    start: MemberStart,
-    store: MembershipStore,
-    work: Work,
-    options: RuntimeOptions,
-    runtime: type[Runtime] = Runtime,
-) -> tuple[End, int]:
-    """Takes part until the run ends or this member is released; closes the work.
-
-    Args:
-        options: host, address, checkpoint and the wish to stop are filled in here.
-
-    Returns:
-        How it ended, and the exit status that goes with it: 0, or 130 where a person asked for the stop.
-
-    Raises:
-        CapslogError: see `Runtime.run`.
-    """
-    options = dataclasses.replace(
-        options,
-        host=os.environ.get("CAPSLOG_HOST", "host"),
-        address=os.environ.get("CAPSLOG_ADDRESS") or address_towards(os.environ["CAPSLOG_STORE"]) or "127.0.0.1",
-        checkpoint=start.checkpoint,
-        stop_wished=start.stop_wished,
+    start = MemberStart(
+        os.environ["CAPSLOG_MEMBER"],
+        run_dir,
+        beginning.first - 1,
+        {} if beginning.path is None else {beginning.stamp: beginning.path},
+        stop_wished,
+        beginning.stamp,
+        os.environ.get("CAPSLOG_HOST", "host"),
+        os.environ.get("CAPSLOG_ADDRESS") or address_towards(place) or "127.0.0.1",
     )
-    try:
-        end = runtime(start.me, work, store, options).run()
-    finally:
-        work.close()
-    return end, 130 if end.stopped and work.asked else 0
+    return start, store
 
 
 def report_failures(run_dir: Path, part: Callable[[StopWish], int]) -> int:

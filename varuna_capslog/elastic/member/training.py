@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from varuna_capslog.elastic.member.data_path import DataPath
 from varuna_capslog.elastic.member.incoming import decode, encode
 from varuna_capslog.elastic.member.parts import Parts
 from varuna_capslog.engine.communicator import PeerLost
@@ -38,8 +37,8 @@ class Training:
         save_all: a checkpoint is due at the next boundary, together with all members.
     """
 
-    def __init__(self, parts: Parts, path: DataPath, loop: Runtime) -> None:
-        self._parts, self._path, self._loop = parts, path, loop
+    def __init__(self, parts: Parts, loop: Runtime) -> None:
+        self._parts, self._loop = parts, loop
         self.todo: m.Compute | None = None
         self.waits_since = 0.0
         self.usual_seconds = 0.0
@@ -113,7 +112,7 @@ class Training:
         self._parts.work.finish(self._loop.state.at, self._stop)
         # who is gone from here on has finished, or would have: everything is written
         with contextlib.suppress(PeerLost):
-            self._path.barrier()
+            self._parts.path.barrier()
         self._loop.end(self._stop)
 
     def vote(self, effect: m.Cast) -> tuple[m.ProtocolEvent, ...]:
@@ -252,7 +251,7 @@ class Training:
         copies = [parts.holdings.copies.get(layer) for layer in ahead.mine]
         if not all(copy is not None and copy.stamp == state.at for copy in copies):
             return False
-        if not self._path.has_met(state.record, ahead.changes, self._loop.roster.dead):
+        if not self._parts.path.has_met(state.record, ahead.changes, self._loop.roster.dead):
             return False
         parts.probe("prepared")
         self._loop.feed(m.Prepared(state.record.number, ahead.changes, ahead.mine))

@@ -69,10 +69,10 @@ class Followed(Protocol):
 
 
 class Work(Protocol):
-    """One member's part of the run. Called by one thread."""
+    """One member's part of the run. Called by one thread. Methods with a body may be left out."""
 
     layer_bytes: tuple[int, ...]
-    asked: bool
+    asked: bool = False
     """After `finish`: whether a person's wish ended the run."""
 
     def place(self, seats: Sequence[Seat]) -> MemberLayout | str:
@@ -80,6 +80,7 @@ class Work(Protocol):
 
     def knows(self) -> Any:
         """What this member can tell joining members; picklable. Asked in another thread, ahead of `open`."""
+        return None
 
     def open(self, opening: Opening, communicator: Communicator, states: Mapping[int, LayerState]) -> None:
         """Begins a generation: builds this rank's part from the states of its layers, which it may keep."""
@@ -117,9 +118,11 @@ class Work(Protocol):
 
     def update(self, layer: int) -> Mapping[str, Tensor]:
         """What a `Followed` needs for the step that was computed; read before `apply`."""
+        raise AssertionError("no member follows a layer of this work")
 
     def follow(self, layer: int, state: LayerState) -> Followed:
         """Begins to follow another member's layer."""
+        raise AssertionError("no member follows a layer of this work")
 
     def initial(self, layer: int) -> LayerState:
         """A layer before step 1."""
@@ -127,7 +130,7 @@ class Work(Protocol):
     def load(self, layer: int, stamp: Stamp) -> LayerState:
         """A layer from the checkpoint of this boundary. Raises CapslogError."""
 
-    def persist(self, held: Mapping[tuple[int, Stamp], LayerState], record: Generation, why: str) -> None:
+    def persist(self, held: Mapping[tuple[int, Stamp], LayerState], record: Generation) -> None:
         """Writes what this member holds to disk, whatever it is, so that a later run can go on from it."""
 
     def finish(self, stamp: Stamp, stopped: bool) -> None:
@@ -138,3 +141,4 @@ class Work(Protocol):
 
     def close(self) -> None:
         """The member's part has ended, well or not: ends what is open."""
+        return

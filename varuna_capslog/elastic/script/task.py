@@ -16,10 +16,16 @@ data by `number` alone. Run alone such a script trains by itself; `capslog scrip
 from __future__ import annotations
 
 import contextlib
+import contextvars
+import datetime
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+import runpy
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +34,22 @@ import torch
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError, StepRefused
 from varuna_capslog.config.settings import Elastic
-from varuna_capslog.elastic.member.runtime_options import RuntimeOptions
-from varuna_capslog.elastic.member.start_up import enter, report_failures, take_part
+from varuna_capslog.elastic.member.runtime import take_part
+from varuna_capslog.elastic.member.start_up import RuntimeOptions, enter, report_failures
 from varuna_capslog.elastic.member.timeouts import Timeouts
-from varuna_capslog.elastic.script.member_script import MemberScript, current_script
-from varuna_capslog.elastic.script.packing import pack
-from varuna_capslog.elastic.script.work import Group, Script, ScriptJob, ScriptWork, loss_of
+from varuna_capslog.elastic.script.work import Group, Script, ScriptWork, loss_of, pack
+from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.training.layer_state import digest
 from varuna_capslog.training.worker_process import StopWish
 
-__all__ = ["TRUTH", "Group", "Script", "main", "train"]
+__all__ = ["TRUTH", "Group", "MemberScript", "Script", "current_script", "main", "train"]
 
 TRUTH = "CAPSLOG_TRUTH"
 """Variable: a JSON list of a file and a step. A script that runs alone writes its losses there up to that step, then a
 digest of its state, and ends."""
+
+_CURRENT: contextvars.ContextVar[MemberScript | None] = contextvars.ContextVar("member_script", default=None)
+"""Another run in the same process has its own."""
 
 
 def train(
@@ -65,11 +73,12 @@ def train(
     """
     member = current_script()
     if member is not None:
-        _take_part(member, ScriptJob(script, steps, done, checkpoint_every))
+        _take_part(member, script, steps, done, checkpoint_every)
         return
     truth, last = json.loads(os.environ.get(TRUTH, "[null, null]"))
+    alone = Group(Communicator(0, 1, "alone", datetime.timedelta(0)))
     for number in range(1, (steps if last is None else min(steps, last)) + 1):
-        loss = loss_of(script.step(number, Group(None)))
+        loss = loss_of(script.step(number, alone))
         if math.isinf(loss):
             raise StepRefused(f"step {number}: the loss is not finite")
         if truth is not None:
@@ -80,16 +89,67 @@ def train(
         raise SystemExit(0)
 
 
-def _take_part(member: MemberScript, job: ScriptJob) -> None:
-    """The steps of `job` as one member of a run; raises SystemExit where this member leaves before the last one."""
+def _take_part(
+    member: MemberScript, script: Script, steps: int, done: Callable[[int, float], None], checkpoint_every: int | None
+) -> None:
+    """The steps as one member of a run; raises SystemExit where this member leaves before the last one."""
     (start, store), settings = enter(member.run_dir, member.wish), member.settings
+    work = ScriptWork(start, settings, script, steps, done, checkpoint_every)
     options = RuntimeOptions(
         shadows=False,  # all members hold all of it: nothing is to be copied ahead
         timeouts=Timeouts(change=settings.patience_seconds),
     )
-    end, member.status = take_part(start, store, ScriptWork(start, job, settings), options)
-    if member.status or end.step < job.steps:
+    end, member.status = take_part(start, store, work, options)
+    if member.status or end.step < steps:
         raise SystemExit(member.status)
+
+
+@dataclass
+class MemberScript:
+    """A user's script, run by the process of one member; `current_script` finds it when the script calls the library.
+
+    Attributes:
+        settings: the config's section `elastic`; a script of Varuna's brings its own.
+        status: how this member's part in the run has ended; None until then.
+    """
+
+    run_dir: Path
+    wish: StopWish
+    settings: Elastic
+    status: int | None = None
+
+    def run(self, path: str, arguments: Sequence[str], folder: str) -> int | str | None:
+        """Runs the script as the program of this process; returns what it ended itself with (None: nothing).
+
+        Args:
+            arguments: the script's own.
+            folder: where its imports are looked for first.
+        """
+        sys.argv = [path, *arguments]
+        sys.path.insert(0, folder)
+        token = _CURRENT.set(self)
+        try:
+            runpy.run_path(path, run_name="__main__")
+        except SystemExit as end:
+            return end.code
+        finally:
+            _CURRENT.reset(token)
+        return None
+
+
+def current_script() -> MemberScript | None:
+    """The script that this call comes from; None in a process that is no member's.
+
+    Raises:
+        CapslogError: called in another thread than the one that runs the script.
+    """
+    found = _CURRENT.get()
+    if found is None and "CAPSLOG_MEMBER" in os.environ and threading.current_thread() is not threading.main_thread():
+        raise CapslogError(
+            "a member of a run trains in the thread that runs its script; this call came from the thread "
+            f"{threading.current_thread().name!r}: make it in the main thread"
+        )
+    return found
 
 
 def main(arguments: Mapping[str, Any]) -> int:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,9 +15,8 @@ from torch import Tensor
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError, DiskFailed
 from varuna_capslog.config.settings import Elastic
-from varuna_capslog.elastic.member.beginning import MemberStart
-from varuna_capslog.elastic.member.work import Followed, LayerState, Opening, Outcome
-from varuna_capslog.elastic.script.packing import pack, unpack
+from varuna_capslog.elastic.member.start_up import MemberStart
+from varuna_capslog.elastic.member.work import LayerState, Opening, Outcome, Work
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.membership.generation import INITIAL, Generation, MemberLayout, Stamp
 from varuna_capslog.membership.recovery import Seat
@@ -25,10 +24,13 @@ from varuna_capslog.training.checkpoint import write_whole
 from varuna_capslog.training.journal import RecentSteps
 from varuna_capslog.training.layer_state import digest
 
-__all__ = ["Group", "Script", "ScriptJob", "ScriptWork", "loss_of", "read_state", "saved_states"]
+__all__ = ["Group", "Script", "ScriptWork", "loss_of", "pack", "read_state", "saved_states", "unpack"]
 
 _KEPT = 3
 """Checkpoints that stay."""
+
+_STRUCTURE = "structure"
+"""The tensor of a packed state that says, as JSON, how the others are nested."""
 
 
 class Script(Protocol):
@@ -52,57 +54,50 @@ class Script(Protocol):
 class Group:
     """The members that make a step together. Any of its methods raises `PeerLost` when one of them is gone."""
 
-    def __init__(self, communicator: Communicator | None) -> None:
+    def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
-        self.rank = 0 if communicator is None else communicator.rank
-        self.size = 1 if communicator is None else communicator.world_size
+        self.rank, self.size = communicator.rank, communicator.world_size
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Adds the tensors of all members, in place; the result has the same bits everywhere.
 
         The sum over three members has other bits than that over two, unless every element is zero on all but one.
         """
-        return tensor if self._communicator is None else self._communicator.add(tensor)
+        return self._communicator.add(tensor)
 
     def gather(self, value: Any) -> list[Any]:
         """Every member's picklable value, by rank."""
-        return [value] if self._communicator is None else self._communicator.gather(value)
+        return self._communicator.gather(value)
 
     def barrier(self) -> None:
         """Returns when all members have come here."""
-        if self._communicator is not None:
-            self._communicator.barrier()
+        self._communicator.barrier()
 
 
-@dataclass(frozen=True)
-class ScriptJob:
-    """What a script asks `train` for.
-
-    Attributes:
-        steps: number of the last one.
-        done: called with each step's number and loss, on the first member.
-        checkpoint_every: steps between two checkpoints; None: one at the end only.
-    """
-
-    script: Script
-    steps: int
-    done: Callable[[int, float], None] = lambda number, loss: None
-    checkpoint_every: int | None = None
-
-
-class ScriptWork:
+class ScriptWork(Work):
     """See the module.
 
     Args:
         start: its `run_dir` gets metrics.jsonl, events.jsonl and checkpoints/step-<step>-<generation>.pt.
+        steps: number of the last one.
+        done: called with each step's number and loss, on the first member.
+        checkpoint_every: steps between two checkpoints; None: one at the end only.
 
     Raises:
         CapslogError: the script's state holds what cannot be packed.
     """
 
-    def __init__(self, start: MemberStart, job: ScriptJob, settings: Elastic) -> None:
-        self._start, self._job, self._script, self._settings = start, job, job.script, settings
-        self._run_dir = start.run_dir
+    def __init__(
+        self,
+        start: MemberStart,
+        settings: Elastic,
+        script: Script,
+        steps: int,
+        done: Callable[[int, float], None],
+        checkpoint_every: int | None,
+    ) -> None:
+        self._start, self._run_dir, self._settings = start, start.run_dir, settings
+        self._script, self._steps, self._done, self._checkpoint_every = script, steps, done, checkpoint_every
         self._first = pack(self._script.state(), copy=True)
         size = sum(tensor.numel() * tensor.element_size() for tensor in self._first.values())
         self.layer_bytes: tuple[int, ...] = (size,)
@@ -113,7 +108,6 @@ class ScriptWork:
         self._loss = math.nan
         self._began = 0.0
         self._recent: RecentSteps[dict[str, Any]] = RecentSteps(start.run_dir / "metrics.jsonl")
-        self.asked = False
 
     def place(self, seats: Sequence[Seat]) -> MemberLayout | str:
         if len(seats) < self._settings.min_devices:
@@ -123,9 +117,6 @@ class ScriptWork:
         if hosts < wanted:
             problem = f"the state is held on {hosts} host(s); {wanted} are needed to lose {wanted - 1} at once"
         return MemberLayout(1, {seat.member: (0,) for seat in seats}, {}, problem)
-
-    def knows(self) -> Any:
-        return None
 
     # -- generations ---------------------------------------------------------------------------------------------------
 
@@ -145,7 +136,7 @@ class ScriptWork:
         if self._communicator is None:
             return {}
         self._communicator = None
-        if self._before is not None:  # the script has gone on: it must load this, or another state
+        if self._before is not None:  # the script has computed further: it must load this state, or another one
             state, self._before = self._before, None
             return {0: state}
         self._shelved = pack(self._script.state(), copy=True)
@@ -159,7 +150,7 @@ class ScriptWork:
         return self._communicator
 
     def is_done(self, step: int) -> bool:
-        return step >= self._job.steps
+        return step >= self._steps
 
     def compute(self, step: int) -> bool:
         self._began = time.perf_counter()
@@ -190,7 +181,7 @@ class ScriptWork:
         self._recent.add(step, record)
         if self._group.rank == 0:
             files.append_jsonl(self._run_dir / "metrics.jsonl", record)
-            self._job.done(step, self._loss)
+            self._done(step, self._loss)
 
     def discard(self, step: int) -> str:
         return f"step {step}: the loss is not finite; nothing was kept of it"
@@ -202,23 +193,16 @@ class ScriptWork:
             return self._before  # a copy already, which stays as it is
         return pack(self._script.state(), copy)
 
-    def update(self, layer: int) -> Mapping[str, Tensor]:
-        raise AssertionError("all members hold the state, so none follows it")
-
-    def follow(self, layer: int, state: LayerState) -> Followed:
-        raise AssertionError("all members hold the state, so none follows it")
-
     def initial(self, layer: int) -> LayerState:
         return self._first
 
     def load(self, layer: int, stamp: Stamp) -> LayerState:
         return read_state(self._start.resumed.get(stamp) or self._path(stamp))
 
-    def persist(self, held: Mapping[tuple[int, Stamp], LayerState], record: Generation, why: str) -> None:
+    def persist(self, held: Mapping[tuple[int, Stamp], LayerState], record: Generation) -> None:
         for (_, stamp), state in held.items():
             if stamp.step and record.continues(stamp) and stamp not in self._start.resumed:
                 _write(self._path(stamp), state)
-        self.note("persisted", why=why, states=len(held), member=self._start.me, generation=record.number)
 
     def _path(self, stamp: Stamp) -> Path:
         return self._run_dir / "checkpoints" / f"step-{stamp.step:08d}-{stamp.generation + self._start.offset:06d}.pt"
@@ -226,7 +210,7 @@ class ScriptWork:
     # -- boundaries ----------------------------------------------------------------------------------------------------
 
     def between(self, stamp: Stamp, save: bool = False) -> Stamp | None:
-        every = self._job.checkpoint_every
+        every = self._checkpoint_every
         due = bool(every) and stamp.step % (every or 1) == 0
         if not stamp.step or not (due or save):
             return None
@@ -261,9 +245,6 @@ class ScriptWork:
         details["generation"] = int(details.get("generation", 0)) + self._start.offset
         files.append_jsonl(self._run_dir / "events.jsonl", {"kind": kind, "time": time.time(), **details})
 
-    def close(self) -> None:
-        """Nothing is open between two calls."""
-
 
 def loss_of(given: float | Tensor | None) -> float:
     """What a step returned, as a number. NaN: nothing, which is all right; infinite: its loss was not finite."""
@@ -271,6 +252,56 @@ def loss_of(given: float | Tensor | None) -> float:
         return math.nan
     value = float(given)
     return value if math.isfinite(value) else math.inf
+
+
+# -- the form in which a state travels ---------------------------------------------------------------------------------
+
+
+def pack(state: Any, copy: bool) -> LayerState:
+    """A nested state as tensors by name; equal states give equal names, types and bytes.
+
+    Raises:
+        CapslogError: it holds something else than dicts, lists, tuples, tensors, numbers, text, booleans and None.
+    """
+    tensors: LayerState = {}
+
+    def fold(value: Any, where: str) -> Any:
+        if isinstance(value, Tensor):
+            name = f"tensor/{len(tensors):06d}"
+            tensors[name] = value.detach().clone() if copy else value.detach()
+            return {"tensor": name}
+        if isinstance(value, Mapping):  # keys may be numbers, and their order counts
+            return {"dict": [[fold(key, where), fold(entry, f"{where}[{key!r}]")] for key, entry in value.items()]}
+        if isinstance(value, tuple | list):
+            kind = "tuple" if isinstance(value, tuple) else "list"
+            return {kind: [fold(entry, f"{where}[{index}]") for index, entry in enumerate(value)]}
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        raise CapslogError(
+            f"state(){where} is a {type(value).__name__}; a state may hold dicts, lists, tuples, tensors, numbers, "
+            "text, booleans and None"
+        )
+
+    text = json.dumps(fold(state, "")).encode()
+    tensors[_STRUCTURE] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    return tensors
+
+
+def unpack(packed: Mapping[str, Tensor]) -> Any:
+    """The nested state; its tensors are those of `packed`."""
+
+    def unfold(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        ((kind, content),) = value.items()
+        if kind == "tensor":
+            return packed[content]
+        if kind == "dict":
+            return {unfold(key): unfold(entry) for key, entry in content}
+        entries = [unfold(entry) for entry in content]
+        return tuple(entries) if kind == "tuple" else entries
+
+    return unfold(json.loads(packed[_STRUCTURE].numpy().tobytes()))
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
@@ -301,6 +332,6 @@ def read_state(path: Path) -> LayerState:
     """What a checkpoint holds. Raises CapslogError."""
     try:
         state: LayerState = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # damaged files end in errors of many kinds
+    except Exception as error:  # a damaged file may cause any kind of error
         raise CapslogError(f"{path} cannot be read: {error}; remove it to go on from the one before") from error
     return state

@@ -23,7 +23,7 @@ from torch import nn
 from varuna_capslog.base import units
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.settings import Elastic
-from varuna_capslog.elastic.member.beginning import Beginning
+from varuna_capslog.elastic.member.start_up import Beginning
 from varuna_capslog.elastic.notices.interface import Notice
 from varuna_capslog.elastic.notices.signals import SignalListener, plain
 from varuna_capslog.membership.entries import NoticeEntry
@@ -32,7 +32,7 @@ from varuna_capslog.varuna_plugin.elastic.model import ElasticTraining
 from varuna_capslog.varuna_plugin.recognise import find_varuna
 
 if TYPE_CHECKING:
-    from varuna_capslog.elastic.script.member_script import MemberScript
+    from varuna_capslog.elastic.script.task import MemberScript
     from varuna_capslog.elastic.store.opening import MembershipStore
     from varuna_capslog.training.worker_process import StopWish
 
@@ -100,7 +100,7 @@ def run_elastic(
     find_varuna()
     if "CAPSLOG_MEMBER" not in os.environ:
         return _host(job.run_dir, workers, job.elastic)
-    from varuna_capslog.elastic.script.member_script import current_script
+    from varuna_capslog.elastic.script.task import current_script
 
     member = current_script()
     if member is None:
@@ -160,7 +160,7 @@ def main(arguments: Sequence[str]) -> int:
         arguments: the run's folder, the script, and its own arguments.
     """
     from varuna_capslog.elastic.member.start_up import report_failures
-    from varuna_capslog.elastic.script.member_script import MemberScript
+    from varuna_capslog.elastic.script.task import MemberScript
 
     run_dir, script = Path(arguments[0]), arguments[1]
     # the checkpoints' tracker files lie in a folder named after it
@@ -194,8 +194,8 @@ def _take_signals(me: str, store: MembershipStore) -> None:
 
 def _take_part(member: MemberScript, job: ElasticTraining) -> ElasticEnd:
     """This worker's part of the run."""
-    from varuna_capslog.elastic.member.runtime_options import RuntimeOptions
-    from varuna_capslog.elastic.member.start_up import enter, local_rank, take_part
+    from varuna_capslog.elastic.member.runtime import take_part
+    from varuna_capslog.elastic.member.start_up import RuntimeOptions, enter, local_rank
     from varuna_capslog.elastic.member.timeouts import Timeouts
     from varuna_capslog.training.worker_process import choose_device
     from varuna_capslog.varuna_plugin.elastic.work import VarunaWork

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.elastic.member.beginning import MemberStart
-from varuna_capslog.elastic.member.work import Followed, LayerState, Opening, Outcome
+from varuna_capslog.elastic.member.start_up import MemberStart
+from varuna_capslog.elastic.member.work import Followed, LayerState, Opening, Outcome, Work
 from varuna_capslog.engine.communicator import Communicator, PeerLost
 from varuna_capslog.membership.candidates import Candidates
 from varuna_capslog.membership.generation import Generation, MemberLayout, Stamp
@@ -41,7 +41,7 @@ _CONNECT_SECONDS = 3.0
 """Of the first attempt; each that fails doubles it."""
 
 
-class VarunaWork:
+class VarunaWork(Work):
     """One member's part.
 
     Args:
@@ -79,13 +79,9 @@ class VarunaWork:
         self._measured: tuple[float, float] = (0.0, 0.0)
         self._recent: RecentSteps[dict[str, Any]] = RecentSteps(job.run_dir / "metrics.jsonl")
         self._began = 0.0
-        self.asked = False
 
     def place(self, seats: Sequence[Seat]) -> MemberLayout | str:
         return self.placer(seats)
-
-    def knows(self) -> None:
-        return None
 
     # -- generations --------------------------------------------------------------------------------------------------
 
@@ -215,9 +211,8 @@ class VarunaWork:
         initial = self.initial(layer)  # buffers that no checkpoint holds, since the model makes them
         return initial | read_tensors(place, *self.pieces.names[layer])
 
-    def persist(self, held: Mapping[tuple[int, Stamp], LayerState], record: Generation, why: str) -> None:
+    def persist(self, held: Mapping[tuple[int, Stamp], LayerState], record: Generation) -> None:
         elastic_disk.write_held(self.job.run_dir, held, record, self.pieces.trace.num_pieces)
-        self.note("persisted", why=why, states=len(held), member=self.start.me, generation=record.number)
 
     # -- boundaries ---------------------------------------------------------------------------------------------------
 

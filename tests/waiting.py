@@ -1,0 +1,25 @@
+"""Waiting in tests for what other threads and processes do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = 20.0) -> None:
+    """Fails where the condition does not hold within so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.005)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process has not ended, by what Linux says."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state not in "ZX"
