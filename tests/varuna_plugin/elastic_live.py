@@ -24,8 +24,7 @@ from varuna_capslog.elastic.member.beginning import Beginning
 from varuna_capslog.elastic.store.opening import StoreGone, StoreServer, open_store
 from varuna_capslog.engine.seeds import seed_layer
 from varuna_capslog.membership.generation import Generation, Stamp
-from varuna_capslog.varuna_plugin.checkpoint_files import newest
-from varuna_capslog.varuna_plugin.elastic.disk import begin_with
+from varuna_capslog.varuna_plugin.checkpoint_files import begin_with, newest
 from varuna_capslog.varuna_plugin.inputs import scatter
 
 SCRIPT = str(Path(__file__).with_name("elastic_script.py"))

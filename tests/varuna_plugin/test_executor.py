@@ -15,7 +15,7 @@ from tests.varuna_plugin import cases, models
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.varuna_plugin import executor, options
-from varuna_capslog.varuna_plugin.inputs import Scattered
+from varuna_capslog.varuna_plugin.inputs import Microbatches
 
 
 class OneStage:
@@ -72,8 +72,8 @@ def test_running_statistics_are_counted_once() -> None:
 
 
 def test_a_mean_loss_weighs_microbatches_by_samples() -> None:
-    batches = Scattered([{"a": 1}, {"a": 1}], [3, 1])
-    assert [executor._divisor(batches, batch) for batch in batches] == [4 / 3, 4.0]
+    batches = Microbatches([{"a": 1}, {"a": 1}], [3, 1])
+    assert [executor._divisor(batches, batch) for batch in batches.values()] == [4 / 3, 4.0]
     options.configure(loss="sum")
     try:
         assert executor._divisor(batches, batches[1]) == 1.0
@@ -84,7 +84,7 @@ def test_a_mean_loss_weighs_microbatches_by_samples() -> None:
 def test_waiting_for_a_dead_thread_ends() -> None:
     queue = executor.WatchedQueue()
     queue.put(1)
-    queue.put(executor._Failure(CapslogError("rank 3 is gone")))
+    queue.put(CapslogError("rank 3 is gone"))
     assert queue.get() == 1
     for _ in range(2):  # every reader learns of it
         with pytest.raises(CapslogError, match="rank 3 is gone"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -115,15 +115,16 @@ def evaluate(self: Any, inputs: Any, batch_size: int | None = None) -> float:
 
 
 @torch.no_grad()
-def forward_only(self: Any, batches: Sequence[dict[str, Any]], take: Callable[[int, Any], None]) -> None:
+def forward_only(self: Any, batches: Mapping[int, dict[str, Any]], take: Callable[[int, Any], None]) -> None:
     """Runs microbatches forward through this replica's stages.
 
     Args:
+        batches: by number.
         take: called with (microbatch, the model's result) on the last stage.
     """
     stage, partitioned, timeout = self.partitioned_model.capslog, self.partitioned_model, current().timeout
     under_way = []
-    for microbatch, batch in enumerate(batches):
+    for microbatch, batch in batches.items():
         queues = [WatchedQueue() for _ in range(5)]
         partitioned.set_queues(*queues)
         acts_send, _, acts_received = queues[:3]

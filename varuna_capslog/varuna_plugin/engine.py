@@ -21,7 +21,6 @@ from varuna_capslog.engine.optimizer import StageOptimizer
 from varuna_capslog.engine.options import EngineOptions, Layout, StepResult
 from varuna_capslog.engine.step import check_minibatch, microbatches_of
 from varuna_capslog.engine.vote import Verdict
-from varuna_capslog.model.chain import Layer
 from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.varuna_plugin.building import forward_only
 from varuna_capslog.varuna_plugin.chain_module import ChainModule
@@ -80,29 +79,16 @@ class VarunaEngine:
                 local_rank=self.rank,
             )
         self.layers = [
-            EngineLayer(index, _bare(chain.layers[index]), device, options.precision, names)
+            EngineLayer(index, chain.layers[index], device, options.precision, names)
             for index, names in zip(own, shared, strict=True)
         ]
         self.optimizer = StageOptimizer(self.layers, options.rate, options.weight_decay, options.multipliers)
         # all that Varuna asks an optimizer for is its parameters: the update is ours
         self._varuna.set_optimizer(SimpleNamespace(param_groups=[{"params": list(self.optimizer.parameters.values())}]))
-        self._doing = "starting"
+        self.local_microbatches = microbatches_of(layout, options, self.rank)
+        self.owns_first_stage = self.pipeline_rank == 0
+        self.doing = "starting"
         self._norm = 0.0
-
-    @property
-    def local_microbatches(self) -> range:
-        """Global indices of the microbatches that this replica runs."""
-        return microbatches_of(self.layout, self.options, self.rank)
-
-    @property
-    def owns_first_stage(self) -> bool:
-        """True where the inputs are loaded."""
-        return self.pipeline_rank == 0
-
-    @property
-    def doing(self) -> str:
-        """What is under way, for error messages."""
-        return self._doing
 
     def forget(self) -> None:
         """Drops all traces of a broken-off step."""
@@ -113,7 +99,7 @@ class VarunaEngine:
     def compute(self, step: int, minibatch: Minibatch, load: Load) -> None:
         """As `Engine.compute`; the forwards, backwards and sums are Varuna's."""
         check_minibatch(minibatch, self.options)
-        self._doing = f"step {step}"
+        self.doing = f"step {step}"
         batches = [self._inputs(step, minibatch, load, index) for index in self.local_microbatches]
         try:
             self._varuna.step(Microbatches(batches))
@@ -156,7 +142,7 @@ class VarunaEngine:
         batches = [self._inputs(0, minibatch, load, index) for index in range(len(minibatch.inputs))]
         self._varuna.eval()
         try:
-            forward_only(self._varuna, batches, take)
+            forward_only(self._varuna, Microbatches(batches), take)
         finally:
             self._varuna.train()
 
@@ -169,10 +155,6 @@ class VarunaEngine:
             "step": step,
             "microbatch": index,
         }
-
-
-def _bare(layer: Layer) -> Layer:
-    return Layer(layer.name, layer.module, layer.reads, layer.writes)
 
 
 def _sum_parts(gathered: list[dict[int, dict[str, float]]]) -> dict[str, float]:

@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.varuna_plugin import wire
-from varuna_capslog.varuna_plugin.inputs import Scattered
+from varuna_capslog.varuna_plugin.inputs import Microbatches
 from varuna_capslog.varuna_plugin.options import current
 from varuna_capslog.varuna_plugin.schedule import BACKWARD, FORWARD
-from varuna_capslog.varuna_plugin.splitting.phantom import find_phantom
+from varuna_capslog.varuna_plugin.splitting.phantom import refuse_phantom
 from varuna_capslog.varuna_plugin.splitting.tracing import copied_buffers
 
 __all__ = [
@@ -44,15 +44,10 @@ _UNDER_WAY = 4
 """Messages that may be under way before a sender waits for the oldest, as in Varuna."""
 
 
-class _Failure:
-    """Takes the place of what a thread should have delivered."""
-
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
-
-
 class WatchedQueue(queue.Queue[Any]):
-    """A queue whose reader learns of a failed writer, and never waits longer than the configured timeout."""
+    """A queue whose reader learns of a failed writer, which puts its error, and never waits longer than the configured
+    timeout.
+    """
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         """As `Queue.get`; raises CapslogError with the writer's failure, or after the timeout."""
@@ -63,9 +58,9 @@ class WatchedQueue(queue.Queue[Any]):
             if not block or timeout is not None:
                 raise
             raise CapslogError(f"waited {limit:g} s for a microbatch of another stage; its rank hangs") from None
-        if isinstance(item, _Failure):
+        if isinstance(item, BaseException):
             self.put(item)
-            raise item.error
+            raise item
         return item
 
     def next_to_send(self) -> Any:
@@ -110,7 +105,7 @@ def _receive_all(self: Any, kind: int) -> None:
             into.put(bundle)
         room.end_step()
     except BaseException as error:
-        into.put(_Failure(error))
+        into.put(error)
 
 
 def _send_all(self: Any, kind: int) -> None:
@@ -168,21 +163,21 @@ def worker(original: Callable[..., Any], self: Any, task: int, grad_mode: bool, 
     if task != BACKWARD:
         return original(self, task, grad_mode, inputs_as_dict)
     stage = self.partitioned_model.capslog
-    with stage.observer.backward():
-        # Varuna divides a microbatch's loss by their number
-        self.chunks = _divisor(self.batches, inputs_as_dict)
-        stage.gradients_sent = False
-        result = original(self, task, grad_mode, inputs_as_dict)
-        if stage.entry is not None and not stage.gradients_sent:
-            stage.entry.send_nothing()
+    stage.watch_backward("begun")
+    # Varuna divides a microbatch's loss by their number
+    self.chunks = _divisor(self.batches, inputs_as_dict)
+    stage.gradients_sent = False
+    result = original(self, task, grad_mode, inputs_as_dict)
+    if stage.entry is not None and not stage.gradients_sent:
+        stage.entry.send_nothing()
+    stage.watch_backward("ended")
     return result
 
 
-def _divisor(batches: Any, inputs: Any) -> float:
+def _divisor(batches: Microbatches, inputs: Any) -> float:
     if current().loss == "sum":
         return 1.0
-    assert isinstance(batches, Scattered)
-    mine = next(size for batch, size in zip(batches, batches.sizes, strict=True) if batch is inputs)
+    mine = next(batches.sizes[index] for index, batch in batches.items() if batch is inputs)
     return sum(batches.sizes) / mine
 
 
@@ -208,12 +203,7 @@ def forward(original: Callable[..., Any], self: Any, inputs_as_dict: Any, recomp
         raise CapslogError(
             f"the forward ended without reaching CutPoint {cut.spec.name!r}; it must pass every CutPoint each time"
         )
-    phantom = find_phantom(result)
-    if phantom is not None:
-        raise CapslogError(
-            f"the model's result is {phantom!r}, which another stage computes: a value that is needed behind a cut "
-            "must go through every CutPoint between, or come from the model's inputs"
-        )
+    refuse_phantom(result, "the model's result is")
     return result
 
 

@@ -65,7 +65,7 @@ class Bundle:
 
     def to(self, device: torch.device | str) -> Bundle:
         """Copies on `device`, which remember what they are copies of."""
-        copies = tuple(None if tensor is None else _copy(tensor, device) for tensor in self.tensors)
+        copies = tuple(None if tensor is None else tensor.to(device, copy=True) for tensor in self.tensors)
         return Bundle(copies, host=self.host or self)
 
     def cpu(self) -> Bundle:
@@ -73,11 +73,6 @@ class Bundle:
         if self.host is not None:
             return self.host
         return Bundle(tuple(None if tensor is None else tensor.detach().cpu() for tensor in self.tensors))
-
-
-def _copy(tensor: Tensor, device: torch.device | str) -> Tensor:
-    moved = tensor.to(device)
-    return tensor.clone() if moved is tensor else moved
 
 
 # -- the format

@@ -16,6 +16,7 @@ from varuna_capslog.config.settings import Elastic
 from varuna_capslog.elastic.member.work import LayerState
 from varuna_capslog.memory import AUTO
 from varuna_capslog.profiles.record import Profile
+from varuna_capslog.training.layer_state import cloned
 from varuna_capslog.varuna_plugin import piece_state
 from varuna_capslog.varuna_plugin.inputs import Microbatches, scatter
 from varuna_capslog.varuna_plugin.splitting.tracing import trace_model
@@ -72,10 +73,12 @@ class ElasticTraining:
     def microbatches(self, step: int) -> Microbatches:
         """All microbatches of a step."""
         given = self.get_batch(step)
-        if isinstance(given, Microbatches):
-            return given
-        cut = scatter(given, self.batch_size, self.chunk_size)
-        return Microbatches(cut, cut.sizes)
+        return given if isinstance(given, Microbatches) else scatter(given, self.batch_size, self.chunk_size)
+
+    def set_rates(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+        """Calls the user's schedule, if there is one; before each step."""
+        if self.schedule is not None:
+            self.schedule(optimizer, step)
 
 
 class ModelPieces:
@@ -99,12 +102,12 @@ class ModelPieces:
         self._job = job
         self._spare: nn.Module | None = self._build()
         first = job.microbatches(1)
-        if len(first.batches) != job.num_microbatches:
+        if len(first) != job.num_microbatches:
             raise CapslogError(
-                f"get_batch gives {len(first.batches)} microbatches; batch_size={job.batch_size} with "
+                f"get_batch gives {len(first)} microbatches; batch_size={job.batch_size} with "
                 f"chunk_size={job.chunk_size} make {job.num_microbatches}"
             )
-        self.trace = trace_model(self._spare, first.batches[0], cut_point)
+        self.trace = trace_model(self._spare, first[0], cut_point)
         self.recipe = piece_state.OptimizerRecipe(job.build_optimizer(self._spare), self._spare)
         self.frozen = [name for name, p in self._spare.named_parameters() if not p.requires_grad]
         self.state_bytes = piece_state.state_bytes(self._spare, self.trace)
@@ -138,4 +141,4 @@ class ModelPieces:
         parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
         names = self.names[piece]
         part = {name: parameters[name] for name in names[0]}, {name: buffers[name] for name in names[1]}
-        return {key: tensor.clone() for key, tensor in piece_state.capture(*part, None).items()}
+        return cloned(piece_state.capture(*part, None))

@@ -1,22 +1,27 @@
 """One rank's part of one generation of an elastic run on Varuna: a new Varuna over a fresh model.
 
 It is filled with the states of this rank's pieces. The forward's buffers are kept aside until a step is voted, so that
-a step can be taken back.
+a step can be taken back. All that the process has of `torch.distributed` belongs to one `VarunaGroups` at a time.
 """
 
 from __future__ import annotations
 
+import datetime
+import threading
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 from torch.utils import _pytree as pytree
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.elastic.member.work import LayerState
+from varuna_capslog.engine.communicator import Communicator, PeerLost
+from varuna_capslog.training.layer_state import cloned
 from varuna_capslog.varuna_plugin import piece_state
-from varuna_capslog.varuna_plugin.elastic.groups import VarunaGroups
 from varuna_capslog.varuna_plugin.elastic.model import ElasticTraining, ModelPieces
 from varuna_capslog.varuna_plugin.inputs import Microbatches
 from varuna_capslog.varuna_plugin.install import silent
@@ -24,10 +29,78 @@ from varuna_capslog.varuna_plugin.options import configure, know_trace
 from varuna_capslog.varuna_plugin.splitting.stage_run import Draws
 from varuna_capslog.varuna_plugin.splitting.stages import ANCHOR
 
-__all__ = ["VarunaPart"]
+__all__ = ["VarunaGroups", "VarunaPart"]
 
 _THREADS = ("acts_receive_thread", "grads_receive_thread", "acts_send_thread", "grads_send_thread")
 _JOIN_SECONDS = 10.0
+
+
+class VarunaGroups:
+    """torch.distributed's default group, which Varuna needs, and all that Varuna makes beside it.
+
+    They are opened and thrown away once per generation, and always aborted before they are destroyed: gloo may wait for
+    peers otherwise.
+
+    Args:
+        store: a client that nothing else uses.
+        prefix: never used twice in a store.
+        seconds: longest wait for the others, and for messages that have no other bound.
+
+    Raises:
+        PeerLost: not all ranks came in time.
+    """
+
+    def __init__(self, store: dist.Store, prefix: str, rank: int, world_size: int, seconds: float) -> None:
+        self._ending = threading.Lock()
+        self._closed = False
+        try:
+            dist.init_process_group(
+                "gloo",
+                store=dist.PrefixStore(prefix, store),
+                rank=rank,
+                world_size=world_size,
+                timeout=datetime.timedelta(seconds=seconds),
+            )
+        except (RuntimeError, ValueError) as error:
+            text = str(error).splitlines()[0]
+            raise PeerLost(f"rank {rank} could not join {world_size} ranks of Varuna: {text}", None) from error
+
+    def wait_for(self, seconds: float) -> None:
+        """From now on the longest wait of sums and barriers in the default group and its likes."""
+        for group in _all_groups():
+            dist.set_timeout(datetime.timedelta(seconds=seconds), group)
+
+    def abort(self) -> None:
+        """Ends everything that is under way, here and at the peers; from any thread, also when it is over."""
+        with self._ending:
+            if not self._closed:
+                for group in _all_groups():
+                    _abort(group)
+
+    def close(self) -> None:
+        """Aborts all groups and forgets them; the next ones may be opened at once."""
+        with self._ending:
+            if self._closed:
+                return
+            self._closed = True
+            groups = _all_groups()
+            for group in groups:
+                _abort(group)
+            dist.destroy_process_group()
+        # dropping the last reference waits for gloo's threads, so another thread does it
+        threading.Thread(target=groups.clear, name="end-varuna-groups", daemon=True).start()
+
+
+def _all_groups() -> list[Any]:
+    while True:
+        try:
+            return list(distributed_c10d._world.pg_map)
+        except RuntimeError:  # another thread is opening one
+            continue
+
+
+def _abort(group: Any) -> None:
+    Communicator(group.rank(), group.size(), "varuna", datetime.timedelta(seconds=1), group).abort()
 
 
 class VarunaPart:
@@ -104,18 +177,17 @@ class VarunaPart:
     def compute(self, step: int) -> tuple[float, float]:
         """Varuna's forwards and backwards; returns the loss and the norm of the gradients."""
         everything = self._job.microbatches(step)
-        moved = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self._device), everything.batches)
+        moved = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self._device), list(everything.values()))
         ready = Microbatches(moved, everything.sizes)
         assert self._draws is not None
-        self._draws.begin_step(step, ready.batches)
+        self._draws.begin_step(step, ready)
         loss, _, _ = self.trainer.step(ready, self._job.clip_grad_max_norm)
         return float(loss), float(self.trainer.capslog_grad_norm)
 
     def apply(self, step: int) -> None:
         """The update of a step that was voted."""
         optimizer = self.trainer.optimizer
-        if self._job.schedule is not None:
-            self._job.schedule(optimizer, step)
+        self._job.set_rates(optimizer, step)
         optimizer.step()
         self.trainer.zero_grad()
         self.trainer.iteration = step
@@ -138,7 +210,7 @@ class VarunaPart:
         parameters, buffers = self._part(piece)
         settled = {name: self._settled[name] for name in buffers}
         state = piece_state.capture(parameters, settled, self.trainer.optimizer)
-        return {key: tensor.clone() for key, tensor in state.items()} if copy else state
+        return cloned(state) if copy else state
 
     def update(self, piece: int) -> Mapping[str, Tensor]:
         """What a `Follower` of this piece needs for the step that was computed."""

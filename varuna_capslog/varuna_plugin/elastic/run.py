@@ -29,7 +29,7 @@ from varuna_capslog.elastic.notices.signals import SignalListener, plain
 from varuna_capslog.membership.entries import NoticeEntry
 from varuna_capslog.profiles.record import Profile, read_profile
 from varuna_capslog.varuna_plugin.elastic.model import ElasticTraining
-from varuna_capslog.varuna_plugin.recognise import find_varuna
+from varuna_capslog.varuna_plugin.install import find_varuna
 
 if TYPE_CHECKING:
     from varuna_capslog.elastic.script.member_script import MemberScript
@@ -119,7 +119,7 @@ def _host(run_dir: Path, workers: int, settings: Elastic) -> ElasticEnd:
     from varuna_capslog.elastic.host.host import Host
     from varuna_capslog.elastic.host.options import HostOptions
     from varuna_capslog.varuna_plugin.building import temporary_folder
-    from varuna_capslog.varuna_plugin.elastic.disk import begin_with
+    from varuna_capslog.varuna_plugin.checkpoint_files import begin_with
 
     script = getattr(sys.modules["__main__"], "__file__", None)
     if script is None:

@@ -30,11 +30,9 @@ from varuna_capslog.membership.redundancy import Protection
 from varuna_capslog.schedules import RunShape
 from varuna_capslog.training.recent_steps import RecentSteps
 from varuna_capslog.varuna_plugin import building, checkpoint, piece_state
-from varuna_capslog.varuna_plugin.checkpoint_files import read_tensors
-from varuna_capslog.varuna_plugin.elastic import disk as elastic_disk
-from varuna_capslog.varuna_plugin.elastic.groups import VarunaGroups
+from varuna_capslog.varuna_plugin.checkpoint_files import RESUMED, read_held, read_tensors, write_held
 from varuna_capslog.varuna_plugin.elastic.model import ElasticTraining, ModelPieces
-from varuna_capslog.varuna_plugin.elastic.part import VarunaPart
+from varuna_capslog.varuna_plugin.elastic.part import VarunaGroups, VarunaPart
 
 __all__ = ["VarunaWork"]
 
@@ -201,24 +199,20 @@ class VarunaWork:
         return self._training.update(layer)
 
     def follow(self, layer: int, state: LayerState) -> Followed:
-        return piece_state.PieceFollower(state, self.pieces.recipe, self.pieces.frozen, self._set_rates)
-
-    def _set_rates(self, optimizer: torch.optim.Optimizer, step: int) -> None:
-        if self.job.schedule is not None:
-            self.job.schedule(optimizer, step)
+        return piece_state.PieceFollower(state, self.pieces.recipe, self.pieces.frozen, self.job.set_rates)
 
     def initial(self, layer: int) -> LayerState:
         return self.pieces.initial(layer)
 
     def load(self, layer: int, stamp: Stamp) -> LayerState:
         place = self.start.resumed.get(stamp, self.checkpoints / f"varuna_ckpt_{stamp.step}")
-        if place.name.startswith(elastic_disk.RESUMED):
-            return elastic_disk.read_held(place, layer)
+        if place.name.startswith(RESUMED):
+            return read_held(place, layer)
         initial = self.initial(layer)  # buffers that no checkpoint holds, since the model makes them
         return initial | read_tensors(place, *self.pieces.names[layer])
 
     def persist(self, held: Mapping[tuple[int, Stamp], LayerState], record: Generation, why: str) -> None:
-        elastic_disk.write_held(self.job.run_dir, held, record, self.pieces.trace.num_pieces)
+        write_held(self.job.run_dir, held, record, self.pieces.trace.num_pieces)
         self.note("persisted", why=why, states=len(held), member=self.start.me, generation=record.number)
 
     # -- boundaries ---------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -23,7 +23,7 @@ from varuna_capslog.engine.stage_meter import StageMeter
 from varuna_capslog.model.chain import TensorSpec
 from varuna_capslog.profiles.record import Observation
 from varuna_capslog.profiling.conditions import RunConditions
-from varuna_capslog.varuna_plugin.splitting.stage_run import StageObserver
+from varuna_capslog.varuna_plugin.inputs import Microbatches
 from varuna_capslog.varuna_plugin.wire import Bundle
 
 __all__ = ["STEPS", "observe"]
@@ -32,7 +32,7 @@ STEPS = 3
 """One that creates the optimizer's state, one under the probe, one against the clock."""
 
 
-def observe(trainer: Any, inputs: Mapping[str, Any], layers: tuple[int, int], conditions: RunConditions) -> Observation:
+def observe(trainer: Any, inputs: Microbatches, layers: tuple[int, int], conditions: RunConditions) -> Observation:
     """Trains `STEPS` steps and reads this rank's stage; the other ranks train as many.
 
     Bytes are those of the device: what Varuna keeps or sends in host memory counts nowhere, also where the device is
@@ -81,7 +81,7 @@ def _uncounted(tensor: Tensor) -> Tensor:
     return memory.as_strided(spec.shape, spec.stride).copy_(tensor)
 
 
-class _MeasuredStage(StageObserver):
+class _MeasuredStage:
     """One rank's Varuna and the meter that reads it.
 
     Attributes:
@@ -95,7 +95,7 @@ class _MeasuredStage(StageObserver):
         self.given: list[Tensor] = []
         self._began = 0.0
 
-    def step(self, inputs: Mapping[str, Any]) -> None:
+    def step(self, inputs: Microbatches) -> None:
         """A training step as a Varuna script has it."""
         self._trainer.step(inputs)
         self.meter.count_static()
@@ -129,21 +129,18 @@ class _MeasuredStage(StageObserver):
     @contextlib.contextmanager
     def timing(self) -> Iterator[None]:
         """While it is open, the meter times every forward and backward, without the waiting of a backward."""
-        before, self._stage.observer = self._stage.observer, self
+        before, self._stage.watch_backward = self._stage.watch_backward, self._time_backward
         try:
             with self._around_forward(lambda: self.meter.timing("forward")):
                 yield
         finally:
-            self._stage.observer = before
+            self._stage.watch_backward = before
 
-    @contextlib.contextmanager
-    def backward(self) -> Iterator[None]:
-        self._began = self.meter.now()
-        yield
-        self.meter.seconds["backward"].append(self.meter.now() - self._began)
-
-    def gradients_arrived(self) -> None:
-        self._began = self.meter.now()
+    def _time_backward(self, moment: str) -> None:
+        now = self.meter.now()
+        if moment == "ended":
+            self.meter.seconds["backward"].append(now - self._began)
+        self._began = now
 
     @contextlib.contextmanager
     def _around_forward(self, opened: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:

@@ -19,9 +19,8 @@ from torch.utils import _pytree as pytree
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.chain import TensorSpec
 from varuna_capslog.profiling.trim import dummy_inputs
-from varuna_capslog.varuna_plugin.splitting.boundary import anchor_on
 from varuna_capslog.varuna_plugin.splitting.partition import Partition, TieGroup
-from varuna_capslog.varuna_plugin.splitting.stage_run import StageRun
+from varuna_capslog.varuna_plugin.splitting.stage_run import StageDone, StageRun, anchor_on
 from varuna_capslog.varuna_plugin.splitting.tracing import flatten_cut
 
 __all__ = ["CutShapes", "Shapes", "kept_names", "play_stage"]
@@ -35,10 +34,6 @@ def kept_names(partition: Partition, ties: Sequence[TieGroup], stage: int) -> se
     of gradients are of full size and have every partner.
     """
     return {name for tie in ties for name in tie.names if stage in partition.stages_of[name]}
-
-
-class _LastCut(Exception):
-    """Ends a fake forward: what follows crosses no cut."""
 
 
 class CutShapes:
@@ -87,7 +82,7 @@ class CutShapes:
         try:
             with self._mode, torch.enable_grad():
                 self._model(**pytree.tree_unflatten(fakes, structure))
-        except _LastCut:
+        except StageDone:
             pass
         except Exception as error:
             raise CapslogError(
@@ -102,7 +97,7 @@ class CutShapes:
             tensors, _, _ = flatten_cut(arguments, name)
             self._found.append(tuple(TensorSpec.of(tensor) for tensor in tensors))
             if len(self._found) == self._count:
-                raise _LastCut
+                raise StageDone  # what follows crosses no cut
             return arguments[0] if len(arguments) == 1 else arguments
 
         return report

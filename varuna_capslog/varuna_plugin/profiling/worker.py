@@ -26,17 +26,13 @@ from varuna_capslog.varuna_plugin.inputs import Microbatches
 from varuna_capslog.varuna_plugin.install import install, silent, uninstall
 from varuna_capslog.varuna_plugin.options import configure, current, know_trace
 from varuna_capslog.varuna_plugin.profiling.meter import STEPS, observe
+from varuna_capslog.varuna_plugin.profiling.trimming import kept_names
 from varuna_capslog.varuna_plugin.splitting.partition import Partition, tie_groups
 from varuna_capslog.varuna_plugin.splitting.tracing import Trace
 
 __all__ = ["ProfileOptions", "Subject", "varuna_roles"]
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-
-
-def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer that is profiled where none is given."""
-    return torch.optim.AdamW(parameters)
 
 
 @dataclass(frozen=True)
@@ -52,7 +48,7 @@ class ProfileOptions:
         timeout_seconds: longest wait of a run for a message.
     """
 
-    optimizer: MakeOptimizer = adamw
+    optimizer: MakeOptimizer = torch.optim.AdamW
     device: str = "cpu"
     workers: int = 1
     threads: int = 1
@@ -147,10 +143,11 @@ def _built(subject: Subject, model: nn.Module, stage: int, interest: int, stages
     import varuna
 
     partition = Partition(subject.trace, tuple(current().cuts or ()))
-    shared = {name for tie in tie_groups(partition) if interest in tie.stages for name in tie.names}
+    ties = [tie for tie in tie_groups(partition) if interest in tie.stages]
+    shared = kept_names(partition, ties, stage)
     memo: dict[int, Any] = {}
     for name, parameter in model.named_parameters():
-        held = stage in partition.stages_of[name] and (stage == interest or name in shared)
+        held = stage in partition.stages_of[name] if stage == interest else name in shared
         # Varuna takes the others away for good, so they must not be the skeleton's own
         hollow = nn.Parameter(torch.empty_like(parameter), requires_grad=parameter.requires_grad)
         memo[id(parameter)] = real_parameter(parameter) if held else hollow
