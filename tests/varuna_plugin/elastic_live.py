@@ -235,7 +235,7 @@ def oracle(blocks: int, steps: int) -> Truth:
         for step in range(1, steps + 1):
             total = 0.0
             batches = scatter(models.batch(BATCH, 8 + 2 * (step % 3), 10, step), BATCH, CHUNK)
-            for index, batch in enumerate(batches):
+            for index, batch in batches.items():
                 position[:] = [step, index, -1]
                 cross()
                 loss = model(**batch) * batches.sizes[index] / BATCH

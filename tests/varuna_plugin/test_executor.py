@@ -78,7 +78,7 @@ def test_a_mean_loss_weighs_microbatches_by_samples() -> None:
     try:
         assert executor._divisor(batches, batches[1]) == 1.0
     finally:
-        options.reset()
+        options.configure()
 
 
 def test_waiting_for_a_dead_thread_ends() -> None:
@@ -94,7 +94,7 @@ def test_waiting_for_a_dead_thread_ends() -> None:
         with pytest.raises(CapslogError, match=r"waited 1.05 s for a microbatch"):
             executor.WatchedQueue().get()
     finally:
-        options.reset()
+        options.configure()
 
 
 def hang(communicator: Communicator) -> tuple[str, float]:

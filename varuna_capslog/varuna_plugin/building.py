@@ -130,10 +130,10 @@ def forward_only(self: Any, batches: Mapping[int, dict[str, Any]], take: Callabl
         acts_send, _, acts_received = queues[:3]
         if stage.entry is not None:
             count = len(stage.entry.spec.tensors)
-            acts_received.put(wire.Expected(count, self.receive_rank, False).take(microbatch, timeout))
+            acts_received.put(wire.Expected(count, self.receive_rank, False, wire.Room()).take(microbatch, timeout))
         output = partitioned(batch, handle_comm=True)
         if stage.exit is not None:
-            under_way.append(wire.send(acts_send.get(), microbatch, self.send_rank, False))
+            under_way.append(wire.send(acts_send.get(), microbatch, self.send_rank, False, wire.Room()))
         else:
             take(microbatch, output)
     for sending in under_way:

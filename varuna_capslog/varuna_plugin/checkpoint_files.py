@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,20 +61,24 @@ def read_tensors(place: Path, parameters: Iterable[str], buffers: Iterable[str])
     reader = Reader(place, check=True)
     if reader.manifest is None:
         raise CapslogError(f"{place} was written by Varuna itself, which leaves parts out; load it in a script")
-    where = reader.manifest["parameters"] | reader.manifest["buffers"]
-    wanted, extra = {name: where[name] for name in parameters}, {name: where[name] for name in buffers if name in where}
+    wanted, extra = list(parameters), [name for name in buffers if name in reader.manifest["buffers"]]
     values, kept = reader.search(PARAMETERS, wanted), reader.search(EXTRA, extra, "buffers")
-    missing = sorted((wanted.keys() - values.keys()) | (extra.keys() - kept.keys()))
+    missing = sorted({*wanted, *extra} - values.keys() - kept.keys())
     if missing:
         raise CapslogError(f"{place} lacks {', '.join(missing[:4])}: it was written for another model")
     return flatten(values, kept, reader.search(STATE, wanted))
 
 
 class Reader:
-    """One checkpoint folder; files are read once."""
+    """One checkpoint folder; files are read once.
 
-    def __init__(self, folder: Path, check: bool) -> None:
+    Args:
+        home: the piece where each parameter and buffer should be, as far as the manifest does not say it.
+    """
+
+    def __init__(self, folder: Path, check: bool, home: Mapping[str, int] | None = None) -> None:
         self.folder, self.check = folder, check
+        self._home = dict(home or {})
         self.manifest: dict[str, Any] | None = None
         self._cache: dict[str, Any] = {}
         if not folder.is_dir():
@@ -83,6 +87,7 @@ class Reader:
             self.manifest = files.read_json(folder / MANIFEST)
             if self.manifest is None or self.manifest.get("format") != FORMAT:
                 raise CapslogError(f"{folder / MANIFEST}: format is not {FORMAT!r}")
+            self._home |= self.manifest["parameters"] | self.manifest["buffers"]
         self.pieces = sorted(
             {
                 int(name.removeprefix("opt-fp32-params-").split("_")[0])
@@ -114,10 +119,10 @@ class Reader:
                 raise CapslogError(f"{path}: damaged (not what the manifest says); load an older checkpoint")
         return read_file(path, "load an older checkpoint")
 
-    def search(self, pattern: str, names: Mapping[str, int], part: str | None = None) -> dict[str, Any]:
-        """The entries of `names` (with the piece where each should be); looks everywhere before it gives up."""
+    def search(self, pattern: str, names: Collection[str], part: str | None = None) -> dict[str, Any]:
+        """The entries of `names`; looks first where each should be, and everywhere before it gives up."""
         found: dict[str, Any] = {}
-        for piece in [*sorted(set(names.values())), *self.pieces]:
+        for piece in [*sorted({self._home[name] for name in names if name in self._home}), *self.pieces]:
             if len(found) == len(names):
                 break
             content = self.piece(pattern, piece)

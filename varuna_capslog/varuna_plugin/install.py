@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.varuna_plugin.options import reset
+from varuna_capslog.varuna_plugin.options import configure
 
 __all__ = ["COMMIT", "FoundVaruna", "Patches", "find_varuna", "install", "installed_patches", "silent", "uninstall"]
 
@@ -156,7 +156,7 @@ def uninstall() -> None:
     and cannot be run by the unpatched Varuna.
     """
     _patches.undo()
-    reset()
+    configure()
 
 
 def installed_patches() -> list[str]:

@@ -65,7 +65,7 @@ def _cuts(ours: Namespace, num_stages: int) -> str | None:
     if ours.profile is not None:
         if ours.cuts is not None:
             raise CapslogError("both --cuts and --profile are given; leave one out")
-        search = Search.of(ours.profile, num_stages, ours.planner, capacity=ours.capacity)
+        search = Search(ours.profile, num_stages, ours.planner, capacity=ours.capacity)
         cuts = ",".join(map(str, search.plan(num_stages).cuts))
         sys.stderr.write(f"launch: cuts {cuts} from {ours.profile}\n")
         return cuts

@@ -199,22 +199,21 @@ class Room:
         self._largest = 0
 
 
-def send(bundle: Bundle, microbatch: int, peer: int, gradients: bool, room: Room | None = None) -> Sending:
+def send(bundle: Bundle, microbatch: int, peer: int, gradients: bool, room: Room) -> Sending:
     """Starts sending host tensors to `peer`; they must not change before `Sending.wait`. Raises PeerLost."""
     header, payload = pack(bundle.tensors, microbatch)
     tag = _GRADIENTS if gradients else _ACTIVATIONS
     places, end = _places(header, [part.numel() for part in payload])
     frame = header.view(-1).view(torch.uint8)
-    if room is not None:
-        room.note(end)
-        if room.num_bytes > frame.numel():
-            frame = torch.empty(room.num_bytes, dtype=torch.uint8)
-            if end <= room.num_bytes:
-                header[0, _INSIDE] = 1
-                for place, part in zip(places, payload, strict=True):
-                    frame[place : place + part.numel()] = part
-                payload = []
-            frame[: header.nbytes] = header.view(-1).view(torch.uint8)
+    room.note(end)
+    if room.num_bytes > frame.numel():
+        frame = torch.empty(room.num_bytes, dtype=torch.uint8)
+        if end <= room.num_bytes:
+            header[0, _INSIDE] = 1
+            for place, part in zip(places, payload, strict=True):
+                frame[place : place + part.numel()] = part
+            payload = []
+        frame[: header.nbytes] = header.view(-1).view(torch.uint8)
     buffers = [frame, *payload]
     with named_loss(f"sending to rank {peer}", peer):
         # what does not fit into the frame has a tag of its own: the next frames may be awaited already
@@ -225,11 +224,11 @@ def send(bundle: Bundle, microbatch: int, peer: int, gradients: bool, room: Room
 class Expected:
     """A frame that is awaited; `take` gives the message."""
 
-    def __init__(self, count: int, peer: int, gradients: bool, room: Room | None = None) -> None:
+    def __init__(self, count: int, peer: int, gradients: bool, room: Room) -> None:
         self._count, self._peer, self._gradients, self._room = count, peer, gradients, room
         self._tag = _GRADIENTS if gradients else _ACTIVATIONS
         size = (1 + count) * _ROW * 8
-        self._frame = torch.empty(max(size, 0 if room is None else room.num_bytes), dtype=torch.uint8)
+        self._frame = torch.empty(max(size, room.num_bytes), dtype=torch.uint8)
         with named_loss(f"waiting for rank {peer}", peer):
             self._work: Any = dist.irecv(self._frame, peer, tag=self._tag)
 
@@ -245,8 +244,7 @@ class Expected:
             header = self._frame[: (1 + self._count) * _ROW * 8].view(torch.int64).view(1 + self._count, _ROW)
             inside = self._frame if int(header[0, _INSIDE]) else None
             tensors, payload = unpack(header, microbatch, inside)
-            if self._room is not None:
-                self._room.note(_places(header, [part.numel() for part in payload])[1])
+            self._room.note(_places(header, [part.numel() for part in payload])[1])
             if inside is None:
                 works: list[Any] = [dist.irecv(buffer, self._peer, tag=self._tag + _LOOSE) for buffer in payload]
                 for work in works:
