@@ -25,7 +25,7 @@ class OneStage:
         self.module, self.device, self.kept = module, torch.device("cpu"), dict[int, Any]()
         norms = [module] if isinstance(module, nn.BatchNorm1d) else []
         self.capslog = SimpleNamespace(
-            begin=lambda: None, active=True, left=True, entry=None, exit=None, draws=None, norms=lambda model: norms
+            begin=lambda: None, active=True, left=True, entry=None, exit=None, draws=None, norms=norms
         )
 
     def forward(self, inputs: tuple[int, torch.Tensor], recompute: bool = False) -> torch.Tensor:

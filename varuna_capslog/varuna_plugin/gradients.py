@@ -1,6 +1,6 @@
 """Gradients made complete after a step: ties added up, replicas averaged, the norm counted once, clipped.
 
-Replaces `Varuna.init_distributed`, `share_weight_grads` and `sync_across_workers`, which need apex also in fp32, and
+Replaces `Varuna.init_distributed` and `sync_across_workers`, which need apex also in fp32, and
 which without fp16 reduce a copy that nothing reads.
 """
 
@@ -18,7 +18,7 @@ from varuna_capslog.varuna_plugin.options import current
 from varuna_capslog.varuna_plugin.splitting.partition import TieGroup
 from varuna_capslog.varuna_plugin.wire import named_loss
 
-__all__ = ["init_distributed", "share_weight_grads", "step_alone", "sync_across_workers"]
+__all__ = ["init_distributed", "step_alone", "sync_across_workers"]
 
 
 def init_distributed(self: Any) -> None:
@@ -76,10 +76,6 @@ def _broadcast(tensor: Tensor, source: int, group: Any) -> None:
     tensor.copy_(dense)
 
 
-def share_weight_grads(self: Any) -> None:
-    """Replaces Varuna's: nothing is left to do, `sync_across_workers` adds up all ties, declared or not."""
-
-
 def step_alone(original: Callable[..., Any], self: Any, inputs: Any, clip_grad_max_norm: float | None = None) -> Any:
     """Around `Varuna.step`: one stage without replicas gets its norm and its clipping too, which Varuna leaves out."""
     loss, overflow, norm = original(self, inputs, clip_grad_max_norm)
@@ -111,7 +107,7 @@ def _share_statistics(self: Any) -> None:
     """
     found = [
         buffer
-        for module in self.model.capslog.norms(self.model.module)
+        for module in self.model.capslog.norms
         for name, buffer in module._buffers.items()
         if name in ("running_mean", "running_var") and buffer is not None
     ]

@@ -193,7 +193,8 @@ def _apply(varuna: Any) -> None:
     _around(core.Varuna, "step", gradients.step_alone)
     _patches.replace(core.Varuna, "init_communication", building.init_communication)
     _patches.replace(core.Varuna, "init_distributed", gradients.init_distributed)
-    _patches.replace(core.Varuna, "share_weight_grads", gradients.share_weight_grads)
+    # nothing is left to do: the next one adds up all ties, declared or not
+    _patches.replace(core.Varuna, "share_weight_grads", lambda self: None)
     _patches.replace(core.Varuna, "sync_across_workers", gradients.sync_across_workers)
     _patches.replace(core.Varuna, "evaluate", building.evaluate)
     # checkpoints

@@ -126,8 +126,8 @@ class ModelPieces:
 
     def take(self) -> nn.Module:
         """A fresh model, for the caller to change."""
-        model, self._spare = self._spare, None
-        return self._build() if model is None else model
+        model, self._spare = self.prepare(), None
+        return model
 
     def prepare(self) -> nn.Module:
         """Builds a model now, for a later `take`, which then need not wait for it."""

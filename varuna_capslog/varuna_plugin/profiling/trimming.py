@@ -46,16 +46,11 @@ class CutShapes:
 
     def __init__(self, model: nn.Module, names: tuple[str, ...]) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        memo: dict[int, Any] = {}
+        buffers = {id(buffer): buffer.detach().clone() for buffer in model.buffers()}
         with self._mode:
-            for parameter in model.parameters():
-                hollow = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype)
-                memo[id(parameter)] = nn.Parameter(hollow, requires_grad=parameter.requires_grad)
-        for buffer in model.buffers():
-            memo[id(buffer)] = buffer.detach().clone()
-        self._model = copy.deepcopy(model, memo)
+            self._model = copy.deepcopy(model, buffers)
         self._found: list[tuple[TensorSpec, ...]] = []
-        self._known: dict[Any, list[tuple[TensorSpec, ...]]] = {}
+        self._known: dict[str, list[tuple[TensorSpec, ...]]] = {}
         self._count = len(names)
         points = dict(self._model.named_modules())
         for name in names:
@@ -66,22 +61,17 @@ class CutShapes:
 
         Raises CapslogError where a shape depends on values.
         """
-        leaves, structure = pytree.tree_flatten(dict(inputs))
-        described = (
-            (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), repr(leaf)) for leaf in leaves
-        )
-        key = (str(structure), *described)
+        key = repr(pytree.tree_map_only(Tensor, lambda leaf: (tuple(leaf.shape), leaf.dtype), dict(inputs)))
         if key not in self._known:
-            self._known[key] = self._run(leaves, structure)
+            self._known[key] = self._run(pytree.tree_map_only(Tensor, self._mode.from_tensor, dict(inputs)))
         return self._known[key]
 
-    def _run(self, leaves: list[Any], structure: Any) -> list[tuple[TensorSpec, ...]]:
+    def _run(self, fakes: dict[str, Any]) -> list[tuple[TensorSpec, ...]]:
         self._found = []
-        fakes = [self._mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         # running statistics are copies' business: a fake forward may change them as it likes
         try:
             with self._mode, torch.enable_grad():
-                self._model(**pytree.tree_unflatten(fakes, structure))
+                self._model(**fakes)
         except StageDone:
             pass
         except Exception as error:

@@ -110,10 +110,6 @@ class EntryCut:
         self.point.send_fn(self.run.bundle_type(tuple(g for g, spec in wanted if spec.requires_grad)), grads=True)
         self.run.gradients_sent = True
 
-    def send_nothing(self) -> None:
-        """The same for a stage whose output does not depend on what it received."""
-        self.send_gradients((None,) * len(self.spec.tensors))
-
 
 class ExitCut:
     """The cut behind a stage."""
@@ -199,6 +195,7 @@ class StageRun:
     Attributes:
         partition, stage: which pieces these are.
         ties: all ties of the model; each rank acts on those of its stage.
+        norms: the modules of the stage that keep running statistics.
         entry, exit: the stage's CutPoints, None at the pipeline's ends.
         bundle_type: of what leaves the stage.
         rooms: of the messages in each direction, by (task, "in" or "out").
@@ -218,15 +215,8 @@ class StageRun:
         self.active = self.left = self.gradients_sent = False
         self.draws: Draws | None = None
         self.watch_backward: Callable[[str], None] = lambda moment: None
-        self._norms: list[nn.Module] | None = None
+        self.norms: list[nn.Module] = []
 
     def begin(self) -> None:
         """A forward begins."""
         self.active, self.left = self.stage == 0, False
-
-    def norms(self, model: nn.Module) -> list[nn.Module]:
-        """The modules of the stage that keep running statistics; looked for once."""
-        if self._norms is None:
-            norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
-            self._norms = [module for module in norms if module._buffers.get("running_mean") is not None]
-        return self._norms

@@ -51,6 +51,8 @@ def initialize(self: Any, get_batch_fn: Callable[..., Any], from_cache: bool = F
         )
     run = StageRun(partition, self.stage, tie_groups(partition, self.shared_weights or ()))
     _reduce(self.module, run, torch.device(self.device))
+    norms = [module for module in self.module.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
+    run.norms = [module for module in norms if module._buffers.get("running_mean") is not None]
     self.capslog = run
     points = {name: module for name, module in self.module.named_modules() if isinstance(module, CutPoint)}
     self.pre_cp, run.entry = _wake(self, points, partition.entry(self.stage), self.stage, EntryCut)
