@@ -88,13 +88,8 @@ class Reader:
             if self.manifest is None or self.manifest.get("format") != FORMAT:
                 raise CapslogError(f"{folder / MANIFEST}: format is not {FORMAT!r}")
             self._home |= self.manifest["parameters"] | self.manifest["buffers"]
-        self.pieces = sorted(
-            {
-                int(name.removeprefix("opt-fp32-params-").split("_")[0])
-                for name in os.listdir(folder)
-                if name.startswith("opt-fp32-params-")
-            }
-        )
+        numbers = [path.name.rpartition("-")[2] for path in folder.glob(PARAMETERS.format("*"))]
+        self.pieces = sorted({int(number.partition("_")[0]) for number in numbers})
         wanted = range(self.manifest["num_pieces"]) if self.manifest else range(max(self.pieces, default=-1) + 1)
         if check and (not self.pieces or self.pieces != list(wanted)):
             raise CapslogError(

@@ -63,10 +63,6 @@ class WatchedQueue(queue.Queue[Any]):
             raise item
         return item
 
-    def next_to_send(self) -> Any:
-        """For sending threads: waits as long as the stage computes."""
-        return super().get(True, None)
-
 
 class BoundedDistributed:
     """`torch.distributed` for Varuna's executor, with its barrier bounded by the configured timeout."""
@@ -118,7 +114,7 @@ def _send_all(self: Any, kind: int) -> None:
         for task, microbatch in self.schedule:
             if task != kind:
                 continue
-            bundle = outgoing.next_to_send()
+            bundle = queue.Queue.get(outgoing)  # waits as long as the stage computes
             if bundle is None:  # the stage has failed
                 return
             under_way.append(wire.send(bundle, microbatch, peer, kind == BACKWARD, room))

@@ -24,7 +24,7 @@ from varuna_capslog.profiles.record import Profile, read_profile
 from varuna_capslog.varuna_plugin.splitting.partition import uniform_cuts
 from varuna_capslog.varuna_plugin.splitting.tracing import Trace
 
-__all__ = ["CUTS_VARIABLE", "Options", "Search", "configure", "current", "know_trace", "parse_cuts"]
+__all__ = ["CUTS_VARIABLE", "Options", "Search", "configure", "current", "parse_cuts"]
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class Search:
         profile: of the model's pieces, as `plugin.profile` or `capslog profile` gives it, or its file.
         devices: stages that are expected, for which the search is tried at once; None is as many as Varuna has.
         planner, memory: names as for `capslog plan`.
-        capacity: bytes of every stage's device, or of each; also as text such as "16GiB".
+        capacity: bytes of every stage's device, or of each; also as text ("16GiB", "16GiB,8GiB").
 
     Raises:
         CapslogError: an impossible value.
@@ -108,7 +108,6 @@ class Options:
     Attributes:
         num_pieces: of the model that the plan is for, where known.
         search: what cuts are searched from instead, once the number of stages is known.
-        trace: of the model, where it is known; else Varuna's first rank takes it when it is built.
     """
 
     cuts: tuple[int, ...] | None = None
@@ -160,6 +159,7 @@ def configure(
     stages_of_interest: Sequence[int] | None = None,
     loss: Literal["mean", "sum"] = "mean",
     timeout_seconds: float = 600.0,
+    trace: Trace | None = None,
     **search: Any,
 ) -> None:
     """Says how the next Varuna is to be built; what is left out goes back to its default, which is Varuna's own way.
@@ -173,8 +173,8 @@ def configure(
         loss: "mean" weights each microbatch by its samples (its last may be shorter); "sum" adds the losses up, for a
             model that divides by the minibatch's own normalisers.
         timeout_seconds: after so long without a message, a gradient or the other ranks a rank ends with an error.
-        search: with a profile: `devices`, `planner`, `memory` and `capacity`, as `Search` has them; `capacity` also as
-            text ("16GiB", "16GiB,8GiB"). With `devices` the search is tried at once.
+        trace: of the model, taken elsewhere on inputs of the same sizes; None: Varuna's first rank takes it.
+        search: with a profile: `devices`, `planner`, `memory` and `capacity`, as `Search` has them.
 
     Raises:
         CapslogError: an impossible value, or a plan that Varuna cannot run.
@@ -205,13 +205,8 @@ def configure(
         loss=loss,
         timeout_seconds=float(timeout_seconds),
         stages_of_interest=interest,
+        trace=trace,
     )
-
-
-def know_trace(trace: Trace) -> None:
-    """Gives the next Varuna a trace that was taken elsewhere, on inputs of the same sizes."""
-    global _current
-    _current = dataclasses.replace(_current, trace=trace)
 
 
 def current() -> Options:

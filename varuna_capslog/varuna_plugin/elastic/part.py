@@ -1,7 +1,8 @@
 """One rank's part of one generation of an elastic run on Varuna: a new Varuna over a fresh model.
 
 It is filled with the states of this rank's pieces. The forward's buffers are kept aside until a step is voted, so that
-a step can be taken back. All that the process has of `torch.distributed` belongs to one `VarunaGroups` at a time.
+a step can be taken back. All that the process has of `torch.distributed` belongs to one part at a time: its default
+group, which Varuna needs, and what Varuna makes beside it.
 """
 
 from __future__ import annotations
@@ -21,38 +22,53 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.elastic.member.work import LayerState
 from varuna_capslog.engine.communicator import Communicator, PeerLost
 from varuna_capslog.training.layer_state import cloned
-from varuna_capslog.varuna_plugin import piece_state
-from varuna_capslog.varuna_plugin.elastic.model import ElasticTraining, ModelPieces
+from varuna_capslog.varuna_plugin.elastic.pieces import ElasticTraining, ModelPieces, capture, install
 from varuna_capslog.varuna_plugin.inputs import Microbatches
 from varuna_capslog.varuna_plugin.install import silent
-from varuna_capslog.varuna_plugin.options import configure, know_trace
+from varuna_capslog.varuna_plugin.options import configure
 from varuna_capslog.varuna_plugin.splitting.stage_run import Draws
 from varuna_capslog.varuna_plugin.splitting.stages import ANCHOR
 
-__all__ = ["VarunaGroups", "VarunaPart"]
+__all__ = ["VarunaPart"]
 
 _THREADS = ("acts_receive_thread", "grads_receive_thread", "acts_send_thread", "grads_send_thread")
 _JOIN_SECONDS = 10.0
 
 
-class VarunaGroups:
-    """torch.distributed's default group, which Varuna needs, and all that Varuna makes beside it.
-
-    They are opened and thrown away once per generation, and always aborted before they are destroyed: gloo may wait for
-    peers otherwise.
+class VarunaPart:
+    """A stage that trains.
 
     Args:
-        store: a client that nothing else uses.
-        prefix: never used twice in a store.
-        seconds: longest wait for the others, and for messages that have no other bound.
-
-    Raises:
-        PeerLost: not all ranks came in time.
+        cuts: first piece of each stage.
+        rank: also the number of its stage.
     """
 
-    def __init__(self, store: dist.Store, prefix: str, rank: int, world_size: int, seconds: float) -> None:
+    def __init__(
+        self, job: ElasticTraining, pieces: ModelPieces, device: torch.device, cuts: tuple[int, ...], rank: int
+    ) -> None:
+        self._job, self._pieces, self._device = job, pieces, device
+        self._cuts, self._rank = cuts, rank
         self._ending = threading.Lock()
-        self._closed = False
+        self._joined = False
+        self.trainer: Any = None
+        self._draws: Draws | None = None
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._buffers: dict[str, Tensor] = {}
+        self._settled: dict[str, Tensor] = {}  # buffers as they were before the step under way
+        self.own: tuple[int, ...] = ()
+
+    def join(self, store: dist.Store, prefix: str, seconds: float) -> None:
+        """Opens the default group.
+
+        Args:
+            store: a client that nothing else uses.
+            prefix: never used twice in a store.
+            seconds: longest wait for the others, and for messages that have no other bound.
+
+        Raises:
+            PeerLost: not all ranks came in time.
+        """
+        rank, world_size = self._rank, len(self._cuts)
         try:
             dist.init_process_group(
                 "gloo",
@@ -64,71 +80,15 @@ class VarunaGroups:
         except (RuntimeError, ValueError) as error:
             text = str(error).splitlines()[0]
             raise PeerLost(f"rank {rank} could not join {world_size} ranks of Varuna: {text}", None) from error
-
-    def wait_for(self, seconds: float) -> None:
-        """From now on the longest wait of sums and barriers in the default group and its likes."""
-        for group in _all_groups():
-            dist.set_timeout(datetime.timedelta(seconds=seconds), group)
+        self._joined = True
 
     def abort(self) -> None:
         """Ends everything that is under way, here and at the peers; from any thread, also when it is over."""
         with self._ending:
-            if not self._closed:
-                for group in _all_groups():
-                    _abort(group)
+            if self._joined:
+                _abort(_all_groups())
 
-    def close(self) -> None:
-        """Aborts all groups and forgets them; the next ones may be opened at once."""
-        with self._ending:
-            if self._closed:
-                return
-            self._closed = True
-            groups = _all_groups()
-            for group in groups:
-                _abort(group)
-            dist.destroy_process_group()
-        # dropping the last reference waits for gloo's threads, so another thread does it
-        threading.Thread(target=groups.clear, name="end-varuna-groups", daemon=True).start()
-
-
-def _all_groups() -> list[Any]:
-    while True:
-        try:
-            return list(distributed_c10d._world.pg_map)
-        except RuntimeError:  # another thread is opening one
-            continue
-
-
-def _abort(group: Any) -> None:
-    Communicator(group.rank(), group.size(), "varuna", datetime.timedelta(seconds=1), group).abort()
-
-
-class VarunaPart:
-    """A stage that trains.
-
-    Args:
-        groups: of this generation; closed together with the part.
-        cuts: first piece of each stage.
-    """
-
-    def __init__(
-        self,
-        job: ElasticTraining,
-        pieces: ModelPieces,
-        device: torch.device,
-        groups: VarunaGroups,
-        cuts: tuple[int, ...],
-    ) -> None:
-        self._job, self._pieces, self._device = job, pieces, device
-        self._groups, self._cuts = groups, cuts
-        self.trainer: Any = None
-        self._draws: Draws | None = None
-        self._parameters: dict[str, nn.Parameter] = {}
-        self._buffers: dict[str, Tensor] = {}
-        self._settled: dict[str, Tensor] = {}  # buffers as they were before the step under way
-        self.own: tuple[int, ...] = ()
-
-    def build(self, model: nn.Module, rank: int, seconds: float) -> None:
+    def build(self, model: nn.Module, seconds: float) -> None:
         """Varuna's trainer over this rank's pieces of `model`.
 
         Args:
@@ -145,11 +105,12 @@ class VarunaPart:
                 lambda size, device=None: {},  # the trace is known
                 job.batch_size,
                 job.chunk_size,
-                local_rank=rank,
+                local_rank=self._rank,
                 device=self._device,
             )
         self._configure(job.timeout_seconds)
-        self._groups.wait_for(job.timeout_seconds)
+        for group in _all_groups():  # longest wait of sums and barriers from now on
+            dist.set_timeout(datetime.timedelta(seconds=job.timeout_seconds), group)
         partitioned = self.trainer.partitioned_model
         self._draws = Draws(partitioned.ordered_modules.values(), self._device, job.seed)
         partitioned.capslog.draws = self._draws
@@ -158,14 +119,13 @@ class VarunaPart:
         self.trainer.set_optimizer(self._pieces.recipe.build(self._parameters))
 
     def _configure(self, seconds: float) -> None:
-        configure(cuts=self._cuts, loss=self._job.loss, timeout_seconds=seconds)
-        know_trace(self._pieces.trace)
+        configure(cuts=self._cuts, loss=self._job.loss, timeout_seconds=seconds, trace=self._pieces.trace)
 
     def install(self, states: Mapping[int, LayerState], base: int) -> None:
         """The states of this rank's pieces after step `base`."""
         self.own = tuple(sorted(states))
         for piece in reversed(self.own):  # what several pieces share is in all of them: the first one's counts
-            piece_state.install(states[piece], *self._part(piece), self.trainer.optimizer)
+            install(states[piece], *self._part(piece), self.trainer.optimizer)
         self._settle()
         self.trainer.iteration = base
 
@@ -209,7 +169,7 @@ class VarunaPart:
         """A piece at the present boundary; without `copy` the live tensors."""
         parameters, buffers = self._part(piece)
         settled = {name: self._settled[name] for name in buffers}
-        state = piece_state.capture(parameters, settled, self.trainer.optimizer)
+        state = capture(parameters, settled, self.trainer.optimizer)
         return cloned(state) if copy else state
 
     def update(self, piece: int) -> Mapping[str, Tensor]:
@@ -219,14 +179,35 @@ class VarunaPart:
         return found | {f"buffers/{name}": buffer for name, buffer in buffers.items()}
 
     def close(self) -> None:
-        """Ends everything of the generation, also of one that could not be built."""
-        self._groups.close()
+        """Ends everything of the generation, also of one that could not be built; the next one may begin at once."""
+        self._leave()
         if self.trainer is not None:
             _join_threads(self.trainer)
             # modules refer to each other in circles; their tensors must not wait for a collection
             for module in self.trainer.partitioned_model.module.modules():
                 module._parameters.clear()
                 module._buffers.clear()
+
+    def _leave(self) -> None:
+        """Aborts all groups and forgets them; without the abort gloo may wait for peers."""
+        with self._ending:
+            if not self._joined:
+                return
+            self._joined = False
+            groups = _all_groups()
+            _abort(groups)
+            dist.destroy_process_group()
+        # dropping the last reference waits for gloo's threads, so another thread does it
+        threading.Thread(target=groups.clear, name="end-varuna-groups", daemon=True).start()
+
+
+def _all_groups() -> list[Any]:
+    return list(distributed_c10d._world.pg_map)
+
+
+def _abort(groups: list[Any]) -> None:
+    for group in groups:
+        Communicator(group.rank(), group.size(), "varuna", datetime.timedelta(seconds=1), group).abort()
 
 
 def _join_threads(trainer: Any) -> None:

@@ -28,7 +28,7 @@ from varuna_capslog.elastic.notices.interface import Notice
 from varuna_capslog.elastic.notices.signals import SignalListener, plain
 from varuna_capslog.membership.entries import NoticeEntry
 from varuna_capslog.profiles.record import Profile, read_profile
-from varuna_capslog.varuna_plugin.elastic.model import ElasticTraining
+from varuna_capslog.varuna_plugin.elastic.pieces import ElasticTraining
 from varuna_capslog.varuna_plugin.install import find_varuna
 
 if TYPE_CHECKING:

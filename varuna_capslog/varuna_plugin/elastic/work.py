@@ -29,10 +29,10 @@ from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.membership.redundancy import Protection
 from varuna_capslog.schedules import RunShape
 from varuna_capslog.training.recent_steps import RecentSteps
-from varuna_capslog.varuna_plugin import building, checkpoint, piece_state
+from varuna_capslog.varuna_plugin import building, checkpoint
 from varuna_capslog.varuna_plugin.checkpoint_files import RESUMED, read_held, read_tensors, write_held
-from varuna_capslog.varuna_plugin.elastic.model import ElasticTraining, ModelPieces
-from varuna_capslog.varuna_plugin.elastic.part import VarunaGroups, VarunaPart
+from varuna_capslog.varuna_plugin.elastic.part import VarunaPart
+from varuna_capslog.varuna_plugin.elastic.pieces import ElasticTraining, ModelPieces, PieceFollower
 
 __all__ = ["VarunaWork"]
 
@@ -105,10 +105,10 @@ class VarunaWork:
                 name = f"varuna/{communicator.generation}"
                 seconds = min(self._connect_seconds, job.timeout_seconds)
                 self._connect_seconds *= 2
-                groups = VarunaGroups(self._rendezvous(), name, rank, stages, seconds)
-                self._part = VarunaPart(job, self.pieces, self.device, groups, cuts)
-                communicator.abort_with(groups.abort)
-                self._part.build(model, rank, seconds)
+                self._part = VarunaPart(job, self.pieces, self.device, cuts, rank)
+                self._part.join(self._rendezvous(), name, seconds)
+                communicator.abort_with(self._part.abort)
+                self._part.build(model, seconds)
                 self._connect_seconds = _CONNECT_SECONDS
             self._part.install(states, self._base)
         else:
@@ -199,7 +199,7 @@ class VarunaWork:
         return self._training.update(layer)
 
     def follow(self, layer: int, state: LayerState) -> Followed:
-        return piece_state.PieceFollower(state, self.pieces.recipe, self.pieces.frozen, self.job.set_rates)
+        return PieceFollower(state, self.pieces.recipe, self.pieces.frozen, self.job.set_rates)
 
     def initial(self, layer: int) -> LayerState:
         return self.pieces.initial(layer)

@@ -32,7 +32,7 @@ from varuna_capslog.profiling.trim import MICROBATCHES, TrimmedRun
 from varuna_capslog.profiling.worker import Role
 from varuna_capslog.varuna_plugin.inputs import Microbatches
 from varuna_capslog.varuna_plugin.install import install, silent, uninstall
-from varuna_capslog.varuna_plugin.options import configure, current, know_trace
+from varuna_capslog.varuna_plugin.options import configure, current
 from varuna_capslog.varuna_plugin.profiling.trimming import kept_names
 from varuna_capslog.varuna_plugin.splitting.partition import Partition, tie_groups
 from varuna_capslog.varuna_plugin.splitting.tracing import Trace
@@ -128,9 +128,12 @@ def _play(
         try:
             install()
             configure(
-                cuts=cuts, stages_of_interest=[interest], loss=options.loss, timeout_seconds=options.timeout_seconds
+                cuts=cuts,
+                stages_of_interest=[interest],
+                loss=options.loss,
+                timeout_seconds=options.timeout_seconds,
+                trace=subject.trace,
             )
-            know_trace(subject.trace)
             trainer = _built(subject, model, stage, interest, len(cuts), device)
             moved = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), subject.batch)
             inputs = Microbatches([moved] * MICROBATCHES, [subject.chunk_size] * MICROBATCHES)
