@@ -83,7 +83,7 @@ class Live:
         port = self.server.port
         self._address = f"127.0.0.1:{port}"
         self.store = open_store(self._address, self.server.identity)
-        for key, value in Beginning(1, step, Path(path) if path else None).keys().items():
+        for key, value in Beginning(1, step, path).keys().items():
             self.store.put(key, value)
         names = [self.join() for _ in range(members)]
         self.store.compare_and_set(0, Generation(1, tuple(names), checkpoint=Stamp(step, 0)))

@@ -70,7 +70,7 @@ def save(
     problem = next((f"rank {rank}: {text}" for rank, (text, _) in enumerate(gathered) if text), None)
     if problem is None and self.rank == 0:
         together = {name: entry for _, theirs in gathered for name, entry in theirs.items()}
-        problem = _attempt(lambda: _finish(self, partial, folder / f"varuna_ckpt_{step}", step, together, gathered))
+        problem = _attempt(lambda: _finish(self, partial, folder / f"varuna_ckpt_{step}", step, together))
     if problem is not None and self.rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
     _agree(self, problem, folder, step)
@@ -154,22 +154,18 @@ def _write_own(self: Any, folder: Path) -> dict[str, Any]:
     return entries
 
 
-def _finish(self: Any, partial: Path, final: Path, step: int, entries: Mapping[str, Any], gathered: list[Any]) -> None:
+def _finish(self: Any, partial: Path, final: Path, step: int, entries: Mapping[str, Any]) -> None:
     """Common state, markers, manifest, then the name that makes it a checkpoint."""
     common = self.optimizer.state_dict()
     common["state"] = {}
     entries = {**entries, COMMON: write_synced(partial / COMMON, common)}
     partition = self.partitioned_model.capslog.partition
-    per_stage = [
-        sum(partition.stage_of(partition.home[name]) == stage for name in partition.trace.parameters)
-        for stage in range(self.partitions)
-    ]
-    for rank in range(len(gathered)):
-        stage = next(stage for stage, ranks in self.stage_to_rank_map.items() if rank in ranks)
-        first = self.stage_to_rank_map[stage][0] == rank
-        # Varuna adds these up and wants the number of parameters, and one more for a name that it made up
-        count = (per_stage[stage] + (1 if stage == 0 else 0)) if first else 0
-        (partial / "markers" / f"complete_{rank}.txt").write_text(str(count), encoding="utf-8")
+    for stage, ranks in self.stage_to_rank_map.items():
+        held = sum(partition.stage_of(partition.home[name]) == stage for name in partition.trace.parameters)
+        for rank in ranks:
+            # Varuna adds these up and wants the number of parameters, and one more for a name that it made up
+            count = held + int(stage == 0) if rank == ranks[0] else 0
+            (partial / "markers" / f"complete_{rank}.txt").write_text(str(count), encoding="utf-8")
     files.write_json(
         partial / MANIFEST,
         {
@@ -219,11 +215,8 @@ def load(self: Any, global_store: str | os.PathLike[str], iteration: int, check_
     if self.optimizer is None:
         raise CapslogError("load_checkpoint needs the optimizer: call set_optimizer first")
     folder = Path(global_store) / f"varuna_ckpt_{iteration}"
-    problem = None
-    try:
-        _take(self, Reader(folder, check_complete, self.partitioned_model.capslog.partition.home))
-    except CapslogError as error:
-        problem = str(error)
+    home = self.partitioned_model.capslog.partition.home
+    problem = _attempt(lambda: _take(self, Reader(folder, check_complete, home)))
     for rank, text in enumerate(_gather(self, problem)):
         if text:
             raise CapslogError(f"rank {rank}: {text}")

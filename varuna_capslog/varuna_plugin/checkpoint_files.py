@@ -141,8 +141,8 @@ def write_held(
     write_boundaries(run_dir, held, record, {"num_pieces": num_pieces}, write)
 
 
-def begin_with(run_dir: Path) -> tuple[int, str]:
-    """The step with which a run goes on, and the folder it is in; (0, "") at the very beginning.
+def begin_with(run_dir: Path) -> tuple[int, Path | None]:
+    """The step with which a run goes on, and the folder it is in; (0, None) at the very beginning.
 
     Called by one process before a run starts, whose generations begin anew: what cannot be used of an earlier one goes.
     """
@@ -153,7 +153,7 @@ def begin_with(run_dir: Path) -> tuple[int, str]:
     for place in resumed.values():
         if place != path:
             shutil.rmtree(place, ignore_errors=True)
-    return step, "" if path is None else str(path.absolute())
+    return step, None if path is None else path.absolute()
 
 
 def _recover(run_dir: Path, after: int) -> None:

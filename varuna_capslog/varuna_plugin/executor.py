@@ -50,13 +50,11 @@ class WatchedQueue(queue.Queue[Any]):
     """
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        """As `Queue.get`; raises CapslogError with the writer's failure, or after the timeout."""
-        limit = current().timeout_seconds + _AFTER_RECEIVER if timeout is None else timeout
+        """As `Queue.get()`; raises CapslogError with the writer's failure, or after the configured timeout."""
+        limit = current().timeout_seconds + _AFTER_RECEIVER
         try:
-            item = super().get(block, limit if block else None)
+            item = super().get(timeout=limit)
         except queue.Empty:
-            if not block or timeout is not None:
-                raise
             raise CapslogError(f"waited {limit:g} s for a microbatch of another stage; its rank hangs") from None
         if isinstance(item, BaseException):
             self.put(item)

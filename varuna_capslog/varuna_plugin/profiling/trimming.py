@@ -8,7 +8,7 @@ stages of interest is not.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,10 +23,7 @@ from varuna_capslog.varuna_plugin.splitting.partition import Partition, TieGroup
 from varuna_capslog.varuna_plugin.splitting.stage_run import StageDone, StageRun, anchor_on
 from varuna_capslog.varuna_plugin.splitting.tracing import flatten_cut
 
-__all__ = ["CutShapes", "Shapes", "kept_names", "play_stage"]
-
-Shapes = Callable[[Mapping[str, Any]], Sequence[Sequence[TensorSpec]]]
-"""What crosses each cut of the model for given inputs."""
+__all__ = ["CutShapes", "kept_names", "play_stage"]
 
 
 def kept_names(partition: Partition, ties: Sequence[TieGroup], stage: int) -> set[str]:
@@ -110,8 +107,12 @@ class _Between(torch.autograd.Function):
         return None, None, *zeros
 
 
-def play_stage(model: nn.Module, run: StageRun, shapes: Shapes, device: torch.device) -> None:
-    """Makes the model's forward that of a trimmed stage; the model must have been reduced before."""
+def play_stage(model: nn.Module, run: StageRun, shapes: CutShapes | None, device: torch.device) -> None:
+    """Makes the model's forward that of a trimmed stage; the model must have been reduced before.
+
+    Args:
+        shapes: of what crosses the cuts; None: as it was traced.
+    """
 
     def forward(**inputs: Any) -> Any:
         received: list[Tensor] = []
@@ -121,7 +122,8 @@ def play_stage(model: nn.Module, run: StageRun, shapes: Shapes, device: torch.de
         if run.exit is None:
             return _Between.apply(anchor, (torch.zeros((), device=device),), *received)[0]
         cut = run.partition.cuts[run.stage + 1] - 1
-        specs = {str(index): spec for index, spec in enumerate(shapes(inputs)[cut])}
+        leaves = run.exit.spec.tensors if shapes is None else shapes(inputs)[cut]
+        specs = {str(index): spec for index, spec in enumerate(leaves)}
         made = tuple(value.to(device) for value in dummy_inputs(specs).values())
         tensors = _Between.apply(anchor, made, *received)
         # what needs no gradient in the model must need none here

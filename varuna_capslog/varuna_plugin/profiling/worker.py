@@ -11,7 +11,7 @@ import contextlib
 import copy
 import itertools
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -185,23 +185,24 @@ def observe(trainer: Any, inputs: Microbatches, layers: tuple[int, int], conditi
     the CPU. Of the first stage one microbatch of inputs counts.
 
     Args:
-        trainer: a `varuna.Varuna` with its optimizer.
+        trainer: a `varuna.Varuna` with its optimizer, which does not train again afterwards.
         inputs: of a step.
         layers: (first, end) pieces of the stage.
     """
     stage = trainer.partitioned_model.capslog
-    measured = _MeasuredStage(trainer)
-    meter = measured.meter
     stage.bundle_type = _OffDevice
-    try:
-        with measured.saving():
-            measured.step(inputs)
-        with meter.peak(measured.given if stage.stage == 0 else ()):
-            measured.step(inputs)
-        with measured.timing():
-            measured.step(inputs)
-    finally:
-        stage.bundle_type = Bundle
+    measured = _MeasuredStage(trainer)
+    meter, own = measured.meter, measured.resident()
+    # what every forward leaves behind for its backward
+    measured.around_forward = lambda: meter.saving(own, measured.received)
+    measured.step(inputs)
+    measured.around_forward = contextlib.nullcontext
+    with meter.peak(measured.given if stage.stage == 0 else ()):
+        measured.step(inputs)
+    # every forward and backward, without the waiting of a backward
+    measured.around_forward = lambda: meter.timing("forward")
+    stage.watch_backward = measured.time_backward
+    measured.step(inputs)
     assert meter.peak_bytes is not None
     before, behind = (() if cut is None else cut.spec.tensors for cut in (stage.entry, stage.exit))
     boundaries = {str(n): spec for n, spec in enumerate(before)}, {str(n): spec for n, spec in enumerate(behind)}
@@ -232,14 +233,24 @@ class _MeasuredStage:
 
     Attributes:
         given: the tensors of one microbatch's inputs, as the model was called.
+        around_forward: gives a context that is open during each of the user's forwards on this stage.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer, self._module = trainer, trainer.partitioned_model.module
         self._stage = trainer.partitioned_model.capslog
-        self.meter = StageMeter(trainer.device, self._resident)
+        self.meter = StageMeter(trainer.device, self.resident)
         self.given: list[Tensor] = []
+        self.around_forward: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         self._began = 0.0
+        real = self._module.forward
+
+        def forward(*arguments: Any, **inputs: Any) -> Any:
+            self.given = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
+            with self.around_forward():
+                return real(*arguments, **inputs)
+
+        self._module.forward = forward
 
     def step(self, inputs: Microbatches) -> None:
         """A training step as a Varuna script has it."""
@@ -248,7 +259,7 @@ class _MeasuredStage:
         self._trainer.optimizer.step()
         self._trainer.zero_grad()
 
-    def _resident(self) -> list[Tensor]:
+    def resident(self) -> list[Tensor]:
         """Parameters, gradients, buffers and what the optimizer keeps."""
         parameters = list(self._module.parameters())
         state = pytree.tree_leaves([dict(entry) for entry in self._trainer.optimizer.state.values()])
@@ -257,14 +268,7 @@ class _MeasuredStage:
         # AdamW's step counters lie on the host
         return [tensor for tensor in tensors if tensor.device == self._trainer.device]
 
-    @contextlib.contextmanager
-    def saving(self) -> Iterator[None]:
-        """While it is open, the meter sees what every forward leaves behind for its backward."""
-        own = self._resident()
-        with self._around_forward(lambda: self.meter.saving(own, self._received)):
-            yield
-
-    def _received(self) -> list[Tensor] | None:
+    def received(self) -> list[Tensor] | None:
         """What the stage works on and keeps for its backward; None in a forward that has none."""
         if not torch.is_grad_enabled():
             return None
@@ -272,37 +276,9 @@ class _MeasuredStage:
             return self.given
         return [tensor for tensor in self._stage.entry.point.recv_fn().tensors if tensor is not None]
 
-    @contextlib.contextmanager
-    def timing(self) -> Iterator[None]:
-        """While it is open, the meter times every forward and backward, without the waiting of a backward."""
-        before, self._stage.watch_backward = self._stage.watch_backward, self._time_backward
-        try:
-            with self._around_forward(lambda: self.meter.timing("forward")):
-                yield
-        finally:
-            self._stage.watch_backward = before
-
-    def _time_backward(self, moment: str) -> None:
+    def time_backward(self, moment: str) -> None:
+        """For `StageRun.watch_backward`."""
         now = self.meter.now()
         if moment == "ended":
             self.meter.seconds["backward"].append(now - self._began)
         self._began = now
-
-    @contextlib.contextmanager
-    def _around_forward(self, opened: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-        """Opens a context around the user's forward on this stage."""
-        own, original = self._module.__dict__.get("forward"), self._module.forward
-
-        def forward(*arguments: Any, **inputs: Any) -> Any:
-            self.given = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
-            with opened():
-                return original(*arguments, **inputs)
-
-        self._module.forward = forward
-        try:
-            yield
-        finally:
-            if own is None:
-                del self._module.forward
-            else:
-                self._module.forward = own

@@ -81,27 +81,22 @@ def _reduce(model: nn.Module, run: StageRun, device: torch.device) -> None:
         reduce_to_stage(model, run)
         return
     cuts = run.partition.trace.cuts
-    if options.trace is not None:
-        shapes: trimming.Shapes = lambda inputs: [cut.tensors for cut in cuts]  # noqa: E731
-    else:
-        shapes = trimming.CutShapes(model, tuple(cut.name for cut in cuts))
+    shapes = None if options.trace is not None else trimming.CutShapes(model, tuple(cut.name for cut in cuts))
     reduce_to_stage(model, run, trimming.kept_names(run.partition, run.ties, run.stage))
     trimming.play_stage(model, run, shapes, device)
 
 
 def _agreed_partition(trace: Trace, model: nn.Module, num_stages: int) -> Partition:
     """The partition that every rank has configured; a rank that fails says so to all, so that none waits for it."""
-    mine: tuple[Any, str | None] = (None, None)
-    partition = None
+    partition = problem = None
     try:
         partition = Partition(trace, current().cuts_for(trace.num_pieces, num_stages))
         if list(trace.parameters) != [name for name, _ in model.named_parameters()]:
             raise CapslogError("its model has other parameters than rank 0's; build the same model on every rank")
-        mine = (partition.cuts, None)
     except CapslogError as error:
-        mine = (None, str(error))
+        problem = str(error)
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    dist.all_gather_object(everyone, (partition and partition.cuts, problem))
     for rank, (cuts, problem) in enumerate(everyone):
         if problem is not None:
             raise CapslogError(f"rank {rank}: {problem}")
