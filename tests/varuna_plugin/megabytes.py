@@ -13,7 +13,7 @@ from tests.profiling.workloads import Megabytes
 def build() -> nn.Module:
     from varuna import CutPoint
 
-    from varuna_capslog.varuna_plugin.chain_module import ChainModule
+    from varuna_capslog.varuna_plugin.engine import ChainModule
 
     workload = Megabytes()
     return ChainModule(workload.build_chain(), CutPoint, workload.loss)

@@ -1,8 +1,14 @@
-"""Around one microbatch: recomputation leaves no traces, waiting ends, weights follow the samples. No Varuna needed."""
+"""Around one microbatch: recomputation leaves no traces, waiting ends, weights follow the samples. The task lists equal
+those that Varuna's own generator printed. No Varuna needed.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +22,11 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.varuna_plugin import executor, options
 from varuna_capslog.varuna_plugin.inputs import Microbatches
+
+RECORDED = json.loads((Path(__file__).parent / "recorded_schedules.json").read_text(encoding="utf-8"))
+"""What `genschedule`, compiled outside this project, printed once: all lists of small pipelines (f forward, r
+recomputation, b backward, then the microbatch), and of large ones the first 16 digits of the SHA-256 of what it prints
+for all stages, a line each."""
 
 
 class OneStage:
@@ -122,3 +133,28 @@ def test_a_hanging_rank_is_named_after_the_timeout(pool: WorkerPool) -> None:
     (text, seconds), _ = pool.run(hang, 2)
     assert "from rank 1: nothing came for 2 s" in text or "connection lost" in text or "waited 2 s" in text, text
     assert seconds < 30
+
+
+@pytest.mark.parametrize("size", RECORDED["lists"])
+def test_small_pipelines_list_by_list(size: str) -> None:
+    stages, microbatches = map(int, size.split(","))
+    for stage, text in enumerate(RECORDED["lists"][size]):
+        recorded = [("frb".index(kind), int(number)) for kind, number in re.findall(r"([frb])(\d+)", text)]
+        assert executor.varuna_tasks(microbatches, stage, stages) == recorded
+
+
+def test_large_pipelines_by_digest() -> None:
+    assert len(RECORDED["digests"]) == 72
+    for size, expected in RECORDED["digests"].items():
+        stages, microbatches = map(int, size.split(","))
+        digest = hashlib.sha256()
+        for stage in range(stages):
+            tasks = executor.varuna_tasks(microbatches, stage, stages)
+            digest.update(("".join(f"{task},{number};" for task, number in tasks) + "\n").encode())
+        assert digest.hexdigest()[:16] == expected, size
+
+
+@pytest.mark.parametrize(("microbatches", "stage", "stages"), [(0, 0, 1), (4, 2, 2), (4, -1, 2)])
+def test_numbers_that_make_no_pipeline_are_refused(microbatches: int, stage: int, stages: int) -> None:
+    with pytest.raises(CapslogError, match="at least one microbatch and a stage"):
+        executor.varuna_tasks(microbatches, stage, stages)

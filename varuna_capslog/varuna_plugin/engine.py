@@ -7,11 +7,11 @@ with our own engine, and a run may go on with the other one. Only the execution 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.communicator import Communicator
@@ -19,16 +19,79 @@ from varuna_capslog.engine.interface import EngineParts, Load
 from varuna_capslog.engine.layers import EngineLayer
 from varuna_capslog.engine.optimizer import StageOptimizer
 from varuna_capslog.engine.options import EngineOptions, Layout, StepResult
+from varuna_capslog.engine.seeds import seed_layer
+from varuna_capslog.engine.stage import LossFunction
 from varuna_capslog.engine.step import check_minibatch, microbatches_of
 from varuna_capslog.engine.vote import Verdict
+from varuna_capslog.model.chain import Chain
 from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.varuna_plugin.building import forward_only
-from varuna_capslog.varuna_plugin.chain_module import ChainModule
 from varuna_capslog.varuna_plugin.inputs import Microbatches
 from varuna_capslog.varuna_plugin.install import install, silent
 from varuna_capslog.varuna_plugin.options import configure
 
-__all__ = ["VarunaEngine"]
+__all__ = ["ChainModule", "VarunaEngine"]
+
+
+class ChainModule(nn.Module):
+    """A chain as one module, whose children `layers.0`, `layers.1`, ... have a CutPoint between every two of them.
+
+    The modules are the chain's own. Cut i of the chain is CutPoint i: what crosses it is what the chain says, so a plan
+    for the chain is a cut list for Varuna. A script of one's own may use it, too.
+
+    Args:
+        cut: Varuna's CutPoint.
+        loss: of the workload; computed by the last stage.
+        seed: of the run. Every layer draws from (seed, step, microbatch, layer), as on our own engine.
+
+    Attributes:
+        parts: by microbatch, the loss parts of forwards in training mode on the last stage, until they are cleared.
+    """
+
+    def __init__(self, chain: Chain, cut: type[nn.Module], loss: LossFunction, seed: int = 0) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layer.module for layer in chain.layers)
+        self.points = nn.ModuleList(cut() for _ in chain.layers[1:])
+        self._wiring = [(layer.reads, layer.writes) for layer in chain.layers]
+        self._crossing = [chain.crossing(cut) for cut in range(len(chain))]
+        self._outputs, self._loss, self._seed = chain.outputs, loss, seed
+        self.parts: dict[int, dict[str, float]] = {}
+
+    def forward(
+        self,
+        inputs: Mapping[str, Tensor],
+        targets: Any = None,
+        normalisers: Mapping[str, float] | None = None,
+        step: int = 0,
+        microbatch: int = 0,
+    ) -> Any:
+        """One microbatch.
+
+        Args:
+            inputs: the chain's; only the first stage looks at them.
+            targets, normalisers: for the loss; only the last stage looks at them.
+
+        Returns:
+            The loss in training mode, else the chain's outputs by name.
+        """
+        values: dict[str, Any] = dict(inputs)
+        device = next(self.parameters()).device
+        for index, (layer, (reads, writes)) in enumerate(zip(self.layers, self._wiring, strict=True)):
+            if index > 0:
+                names = self._crossing[index]
+                crossed = self.points[index - 1](*[values.get(name) for name in names])
+                values = dict(zip(names, (crossed,) if len(names) == 1 else crossed, strict=True))
+            if self.training:
+                seed_layer(device, self._seed, step, microbatch, index)
+            result = layer(*[values.get(name) for name in reads])
+            values.update(zip(writes, result if isinstance(result, tuple) else (result,), strict=True))
+        outputs = {name: values[name] for name in self._outputs}
+        if not self.training:
+            return outputs
+        seed_layer(device, self._seed, step, microbatch, len(self.layers))
+        parts = self._loss(outputs, targets, normalisers or {})
+        self.parts[microbatch] = {name: float(part.detach()) for name, part in parts.items()}
+        return parts["loss"]
 
 
 class VarunaEngine:

@@ -1,4 +1,4 @@
-"""What is changed around Varuna's executor: its message threads, and each forward, recomputation and backward.
+"""What is changed around Varuna's executor: its tasks, its message threads, each forward, recomputation and backward.
 
 `Pipeline.run` and its schedule walking stay Varuna's. Threads use the wire format; a thread that fails
 puts its error into the queue that its stage reads, where the original ended in silence and the stage waited for ever.
@@ -19,7 +19,6 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.varuna_plugin import wire
 from varuna_capslog.varuna_plugin.inputs import Microbatches
 from varuna_capslog.varuna_plugin.options import current
-from varuna_capslog.varuna_plugin.schedule import BACKWARD, FORWARD
 from varuna_capslog.varuna_plugin.splitting.phantom import refuse_phantom
 from varuna_capslog.varuna_plugin.splitting.tracing import copied_buffers
 
@@ -31,8 +30,15 @@ __all__ = [
     "restore_random_state",
     "run",
     "save_random_state",
+    "varuna_tasks",
     "worker",
 ]
+
+FORWARD, RECOMPUTE, BACKWARD = 0, 1, 2
+"""The numbers by which Varuna's executor knows its tasks."""
+
+_WEIGHTS = 3
+"""The second half of a backward: takes a quantum, is not printed."""
 
 _AFTER_RECEIVER = 1.0
 """Seconds that a stage waits longer than the thread that receives for it, whose error says more."""
@@ -75,6 +81,58 @@ class BoundedDistributed:
         """As `torch.distributed.barrier`, over a group that has the timeout where none is given."""
         with wire.named_loss("waiting for all ranks at the end of a step", None, current().timeout):
             dist.barrier(group=self.world if group is None else group)
+
+
+# -- what a stage does
+
+
+def varuna_tasks(num_microbatches: int, stage: int, num_stages: int) -> list[tuple[int, int]]:
+    """(task, microbatch) of one stage, in order, as Varuna's own `genschedule` prints them; microbatches count from 0.
+
+    It replaces the call of that binary, which an ordinary installation does not contain: without it Varuna's list is
+    empty and a step trains nothing. The rules are those of Microsoft's generator (time in equal quanta, one task per
+    stage and quantum); lists recorded from the real one are the test. Our own generator, `schedules.generators`,
+    follows the paper and gives other lists.
+
+    In each quantum a stage takes its most urgent waiting task: a weight half before a backward before a recomputation
+    before a forward, the oldest first. What that makes possible waits from the next quantum on:
+
+    - a forward: the next stage's forward, on the last stage its own backward;
+    - a backward: its own weight half, and the recomputation of the stage before;
+    - a recomputation: its own backward.
+
+    Raises CapslogError for numbers that make no pipeline.
+    """
+    if num_microbatches < 1 or not 0 <= stage < num_stages:
+        raise CapslogError(
+            f"{num_microbatches} microbatches, stage {stage} of {num_stages}: at least one microbatch and a stage "
+            "below the number of stages are needed"
+        )
+    last = num_stages - 1
+    waiting: list[dict[int, deque[int]]] = [
+        {kind: deque() for kind in (_WEIGHTS, BACKWARD, RECOMPUTE, FORWARD)} for _ in range(num_stages)
+    ]
+    waiting[0][FORWARD].extend(range(num_microbatches))
+    tasks: list[tuple[int, int]] = []
+    while True:
+        taken: list[tuple[int, int, int]] = []
+        for place, queues in enumerate(waiting):
+            kind = next((kind for kind, queue in queues.items() if queue), None)
+            if kind is not None:
+                taken.append((place, kind, queues[kind].popleft()))
+        if not taken:
+            return tasks
+        for place, kind, microbatch in taken:
+            if place == stage and kind != _WEIGHTS:
+                tasks.append((kind, microbatch))
+            if kind == FORWARD:
+                waiting[min(place + 1, last)][FORWARD if place < last else BACKWARD].append(microbatch)
+            elif kind == RECOMPUTE:
+                waiting[place][BACKWARD].append(microbatch)
+            elif kind == BACKWARD:
+                waiting[place][_WEIGHTS].append(microbatch)
+                if place > 0:
+                    waiting[place - 1][RECOMPUTE].append(microbatch)
 
 
 # -- threads

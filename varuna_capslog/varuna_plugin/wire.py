@@ -176,7 +176,6 @@ class Sending:
         with named_loss(f"sending to rank {self._peer}", self._peer, timeout):
             for work in self._works:
                 work.wait(timeout)
-        self._works, self._buffers = [], []
 
 
 class Room:

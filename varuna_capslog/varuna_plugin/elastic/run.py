@@ -40,7 +40,6 @@ _MODULES = (
     "varuna_capslog.varuna_plugin.elastic.run",
     "varuna_capslog.varuna_plugin.install",
     "varuna_capslog.varuna_plugin.gradients",
-    "varuna_capslog.varuna_plugin.schedule",
     "torch._dynamo",  # the first optimizer imports it, in one to two seconds
     "torch._subclasses.fake_tensor",
 )

@@ -8,6 +8,7 @@ buffers are copies, random numbers are put back. A *piece* is what lies between 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -247,8 +248,7 @@ def _watched_calls(model: nn.Module, uses: _Uses) -> Iterator[list[Call]]:
 
     def end(module: nn.Module, arguments: Any, result: Any) -> None:
         index = stack.pop()
-        call = calls[index]
-        calls[index] = Call(call.module, call.parent, call.first, uses.piece, describe_structure(result))
+        calls[index] = dataclasses.replace(calls[index], last=uses.piece, structure=describe_structure(result))
 
     for name, module in model.named_modules():
         if name:
