@@ -57,7 +57,7 @@ class WatchedQueue(queue.Queue[Any]):
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         """As `Queue.get()`; raises CapslogError with the writer's failure, or after the configured timeout."""
-        limit = current().timeout_seconds + _AFTER_RECEIVER
+        limit = current().timeout.total_seconds() + _AFTER_RECEIVER
         try:
             item = super().get(timeout=limit)
         except queue.Empty:

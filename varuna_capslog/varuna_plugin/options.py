@@ -114,14 +114,9 @@ class Options:
     num_pieces: int | None = None
     search: Search | None = None
     loss: Literal["mean", "sum"] = "mean"
-    timeout_seconds: float = 600.0
+    timeout: datetime.timedelta = datetime.timedelta(seconds=600)
     stages_of_interest: tuple[int, ...] | None = None
     trace: Trace | None = None
-
-    @property
-    def timeout(self) -> datetime.timedelta:
-        """`timeout_seconds` as torch takes it."""
-        return datetime.timedelta(seconds=self.timeout_seconds)
 
     def cuts_for(self, num_pieces: int, num_stages: int) -> tuple[int, ...]:
         """The cut list of a model.
@@ -203,7 +198,7 @@ def configure(
         num_pieces=num_pieces,
         search=None if profile is None else Search(profile, **search),
         loss=loss,
-        timeout_seconds=float(timeout_seconds),
+        timeout=datetime.timedelta(seconds=timeout_seconds),
         stages_of_interest=interest,
         trace=trace,
     )

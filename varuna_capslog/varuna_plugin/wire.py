@@ -72,7 +72,11 @@ class Bundle:
         """The host's tensors: those that this is a copy of, else its own brought there."""
         if self.host is not None:
             return self.host
-        return Bundle(tuple(None if tensor is None else tensor.detach().cpu() for tensor in self.tensors))
+        return Bundle(tuple(None if tensor is None else self.to_host(tensor.detach()) for tensor in self.tensors))
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """How a tensor is brought there."""
+        return tensor.cpu()
 
 
 # -- the format

@@ -51,7 +51,6 @@ class VarunaPart:
         self._ending = threading.Lock()
         self._joined = False
         self.trainer: Any = None
-        self._draws: Draws | None = None
         self._parameters: dict[str, nn.Parameter] = {}
         self._buffers: dict[str, Tensor] = {}
         self._settled: dict[str, Tensor] = {}  # buffers as they were before the step under way
@@ -112,8 +111,7 @@ class VarunaPart:
         for group in _all_groups():  # longest wait of sums and barriers from now on
             dist.set_timeout(datetime.timedelta(seconds=job.timeout_seconds), group)
         partitioned = self.trainer.partitioned_model
-        self._draws = Draws(partitioned.ordered_modules.values(), self._device, job.seed)
-        partitioned.capslog.draws = self._draws
+        partitioned.capslog.draws = Draws(partitioned.ordered_modules.values(), self._device, job.seed)
         self._parameters = {name: p for name, p in partitioned.module.named_parameters() if name != ANCHOR}
         self._buffers = dict(partitioned.module.named_buffers())
         self.trainer.set_optimizer(self._pieces.recipe.build(self._parameters))
@@ -139,8 +137,7 @@ class VarunaPart:
         everything = self._job.microbatches(step)
         moved = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self._device), list(everything.values()))
         ready = Microbatches(moved, everything.sizes)
-        assert self._draws is not None
-        self._draws.begin_step(step, ready)
+        self.trainer.partitioned_model.capslog.draws.begin_step(step, ready)
         loss, _, _ = self.trainer.step(ready, self._job.clip_grad_max_norm)
         return float(loss), float(self.trainer.capslog_grad_norm)
 

@@ -214,18 +214,12 @@ def observe(trainer: Any, inputs: Microbatches, layers: tuple[int, int], conditi
 class _OffDevice(Bundle):
     """What leaves the stage, copied to memory that no allocator of torch counts: on a CPU "the host" is the device."""
 
-    def cpu(self) -> Bundle:
-        if self.host is not None:
-            return self.host
-        return Bundle(tuple(None if tensor is None else _uncounted(tensor.detach()) for tensor in self.tensors))
-
-
-def _uncounted(tensor: Tensor) -> Tensor:
-    if tensor.device.type != "cpu":
-        return tensor.cpu()
-    spec = TensorSpec.of(tensor)
-    memory = torch.from_numpy(np.empty(spec.num_bytes, np.uint8)).view(spec.dtype)
-    return memory.as_strided(spec.shape, spec.stride).copy_(tensor)
+    def to_host(self, tensor: Tensor) -> Tensor:
+        if tensor.device.type != "cpu":
+            return tensor.cpu()
+        spec = TensorSpec.of(tensor)
+        memory = torch.from_numpy(np.empty(spec.num_bytes, np.uint8)).view(spec.dtype)
+        return memory.as_strided(spec.shape, spec.stride).copy_(tensor)
 
 
 class _MeasuredStage:

@@ -96,8 +96,7 @@ class EntryCut:
 
     def __call__(self, *_: Any) -> Any:
         """The received tensors in the structure that the CutPoint has when nothing is cut."""
-        bundle = self.point.recv_fn()
-        tensors = tuple(bundle.tensors)
+        tensors = self.point.recv_fn().tensors
         self.run.active = True
         if self._differentiable and torch.is_grad_enabled():
             tensors = _Receive.apply(anchor_on(self.point.device), self, tensors)

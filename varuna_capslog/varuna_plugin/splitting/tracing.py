@@ -152,11 +152,10 @@ def trace_model(model: nn.Module, inputs: Mapping[str, Any], cut_type: type[nn.M
             on.enter_context(uses)
             model(**inputs)
         moving = _moving(model, before)
-    buffers = [name for name, _ in model.named_buffers()]
     return Trace(
         cuts=tuple(cuts),
         parameters=_owned([name for name, _ in model.named_parameters()], uses.seen),
-        buffers=_owned(buffers, uses.seen),
+        buffers=_owned([name for name, _ in model.named_buffers()], uses.seen),
         calls=tuple(calls),
         moving=tuple(moving),
         made_bytes=tuple(uses.made.get(piece, 0) for piece in range(len(cuts) + 1)),
