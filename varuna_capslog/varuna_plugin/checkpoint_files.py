@@ -147,19 +147,9 @@ def begin_with(run_dir: Path) -> tuple[int, Path | None]:
     Called by one process before a run starts, whose generations begin anew: what cannot be used of an earlier one goes.
     """
     found: tuple[int, Path | None] = newest(run_dir / "checkpoints") or (0, None)
-    _recover(run_dir, found[0])
-    resumed = {int(path.name.removeprefix(RESUMED)): path for path in run_dir.glob(f"{RESUMED}*") if path.is_dir()}
-    step, path = max([found, *resumed.items()], key=lambda boundary: boundary[0])
-    for place in resumed.values():
-        if place != path:
-            shutil.rmtree(place, ignore_errors=True)
-    return step, None if path is None else path.absolute()
-
-
-def _recover(run_dir: Path, after: int) -> None:
-    """Gives the newest whole boundary in `held/`, if after step `after`, a folder of its own; removes the rest."""
 
     def take(place: Path, step: int, about: Mapping[str, Any]) -> Path | None:
+        """Gives a whole boundary a folder of its own."""
         if not all(_file(place, piece).exists() for piece in range(int(about["num_pieces"]))):
             return None
         final = run_dir / f"{RESUMED}{step:08d}"
@@ -167,7 +157,13 @@ def _recover(run_dir: Path, after: int) -> None:
         os.replace(place, final)
         return final
 
-    take_newest(run_dir, after, take)
+    take_newest(run_dir, found[0], take)
+    resumed = {int(path.name.removeprefix(RESUMED)): path for path in run_dir.glob(f"{RESUMED}*") if path.is_dir()}
+    step, path = max([found, *resumed.items()], key=lambda boundary: boundary[0])
+    for place in resumed.values():
+        if place != path:
+            shutil.rmtree(place, ignore_errors=True)
+    return step, None if path is None else path.absolute()
 
 
 def read_held(folder: Path, piece: int) -> LayerState:

@@ -132,18 +132,14 @@ def _add_ties(self: Any) -> None:
             by_stages.setdefault(tie.stages, []).append(held)
     for stages, members in sorted(by_stages.items()):
         for held in members:
-            _sum_on_rank(held)
+            found = [parameter.grad for parameter in held if parameter.grad is not None]
+            if found:
+                held[0].grad = found[0] if len(found) == 1 else torch.stack(found).sum(0)
         if len(stages) > 1:
             _reduce([held[0] for held in members], self.capslog_tie_groups[stages], 1.0)
         for held in members:
             for other in held[1:]:
                 other.grad = None if held[0].grad is None else held[0].grad.clone()
-
-
-def _sum_on_rank(held: Sequence[nn.Parameter]) -> None:
-    found = [parameter.grad for parameter in held if parameter.grad is not None]
-    if found:
-        held[0].grad = found[0] if len(found) == 1 else torch.stack(found).sum(0)
 
 
 def _reduce(parameters: Sequence[nn.Parameter], group: Any, factor: float) -> None:

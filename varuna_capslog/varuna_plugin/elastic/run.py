@@ -37,8 +37,6 @@ __all__ = ["ElasticEnd", "main", "run_elastic"]
 _MODULES = (
     "varuna_capslog.elastic.member.runtime",
     "varuna_capslog.varuna_plugin.elastic.work",
-    "varuna_capslog.varuna_plugin.elastic.run",
-    "varuna_capslog.varuna_plugin.install",
     "varuna_capslog.varuna_plugin.gradients",
     "torch._dynamo",  # the first optimizer imports it, in one to two seconds
     "torch._subclasses.fake_tensor",

@@ -187,16 +187,13 @@ class VarunaWork:
 
     # -- states -------------------------------------------------------------------------------------------------------
 
-    @property
-    def _training(self) -> VarunaPart:
-        assert self._part is not None
-        return self._part
-
     def state(self, layer: int, copy: bool) -> LayerState:
-        return self._training.state(layer, copy)
+        assert self._part is not None
+        return self._part.state(layer, copy)
 
     def update(self, layer: int) -> Mapping[str, Tensor]:
-        return self._training.update(layer)
+        assert self._part is not None
+        return self._part.update(layer)
 
     def follow(self, layer: int, state: LayerState) -> Followed:
         return PieceFollower(state, self.pieces.recipe, self.pieces.frozen, self.job.set_rates)

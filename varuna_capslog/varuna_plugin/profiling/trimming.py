@@ -8,6 +8,7 @@ stages of interest is not.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -51,7 +52,7 @@ class CutShapes:
         self._count = len(names)
         points = dict(self._model.named_modules())
         for name in names:
-            points[name].cp_func = self._watch(name)
+            points[name].cp_func = functools.partial(self._report, name)
 
     def __call__(self, inputs: Mapping[str, Any]) -> list[tuple[TensorSpec, ...]]:
         """The specs of each cut's tensors; the microbatch's values are never looked at.
@@ -79,15 +80,12 @@ class CutShapes:
             ) from error
         return self._found
 
-    def _watch(self, name: str) -> Any:
-        def report(*arguments: Any) -> Any:
-            tensors, _, _ = flatten_cut(arguments, name)
-            self._found.append(tuple(TensorSpec.of(tensor) for tensor in tensors))
-            if len(self._found) == self._count:
-                raise StageDone  # what follows crosses no cut
-            return arguments[0] if len(arguments) == 1 else arguments
-
-        return report
+    def _report(self, name: str, *arguments: Any) -> Any:
+        tensors, _, _ = flatten_cut(arguments, name)
+        self._found.append(tuple(TensorSpec.of(tensor) for tensor in tensors))
+        if len(self._found) == self._count:
+            raise StageDone  # what follows crosses no cut
+        return arguments[0] if len(arguments) == 1 else arguments
 
 
 class _Between(torch.autograd.Function):
