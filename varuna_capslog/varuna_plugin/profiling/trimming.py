@@ -44,9 +44,10 @@ class CutShapes:
 
     def __init__(self, model: nn.Module, names: tuple[str, ...]) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        buffers = {id(buffer): buffer.detach().clone() for buffer in model.buffers()}
         with self._mode:
-            self._model = copy.deepcopy(model, buffers)
+            memo: dict[int, Any] = {id(parameter): copy.deepcopy(parameter) for parameter in model.parameters()}
+        memo |= {id(buffer): buffer.detach().clone() for buffer in model.buffers()}
+        self._model = copy.deepcopy(model, memo)
         self._found: list[tuple[TensorSpec, ...]] = []
         self._known: dict[str, list[tuple[TensorSpec, ...]]] = {}
         self._count = len(names)
