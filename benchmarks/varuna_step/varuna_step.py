@@ -155,8 +155,8 @@ def _patched(variant: str) -> Iterator[Any]:
     import varuna.varuna
 
     import varuna_capslog.varuna_plugin as plugin
+    from varuna_capslog.varuna_plugin.executor import varuna_tasks
     from varuna_capslog.varuna_plugin.install import Patches
-    from varuna_capslog.varuna_plugin.schedule import varuna_tasks
 
     if variant == "plugin":
         plugin.install()
@@ -172,7 +172,8 @@ def _patched(variant: str) -> Iterator[Any]:
     patches.replace(varuna.utils, "generate_schedule", varuna_tasks)
     patches.replace(varuna.varuna, "torch", _CpuTorch())
     for name, value in _kernels().items():
-        (patches.replace if hasattr(varuna.varuna, name) else patches.add)(varuna.varuna, name, value)
+        vars(varuna.varuna).setdefault(name, None)  # where apex is not installed
+        patches.replace(varuna.varuna, name, value)
     try:
         yield varuna
     finally:

@@ -252,7 +252,7 @@ def mutated(name: str) -> Iterator[None]:
         "ties": (gradients, "_add_ties", lambda self: None),
         "replicas": (gradients, "_reduce", lambda parameters, group, factor: None),
         "statistics": (executor, "copied_buffers", lambda model: contextlib.nullcontext()),
-        "in place": (wire, "_copy", lambda tensor, device: tensor),
+        "in place": (wire.Bundle, "to", lambda self, device: wire.Bundle(self.tensors, host=self.host or self)),
         "short": (executor, "_divisor", lambda batches, inputs: float(len(batches))),
         "norm": (gradients, "_squared_norm", _norm_of_every_copy),
     }[name]

@@ -24,8 +24,7 @@ from varuna_capslog.elastic.member.start_up import Beginning
 from varuna_capslog.elastic.store.opening import StoreGone, StoreServer, open_store
 from varuna_capslog.engine.layers import seed_layer
 from varuna_capslog.membership.generation import Generation, Stamp
-from varuna_capslog.varuna_plugin.checkpoint_files import newest
-from varuna_capslog.varuna_plugin.elastic.disk import begin_with
+from varuna_capslog.varuna_plugin.checkpoint_files import begin_with, newest
 from varuna_capslog.varuna_plugin.inputs import scatter
 
 SCRIPT = str(Path(__file__).with_name("elastic_script.py"))
@@ -84,7 +83,7 @@ class Live:
         port = self.server.port
         self._address = f"127.0.0.1:{port}"
         self.store = open_store(self._address, self.server.identity)
-        for key, value in Beginning(1, step, Path(path) if path else None).keys().items():
+        for key, value in Beginning(1, step, path).keys().items():
             self.store.put(key, value)
         names = [self.join() for _ in range(members)]
         self.store.compare_and_set(0, Generation(1, tuple(names), checkpoint=Stamp(step, 0)))
@@ -236,7 +235,7 @@ def oracle(blocks: int, steps: int) -> Truth:
         for step in range(1, steps + 1):
             total = 0.0
             batches = scatter(models.batch(BATCH, 8 + 2 * (step % 3), 10, step), BATCH, CHUNK)
-            for index, batch in enumerate(batches):
+            for index, batch in batches.items():
                 position[:] = [step, index, -1]
                 cross()
                 loss = model(**batch) * batches.sizes[index] / BATCH

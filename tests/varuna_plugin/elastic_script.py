@@ -82,20 +82,20 @@ def break_things() -> None:
     from varuna_capslog.varuna_plugin import checkpoint
     from varuna_capslog.varuna_plugin.elastic import work as elastic_work
 
-    real, groups = checkpoint.write_synced, elastic_work.VarunaGroups
+    real, part = checkpoint.write_synced, elastic_work.VarunaPart
 
     def write(path: Path, content: Any) -> Any:
         here("checkpoint")
         return real(path, content)
 
-    class Groups(groups):  # type: ignore[misc, valid-type]
-        def __init__(self, *arguments: Any) -> None:
+    class Part(part):  # type: ignore[misc, valid-type]
+        def join(self, *arguments: Any) -> None:
             state["groups"] += 1
             here("open")
-            super().__init__(*arguments)
+            super().join(*arguments)
 
     checkpoint.write_synced = write
-    elastic_work.VarunaGroups = Groups  # type: ignore[misc]
+    elastic_work.VarunaPart = Part  # type: ignore[misc]
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from tests.profiling.workloads import Megabytes
 def build() -> nn.Module:
     from varuna import CutPoint
 
-    from varuna_capslog.varuna_plugin.chain_module import ChainModule
+    from varuna_capslog.varuna_plugin.engine import ChainModule
 
     workload = Megabytes()
     return ChainModule(workload.build_chain(), CutPoint, workload.loss)
@@ -41,7 +41,7 @@ def _whole_job(cuts: list[int], chunk_size: int) -> Any:
     from tests.varuna_plugin import cases
     from varuna_capslog.profiling.conditions import RunConditions
     from varuna_capslog.varuna_plugin import Microbatches
-    from varuna_capslog.varuna_plugin.profiling import meter
+    from varuna_capslog.varuna_plugin.profiling import worker
 
     with cases.patched(cuts, loss="sum") as varuna:
         torch.manual_seed(0)
@@ -53,8 +53,8 @@ def _whole_job(cuts: list[int], chunk_size: int) -> Any:
         trainer.set_optimizer(optimizer)
         inputs = Microbatches([get_batch(chunk_size)] * 4)
         if trainer.stage == 1:
-            return meter.observe(trainer, inputs, (cuts[1], cuts[2]), RunConditions("cpu", chunk_size, {}))
-        for _ in range(meter.STEPS):
+            return worker.observe(trainer, inputs, (cuts[1], cuts[2]), RunConditions("cpu", chunk_size, {}))
+        for _ in range(worker.STEPS):
             trainer.step(inputs)
             optimizer.step()
             trainer.zero_grad()

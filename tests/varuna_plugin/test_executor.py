@@ -1,8 +1,14 @@
-"""Around one microbatch: recomputation leaves no traces, waiting ends, weights follow the samples. No Varuna needed."""
+"""Around one microbatch: recomputation leaves no traces, waiting ends, weights follow the samples. The task lists equal
+those that Varuna's own generator printed. No Varuna needed.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +21,12 @@ from tests.varuna_plugin import cases, models
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.varuna_plugin import executor, options
-from varuna_capslog.varuna_plugin.inputs import Scattered
+from varuna_capslog.varuna_plugin.inputs import Microbatches
+
+RECORDED = json.loads((Path(__file__).parent / "recorded_schedules.json").read_text(encoding="utf-8"))
+"""What `genschedule`, compiled outside this project, printed once: all lists of small pipelines (f forward, r
+recomputation, b backward, then the microbatch), and of large ones the first 16 digits of the SHA-256 of what it prints
+for all stages, a line each."""
 
 
 class OneStage:
@@ -25,7 +36,7 @@ class OneStage:
         self.module, self.device, self.kept = module, torch.device("cpu"), dict[int, Any]()
         norms = [module] if isinstance(module, nn.BatchNorm1d) else []
         self.capslog = SimpleNamespace(
-            begin=lambda: None, active=True, left=True, entry=None, exit=None, draws=None, norms=lambda model: norms
+            begin=lambda: None, active=True, left=True, entry=None, exit=None, draws=None, norms=norms
         )
 
     def forward(self, inputs: tuple[int, torch.Tensor], recompute: bool = False) -> torch.Tensor:
@@ -72,19 +83,19 @@ def test_running_statistics_are_counted_once() -> None:
 
 
 def test_a_mean_loss_weighs_microbatches_by_samples() -> None:
-    batches = Scattered([{"a": 1}, {"a": 1}], [3, 1])
-    assert [executor._divisor(batches, batch) for batch in batches] == [4 / 3, 4.0]
+    batches = Microbatches([{"a": 1}, {"a": 1}], [3, 1])
+    assert [executor._divisor(batches, batch) for batch in batches.values()] == [4 / 3, 4.0]
     options.configure(loss="sum")
     try:
         assert executor._divisor(batches, batches[1]) == 1.0
     finally:
-        options.reset()
+        options.configure()
 
 
 def test_waiting_for_a_dead_thread_ends() -> None:
     queue = executor.WatchedQueue()
     queue.put(1)
-    queue.put(executor._Failure(CapslogError("rank 3 is gone")))
+    queue.put(CapslogError("rank 3 is gone"))
     assert queue.get() == 1
     for _ in range(2):  # every reader learns of it
         with pytest.raises(CapslogError, match="rank 3 is gone"):
@@ -94,7 +105,7 @@ def test_waiting_for_a_dead_thread_ends() -> None:
         with pytest.raises(CapslogError, match=r"waited 1.05 s for a microbatch"):
             executor.WatchedQueue().get()
     finally:
-        options.reset()
+        options.configure()
 
 
 def hang(communicator: Communicator) -> tuple[str, float]:
@@ -122,3 +133,28 @@ def test_a_hanging_rank_is_named_after_the_timeout(pool: WorkerPool) -> None:
     (text, seconds), _ = pool.run(hang, 2)
     assert "from rank 1: nothing came for 2 s" in text or "connection lost" in text or "waited 2 s" in text, text
     assert seconds < 30
+
+
+@pytest.mark.parametrize("size", RECORDED["lists"])
+def test_small_pipelines_list_by_list(size: str) -> None:
+    stages, microbatches = map(int, size.split(","))
+    for stage, text in enumerate(RECORDED["lists"][size]):
+        recorded = [("frb".index(kind), int(number)) for kind, number in re.findall(r"([frb])(\d+)", text)]
+        assert executor.varuna_tasks(microbatches, stage, stages) == recorded
+
+
+def test_large_pipelines_by_digest() -> None:
+    assert len(RECORDED["digests"]) == 72
+    for size, expected in RECORDED["digests"].items():
+        stages, microbatches = map(int, size.split(","))
+        digest = hashlib.sha256()
+        for stage in range(stages):
+            tasks = executor.varuna_tasks(microbatches, stage, stages)
+            digest.update(("".join(f"{task},{number};" for task, number in tasks) + "\n").encode())
+        assert digest.hexdigest()[:16] == expected, size
+
+
+@pytest.mark.parametrize(("microbatches", "stage", "stages"), [(0, 0, 1), (4, 2, 2), (4, -1, 2)])
+def test_numbers_that_make_no_pipeline_are_refused(microbatches: int, stage: int, stages: int) -> None:
+    with pytest.raises(CapslogError, match="at least one microbatch and a stage"):
+        executor.varuna_tasks(microbatches, stage, stages)

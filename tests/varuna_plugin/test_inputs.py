@@ -23,13 +23,13 @@ def test_every_kind_of_input_is_cut_or_handed_on() -> None:
     }
     parts = scatter(inputs, 5, 2)
     assert parts.sizes == [2, 2, 1]
-    assert [part["images"].flatten().tolist() for part in parts] == [[0, 1], [2, 3], [4]]
-    assert [[target["label"] for target in part["targets"]] for part in parts] == [[0, 1], [2, 3], [4]]
+    assert [part["images"].flatten().tolist() for part in parts.values()] == [[0, 1], [2, 3], [4]]
+    assert [[target["label"] for target in part["targets"]] for part in parts.values()] == [[0, 1], [2, 3], [4]]
     assert parts[1]["nested"]["mask"].tolist() == [False, True]
     assert parts[2]["nested"]["pair"][0].tolist() == [4]
     assert parts[2]["nested"]["pair"][1] == 7
-    assert all(part["for all"] is inputs["for all"] and part["scalar"] is inputs["scalar"] for part in parts)
-    assert all(part["none"] is None and part["words"] == ["a", "b"] for part in parts)
+    assert all(part["for all"] is inputs["for all"] and part["scalar"] is inputs["scalar"] for part in parts.values())
+    assert all(part["none"] is None and part["words"] == ["a", "b"] for part in parts.values())
 
 
 def test_a_batch_of_another_size_is_refused() -> None:
@@ -45,7 +45,7 @@ def test_one_sample_is_no_tensor_for_all() -> None:
 def test_microbatches_are_taken_as_they_are() -> None:
     given = [{"x": torch.zeros(2, size)} for size in (3, 5)]
     parts = scatter(Microbatches(given, sizes=[2, 1]), 3, 2)
-    assert [part["x"].shape[1] for part in parts] == [3, 5]
+    assert [part["x"].shape[1] for part in parts.values()] == [3, 5]
     assert parts.sizes == [2, 1]
     with pytest.raises(CapslogError, match="2 microbatches were given, but Varuna was built for 4"):
         scatter(Microbatches(given), 8, 2)

@@ -20,9 +20,9 @@ from varuna_capslog.varuna_plugin import options
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv(options.CUTS_VARIABLE, raising=False)
-    options.reset()
+    options.configure()
     yield
-    options.reset()
+    options.configure()
 
 
 def test_without_a_word_the_split_is_varunas_own() -> None:

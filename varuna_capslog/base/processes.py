@@ -10,6 +10,7 @@ import ctypes
 import json
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 
 __all__ = [
     "die_with_parent",
+    "free_port",
     "heard_signals",
     "is_stopped",
     "killed_with",
@@ -71,6 +73,13 @@ def heard_signals(numbers: Sequence[signal.Signals], hear: Callable[[int], objec
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def is_stopped(pid: int) -> bool:

@@ -21,7 +21,14 @@ from typing import IO, Any
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.failures import Failure, ended, is_consequence, read_failure, root_cause
-from varuna_capslog.base.processes import die_with_parent, heard_signals, is_stopped, signal_group, write_unless_there
+from varuna_capslog.base.processes import (
+    die_with_parent,
+    free_port,
+    heard_signals,
+    is_stopped,
+    signal_group,
+    write_unless_there,
+)
 
 __all__ = ["Interrupted", "Supervisor", "WorkerFailed", "last_step", "new_run", "reserve", "usable"]
 
@@ -334,12 +341,9 @@ def last_step(run_dir: Path) -> int | None:
 
 
 def _rendezvous(num_workers: int) -> dict[str, str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     return {
         "WORLD_SIZE": str(num_workers),
         "LOCAL_WORLD_SIZE": str(num_workers),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
     }

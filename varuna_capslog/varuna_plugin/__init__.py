@@ -10,10 +10,16 @@ docs/varuna.md for where to get it and for what is patched and why.
 
 from varuna_capslog.varuna_plugin.elastic.run import ElasticEnd, run_elastic
 from varuna_capslog.varuna_plugin.inputs import Microbatches
-from varuna_capslog.varuna_plugin.install import install, installed_patches, uninstall
+from varuna_capslog.varuna_plugin.install import (
+    COMMIT,
+    FoundVaruna,
+    find_varuna,
+    install,
+    installed_patches,
+    uninstall,
+)
 from varuna_capslog.varuna_plugin.options import configure
 from varuna_capslog.varuna_plugin.profiling.measure import profile
-from varuna_capslog.varuna_plugin.recognise import COMMIT, FoundVaruna, find_varuna
 
 __all__ = [
     "COMMIT",

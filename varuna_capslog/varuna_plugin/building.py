@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -115,24 +115,25 @@ def evaluate(self: Any, inputs: Any, batch_size: int | None = None) -> float:
 
 
 @torch.no_grad()
-def forward_only(self: Any, batches: Sequence[dict[str, Any]], take: Callable[[int, Any], None]) -> None:
+def forward_only(self: Any, batches: Mapping[int, dict[str, Any]], take: Callable[[int, Any], None]) -> None:
     """Runs microbatches forward through this replica's stages.
 
     Args:
+        batches: by number.
         take: called with (microbatch, the model's result) on the last stage.
     """
     stage, partitioned, timeout = self.partitioned_model.capslog, self.partitioned_model, current().timeout
     under_way = []
-    for microbatch, batch in enumerate(batches):
+    for microbatch, batch in batches.items():
         queues = [WatchedQueue() for _ in range(5)]
         partitioned.set_queues(*queues)
         acts_send, _, acts_received = queues[:3]
         if stage.entry is not None:
             count = len(stage.entry.spec.tensors)
-            acts_received.put(wire.Expected(count, self.receive_rank, False).take(microbatch, timeout))
+            acts_received.put(wire.Expected(count, self.receive_rank, False, wire.Room()).take(microbatch, timeout))
         output = partitioned(batch, handle_comm=True)
         if stage.exit is not None:
-            under_way.append(wire.send(acts_send.get(), microbatch, self.send_rank, False))
+            under_way.append(wire.send(acts_send.get(), microbatch, self.send_rank, False, wire.Room()))
         else:
             take(microbatch, output)
     for sending in under_way:

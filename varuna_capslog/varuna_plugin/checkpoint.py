@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError, DiskFailed
@@ -69,7 +70,7 @@ def save(
     problem = next((f"rank {rank}: {text}" for rank, (text, _) in enumerate(gathered) if text), None)
     if problem is None and self.rank == 0:
         together = {name: entry for _, theirs in gathered for name, entry in theirs.items()}
-        problem = _attempt(lambda: _finish(self, partial, folder / f"varuna_ckpt_{step}", step, together, gathered))
+        problem = _attempt(lambda: _finish(self, partial, folder / f"varuna_ckpt_{step}", step, together))
     if problem is not None and self.rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
     _agree(self, problem, folder, step)
@@ -94,13 +95,12 @@ def _refuse_trimmed(self: Any) -> None:
         )
 
 
-def _attempt(work: Any) -> str | None:
+def _attempt(work: Callable[[], object]) -> str | None:
+    """Does the work; what came between, in words."""
     try:
         work()
-    except OSError as error:
-        return f"{error.strerror or error}"
-    except CapslogError as error:
-        return str(error)
+    except (OSError, CapslogError) as error:
+        return f"{getattr(error, 'strerror', None) or error}"
     return None
 
 
@@ -136,44 +136,36 @@ def _write_own(self: Any, folder: Path) -> dict[str, Any]:
     for piece in partition.pieces(stage):
         own = {name: parameter for name, parameter in parameters.items() if partition.home[name] == piece}
         content: dict[str, dict[str, Any]] = {
-            PARAMETERS: {name: parameter.detach().cpu().clone() for name, parameter in own.items()},
+            PARAMETERS: own,
             STATE: {
-                name: {key: _on_host(value) for key, value in self.optimizer.state[parameter].items()}
+                name: dict(self.optimizer.state[parameter])
                 for name, parameter in own.items()
                 if parameter in self.optimizer.state
             },
             EXTRA: {
-                "buffers": {
-                    name: buffer.cpu().clone() for name, buffer in buffers.items() if partition.home[name] == piece
-                },
+                "buffers": {name: buffer for name, buffer in buffers.items() if partition.home[name] == piece},
                 "groups": {name: groups[id(parameter)] for name, parameter in own.items() if id(parameter) in groups},
             },
         }
         for pattern, value in content.items():
-            entries[pattern.format(piece)] = write_synced(folder / pattern.format(piece), value)
+            # copies: a view would be saved with all that it is a part of
+            copied = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), value)
+            entries[pattern.format(piece)] = write_synced(folder / pattern.format(piece), copied)
     return entries
 
 
-def _on_host(value: Any) -> Any:
-    return value.detach().cpu().clone() if isinstance(value, Tensor) else value
-
-
-def _finish(self: Any, partial: Path, final: Path, step: int, entries: Mapping[str, Any], gathered: list[Any]) -> None:
+def _finish(self: Any, partial: Path, final: Path, step: int, entries: Mapping[str, Any]) -> None:
     """Common state, markers, manifest, then the name that makes it a checkpoint."""
     common = self.optimizer.state_dict()
     common["state"] = {}
     entries = {**entries, COMMON: write_synced(partial / COMMON, common)}
     partition = self.partitioned_model.capslog.partition
-    per_stage = [
-        sum(partition.stage_of(partition.home[name]) == stage for name in partition.trace.parameters)
-        for stage in range(self.partitions)
-    ]
-    for rank in range(len(gathered)):
-        stage = next(stage for stage, ranks in self.stage_to_rank_map.items() if rank in ranks)
-        first = self.stage_to_rank_map[stage][0] == rank
-        # Varuna adds these up and wants the number of parameters, and one more for a name that it made up
-        count = (per_stage[stage] + (1 if stage == 0 else 0)) if first else 0
-        (partial / "markers" / f"complete_{rank}.txt").write_text(str(count), encoding="utf-8")
+    for stage, ranks in self.stage_to_rank_map.items():
+        held = sum(partition.stage_of(partition.home[name]) == stage for name in partition.trace.parameters)
+        for rank in ranks:
+            # Varuna adds these up and wants the number of parameters, and one more for a name that it made up
+            count = held + int(stage == 0) if rank == ranks[0] else 0
+            (partial / "markers" / f"complete_{rank}.txt").write_text(str(count), encoding="utf-8")
     files.write_json(
         partial / MANIFEST,
         {
@@ -193,13 +185,9 @@ def _finish(self: Any, partial: Path, final: Path, step: int, entries: Mapping[s
 def _held(self: Any) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
     """This stage's parameters and the buffers that belong into a file, by name."""
     model = self.partitioned_model.module
-    transient = {
-        f"{path}.{name}" if path else name
-        for path, module in model.named_modules()
-        for name in module._non_persistent_buffers_set
-    }
+    persistent = model.state_dict()
     parameters = {name: parameter for name, parameter in model.named_parameters() if name != ANCHOR}
-    return parameters, {name: buffer for name, buffer in model.named_buffers() if name not in transient}
+    return parameters, {name: buffer for name, buffer in model.named_buffers() if name in persistent}
 
 
 def _track(self: Any, step: int) -> None:
@@ -227,11 +215,8 @@ def load(self: Any, global_store: str | os.PathLike[str], iteration: int, check_
     if self.optimizer is None:
         raise CapslogError("load_checkpoint needs the optimizer: call set_optimizer first")
     folder = Path(global_store) / f"varuna_ckpt_{iteration}"
-    problem = None
-    try:
-        _take(self, Reader(folder, check_complete), check_complete)
-    except CapslogError as error:
-        problem = str(error)
+    home = self.partitioned_model.capslog.partition.home
+    problem = _attempt(lambda: _take(self, Reader(folder, check_complete, home)))
     for rank, text in enumerate(_gather(self, problem)):
         if text:
             raise CapslogError(f"rank {rank}: {text}")
@@ -239,18 +224,14 @@ def load(self: Any, global_store: str | os.PathLike[str], iteration: int, check_
     _track(self, iteration)
 
 
-def _take(self: Any, reader: Reader, check: bool) -> None:
+def _take(self: Any, reader: Reader) -> None:
     parameters, buffers = _held(self)
-    home = self.partitioned_model.capslog.partition.home
-    where = home if reader.manifest is None else home | reader.manifest["parameters"] | reader.manifest["buffers"]
-    wanted = {name: where[name] for name in parameters}
-    values = reader.search(PARAMETERS, wanted)
-    _copy_all(parameters, values, reader, check)
+    _copy_all(parameters, reader.search(PARAMETERS, parameters), reader)
     if reader.manifest is not None:
-        _copy_all(buffers, reader.search(EXTRA, {name: where[name] for name in buffers}, "buffers"), reader, check)
+        _copy_all(buffers, reader.search(EXTRA, buffers, "buffers"), reader)
     elif buffers:
         _log.warning("%s has no buffers (Varuna writes none); %d keep their values", reader.folder, len(buffers))
-    state = reader.search(STATE, wanted)
+    state = reader.search(STATE, parameters)
     for name, parameter in parameters.items():
         self.optimizer.state.pop(parameter, None)
         if name in state:
@@ -258,15 +239,15 @@ def _take(self: Any, reader: Reader, check: bool) -> None:
                 key: value.to(parameter.device) if isinstance(value, Tensor) and key != "step" else value
                 for key, value in state[name].items()
             }
-    _take_groups(self, reader, parameters, wanted)
+    _take_groups(self, reader, parameters)
     _take_random_state(self, reader)
 
 
-def _copy_all(targets: Mapping[str, Tensor], values: Mapping[str, Tensor], reader: Reader, check: bool) -> None:
+def _copy_all(targets: Mapping[str, Tensor], values: Mapping[str, Tensor], reader: Reader) -> None:
     missing = [name for name in targets if name not in values]
     if missing:
         text = f"{reader.folder} lacks {', '.join(missing[:4])}{' ...' if len(missing) > 4 else ''}"
-        if check:
+        if reader.check:
             raise CapslogError(
                 f"{text}: it was written for another model, or by Varuna itself, which leaves out some parameters; "
                 "load with check_complete=False to keep their present values"
@@ -282,11 +263,11 @@ def _copy_all(targets: Mapping[str, Tensor], values: Mapping[str, Tensor], reade
             targets[name].copy_(value)
 
 
-def _take_groups(self: Any, reader: Reader, parameters: Mapping[str, nn.Parameter], wanted: Mapping[str, int]) -> None:
+def _take_groups(self: Any, reader: Reader, parameters: Mapping[str, nn.Parameter]) -> None:
     """Learning rates and the like: by parameter where the file says so, else by position."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     if reader.manifest is not None:
-        known = reader.search(EXTRA, wanted, "groups")
+        known = reader.search(EXTRA, parameters, "groups")
         for group in self.optimizer.param_groups:
             mine = [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]
             group.update(next((known[name] for name in mine if name in known), {}))

@@ -1,19 +1,24 @@
-"""A checkpoint's folder read: which files it has, what they hold, and where a name is found.
+"""What a run on Varuna has on disk: a checkpoint's folder read, and where an elastic run goes on from.
 
-The layout is Varuna's, one file per piece and kind, with a manifest where the plugin wrote it. Nothing here knows
-ranks, stages or a model.
+A checkpoint (`varuna_ckpt_<step>`) has Varuna's layout, one file per piece and kind, with a manifest where the plugin
+wrote it. A member of an elastic run that must stop between two checkpoints writes the pieces that it holds into
+`run_dir/held/`. The next run begins with the newest boundary of which every piece is there, if that is newer than the
+last checkpoint. Nothing here knows ranks, stages or a model.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+import shutil
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.training.checkpoint import digest_of, read_file
+from varuna_capslog.elastic.member.held_state import take_newest, write_boundaries
+from varuna_capslog.membership.generation import Generation, Stamp
+from varuna_capslog.training.checkpoint import digest_of, read_file, write_whole
 from varuna_capslog.training.layer_state import LayerState, flatten
 
 __all__ = [
@@ -22,16 +27,22 @@ __all__ = [
     "FORMAT",
     "MANIFEST",
     "PARAMETERS",
+    "RESUMED",
     "STATE",
     "Reader",
+    "begin_with",
     "newest",
+    "read_held",
     "read_tensors",
+    "write_held",
 ]
 
 MANIFEST = "capslog-manifest.json"
 FORMAT = "varuna-capslog/varuna-checkpoint/1"
 PARAMETERS, STATE, COMMON = "opt-fp32-params-{}", "opt-state-{}", "opt-common-state"
 EXTRA = "capslog-extra-{}"
+RESUMED = "resumed-"
+"""Folders in a run's, with the step behind it: boundaries that members left and a later run began with."""
 
 
 def newest(folder: Path) -> tuple[int, Path] | None:
@@ -50,20 +61,24 @@ def read_tensors(place: Path, parameters: Iterable[str], buffers: Iterable[str])
     reader = Reader(place, check=True)
     if reader.manifest is None:
         raise CapslogError(f"{place} was written by Varuna itself, which leaves parts out; load it in a script")
-    where = reader.manifest["parameters"] | reader.manifest["buffers"]
-    wanted, extra = {name: where[name] for name in parameters}, {name: where[name] for name in buffers if name in where}
+    wanted, extra = list(parameters), [name for name in buffers if name in reader.manifest["buffers"]]
     values, kept = reader.search(PARAMETERS, wanted), reader.search(EXTRA, extra, "buffers")
-    missing = sorted((wanted.keys() - values.keys()) | (extra.keys() - kept.keys()))
+    missing = sorted({*wanted, *extra} - values.keys() - kept.keys())
     if missing:
         raise CapslogError(f"{place} lacks {', '.join(missing[:4])}: it was written for another model")
     return flatten(values, kept, reader.search(STATE, wanted))
 
 
 class Reader:
-    """One checkpoint folder; files are read once."""
+    """One checkpoint folder; files are read once.
 
-    def __init__(self, folder: Path, check: bool) -> None:
+    Args:
+        home: the piece where each parameter and buffer should be, as far as the manifest does not say it.
+    """
+
+    def __init__(self, folder: Path, check: bool, home: Mapping[str, int] | None = None) -> None:
         self.folder, self.check = folder, check
+        self._home = dict(home or {})
         self.manifest: dict[str, Any] | None = None
         self._cache: dict[str, Any] = {}
         if not folder.is_dir():
@@ -72,13 +87,9 @@ class Reader:
             self.manifest = files.read_json(folder / MANIFEST)
             if self.manifest is None or self.manifest.get("format") != FORMAT:
                 raise CapslogError(f"{folder / MANIFEST}: format is not {FORMAT!r}")
-        self.pieces = sorted(
-            {
-                int(name.removeprefix("opt-fp32-params-").split("_")[0])
-                for name in os.listdir(folder)
-                if name.startswith("opt-fp32-params-")
-            }
-        )
+            self._home |= self.manifest["parameters"] | self.manifest["buffers"]
+        numbers = [path.name.rpartition("-")[2] for path in folder.glob(PARAMETERS.format("*"))]
+        self.pieces = sorted({int(number.partition("_")[0]) for number in numbers})
         wanted = range(self.manifest["num_pieces"]) if self.manifest else range(max(self.pieces, default=-1) + 1)
         if check and (not self.pieces or self.pieces != list(wanted)):
             raise CapslogError(
@@ -103,13 +114,67 @@ class Reader:
                 raise CapslogError(f"{path}: damaged (not what the manifest says); load an older checkpoint")
         return read_file(path, "load an older checkpoint")
 
-    def search(self, pattern: str, names: Mapping[str, int], part: str | None = None) -> dict[str, Any]:
-        """The entries of `names` (with the piece where each should be); looks everywhere before it gives up."""
+    def search(self, pattern: str, names: Collection[str], part: str | None = None) -> dict[str, Any]:
+        """The entries of `names`; looks first where each should be, and everywhere before it gives up."""
         found: dict[str, Any] = {}
-        for piece in [*sorted(set(names.values())), *self.pieces]:
+        for piece in [*sorted({self._home[name] for name in names if name in self._home}), *self.pieces]:
             if len(found) == len(names):
                 break
             content = self.piece(pattern, piece)
             content = content.get(part, {}) if part is not None else content
             found |= {name: content[name] for name in names if name in content and name not in found}
         return found
+
+
+# -- what members of an elastic run leave
+
+
+def write_held(
+    run_dir: Path, held: Mapping[tuple[int, Stamp], LayerState], record: Generation, num_pieces: int
+) -> None:
+    """Writes what a member holds; see `held_state.write_boundaries`."""
+
+    def write(place: Path, piece: int, state: LayerState) -> None:
+        if not _file(place, piece).exists():
+            write_whole(_file(place, piece), {key: tensor.cpu() for key, tensor in state.items()})
+
+    write_boundaries(run_dir, held, record, {"num_pieces": num_pieces}, write)
+
+
+def begin_with(run_dir: Path) -> tuple[int, Path | None]:
+    """The step with which a run goes on, and the folder it is in; (0, None) at the very beginning.
+
+    Called by one process before a run starts, whose generations begin anew: what cannot be used of an earlier one goes.
+    """
+    found: tuple[int, Path | None] = newest(run_dir / "checkpoints") or (0, None)
+
+    def take(place: Path, step: int, about: Mapping[str, Any]) -> Path | None:
+        """Gives a whole boundary a folder of its own."""
+        if not all(_file(place, piece).exists() for piece in range(int(about["num_pieces"]))):
+            return None
+        final = run_dir / f"{RESUMED}{step:08d}"
+        shutil.rmtree(final, ignore_errors=True)
+        os.replace(place, final)
+        return final
+
+    take_newest(run_dir, found[0], take)
+    resumed = {int(path.name.removeprefix(RESUMED)): path for path in run_dir.glob(f"{RESUMED}*") if path.is_dir()}
+    step, path = max([found, *resumed.items()], key=lambda boundary: boundary[0])
+    for place in resumed.values():
+        if place != path:
+            shutil.rmtree(place, ignore_errors=True)
+    return step, None if path is None else path.absolute()
+
+
+def read_held(folder: Path, piece: int) -> LayerState:
+    """A piece's state from such a folder.
+
+    Raises:
+        CapslogError: it cannot be read.
+    """
+    state: LayerState = read_file(_file(folder, piece), f"remove {folder} to use the last checkpoint")
+    return state
+
+
+def _file(folder: Path, piece: int) -> Path:
+    return folder / f"piece-{piece:04d}.pt"

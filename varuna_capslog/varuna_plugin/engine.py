@@ -7,28 +7,89 @@ with our own engine, and a run may go on with the other one. Only the execution 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.interface import EngineParts, Load
-from varuna_capslog.engine.layers import EngineLayer
+from varuna_capslog.engine.layers import EngineLayer, seed_layer
 from varuna_capslog.engine.optimizer import StageOptimizer
 from varuna_capslog.engine.options import EngineOptions, Layout
+from varuna_capslog.engine.stage import LossFunction
 from varuna_capslog.engine.step import Verdict, check_minibatch, microbatches_of
-from varuna_capslog.model.chain import Layer
+from varuna_capslog.model.chain import Chain
 from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.varuna_plugin.building import forward_only
-from varuna_capslog.varuna_plugin.chain_module import ChainModule
 from varuna_capslog.varuna_plugin.inputs import Microbatches
 from varuna_capslog.varuna_plugin.install import install, silent
 from varuna_capslog.varuna_plugin.options import configure
 
-__all__ = ["VarunaEngine"]
+__all__ = ["ChainModule", "VarunaEngine"]
+
+
+class ChainModule(nn.Module):
+    """A chain as one module, whose children `layers.0`, `layers.1`, ... have a CutPoint between every two of them.
+
+    The modules are the chain's own. Cut i of the chain is CutPoint i: what crosses it is what the chain says, so a plan
+    for the chain is a cut list for Varuna. A script of one's own may use it, too.
+
+    Args:
+        cut: Varuna's CutPoint.
+        loss: of the workload; computed by the last stage.
+        seed: of the run. Every layer draws from (seed, step, microbatch, layer), as on our own engine.
+
+    Attributes:
+        parts: by microbatch, the loss parts of forwards in training mode on the last stage, until they are cleared.
+    """
+
+    def __init__(self, chain: Chain, cut: type[nn.Module], loss: LossFunction, seed: int = 0) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layer.module for layer in chain.layers)
+        self.points = nn.ModuleList(cut() for _ in chain.layers[1:])
+        self._wiring = [(layer.reads, layer.writes) for layer in chain.layers]
+        self._crossing = [chain.crossing(cut) for cut in range(len(chain))]
+        self._outputs, self._loss, self._seed = chain.outputs, loss, seed
+        self.parts: dict[int, dict[str, float]] = {}
+
+    def forward(
+        self,
+        inputs: Mapping[str, Tensor],
+        targets: Any = None,
+        normalisers: Mapping[str, float] | None = None,
+        step: int = 0,
+        microbatch: int = 0,
+    ) -> Any:
+        """One microbatch.
+
+        Args:
+            inputs: the chain's; only the first stage looks at them.
+            targets, normalisers: for the loss; only the last stage looks at them.
+
+        Returns:
+            The loss in training mode, else the chain's outputs by name.
+        """
+        values: dict[str, Any] = dict(inputs)
+        device = next(self.parameters()).device
+        for index, (layer, (reads, writes)) in enumerate(zip(self.layers, self._wiring, strict=True)):
+            if index > 0:
+                names = self._crossing[index]
+                crossed = self.points[index - 1](*[values.get(name) for name in names])
+                values = dict(zip(names, (crossed,) if len(names) == 1 else crossed, strict=True))
+            if self.training:
+                seed_layer(device, self._seed, step, microbatch, index)
+            result = layer(*[values.get(name) for name in reads])
+            values.update(zip(writes, result if isinstance(result, tuple) else (result,), strict=True))
+        outputs = {name: values[name] for name in self._outputs}
+        if not self.training:
+            return outputs
+        seed_layer(device, self._seed, step, microbatch, len(self.layers))
+        parts = self._loss(outputs, targets, normalisers or {})
+        self.parts[microbatch] = {name: float(part.detach()) for name, part in parts.items()}
+        return parts["loss"]
 
 
 class VarunaEngine:
@@ -79,24 +140,15 @@ class VarunaEngine:
                 local_rank=self.rank,
             )
         self.layers = [
-            EngineLayer(index, _bare(chain.layers[index]), device, options.precision, names)
+            EngineLayer(index, chain.layers[index], device, options.precision, names)
             for index, names in zip(own, shared, strict=True)
         ]
         self.optimizer = StageOptimizer(self.layers, options.rate, options.weight_decay, options.multipliers)
         # all that Varuna asks an optimizer for is its parameters: the update is ours
         self._varuna.set_optimizer(SimpleNamespace(param_groups=[{"params": list(self.optimizer.parameters.values())}]))
-        self._doing = "starting"
+        self.owns_first_stage = self.pipeline_rank == 0
+        self.doing = "starting"
         self._norm = 0.0
-
-    @property
-    def owns_first_stage(self) -> bool:
-        """True where the inputs are loaded."""
-        return self.pipeline_rank == 0
-
-    @property
-    def doing(self) -> str:
-        """What is under way, for error messages."""
-        return self._doing
 
     def forget(self) -> None:
         """Drops all traces of a broken-off step."""
@@ -107,7 +159,7 @@ class VarunaEngine:
     def compute(self, step: int, minibatch: Minibatch, load: Load) -> None:
         """As `Engine.compute`; the forwards, backwards and sums are Varuna's."""
         check_minibatch(minibatch, self.options)
-        self._doing = f"step {step}"
+        self.doing = f"step {step}"
         batches = [self._inputs(step, minibatch, load, index) for index in microbatches_of(self)]
         try:
             self._varuna.step(Microbatches(batches))
@@ -150,7 +202,7 @@ class VarunaEngine:
         batches = [self._inputs(0, minibatch, load, index) for index in range(len(minibatch.inputs))]
         self._varuna.eval()
         try:
-            forward_only(self._varuna, batches, take)
+            forward_only(self._varuna, Microbatches(batches), take)
         finally:
             self._varuna.train()
 
@@ -163,10 +215,6 @@ class VarunaEngine:
             "step": step,
             "microbatch": index,
         }
-
-
-def _bare(layer: Layer) -> Layer:
-    return Layer(layer.name, layer.module, layer.reads, layer.writes)
 
 
 def _sum_parts(gathered: list[dict[int, dict[str, float]]]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What is changed around Varuna's executor: its message threads, and each forward, recomputation and backward.
+"""What is changed around Varuna's executor: its tasks, its message threads, each forward, recomputation and backward.
 
 `Pipeline.run` and its schedule walking stay Varuna's. Threads use the wire format; a thread that fails
 puts its error into the queue that its stage reads, where the original ended in silence and the stage waited for ever.
@@ -17,10 +17,9 @@ import torch.distributed as dist
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.varuna_plugin import wire
-from varuna_capslog.varuna_plugin.inputs import Scattered
+from varuna_capslog.varuna_plugin.inputs import Microbatches
 from varuna_capslog.varuna_plugin.options import current
-from varuna_capslog.varuna_plugin.schedule import BACKWARD, FORWARD
-from varuna_capslog.varuna_plugin.splitting.phantom import find_phantom
+from varuna_capslog.varuna_plugin.splitting.phantom import refuse_phantom
 from varuna_capslog.varuna_plugin.splitting.tracing import copied_buffers
 
 __all__ = [
@@ -31,8 +30,15 @@ __all__ = [
     "restore_random_state",
     "run",
     "save_random_state",
+    "varuna_tasks",
     "worker",
 ]
+
+FORWARD, RECOMPUTE, BACKWARD = 0, 1, 2
+"""The numbers by which Varuna's executor knows its tasks."""
+
+_WEIGHTS = 3
+"""The second half of a backward: takes a quantum, is not printed."""
 
 _AFTER_RECEIVER = 1.0
 """Seconds that a stage waits longer than the thread that receives for it, whose error says more."""
@@ -44,33 +50,22 @@ _UNDER_WAY = 4
 """Messages that may be under way before a sender waits for the oldest, as in Varuna."""
 
 
-class _Failure:
-    """Takes the place of what a thread should have delivered."""
-
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
-
-
 class WatchedQueue(queue.Queue[Any]):
-    """A queue whose reader learns of a failed writer, and never waits longer than the configured timeout."""
+    """A queue whose reader learns of a failed writer, which puts its error, and never waits longer than the configured
+    timeout.
+    """
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        """As `Queue.get`; raises CapslogError with the writer's failure, or after the timeout."""
-        limit = current().timeout_seconds + _AFTER_RECEIVER if timeout is None else timeout
+        """As `Queue.get()`; raises CapslogError with the writer's failure, or after the configured timeout."""
+        limit = current().timeout.total_seconds() + _AFTER_RECEIVER
         try:
-            item = super().get(block, limit if block else None)
+            item = super().get(timeout=limit)
         except queue.Empty:
-            if not block or timeout is not None:
-                raise
             raise CapslogError(f"waited {limit:g} s for a microbatch of another stage; its rank hangs") from None
-        if isinstance(item, _Failure):
+        if isinstance(item, BaseException):
             self.put(item)
-            raise item.error
+            raise item
         return item
-
-    def next_to_send(self) -> Any:
-        """For sending threads: waits as long as the stage computes."""
-        return super().get(True, None)
 
 
 class BoundedDistributed:
@@ -86,6 +81,58 @@ class BoundedDistributed:
         """As `torch.distributed.barrier`, over a group that has the timeout where none is given."""
         with wire.named_loss("waiting for all ranks at the end of a step", None, current().timeout):
             dist.barrier(group=self.world if group is None else group)
+
+
+# -- what a stage does
+
+
+def varuna_tasks(num_microbatches: int, stage: int, num_stages: int) -> list[tuple[int, int]]:
+    """(task, microbatch) of one stage, in order, as Varuna's own `genschedule` prints them; microbatches count from 0.
+
+    It replaces the call of that binary, which an ordinary installation does not contain: without it Varuna's list is
+    empty and a step trains nothing. The rules are those of Microsoft's generator (time in equal quanta, one task per
+    stage and quantum); lists recorded from the real one are the test. Our own generator, `schedules.generators`,
+    follows the paper and gives other lists.
+
+    In each quantum a stage takes its most urgent waiting task: a weight half before a backward before a recomputation
+    before a forward, the oldest first. What that makes possible waits from the next quantum on:
+
+    - a forward: the next stage's forward, on the last stage its own backward;
+    - a backward: its own weight half, and the recomputation of the stage before;
+    - a recomputation: its own backward.
+
+    Raises CapslogError for numbers that make no pipeline.
+    """
+    if num_microbatches < 1 or not 0 <= stage < num_stages:
+        raise CapslogError(
+            f"{num_microbatches} microbatches, stage {stage} of {num_stages}: at least one microbatch and a stage "
+            "below the number of stages are needed"
+        )
+    last = num_stages - 1
+    waiting: list[dict[int, deque[int]]] = [
+        {kind: deque() for kind in (_WEIGHTS, BACKWARD, RECOMPUTE, FORWARD)} for _ in range(num_stages)
+    ]
+    waiting[0][FORWARD].extend(range(num_microbatches))
+    tasks: list[tuple[int, int]] = []
+    while True:
+        taken: list[tuple[int, int, int]] = []
+        for place, queues in enumerate(waiting):
+            kind = next((kind for kind, queue in queues.items() if queue), None)
+            if kind is not None:
+                taken.append((place, kind, queues[kind].popleft()))
+        if not taken:
+            return tasks
+        for place, kind, microbatch in taken:
+            if place == stage and kind != _WEIGHTS:
+                tasks.append((kind, microbatch))
+            if kind == FORWARD:
+                waiting[min(place + 1, last)][FORWARD if place < last else BACKWARD].append(microbatch)
+            elif kind == RECOMPUTE:
+                waiting[place][BACKWARD].append(microbatch)
+            elif kind == BACKWARD:
+                waiting[place][_WEIGHTS].append(microbatch)
+                if place > 0:
+                    waiting[place - 1][RECOMPUTE].append(microbatch)
 
 
 # -- threads
@@ -110,7 +157,7 @@ def _receive_all(self: Any, kind: int) -> None:
             into.put(bundle)
         room.end_step()
     except BaseException as error:
-        into.put(_Failure(error))
+        into.put(error)
 
 
 def _send_all(self: Any, kind: int) -> None:
@@ -123,7 +170,7 @@ def _send_all(self: Any, kind: int) -> None:
         for task, microbatch in self.schedule:
             if task != kind:
                 continue
-            bundle = outgoing.next_to_send()
+            bundle = queue.Queue.get(outgoing)  # waits as long as the stage computes
             if bundle is None:  # the stage has failed
                 return
             under_way.append(wire.send(bundle, microbatch, peer, kind == BACKWARD, room))
@@ -168,21 +215,22 @@ def worker(original: Callable[..., Any], self: Any, task: int, grad_mode: bool, 
     if task != BACKWARD:
         return original(self, task, grad_mode, inputs_as_dict)
     stage = self.partitioned_model.capslog
-    with stage.observer.backward():
-        # Varuna divides a microbatch's loss by their number
-        self.chunks = _divisor(self.batches, inputs_as_dict)
-        stage.gradients_sent = False
-        result = original(self, task, grad_mode, inputs_as_dict)
-        if stage.entry is not None and not stage.gradients_sent:
-            stage.entry.send_nothing()
+    stage.watch_backward("begun")
+    # Varuna divides a microbatch's loss by their number
+    self.chunks = _divisor(self.batches, inputs_as_dict)
+    stage.gradients_sent = False
+    result = original(self, task, grad_mode, inputs_as_dict)
+    if stage.entry is not None and not stage.gradients_sent:
+        # the stage's output does not depend on what it received
+        stage.entry.send_gradients((None,) * len(stage.entry.spec.tensors))
+    stage.watch_backward("ended")
     return result
 
 
-def _divisor(batches: Any, inputs: Any) -> float:
+def _divisor(batches: Microbatches, inputs: Any) -> float:
     if current().loss == "sum":
         return 1.0
-    assert isinstance(batches, Scattered)
-    mine = next(size for batch, size in zip(batches, batches.sizes, strict=True) if batch is inputs)
+    mine = next(batches.sizes[index] for index, batch in batches.items() if batch is inputs)
     return sum(batches.sizes) / mine
 
 
@@ -198,7 +246,7 @@ def forward(original: Callable[..., Any], self: Any, inputs_as_dict: Any, recomp
         stage.draws.begin_forward(inputs_as_dict)
     if recompute:
         state = save_random_state(self.device)
-        with copied_buffers(stage.norms(self.module)):
+        with copied_buffers(stage.norms):
             result = original(self, inputs_as_dict, recompute=True, **flags)
         restore_random_state(state, self.device)
     else:
@@ -208,12 +256,7 @@ def forward(original: Callable[..., Any], self: Any, inputs_as_dict: Any, recomp
         raise CapslogError(
             f"the forward ended without reaching CutPoint {cut.spec.name!r}; it must pass every CutPoint each time"
         )
-    phantom = find_phantom(result)
-    if phantom is not None:
-        raise CapslogError(
-            f"the model's result is {phantom!r}, which another stage computes: a value that is needed behind a cut "
-            "must go through every CutPoint between, or come from the model's inputs"
-        )
+    refuse_phantom(result, "the model's result is")
     return result
 
 

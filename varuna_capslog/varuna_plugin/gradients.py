@@ -1,6 +1,6 @@
 """Gradients made complete after a step: ties added up, replicas averaged, the norm counted once, clipped.
 
-Replaces `Varuna.init_distributed`, `share_weight_grads` and `sync_across_workers`, which need apex also in fp32, and
+Replaces `Varuna.init_distributed` and `sync_across_workers`, which need apex also in fp32, and
 which without fp16 reduce a copy that nothing reads.
 """
 
@@ -18,7 +18,7 @@ from varuna_capslog.varuna_plugin.options import current
 from varuna_capslog.varuna_plugin.splitting.partition import TieGroup
 from varuna_capslog.varuna_plugin.wire import named_loss
 
-__all__ = ["init_distributed", "share_weight_grads", "step_alone", "sync_across_workers"]
+__all__ = ["init_distributed", "step_alone", "sync_across_workers"]
 
 
 def init_distributed(self: Any) -> None:
@@ -54,30 +54,28 @@ def init_distributed(self: Any) -> None:
 
 
 def _make_equal(self: Any) -> None:
-    named = dict(self.model.module.named_parameters())
     ranks = [self.stage_to_rank_map[stage][self.rank_within_stage] for stage in range(self.partitions)]
     with torch.no_grad():
-        for tie in self.model.capslog.ties:
+        for tie, held in _ties(self):
             if tie.stages in self.capslog_tie_groups:
-                group = self.capslog_tie_groups[tie.stages]
-                # declared pairs have several names: each stage may hold other ones
-                held = [named[name] for name in tie.names if name in named]
-                _broadcast(held[0], ranks[tie.stages[0]], group)
+                _broadcast(held[0], ranks[tie.stages[0]], self.capslog_tie_groups[tie.stages])
                 for other in held[1:]:
                     other.copy_(held[0])
         if self.dp_group is not None:
-            for tensor in [*named.values(), *self.model.module.buffers()]:
+            for tensor in [*self.model.module.parameters(), *self.model.module.buffers()]:
                 _broadcast(tensor, self.stage_to_rank_map[self.stage][0], self.dp_group)
+
+
+def _ties(self: Any) -> list[tuple[TieGroup, list[nn.Parameter]]]:
+    """All ties, with those of their parameters that this stage holds; of a declared pair it may be one or both."""
+    named = dict(self.model.module.named_parameters())
+    return [(tie, [named[name] for name in tie.names if name in named]) for tie in self.model.capslog.ties]
 
 
 def _broadcast(tensor: Tensor, source: int, group: Any) -> None:
     dense = tensor.detach().contiguous()
     dist.broadcast(dense, src=source, group=group)
     tensor.copy_(dense)
-
-
-def share_weight_grads(self: Any) -> None:
-    """Replaces Varuna's: nothing is left to do, `sync_across_workers` adds up all ties, declared or not."""
 
 
 def step_alone(original: Callable[..., Any], self: Any, inputs: Any, clip_grad_max_norm: float | None = None) -> Any:
@@ -111,7 +109,7 @@ def _share_statistics(self: Any) -> None:
     """
     found = [
         buffer
-        for module in self.model.capslog.norms(self.model.module)
+        for module in self.model.capslog.norms
         for name, buffer in module._buffers.items()
         if name in ("running_mean", "running_var") and buffer is not None
     ]
@@ -128,26 +126,20 @@ def _trained(self: Any) -> list[nn.Parameter]:
 
 def _add_ties(self: Any) -> None:
     """Every copy of a tied parameter gets the sum of all gradients; ties of the same stages travel together."""
-    named = dict(self.model.module.named_parameters())
-    by_stages: dict[tuple[int, ...], list[TieGroup]] = {}
-    for tie in self.model.capslog.ties:
+    by_stages: dict[tuple[int, ...], list[list[nn.Parameter]]] = {}
+    for tie, held in _ties(self):
         if self.model.capslog.stage in tie.stages:
-            by_stages.setdefault(tie.stages, []).append(tie)
-    for stages, ties in sorted(by_stages.items()):
-        members = [[named[name] for name in tie.names if name in named] for tie in ties]
+            by_stages.setdefault(tie.stages, []).append(held)
+    for stages, members in sorted(by_stages.items()):
         for held in members:
-            _sum_on_rank(held)
+            found = [parameter.grad for parameter in held if parameter.grad is not None]
+            if found:
+                held[0].grad = found[0] if len(found) == 1 else torch.stack(found).sum(0)
         if len(stages) > 1:
             _reduce([held[0] for held in members], self.capslog_tie_groups[stages], 1.0)
         for held in members:
             for other in held[1:]:
                 other.grad = None if held[0].grad is None else held[0].grad.clone()
-
-
-def _sum_on_rank(held: Sequence[nn.Parameter]) -> None:
-    found = [parameter.grad for parameter in held if parameter.grad is not None]
-    if found:
-        held[0].grad = found[0] if len(found) == 1 else torch.stack(found).sum(0)
 
 
 def _reduce(parameters: Sequence[nn.Parameter], group: Any, factor: float) -> None:
@@ -169,11 +161,10 @@ def _reduce(parameters: Sequence[nn.Parameter], group: Any, factor: float) -> No
 
 def _squared_norm(self: Any) -> float:
     """Of this stage's gradients, a tie counted on its first stage under its first name held there."""
-    stage, named = self.model.capslog.stage, dict(self.model.module.named_parameters())
     skipped: set[int] = set()
-    for tie in self.model.capslog.ties:
-        held = [named[name] for name in tie.names if name in named]
-        skipped |= {id(parameter) for parameter in (held[1:] if tie.stages[0] == stage else held)}
+    for tie, held in _ties(self):
+        counted = tie.stages[0] == self.model.capslog.stage
+        skipped |= {id(parameter) for parameter in (held[1:] if counted else held)}
     return _sum_of_squares(p.grad for p in _trained(self) if p.grad is not None and id(p) not in skipped)
 
 

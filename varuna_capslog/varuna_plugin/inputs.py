@@ -14,11 +14,11 @@ from torch import Tensor
 
 from varuna_capslog.base.errors import CapslogError
 
-__all__ = ["Microbatches", "Scattered", "scatter"]
+__all__ = ["Microbatches", "scatter"]
 
 
-class Microbatches(dict[str, Any]):
-    """Inputs that are cut already, for `Varuna.step`: microbatches whose tensors have shapes of their own.
+class Microbatches(dict[int, dict[str, Any]]):
+    """Inputs that are cut already, by number, for `Varuna.step`: microbatches whose tensors have shapes of their own.
 
     Args:
         batches: one dictionary of model inputs per microbatch, as many as Varuna was built for.
@@ -26,25 +26,16 @@ class Microbatches(dict[str, Any]):
     """
 
     def __init__(self, batches: Sequence[Mapping[str, Any]], sizes: Sequence[int] | None = None) -> None:
-        super().__init__()
-        self.batches = [dict(batch) for batch in batches]
-        self.sizes = [1] * len(self.batches) if sizes is None else list(sizes)
-        if not self.batches or len(self.sizes) != len(self.batches) or min(self.sizes) < 1:
+        super().__init__(enumerate(map(dict, batches)))
+        self.sizes = [1] * len(self) if sizes is None else list(sizes)
+        if not self or len(self.sizes) != len(self) or min(self.sizes) < 1:
             raise CapslogError(
-                f"{len(self.batches)} microbatches with sizes {self.sizes}: at least one microbatch, and one positive "
+                f"{len(self)} microbatches with sizes {self.sizes}: at least one microbatch, and one positive "
                 "size for each, are needed"
             )
 
 
-class Scattered(list[dict[str, Any]]):
-    """Microbatches and the number of samples in each."""
-
-    def __init__(self, batches: Sequence[dict[str, Any]], sizes: Sequence[int]) -> None:
-        super().__init__(batches)
-        self.sizes = list(sizes)
-
-
-def scatter(inputs: Mapping[str, Any], batch_size: int, microbatch_size: int) -> Scattered:
+def scatter(inputs: Mapping[str, Any] | Microbatches, batch_size: int, microbatch_size: int) -> Microbatches:
     """The inputs of each microbatch.
 
     A tensor of `batch_size` rows and a list of `batch_size` entries are cut (a list is one entry per sample, whatever
@@ -60,17 +51,17 @@ def scatter(inputs: Mapping[str, Any], batch_size: int, microbatch_size: int) ->
     """
     count = math.ceil(batch_size / microbatch_size)
     if isinstance(inputs, Microbatches):
-        if len(inputs.batches) != count:
+        if len(inputs) != count:
             raise CapslogError(
-                f"{len(inputs.batches)} microbatches were given, but Varuna was built for {count} "
+                f"{len(inputs)} microbatches were given, but Varuna was built for {count} "
                 f"(batch size {batch_size} per replica, chunk size {microbatch_size})"
             )
-        return Scattered(inputs.batches, inputs.sizes)
+        return inputs
     bounds = [(start, min(start + microbatch_size, batch_size)) for start in range(0, batch_size, microbatch_size)]
     batches = [
         {name: _part(value, start, end, batch_size, name) for name, value in inputs.items()} for start, end in bounds
     ]
-    return Scattered(batches, [end - start for start, end in bounds])
+    return Microbatches(batches, [end - start for start, end in bounds])
 
 
 def _part(value: Any, start: int, end: int, batch_size: int, name: str) -> Any:

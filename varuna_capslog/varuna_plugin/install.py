@@ -1,68 +1,118 @@
-"""The table of patches: what of Varuna is replaced or wrapped, by what, and how it is undone.
+"""Finds the right Varuna, and patches it: which files must be there, what is replaced by what, and how it is undone.
 
-`install` and `uninstall` are the only ways in; no other module changes Varuna.
+`install` and `uninstall` are the only ways in; no other module changes Varuna. Before anything is changed its files are
+compared, and nothing is imported: an unrelated package of that name must not run because of a look at it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
+import importlib.util
 import io
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from varuna_capslog.varuna_plugin.options import reset
-from varuna_capslog.varuna_plugin.recognise import FoundVaruna, find_varuna
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.varuna_plugin.options import configure
 
-__all__ = ["Patches", "install", "installed_patches", "silent", "uninstall"]
+__all__ = ["COMMIT", "FoundVaruna", "Patches", "find_varuna", "install", "installed_patches", "silent", "uninstall"]
 
-_ABSENT = object()
+COMMIT = "a2145cc30b976a7917829a55e2a866f0ca4c54e5"
+"""The commit of https://github.com/microsoft/varuna that the patches are written for."""
+
+_SOURCES = {
+    "__init__.py": "410080c0ed95a5e9c698500d38b4c06f567cbafcadb4b718caeffb80ab5ded7e",
+    "checkpoint.py": "2a80fbc36bbae780781aeefe9aaa3291238c60e1ec3462973ea101d34bef0138",
+    "launcher.py": "773a867fa88c4f5384d468c9109c09a1e6c35fc9036cc9eb5649983a5a24c020",
+    "partitioned_model.py": "5e10cc504c44099fc0e6f3617e57e19f0d19a6b2633df120c43d47c3f2775872",
+    "pipeline.py": "a8153ee40460edc140c4ad9654281dbd26b10ab3d78d915a8ca259138ddbac07",
+    "utils.py": "f47e6ac4e876a2a90a828c5a5a741b71cfc0c72d91a6692a8aff1c661cbee81b",
+    "varuna.py": "d10bf87f89265b712402c58291d87d2838960aceaf25954da51580571930c7b3",
+}
+"""SHA-256 of every file that a patch touches or relies on, at `COMMIT`."""
+
+_ADVICE = (
+    f"get it with `git clone https://github.com/microsoft/varuna && git -C varuna checkout {COMMIT[:7]}` and put that "
+    "folder on PYTHONPATH (docs/varuna.md)"
+)
+
+
+@dataclass(frozen=True)
+class FoundVaruna:
+    """The right Varuna: its folder and commit."""
+
+    folder: Path
+    commit: str = COMMIT
+
+
+def find_varuna() -> FoundVaruna:
+    """The Varuna that `import varuna` would give, when it is the one that the patches fit.
+
+    Raises:
+        CapslogError: there is none, it is the unrelated package of that name, or files differ from the known commit;
+            the message says which and what to do.
+    """
+    try:
+        spec = importlib.util.find_spec("varuna")
+    except (ImportError, ValueError) as error:
+        raise CapslogError(f"`varuna` cannot be looked up ({error}); {_ADVICE}") from error
+    if spec is None:
+        raise CapslogError(f"Microsoft's Varuna is not importable here; {_ADVICE}")
+    folders = list(spec.submodule_search_locations or ())
+    where = Path(folders[0]) if folders else Path(spec.origin or "?")
+    missing = [name for name in _SOURCES if not (where / name).is_file()]
+    if "partitioned_model.py" in missing or "pipeline.py" in missing:
+        raise CapslogError(
+            f"the `varuna` at {where} is not Microsoft's pipeline trainer (it has no {missing[-1]}): the package of "
+            f"that name on the package index is something else; uninstall it, then {_ADVICE}"
+        )
+    if missing:
+        raise CapslogError(f"the Varuna at {where} lacks {', '.join(missing)}; {_ADVICE}")
+    changed = [name for name, digest in _SOURCES.items() if _digest(where / name) != digest]
+    if changed:
+        raise CapslogError(
+            f"the Varuna at {where} differs from commit {COMMIT[:7]} in {', '.join(changed)}; patches written for "
+            f"other code could give wrong numbers without a word: {_ADVICE}"
+        )
+    return FoundVaruna(where)
+
+
+def _digest(path: Path) -> str:
+    # a checkout on another platform may have other line ends
+    return hashlib.sha256(path.read_bytes().replace(b"\r\n", b"\n")).hexdigest()
 
 
 class Patches:
-    """Attributes replaced in another package's modules and classes, put back exactly and in reverse order."""
+    """Attributes replaced in another package's modules and classes, put back exactly and in reverse order.
+
+    Attributes:
+        names: what is replaced, as `module.Class.attribute`, in order.
+    """
 
     def __init__(self) -> None:
-        self._undo: list[tuple[Any, str, Any]] = []
+        self.names: list[str] = []
+        self._before = contextlib.ExitStack()
 
-    def __len__(self) -> int:
-        return len(self._undo)
-
-    def replace(self, owner: Any, name: str, value: Any) -> Any:
-        """Sets `owner.name` (a module's or a class's own attribute) and returns what it was.
+    def replace(self, owner: Any, name: str, value: Any) -> None:
+        """Sets `owner.name`, a module's or a class's own attribute.
 
         Raises AttributeError where the owner has no such attribute of its own: a patch must hit something.
         """
-        before = vars(owner).get(name, _ABSENT)
-        if before is _ABSENT:
+        if name not in vars(owner):
             raise AttributeError(f"{owner!r} has no attribute {name!r} of its own to replace")
-        self._undo.append((owner, name, before))
+        path = f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__
+        self.names.append(f"{path}.{name}")
+        self._before.callback(setattr, owner, name, vars(owner)[name])
         setattr(owner, name, value)
-        return before
-
-    def add(self, owner: Any, name: str, value: Any) -> None:
-        """Sets an attribute that `owner` does not have."""
-        if name in vars(owner):
-            raise AttributeError(f"{owner!r} already has an attribute {name!r}")
-        self._undo.append((owner, name, _ABSENT))
-        setattr(owner, name, value)
-
-    def names(self) -> list[str]:
-        """What is replaced, as `module.Class.attribute`, in order."""
-        return [f"{_path(owner)}.{name}" for owner, name, _ in self._undo]
 
     def undo(self) -> None:
         """Puts everything back as it was."""
-        while self._undo:
-            owner, name, before = self._undo.pop()
-            if before is _ABSENT:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, before)
-
-
-def _path(owner: Any) -> str:
-    return f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else str(owner.__name__)
+        self._before.close()
+        self.names.clear()
 
 
 _patches = Patches()
@@ -79,7 +129,7 @@ def install() -> FoundVaruna:
             patches are written for.
     """
     found = find_varuna()
-    if len(_patches):
+    if _patches.names:
         return found
     import varuna
     import varuna.checkpoint
@@ -106,21 +156,21 @@ def uninstall() -> None:
     and cannot be run by the unpatched Varuna.
     """
     _patches.undo()
-    reset()
+    configure()
 
 
 def installed_patches() -> list[str]:
     """What is replaced now, as `module.Class.attribute`; empty when nothing is installed."""
-    return _patches.names()
+    return list(_patches.names)
 
 
 def _apply(varuna: Any) -> None:
-    from varuna_capslog.varuna_plugin import building, checkpoint, executor, gradients, inputs, schedule
-    from varuna_capslog.varuna_plugin.splitting import boundary, stages
+    from varuna_capslog.varuna_plugin import building, checkpoint, executor, gradients, inputs
+    from varuna_capslog.varuna_plugin.splitting import stage_run, stages
 
     models, pipeline, core, utils = varuna.partitioned_model, varuna.pipeline, varuna.varuna, varuna.utils
     # any cut list, owners from real use
-    _patches.replace(models.CutPoint, "forward", boundary.cut_forward)
+    _patches.replace(models.CutPoint, "forward", stage_run.cut_forward)
     _patches.replace(models.PartitionedModel, "initialize", stages.initialize)
     _patches.replace(models.PartitionedModel, "parameter_names_to_cuts", building.parameter_names_to_cuts)
     _around(models.PartitionedModel, "forward", executor.forward)
@@ -137,13 +187,14 @@ def _apply(varuna: Any) -> None:
     _around(pipeline.Pipeline, "run", executor.run)
     # inputs and schedule
     _patches.replace(utils, "scatter", inputs.scatter)
-    _patches.replace(utils, "generate_schedule", schedule.varuna_tasks)
+    _patches.replace(utils, "generate_schedule", executor.varuna_tasks)
     # the step
     _around(core.Varuna, "__init__", building.build)
     _around(core.Varuna, "step", gradients.step_alone)
     _patches.replace(core.Varuna, "init_communication", building.init_communication)
     _patches.replace(core.Varuna, "init_distributed", gradients.init_distributed)
-    _patches.replace(core.Varuna, "share_weight_grads", gradients.share_weight_grads)
+    # nothing is left to do: the next one adds up all ties, declared or not
+    _patches.replace(core.Varuna, "share_weight_grads", lambda self: None)
     _patches.replace(core.Varuna, "sync_across_workers", gradients.sync_across_workers)
     _patches.replace(core.Varuna, "evaluate", building.evaluate)
     # checkpoints

@@ -7,24 +7,21 @@ command's. No manager, no daemon, no `pkill`: only processes that were started h
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Sequence
-from types import FrameType
+from collections.abc import Sequence
 from typing import Any
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.processes import free_port, heard_signals
 from varuna_capslog.engine.communicator import PeerLost
-from varuna_capslog.varuna_plugin.install import silent
+from varuna_capslog.varuna_plugin.install import find_varuna, silent
 from varuna_capslog.varuna_plugin.options import CUTS_VARIABLE, Search, parse_cuts
-from varuna_capslog.varuna_plugin.recognise import find_varuna
 
 __all__ = ["main"]
 
@@ -68,7 +65,7 @@ def _cuts(ours: Namespace, num_stages: int) -> str | None:
     if ours.profile is not None:
         if ours.cuts is not None:
             raise CapslogError("both --cuts and --profile are given; leave one out")
-        search = Search.of(ours.profile, num_stages, ours.planner, capacity=ours.capacity)
+        search = Search(ours.profile, num_stages, ours.planner, capacity=ours.capacity)
         cuts = ",".join(map(str, search.plan(num_stages).cuts))
         sys.stderr.write(f"launch: cuts {cuts} from {ours.profile}\n")
         return cuts
@@ -96,7 +93,7 @@ def _launch(arguments: list[str], ours: Namespace) -> int:
         )
     port = args.master_port
     if args.nservers == 1 and not any(argument.startswith("--master_port") for argument in arguments):
-        port = _free_port()
+        port = free_port()
     environment = {
         "OMP_NUM_THREADS": "1",
         **os.environ,
@@ -135,17 +132,20 @@ def _parsed(launcher: Any, arguments: list[str]) -> Any:
         sys.argv = before
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def _watch(jobs: list[tuple[list[str], dict[str, str]]], ranks: list[int], folder: str | None) -> int:
-    """Starts every job, waits, and ends the rest when one fails."""
+    """Starts every job, waits, and ends the rest when one fails. SIGINT, SIGTERM and Varuna's SIGUSR1 are passed on."""
     workers: list[subprocess.Popen[bytes]] = []
+    heard: list[int] = []  # of the first two
+
+    def pass_on(number: int) -> None:
+        if number != signal.SIGUSR1:
+            heard.append(number)
+        for worker in workers:
+            if worker.poll() is None:
+                worker.send_signal(number)
+
     try:
-        with _passed_on(workers) as heard:
+        with heard_signals((signal.SIGINT, signal.SIGTERM, signal.SIGUSR1), pass_on):
             for command, environment in jobs:
                 workers.append(subprocess.Popen(command, env=environment, cwd=folder))
             while True:
@@ -170,26 +170,6 @@ def _cause(states: Sequence[int | None]) -> int:
     """Which process failed: the first that did not merely lose another one."""
     failed = [index for index, state in enumerate(states) if state]
     return min(failed, key=lambda index: states[index] == PeerLost.exit_status)
-
-
-@contextlib.contextmanager
-def _passed_on(workers: list[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
-    """Passes SIGINT, SIGTERM and Varuna's SIGUSR1 on to the workers; gives the list of the first two that came."""
-    heard: list[int] = []
-
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        if number != signal.SIGUSR1:
-            heard.append(number)
-        for worker in workers:
-            if worker.poll() is None:
-                worker.send_signal(number)
-
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
-    try:
-        yield heard
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _end(workers: list[subprocess.Popen[bytes]]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import inspect
 import logging
 import os
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from varuna_capslog.profiles.record import Profile, read_profile
 from varuna_capslog.varuna_plugin.splitting.partition import uniform_cuts
 from varuna_capslog.varuna_plugin.splitting.tracing import Trace
 
-__all__ = ["CUTS_VARIABLE", "Options", "Search", "configure", "current", "know_trace", "parse_cuts", "reset"]
+__all__ = ["CUTS_VARIABLE", "Options", "Search", "configure", "current", "parse_cuts"]
 
 _log = logging.getLogger(__name__)
 
@@ -31,49 +32,35 @@ CUTS_VARIABLE = "CAPSLOG_VARUNA_CUTS"
 """Environment variable with a plan file or a comma-separated cut list; `plugin.launch` sets it, `configure` wins."""
 
 
-@dataclass(frozen=True)
 class Search:
     """What to search cuts from.
 
-    Attributes:
-        profile: of the model's pieces, as `plugin.profile` or `capslog profile` gives it.
-        devices: stages that are expected; None is as many as Varuna has.
+    Args:
+        profile: of the model's pieces, as `plugin.profile` or `capslog profile` gives it, or its file.
+        devices: stages that are expected, for which the search is tried at once; None is as many as Varuna has.
         planner, memory: names as for `capslog plan`.
-        capacity: bytes of every stage's device, or of each.
+        capacity: bytes of every stage's device, or of each; also as text ("16GiB", "16GiB,8GiB").
+
+    Raises:
+        CapslogError: an impossible value.
+        DoesNotFit: with `devices`: nothing keeps within the capacity.
     """
 
-    profile: Profile
-    devices: int | None = None
-    planner: str = "exact"
-    memory: str = AUTO
-    capacity: int | tuple[int, ...] | None = None
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         profile: Profile | str | os.PathLike[str],
         devices: int | None = None,
         planner: str = "exact",
         memory: str = AUTO,
         capacity: int | str | Sequence[int] | None = None,
-    ) -> Search:
-        """From what a user gives: also a file, and sizes such as "16GiB". With `devices` the search is tried at once.
-
-        Raises:
-            CapslogError: an impossible value.
-            DoesNotFit: with `devices`: nothing keeps within the capacity.
-        """
+    ) -> None:
         fields.refuse_unknown([planner], planners.PLANNER_NAMES, "planner")
         fields.refuse_unknown([memory], [AUTO, *MEMORY_MODELS], "memory")
-        if not isinstance(profile, Profile):
-            profile = read_profile(profile)
-        sizes = units.parse_capacity(capacity) if isinstance(capacity, str) else capacity
-        if sizes is not None and not isinstance(sizes, int):
-            sizes = tuple(sizes)
-        found = cls(profile, devices, planner, memory, sizes)
+        self.profile = profile if isinstance(profile, Profile) else read_profile(profile)
+        self.devices, self.planner, self.memory = devices, planner, memory
+        self.capacity = units.parse_capacity(capacity) if isinstance(capacity, str) else capacity
         if devices is not None:
-            found.plan(devices)
-        return found
+            self.plan(devices)
 
     def check_microbatch(self, size: int) -> None:
         """Raises CapslogError where a capacity is to be kept with microbatches of another size than was profiled."""
@@ -104,13 +91,7 @@ class Search:
                 f"devices={self.devices}, but Varuna was started with {num_stages} stages; start with another "
                 "--nstages, or leave devices out"
             )
-        plan = search_plan(
-            self.profile,
-            num_stages,
-            planner=self.planner,
-            memory=self.memory,
-            capacity=list(self.capacity) if isinstance(self.capacity, tuple) else self.capacity,
-        )
+        plan = search_plan(self.profile, num_stages, planner=self.planner, memory=self.memory, capacity=self.capacity)
         if plan.fits is False:
             raise DoesNotFit("; ".join(plan.notes))
         if plan.fits is None and self.capacity is not None:
@@ -122,30 +103,20 @@ class Search:
 
 @dataclass(frozen=True)
 class Options:
-    """Attributes:
+    """What `configure` was told.
 
-    cuts: first piece of each stage; None is Varuna's uniform split.
-    num_pieces: of the model that the plan is for, where known.
-    search: what cuts are searched from instead, once the number of stages is known.
-    loss: whether the model's loss is a "mean" over the samples it is given (Varuna's contract) or a share of the whole
-        minibatch's loss, of which all are added ("sum").
-    timeout_seconds: longest wait for a message, a gradient or the other ranks.
-    stages_of_interest: the others pass on dummy tensors; None: all compute.
-    trace: of the model, where it is known; else Varuna's first rank takes it when it is built.
+    Attributes:
+        num_pieces: of the model that the plan is for, where known.
+        search: what cuts are searched from instead, once the number of stages is known.
     """
 
     cuts: tuple[int, ...] | None = None
     num_pieces: int | None = None
     search: Search | None = None
     loss: Literal["mean", "sum"] = "mean"
-    timeout_seconds: float = 600.0
+    timeout: datetime.timedelta = datetime.timedelta(seconds=600)
     stages_of_interest: tuple[int, ...] | None = None
     trace: Trace | None = None
-
-    @property
-    def timeout(self) -> datetime.timedelta:
-        """`timeout_seconds` as torch takes it."""
-        return datetime.timedelta(seconds=self.timeout_seconds)
 
     def cuts_for(self, num_pieces: int, num_stages: int) -> tuple[int, ...]:
         """The cut list of a model.
@@ -183,9 +154,10 @@ def configure(
     stages_of_interest: Sequence[int] | None = None,
     loss: Literal["mean", "sum"] = "mean",
     timeout_seconds: float = 600.0,
+    trace: Trace | None = None,
     **search: Any,
 ) -> None:
-    """Says how the next Varuna is to be built; what is left out goes back to its default.
+    """Says how the next Varuna is to be built; what is left out goes back to its default, which is Varuna's own way.
 
     Args:
         cuts: a plan, a plan file, or the first piece of each stage (`[0, 3, 7]`: piece i begins behind the i-th
@@ -195,17 +167,17 @@ def configure(
             so that memory and time of the former can be measured on small devices. The losses have no meaning.
         loss: "mean" weights each microbatch by its samples (its last may be shorter); "sum" adds the losses up, for a
             model that divides by the minibatch's own normalisers.
-        timeout_seconds: after so long without an answer a rank ends with an error.
-        search: with a profile: `devices`, `planner`, `memory` and `capacity`, as `Search` has them; `capacity` also as
-            text ("16GiB", "16GiB,8GiB"). With `devices` the search is tried at once.
+        timeout_seconds: after so long without a message, a gradient or the other ranks a rank ends with an error.
+        trace: of the model, taken elsewhere on inputs of the same sizes; None: Varuna's first rank takes it.
+        search: with a profile: `devices`, `planner`, `memory` and `capacity`, as `Search` has them.
 
     Raises:
         CapslogError: an impossible value, or a plan that Varuna cannot run.
         DoesNotFit: with `devices`: nothing keeps within the capacity.
     """
     global _current
-    defaults = {field.name: field.default for field in dataclasses.fields(Search) if field.name != "profile"}
-    fields.refuse_unknown(search, list(defaults), "option")
+    _, *known = inspect.signature(Search).parameters.values()
+    fields.refuse_unknown(search, [option.name for option in known], "option")
     if loss not in ("mean", "sum"):
         raise CapslogError(f"loss={loss!r} is unknown; choose mean or sum")
     if not timeout_seconds > 0:
@@ -213,7 +185,7 @@ def configure(
     first, num_pieces = _cuts(cuts)
     if profile is not None and cuts is not None:
         raise CapslogError("both cuts and a profile to search them from are given; leave one out")
-    if profile is None and any(value != defaults[name] for name, value in search.items()):
+    if profile is None and any(option.name in search and search[option.name] != option.default for option in known):
         raise CapslogError("devices, planner, memory and capacity belong to a profile, which is not given")
     interest = None
     if stages_of_interest is not None:
@@ -224,23 +196,12 @@ def configure(
     _current = Options(
         cuts=first,
         num_pieces=num_pieces,
-        search=None if profile is None else Search.of(profile, **search),
+        search=None if profile is None else Search(profile, **search),
         loss=loss,
-        timeout_seconds=float(timeout_seconds),
+        timeout=datetime.timedelta(seconds=timeout_seconds),
         stages_of_interest=interest,
+        trace=trace,
     )
-
-
-def know_trace(trace: Trace) -> None:
-    """Gives the next Varuna a trace that was taken elsewhere, on inputs of the same sizes."""
-    global _current
-    _current = dataclasses.replace(_current, trace=trace)
-
-
-def reset() -> None:
-    """Back to Varuna's own behaviour."""
-    global _current
-    _current = Options()
 
 
 def current() -> Options:

@@ -13,6 +13,7 @@ import traceback
 from typing import NoReturn
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.training.worker_process import leave
 
 __all__ = ["main"]
 
@@ -39,9 +40,7 @@ def main() -> NoReturn:
     except BaseException:
         traceback.print_exc()
         status = 1
-    sys.stderr.flush()
-    sys.stdout.flush()
-    os._exit(status)
+    leave(status)
 
 
 if __name__ == "__main__":

@@ -65,19 +65,18 @@ class Bundle:
 
     def to(self, device: torch.device | str) -> Bundle:
         """Copies on `device`, which remember what they are copies of."""
-        copies = tuple(None if tensor is None else _copy(tensor, device) for tensor in self.tensors)
+        copies = tuple(None if tensor is None else tensor.to(device, copy=True) for tensor in self.tensors)
         return Bundle(copies, host=self.host or self)
 
     def cpu(self) -> Bundle:
         """The host's tensors: those that this is a copy of, else its own brought there."""
         if self.host is not None:
             return self.host
-        return Bundle(tuple(None if tensor is None else tensor.detach().cpu() for tensor in self.tensors))
+        return Bundle(tuple(None if tensor is None else self.to_host(tensor.detach()) for tensor in self.tensors))
 
-
-def _copy(tensor: Tensor, device: torch.device | str) -> Tensor:
-    moved = tensor.to(device)
-    return tensor.clone() if moved is tensor else moved
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """How a tensor is brought there."""
+        return tensor.cpu()
 
 
 # -- the format
@@ -181,7 +180,6 @@ class Sending:
         with named_loss(f"sending to rank {self._peer}", self._peer, timeout):
             for work in self._works:
                 work.wait(timeout)
-        self._works, self._buffers = [], []
 
 
 class Room:
@@ -204,22 +202,21 @@ class Room:
         self._largest = 0
 
 
-def send(bundle: Bundle, microbatch: int, peer: int, gradients: bool, room: Room | None = None) -> Sending:
+def send(bundle: Bundle, microbatch: int, peer: int, gradients: bool, room: Room) -> Sending:
     """Starts sending host tensors to `peer`; they must not change before `Sending.wait`. Raises PeerLost."""
     header, payload = pack(bundle.tensors, microbatch)
     tag = _GRADIENTS if gradients else _ACTIVATIONS
     places, end = _places(header, [part.numel() for part in payload])
     frame = header.view(-1).view(torch.uint8)
-    if room is not None:
-        room.note(end)
-        if room.num_bytes > frame.numel():
-            frame = torch.empty(room.num_bytes, dtype=torch.uint8)
-            if end <= room.num_bytes:
-                header[0, _INSIDE] = 1
-                for place, part in zip(places, payload, strict=True):
-                    frame[place : place + part.numel()] = part
-                payload = []
-            frame[: header.nbytes] = header.view(-1).view(torch.uint8)
+    room.note(end)
+    if room.num_bytes > frame.numel():
+        frame = torch.empty(room.num_bytes, dtype=torch.uint8)
+        if end <= room.num_bytes:
+            header[0, _INSIDE] = 1
+            for place, part in zip(places, payload, strict=True):
+                frame[place : place + part.numel()] = part
+            payload = []
+        frame[: header.nbytes] = header.view(-1).view(torch.uint8)
     buffers = [frame, *payload]
     with named_loss(f"sending to rank {peer}", peer):
         # what does not fit into the frame has a tag of its own: the next frames may be awaited already
@@ -230,11 +227,11 @@ def send(bundle: Bundle, microbatch: int, peer: int, gradients: bool, room: Room
 class Expected:
     """A frame that is awaited; `take` gives the message."""
 
-    def __init__(self, count: int, peer: int, gradients: bool, room: Room | None = None) -> None:
+    def __init__(self, count: int, peer: int, gradients: bool, room: Room) -> None:
         self._count, self._peer, self._gradients, self._room = count, peer, gradients, room
         self._tag = _GRADIENTS if gradients else _ACTIVATIONS
         size = (1 + count) * _ROW * 8
-        self._frame = torch.empty(max(size, 0 if room is None else room.num_bytes), dtype=torch.uint8)
+        self._frame = torch.empty(max(size, room.num_bytes), dtype=torch.uint8)
         with named_loss(f"waiting for rank {peer}", peer):
             self._work: Any = dist.irecv(self._frame, peer, tag=self._tag)
 
@@ -250,8 +247,7 @@ class Expected:
             header = self._frame[: (1 + self._count) * _ROW * 8].view(torch.int64).view(1 + self._count, _ROW)
             inside = self._frame if int(header[0, _INSIDE]) else None
             tensors, payload = unpack(header, microbatch, inside)
-            if self._room is not None:
-                self._room.note(_places(header, [part.numel() for part in payload])[1])
+            self._room.note(_places(header, [part.numel() for part in payload])[1])
             if inside is None:
                 works: list[Any] = [dist.irecv(buffer, self._peer, tag=self._tag + _LOOSE) for buffer in payload]
                 for work in works:

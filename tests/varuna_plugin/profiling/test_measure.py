@@ -36,7 +36,7 @@ def profile(varuna: FoundVaruna) -> Profile:
 @pytest.fixture
 def fresh() -> Iterator[None]:
     yield
-    options.reset()
+    options.configure()
 
 
 def test_it_is_a_profile_like_any_other(profile: Profile, tmp_path: Path) -> None:

@@ -1,26 +1,31 @@
 """One rank's part of one generation of an elastic run on Varuna: a new Varuna over a fresh model.
 
 It is filled with the states of this rank's pieces. The forward's buffers are kept aside until a step is voted, so that
-a step can be taken back.
+a step can be taken back. All that the process has of `torch.distributed` belongs to one part at a time: its default
+group, which Varuna needs, and what Varuna makes beside it.
 """
 
 from __future__ import annotations
 
+import datetime
+import threading
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 from torch.utils import _pytree as pytree
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.elastic.member.work import LayerState
-from varuna_capslog.varuna_plugin import piece_state
-from varuna_capslog.varuna_plugin.elastic.groups import VarunaGroups
-from varuna_capslog.varuna_plugin.elastic.model import ElasticTraining, ModelPieces
+from varuna_capslog.engine.communicator import Communicator, PeerLost
+from varuna_capslog.training.layer_state import cloned
+from varuna_capslog.varuna_plugin.elastic.pieces import ElasticTraining, ModelPieces, capture, install
 from varuna_capslog.varuna_plugin.inputs import Microbatches
 from varuna_capslog.varuna_plugin.install import silent
-from varuna_capslog.varuna_plugin.options import configure, know_trace
+from varuna_capslog.varuna_plugin.options import configure
 from varuna_capslog.varuna_plugin.splitting.stage_run import Draws
 from varuna_capslog.varuna_plugin.splitting.stages import ANCHOR
 
@@ -34,28 +39,55 @@ class VarunaPart:
     """A stage that trains.
 
     Args:
-        groups: of this generation; closed together with the part.
         cuts: first piece of each stage.
+        rank: also the number of its stage.
     """
 
     def __init__(
-        self,
-        job: ElasticTraining,
-        pieces: ModelPieces,
-        device: torch.device,
-        groups: VarunaGroups,
-        cuts: tuple[int, ...],
+        self, job: ElasticTraining, pieces: ModelPieces, device: torch.device, cuts: tuple[int, ...], rank: int
     ) -> None:
         self._job, self._pieces, self._device = job, pieces, device
-        self._groups, self._cuts = groups, cuts
+        self._cuts, self._rank = cuts, rank
+        self._ending = threading.Lock()
+        self._joined = False
         self.trainer: Any = None
-        self._draws: Draws | None = None
         self._parameters: dict[str, nn.Parameter] = {}
         self._buffers: dict[str, Tensor] = {}
         self._settled: dict[str, Tensor] = {}  # buffers as they were before the step under way
         self.own: tuple[int, ...] = ()
 
-    def build(self, model: nn.Module, rank: int, seconds: float) -> None:
+    def join(self, store: dist.Store, prefix: str, seconds: float) -> None:
+        """Opens the default group.
+
+        Args:
+            store: a client that nothing else uses.
+            prefix: never used twice in a store.
+            seconds: longest wait for the others, and for messages that have no other bound.
+
+        Raises:
+            PeerLost: not all ranks came in time.
+        """
+        rank, world_size = self._rank, len(self._cuts)
+        try:
+            dist.init_process_group(
+                "gloo",
+                store=dist.PrefixStore(prefix, store),
+                rank=rank,
+                world_size=world_size,
+                timeout=datetime.timedelta(seconds=seconds),
+            )
+        except (RuntimeError, ValueError) as error:
+            text = str(error).splitlines()[0]
+            raise PeerLost(f"rank {rank} could not join {world_size} ranks of Varuna: {text}", None) from error
+        self._joined = True
+
+    def abort(self) -> None:
+        """Ends everything that is under way, here and at the peers; from any thread, also when it is over."""
+        with self._ending:
+            if self._joined:
+                _abort(_all_groups())
+
+    def build(self, model: nn.Module, seconds: float) -> None:
         """Varuna's trainer over this rank's pieces of `model`.
 
         Args:
@@ -72,27 +104,26 @@ class VarunaPart:
                 lambda size, device=None: {},  # the trace is known
                 job.batch_size,
                 job.chunk_size,
-                local_rank=rank,
+                local_rank=self._rank,
                 device=self._device,
             )
         self._configure(job.timeout_seconds)
-        self._groups.wait_for(job.timeout_seconds)
+        for group in _all_groups():  # longest wait of sums and barriers from now on
+            dist.set_timeout(datetime.timedelta(seconds=job.timeout_seconds), group)
         partitioned = self.trainer.partitioned_model
-        self._draws = Draws(partitioned.ordered_modules.values(), self._device, job.seed)
-        partitioned.capslog.draws = self._draws
+        partitioned.capslog.draws = Draws(partitioned.ordered_modules.values(), self._device, job.seed)
         self._parameters = {name: p for name, p in partitioned.module.named_parameters() if name != ANCHOR}
         self._buffers = dict(partitioned.module.named_buffers())
         self.trainer.set_optimizer(self._pieces.recipe.build(self._parameters))
 
     def _configure(self, seconds: float) -> None:
-        configure(cuts=self._cuts, loss=self._job.loss, timeout_seconds=seconds)
-        know_trace(self._pieces.trace)
+        configure(cuts=self._cuts, loss=self._job.loss, timeout_seconds=seconds, trace=self._pieces.trace)
 
     def install(self, states: Mapping[int, LayerState], base: int) -> None:
         """The states of this rank's pieces after step `base`."""
         self.own = tuple(sorted(states))
         for piece in reversed(self.own):  # what several pieces share is in all of them: the first one's counts
-            piece_state.install(states[piece], *self._part(piece), self.trainer.optimizer)
+            install(states[piece], *self._part(piece), self.trainer.optimizer)
         self._settle()
         self.trainer.iteration = base
 
@@ -104,18 +135,16 @@ class VarunaPart:
     def compute(self, step: int) -> tuple[float, float]:
         """Varuna's forwards and backwards; returns the loss and the norm of the gradients."""
         everything = self._job.microbatches(step)
-        moved = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self._device), everything.batches)
+        moved = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self._device), list(everything.values()))
         ready = Microbatches(moved, everything.sizes)
-        assert self._draws is not None
-        self._draws.begin_step(step, ready.batches)
+        self.trainer.partitioned_model.capslog.draws.begin_step(step, ready)
         loss, _, _ = self.trainer.step(ready, self._job.clip_grad_max_norm)
         return float(loss), float(self.trainer.capslog_grad_norm)
 
     def apply(self, step: int) -> None:
         """The update of a step that was voted."""
         optimizer = self.trainer.optimizer
-        if self._job.schedule is not None:
-            self._job.schedule(optimizer, step)
+        self._job.set_rates(optimizer, step)
         optimizer.step()
         self.trainer.zero_grad()
         self.trainer.iteration = step
@@ -137,8 +166,8 @@ class VarunaPart:
         """A piece at the present boundary; without `copy` the live tensors."""
         parameters, buffers = self._part(piece)
         settled = {name: self._settled[name] for name in buffers}
-        state = piece_state.capture(parameters, settled, self.trainer.optimizer)
-        return {key: tensor.clone() for key, tensor in state.items()} if copy else state
+        state = capture(parameters, settled, self.trainer.optimizer)
+        return cloned(state) if copy else state
 
     def update(self, piece: int) -> Mapping[str, Tensor]:
         """What a `Follower` of this piece needs for the step that was computed."""
@@ -147,14 +176,35 @@ class VarunaPart:
         return found | {f"buffers/{name}": buffer for name, buffer in buffers.items()}
 
     def close(self) -> None:
-        """Ends everything of the generation, also of one that could not be built."""
-        self._groups.close()
+        """Ends everything of the generation, also of one that could not be built; the next one may begin at once."""
+        self._leave()
         if self.trainer is not None:
             _join_threads(self.trainer)
             # modules refer to each other in circles; their tensors must not wait for a collection
             for module in self.trainer.partitioned_model.module.modules():
                 module._parameters.clear()
                 module._buffers.clear()
+
+    def _leave(self) -> None:
+        """Aborts all groups and forgets them; without the abort gloo may wait for peers."""
+        with self._ending:
+            if not self._joined:
+                return
+            self._joined = False
+            groups = _all_groups()
+            _abort(groups)
+            dist.destroy_process_group()
+        # dropping the last reference waits for gloo's threads, so another thread does it
+        threading.Thread(target=groups.clear, name="end-varuna-groups", daemon=True).start()
+
+
+def _all_groups() -> list[Any]:
+    return list(distributed_c10d._world.pg_map)
+
+
+def _abort(groups: list[Any]) -> None:
+    for group in groups:
+        Communicator(group.rank(), group.size(), "varuna", datetime.timedelta(seconds=1), group).abort()
 
 
 def _join_threads(trainer: Any) -> None:

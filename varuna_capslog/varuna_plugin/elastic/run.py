@@ -15,7 +15,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,23 +28,16 @@ from varuna_capslog.elastic.notices.interface import Notice
 from varuna_capslog.elastic.notices.signals import SignalListener, plain
 from varuna_capslog.membership.entries import NoticeEntry
 from varuna_capslog.profiles.record import Profile, read_profile
-from varuna_capslog.varuna_plugin.elastic.model import ElasticTraining
-from varuna_capslog.varuna_plugin.recognise import find_varuna
-
-if TYPE_CHECKING:
-    from varuna_capslog.elastic.script.task import MemberScript
-    from varuna_capslog.elastic.store.opening import MembershipStore
-    from varuna_capslog.training.worker_process import StopWish
+from varuna_capslog.training.worker_process import StopWish, choose_device
+from varuna_capslog.varuna_plugin.elastic.pieces import ElasticTraining
+from varuna_capslog.varuna_plugin.install import find_varuna
 
 __all__ = ["ElasticEnd", "main", "run_elastic"]
 
 _MODULES = (
     "varuna_capslog.elastic.member.runtime",
     "varuna_capslog.varuna_plugin.elastic.work",
-    "varuna_capslog.varuna_plugin.elastic.run",
-    "varuna_capslog.varuna_plugin.install",
     "varuna_capslog.varuna_plugin.gradients",
-    "varuna_capslog.varuna_plugin.schedule",
     "torch._dynamo",  # the first optimizer imports it, in one to two seconds
     "torch._subclasses.fake_tensor",
 )
@@ -100,15 +93,7 @@ def run_elastic(
     find_varuna()
     if "CAPSLOG_MEMBER" not in os.environ:
         return _host(job.run_dir, workers, job.elastic)
-    from varuna_capslog.elastic.script.task import current_script
-
-    member = current_script()
-    if member is None:
-        raise CapslogError("run_elastic found CAPSLOG_MEMBER, but no worker of a run runs this script; unset it")
-    limit = units.parse_bytes(capacity, "capacity") if isinstance(capacity, str) else capacity or 0
-    if profile is not None and not isinstance(profile, Profile):
-        profile = read_profile(Path(profile))
-    return _take_part(member, dataclasses.replace(job, profile=profile, capacity=limit))
+    return _take_part(job, profile, capacity)
 
 
 # -- the host
@@ -119,14 +104,13 @@ def _host(run_dir: Path, workers: int, settings: Elastic) -> ElasticEnd:
     from varuna_capslog.elastic.host.host import Host
     from varuna_capslog.elastic.host.options import HostOptions
     from varuna_capslog.varuna_plugin.building import temporary_folder
-    from varuna_capslog.varuna_plugin.elastic.disk import begin_with
+    from varuna_capslog.varuna_plugin.checkpoint_files import begin_with
 
     script = getattr(sys.modules["__main__"], "__file__", None)
     if script is None:
         raise CapslogError("run_elastic must be called by a script in a file, which its workers run, too")
     run_dir.mkdir(parents=True, exist_ok=True)
-    step, path = begin_with(run_dir)
-    beginning = Beginning(1, step, Path(path) if path else None)
+    beginning = Beginning(1, *begin_with(run_dir))
     options = HostOptions(
         run_dir,
         entry="varuna_capslog.varuna_plugin.elastic.run:main",
@@ -135,7 +119,7 @@ def _host(run_dir: Path, workers: int, settings: Elastic) -> ElasticEnd:
         keys=beginning.keys(),
         first=beginning.stamp,
         settings=settings,
-        say=_say,
+        say=lambda line: sys.stderr.writelines([f"{line}\n"]),
         modules=(*PRELOADED, *_MODULES, "varuna"),
     )
     host = Host(options)
@@ -144,10 +128,6 @@ def _host(run_dir: Path, workers: int, settings: Elastic) -> ElasticEnd:
     finally:
         shutil.rmtree(temporary_folder(host.link.address.rpartition(":")[2]), ignore_errors=True)
     return ElasticEnd(False, None, end.stopped)
-
-
-def _say(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
 
 
 # -- a worker
@@ -181,28 +161,32 @@ def main(arguments: Sequence[str]) -> int:
     return report_failures(run_dir, part)
 
 
-def _take_signals(me: str, store: MembershipStore) -> None:
-    """SIGUSR1, Varuna's signal of a preemption, makes this worker leave the run."""
-
-    def tell(notice: Notice) -> None:
-        with contextlib.suppress(CapslogError):
-            store.append(NoticeEntry(me, source=notice.source).to_json())
-
-    # in a thread of the listener's own: a handler must not wait for the store
-    SignalListener({signal.SIGUSR1: plain()[signal.SIGUSR1]}).start(tell)
-
-
-def _take_part(member: MemberScript, job: ElasticTraining) -> ElasticEnd:
-    """This worker's part of the run."""
+def _take_part(
+    job: ElasticTraining, profile: Profile | str | os.PathLike[str] | None, capacity: int | str | None
+) -> ElasticEnd:
+    """This worker's part of the run. SIGUSR1, Varuna's signal of a preemption, makes the worker leave it."""
     from varuna_capslog.elastic.member.runtime import take_part
     from varuna_capslog.elastic.member.start_up import RuntimeOptions, enter, local_rank
     from varuna_capslog.elastic.member.timeouts import Timeouts
-    from varuna_capslog.training.worker_process import choose_device
+    from varuna_capslog.elastic.script.task import current_script
     from varuna_capslog.varuna_plugin.elastic.work import VarunaWork
 
+    member = current_script()
+    if member is None:
+        raise CapslogError("run_elastic found CAPSLOG_MEMBER, but no worker of a run runs this script; unset it")
+    limit = units.parse_bytes(capacity, "capacity") if isinstance(capacity, str) else capacity or 0
+    if profile is not None and not isinstance(profile, Profile):
+        profile = read_profile(profile)
+    job = dataclasses.replace(job, profile=profile, capacity=limit)
     start, store = enter(job.run_dir, member.wish)
     elastic = job.elastic
-    _take_signals(start.me, store)
+
+    def tell(notice: Notice) -> None:
+        with contextlib.suppress(CapslogError):
+            store.append(NoticeEntry(start.me, source=notice.source).to_json())
+
+    # in a thread of the listener's own: a handler must not wait for the store
+    SignalListener({signal.SIGUSR1: plain()[signal.SIGUSR1]}).start(tell)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     work = VarunaWork(start, job, store.rendezvous, choose_device("auto", local_rank()))
     work.placer.candidates.prepare(len(store.read().members) + 2)

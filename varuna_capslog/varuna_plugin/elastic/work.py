@@ -28,12 +28,10 @@ from varuna_capslog.membership.placing import Placer
 from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.schedules import RunShape
 from varuna_capslog.training.journal import RecentSteps
-from varuna_capslog.varuna_plugin import building, checkpoint, piece_state
-from varuna_capslog.varuna_plugin.checkpoint_files import read_tensors
-from varuna_capslog.varuna_plugin.elastic import disk as elastic_disk
-from varuna_capslog.varuna_plugin.elastic.groups import VarunaGroups
-from varuna_capslog.varuna_plugin.elastic.model import ElasticTraining, ModelPieces
+from varuna_capslog.varuna_plugin import building, checkpoint
+from varuna_capslog.varuna_plugin.checkpoint_files import RESUMED, read_held, read_tensors, write_held
 from varuna_capslog.varuna_plugin.elastic.part import VarunaPart
+from varuna_capslog.varuna_plugin.elastic.pieces import ElasticTraining, ModelPieces, PieceFollower
 
 __all__ = ["VarunaWork"]
 
@@ -101,10 +99,10 @@ class VarunaWork(Work):
                 name = f"varuna/{communicator.generation}"
                 seconds = min(self._connect_seconds, job.timeout_seconds)
                 self._connect_seconds *= 2
-                groups = VarunaGroups(self._rendezvous(), name, rank, stages, seconds)
-                self._part = VarunaPart(job, self.pieces, self.device, groups, cuts)
-                communicator.abort_with(groups.abort)
-                self._part.build(model, rank, seconds)
+                self._part = VarunaPart(job, self.pieces, self.device, cuts, rank)
+                self._part.join(self._rendezvous(), name, seconds)
+                communicator.abort_with(self._part.abort)
+                self._part.build(model, seconds)
                 self._connect_seconds = _CONNECT_SECONDS
             self._part.install(states, self._base)
         else:
@@ -183,36 +181,29 @@ class VarunaWork(Work):
 
     # -- states -------------------------------------------------------------------------------------------------------
 
-    @property
-    def _training(self) -> VarunaPart:
-        assert self._part is not None
-        return self._part
-
     def state(self, layer: int, copy: bool) -> LayerState:
-        return self._training.state(layer, copy)
+        assert self._part is not None
+        return self._part.state(layer, copy)
 
     def update(self, layer: int) -> Mapping[str, Tensor]:
-        return self._training.update(layer)
+        assert self._part is not None
+        return self._part.update(layer)
 
     def follow(self, layer: int, state: LayerState) -> Followed:
-        return piece_state.PieceFollower(state, self.pieces.recipe, self.pieces.frozen, self._set_rates)
-
-    def _set_rates(self, optimizer: torch.optim.Optimizer, step: int) -> None:
-        if self.job.schedule is not None:
-            self.job.schedule(optimizer, step)
+        return PieceFollower(state, self.pieces.recipe, self.pieces.frozen, self.job.set_rates)
 
     def initial(self, layer: int) -> LayerState:
         return self.pieces.initial(layer)
 
     def load(self, layer: int, stamp: Stamp) -> LayerState:
         place = self.start.resumed.get(stamp, self.checkpoints / f"varuna_ckpt_{stamp.step}")
-        if place.name.startswith(elastic_disk.RESUMED):
-            return elastic_disk.read_held(place, layer)
+        if place.name.startswith(RESUMED):
+            return read_held(place, layer)
         initial = self.initial(layer)  # buffers that no checkpoint holds, since the model makes them
         return initial | read_tensors(place, *self.pieces.names[layer])
 
     def persist(self, held: Mapping[tuple[int, Stamp], LayerState], record: Generation) -> None:
-        elastic_disk.write_held(self.job.run_dir, held, record, self.pieces.trace.num_pieces)
+        write_held(self.job.run_dir, held, record, self.pieces.trace.num_pieces)
 
     # -- boundaries ---------------------------------------------------------------------------------------------------
 

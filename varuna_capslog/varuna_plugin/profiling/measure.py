@@ -65,8 +65,8 @@ def profile(
     if workers < 1 or chunk_size < 1:
         raise CapslogError(f"workers={workers}, chunk_size={chunk_size}: both must be at least 1")
     build: Callable[[], nn.Module] = Given(model) if isinstance(model, nn.Module) else model
-    commit, subject = _traced(build, get_batch_fn, chunk_size, chosen)
-    whole, trace = build(), subject.trace
+    commit, subject, whole = _traced(build, get_batch_fn, chunk_size, chosen)
+    trace = subject.trace
     names, sizes = _names(trace), {name: tensor.nbytes for name, tensor in whole.named_parameters()}
     conditions = RunConditions(device, chunk_size, _described(subject.batch))
     clock = LaunchTimes()
@@ -109,8 +109,8 @@ def _traced(
     get_batch_fn: Callable[..., Mapping[str, Any]],
     chunk_size: int,
     chosen: ProfileOptions,
-) -> tuple[str, Subject]:
-    """Varuna's commit, and the subject; Varuna is left as it was found."""
+) -> tuple[str, Subject, nn.Module]:
+    """Varuna's commit, the subject and a whole model; Varuna is left as it was found."""
     installed = bool(installed_patches())
     with silent():
         found = install()
@@ -118,13 +118,14 @@ def _traced(
             from varuna import CutPoint
 
             batch = get_batch_fn(chunk_size, device="cpu")
-            trace = trace_model(build(), batch, CutPoint)
+            model = build()
+            trace = trace_model(model, batch, CutPoint)
         finally:
             if not installed:
                 uninstall()
     if not trace.cuts:
         raise CapslogError("the model's forward passes no CutPoint; place some between its layers")
-    return found.commit, Subject(build, batch, trace, chunk_size, chosen)
+    return found.commit, Subject(build, batch, trace, chunk_size, chosen), model
 
 
 def _measured(

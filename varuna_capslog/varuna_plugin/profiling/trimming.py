@@ -8,7 +8,8 @@ stages of interest is not.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,15 +20,11 @@ from torch.utils import _pytree as pytree
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.chain import TensorSpec
 from varuna_capslog.profiling.trim import dummy_inputs
-from varuna_capslog.varuna_plugin.splitting.boundary import anchor_on
 from varuna_capslog.varuna_plugin.splitting.partition import Partition, TieGroup
-from varuna_capslog.varuna_plugin.splitting.stage_run import StageRun
+from varuna_capslog.varuna_plugin.splitting.stage_run import StageDone, StageRun, anchor_on
 from varuna_capslog.varuna_plugin.splitting.tracing import flatten_cut
 
-__all__ = ["CutShapes", "Shapes", "kept_names", "play_stage"]
-
-Shapes = Callable[[Mapping[str, Any]], Sequence[Sequence[TensorSpec]]]
-"""What crosses each cut of the model for given inputs."""
+__all__ = ["CutShapes", "kept_names", "play_stage"]
 
 
 def kept_names(partition: Partition, ties: Sequence[TieGroup], stage: int) -> set[str]:
@@ -35,10 +32,6 @@ def kept_names(partition: Partition, ties: Sequence[TieGroup], stage: int) -> se
     of gradients are of full size and have every partner.
     """
     return {name for tie in ties for name in tie.names if stage in partition.stages_of[name]}
-
-
-class _LastCut(Exception):
-    """Ends a fake forward: what follows crosses no cut."""
 
 
 class CutShapes:
@@ -51,43 +44,34 @@ class CutShapes:
 
     def __init__(self, model: nn.Module, names: tuple[str, ...]) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        memo: dict[int, Any] = {}
         with self._mode:
-            for parameter in model.parameters():
-                hollow = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype)
-                memo[id(parameter)] = nn.Parameter(hollow, requires_grad=parameter.requires_grad)
-        for buffer in model.buffers():
-            memo[id(buffer)] = buffer.detach().clone()
+            memo: dict[int, Any] = {id(parameter): copy.deepcopy(parameter) for parameter in model.parameters()}
+        memo |= {id(buffer): buffer.detach().clone() for buffer in model.buffers()}
         self._model = copy.deepcopy(model, memo)
         self._found: list[tuple[TensorSpec, ...]] = []
-        self._known: dict[Any, list[tuple[TensorSpec, ...]]] = {}
+        self._known: dict[str, list[tuple[TensorSpec, ...]]] = {}
         self._count = len(names)
         points = dict(self._model.named_modules())
         for name in names:
-            points[name].cp_func = self._watch(name)
+            points[name].cp_func = functools.partial(self._report, name)
 
     def __call__(self, inputs: Mapping[str, Any]) -> list[tuple[TensorSpec, ...]]:
         """The specs of each cut's tensors; the microbatch's values are never looked at.
 
         Raises CapslogError where a shape depends on values.
         """
-        leaves, structure = pytree.tree_flatten(dict(inputs))
-        described = (
-            (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), repr(leaf)) for leaf in leaves
-        )
-        key = (str(structure), *described)
+        key = repr(pytree.tree_map_only(Tensor, lambda leaf: (tuple(leaf.shape), leaf.dtype), dict(inputs)))
         if key not in self._known:
-            self._known[key] = self._run(leaves, structure)
+            self._known[key] = self._run(pytree.tree_map_only(Tensor, self._mode.from_tensor, dict(inputs)))
         return self._known[key]
 
-    def _run(self, leaves: list[Any], structure: Any) -> list[tuple[TensorSpec, ...]]:
+    def _run(self, fakes: dict[str, Any]) -> list[tuple[TensorSpec, ...]]:
         self._found = []
-        fakes = [self._mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         # running statistics are copies' business: a fake forward may change them as it likes
         try:
             with self._mode, torch.enable_grad():
-                self._model(**pytree.tree_unflatten(fakes, structure))
-        except _LastCut:
+                self._model(**fakes)
+        except StageDone:
             pass
         except Exception as error:
             raise CapslogError(
@@ -97,15 +81,12 @@ class CutShapes:
             ) from error
         return self._found
 
-    def _watch(self, name: str) -> Any:
-        def report(*arguments: Any) -> Any:
-            tensors, _, _ = flatten_cut(arguments, name)
-            self._found.append(tuple(TensorSpec.of(tensor) for tensor in tensors))
-            if len(self._found) == self._count:
-                raise _LastCut
-            return arguments[0] if len(arguments) == 1 else arguments
-
-        return report
+    def _report(self, name: str, *arguments: Any) -> Any:
+        tensors, _, _ = flatten_cut(arguments, name)
+        self._found.append(tuple(TensorSpec.of(tensor) for tensor in tensors))
+        if len(self._found) == self._count:
+            raise StageDone  # what follows crosses no cut
+        return arguments[0] if len(arguments) == 1 else arguments
 
 
 class _Between(torch.autograd.Function):
@@ -125,8 +106,12 @@ class _Between(torch.autograd.Function):
         return None, None, *zeros
 
 
-def play_stage(model: nn.Module, run: StageRun, shapes: Shapes, device: torch.device) -> None:
-    """Makes the model's forward that of a trimmed stage; the model must have been reduced before."""
+def play_stage(model: nn.Module, run: StageRun, shapes: CutShapes | None, device: torch.device) -> None:
+    """Makes the model's forward that of a trimmed stage; the model must have been reduced before.
+
+    Args:
+        shapes: of what crosses the cuts; None: as it was traced.
+    """
 
     def forward(**inputs: Any) -> Any:
         received: list[Tensor] = []
@@ -136,7 +121,8 @@ def play_stage(model: nn.Module, run: StageRun, shapes: Shapes, device: torch.de
         if run.exit is None:
             return _Between.apply(anchor, (torch.zeros((), device=device),), *received)[0]
         cut = run.partition.cuts[run.stage + 1] - 1
-        specs = {str(index): spec for index, spec in enumerate(shapes(inputs)[cut])}
+        leaves = run.exit.spec.tensors if shapes is None else shapes(inputs)[cut]
+        specs = {str(index): spec for index, spec in enumerate(leaves)}
         made = tuple(value.to(device) for value in dummy_inputs(specs).values())
         tensors = _Between.apply(anchor, made, *received)
         # what needs no gradient in the model must need none here

@@ -1,22 +1,29 @@
 """What the processes of a profile on Varuna play: the measured stage, and the stages before and behind it.
 
 A worker builds the model's skeleton once. Every run is a Varuna job of its own, built anew, since Varuna cuts a model
-up for good.
+up for good. In each of them `observe` trains three steps by Varuna's own executor and reads what the measured stage
+costs. The meanings are those of `profiling.trim.observe`, so that rows from both engines stand in one profile format.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
+import statistics
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from varuna_capslog.engine.communicator import connect
+from varuna_capslog.engine.probe import StageMeter, storage_bytes
+from varuna_capslog.model.chain import TensorSpec
 from varuna_capslog.profiles.record import Observation
 from varuna_capslog.profiling.conditions import RunConditions
 from varuna_capslog.profiling.skeleton import hollow_module, real_parameter
@@ -24,19 +31,15 @@ from varuna_capslog.profiling.trim import MICROBATCHES, TrimmedRun
 from varuna_capslog.profiling.worker import Role
 from varuna_capslog.varuna_plugin.inputs import Microbatches
 from varuna_capslog.varuna_plugin.install import install, silent, uninstall
-from varuna_capslog.varuna_plugin.options import configure, current, know_trace
-from varuna_capslog.varuna_plugin.profiling.meter import STEPS, observe
+from varuna_capslog.varuna_plugin.options import configure, current
+from varuna_capslog.varuna_plugin.profiling.trimming import kept_names
 from varuna_capslog.varuna_plugin.splitting.partition import Partition, tie_groups
 from varuna_capslog.varuna_plugin.splitting.tracing import Trace
+from varuna_capslog.varuna_plugin.wire import Bundle
 
-__all__ = ["ProfileOptions", "Subject", "varuna_roles"]
+__all__ = ["STEPS", "ProfileOptions", "Subject", "observe", "varuna_roles"]
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-
-
-def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer that is profiled where none is given."""
-    return torch.optim.AdamW(parameters)
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class ProfileOptions:
         timeout_seconds: longest wait of a run for a message.
     """
 
-    optimizer: MakeOptimizer = adamw
+    optimizer: MakeOptimizer = torch.optim.AdamW
     device: str = "cpu"
     workers: int = 1
     threads: int = 1
@@ -124,9 +127,12 @@ def _play(
         try:
             install()
             configure(
-                cuts=cuts, stages_of_interest=[interest], loss=options.loss, timeout_seconds=options.timeout_seconds
+                cuts=cuts,
+                stages_of_interest=[interest],
+                loss=options.loss,
+                timeout_seconds=options.timeout_seconds,
+                trace=subject.trace,
             )
-            know_trace(subject.trace)
             trainer = _built(subject, model, stage, interest, len(cuts), device)
             moved = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), subject.batch)
             inputs = Microbatches([moved] * MICROBATCHES, [subject.chunk_size] * MICROBATCHES)
@@ -147,10 +153,11 @@ def _built(subject: Subject, model: nn.Module, stage: int, interest: int, stages
     import varuna
 
     partition = Partition(subject.trace, tuple(current().cuts or ()))
-    shared = {name for tie in tie_groups(partition) if interest in tie.stages for name in tie.names}
+    ties = [tie for tie in tie_groups(partition) if interest in tie.stages]
+    shared = kept_names(partition, ties, stage)
     memo: dict[int, Any] = {}
     for name, parameter in model.named_parameters():
-        held = stage in partition.stages_of[name] and (stage == interest or name in shared)
+        held = stage in partition.stages_of[name] if stage == interest else name in shared
         # Varuna takes the others away for good, so they must not be the skeleton's own
         hollow = nn.Parameter(torch.empty_like(parameter), requires_grad=parameter.requires_grad)
         memo[id(parameter)] = real_parameter(parameter) if held else hollow
@@ -161,3 +168,110 @@ def _built(subject: Subject, model: nn.Module, stage: int, interest: int, stages
     trainer = varuna.Varuna(own, mapping, lambda *_, **__: subject.batch, size, subject.chunk_size, device=device)
     trainer.set_optimizer(subject.options.optimizer(list(trainer.parameters())))
     return trainer
+
+
+# -- the measured stage
+
+
+STEPS = 3
+"""One that creates the optimizer's state, one under the probe, one against the clock."""
+
+
+def observe(trainer: Any, inputs: Microbatches, layers: tuple[int, int], conditions: RunConditions) -> Observation:
+    """Trains `STEPS` steps and reads this rank's stage; the other ranks train as many.
+
+    Bytes are those of the device: what Varuna keeps or sends in host memory counts nowhere, also where the device is
+    the CPU. Of the first stage one microbatch of inputs counts.
+
+    Args:
+        trainer: a `varuna.Varuna` with its optimizer, which does not train again afterwards.
+        inputs: of a step.
+        layers: (first, end) pieces of the stage.
+    """
+    stage = trainer.partitioned_model.capslog
+    stage.bundle_type = _OffDevice
+    measured = _MeasuredStage(trainer)
+    meter, own = measured.meter, measured.resident()
+    # what every forward leaves behind for its backward
+    measured.around_forward = lambda: meter.saving(own, measured.received)
+    measured.step(inputs)
+    measured.around_forward = contextlib.nullcontext
+    with meter.peak(measured.given if stage.stage == 0 else ()):
+        measured.step(inputs)
+    # every forward and backward, without the waiting of a backward
+    measured.around_forward = lambda: meter.timing("forward")
+    stage.watch_backward = measured.time_backward
+    measured.step(inputs)
+    assert meter.peak_bytes is not None
+    before, behind = (() if cut is None else cut.spec.tensors for cut in (stage.entry, stage.exit))
+    boundaries = {str(n): spec for n, spec in enumerate(before)}, {str(n): spec for n, spec in enumerate(behind)}
+    seconds = statistics.median(meter.seconds["forward"]), statistics.median(meter.seconds["backward"])
+    row = conditions.row(layers, boundaries, (meter.peak_bytes, meter.static_bytes, meter.saved_bytes), seconds)
+    return row if stage.entry is not None else replace(row, boundary_in_bytes=storage_bytes(measured.given))
+
+
+class _OffDevice(Bundle):
+    """What leaves the stage, copied to memory that no allocator of torch counts: on a CPU "the host" is the device."""
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        if tensor.device.type != "cpu":
+            return tensor.cpu()
+        spec = TensorSpec.of(tensor)
+        memory = torch.from_numpy(np.empty(spec.num_bytes, np.uint8)).view(spec.dtype)
+        return memory.as_strided(spec.shape, spec.stride).copy_(tensor)
+
+
+class _MeasuredStage:
+    """One rank's Varuna and the meter that reads it.
+
+    Attributes:
+        given: the tensors of one microbatch's inputs, as the model was called.
+        around_forward: gives a context that is open during each of the user's forwards on this stage.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer, self._module = trainer, trainer.partitioned_model.module
+        self._stage = trainer.partitioned_model.capslog
+        self.meter = StageMeter(trainer.device, self.resident)
+        self.given: list[Tensor] = []
+        self.around_forward: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+        self._began = 0.0
+        real = self._module.forward
+
+        def forward(*arguments: Any, **inputs: Any) -> Any:
+            self.given = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
+            with self.around_forward():
+                return real(*arguments, **inputs)
+
+        self._module.forward = forward
+
+    def step(self, inputs: Microbatches) -> None:
+        """A training step as a Varuna script has it."""
+        self._trainer.step(inputs)
+        self.meter.count_static()
+        self._trainer.optimizer.step()
+        self._trainer.zero_grad()
+
+    def resident(self) -> list[Tensor]:
+        """Parameters, gradients, buffers and what the optimizer keeps."""
+        parameters = list(self._module.parameters())
+        state = pytree.tree_leaves([dict(entry) for entry in self._trainer.optimizer.state.values()])
+        tensors = [p.detach() for p in parameters] + [p.grad for p in parameters if p.grad is not None]
+        tensors += [*self._module.buffers(), *(leaf for leaf in state if isinstance(leaf, Tensor))]
+        # AdamW's step counters lie on the host
+        return [tensor for tensor in tensors if tensor.device == self._trainer.device]
+
+    def received(self) -> list[Tensor] | None:
+        """What the stage works on and keeps for its backward; None in a forward that has none."""
+        if not torch.is_grad_enabled():
+            return None
+        if self._stage.entry is None:
+            return self.given
+        return [tensor for tensor in self._stage.entry.point.recv_fn().tensors if tensor is not None]
+
+    def time_backward(self, moment: str) -> None:
+        """For `StageRun.watch_backward`."""
+        now = self.meter.now()
+        if moment == "ended":
+            self.meter.seconds["backward"].append(now - self._began)
+        self._began = now

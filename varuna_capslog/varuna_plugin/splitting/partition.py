@@ -107,11 +107,6 @@ def tie_groups(partition: Partition, declared: Iterable[Sequence[str]] = ()) -> 
     """
     leader = {name: name for name in partition.trace.parameters}
 
-    def find(name: str) -> str:
-        while leader[name] != name:
-            name = leader[name]
-        return name
-
     for names in declared:
         for name in names:
             if name not in leader:
@@ -119,10 +114,11 @@ def tie_groups(partition: Partition, declared: Iterable[Sequence[str]] = ()) -> 
                     f"shared_weights names {name!r}, which is no parameter of the model (or the second name of one "
                     "that is already the same tensor: leave it out)"
                 )
-            leader[find(name)] = find(names[0])
+            old, new = leader[name], leader[names[0]]
+            leader = {other: new if found == old else found for other, found in leader.items()}
     classes: dict[str, list[str]] = {}
     for name in partition.trace.parameters:
-        classes.setdefault(find(name), []).append(name)
+        classes.setdefault(leader[name], []).append(name)
     groups = []
     for names in classes.values():
         stages = sorted({stage for name in names for stage in partition.stages_of[name]})

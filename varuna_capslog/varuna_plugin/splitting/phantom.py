@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from varuna_capslog.base.errors import CapslogError
 
-__all__ = ["Phantom", "describe_structure", "find_phantom", "make_phantoms"]
+__all__ = ["Phantom", "describe_structure", "find_phantom", "make_phantoms", "refuse_phantom"]
 
 
 class Phantom:
@@ -122,6 +122,16 @@ def make_phantoms(structure: Any, source: str) -> Any:
     if kind == "dict":
         return {key: make_phantoms(item, source) for key, item in structure[1].items()}
     return Phantom(source)
+
+
+def refuse_phantom(value: Any, where: str) -> None:
+    """Raises CapslogError, whose sentence begins with `where`, for a phantom inside tuples, lists and dictionaries."""
+    phantom = find_phantom(value)
+    if phantom is not None:
+        raise CapslogError(
+            f"{where} {phantom!r}, which another stage computes: a value that is needed behind a cut must go through "
+            "every CutPoint between, or come from the model's inputs"
+        )
 
 
 def find_phantom(value: Any) -> Phantom | None:

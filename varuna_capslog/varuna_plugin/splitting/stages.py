@@ -17,10 +17,9 @@ from torch import nn
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.varuna_plugin.options import current
 from varuna_capslog.varuna_plugin.profiling import trimming
-from varuna_capslog.varuna_plugin.splitting.boundary import EntryCut, ExitCut
 from varuna_capslog.varuna_plugin.splitting.partition import Partition, tie_groups
 from varuna_capslog.varuna_plugin.splitting.phantom import Phantom, make_phantoms
-from varuna_capslog.varuna_plugin.splitting.stage_run import StageRun
+from varuna_capslog.varuna_plugin.splitting.stage_run import EntryCut, ExitCut, StageRun
 from varuna_capslog.varuna_plugin.splitting.tracing import Trace, trace_model
 
 __all__ = ["ANCHOR", "initialize", "reduce_to_stage"]
@@ -52,6 +51,8 @@ def initialize(self: Any, get_batch_fn: Callable[..., Any], from_cache: bool = F
         )
     run = StageRun(partition, self.stage, tie_groups(partition, self.shared_weights or ()))
     _reduce(self.module, run, torch.device(self.device))
+    norms = [module for module in self.module.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
+    run.norms = [module for module in norms if module._buffers.get("running_mean") is not None]
     self.capslog = run
     points = {name: module for name, module in self.module.named_modules() if isinstance(module, CutPoint)}
     self.pre_cp, run.entry = _wake(self, points, partition.entry(self.stage), self.stage, EntryCut)
@@ -80,27 +81,22 @@ def _reduce(model: nn.Module, run: StageRun, device: torch.device) -> None:
         reduce_to_stage(model, run)
         return
     cuts = run.partition.trace.cuts
-    if options.trace is not None:
-        shapes: trimming.Shapes = lambda inputs: [cut.tensors for cut in cuts]  # noqa: E731
-    else:
-        shapes = trimming.CutShapes(model, tuple(cut.name for cut in cuts))
+    shapes = None if options.trace is not None else trimming.CutShapes(model, tuple(cut.name for cut in cuts))
     reduce_to_stage(model, run, trimming.kept_names(run.partition, run.ties, run.stage))
     trimming.play_stage(model, run, shapes, device)
 
 
 def _agreed_partition(trace: Trace, model: nn.Module, num_stages: int) -> Partition:
     """The partition that every rank has configured; a rank that fails says so to all, so that none waits for it."""
-    mine: tuple[Any, str | None] = (None, None)
-    partition = None
+    partition = problem = None
     try:
         partition = Partition(trace, current().cuts_for(trace.num_pieces, num_stages))
         if list(trace.parameters) != [name for name, _ in model.named_parameters()]:
             raise CapslogError("its model has other parameters than rank 0's; build the same model on every rank")
-        mine = (partition.cuts, None)
     except CapslogError as error:
-        mine = (None, str(error))
+        problem = str(error)
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    dist.all_gather_object(everyone, (partition and partition.cuts, problem))
     for rank, (cuts, problem) in enumerate(everyone):
         if problem is not None:
             raise CapslogError(f"rank {rank}: {problem}")

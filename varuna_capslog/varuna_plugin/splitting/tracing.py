@@ -8,6 +8,8 @@ buffers are copies, random numbers are put back. A *piece* is what lies between 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -151,11 +153,10 @@ def trace_model(model: nn.Module, inputs: Mapping[str, Any], cut_type: type[nn.M
             on.enter_context(uses)
             model(**inputs)
         moving = _moving(model, before)
-    buffers = [name for name, _ in model.named_buffers()]
     return Trace(
         cuts=tuple(cuts),
         parameters=_owned([name for name, _ in model.named_parameters()], uses.seen),
-        buffers=_owned(buffers, uses.seen),
+        buffers=_owned([name for name, _ in model.named_buffers()], uses.seen),
         calls=tuple(calls),
         moving=tuple(moving),
         made_bytes=tuple(uses.made.get(piece, 0) for piece in range(len(cuts) + 1)),
@@ -207,28 +208,25 @@ def _moving(model: nn.Module, before: Mapping[str, Tensor]) -> list[str]:
 @contextlib.contextmanager
 def _watched_cuts(model: nn.Module, cut_type: type[nn.Module], uses: _Uses, cuts: list[CutSpec]) -> Iterator[None]:
     """Every CutPoint reports what it is given and moves on to the next piece."""
-    points = {name: module for name, module in model.named_modules() if isinstance(module, cut_type)}
+    points: dict[str, Any] = {name: module for name, module in model.named_modules() if isinstance(module, cut_type)}
     reached: set[str] = set()
 
-    def watch(name: str) -> Any:
-        def report(*arguments: Any) -> Any:
-            if name in reached:
-                raise CapslogError(f"CutPoint {name!r} is reached twice in one forward; use one CutPoint per place")
-            reached.add(name)
-            tensors, present, structure = flatten_cut(arguments, name)
-            cuts.append(CutSpec(name, structure, present, tuple(TensorSpec.of(tensor) for tensor in tensors)))
-            uses.piece += 1
-            return arguments[0] if len(arguments) == 1 else arguments
-
-        return report
+    def report(name: str, *arguments: Any) -> Any:
+        if name in reached:
+            raise CapslogError(f"CutPoint {name!r} is reached twice in one forward; use one CutPoint per place")
+        reached.add(name)
+        tensors, present, structure = flatten_cut(arguments, name)
+        cuts.append(CutSpec(name, structure, present, tuple(TensorSpec.of(tensor) for tensor in tensors)))
+        uses.piece += 1
+        return arguments[0] if len(arguments) == 1 else arguments
 
     for name, point in points.items():
-        point.cp_func = watch(name)
+        point.cp_func = functools.partial(report, name)
     try:
         yield
     finally:
         for point in points.values():
-            point.cp_func = None  # type: ignore[assignment]
+            point.cp_func = None
 
 
 @contextlib.contextmanager
@@ -238,21 +236,18 @@ def _watched_calls(model: nn.Module, uses: _Uses) -> Iterator[list[Call]]:
     stack: list[int] = []
     handles = []
 
-    def begin(name: str) -> Any:
-        def hook(module: nn.Module, arguments: Any) -> None:
-            stack.append(len(calls))
-            calls.append(Call(name, stack[-2] if len(stack) > 1 else None, uses.piece, uses.piece, None))
-
-        return hook
+    def begin(name: str, module: nn.Module, arguments: Any) -> None:
+        stack.append(len(calls))
+        calls.append(Call(name, stack[-2] if len(stack) > 1 else None, uses.piece, uses.piece, None))
 
     def end(module: nn.Module, arguments: Any, result: Any) -> None:
         index = stack.pop()
-        call = calls[index]
-        calls[index] = Call(call.module, call.parent, call.first, uses.piece, describe_structure(result))
+        calls[index] = dataclasses.replace(calls[index], last=uses.piece, structure=describe_structure(result))
 
     for name, module in model.named_modules():
         if name:
-            handles += [module.register_forward_pre_hook(begin(name)), module.register_forward_hook(end)]
+            handles.append(module.register_forward_pre_hook(functools.partial(begin, name)))
+            handles.append(module.register_forward_hook(end))
     try:
         yield calls
     finally:

@@ -1,0 +1,34 @@
+"""Where an elastic run on Varuna goes on from; without Varuna."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from varuna_capslog.base import files
+from varuna_capslog.membership.generation import Generation, Stamp
+from varuna_capslog.varuna_plugin import checkpoint_files
+
+
+def test_what_members_left_is_found_again_and_the_rest_goes(tmp_path: Path) -> None:
+    """The newest boundary of which every piece is there and that lies on the run's past."""
+    assert checkpoint_files.begin_with(tmp_path) == (0, None)
+    state = {"parameters/w": torch.ones(2)}
+    record = Generation(3, ("b",), lineage=((2, Stamp(7, 1)),))
+    assert record.continues(Stamp(7, 1))
+    assert not record.continues(Stamp(9, 1)), "an abandoned boundary"
+    held = {(piece, stamp): state for stamp in (Stamp(6, 1), Stamp(7, 1), Stamp(9, 1)) for piece in range(2)}
+    del held[(1, Stamp(7, 1))]
+    checkpoint_files.write_held(tmp_path, held, record, num_pieces=2)
+    step, path = checkpoint_files.begin_with(tmp_path)
+    assert step == 6
+    assert not (tmp_path / "held").exists()
+    assert path is not None
+    assert torch.equal(checkpoint_files.read_held(path, 1)["parameters/w"], torch.ones(2))
+    assert checkpoint_files.begin_with(tmp_path) == (step, path), "a run that ended before its next checkpoint"
+    manifest = tmp_path / "checkpoints" / "varuna_ckpt_8"
+    manifest.mkdir(parents=True)
+    files.write_json(manifest / "capslog-manifest.json", {})
+    assert checkpoint_files.begin_with(tmp_path) == (8, manifest)
+    assert not list(tmp_path.glob("resumed-*"))
