@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from detr_pipeline.backbone import backbone_units
-from detr_pipeline.heads import FirstPredictingDecoderLayer, Heads, LastPredictingDecoderLayer, PredictingDecoderLayer
-from detr_pipeline.transformer import DecoderLayer, EncoderLayer, FirstDecoderLayer
+from detr_pipeline.transformer import DecoderLayer, EncoderLayer, FirstDecoderLayer, Heads, PredictingDecoderLayer
 from varuna_capslog.base.errors import ConfigError
 from varuna_capslog.model.chain import Chain, Layer
 
@@ -40,7 +39,7 @@ class Joined(nn.Module):
     def __init__(self, units: Sequence[Layer], needed: frozenset[str]) -> None:
         super().__init__()
         self.unit_names = tuple(unit.name for unit in units)
-        self._wiring = tuple((_child(unit.name), unit.reads, unit.writes) for unit in units)
+        self._units = tuple(units)
         for unit in units:
             self.add_module(_child(unit.name), unit.module)
         reads: list[str] = []
@@ -53,9 +52,8 @@ class Joined(nn.Module):
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         values = dict(zip(self.reads, tensors, strict=True))
-        for child, reads, writes in self._wiring:
-            result = self.get_submodule(child)(*[values[name] for name in reads])
-            values.update(zip(writes, (result,) if isinstance(result, Tensor) else result, strict=True))
+        for unit in self._units:
+            values.update(unit(values))
         return tuple(values[name] for name in self.writes)
 
 
@@ -113,14 +111,13 @@ def _transformer_units(config: ModelConfig, num_classes: int) -> list[Layer]:
         units.append(Layer("heads", Heads(config, num_classes), ("hidden",), OUTPUTS))
         return units
     heads = Heads(config, num_classes)
-    first = FirstPredictingDecoderLayer(config, heads)
-    units.append(Layer("decoder.0", first, ("memory", "valid"), ("hidden", "query", *OUTPUTS)))
-    units += [
-        Layer(f"decoder.{index}", PredictingDecoderLayer(config, heads), (*context, *OUTPUTS), ("hidden", *OUTPUTS))
-        for index in range(1, last)
-    ]
-    if last > 0:
-        units.append(Layer(f"decoder.{last}", LastPredictingDecoderLayer(config, heads), (*context, *OUTPUTS), OUTPUTS))
+    units.append(
+        Layer("decoder.0", FirstDecoderLayer(config, heads), ("memory", "valid"), ("hidden", "query", *OUTPUTS))
+    )
+    for index in range(1, last + 1):
+        decoder = PredictingDecoderLayer(config, heads, index == last)
+        writes = OUTPUTS if index == last else ("hidden", *OUTPUTS)
+        units.append(Layer(f"decoder.{index}", decoder, (*context, *OUTPUTS), writes))
     return units
 
 

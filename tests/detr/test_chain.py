@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
+from detr_pipeline.backbone import valid_cells
 from detr_pipeline.config import ModelConfig
-from detr_pipeline.position import padding_mask, sine_positions, valid_cells
-from detr_pipeline.transformer import Attention
+from detr_pipeline.transformer import Attention, padding_mask, sine_positions
 from tests.detr.tiny import CLASSES, tiny_chain, two_sizes
 from varuna_capslog.model.chain import TensorSpec
 from varuna_capslog.model.trace import ShapeTable, autocast_context
