@@ -28,8 +28,7 @@ from detr_pipeline.data import (
     prepare_image,
     sampled_padded_sizes,
 )
-from detr_pipeline.loss import set_loss
-from detr_pipeline.matching import Match
+from detr_pipeline.loss import Match, set_loss
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import section
 from varuna_capslog.config.settings import Config
