@@ -47,7 +47,6 @@ class CocoIndex:
         boxes: [A, 4] corners x1 y1 x2 y2 in pixels, inside the image, never empty.
         areas: [A] the file's `area` (of the segmentation in COCO itself), else width * height.
         crowd: [A] True for regions that stand for many objects.
-        dropped, clamped: how many boxes had no size, and how many hung over the border.
     """
 
     path: Path
@@ -62,8 +61,6 @@ class CocoIndex:
     boxes: FloatArray
     areas: FloatArray
     crowd: BoolArray
-    dropped: int = 0
-    clamped: int = 0
 
     def __len__(self) -> int:
         return len(self.image_ids)
@@ -239,7 +236,7 @@ class _Checker:
 
         xywh = self.box_array(where)
         crowd = np.array([row.get("iscrowd") in (1, True) for row in self.annotations], dtype=np.bool_)
-        areas = np.array([self.area(row) for row in self.annotations], dtype=np.float64).reshape(-1)
+        areas = np.array([self.area(row) for row in self.annotations], dtype=np.float64)
 
         # A box of no size stays one after clamping; a box wholly outside the image becomes one.
         corners = np.concatenate([xywh[:, :2], xywh[:, :2] + xywh[:, 2:]], axis=1)
@@ -265,8 +262,6 @@ class _Checker:
             boxes=inside[order],
             areas=np.where(np.isfinite(areas), areas, spans.prod(axis=1))[order],
             crowd=crowd[order],
-            dropped=int(empty.sum()),
-            clamped=int(overhang.sum()),
         )
 
     def positions(self, field: str, known: Iterable[int], key: str) -> IntArray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from detr_pipeline.loss import set_loss
-from detr_pipeline.weights import chain_state, from_reference, load_into, reference_names, to_reference
+from detr_pipeline.weights import from_reference, load_into, reference_names, to_reference
 from tests.detr.tiny import normalisers_of, targets_of, tiny_chain, tiny_config, two_sizes
 
 LAYERS = 4
@@ -51,7 +51,7 @@ def test_it_has_as_many_parameters_as_the_first_chain() -> None:
     last, every = (tiny_chain(decoder_layers=LAYERS, heads=heads) for heads in ("last", "every_decoder"))
     assert every.num_parameters() == last.num_parameters()
     assert set(reference_names(every).values()) == set(reference_names(last).values())
-    assert len(chain_state(every)) > len(reference_names(every)) - 1
+    assert len(every.named_tensors()) > len(reference_names(every)) - 1
 
 
 def test_predictions_gather_along_the_way() -> None:

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from detr_pipeline.data import (
     DATA_VARIABLE,
+    CocoSource,
     DataConfig,
     image_sizes,
     largest_padded_size,
-    open_data,
     open_index,
     sampled_padded_sizes,
 )
@@ -46,7 +46,7 @@ def digits(tmp_path: Path) -> DataConfig:
 
 def opened(config: DataConfig, groups, epoch, seed=0):
     """The oracle: pictures that were really opened, transformed and padded; (H, W) of the first microbatch."""
-    source = open_data(config, "train", seed, 10)
+    source = CocoSource(config, "train", seed, 10)
     minibatch = source.minibatch(groups, epoch)
     return tuple(source.load(minibatch, 0)["images"].shape[2:])
 

@@ -15,7 +15,6 @@ from detr_pipeline.transforms import (
     apply,
     largest_size,
     plan,
-    plan_validation,
     resized_size,
 )
 
@@ -63,7 +62,7 @@ def test_largest_size_agrees_with_planning_at_random():
     assert bound == (max(h for h, _ in drawn), max(w for _, w in drawn))
     area = np.prod(largest_size(widths, heights, config, train=True, alone=True))
     assert area == max(h * w for h, w in drawn)
-    val = [plan_validation(w, h, NO_BOXES, config).size for w, h in shapes]
+    val = [plan(None, w, h, NO_BOXES, config).size for w, h in shapes]
     assert largest_size(widths, heights, config, train=False, alone=False) == tuple(map(max, zip(*val, strict=True)))
 
 
@@ -124,7 +123,7 @@ def test_crop_clamps_boxes_and_drops_lost_ones():
 def test_validation_is_the_plain_resize_in_torchvision():
     rng = np.random.default_rng(0)
     image = Image.fromarray(rng.integers(0, 256, (45, 60, 3), dtype=np.uint8))
-    recipe = plan_validation(60, 45, np.array([[6.0, 9.0, 30.0, 45.0]]), AugmentConfig(val_scale=90))
+    recipe = plan(None, 60, 45, np.array([[6.0, 9.0, 30.0, 45.0]]), AugmentConfig(val_scale=90))
     assert recipe.size == (90, 120)
     assert recipe.boxes.tolist() == [[0.3, 0.6, 0.4, 0.8]]
     expected = F.pil_to_tensor(image.resize((120, 90), Image.Resampling.BILINEAR)).float() / 255

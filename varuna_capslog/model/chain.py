@@ -217,6 +217,13 @@ class Chain:
                     found[f"{layer.name}.{name}"] = parameter
         return found
 
+    def named_tensors(self) -> dict[str, Tensor]:
+        """Every parameter as in `named_parameters`, and every buffer, by its address."""
+        found: dict[str, Tensor] = dict(self.named_parameters())
+        for layer in self.layers:
+            found |= {f"{layer.name}.{name}": buffer for name, buffer in layer.module.named_buffers()}
+        return found
+
     def num_parameters(self, trainable_only: bool = False) -> int:
         """Number of scalar parameters, shared ones counted once."""
         return sum(
