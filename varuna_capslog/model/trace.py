@@ -30,16 +30,16 @@ def autocast_context(device_type: str, precision: str) -> AbstractContextManager
     raise CapslogError(f"precision={precision!r} is unknown; choose float32 or bfloat16")
 
 
-def _plain(value: object) -> object:
-    if isinstance(value, (bool, int, float, str, type(None), torch.dtype)):
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def _comparable(value: object) -> object:
+    """The value itself where it is plain, the name of a function or class; all else is equal to itself only."""
+    if isinstance(value, (*_PLAIN, torch.dtype)):
         return value
-    if isinstance(value, (tuple, list)) and all(
-        isinstance(item, (bool, int, float, str, type(None))) for item in value
-    ):
+    if isinstance(value, (tuple, list)) and all(isinstance(item, _PLAIN) for item in value):
         return tuple(value)
-    if callable(value) and not isinstance(value, nn.Module):
-        return getattr(value, "__qualname__", None) or id(value)
-    return None
+    return getattr(value, "__qualname__", id(value))
 
 
 def layer_signature(layer: Layer) -> tuple[object, ...]:
@@ -51,16 +51,13 @@ def layer_signature(layer: Layer) -> tuple[object, ...]:
     """
     parts: list[object] = [len(layer.reads), len(layer.writes)]
     for name, module in layer.module.named_modules():
-        attributes = []
-        for key, value in sorted(vars(module).items()):
-            if key.startswith("_") and key not in ("_reversed_padding_repeated_twice",):
-                continue
-            plain = _plain(value)
-            if plain is None and value is not None:
-                plain = id(value)
-            attributes.append((key, plain))
+        attributes = tuple(
+            (key, _comparable(value))
+            for key, value in sorted(vars(module).items())
+            if not key.startswith("_") or key == "_reversed_padding_repeated_twice"
+        )
         opaque = id(module) if isinstance(module, torch.fx.GraphModule) else None
-        parts.append((name, type(module).__module__, type(module).__qualname__, opaque, tuple(attributes)))
+        parts.append((name, type(module).__module__, type(module).__qualname__, opaque, attributes))
     for name, tensor in [*layer.module.named_parameters(), *layer.module.named_buffers()]:
         parts.append((name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad))
     return tuple(parts)
