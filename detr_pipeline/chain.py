@@ -26,6 +26,15 @@ __all__ = ["INPUTS", "OUTPUTS", "Joined", "build_chain", "units_of"]
 INPUTS = ("images", "sizes")
 OUTPUTS = ("logits", "boxes")
 _BACKBONE = "backbone."
+_STAGES = ("backbone.layer2.0", "backbone.layer3.0", "backbone.layer4.0")
+# What the names of units begin with that are joined to the unit before, by `model.cut_points`.
+_NOT_CUT_BEFORE = {
+    "all": (),
+    "instage": _STAGES,
+    "heads_last": (*_STAGES, "heads"),
+    # The frozen start stays whole: no gradient flows there and its activations are the largest of all.
+    "paper": ("backbone.layer1.", "backbone.layer3.0", "backbone.layer4.0"),
+}
 
 
 class Joined(nn.Module):
@@ -131,16 +140,7 @@ def _starts(units: Sequence[Layer], cut_points: str | Sequence[str]) -> set[int]
     everywhere = {index for index, name in enumerate(names) if name != "projection"}
     if not isinstance(cut_points, str):
         return {0, *(_position(names, everywhere, name) for name in cut_points)}
-    dropped: set[str] = set()
-    if cut_points == "paper":
-        # The frozen start stays whole: no gradient flows there and its activations are the largest of all.
-        dropped = {name for name in names if name.startswith("backbone.layer1.")}
-        dropped |= {"backbone.layer3.0", "backbone.layer4.0"}
-    elif cut_points in ("instage", "heads_last"):
-        dropped = {"backbone.layer2.0", "backbone.layer3.0", "backbone.layer4.0"}
-    if cut_points == "heads_last":
-        dropped.add("heads")
-    return {index for index in everywhere if names[index] not in dropped}
+    return {index for index in everywhere if not names[index].startswith(_NOT_CUT_BEFORE[cut_points])}
 
 
 def _position(names: Sequence[str], everywhere: set[int], wanted: str) -> int:

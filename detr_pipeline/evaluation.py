@@ -155,7 +155,7 @@ def coco_statistics(index: CocoIndex, found: Sequence[Mapping[str, Any]]) -> dic
         scorer.accumulate()
         scorer.summarize()
     values: dict[str, Any] = {
-        name: _known(value) for name, value in zip(STATISTICS, scorer.stats.tolist(), strict=True)
+        name: None if value == -1 else value for name, value in zip(STATISTICS, scorer.stats.tolist(), strict=True)
     }
     # [IoU threshold, recall, class, area (0: all), detections (last: 100)]
     precision = scorer.eval["precision"][:, :, :, 0, -1]
@@ -187,10 +187,6 @@ def _nothing(truth: COCO) -> COCO:
     answer.dataset = {**truth.dataset, "annotations": []}
     answer.createIndex()
     return answer
-
-
-def _known(value: float) -> float | None:
-    return None if value == -1 else value
 
 
 def _mean_of_known(values: np.ndarray) -> float | None:

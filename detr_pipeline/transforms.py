@@ -114,19 +114,35 @@ def plan(
         width, height: of the image in pixels.
         boxes: [n, 4] corners in pixels, inside the image.
     """
-    if rng is None:
-        size = resized_size(height, width, config.val_scale, config.max_size)
-        return _recipe(boxes, width, height, False, None, None, size)
-    flip = bool(rng.random() < config.flip)
-    if rng.random() >= config.crop:
-        size = resized_size(height, width, _choice(rng, config.scales), config.max_size)
-        return _recipe(boxes, width, height, flip, None, None, size)
-    resize = resized_size(height, width, _choice(rng, config.crop_resize), None)
-    crop_width, crop_height = (_crop_side(rng, side, config.crop_size) for side in (resize[1], resize[0]))
-    top = int(rng.integers(0, resize[0] - crop_height, endpoint=True))
-    left = int(rng.integers(0, resize[1] - crop_width, endpoint=True))
-    size = resized_size(crop_height, crop_width, _choice(rng, config.scales), config.max_size)
-    return _recipe(boxes, width, height, flip, resize, (top, left, crop_height, crop_width), size)
+    flip, resize, crop = False, None, None
+    seen_height, seen_width, scale = height, width, config.val_scale
+    if rng is not None:
+        flip = bool(rng.random() < config.flip)
+        if rng.random() < config.crop:
+            resize = resized_size(height, width, _choice(rng, config.crop_resize), None)
+            seen_width, seen_height = (
+                int(rng.integers(*_crop_range(side, config.crop_size), endpoint=True)) for side in reversed(resize)
+            )
+            top = int(rng.integers(0, resize[0] - seen_height, endpoint=True))
+            left = int(rng.integers(0, resize[1] - seen_width, endpoint=True))
+            crop = (top, left, seen_height, seen_width)
+        scale = _choice(rng, config.scales)
+    size = resized_size(seen_height, seen_width, scale, config.max_size)
+
+    moved = np.asarray(boxes, dtype=np.float64).reshape(-1, 4)
+    kept = np.arange(len(moved))
+    if flip:
+        moved = moved[:, [2, 1, 0, 3]] * [-1, 1, -1, 1] + [width, 0, width, 0]
+    if crop is not None and resize is not None:
+        ratio = np.array([resize[1] / width, resize[0] / height] * 2)
+        moved = moved * ratio - [crop[1], crop[0], crop[1], crop[0]]
+        moved = np.clip(moved, 0, [seen_width, seen_height] * 2)
+        kept = kept[(moved[:, 2:] > moved[:, :2]).all(axis=1)]
+        moved = moved[kept]
+    # The final resize scales image and box alike, so fractions of the seen part are fractions of the result.
+    moved = moved / [seen_width, seen_height, seen_width, seen_height]
+    centres, spans = (moved[:, :2] + moved[:, 2:]) / 2, moved[:, 2:] - moved[:, :2]
+    return ImageRecipe(flip, resize, crop, size, np.concatenate([centres, spans], axis=1), kept)
 
 
 def _choice(rng: np.random.Generator, values: Sequence[int]) -> int:
@@ -136,37 +152,6 @@ def _choice(rng: np.random.Generator, values: Sequence[int]) -> int:
 def _crop_range(side: int, bounds: tuple[int, int]) -> tuple[int, int]:
     """Smallest and largest crop along a side; an image smaller than the smallest crop is taken whole."""
     return min(bounds[0], side), min(bounds[1], side)
-
-
-def _crop_side(rng: np.random.Generator, side: int, bounds: tuple[int, int]) -> int:
-    return int(rng.integers(*_crop_range(side, bounds), endpoint=True))
-
-
-def _recipe(
-    boxes: NDArray[np.float64],
-    width: int,
-    height: int,
-    flip: bool,
-    resize: tuple[int, int] | None,
-    crop: tuple[int, int, int, int] | None,
-    size: tuple[int, int],
-) -> ImageRecipe:
-    moved = np.asarray(boxes, dtype=np.float64).reshape(-1, 4)
-    kept = np.arange(len(moved))
-    if flip:
-        moved = moved[:, [2, 1, 0, 3]] * [-1, 1, -1, 1] + [width, 0, width, 0]
-    seen_height, seen_width = height, width
-    if crop is not None and resize is not None:
-        top, left, seen_height, seen_width = crop
-        ratio = np.array([resize[1] / width, resize[0] / height] * 2)
-        moved = moved * ratio - [left, top, left, top]
-        moved = np.clip(moved, 0, [seen_width, seen_height] * 2)
-        kept = kept[(moved[:, 2:] > moved[:, :2]).all(axis=1)]
-        moved = moved[kept]
-    # The final resize scales image and box alike, so fractions of the seen part are fractions of the result.
-    moved = moved / [seen_width, seen_height, seen_width, seen_height]
-    centres, spans = (moved[:, :2] + moved[:, 2:]) / 2, moved[:, 2:] - moved[:, :2]
-    return ImageRecipe(flip, resize, crop, size, np.concatenate([centres, spans], axis=1), kept)
 
 
 def apply(recipe: ImageRecipe, image: Image.Image) -> Tensor:

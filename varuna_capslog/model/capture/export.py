@@ -12,7 +12,7 @@ import operator
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ class Captured:
     inputs: dict[str, fx.Node]
     outputs: dict[str, fx.Node]
     extra: dict[str, Any]
-    simple: set[int] = field(default_factory=set)
+    simple: set[int]
 
 
 def export_model(model: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Captured:
