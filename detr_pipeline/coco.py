@@ -1,6 +1,6 @@
 """COCO annotation files: read once, checked in one place, kept as flat arrays.
 
-`data` and `evaluation` call this room; it reads JSON only and never touches a picture. Inside the project classes are
+`data` and `evaluation` call this module; it reads JSON only and never touches a picture. Inside the project classes are
 numbered 0..C-1; the file's own category ids come back only through `CocoIndex.category_ids`.
 """
 
@@ -229,7 +229,8 @@ class _Checker:
 
         xywh = self.box_array(where)
         crowd = np.array([row.get("iscrowd") in (1, True) for row in self.annotations], dtype=np.bool_)
-        areas = np.array([self.area(row) for row in self.annotations], dtype=np.float64)
+        given_areas = [row.get("area") for row in self.annotations]
+        areas = np.array([area if isinstance(area, (int, float)) else np.nan for area in given_areas], dtype=np.float64)
 
         # A box of no size stays one after clamping; a box wholly outside the image becomes one.
         corners = np.concatenate([xywh[:, :2], xywh[:, :2] + xywh[:, 2:]], axis=1)
@@ -280,12 +281,6 @@ class _Checker:
             lambda i: f"{where(i)} has the non-finite bbox {values[i]}; remove the annotation or mend the box",
         )
         return boxes
-
-    @staticmethod
-    def area(row: dict[str, Any]) -> float:
-        """The given area, or NaN where there is none to use."""
-        area = row.get("area")
-        return float(area) if isinstance(area, (int, float)) else float("nan")
 
     def refuse_first(self, wrong: BoolArray | np.bool_, message: Callable[[int], str]) -> None:
         if wrong.any():

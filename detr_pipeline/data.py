@@ -1,7 +1,7 @@
 """The data section of the config, and a COCO folder as a `DataSource`: minibatches described first, decoded later.
 
-The workload opens this room; every rank describes every minibatch from the annotation file alone, and only ranks that
-hold the first stage open pictures. It must never let the state of one sample depend on another.
+The workload opens the data here; every rank describes every minibatch from the annotation file alone, and only ranks
+that hold the first stage open pictures. The state of one sample must never depend on another.
 """
 
 from __future__ import annotations

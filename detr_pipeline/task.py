@@ -1,7 +1,7 @@
 """DETR as a `Workload`: ties model, data, loss, evaluation and drawing to one config.
 
-Commands and workers get it from `detr_pipeline.workload(config)`. Building it reads the config only; data rooms open
-when they are asked for.
+Commands and workers get it from `detr_pipeline.workload(config)`. Building it reads the config only; the data
+is opened when it is asked for.
 """
 
 from __future__ import annotations

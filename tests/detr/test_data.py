@@ -15,12 +15,15 @@ from detr_pipeline.data import (
     CocoSource,
     DataConfig,
     class_names,
+    image_sizes,
     largest_padded_size,
     open_index,
     prepare_image,
     read_image,
+    sampled_padded_sizes,
 )
-from detr_pipeline.digits import DIGIT_NAMES
+from detr_pipeline.digits import DIGIT_NAMES, DigitsConfig, picture_sizes
+from detr_pipeline.transforms import AugmentConfig
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import section
 
@@ -406,3 +409,59 @@ def test_photographs_of_blood_cells():
             images = source.load(minibatch, microbatch)["images"]
             assert images.isfinite().all()
             assert images.std() > 0.1
+
+
+SMALL_DIGITS = DigitsConfig(train_images=24, val_images=6)
+
+
+def bccd() -> DataConfig:
+    """The blood cell pictures with a small augmentation, where the outside data is."""
+    root = os.environ.get(DATA_VARIABLE)
+    if not root or not (Path(root) / "bccd").is_dir():
+        pytest.skip(f"set {DATA_VARIABLE} to a folder that holds bccd")
+    augment = AugmentConfig(
+        scales=(96, 112, 128), max_size=180, crop_resize=(90, 100, 110), crop_size=(60, 110), val_scale=112
+    )
+    folder = Path(root) / "bccd"
+    return DataConfig(root=folder, train_json="annotations/instances_train.json", train_images="train", augment=augment)
+
+
+def digits(tmp_path: Path) -> DataConfig:
+    return DataConfig(root=tmp_path, digits=SMALL_DIGITS)
+
+
+def opened(config: DataConfig, groups, epoch, seed=0):
+    """The oracle: pictures that were really opened, transformed and padded; (H, W) of the first microbatch."""
+    source = CocoSource(config, "train", seed, 10)
+    minibatch = source.minibatch(groups, epoch)
+    return tuple(source.load(minibatch, 0)["images"].shape[2:])
+
+
+@pytest.mark.parametrize("pad", ["minibatch", "microbatch"])
+@pytest.mark.parametrize("data", ["digits", "bccd"])
+def test_sampled_sizes_are_those_of_transformed_pictures(data, pad, tmp_path):
+    config = (bccd() if data == "bccd" else digits(tmp_path)).model_copy(update={"pad": pad})
+    seed, microbatch, minibatch = 3, 2, 4
+    found = sampled_padded_sizes(config, "train", microbatch, minibatch, count=5, seed=seed)
+    rng = np.random.default_rng(seed)
+    together = minibatch if pad == "minibatch" else microbatch
+    total = len(image_sizes(config, "train")[0])
+    for epoch, size in enumerate(found):
+        samples = rng.choice(total, together, replace=False).tolist()
+        groups = [samples[at : at + microbatch] for at in range(0, together, microbatch)]
+        assert size == opened(config, groups, epoch, seed)
+    assert found == sampled_padded_sizes(config, "train", microbatch, minibatch, count=5, seed=seed)
+    assert found != sampled_padded_sizes(config, "train", microbatch, minibatch, count=5, seed=4)
+    largest = largest_padded_size(config, "train", microbatch, minibatch)
+    assert all(h <= largest[0] and w <= largest[1] for h, w in found)
+
+
+def test_sizes_of_the_digits_need_no_file(tmp_path, monkeypatch):
+    config = digits(tmp_path)
+    heights, widths = image_sizes(config, "train")
+    assert list(tmp_path.iterdir()) == []
+    assert picture_sizes(SMALL_DIGITS, train=False).shape == (6, 2)
+    for split, expected in (("train", (heights, widths)), ("val", picture_sizes(SMALL_DIGITS, train=False).T)):
+        index = open_index(config, split)  # writes them
+        assert np.array_equal(index.heights, expected[0])
+        assert np.array_equal(index.widths, expected[1])
