@@ -192,12 +192,8 @@ def match(
     _refuse_unsound(flat[: sound.numel()].view(sound.shape), targets)
     tables = flat[sound.numel() :].split([num_layers * num_queries * count for count in counts])
     blocks = [table.view(num_layers, num_queries, -1).numpy() for table in tables]
-    return [[_assign(block[layer]) for block in blocks] for layer in range(num_layers)]
-
-
-def _assign(cost: Any) -> Match:
-    queries, found = linear_sum_assignment(cost)
-    return tuple(queries.tolist()), tuple(found.tolist())
+    pairs = [[linear_sum_assignment(block[layer]) for block in blocks] for layer in range(num_layers)]
+    return [[(tuple(queries.tolist()), tuple(found.tolist())) for queries, found in images] for images in pairs]
 
 
 def _refuse_unsound(sound: Tensor, targets: Sequence[Mapping[str, Any]]) -> None:

@@ -71,11 +71,7 @@ def collapse_modules(captured: Captured, model: nn.Module, cut_points: Sequence[
 def mutated_arguments(node: fx.Node) -> list[fx.Node]:
     """The values that a node writes into: the `self` of an in-place operation, the input of an in-place module."""
     if node.op == "call_module":
-        return (
-            [argument for argument in node.args[:1] if isinstance(argument, fx.Node)]
-            if node.meta.get("mutates")
-            else []
-        )
+        return node.all_input_nodes if node.meta.get("mutates") else []
     schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.is_mutable:
         return []
