@@ -7,7 +7,7 @@ knows names and parameters but never runs anything; shapes come from `varuna_cap
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -216,15 +216,18 @@ class Chain:
             if parameter.requires_grad or not trainable_only
         )
 
-    def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def run(self, inputs: Mapping[str, Tensor], after_layer: Callable[[int], None] | None = None) -> dict[str, Tensor]:
         """Runs the whole chain in one autograd graph: the plain, unsplit model (the oracle of every engine test).
 
         Args:
             inputs: the tensors named by `self.inputs`.
+            after_layer: called with each layer's index when it is done (progress, seeding).
         """
         values = {name: inputs[name] for name in self.inputs}
-        for layer in self.layers:
+        for index, layer in enumerate(self.layers):
             values.update(layer(values))
+            if after_layer is not None:
+                after_layer(index)
         return {name: values[name] for name in self.outputs}
 
     def check_cuts(self, cuts: Sequence[int]) -> None:
