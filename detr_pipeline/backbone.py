@@ -5,23 +5,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torchvision.models import resnet
 from torchvision.ops import FrozenBatchNorm2d
 
-from detr_pipeline.position import valid_cells
 from varuna_capslog.model.chain import Layer
 
 if TYPE_CHECKING:
     from detr_pipeline.config import ModelConfig
 
-__all__ = ["Projection", "Stem", "backbone_units"]
+__all__ = ["Projection", "Stem", "backbone_units", "valid_cells"]
 
-_GROUPS = 32
+_NORM_LAYERS: Mapping[str, Callable[[int], nn.Module]] = {
+    "frozen": FrozenBatchNorm2d,
+    "batch": nn.BatchNorm2d,
+    "group": partial(nn.GroupNorm, 32),
+}
+
+
+def valid_cells(sizes: Tensor, padded: tuple[int, int], cells: tuple[int, int]) -> Tensor:
+    """How many rows and columns of the feature map belong to each image.
+
+    DETR resizes the pixel mask to the map by nearest neighbour; images lie in the upper left corner, so counting the
+    sampled rows and columns inside the image says the same.
+
+    Args:
+        sizes: [B, 2] int64, valid (h, w) of each image in pixels.
+        padded: (H, W) of the padded images.
+        cells: (h, w) of the feature map.
+
+    Returns:
+        [B, 2] int64.
+    """
+    counts = []
+    for axis in (0, 1):
+        pixels = torch.arange(padded[axis], dtype=torch.float32, device=sizes.device)
+        sampled = F.interpolate(pixels[None, None], size=cells[axis], mode="nearest")[0]
+        counts.append((sampled < sizes[:, axis, None]).sum(1))
+    return torch.stack(counts, 1)
 
 
 class Stem(nn.Module):
@@ -63,7 +90,7 @@ def backbone_units(config: ModelConfig) -> list[Layer]:
     stages = ["layer1", "layer2", "layer3", "layer4"][: int(config.last_layer[-1])]
     dilated = [config.dilation and stage == config.last_layer for stage in ("layer2", "layer3", "layer4")]
     network: resnet.ResNet = getattr(resnet, config.backbone)(
-        weights=None, norm_layer=_norm_layer(config.norm), replace_stride_with_dilation=dilated
+        weights=None, norm_layer=_NORM_LAYERS[config.norm], replace_stride_with_dilation=dilated
     )
     if config.freeze == "stem+layer1":
         for part in (network.conv1, network.bn1, network.layer1):
@@ -78,11 +105,3 @@ def backbone_units(config: ModelConfig) -> list[Layer]:
     channels = 2 ** (5 + len(stages)) * type(network.layer1[0]).expansion
     units.append(Layer("projection", Projection(channels, config.hidden_dim), ("x",), ("memory",)))
     return units
-
-
-def _norm_layer(norm: str) -> Callable[[int], nn.Module]:
-    if norm == "frozen":
-        return FrozenBatchNorm2d
-    if norm == "batch":
-        return nn.BatchNorm2d
-    return lambda channels: nn.GroupNorm(_GROUPS, channels)

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from detr_pipeline.backbone import backbone_units
-from detr_pipeline.heads import FirstPredictingDecoderLayer, Heads, LastPredictingDecoderLayer, PredictingDecoderLayer
-from detr_pipeline.transformer import DecoderLayer, EncoderLayer, FirstDecoderLayer
+from detr_pipeline.transformer import DecoderLayer, EncoderLayer, FirstDecoderLayer, Heads, PredictingDecoderLayer
 from varuna_capslog.base.errors import ConfigError
 from varuna_capslog.model.chain import Chain, Layer
 
@@ -27,6 +26,15 @@ __all__ = ["INPUTS", "OUTPUTS", "Joined", "build_chain", "units_of"]
 INPUTS = ("images", "sizes")
 OUTPUTS = ("logits", "boxes")
 _BACKBONE = "backbone."
+_STAGES = ("backbone.layer2.0", "backbone.layer3.0", "backbone.layer4.0")
+# What the names of units begin with that are joined to the unit before, by `model.cut_points`.
+_NOT_CUT_BEFORE = {
+    "all": (),
+    "instage": _STAGES,
+    "heads_last": (*_STAGES, "heads"),
+    # The frozen start stays whole: no gradient flows there and its activations are the largest of all.
+    "paper": ("backbone.layer1.", "backbone.layer3.0", "backbone.layer4.0"),
+}
 
 
 class Joined(nn.Module):
@@ -40,7 +48,7 @@ class Joined(nn.Module):
     def __init__(self, units: Sequence[Layer], needed: frozenset[str]) -> None:
         super().__init__()
         self.unit_names = tuple(unit.name for unit in units)
-        self._wiring = tuple((_child(unit.name), unit.reads, unit.writes) for unit in units)
+        self._units = tuple(units)
         for unit in units:
             self.add_module(_child(unit.name), unit.module)
         reads: list[str] = []
@@ -53,9 +61,8 @@ class Joined(nn.Module):
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         values = dict(zip(self.reads, tensors, strict=True))
-        for child, reads, writes in self._wiring:
-            result = self.get_submodule(child)(*[values[name] for name in reads])
-            values.update(zip(writes, (result,) if isinstance(result, Tensor) else result, strict=True))
+        for unit in self._units:
+            values.update(unit(values))
         return tuple(values[name] for name in self.writes)
 
 
@@ -113,14 +120,13 @@ def _transformer_units(config: ModelConfig, num_classes: int) -> list[Layer]:
         units.append(Layer("heads", Heads(config, num_classes), ("hidden",), OUTPUTS))
         return units
     heads = Heads(config, num_classes)
-    first = FirstPredictingDecoderLayer(config, heads)
-    units.append(Layer("decoder.0", first, ("memory", "valid"), ("hidden", "query", *OUTPUTS)))
-    units += [
-        Layer(f"decoder.{index}", PredictingDecoderLayer(config, heads), (*context, *OUTPUTS), ("hidden", *OUTPUTS))
-        for index in range(1, last)
-    ]
-    if last > 0:
-        units.append(Layer(f"decoder.{last}", LastPredictingDecoderLayer(config, heads), (*context, *OUTPUTS), OUTPUTS))
+    units.append(
+        Layer("decoder.0", FirstDecoderLayer(config, heads), ("memory", "valid"), ("hidden", "query", *OUTPUTS))
+    )
+    for index in range(1, last + 1):
+        decoder = PredictingDecoderLayer(config, heads, index == last)
+        writes = OUTPUTS if index == last else ("hidden", *OUTPUTS)
+        units.append(Layer(f"decoder.{index}", decoder, (*context, *OUTPUTS), writes))
     return units
 
 
@@ -134,16 +140,7 @@ def _starts(units: Sequence[Layer], cut_points: str | Sequence[str]) -> set[int]
     everywhere = {index for index, name in enumerate(names) if name != "projection"}
     if not isinstance(cut_points, str):
         return {0, *(_position(names, everywhere, name) for name in cut_points)}
-    dropped: set[str] = set()
-    if cut_points == "paper":
-        # The frozen start stays whole: no gradient flows there and its activations are the largest of all.
-        dropped = {name for name in names if name.startswith("backbone.layer1.")}
-        dropped |= {"backbone.layer3.0", "backbone.layer4.0"}
-    elif cut_points in ("instage", "heads_last"):
-        dropped = {"backbone.layer2.0", "backbone.layer3.0", "backbone.layer4.0"}
-    if cut_points == "heads_last":
-        dropped.add("heads")
-    return {index for index in everywhere if names[index] not in dropped}
+    return {index for index in everywhere if not names[index].startswith(_NOT_CUT_BEFORE[cut_points])}
 
 
 def _position(names: Sequence[str], everywhere: set[int], wanted: str) -> int:

@@ -1,14 +1,13 @@
 """The data section of the config, and a COCO folder as a `DataSource`: minibatches described first, decoded later.
 
-The workload opens this room; every rank describes every minibatch from the annotation file alone, and only ranks that
-hold the first stage open pictures. It must never let the state of one sample depend on another.
+The workload opens the data here; every rank describes every minibatch from the annotation file alone, and only ranks
+that hold the first stage open pictures. The state of one sample must never depend on another.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from detr_pipeline.coco import CocoIndex, read_coco
 from detr_pipeline.digits import DIGIT_NAMES, DigitsConfig, digits_dataset, picture_sizes
-from detr_pipeline.transforms import AugmentConfig, ImageRecipe, apply, largest_size, plan, plan_validation
+from detr_pipeline.transforms import AugmentConfig, ImageRecipe, apply, largest_size, plan
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.settings import Section
 from varuna_capslog.model.chain import TensorSpec
@@ -34,8 +33,8 @@ __all__ = [
     "Split",
     "class_names",
     "image_sizes",
+    "input_specs",
     "largest_padded_size",
-    "open_data",
     "open_index",
     "prepare_image",
     "read_image",
@@ -54,10 +53,6 @@ _DIGITS_AUGMENT: dict[str, Any] = {
     "crop_resize": (72, 80, 88),
     "crop_size": (56, 88),
     "val_scale": 72,
-}
-_DIGITS_FILES = {
-    "train": ("annotations/instances_train.json", "train"),
-    "val": ("annotations/instances_val.json", "val"),
 }
 
 
@@ -128,8 +123,7 @@ class DataConfig(Section):
         """
         if self.uses_digits:
             folder = digits_dataset(self.root, self.digits)
-            json_file, images = _DIGITS_FILES[split]
-            return folder / json_file, folder / images
+            return folder / "annotations" / f"instances_{split}.json", folder / split
         if not self.has_split(split):
             raise CapslogError("data.val_json is not set: nothing to evaluate on; set it and data.val_images")
         return self._existing(f"{split}_json"), self._existing(f"{split}_images")
@@ -168,14 +162,12 @@ def class_names(config: DataConfig) -> tuple[tuple[int, ...], tuple[str, ...]]:
     With `labels: original` an id that the file does not use is there too, named `unused <id>`. The digits need no file.
     """
     if config.uses_digits:
-        return _layout(config, range(1, len(DIGIT_NAMES) + 1), DIGIT_NAMES)
-    index = open_index(config, "train")
-    return _layout(config, index.category_ids, index.names)
-
-
-def _layout(config: DataConfig, ids: Sequence[int], names: Sequence[str]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        ids, names = tuple(range(1, len(DIGIT_NAMES) + 1)), DIGIT_NAMES
+    else:
+        index = open_index(config, "train")
+        ids, names = index.category_ids, index.names
     if config.labels == "contiguous":
-        return tuple(ids), tuple(names)
+        return ids, names
     if min(ids) < 0:
         raise CapslogError(f"data.labels=original needs category ids from 0 up, got {min(ids)}; use contiguous")
     named = dict(zip(ids, names, strict=True))
@@ -219,50 +211,55 @@ def sampled_padded_sizes(
     rng = np.random.default_rng(seed)
     found = []
     for number in range(count):
-        samples = rng.choice(len(heights), min(together, len(heights)), replace=False)
+        samples = rng.choice(len(heights), min(together, len(heights)), replace=False).tolist()
         # boxes draw no random numbers, so that leaving them out changes no size
-        recipes = [
-            _recipe(config, split, int(widths[i]), int(heights[i]), _NO_BOXES, [seed, number, int(i)]) for i in samples
-        ]
-        found.append(_largest(recipes))
+        found.append(
+            _largest(
+                plan(_generator(split, seed, number, i), int(widths[i]), int(heights[i]), _NO_BOXES, config.augment)
+                for i in samples
+            )
+        )
     return found
 
 
-def _recipe(
-    config: DataConfig, split: Split, width: int, height: int, boxes: NDArray[np.float64], seeds: Sequence[int]
-) -> ImageRecipe:
-    """What happens to one image; `seeds` (the run's, the epoch, the sample) fix the augmentation of training."""
-    if split == "val":
-        return plan_validation(width, height, boxes, config.augment)
-    return plan(np.random.default_rng(seeds), width, height, boxes, config.augment)
+def _generator(split: Split, seed: int, epoch: int, sample: int) -> np.random.Generator | None:
+    """What fixes the augmentation of one training image; None for validation, which has none."""
+    return np.random.default_rng([seed, epoch, sample]) if split == "train" else None
 
 
-@dataclass(frozen=True, eq=False)
-class _Decode:
-    """Private part of a microbatch's description: which samples, and what to do to each."""
-
-    samples: tuple[int, ...]
-    recipes: tuple[ImageRecipe, ...]
+def input_specs(count: int, size: Sequence[int]) -> dict[str, TensorSpec]:
+    """Specs of a microbatch of `count` images that are padded to `size` (H, W)."""
+    return {
+        "images": TensorSpec((count, 3, *size)),
+        "sizes": TensorSpec((count, 2), torch.int64),
+    }
 
 
 class CocoSource:
-    """A split as a `DataSource`; built by `open_data`.
+    """A split as a `DataSource`: `train` with augmentation, `val` without.
 
     Inputs of a microbatch of B images: `images` [B, 3, H, W] float32, zero beyond each image, and `sizes` [B, 2] int64,
     the valid (h, w). Targets: one dict per image with `labels` [n] int64, `boxes` [n, 4] float32 (centre x, centre y,
     width, height as fractions of the valid size), `orig_size` [2] int64 (h, w of the file) and `image_id`. Normalisers:
-    `boxes`, the number of boxes that a matching can use, and `queries`, the number of predictions.
+    `boxes`, the number of boxes that a matching can use, and `queries`, the number of predictions. Recipes: per
+    microbatch, one pair of sample and `ImageRecipe` per image.
+
+    Args:
+        seed: of the augmentation, at least 0.
+        num_queries: predictions per image; a matching uses at most that many boxes.
 
     Attributes:
         index: the annotation file.
         category_ids, names: per class, in the order of the model's outputs.
+
+    Raises:
+        CapslogError: whatever `DataConfig.files` and `read_coco` refuse, or a category that the training file lacks.
     """
 
-    def __init__(
-        self, config: DataConfig, split: Split, index: CocoIndex, images: Path, seed: int, num_queries: int
-    ) -> None:
-        self.config, self.split, self.index, self.images = config, split, index, images
-        self.seed, self.num_queries = seed, num_queries
+    def __init__(self, config: DataConfig, split: Split, seed: int, num_queries: int) -> None:
+        self.config, self.split, self.seed, self.num_queries = config, split, seed, num_queries
+        self.index = index = open_index(config, split)
+        self.images = config.files(split)[1]
         # The training file alone says what the classes are: a validation file may lack some.
         self.category_ids, self.names = class_names(config)
         position = {id_: i for i, id_ in enumerate(self.category_ids)}
@@ -284,32 +281,21 @@ class CocoSource:
             groups: sample positions per microbatch.
             epoch: with the seed and the sample it fixes the augmentation, on every rank and in every order.
         """
-        decodes = [_Decode(tuple(group), tuple(self._plan(sample, epoch) for sample in group)) for group in groups]
-        everywhere = _largest(recipe for decode in decodes for recipe in decode.recipes)
-        inputs = []
-        for decode in decodes:
-            height, width = everywhere if self.config.pad == "minibatch" else _largest(decode.recipes)
-            count = len(decode.samples)
-            inputs.append(
-                {
-                    "images": TensorSpec((count, 3, height, width), torch.float32),
-                    "sizes": TensorSpec((count, 2), torch.int64),
-                }
-            )
-        targets = [
-            [self._target(sample, recipe) for sample, recipe in zip(decode.samples, decode.recipes, strict=True)]
-            for decode in decodes
-        ]
+        recipes = [[(sample, self._plan(sample, epoch)) for sample in group] for group in groups]
+        sizes = [_largest(recipe for _, recipe in group) for group in recipes]
+        if self.config.pad == "minibatch":
+            sizes = [_largest(recipe for group in recipes for _, recipe in group)] * len(groups)
+        targets = [[self._target(sample, recipe) for sample, recipe in group] for group in recipes]
         usable = sum(min(len(target["labels"]), self.num_queries) for group in targets for target in group)
         return Minibatch(
-            inputs=inputs,
+            inputs=[input_specs(len(group), size) for group, size in zip(groups, sizes, strict=True)],
             targets=targets,
-            normalisers={
-                "boxes": float(usable),
-                "queries": float(self.num_queries * sum(len(decode.samples) for decode in decodes)),
-            },
-            sample_ids=[[self._sample_id(sample) for sample in decode.samples] for decode in decodes],
-            recipes=decodes,
+            normalisers={"boxes": float(usable), "queries": float(self.num_queries * sum(map(len, groups)))},
+            sample_ids=[
+                [f"{self.index.file_names[sample]} (image id {self.index.image_ids[sample]})" for sample in group]
+                for group in groups
+            ],
+            recipes=recipes,
         )
 
     def load(self, minibatch: Minibatch, microbatch: int) -> dict[str, Tensor]:
@@ -318,20 +304,17 @@ class CocoSource:
         Raises:
             CapslogError: a picture is missing, cannot be decoded, or has another size than the annotation file says.
         """
-        decode: _Decode = minibatch.recipes[microbatch]
+        recipes: list[tuple[int, ImageRecipe]] = minibatch.recipes[microbatch]
         images = torch.zeros(minibatch.inputs[microbatch]["images"].shape)
-        for slot, sample, recipe in zip(images, decode.samples, decode.recipes, strict=True):
+        for slot, (sample, recipe) in zip(images, recipes, strict=True):
             pixels = self._decode(sample, recipe)
             slot[:, : pixels.shape[1], : pixels.shape[2]] = pixels
-        return {"images": images, "sizes": torch.tensor([recipe.size for recipe in decode.recipes], dtype=torch.int64)}
-
-    def _sample_id(self, sample: int) -> str:
-        return f"{self.index.file_names[sample]} (image id {self.index.image_ids[sample]})"
+        return {"images": images, "sizes": torch.tensor([recipe.size for _, recipe in recipes], dtype=torch.int64)}
 
     def _plan(self, sample: int, epoch: int) -> ImageRecipe:
         boxes, _ = self.index.targets(sample)
         width, height = int(self.index.widths[sample]), int(self.index.heights[sample])
-        return _recipe(self.config, self.split, width, height, boxes, [self.seed, epoch, sample])
+        return plan(_generator(self.split, self.seed, epoch, sample), width, height, boxes, self.config.augment)
 
     def _target(self, sample: int, recipe: ImageRecipe) -> dict[str, Any]:
         _, labels = self.index.targets(sample)
@@ -353,21 +336,6 @@ class CocoSource:
                 f"but {self.index.path} says {expected[0]}x{expected[1]}; its boxes cannot be trusted: correct the file"
             )
         return apply(recipe, image)
-
-
-def open_data(config: DataConfig, split: Split, seed: int, queries: int) -> CocoSource:
-    """Opens a split for training or evaluation.
-
-    Args:
-        split: `train` with augmentation, `val` without.
-        seed: of the augmentation, at least 0.
-        queries: predictions per image; a matching uses at most that many boxes.
-
-    Raises:
-        CapslogError: whatever `DataConfig.files` and `read_coco` refuse.
-    """
-    json_file, images = config.files(split)
-    return CocoSource(config, split, read_coco(json_file, config.strict), images, seed, queries)
 
 
 def read_image(path: Path, name: str = "") -> Image.Image:
@@ -396,7 +364,7 @@ def read_image(path: Path, name: str = "") -> Image.Image:
 def prepare_image(path: Path, config: DataConfig) -> tuple[dict[str, Tensor], Image.Image]:
     """A picture from outside the data set as chain inputs of one image (validation resize), and the picture itself."""
     image = read_image(path)
-    recipe = plan_validation(image.width, image.height, _NO_BOXES, config.augment)
+    recipe = plan(None, image.width, image.height, _NO_BOXES, config.augment)
     return {"images": apply(recipe, image)[None], "sizes": torch.tensor([recipe.size])}, image
 
 

@@ -27,7 +27,7 @@ from varuna_capslog.config.settings import Section
 
 __all__ = ["DIGIT_NAMES", "DigitsConfig", "default_digits_root", "digits_dataset", "picture_sizes"]
 
-DIGIT_NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+DIGIT_NAMES: tuple[str, ...] = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 # Part of the folder's name: raise it whenever the same parameters would give other pictures.
 _VERSION = 1
 _PLACEMENT_TRIES = 30
@@ -209,7 +209,8 @@ def _picture(
     for _ in range(int(rng.integers(1, config.most_digits, endpoint=True))):
         source = int(rng.choice(part))
         side = int(rng.integers(config.digit[0], config.digit[1], endpoint=True))
-        ink = _scaled(pictures[source], side)
+        scaled = Image.fromarray(pictures[source]).resize((side, side), Image.Resampling.BICUBIC)
+        ink = np.clip(np.asarray(scaled), 0.0, 1.0)
         rows, columns = np.flatnonzero((ink > _INK).any(axis=1)), np.flatnonzero((ink > _INK).any(axis=0))
         ink = ink[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
         box_height, box_width = ink.shape
@@ -223,11 +224,6 @@ def _picture(
                 placed.append((int(labels[source]), box))
                 break
     return np.rint(canvas * 255).astype(np.uint8), placed
-
-
-def _scaled(picture: NDArray[np.float32], side: int) -> NDArray[np.float32]:
-    image = Image.fromarray(picture).resize((side, side), Image.Resampling.BICUBIC)
-    return np.clip(np.asarray(image), 0.0, 1.0)
 
 
 def _overlap(a: tuple[int, int, int, int], b: tuple[int, int, int, int]) -> float:

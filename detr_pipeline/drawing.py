@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from PIL import Image, ImageColor, ImageDraw, ImageFont
+import torch
+from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
-from torchvision.transforms.v2 import functional as F
-from torchvision.utils import draw_bounding_boxes
 
 from varuna_capslog.base.errors import CapslogError
 
@@ -54,10 +53,24 @@ def draw_detections(
     """
     chosen = (scores >= threshold).nonzero().flatten()
     chosen = chosen[scores[chosen].argsort()]
-    canvas, factor = _enlarged(image)
-    labels = [f"{names[c]} {s:.2f}" for c, s in zip(classes[chosen].tolist(), scores[chosen].tolist(), strict=True)]
     colours = [_COLOURS[c % len(_COLOURS)] for c in classes[chosen].tolist()]
-    return _draw(canvas, boxes[chosen] * factor, labels, colours)
+    canvas, factor = _enlarged(image)
+    corners = _drawable(boxes[chosen] * factor, canvas)
+    pen = ImageDraw.Draw(canvas)
+    line = max(2, round(min(canvas.size) / 240))
+    for box, colour in zip(corners.to(torch.int64).tolist(), colours, strict=True):
+        pen.rectangle(box, outline=colour, width=line)
+    # Names on a filled strip at each box's top edge: torchvision's own are unreadable on busy pictures.
+    font = ImageFont.load_default(max(11, round(min(canvas.size) / 34)))
+    labels = [f"{names[c]} {s:.2f}" for c, s in zip(classes[chosen].tolist(), scores[chosen].tolist(), strict=True)]
+    for (left, top, _, _), label, colour in zip(corners.tolist(), labels, colours, strict=True):
+        x0, y0, x1, y1 = pen.textbbox((0, 0), label, font=font)
+        wide, high = x1 - x0 + 4, y1 - y0 + 4
+        x = min(max(left, 0), max(canvas.width - wide, 0))
+        y = top - high if top >= high else top
+        pen.rectangle((x, y, x + wide, y + high), fill=colour)
+        pen.text((x + 2 - x0, y + 2 - y0), label, fill="white", font=font)
+    return canvas
 
 
 def save_picture(picture: Image.Image, path: Path) -> Path:
@@ -84,28 +97,9 @@ def _enlarged(image: Image.Image) -> tuple[Image.Image, float]:
     return image.resize((round(image.width * factor), round(image.height * factor)), Image.Resampling.BICUBIC), factor
 
 
-def _draw(image: Image.Image, boxes: Tensor, labels: list[str], colours: list[str]) -> Image.Image:
-    if not len(boxes):
-        return image
-    # Corners in order and inside: a wild prediction must not stop the picture.
-    width, height = image.size
+def _drawable(boxes: Tensor, image: Image.Image) -> Tensor:
+    """Corners in order and inside the picture: a wild prediction must not stop it."""
     corners = boxes.detach().float().cpu().nan_to_num(0.0, 0.0, 0.0)
-    corners[:, 0::2] = corners[:, 0::2].sort(dim=1).values.clamp(0, width - 1)
-    corners[:, 1::2] = corners[:, 1::2].sort(dim=1).values.clamp(0, height - 1)
-    line = max(2, round(min(width, height) / 240))
-    drawn = F.to_pil_image(draw_bounding_boxes(F.pil_to_tensor(image), corners, colors=colours, width=line))
-    _write_labels(drawn, corners, labels, colours)
-    return drawn
-
-
-def _write_labels(image: Image.Image, corners: Tensor, labels: list[str], colours: list[str]) -> None:
-    """Names on a filled strip at each box's top edge: torchvision's own are unreadable on busy pictures."""
-    font = ImageFont.load_default(max(11, round(min(image.size) / 34)))
-    pen = ImageDraw.Draw(image)
-    for (left, top, _, _), label, colour in zip(corners.tolist(), labels, colours, strict=True):
-        x0, y0, x1, y1 = pen.textbbox((0, 0), label, font=font)
-        wide, high = x1 - x0 + 4, y1 - y0 + 4
-        x = min(max(left, 0), max(image.width - wide, 0))
-        y = top - high if top >= high else top
-        pen.rectangle((x, y, x + wide, y + high), fill=ImageColor.getrgb(colour))
-        pen.text((x + 2 - x0, y + 2 - y0), label, fill="white", font=font)
+    corners[:, 0::2] = corners[:, 0::2].sort(dim=1).values.clamp(0, image.width - 1)
+    corners[:, 1::2] = corners[:, 1::2].sort(dim=1).values.clamp(0, image.height - 1)
+    return corners

@@ -145,17 +145,17 @@ def coco_statistics(index: CocoIndex, found: Sequence[Mapping[str, Any]]) -> dic
     """
     _check(index, found)
     with contextlib.redirect_stdout(io.StringIO()):
-        truth = COCO()
-        truth.dataset = index.ground_truth()
-        truth.createIndex()
+        truth = _indexed(index.ground_truth())
         # loadRes fails on an empty list, so that case is a result without annotations.
-        answer = truth.loadRes([dict(one) for one in found]) if found else _nothing(truth)
+        answer = (
+            truth.loadRes([dict(one) for one in found]) if found else _indexed({**truth.dataset, "annotations": []})
+        )
         scorer = COCOeval(truth, answer, "bbox")
         scorer.evaluate()
         scorer.accumulate()
         scorer.summarize()
     values: dict[str, Any] = {
-        name: _known(value) for name, value in zip(STATISTICS, scorer.stats.tolist(), strict=True)
+        name: None if value == -1 else value for name, value in zip(STATISTICS, scorer.stats.tolist(), strict=True)
     }
     # [IoU threshold, recall, class, area (0: all), detections (last: 100)]
     precision = scorer.eval["precision"][:, :, :, 0, -1]
@@ -182,15 +182,11 @@ def _check(index: CocoIndex, found: Sequence[Mapping[str, Any]]) -> None:
         logger.info("%d detections are of categories that %s does not have; they do not count", foreign, index.path)
 
 
-def _nothing(truth: COCO) -> COCO:
-    answer = COCO()
-    answer.dataset = {**truth.dataset, "annotations": []}
-    answer.createIndex()
-    return answer
-
-
-def _known(value: float) -> float | None:
-    return None if value == -1 else value
+def _indexed(dataset: dict[str, Any]) -> COCO:
+    coco = COCO()
+    coco.dataset = dataset
+    coco.createIndex()
+    return coco
 
 
 def _mean_of_known(values: np.ndarray) -> float | None:

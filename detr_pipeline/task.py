@@ -1,7 +1,7 @@
 """DETR as a `Workload`: ties model, data, loss, evaluation and drawing to one config.
 
-Commands and workers get it from `detr_pipeline.workload(config)`. Building it reads the config only; data rooms open
-when they are asked for.
+Commands and workers get it from `detr_pipeline.workload(config)`. Building it reads the config only; the data
+is opened when it is asked for.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,24 +20,21 @@ from detr_pipeline import weights
 from detr_pipeline.chain import build_chain
 from detr_pipeline.config import ModelConfig
 from detr_pipeline.data import (
+    CocoSource,
     DataConfig,
     class_names,
+    input_specs,
     largest_padded_size,
-    open_data,
     open_index,
     prepare_image,
     sampled_padded_sizes,
 )
 from detr_pipeline.loss import set_loss
-from detr_pipeline.matching import Match
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import section
 from varuna_capslog.config.settings import Config
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.workload import DataSource, Evaluator, Workload
-
-if TYPE_CHECKING:
-    from detr_pipeline.data import CocoSource
 
 __all__ = ["DetrWorkload"]
 
@@ -89,22 +86,16 @@ class DetrWorkload(Workload):
                 logger.info("%s: %d entries skipped: %s", self.model.weights, len(skipped), shown)
         return chain
 
-    def loss(
-        self,
-        outputs: Mapping[str, Tensor],
-        targets: Any,
-        normalisers: Mapping[str, float],
-        matches: Sequence[Sequence[Match]] | None = None,
-    ) -> dict[str, Tensor]:
+    def loss(self, outputs: Mapping[str, Tensor], targets: Any, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
         """DETR's set loss; see `detr_pipeline.loss.set_loss`."""
-        return set_loss(outputs, targets, normalisers, self.model, matches)
+        return set_loss(outputs, targets, normalisers, self.model)
 
     def profile_inputs(self, microbatch_size: int) -> dict[str, TensorSpec]:
         """Images of `profile.image_size`, else of the largest padded size that training can meet."""
         size = self.config.profile.image_size or largest_padded_size(
             self.data, "train", microbatch_size, self.config.train.minibatch_size
         )
-        return _inputs(microbatch_size, size)
+        return input_specs(microbatch_size, size)
 
     def sampled_inputs(self, microbatch_size: int, count: int, seed: int = 0) -> list[dict[str, TensorSpec]]:
         """Images of the padded sizes of random training minibatches; `profile.image_size` alone where that is set."""
@@ -112,7 +103,7 @@ class DetrWorkload(Workload):
             return [self.profile_inputs(microbatch_size)]
         minibatch_size = self.config.train.minibatch_size
         sizes = sampled_padded_sizes(self.data, "train", microbatch_size, minibatch_size, count, seed)
-        return [_inputs(microbatch_size, size) for size in sizes]
+        return [input_specs(microbatch_size, size) for size in sizes]
 
     def profile_targets(self, microbatch_size: int) -> tuple[list[dict[str, Any]], dict[str, float]]:
         """A few boxes in every image."""
@@ -139,14 +130,13 @@ class DetrWorkload(Workload):
                 "model.norm=frozen without model.weights or init_from leaves the backbone without normalisation: it "
                 "will hardly learn; set model.norm=group and model.freeze=none to train from scratch"
             )
-        return self._open("train")
+        return CocoSource(self.data, "train", self.config.train.seed, self.model.queries)
 
     def val_data(self) -> DataSource | None:
         """The validation split, or None where the config names none."""
-        return self._open("val") if self.data.has_split("val") else None
-
-    def _open(self, split: Any) -> CocoSource:
-        return open_data(self.data, split, self.config.train.seed, self.model.queries)
+        if not self.data.has_split("val"):
+            return None
+        return CocoSource(self.data, "val", self.config.train.seed, self.model.queries)
 
     def evaluator(self) -> Evaluator | None:
         """COCO's twelve numbers and the AP of every class, with all detections in the run's `detections.json`."""
@@ -193,11 +183,3 @@ class DetrWorkload(Workload):
             drawn = draw_detections(picture, scores, classes, boxes, names, _DRAWN_SCORE)
             written.append(save_picture(drawn, out / f"{Path(path).stem}.png"))
         return written
-
-
-def _inputs(microbatch_size: int, size: Sequence[int]) -> dict[str, TensorSpec]:
-    height, width = size
-    return {
-        "images": TensorSpec((microbatch_size, 3, height, width)),
-        "sizes": TensorSpec((microbatch_size, 2), torch.int64),
-    }

@@ -1,7 +1,9 @@
-"""DETR's transformer layers: attention, encoder layer, decoder layer. Batch first, normalisation after each sum.
+"""DETR's transformer: attention, encoder and decoder layers, and the heads that turn hidden states into predictions.
 
-`chain` makes one chain layer of each. Parameters are laid out and named as in `torch.nn.MultiheadAttention` and DETR's
-own code, so that published weights load. No layer changes its inputs.
+`chain` makes one chain layer of each. Batch first, normalisation after each sum. Parameters are laid out and named as
+in `torch.nn.MultiheadAttention` and DETR's own code, so that published weights load. Every layer computes padding mask
+and position encoding anew from two integers per image and the map's shape, so that neither ever crosses a cut. No
+layer changes its inputs, and nothing here looks at a tensor's values on the host.
 """
 
 from __future__ import annotations
@@ -13,12 +15,57 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from detr_pipeline.position import padding_mask, sine_positions
-
 if TYPE_CHECKING:
     from detr_pipeline.config import ModelConfig
 
-__all__ = ["Attention", "DecoderLayer", "EncoderLayer", "FirstDecoderLayer"]
+__all__ = [
+    "Attention",
+    "DecoderLayer",
+    "EncoderLayer",
+    "FirstDecoderLayer",
+    "Heads",
+    "PredictingDecoderLayer",
+    "padding_mask",
+    "sine_positions",
+]
+
+_TEMPERATURE = 10_000
+_EPSILON = 1e-6
+
+
+def padding_mask(valid: Tensor, height: int, width: int) -> Tensor:
+    """[B, height * width] bool, True where a cell is padding.
+
+    The upper left cell is never padding: attention over nothing would be NaN where a profiler sends zeros for `valid`.
+    """
+    rows, columns = valid.clamp(min=1).unbind(1)
+    outside_rows = torch.arange(height, device=valid.device) >= rows[:, None]
+    outside_columns = torch.arange(width, device=valid.device) >= columns[:, None]
+    return (outside_rows[:, :, None] | outside_columns[:, None, :]).flatten(1)
+
+
+def sine_positions(valid: Tensor, height: int, width: int, channels: int) -> Tensor:
+    """[B, height, width, channels] float32: sines and cosines of the row in the first half, of the column in the
+    second.
+
+    Coordinates count from 1 and are scaled to 2 pi at the image's own last row or column, whatever the padding.
+    Padding cells get the code of their clamped row and column (DETR: of 0); no valid cell reads theirs.
+    """
+    rows, columns = valid.clamp(min=1).unbind(1)
+    parts = (
+        _codes(rows, height, channels // 2)[:, :, None].expand(-1, -1, width, -1),
+        _codes(columns, width, channels // 2)[:, None].expand(-1, height, -1, -1),
+    )
+    return torch.cat(parts, dim=-1)
+
+
+def _codes(counts: Tensor, length: int, channels: int) -> Tensor:
+    """[B, length, channels]: sine on even channels, cosine on odd ones, wavelengths from 2 pi to 10000 * 2 pi."""
+    steps = torch.arange(1, length + 1, device=counts.device)
+    angles = torch.minimum(steps, counts[:, None]).float() / (counts[:, None] + _EPSILON) * (2 * math.pi)
+    exponents = torch.arange(0, channels, 2, dtype=torch.float32, device=counts.device) / channels
+    scaled = angles[:, :, None] / _TEMPERATURE**exponents
+    return torch.stack((scaled.sin(), scaled.cos()), dim=-1).flatten(2)
 
 
 class Attention(nn.Module):
@@ -143,19 +190,73 @@ class DecoderLayer(_FeedForward):
         return self.norm3(x + self.feed_forward(x))
 
 
+class _BoxHead(nn.Module):
+    """Three linear maps with ReLU between them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(width, width), nn.Linear(width, width), nn.Linear(width, 4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, last = self.layers
+        return last(F.relu(second(F.relu(first(x)))))
+
+
+class Heads(nn.Module):
+    """Decoder norm, then class scores and boxes.
+
+    Called with hidden [..., width]; returns logits [..., C + 1], no-object last, and boxes [..., 4] as (cx, cy, w, h)
+    in 0..1 of the unpadded image.
+    """
+
+    def __init__(self, config: ModelConfig, num_classes: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(config.hidden_dim)
+        self.class_embed = nn.Linear(config.hidden_dim, num_classes + 1)
+        self.bbox_embed = _BoxHead(config.hidden_dim)
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        normed = self.norm(hidden)
+        # bfloat16 has 8 bits: a sigmoid rounded to it would place a box to 1/256 of the image at best.
+        return self.class_embed(normed), self.bbox_embed(normed).to(hidden.dtype).sigmoid()
+
+
+class PredictingDecoderLayer(DecoderLayer):
+    """As `DecoderLayer`, and appends its predictions to those that come in; returns hidden, logits, boxes.
+
+    Args:
+        heads: one object for all decoder layers, which so share its parameters.
+        last: no layer reads the hidden state; returns logits, boxes.
+    """
+
+    def __init__(self, config: ModelConfig, heads: Heads, last: bool) -> None:
+        super().__init__(config)
+        self.heads, self.last = heads, last
+
+    def forward(  # type: ignore[override]
+        self, hidden: Tensor, memory: Tensor, valid: Tensor, query: Tensor, logits: Tensor, boxes: Tensor
+    ) -> tuple[Tensor, ...]:
+        hidden = super().forward(hidden, memory, valid, query)
+        more_logits, more_boxes = self.heads(hidden)
+        predictions = (torch.cat((logits, more_logits)), torch.cat((boxes, more_boxes)))
+        return predictions if self.last else (hidden, *predictions)
+
+
 class FirstDecoderLayer(DecoderLayer):
     """Called with memory and valid; returns hidden [1, B, Q, C] and the query embedding [Q, C].
 
     The embedding enters here and travels with the stream, so that no layer needs a copy of it. Decoding begins with
-    zeros.
+    zeros. With `heads`, logits [1, B, Q, C + 1] and boxes [1, B, Q, 4] are returned too.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, heads: Heads | None = None) -> None:
         super().__init__(config)
         self.query_embed = nn.Embedding(config.queries, config.hidden_dim)
+        self.heads = heads
 
-    def forward(self, memory: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(self, memory: Tensor, valid: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         # The view gives this layer's gradient and the stream's their own nodes; the parameter itself never leaves.
         query = self.query_embed.weight.view_as(self.query_embed.weight)
         start = torch.zeros_like(query).expand(memory.shape[0], -1, -1)
-        return self.decode(start, memory, valid, query)[None], query
+        hidden = self.decode(start, memory, valid, query)[None]
+        return (hidden, query) if self.heads is None else (hidden, query, *self.heads(hidden))

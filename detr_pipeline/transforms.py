@@ -6,7 +6,7 @@ only where the pixels are needed. Nothing here keeps state: equal generators giv
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -28,7 +28,6 @@ __all__ = [
     "apply",
     "largest_size",
     "plan",
-    "plan_validation",
     "resized_size",
 ]
 
@@ -106,31 +105,44 @@ def resized_size(height: int, width: int, scale: int, max_size: int | None) -> t
 
 
 def plan(
-    rng: np.random.Generator, width: int, height: int, boxes: NDArray[np.float64], config: AugmentConfig
+    rng: np.random.Generator | None, width: int, height: int, boxes: NDArray[np.float64], config: AugmentConfig
 ) -> ImageRecipe:
     """Draws one training augmentation: flip, then either a resize or a resize, a crop and a resize.
 
     Args:
-        rng: the sample's own generator.
+        rng: the sample's own generator; None gives the one resize of evaluation and prediction.
         width, height: of the image in pixels.
         boxes: [n, 4] corners in pixels, inside the image.
     """
-    flip = bool(rng.random() < config.flip)
-    if rng.random() >= config.crop:
-        size = resized_size(height, width, _choice(rng, config.scales), config.max_size)
-        return _recipe(boxes, width, height, flip, None, None, size)
-    resize = resized_size(height, width, _choice(rng, config.crop_resize), None)
-    crop_width, crop_height = (_crop_side(rng, side, config.crop_size) for side in (resize[1], resize[0]))
-    top = int(rng.integers(0, resize[0] - crop_height, endpoint=True))
-    left = int(rng.integers(0, resize[1] - crop_width, endpoint=True))
-    size = resized_size(crop_height, crop_width, _choice(rng, config.scales), config.max_size)
-    return _recipe(boxes, width, height, flip, resize, (top, left, crop_height, crop_width), size)
+    flip, resize, crop = False, None, None
+    seen_height, seen_width, scale = height, width, config.val_scale
+    if rng is not None:
+        flip = bool(rng.random() < config.flip)
+        if rng.random() < config.crop:
+            resize = resized_size(height, width, _choice(rng, config.crop_resize), None)
+            seen_width, seen_height = (
+                int(rng.integers(*_crop_range(side, config.crop_size), endpoint=True)) for side in reversed(resize)
+            )
+            top = int(rng.integers(0, resize[0] - seen_height, endpoint=True))
+            left = int(rng.integers(0, resize[1] - seen_width, endpoint=True))
+            crop = (top, left, seen_height, seen_width)
+        scale = _choice(rng, config.scales)
+    size = resized_size(seen_height, seen_width, scale, config.max_size)
 
-
-def plan_validation(width: int, height: int, boxes: NDArray[np.float64], config: AugmentConfig) -> ImageRecipe:
-    """The one resize of evaluation and prediction; arguments as in `plan`."""
-    size = resized_size(height, width, config.val_scale, config.max_size)
-    return _recipe(boxes, width, height, False, None, None, size)
+    moved = np.asarray(boxes, dtype=np.float64).reshape(-1, 4)
+    kept = np.arange(len(moved))
+    if flip:
+        moved = moved[:, [2, 1, 0, 3]] * [-1, 1, -1, 1] + [width, 0, width, 0]
+    if crop is not None and resize is not None:
+        ratio = np.array([resize[1] / width, resize[0] / height] * 2)
+        moved = moved * ratio - [crop[1], crop[0], crop[1], crop[0]]
+        moved = np.clip(moved, 0, [seen_width, seen_height] * 2)
+        kept = kept[(moved[:, 2:] > moved[:, :2]).all(axis=1)]
+        moved = moved[kept]
+    # The final resize scales image and box alike, so fractions of the seen part are fractions of the result.
+    moved = moved / [seen_width, seen_height, seen_width, seen_height]
+    centres, spans = (moved[:, :2] + moved[:, 2:]) / 2, moved[:, 2:] - moved[:, :2]
+    return ImageRecipe(flip, resize, crop, size, np.concatenate([centres, spans], axis=1), kept)
 
 
 def _choice(rng: np.random.Generator, values: Sequence[int]) -> int:
@@ -140,37 +152,6 @@ def _choice(rng: np.random.Generator, values: Sequence[int]) -> int:
 def _crop_range(side: int, bounds: tuple[int, int]) -> tuple[int, int]:
     """Smallest and largest crop along a side; an image smaller than the smallest crop is taken whole."""
     return min(bounds[0], side), min(bounds[1], side)
-
-
-def _crop_side(rng: np.random.Generator, side: int, bounds: tuple[int, int]) -> int:
-    return int(rng.integers(*_crop_range(side, bounds), endpoint=True))
-
-
-def _recipe(
-    boxes: NDArray[np.float64],
-    width: int,
-    height: int,
-    flip: bool,
-    resize: tuple[int, int] | None,
-    crop: tuple[int, int, int, int] | None,
-    size: tuple[int, int],
-) -> ImageRecipe:
-    moved = np.asarray(boxes, dtype=np.float64).reshape(-1, 4)
-    kept = np.arange(len(moved))
-    if flip:
-        moved = moved[:, [2, 1, 0, 3]] * [-1, 1, -1, 1] + [width, 0, width, 0]
-    seen_height, seen_width = height, width
-    if crop is not None and resize is not None:
-        top, left, seen_height, seen_width = crop
-        ratio = np.array([resize[1] / width, resize[0] / height] * 2)
-        moved = moved * ratio - [left, top, left, top]
-        moved = np.clip(moved, 0, [seen_width, seen_height] * 2)
-        kept = kept[(moved[:, 2:] > moved[:, :2]).all(axis=1)]
-        moved = moved[kept]
-    # The final resize scales image and box alike, so fractions of the seen part are fractions of the result.
-    moved = moved / [seen_width, seen_height, seen_width, seen_height]
-    centres, spans = (moved[:, :2] + moved[:, 2:]) / 2, moved[:, 2:] - moved[:, :2]
-    return ImageRecipe(flip, resize, crop, size, np.concatenate([centres, spans], axis=1), kept)
 
 
 def apply(recipe: ImageRecipe, image: Image.Image) -> Tensor:
@@ -201,43 +182,31 @@ def largest_size(
         alone: True for the single image of largest area; False for images padded together, where the tallest may meet
             the widest.
     """
-    sizes = np.unique(np.stack([heights, widths], axis=1), axis=0)
+    sizes = set(zip(heights.tolist(), widths.tolist(), strict=True))
     if not train:
         found = _resized_sizes(sizes, [config.val_scale], config.max_size)
     else:
-        parts = []
+        found = set()
         if config.crop < 1:
-            parts.append(_resized_sizes(sizes, config.scales, config.max_size))
+            found |= _resized_sizes(sizes, config.scales, config.max_size)
         if config.crop > 0:
             before = _resized_sizes(sizes, config.crop_resize, None)
-            parts.append(_resized_sizes(_reachable_crops(before, config.crop_size), config.scales, config.max_size))
-        found = np.concatenate(parts)
+            found |= _resized_sizes(_reachable_crops(before, config.crop_size), config.scales, config.max_size)
     if alone:
-        best = max(map(tuple, found.tolist()), key=lambda size: (size[0] * size[1], size))
-        return best[0], best[1]
-    return int(found[:, 0].max()), int(found[:, 1].max())
+        return max(found, key=lambda size: (size[0] * size[1], size))
+    return max(height for height, _ in found), max(width for _, width in found)
 
 
-def _resized_sizes(sizes: NDArray[np.int64], scales: Sequence[int], max_size: int | None) -> NDArray[np.int64]:
-    """`resized_size` of every (h, w) row for every scale, in the same float64 steps; rows without repetition."""
-    rows = []
-    heights, widths = sizes[:, 0], sizes[:, 1]
-    short, long = np.minimum(heights, widths), np.maximum(heights, widths)
-    for scale in scales:
-        sides = np.full(len(sizes), scale)
-        if max_size is not None:
-            bound = np.maximum(1, np.rint(max_size * short / long).astype(np.int64))
-            sides = np.where(long / short * scale > max_size, bound, sides)
-        longer = (sides * long / short).astype(np.int64)
-        wide = heights < widths
-        rows.append(np.stack([np.where(wide, sides, longer), np.where(wide, longer, sides)], axis=1))
-    return np.unique(np.concatenate(rows), axis=0)
+def _resized_sizes(
+    sizes: Iterable[tuple[int, int]], scales: Sequence[int], max_size: int | None
+) -> set[tuple[int, int]]:
+    return {resized_size(height, width, scale, max_size) for height, width in sizes for scale in scales}
 
 
-def _reachable_crops(sizes: NDArray[np.int64], bounds: tuple[int, int]) -> NDArray[np.int64]:
+def _reachable_crops(sizes: Iterable[tuple[int, int]], bounds: tuple[int, int]) -> list[tuple[int, int]]:
     """Every crop (h, w) that some image of these sizes can give."""
     reachable = np.zeros((bounds[1] + 1, bounds[1] + 1), dtype=np.bool_)
-    for height, width in np.unique(np.minimum(sizes, bounds[1]), axis=0).tolist():
+    for height, width in sizes:
         (low_h, high_h), (low_w, high_w) = _crop_range(height, bounds), _crop_range(width, bounds)
         reachable[low_h : high_h + 1, low_w : high_w + 1] = True
-    return np.argwhere(reachable)
+    return [(height, width) for height, width in np.argwhere(reachable).tolist()]

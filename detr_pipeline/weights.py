@@ -18,7 +18,6 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.chain import Chain
 
 __all__ = [
-    "chain_state",
     "from_reference",
     "load_into",
     "read_reference",
@@ -31,18 +30,10 @@ _BODY = "backbone.0.body."
 _COUNTER = "num_batches_tracked"
 
 
-def chain_state(chain: Chain) -> dict[str, Tensor]:
-    """Every parameter (a shared one under its first layer) and buffer of the chain by its address `<layer>.<name>`."""
-    state: dict[str, Tensor] = dict(chain.named_parameters())
-    for layer in chain.layers:
-        state |= {f"{layer.name}.{name}": buffer for name, buffer in layer.module.named_buffers()}
-    return state
-
-
 def reference_names(chain: Chain) -> dict[str, str]:
     """The name in Facebook's layout of every address that has one (BatchNorm's batch counters have none)."""
     names = {}
-    state = chain_state(chain)
+    state = chain.named_tensors()
     for layer in chain.layers:
         for unit, prefix in units_of(layer):
             whole = f"{layer.name}.{prefix}"
@@ -71,7 +62,7 @@ def _reference_name(unit: str, name: str) -> str:
 def to_reference(chain: Chain) -> dict[str, Tensor]:
     """The chain's weights in Facebook's layout, detached, on the CPU."""
     names = reference_names(chain)
-    state = chain_state(chain)
+    state = chain.named_tensors()
     return {name: state[address].detach().cpu() for address, name in names.items()}
 
 
@@ -89,7 +80,7 @@ def from_reference(chain: Chain, state: Mapping[str, Tensor]) -> tuple[dict[str,
     """
     state, bare = _normalised(state)
     names = reference_names(chain)
-    ours = chain_state(chain)
+    ours = chain.named_tensors()
     found, skipped = {}, []
     for address, name in names.items():
         if name not in state:
@@ -148,6 +139,6 @@ def write_reference(chain: Chain, path: Path | str) -> None:
 @torch.no_grad()
 def load_into(chain: Chain, weights: Mapping[str, Tensor]) -> None:
     """Copies weights by address into a chain that has memory (not on the meta device)."""
-    state = chain_state(chain)
+    state = chain.named_tensors()
     for address, tensor in weights.items():
         state[address].copy_(tensor)

@@ -1,133 +1,36 @@
+"""The chain of DETR: its layers and cut points, parameters and gradients, and what crosses the cuts."""
+
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import nn
-from torch.nn import functional as F
 
+from detr_pipeline.chain import build_chain
 from detr_pipeline.config import ModelConfig
-from detr_pipeline.position import padding_mask, sine_positions, valid_cells
-from detr_pipeline.transformer import Attention
+from detr_pipeline.transformer import padding_mask
+from detr_pipeline.weights import reference_names
 from tests.detr.tiny import CLASSES, tiny_chain, two_sizes
-from varuna_capslog.model.chain import TensorSpec
+from varuna_capslog.base.errors import ConfigError
+from varuna_capslog.config.reading import section
+from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.trace import ShapeTable, autocast_context
 
+MODELS = {
+    "RN50-E6": {"backbone": "resnet50"},
+    "RN101-E6": {"backbone": "resnet101"},
+    "RN101-E12": {"backbone": "resnet101", "encoder_layers": 12},
+}
 
-@pytest.mark.parametrize("side", [1, 17, 32, 75])
-@pytest.mark.parametrize(
-    ("changes", "stride"),
-    [
-        ({}, 16),
-        ({"last_layer": "layer4"}, 32),
-        ({"backbone": "resnet50", "last_layer": "layer4", "dilation": True}, 16),
-        ({"backbone": "resnet50", "last_layer": "layer3", "dilation": True}, 8),
-    ],
-)
-def test_feature_map_is_the_input_over_the_stride_rounded_up(side: int, changes: dict, stride: int) -> None:
-    with torch.device("meta"):
-        chain = tiny_chain(**changes)
-        values = {"images": torch.empty(1, 3, side, 101), "sizes": torch.ones(1, 2, dtype=torch.int64)}
-        for layer in chain.layers:
-            values.update(layer(values))
-            if "memory" in layer.writes:
-                break
-    assert values["memory"].shape == (1, math.ceil(side / stride), math.ceil(101 / stride), 32)
-
-
-@pytest.mark.parametrize("changes", [{}, {"backbone": "resnet50", "last_layer": "layer4", "dilation": True}])
-def test_stem_counts_valid_cells_of_the_final_map(changes: dict) -> None:
-    chain = tiny_chain(**changes, norm="frozen")
-    inputs = two_sizes()
-    _, valid = chain.layers[0].module(inputs["images"], inputs["sizes"])
-    rows, columns = math.ceil(75 / 16), math.ceil(101 / 16)
-    assert valid.tolist() == _reference_valid(inputs["sizes"], (75, 101), (rows, columns))
-
-
-def _reference_mask(sizes: torch.Tensor, padded: tuple[int, int], cells: tuple[int, int]) -> torch.Tensor:
-    """DETR's words: a pixel mask, True where padded, resized by nearest neighbour."""
-    mask = torch.ones(len(sizes), *padded, dtype=torch.bool)
-    for image, (height, width) in zip(mask, sizes.tolist(), strict=True):
-        image[:height, :width] = False
-    return F.interpolate(mask[None].float(), size=cells).to(torch.bool)[0]
-
-
-def _reference_valid(sizes: torch.Tensor, padded: tuple[int, int], cells: tuple[int, int]) -> list[list[int]]:
-    mask = ~_reference_mask(sizes, padded, cells)
-    return [[int(image[:, 0].sum()), int(image[0].sum())] for image in mask]
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    st.tuples(st.integers(1, 400), st.integers(1, 400)),
-    st.sampled_from([8, 16, 32]),
-    st.lists(st.tuples(st.floats(0.01, 1), st.floats(0.01, 1)), min_size=1, max_size=3),
-)
-def test_mask_and_positions_as_in_the_reference(
-    padded: tuple[int, int], stride: int, shares: list[tuple[float, float]]
-) -> None:
-    height, width = (math.ceil(side / stride) for side in padded)
-    sizes = torch.tensor([[max(1, round(h * padded[0])), max(1, round(w * padded[1]))] for h, w in shares])
-    mask = _reference_mask(sizes, padded, (height, width))
-    valid = valid_cells(sizes, padded, (height, width))
-    assert torch.equal(padding_mask(valid, height, width).view_as(mask), mask)
-
-    # The encoding in the reference's way: cumulative sums over the mask, one exponent per channel.
-    inside = ~mask
-    down, across = inside.cumsum(1, dtype=torch.float32), inside.cumsum(2, dtype=torch.float32)
-    down = down / (down[:, -1:, :] + 1e-6) * 2 * math.pi
-    across = across / (across[:, :, -1:] + 1e-6) * 2 * math.pi
-    channel = torch.arange(16, dtype=torch.float32)
-    divisor = 10000 ** (2 * (channel // 2) / 16)
-    codes = []
-    for angle in (down, across):
-        scaled = angle[..., None] / divisor
-        codes.append(torch.where(channel % 2 == 0, scaled.sin(), scaled.cos()))
-    torch.testing.assert_close(sine_positions(valid, height, width, 32)[inside], torch.cat(codes, -1)[inside])
-
-
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("padded", [False, True])
-def test_attention_is_torchs_own(fused: bool, padded: bool) -> None:
-    torch.manual_seed(0)
-    ours = Attention(32, 4, 0.0, fused)
-    theirs = nn.MultiheadAttention(32, 4, batch_first=True)
-    nn.init.uniform_(ours.in_proj_bias)
-    theirs.load_state_dict(ours.state_dict())
-    query, key, value = torch.randn(2, 5, 32), torch.randn(2, 9, 32), torch.randn(2, 9, 32)
-    padding = torch.arange(9) >= torch.tensor([[9], [4]]) if padded else None
-    expected, _ = theirs(query, key, value, key_padding_mask=padding)
-    torch.testing.assert_close(ours(query, key, value, padding), expected)
-
-
-def test_eager_and_fused_agree_in_outputs_and_gradients() -> None:
-    results = []
-    for attention in ("eager", "sdpa"):
-        chain = tiny_chain(attention=attention)
-        outputs = chain.run(two_sizes())
-        (outputs["logits"].square().sum() + outputs["boxes"].sum()).backward()
-        results.append((outputs, {name: p.grad for name, p in chain.named_parameters().items()}))
-    (eager, eager_gradients), (fused, fused_gradients) = results
-    torch.testing.assert_close(eager, fused, atol=1e-5, rtol=1e-4)
-    for name, gradient in eager_gradients.items():
-        scale = gradient.abs().max()
-        assert (gradient - fused_gradients[name]).abs().max() <= 1e-4 * scale + 1e-5, name
-
-
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_attention_drops_out_and_keeps_the_mean(attention: str) -> None:
-    torch.manual_seed(0)
-    layer = Attention(8, 2, 0.5, attention == "sdpa")
-    x = torch.randn(1, 6, 8)
-    calm = layer.eval()(x, x, x)
-    layer.train()
-    many = x.expand(4000, -1, -1)
-    noisy = layer(many, many, many)
-    assert noisy.std(0).min() > 0.01
-    torch.testing.assert_close(noisy.mean(0), calm[0], atol=0.05, rtol=0)
+# CAPSlog's table (heads_last, paper), its text read literally (all), boundaries inside ResNet stages only (instage).
+COUNTS = {
+    "heads_last": (24, 41, 47),
+    "paper": (24, 41, 47),
+    "all": (28, 45, 51),
+    "instage": (25, 42, 48),
+}
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
@@ -272,3 +175,133 @@ def test_defaults_are_the_references() -> None:
     assert (config.hidden_dim, config.attention_heads, config.feedforward, config.dropout) == (256, 8, 2048, 0.1)
     assert (config.cost_class, config.cost_boxes, config.cost_giou) == (1, 5, 2)
     assert (config.loss_class, config.loss_boxes, config.loss_giou, config.no_object) == (1, 5, 2, 0.1)
+
+
+def shape_of(**changes: Any) -> Chain:
+    with torch.device("meta"):
+        return build_chain(ModelConfig(**changes), 91)
+
+
+@pytest.mark.parametrize("layout", COUNTS)
+@pytest.mark.parametrize("dilation", [False, True])
+def test_numbers_of_cut_points(layout: str, dilation: bool) -> None:
+    chains = [shape_of(**changes, cut_points=layout, dilation=dilation) for changes in MODELS.values()]
+    assert tuple(len(chain) - 1 for chain in chains) == COUNTS[layout]
+
+
+def test_layers_of_the_paper_layout() -> None:
+    names = [layer.name for layer in shape_of(cut_points="paper").layers]
+    assert names == [
+        "backbone.stem-layer1.2",
+        *(f"backbone.layer2.{index}" for index in range(3)),
+        "backbone.layer2.3-layer3.0",
+        *(f"backbone.layer3.{index}" for index in range(1, 5)),
+        "backbone.layer3.5-layer4.0",
+        "backbone.layer4.1",
+        "layer4.2-projection",
+        *(f"encoder.{index}" for index in range(6)),
+        *(f"decoder.{index}" for index in range(6)),
+        "heads",
+    ]
+
+
+def test_heads_last_has_thirteen_backbone_layers_and_no_head_layer() -> None:
+    """CAPSlog's Fig. 8: 13 layers on the first GPU, one encoder on each of the next six, six layers on the last."""
+    names = [layer.name for layer in shape_of(cut_points="heads_last").layers]
+    assert names[12:14] == ["layer4.2-projection", "encoder.0"]
+    assert names[-1] == "decoder.5-heads"
+    assert names[2] == "backbone.layer1.2-layer2.0"
+
+
+def test_a_list_cuts_before_the_named_layers() -> None:
+    every = [layer.name for layer in tiny_chain(cut_points="all").layers]
+    chain = tiny_chain(cut_points=["backbone.layer2.1", "encoder.0", "decoder.2"])
+    assert [layer.name for layer in chain.layers] == [
+        "backbone.stem-layer2.0",
+        "layer2.1-projection",
+        "encoder.0-decoder.1",
+        "decoder.2-heads",
+    ]
+    assert [layer.name for layer in tiny_chain(cut_points=every).layers] == every
+    assert len(tiny_chain(cut_points=[])) == 1
+
+
+def test_an_unknown_name_in_the_list_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"'encodr\.1'.*did you mean 'encoder\.1'"):
+        tiny_chain(cut_points=["encodr.1"])
+    with pytest.raises(ConfigError, match=r"'projection', which this model has not"):
+        tiny_chain(cut_points=["projection"])
+
+
+@pytest.mark.parametrize("layout", [*COUNTS, ["backbone.layer2.0", "encoder.1"], []])
+def test_addresses_say_backbone_where_and_only_where_it_is(layout: Any) -> None:
+    """Learning rates are chosen by that word."""
+    for address, reference in reference_names(tiny_chain(cut_points=layout)).items():
+        assert ("backbone" in address) == reference.startswith("backbone."), address
+
+
+def test_little_crosses_the_cuts() -> None:
+    chain = shape_of(cut_points="all")
+    crossing = [chain.crossing(cut) for cut in range(len(chain) + 1)]
+    assert crossing[0] == ("images", "sizes")
+    assert set(crossing[1:16]) == {("valid", "x")}
+    assert set(crossing[16:23]) == {("memory", "valid")}
+    assert set(crossing[23:28]) == {("hidden", "memory", "query", "valid")}
+    assert crossing[28:] == [("hidden",), ("boxes", "logits")]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"backbon": "resnet18"}, r"model\.backbon is not a known key; did you mean model\.backbone\?"),
+        ({"backbone": "vgg"}, r"model\.backbone"),
+        ({"backbone": "resnet18", "dilation": True}, r"model\.dilation=true needs bottleneck"),
+        ({"attention_heads": 7}, r"model\.attention_heads=7 does not divide model\.hidden_dim=256"),
+        ({"heads": "every_decoder", "auxiliary_loss": False}, r"model\.auxiliary_loss=false forbids"),
+        ({"cost_class": 0, "cost_boxes": 0, "cost_giou": 0}, r"are all 0"),
+        ({"dropout": 1.0}, r"model\.dropout"),
+        ({"cut_points": "some"}, r"model\.cut_points"),
+    ],
+)
+def test_wrong_keys_and_values_are_one_sentence(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        section(ModelConfig, values, "model")
+
+
+@pytest.mark.parametrize(
+    ("changes", "total"),
+    [
+        ({"backbone": "resnet50"}, 41_524_768),
+        ({"backbone": "resnet101"}, 60_464_672),
+        ({"backbone": "resnet101", "encoder_layers": 12}, 68_355_104),
+    ],
+)
+@pytest.mark.parametrize("more", [{}, {"dilation": True}, {"heads": "every_decoder"}, {"cut_points": "paper"}])
+def test_parameters_with_92_class_outputs(changes: dict[str, Any], more: dict[str, Any], total: int) -> None:
+    """41M, 60M and 68M in CAPSlog's table; exact numbers counted on the published code's model."""
+    with torch.device("meta"):
+        chain = build_chain(ModelConfig(**changes, **more), 91)
+    assert chain.num_parameters() == total
+
+
+def test_parameters_of_the_parts() -> None:
+    with torch.device("meta"):
+        chain = build_chain(ModelConfig(), 91)
+    assert chain.num_parameters(trainable_only=True) == 41_302_368
+    counts: dict[str, int] = {}
+    for address, parameter in chain.named_parameters().items():
+        part = "backbone" if "backbone" in address else address
+        for name in ("projection", "query_embed", "class_embed", "bbox_embed", "norm.", "encoder", "decoder"):
+            if part == address and (f".{name}" in address or address.startswith(name)):
+                part = name
+        counts[part] = counts.get(part, 0) + parameter.numel()
+    assert counts == {
+        "backbone": 23_454_912,
+        "projection": 524_544,
+        "encoder": 7_890_432,
+        "query_embed": 25_600,
+        "decoder": 9_473_024 - 512,
+        "norm.": 512,
+        "class_embed": 23_644,
+        "bbox_embed": 132_612,
+    }

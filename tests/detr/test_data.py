@@ -12,15 +12,18 @@ from PIL import Image
 from detr_pipeline import data
 from detr_pipeline.data import (
     DATA_VARIABLE,
+    CocoSource,
     DataConfig,
     class_names,
+    image_sizes,
     largest_padded_size,
-    open_data,
     open_index,
     prepare_image,
     read_image,
+    sampled_padded_sizes,
 )
-from detr_pipeline.digits import DIGIT_NAMES
+from detr_pipeline.digits import DIGIT_NAMES, DigitsConfig, picture_sizes
+from detr_pipeline.transforms import AugmentConfig
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import section
 
@@ -80,7 +83,7 @@ def equal(a, b):
 
 
 def test_loaded_tensors_are_what_the_description_says(folder):
-    source = open_data(config_of(folder), "train", 0, 10)
+    source = CocoSource(config_of(folder), "train", 0, 10)
     minibatch = source.minibatch([[0, 1], [3], [2, 4]], epoch=2)
     for microbatch, specs in enumerate(minibatch.inputs):
         loaded = source.load(minibatch, microbatch)
@@ -102,7 +105,7 @@ def test_loaded_tensors_are_what_the_description_says(folder):
 def test_padding_covers_the_minibatch_or_the_microbatch(folder):
     groups = [[0], [1, 3], [4]]
     for pad in ("minibatch", "microbatch"):
-        source = open_data(config_of(folder, pad=pad), "train", 0, 10)
+        source = CocoSource(config_of(folder, pad=pad), "train", 0, 10)
         minibatch = source.minibatch(groups, 0)
         valid = [source.load(minibatch, m)["sizes"] for m in range(3)]
         shapes = [spec["images"].shape[2:] for spec in minibatch.inputs]
@@ -113,14 +116,14 @@ def test_padding_covers_the_minibatch_or_the_microbatch(folder):
 
 
 def test_normalisers_count_what_a_matching_can_use(folder):
-    source = open_data(config_of(folder), "val", 0, queries=2)
+    source = CocoSource(config_of(folder), "val", 0, num_queries=2)
     assert source.minibatch([[0, 1], [2, 3]], 0).normalisers == {"boxes": 1 + 2 + 0 + 2, "queries": 8}
     assert source.minibatch([[2]], 0).normalisers == {"boxes": 0, "queries": 2}
 
 
 def test_describing_opens_no_picture(folder, monkeypatch):
     monkeypatch.setattr(data, "read_image", lambda *_: pytest.fail("a picture was opened"))
-    source = open_data(config_of(folder), "train", 0, 10)
+    source = CocoSource(config_of(folder), "train", 0, 10)
     source.minibatch([[0, 1], [2]], 0)
     largest_padded_size(config_of(folder), "train", 2, 4)
     class_names(config_of(folder))
@@ -128,8 +131,8 @@ def test_describing_opens_no_picture(folder, monkeypatch):
 
 def test_a_sample_depends_on_seed_epoch_and_index_alone(folder):
     """Neither the grouping nor the order changes a sample, nor who opened the data."""
-    one = open_data(config_of(folder), "train", 5, 10)
-    two = open_data(config_of(folder), "train", 5, 10)
+    one = CocoSource(config_of(folder), "train", 5, 10)
+    two = CocoSource(config_of(folder), "train", 5, 10)
     apart = one.minibatch([[0], [1], [3], [4]], 1)
     together = two.minibatch([[4, 3], [1, 0]], 1)
     flat = [sample for group in together.targets for sample in group][::-1]
@@ -140,7 +143,7 @@ def test_a_sample_depends_on_seed_epoch_and_index_alone(folder):
             assert torch.equal(target[name], flat[position][name])
         assert torch.equal(one.load(apart, position)["images"][0], reversed_images[position])
     others = [
-        open_data(config_of(folder), "train", seed, 10).minibatch([[0], [1], [3], [4]], epoch)
+        CocoSource(config_of(folder), "train", seed, 10).minibatch([[0], [1], [3], [4]], epoch)
         for seed, epoch in ((6, 1), (5, 2))
     ]
     for other in others:
@@ -152,10 +155,10 @@ def test_samples_of_one_epoch_are_augmented_differently(tmp_path):
     images = [{"id": i, "file_name": "same.png", "width": 40, "height": 30} for i in range(20)]
     (tmp_path / "same.json").write_text(json.dumps({"images": images, "annotations": [], "categories": [{"id": 1}]}))
     (tmp_path / "train").mkdir()
-    source = open_data(
+    source = CocoSource(
         DataConfig(root=tmp_path, train_json="same.json", train_images="train", augment=SMALL), "train", 0, 5
     )
-    plans = source.minibatch([list(range(20))], 0).recipes[0].recipes
+    plans = [plan for _, plan in source.minibatch([list(range(20))], 0).recipes[0]]
     assert len({(plan.flip, plan.resize, plan.crop, plan.size) for plan in plans}) > 5
 
 
@@ -170,7 +173,7 @@ def test_labels_stay_with_their_boxes_when_a_crop_loses_some(tmp_path):
     (tmp_path / "x.json").write_text(json.dumps(document))
     (tmp_path / "train").mkdir()
     augment = {"crop": 1.0, "flip": 0.0, "scales": [40], "crop_resize": [40], "crop_size": [26, 30]}
-    source = open_data(
+    source = CocoSource(
         DataConfig(root=tmp_path, train_json="x.json", train_images="train", augment=augment), "train", 0, 5
     )
     lost = 0
@@ -179,7 +182,7 @@ def test_labels_stay_with_their_boxes_when_a_crop_loses_some(tmp_path):
         target = minibatch.targets[0][0]
         assert len(target["labels"]) == len(target["boxes"])
         lost += 5 - len(target["labels"])
-        top, left, height, width = minibatch.recipes[0].recipes[0].crop
+        top, left, height, width = minibatch.recipes[0][0][1].crop
         for label, (cx, cy, _, _) in zip(target["labels"].tolist(), target["boxes"].tolist(), strict=True):
             x, y, w, h = corners[label + 1]
             assert x - 1e-4 <= left + cx * width <= x + w + 1e-4
@@ -193,16 +196,16 @@ def test_classes_are_those_of_the_training_file(folder):
     document["categories"] = [{"id": 5, "name": "bee"}]
     document["annotations"] = [row for row in document["annotations"] if row["category_id"] == 5]
     (folder / "val.json").write_text(json.dumps(document))
-    source = open_data(config_of(folder, val_json="val.json"), "val", 0, 10)
+    source = CocoSource(config_of(folder, val_json="val.json"), "val", 0, 10)
     labels = torch.cat([target["labels"] for target in source.minibatch([[0, 1, 2, 3, 4]], 0).targets[0]])
     assert len(labels)
     assert set(labels.tolist()) == {1}
     with pytest.raises(CapslogError, match=r"category 3 \(ant\), which the training file val\.json does not"):
-        open_data(config_of(folder, train_json="val.json"), "val", 0, 10)
+        CocoSource(config_of(folder, train_json="val.json"), "val", 0, 10)
 
 
 def test_boxes_of_validation_are_fractions_of_the_image(folder):
-    source = open_data(config_of(folder), "val", 0, 10)
+    source = CocoSource(config_of(folder), "val", 0, 10)
     target = source.minibatch([[3]], 0).targets[0][0]
     index = open_index(config_of(folder), "val")
     corners, labels = index.targets(3)
@@ -219,15 +222,15 @@ def test_original_labels_leave_the_gaps(folder):
     config = config_of(folder, labels="original")
     assert class_names(config)[0] == (0, 1, 2, 3, 4, 5)
     assert class_names(config)[1] == ("unused 0", "unused 1", "unused 2", "ant", "unused 4", "bee")
-    contiguous = open_data(config_of(folder), "val", 0, 10).minibatch([[3]], 0).targets[0][0]["labels"]
-    original = open_data(config, "val", 0, 10).minibatch([[3]], 0).targets[0][0]["labels"]
+    contiguous = CocoSource(config_of(folder), "val", 0, 10).minibatch([[3]], 0).targets[0][0]["labels"]
+    original = CocoSource(config, "val", 0, 10).minibatch([[3]], 0).targets[0][0]["labels"]
     assert class_names(config_of(folder)) == ((3, 5), ("ant", "bee"))
     assert original.tolist() == [(3, 5)[label] for label in contiguous.tolist()]
 
 
 def test_largest_size_bounds_every_minibatch(folder):
     config = config_of(folder)
-    source = open_data(config, "train", 0, 10)
+    source = CocoSource(config, "train", 0, 10)
     bound = largest_padded_size(config, "train", 1, 5)
     shapes = [source.minibatch([[0, 1], [2, 3], [4]], epoch).inputs[0]["images"].shape[2:] for epoch in range(300)]
     assert all(h <= bound[0] and w <= bound[1] for h, w in shapes)
@@ -269,7 +272,7 @@ def test_relative_paths_start_from_root_then_from_the_variable(folder, monkeypat
 
 def test_missing_files_are_named_with_the_key(folder):
     with pytest.raises(CapslogError, match=r"data\.train_images=pictures was looked for at .*pictures"):
-        open_data(config_of(folder, train_images="pictures"), "train", 0, 10)
+        CocoSource(config_of(folder, train_images="pictures"), "train", 0, 10)
     with pytest.raises(CapslogError, match=r"data\.train_json=no\.json"):
         open_index(config_of(folder, train_json="no.json"), "train")
 
@@ -279,7 +282,7 @@ def test_no_validation_data_is_an_answer(folder):
     assert config.has_split("train")
     assert not config.has_split("val")
     with pytest.raises(CapslogError, match=r"data\.val_json is not set"):
-        open_data(config, "val", 0, 10)
+        CocoSource(config, "val", 0, 10)
 
 
 def test_half_a_split_and_unknown_keys_are_refused():
@@ -296,11 +299,11 @@ def test_the_digits_are_the_default_and_their_sizes_small(digits_root):
     assert class_names(config) == (tuple(range(1, 11)), DIGIT_NAMES)
     bound = largest_padded_size(config, "train", 1, 8)
     assert not list(Path(os.environ["XDG_CACHE_HOME"]).glob("varuna-capslog/digits-*"))
-    source = open_data(config, "train", 0, 10)
+    source = CocoSource(config, "train", 0, 10)
     assert len(source) == 20
     height, width = source.load(source.minibatch([[0, 1, 2]], 0), 0)["images"].shape[2:]
     assert (height, width) <= bound
-    assert len(open_data(config, "val", 0, 10)) == 10
+    assert len(CocoSource(config, "val", 0, 10)) == 10
 
 
 def test_the_resolved_config_reads_back_equal_and_keys_given_win(digits_root):
@@ -316,7 +319,7 @@ def test_the_resolved_config_reads_back_equal_and_keys_given_win(digits_root):
 def test_a_truncated_picture_is_named_with_its_id(folder):
     path = folder / "train/1.png"
     path.write_bytes(path.read_bytes()[:600])
-    source = open_data(config_of(folder), "train", 0, 10)
+    source = CocoSource(config_of(folder), "train", 0, 10)
     minibatch = source.minibatch([[0, 1]], 0)
     with pytest.raises(CapslogError, match=r"train/1\.png \(image id 11\) cannot be decoded"):
         source.load(minibatch, 0)
@@ -325,21 +328,21 @@ def test_a_truncated_picture_is_named_with_its_id(folder):
 @pytest.mark.parametrize("content", [b"", b"not a picture", b"\x89PNG\r\n\x1a\n"])
 def test_a_file_that_is_no_picture_is_named(folder, content):
     (folder / "train/0.png").write_bytes(content)
-    source = open_data(config_of(folder), "train", 0, 10)
+    source = CocoSource(config_of(folder), "train", 0, 10)
     with pytest.raises(CapslogError, match=r"0\.png \(image id 10\) cannot be decoded"):
         source.load(source.minibatch([[0]], 0), 0)
 
 
 def test_a_missing_picture_is_named(folder):
     (folder / "train/0.png").unlink()
-    source = open_data(config_of(folder), "train", 0, 10)
+    source = CocoSource(config_of(folder), "train", 0, 10)
     with pytest.raises(CapslogError, match=r"0\.png \(image id 10\) is missing"):
         source.load(source.minibatch([[0]], 0), 0)
 
 
 def test_another_size_than_the_annotation_file_says_is_refused(folder):
     Image.new("RGB", (30, 40)).save(folder / "train/0.png")
-    source = open_data(config_of(folder), "train", 0, 10)
+    source = CocoSource(config_of(folder), "train", 0, 10)
     with pytest.raises(CapslogError, match=r"0\.png \(image id 10\) is 30x40 .* says 40x30"):
         source.load(source.minibatch([[0]], 0), 0)
 
@@ -351,7 +354,7 @@ def test_the_exif_orientation_is_applied(folder):
     exif = Image.Exif()
     exif[0x0112] = 6  # "turn by 90 degrees clockwise to show"
     Image.fromarray(np.rot90(upright)).save(folder / "train/0.png", exif=exif)
-    source = open_data(config_of(folder), "val", 0, 10)
+    source = CocoSource(config_of(folder), "val", 0, 10)
     image = source.load(source.minibatch([[0]], 0), 0)["images"][0]
     assert image[:, :10].min() > 1
     assert image[:, -10:].max() < -1
@@ -375,7 +378,7 @@ def test_sixteen_bit_grey_is_scaled_not_cut_off(tmp_path):
 
 def test_a_foreign_picture_is_prepared_as_in_validation(folder):
     inputs, image = prepare_image(folder / "train/0.png", config_of(folder))
-    source = open_data(config_of(folder), "val", 0, 10)
+    source = CocoSource(config_of(folder), "val", 0, 10)
     assert equal(inputs, source.load(source.minibatch([[0]], 0), 0))
     assert image.size == SHAPES[0]
 
@@ -396,7 +399,7 @@ def test_photographs_of_blood_cells():
         strict=True,
         augment={"scales": (96, 120), "max_size": 160, "crop_resize": (110,), "crop_size": (80, 110), "val_scale": 120},
     )
-    train, val = open_data(config, "train", 0, 100), open_data(config, "val", 0, 100)
+    train, val = CocoSource(config, "train", 0, 100), CocoSource(config, "val", 0, 100)
     assert (len(train), len(val)) == (205, 44)
     assert sum(len(train.index.targets(image)[1]) for image in range(205)) == 2804
     assert class_names(config) == ((1, 2, 3), ("RBC", "WBC", "Platelets"))
@@ -406,3 +409,59 @@ def test_photographs_of_blood_cells():
             images = source.load(minibatch, microbatch)["images"]
             assert images.isfinite().all()
             assert images.std() > 0.1
+
+
+SMALL_DIGITS = DigitsConfig(train_images=24, val_images=6)
+
+
+def bccd() -> DataConfig:
+    """The blood cell pictures with a small augmentation, where the outside data is."""
+    root = os.environ.get(DATA_VARIABLE)
+    if not root or not (Path(root) / "bccd").is_dir():
+        pytest.skip(f"set {DATA_VARIABLE} to a folder that holds bccd")
+    augment = AugmentConfig(
+        scales=(96, 112, 128), max_size=180, crop_resize=(90, 100, 110), crop_size=(60, 110), val_scale=112
+    )
+    folder = Path(root) / "bccd"
+    return DataConfig(root=folder, train_json="annotations/instances_train.json", train_images="train", augment=augment)
+
+
+def digits(tmp_path: Path) -> DataConfig:
+    return DataConfig(root=tmp_path, digits=SMALL_DIGITS)
+
+
+def opened(config: DataConfig, groups, epoch, seed=0):
+    """The oracle: pictures that were really opened, transformed and padded; (H, W) of the first microbatch."""
+    source = CocoSource(config, "train", seed, 10)
+    minibatch = source.minibatch(groups, epoch)
+    return tuple(source.load(minibatch, 0)["images"].shape[2:])
+
+
+@pytest.mark.parametrize("pad", ["minibatch", "microbatch"])
+@pytest.mark.parametrize("data", ["digits", "bccd"])
+def test_sampled_sizes_are_those_of_transformed_pictures(data, pad, tmp_path):
+    config = (bccd() if data == "bccd" else digits(tmp_path)).model_copy(update={"pad": pad})
+    seed, microbatch, minibatch = 3, 2, 4
+    found = sampled_padded_sizes(config, "train", microbatch, minibatch, count=5, seed=seed)
+    rng = np.random.default_rng(seed)
+    together = minibatch if pad == "minibatch" else microbatch
+    total = len(image_sizes(config, "train")[0])
+    for epoch, size in enumerate(found):
+        samples = rng.choice(total, together, replace=False).tolist()
+        groups = [samples[at : at + microbatch] for at in range(0, together, microbatch)]
+        assert size == opened(config, groups, epoch, seed)
+    assert found == sampled_padded_sizes(config, "train", microbatch, minibatch, count=5, seed=seed)
+    assert found != sampled_padded_sizes(config, "train", microbatch, minibatch, count=5, seed=4)
+    largest = largest_padded_size(config, "train", microbatch, minibatch)
+    assert all(h <= largest[0] and w <= largest[1] for h, w in found)
+
+
+def test_sizes_of_the_digits_need_no_file(tmp_path, monkeypatch):
+    config = digits(tmp_path)
+    heights, widths = image_sizes(config, "train")
+    assert list(tmp_path.iterdir()) == []
+    assert picture_sizes(SMALL_DIGITS, train=False).shape == (6, 2)
+    for split, expected in (("train", (heights, widths)), ("val", picture_sizes(SMALL_DIGITS, train=False).T)):
+        index = open_index(config, split)  # writes them
+        assert np.array_equal(index.heights, expected[0])
+        assert np.array_equal(index.widths, expected[1])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from detr_pipeline.coco import read_coco
-from detr_pipeline.data import DATA_VARIABLE, DataConfig, open_data
+from detr_pipeline.data import DATA_VARIABLE, CocoSource, DataConfig
 from detr_pipeline.evaluation import STATISTICS, CocoEvaluator, best_classes, coco_statistics, detections
 from varuna_capslog.base.errors import CapslogError
 
@@ -33,7 +33,7 @@ KNOWN = (
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
     config = DataConfig(root=tmp_path_factory.mktemp("digits"), digits={"train_images": 1, "val_images": 12})
-    return open_data(config, "val", 0, 20)
+    return CocoSource(config, "val", 0, 20)
 
 
 def perfect_outputs(source, minibatch, microbatch, layers=2, queries=6):
@@ -150,7 +150,7 @@ def test_outputs_become_pixels_and_original_ids(tmp_path):
     config = DataConfig(
         root=tmp_path, train_json="x.json", train_images="pictures", val_json="x.json", val_images="pictures"
     )
-    source = open_data(config, "val", 0, 3)
+    source = CocoSource(config, "val", 0, 3)
     minibatch = source.minibatch([[0]], 0)
     evaluator = CocoEvaluator(source.index, source.category_ids, tmp_path / "out/detections.json")
     logits = torch.tensor([[0.0, 2.0, 9.0], [3.0, 1.0, 0.0], [0.0, 0.0, 0.0]])

@@ -13,6 +13,7 @@ from PIL import Image
 
 import detr_pipeline
 from detr_pipeline import workload
+from detr_pipeline.data import sampled_padded_sizes
 from detr_pipeline.task import DetrWorkload
 from detr_pipeline.weights import to_reference, write_reference
 from tests.detr.tiny import tiny_config
@@ -150,3 +151,17 @@ def test_frozen_norms_without_weights_are_warned_of(tmp_path: Path, caplog: pyte
         assert caplog.records == []
         tiny_workload(tmp_path, {"norm": "frozen"}).train_data()
     assert "set model.norm=group" in caplog.text
+
+
+def test_the_workload_samples_inputs(tmp_path: Path) -> None:
+    task = tiny_workload(tmp_path, train={"minibatch_size": 4, "microbatch_size": 2})
+    specs = task.sampled_inputs(2, count=6, seed=1)
+    sizes = sampled_padded_sizes(task.data, "train", 2, 4, 6, 1)
+    assert [spec["images"].shape for spec in specs] == [(2, 3, h, w) for h, w in sizes]
+    assert all(spec["sizes"].shape == (2, 2) for spec in specs)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_given_image_size_is_the_only_one(tmp_path: Path) -> None:
+    task = tiny_workload(tmp_path, profile={"image_size": [64, 96]})
+    assert task.sampled_inputs(2, count=6) == [task.profile_inputs(2)]

@@ -1,5 +1,7 @@
 """Augmentation: sizes and boxes planned with numbers alone must be what the pixels show."""
 
+from itertools import combinations, product
+
 import numpy as np
 import pytest
 import torch
@@ -15,7 +17,6 @@ from detr_pipeline.transforms import (
     apply,
     largest_size,
     plan,
-    plan_validation,
     resized_size,
 )
 
@@ -63,7 +64,7 @@ def test_largest_size_agrees_with_planning_at_random():
     assert bound == (max(h for h, _ in drawn), max(w for _, w in drawn))
     area = np.prod(largest_size(widths, heights, config, train=True, alone=True))
     assert area == max(h * w for h, w in drawn)
-    val = [plan_validation(w, h, NO_BOXES, config).size for w, h in shapes]
+    val = [plan(None, w, h, NO_BOXES, config).size for w, h in shapes]
     assert largest_size(widths, heights, config, train=False, alone=False) == tuple(map(max, zip(*val, strict=True)))
 
 
@@ -124,7 +125,7 @@ def test_crop_clamps_boxes_and_drops_lost_ones():
 def test_validation_is_the_plain_resize_in_torchvision():
     rng = np.random.default_rng(0)
     image = Image.fromarray(rng.integers(0, 256, (45, 60, 3), dtype=np.uint8))
-    recipe = plan_validation(60, 45, np.array([[6.0, 9.0, 30.0, 45.0]]), AugmentConfig(val_scale=90))
+    recipe = plan(None, 60, 45, np.array([[6.0, 9.0, 30.0, 45.0]]), AugmentConfig(val_scale=90))
     assert recipe.size == (90, 120)
     assert recipe.boxes.tolist() == [[0.3, 0.6, 0.4, 0.8]]
     expected = F.pil_to_tensor(image.resize((120, 90), Image.Resampling.BILINEAR)).float() / 255
@@ -147,3 +148,35 @@ def test_an_image_smaller_than_the_crop_is_taken_whole():
 def test_reversed_crop_bounds_are_refused():
     with pytest.raises(ValueError, match="smallest, largest"):
         AugmentConfig(crop_size=(5, 4))
+
+
+def every_size(height, width, config):
+    """All final sizes of one image, by trying every draw."""
+    sizes = (
+        {resized_size(height, width, scale, config.max_size) for scale in config.scales} if config.crop < 1 else set()
+    )
+    if config.crop > 0:
+        for before in config.crop_resize:
+            h, w = resized_size(height, width, before, None)
+            low, high = config.crop_size
+            for crop in product(range(min(low, h), min(high, h) + 1), range(min(low, w), min(high, w) + 1)):
+                sizes |= {resized_size(*crop, scale, config.max_size) for scale in config.scales}
+    return sizes
+
+
+pictures = st.lists(st.tuples(st.integers(3, 60), st.integers(3, 60)), min_size=2, max_size=3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(pictures, st.sampled_from([0.0, 0.5, 1.0]), st.sampled_from([None, 20, 44]), st.sampled_from([6, 16, 21]))
+def test_the_largest_size_is_the_exact_maximum(shapes, crop, max_size, resize):
+    """Against every possible pair of draws of every pair of images."""
+    config = AugmentConfig(scales=(13, 26), max_size=max_size, crop_resize=(resize,), crop_size=(9, 18), crop=crop)
+    heights, widths = (np.array(column) for column in zip(*shapes, strict=True))
+    sizes = [every_size(h, w, config) for h, w in shapes]
+    best_alone = max(h * w for of_one in sizes for h, w in of_one)
+    assert np.prod(largest_size(widths, heights, config, train=True, alone=True)) == best_alone
+    padded = {(max(a[0], b[0]), max(a[1], b[1])) for one, other in combinations(sizes, 2) for a in one for b in other}
+    found = largest_size(widths, heights, config, train=True, alone=False)
+    assert found in padded
+    assert np.prod(found) == max(h * w for h, w in padded)

@@ -11,7 +11,6 @@ from torchvision.models import resnet18
 from detr_pipeline.chain import build_chain
 from detr_pipeline.config import ModelConfig
 from detr_pipeline.weights import (
-    chain_state,
     from_reference,
     load_into,
     read_reference,
@@ -26,7 +25,7 @@ from varuna_capslog.base.errors import CapslogError
 def shapes_of(**changes: Any) -> dict[str, list[int]]:
     with torch.device("meta"):
         chain = build_chain(ModelConfig(**changes), 91)
-    state = chain_state(chain)
+    state = chain.named_tensors()
     return {name: list(state[address].shape) for address, name in reference_names(chain).items()}
 
 
@@ -112,7 +111,7 @@ def test_both_directions_undo_each_other() -> None:
     found, skipped = from_reference(chain, reference)
     assert skipped == []
     assert {address: tensor.data_ptr() for address, tensor in found.items()} == {
-        address: tensor.data_ptr() for address, tensor in chain_state(chain).items()
+        address: tensor.data_ptr() for address, tensor in chain.named_tensors().items()
     }
 
 
@@ -121,7 +120,7 @@ def test_panoptic_files_lose_their_prefix_and_mask_heads() -> None:
     state = {f"detr.{name}": tensor for name, tensor in to_reference(chain).items()}
     state["mask_head.lay1.weight"] = torch.zeros(3)
     found, skipped = from_reference(chain, state)
-    assert set(found) == set(chain_state(chain))
+    assert set(found) == set(chain.named_tensors())
     assert skipped == ["mask_head.lay1.weight: no place in the model"]
 
 
@@ -135,7 +134,7 @@ def test_heads_for_other_classes_are_skipped_and_listed() -> None:
         "class_embed.weight: [92, 32] in the file, [4, 32] in the model",
         "class_embed.bias: [92] in the file, [4] in the model",
     ]
-    assert set(chain_state(chain)) - set(found) == {"heads.class_embed.weight", "heads.class_embed.bias"}
+    assert set(chain.named_tensors()) - set(found) == {"heads.class_embed.weight", "heads.class_embed.bias"}
 
 
 def test_a_torchvision_backbone_fills_the_backbone() -> None:
@@ -145,7 +144,7 @@ def test_a_torchvision_backbone_fills_the_backbone() -> None:
     found, skipped = from_reference(chain, network.state_dict())
     assert skipped == []
     load_into(chain, found)
-    state, names = chain_state(chain), reference_names(chain)
+    state, names = chain.named_tensors(), reference_names(chain)
     filled = {names[address].removeprefix("backbone.0.body."): state[address] for address in found}
     expected = {n: t for n, t in network.state_dict().items() if not n.startswith("fc.") and "num_batches" not in n}
     assert set(filled) == set(expected)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torchvision.ops import FrozenBatchNorm2d
 
 from detr_pipeline.chain import build_chain
@@ -83,3 +84,11 @@ def shake_frozen_norms(chain: Chain) -> None:
                 module.bias.uniform_(-0.2, 0.2)
                 module.running_mean.uniform_(-0.2, 0.2)
                 module.running_var.uniform_(0.5, 1.5)
+
+
+def reference_mask(sizes: torch.Tensor, padded: tuple[int, int], cells: tuple[int, int]) -> torch.Tensor:
+    """DETR's words: a pixel mask, True where padded, resized by nearest neighbour."""
+    mask = torch.ones(len(sizes), *padded, dtype=torch.bool)
+    for image, (height, width) in zip(mask, sizes.tolist(), strict=True):
+        image[:height, :width] = False
+    return F.interpolate(mask[None].float(), size=cells).to(torch.bool)[0]

@@ -6,10 +6,11 @@ knows names and parameters but never runs anything; shapes come from `varuna_cap
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +19,6 @@ from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.capture import capture_layers
 from varuna_capslog.model.layer import Layer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 __all__ = ["Chain", "Layer", "TensorSpec", "TiedParameter"]
 
@@ -45,17 +43,13 @@ class TensorSpec:
     @classmethod
     def of(cls, tensor: Tensor) -> TensorSpec:
         """The spec of an existing (or fake) tensor; a non-dense layout is described by its contiguous form."""
-        dense = torch.empty_strided(tensor.shape, tensor.stride(), device="meta")
-        stride = tensor.stride() if _is_dense(dense) else _contiguous_stride(tensor.shape)
+        stride = tensor.stride() if _is_dense(tensor) else _contiguous_stride(tensor.shape)
         return cls(tuple(tensor.shape), tensor.dtype, tuple(stride), tensor.requires_grad)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the tensor's elements."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def empty(self, device: torch.device | str = "cpu") -> Tensor:
         """An uninitialised tensor of this spec (without requires_grad)."""
@@ -160,8 +154,7 @@ class Chain:
         name: str | None = None,
     ) -> Chain:
         """A chain of an ordinary module, without edits to it; see `varuna_capslog.model.capture.capture_layers`."""
-        found = capture_layers(model, cut_points, example_inputs, outputs)
-        return cls(found.layers, found.inputs, found.outputs, name or type(model).__name__)
+        return cls(*capture_layers(model, cut_points, example_inputs, outputs), name or type(model).__name__)
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -186,20 +179,14 @@ class Chain:
         """Parameters used by more than one layer, by first use. Found by identity, so tied modules need no
         declaration.
         """
-        uses: dict[int, list[tuple[int, str]]] = {}
-        tensors: dict[int, nn.Parameter] = {}
+        uses: dict[nn.Parameter, list[tuple[int, str]]] = {}
         for index, layer in enumerate(self.layers):
             for name, parameter in layer.module.named_parameters():
-                uses.setdefault(id(parameter), []).append((index, name))
-                tensors[id(parameter)] = parameter
+                uses.setdefault(parameter, []).append((index, name))
         return tuple(
-            TiedParameter(
-                f"{self.layers[where[0][0]].name}.{where[0][1]}",
-                tuple(where),
-                tensors[key].numel() * tensors[key].dtype.itemsize,
-            )
-            for key, where in uses.items()
-            if len(where) > 1
+            TiedParameter(name, tuple(uses[parameter]), parameter.nbytes)
+            for name, parameter in self.named_parameters().items()
+            if len(uses[parameter]) > 1
         )
 
     def shared_names(self, index: int) -> dict[str, str]:
@@ -208,13 +195,17 @@ class Chain:
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Every parameter once, by its address `<layer>.<name>`; a shared one under its first layer."""
-        found: dict[str, nn.Parameter] = {}
-        seen: set[int] = set()
+        addresses: dict[nn.Parameter, str] = {}
         for layer in self.layers:
             for name, parameter in layer.module.named_parameters():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    found[f"{layer.name}.{name}"] = parameter
+                addresses.setdefault(parameter, f"{layer.name}.{name}")
+        return {address: parameter for parameter, address in addresses.items()}
+
+    def named_tensors(self) -> dict[str, Tensor]:
+        """Every parameter as in `named_parameters`, and every buffer, by its address."""
+        found: dict[str, Tensor] = dict(self.named_parameters())
+        for layer in self.layers:
+            found |= {f"{layer.name}.{name}": buffer for name, buffer in layer.module.named_buffers()}
         return found
 
     def num_parameters(self, trainable_only: bool = False) -> int:

@@ -98,8 +98,7 @@ def pipeline_stages(
 
     Raises:
         CapslogError: bad cuts, or what torch's stages cannot do: microbatches of different shapes, a parameter used by
-        two
-            stages, tensors other than floating point between stages (before torch 2.13).
+            two stages, tensors other than floating point between stages (before torch 2.13).
     """
     from torch.distributed.pipelining import PipelineStage
 
@@ -158,7 +157,7 @@ def module_fqns_per_model_part(
         chain: made by `Chain.from_module`.
         cuts: first layer of each part, beginning with 0.
         names: qualified name (or its beginning) -> what torchtitan calls it; `TORCHTITAN_NAMES` for Hugging Face
-        decoders.
+            decoders.
 
     Raises:
         CapslogError: bad cuts, or a cut inside something that torchtitan keeps whole.

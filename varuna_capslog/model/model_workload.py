@@ -117,25 +117,11 @@ class ModelSection(Section):
     """Size of the made-up data set."""
 
 
-class DataSection(Section):
-    """The config's `data` section: empty, since the data is made up."""
-
-
 def workload(config: Config) -> ModelWorkload:
     """The workload that a config's `model` section describes; see `ModelSection`."""
     settings = section(ModelSection, config.model, "model")
-    section(DataSection, config.data, "data")
-    texts = settings.inputs
-    if isinstance(texts, dict):
-        texts = [f"{name}={rest}" for name, rest in texts.items()]
-    return ModelWorkload(
-        settings.factory,
-        [parse_input(text) for text in texts],
-        settings.cut_points,
-        settings.arguments,
-        config.train.microbatch_size,
-        settings.samples,
-    )
+    section(Section, config.data, "data")  # the data is made up, so the section has no keys
+    return ModelWorkload(settings, config.train.microbatch_size)
 
 
 def config_values(
@@ -164,39 +150,33 @@ def config_values(
 
 
 class ModelWorkload(Workload):
-    """An ordinary model with made-up data.
+    """An ordinary model with made-up data; it is its own `DataSource`, which makes samples up from their index.
 
     The loss is the model's output named `loss` where it has one, else the mean square of its first floating-point
-    output that carries a gradient; each microbatch counts 1 / number of microbatches.
+    output that carries a gradient; each microbatch counts 1 / number of microbatches. The first size of the first input
+    is the batch, as is the first size of every other input that equals it; the run's microbatch size takes its place.
 
     Args:
-        factory: `package.module:function`, see `ModelSection`.
-        inputs: specs of the model's inputs. The first size of the first input is the batch, as is the first size of
-            every other input that equals it; the run's microbatch size takes its place.
-        cut_points: submodules to cut before, None for every repeated block.
-        arguments: for the factory.
+        settings: the config's `model` section.
         microbatch_size: batch size that the model is captured for.
-        samples: size of the made-up data set.
+
+    Raises:
+        CapslogError: an input spec that cannot be read.
     """
 
-    def __init__(
-        self,
-        factory: str,
-        inputs: Sequence[InputSpec] = (),
-        cut_points: Sequence[str] | None = None,
-        arguments: Mapping[str, Any] | None = None,
-        microbatch_size: int = 1,
-        samples: int = 1024,
-    ) -> None:
-        self.name = factory
-        self._factory = factory
-        self._arguments = dict(arguments or {})
-        self._cut_points = cut_points
-        self._samples = samples
-        self._specs = tuple(inputs)
+    def __init__(self, settings: ModelSection, microbatch_size: int) -> None:
+        texts = settings.inputs
+        if isinstance(texts, dict):
+            texts = [f"{name}={rest}" for name, rest in texts.items()]
+        self.name = settings.factory
+        self._settings = settings
+        self._specs = tuple(parse_input(text) for text in texts)
         self._constants: dict[str, Any] = {}
         self._size = microbatch_size
         self._captured_size: int | None = None
+
+    def __len__(self) -> int:
+        return self._settings.samples
 
     def build_chain(self) -> Chain:
         """Calls the factory and captures what it returns for this run's microbatch size.
@@ -204,13 +184,13 @@ class ModelWorkload(Workload):
         Raises:
             CapslogError: no such function, it failed or returned something else, or the model cannot be captured.
         """
-        made = call_function(self._factory, f"the model {self._factory!r}", **self._arguments)
+        made = call_function(self.name, f"the model {self.name!r}", **self._settings.arguments)
         example: Any = None
         if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
             made, example = made
         if not isinstance(made, (nn.Module, Chain)):
             raise CapslogError(
-                f"{self._factory!r} returned {type(made).__name__}; it must return an nn.Module, a Chain, or a "
+                f"{self.name!r} returned {type(made).__name__}; it must return an nn.Module, a Chain, or a "
                 "pair of an nn.Module and its example inputs"
             )
         self._take_example(made, example)
@@ -218,7 +198,7 @@ class ModelWorkload(Workload):
             chain = made
         else:
             inputs = {spec.name: spec.make(self._shape(spec, self._size), 0) for spec in self._specs}
-            chain = Chain.from_module(made, self._cut_points, {**inputs, **self._constants}, name=self._factory)
+            chain = Chain.from_module(made, self._settings.cut_points, {**inputs, **self._constants}, name=self.name)
             if any(isinstance(layer.module, torch.fx.GraphModule) for layer in chain.layers):
                 self._captured_size = self._size
         if len(chain.inputs) == len(self._specs) == 1:  # one input needs no name: that of an nn.Sequential is ours
@@ -244,10 +224,10 @@ class ModelWorkload(Workload):
             self.build_chain()  # the shapes are the factory's
         if self._captured_size not in (None, microbatch_size):
             raise CapslogError(
-                f"{self._factory} was captured for microbatches of {self._captured_size}, asked for {microbatch_size}; "
+                f"{self.name} was captured for microbatches of {self._captured_size}, asked for {microbatch_size}; "
                 f"set train.microbatch_size={microbatch_size}"
             )
-        return {spec.name: TensorSpec(self._shape(spec, microbatch_size), spec.dtype) for spec in self._specs}
+        return self._input_specs(microbatch_size)
 
     def profile_targets(self, microbatch_size: int) -> tuple[Any, dict[str, float]]:
         """No targets: labels are inputs of the model."""
@@ -257,7 +237,30 @@ class ModelWorkload(Workload):
         """Made-up samples, the same in every process."""
         if not self._specs:
             self.build_chain()
-        return _MadeUpData(self, self._samples)
+        return self
+
+    def minibatch(self, groups: Sequence[Sequence[int]], epoch: int) -> Minibatch:
+        """Describes microbatches that all look the same; the recipe of each is its samples."""
+        samples = [list(group) for group in groups]
+        return Minibatch(
+            inputs=[self._input_specs(len(group)) for group in groups],
+            targets=[None] * len(groups),
+            normalisers={"microbatches": float(len(groups))},
+            sample_ids=samples,
+            recipes=samples,
+        )
+
+    def load(self, minibatch: Minibatch, microbatch: int) -> dict[str, Tensor]:
+        """Makes the samples up."""
+        made = {}
+        for spec in self._specs:
+            if self._has_batch(spec):
+                made[spec.name] = torch.stack(
+                    [spec.make(spec.shape[1:], sample) for sample in minibatch.recipes[microbatch]]
+                )
+            else:
+                made[spec.name] = spec.make(spec.shape, 0)
+        return made
 
     def import_weights(self, path: Path) -> tuple[dict[str, Tensor], list[str]]:
         """A state dict of the model itself, as torch.save or safetensors wrote it."""
@@ -276,19 +279,8 @@ class ModelWorkload(Workload):
         used = {id(tensor) for tensor in found.values()}
         return found, [name for name, tensor in state.items() if id(tensor) not in used]
 
-    def specs_of(self, size: int) -> dict[str, TensorSpec]:
-        """Specs of one microbatch of `size` samples."""
+    def _input_specs(self, size: int) -> dict[str, TensorSpec]:
         return {spec.name: TensorSpec(self._shape(spec, size), spec.dtype) for spec in self._specs}
-
-    def make(self, samples: Sequence[int]) -> dict[str, Tensor]:
-        """The inputs of one microbatch that holds these samples."""
-        made = {}
-        for spec in self._specs:
-            if self._has_batch(spec):
-                made[spec.name] = torch.stack([spec.make(spec.shape[1:], sample) for sample in samples])
-            else:
-                made[spec.name] = spec.make(spec.shape, 0)
-        return made
 
     def _has_batch(self, spec: InputSpec) -> bool:
         return spec.shape[0] == self._specs[0].shape[0]
@@ -310,46 +302,22 @@ class ModelWorkload(Workload):
                 )
         if not self._specs:
             raise CapslogError(
-                f"{self._factory} gave no example inputs, so say their shapes with --input or model.inputs: {_GRAMMAR}"
+                f"{self.name} gave no example inputs, so say their shapes with --input or model.inputs: {_GRAMMAR}"
             )
 
     def _with_loss(self, chain: Chain) -> Chain:
         if "loss" in chain.outputs:
             output = "loss"
         else:
-            last = ShapeTable(chain).boundaries(self.specs_of(self._size))[-1]
+            last = ShapeTable(chain).boundaries(self._input_specs(self._size))[-1]
             found = [name for name in chain.outputs if last[name].dtype.is_floating_point and last[name].requires_grad]
             if not found:
                 raise CapslogError(
-                    f"{self._factory}: none of the outputs {list(chain.outputs)} carries a gradient, so "
+                    f"{self.name}: none of the outputs {list(chain.outputs)} carries a gradient, so "
                     "there is nothing to train"
                 )
             output = found[0]
         return Chain(chain.layers, chain.inputs, (output,), chain.name)
-
-
-class _MadeUpData:
-    """Samples made up from their index; see `InputSpec.make`."""
-
-    def __init__(self, owner: ModelWorkload, samples: int) -> None:
-        self._owner, self._samples = owner, samples
-
-    def __len__(self) -> int:
-        return self._samples
-
-    def minibatch(self, groups: Sequence[Sequence[int]], epoch: int) -> Minibatch:
-        """Every microbatch looks the same."""
-        return Minibatch(
-            inputs=[self._owner.specs_of(len(group)) for group in groups],
-            targets=[None] * len(groups),
-            normalisers={"microbatches": float(len(groups))},
-            sample_ids=[list(group) for group in groups],
-            recipes=[list(group) for group in groups],
-        )
-
-    def load(self, minibatch: Minibatch, microbatch: int) -> dict[str, Tensor]:
-        """Makes the samples up."""
-        return self._owner.make(minibatch.recipes[microbatch])
 
 
 def _above(value: Tensor) -> int:

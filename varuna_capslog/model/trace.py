@@ -30,16 +30,16 @@ def autocast_context(device_type: str, precision: str) -> AbstractContextManager
     raise CapslogError(f"precision={precision!r} is unknown; choose float32 or bfloat16")
 
 
-def _plain(value: object) -> object:
-    if isinstance(value, (bool, int, float, str, type(None), torch.dtype)):
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def _comparable(value: object) -> object:
+    """The value itself where it is plain, the name of a function or class; all else is equal to itself only."""
+    if isinstance(value, (*_PLAIN, torch.dtype)):
         return value
-    if isinstance(value, (tuple, list)) and all(
-        isinstance(item, (bool, int, float, str, type(None))) for item in value
-    ):
+    if isinstance(value, (tuple, list)) and all(isinstance(item, _PLAIN) for item in value):
         return tuple(value)
-    if callable(value) and not isinstance(value, nn.Module):
-        return getattr(value, "__qualname__", None) or id(value)
-    return None
+    return getattr(value, "__qualname__", id(value))
 
 
 def layer_signature(layer: Layer) -> tuple[object, ...]:
@@ -51,16 +51,13 @@ def layer_signature(layer: Layer) -> tuple[object, ...]:
     """
     parts: list[object] = [len(layer.reads), len(layer.writes)]
     for name, module in layer.module.named_modules():
-        attributes = []
-        for key, value in sorted(vars(module).items()):
-            if key.startswith("_") and key not in ("_reversed_padding_repeated_twice",):
-                continue
-            plain = _plain(value)
-            if plain is None and value is not None:
-                plain = id(value)
-            attributes.append((key, plain))
+        attributes = tuple(
+            (key, _comparable(value))
+            for key, value in sorted(vars(module).items())
+            if not key.startswith("_") or key == "_reversed_padding_repeated_twice"
+        )
         opaque = id(module) if isinstance(module, torch.fx.GraphModule) else None
-        parts.append((name, type(module).__module__, type(module).__qualname__, opaque, tuple(attributes)))
+        parts.append((name, type(module).__module__, type(module).__qualname__, opaque, attributes))
     for name, tensor in [*layer.module.named_parameters(), *layer.module.named_buffers()]:
         parts.append((name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad))
     return tuple(parts)
@@ -81,18 +78,16 @@ class ShapeTable:
     def __init__(self, chain: Chain, device_type: str = "cpu", precision: str = "float32") -> None:
         self._device = device_type if device_type != "cuda" or torch.cuda.is_available() else "cpu"
         self._precision = precision
-        # copied together, so that tied modules stay tied, then stripped to shapes
-        modules = [layer.module for layer in chain.layers]
-        memo: dict[int, Any] = {id(p): _meta_parameter(p) for module in modules for p in module.parameters()}
-        memo |= {id(b): b.detach().to("meta") for module in modules for b in module.buffers()}
-        skeletons = copy.deepcopy(modules, memo)
-        self._layers = [
-            Layer(layer.name, module, layer.reads, layer.writes)
-            for layer, module in zip(chain.layers, skeletons, strict=True)
-        ]
-        for layer in self._layers:
+        # copied as a whole, so that tied modules stay tied, with shapes in place of parameters and buffers
+        memo: dict[int, Any] = {}
+        for layer in chain.layers:
+            for parameter in layer.module.parameters():
+                hollow = parameter.detach().to("meta")
+                memo[id(parameter)] = nn.Parameter(hollow, requires_grad=parameter.requires_grad)
+            memo |= {id(buffer): buffer.detach().to("meta") for buffer in layer.module.buffers()}
+        self._chain = copy.deepcopy(chain, memo)
+        for layer in self._chain.layers:
             layer.module.train()
-        self._crossing = [chain.crossing(cut) for cut in range(len(chain) + 1)]
         self._signatures = [layer_signature(layer) for layer in chain.layers]
         self._traced: dict[object, tuple[TensorSpec, ...]] = {}
         self._cache: dict[object, list[dict[str, TensorSpec]]] = {}
@@ -111,15 +106,15 @@ class ShapeTable:
 
     def _trace(self, inputs: Mapping[str, TensorSpec]) -> list[dict[str, TensorSpec]]:
         values = dict(inputs)
-        table = [{name: values[name] for name in self._crossing[0]}]
-        for index, layer in enumerate(self._layers):
+        table = [{name: values[name] for name in self._chain.crossing(0)}]
+        for index, layer in enumerate(self._chain.layers):
             read = tuple(values[name] for name in layer.reads)
             key = (self._signatures[index], read)
             written = self._traced.get(key)
             if written is None:
                 written = self._traced[key] = self._run(layer, read)
             values.update(zip(layer.writes, written, strict=True))
-            table.append({name: values[name] for name in self._crossing[index + 1]})
+            table.append({name: values[name] for name in self._chain.crossing(index + 1)})
         return table
 
     def _run(self, layer: Layer, read: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
@@ -138,10 +133,6 @@ class ShapeTable:
                     f"layer {layer.name!r} returned {len(result)} tensors but declares writes={list(layer.writes)}"
                 )
             return tuple(TensorSpec.of(tensor) for tensor in result)
-
-
-def _meta_parameter(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
 
 
 def fake_operands(

@@ -152,10 +152,7 @@ def initialise(chain: Chain, workload: Workload, path: Path, skip: Sequence[str]
     """
     weights, skipped = read_weights(path, workload)
     taken = 0
-    tensors: dict[str, Tensor] = dict(chain.named_parameters())
-    for layer in chain.layers:
-        tensors |= {f"{layer.name}.{name}": buffer for name, buffer in layer.module.named_buffers()}
-    for address, target in tensors.items():
+    for address, target in chain.named_tensors().items():
         value = weights.pop(address, None)
         if any(text in address for text in skip):
             skipped.append(f"{address}: skipped by init_skip")

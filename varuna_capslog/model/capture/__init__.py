@@ -19,7 +19,7 @@ from varuna_capslog.model.capture.collapse import collapse_modules
 from varuna_capslog.model.capture.export import export_model
 from varuna_capslog.model.capture.modes import merge_modes
 from varuna_capslog.model.capture.runtime import SequentialSlice
-from varuna_capslog.model.capture.split import CapturedLayers, split_graph
+from varuna_capslog.model.capture.split import split_graph
 from varuna_capslog.model.layer import Layer
 
 __all__ = ["automatic_cut_points", "capture_layers", "source_modules"]
@@ -30,8 +30,10 @@ def capture_layers(
     cut_points: Sequence[str] | None,
     example_inputs: Mapping[str, Any] | Sequence[Any] | None = None,
     outputs: Sequence[str] | None = None,
-) -> CapturedLayers:
+) -> tuple[list[Layer], tuple[str, ...], tuple[str, ...]]:
     """Splits `model` before each named submodule, in the order in which its forward runs them.
+
+    Returns the layers, and the names of the tensors that enter and leave the chain of them.
 
     An `nn.Sequential` is split between its children: no example is needed, and any input shape runs. Every other model
     is captured twice by `torch.export` (training and eval mode) with the example's shapes; a layer refuses other
@@ -60,7 +62,7 @@ def capture_layers(
         cut_points = automatic_cut_points(model)
     _check_names(model, cut_points)
     if isinstance(model, nn.Sequential) and not any("." in cut for cut in cut_points):
-        return _sequential_layers(model, cut_points)
+        return _sequential_layers(model, cut_points), ("x",), ("x",)
     if example_inputs is None:
         raise CapslogError(
             f"{type(model).__name__} is not an nn.Sequential cut between its children, so capturing it needs "
@@ -155,7 +157,7 @@ def _check_names(model: nn.Module, cut_points: Sequence[str]) -> None:
         seen.add(cut)
 
 
-def _sequential_layers(model: nn.Sequential, cut_points: Sequence[str]) -> CapturedLayers:
+def _sequential_layers(model: nn.Sequential, cut_points: Sequence[str]) -> list[Layer]:
     slices: list[list[tuple[str, nn.Module]]] = [[]]
     for child in model.named_children():
         if child[0] in cut_points and slices[-1]:
@@ -168,4 +170,4 @@ def _sequential_layers(model: nn.Sequential, cut_points: Sequence[str]) -> Captu
             "the nn.Sequential holds one module twice, so its children's names do not give its order; "
             "make the second one a module of its own"
         )
-    return CapturedLayers(tuple(Layer(part[0][0], SequentialSlice(part)) for part in slices), ("x",), ("x",))
+    return [Layer(part[0][0], SequentialSlice(part)) for part in slices]

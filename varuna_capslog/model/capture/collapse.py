@@ -12,11 +12,10 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import fx, nn
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.model.capture.export import Captured, module_calls
+from varuna_capslog.model.capture.export import Captured, module_calls, same_storage
 
 __all__ = ["collapse_modules", "mutated_arguments"]
 
@@ -58,7 +57,7 @@ def collapse_modules(captured: Captured, model: nn.Module, cut_points: Sequence[
             call = captured.graph.call_module(path, (source,))
         call.meta = {"val": result.meta.get("val"), "nn_module_stack": _stack_at(part[0], key)}
         call.meta["mutates"] = any(
-            _same_storage(argument, source) for node in part for argument in mutated_arguments(node)
+            same_storage(argument, source) for node in part for argument in mutated_arguments(node)
         )
         result.replace_all_uses_with(call)
         for name, node in captured.outputs.items():
@@ -72,11 +71,7 @@ def collapse_modules(captured: Captured, model: nn.Module, cut_points: Sequence[
 def mutated_arguments(node: fx.Node) -> list[fx.Node]:
     """The values that a node writes into: the `self` of an in-place operation, the input of an in-place module."""
     if node.op == "call_module":
-        return (
-            [argument for argument in node.args[:1] if isinstance(argument, fx.Node)]
-            if node.meta.get("mutates")
-            else []
-        )
+        return node.all_input_nodes if node.meta.get("mutates") else []
     schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.is_mutable:
         return []
@@ -117,30 +112,17 @@ def _stack_at(node: fx.Node, key: str) -> dict[str, Any]:
     return {name: stack[name] for name in keys[: keys.index(key) + 1]}
 
 
-def _same_storage(a: fx.Node, b: fx.Node) -> bool:
-    first, second = a.meta.get("val"), b.meta.get("val")
-    if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
-        return a is b
-    return first.untyped_storage()._cdata == second.untyped_storage()._cdata
-
-
 def _refuse_state(captured: Captured, model: nn.Module) -> None:
-    held = {}
-    for node in captured.graph.nodes:
-        value = node.meta.get("val")
-        if node.op == "get_attr" and node.target not in captured.extra and isinstance(value, torch.Tensor):
-            held[value.untyped_storage()._cdata] = str(node.target)
+    held = captured.graph.find_nodes(op="get_attr")
     for node in captured.graph.nodes:
         for argument in mutated_arguments(node):
-            value = argument.meta.get("val")
-            target = held.get(value.untyped_storage()._cdata) if isinstance(value, torch.Tensor) else None
-            if target is None:
+            changed = [other for other in held if other.target not in captured.extra and same_storage(other, argument)]
+            if not changed:
                 continue
-            owner = target.rpartition(".")[0]
+            owner, _, name = str(changed[0].target).rpartition(".")
             kind = type(model.get_submodule(owner))
             if not issubclass(kind, nn.modules.batchnorm._BatchNorm):
                 raise CapslogError(
-                    f"module {owner or 'the model itself'!r} ({kind.__name__}) changes its "
-                    f"{target.rpartition('.')[2]!r} in its forward; a pipeline cannot keep such state in order, "
-                    "only batch norm's running statistics"
+                    f"module {owner or 'the model itself'!r} ({kind.__name__}) changes its {name!r} in its forward; a "
+                    "pipeline cannot keep such state in order, only batch norm's running statistics"
                 )

@@ -12,7 +12,7 @@ import operator
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.capture.runtime import Region
 
-__all__ = ["Captured", "export_model", "follow_device", "module_calls", "module_path"]
+__all__ = ["Captured", "export_model", "follow_device", "module_calls", "module_path", "same_storage"]
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Captured:
     inputs: dict[str, fx.Node]
     outputs: dict[str, fx.Node]
     extra: dict[str, Any]
-    simple: set[int] = field(default_factory=set)
+    simple: set[int]
 
 
 def export_model(model: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Captured:
@@ -64,41 +64,22 @@ def export_model(model: nn.Module, arguments: tuple[Any, ...], keywords: Mapping
     graph, extra = fx.Graph(), {}
     env: dict[fx.Node, fx.Node] = {}
     inputs: dict[str, fx.Node] = {}
-    constants = program.constants
-    result: list[Any] = []
-    for node in program.graph.nodes:
-        if node.op == "placeholder":
-            spec = names[node.name]
-            if spec.kind == InputKind.USER_INPUT:
-                if isinstance(spec.arg, TensorArgument):
-                    env[node] = inputs[node.name] = graph.placeholder(node.name)
-                    env[node].meta["val"] = node.meta["val"]
-                continue
-            target = spec.target
-            if spec.kind in (InputKind.CONSTANT_TENSOR, InputKind.CUSTOM_OBJ):
-                target = "constant_" + str(spec.target).replace(".", "_")
-                extra[target] = constants[spec.target]
-            env[node] = graph.create_node("get_attr", target)
-            env[node].meta["val"] = node.meta.get("val")
-        elif node.op == "output":
-            result = list(node.args[0])
-        elif node.op == "get_attr":
-            continue  # bodies of regions, fetched where they are used
-        elif _is_check(node):
+    for node in program.graph.find_nodes(op="placeholder"):
+        spec = names[node.name]
+        if spec.kind == InputKind.USER_INPUT:
+            if isinstance(spec.arg, TensorArgument):
+                env[node] = inputs[node.name] = graph.placeholder(node.name)
+                env[node].meta["val"] = node.meta["val"]
             continue
-        elif (region := _region(node, program.graph_module)) is not None:
-            env[node] = _called(region, node, graph, env, extra)
-            env[node].meta["val"] = node.meta.get("val")
-            env[node].meta["inner_stacks"] = [
-                inner.meta.get("nn_module_stack") or {} for inner in _body(region).graph.nodes
-            ]
-        else:
-            env[node] = graph.node_copy(node, lambda old: env[old])
-            made_by = env[node].args[0] if node.target is operator.getitem else None
-            if isinstance(made_by, fx.Node) and "inner_stacks" in made_by.meta:
-                env[node].meta["nn_module_stack"] = made_by.meta["nn_module_stack"]
+        target = spec.target
+        if spec.kind in (InputKind.CONSTANT_TENSOR, InputKind.CUSTOM_OBJ):
+            target = "constant_" + str(spec.target).replace(".", "_")
+            extra[target] = program.constants[spec.target]
+        env[node] = graph.create_node("get_attr", target)
+        env[node].meta["val"] = node.meta.get("val")
+    _copy_operations(program.graph_module, graph, env, extra)
     captured = Captured(graph, inputs, {}, extra, {key for key, simple in calls.items() if simple})
-    _name_outputs(captured, program, result, env)
+    _name_outputs(captured, program, env)
     _bypass_copies_of_nothing(captured)
     return captured
 
@@ -115,7 +96,16 @@ def module_path(node: fx.Node) -> str:
     return list(calls.values())[-1] if calls else ""
 
 
-def _name_outputs(captured: Captured, program: Any, result: list[Any], env: Mapping[fx.Node, fx.Node]) -> None:
+def same_storage(a: fx.Node, b: fx.Node) -> bool:
+    """Whether two nodes are one value, or tensors that share memory."""
+    first, second = a.meta.get("val"), b.meta.get("val")
+    if not isinstance(first, Tensor) or not isinstance(second, Tensor):
+        return a is b
+    return first.untyped_storage()._cdata == second.untyped_storage()._cdata
+
+
+def _name_outputs(captured: Captured, program: Any, env: Mapping[fx.Node, fx.Node]) -> None:
+    result = program.graph.output_node().args[0]
     tree = pytree.tree_unflatten(list(range(len(result))), program.call_spec.out_spec)
     for path, index in pytree.tree_flatten_with_path(tree)[0]:
         value = result[index]
@@ -143,11 +133,7 @@ def _bypass_copies_of_nothing(captured: Captured) -> None:
         ):
             continue
         source, before, after = node.args[0], node.args[0].meta.get("val"), node.meta.get("val")
-        if (
-            before is None
-            or before.dtype != after.dtype
-            or before.untyped_storage()._cdata != after.untyped_storage()._cdata
-        ):
+        if before is None or before.dtype != after.dtype or not same_storage(source, node):
             continue
         own = module_calls(node).keys()
         for user in list(node.users):
@@ -216,54 +202,66 @@ def _is_check(node: fx.Node) -> bool:
     return node.op == "call_function" and "_assert_tensor_metadata" in str(node.target)
 
 
-def _region(node: fx.Node, root: nn.Module) -> Region | None:
+def _copy_operations(root: fx.GraphModule, graph: fx.Graph, env: dict[fx.Node, fx.Node], extra: dict[str, Any]) -> None:
+    """Copies torch's operations into our graph; a region under its own gradient or autocast mode becomes a `Region`.
+
+    Args:
+        root: owner of torch's graph and of the bodies of its regions.
+        graph: gets the copies.
+        env: torch's node -> our copy; knows the inputs already.
+        extra: gets the regions by attribute name.
+    """
+    for node in root.graph.nodes:
+        # a get_attr is the body of a region, fetched where it is used
+        if node.op in ("placeholder", "get_attr", "output") or _is_check(node):
+            continue
+        region = _region(node, root)
+        if region is None:
+            env[node] = graph.node_copy(node, lambda old: env[old])
+            made_by = env[node].args[0] if node.target is operator.getitem else None
+            if isinstance(made_by, fx.Node) and "inner_stacks" in made_by.meta:
+                env[node].meta["nn_module_stack"] = made_by.meta["nn_module_stack"]
+            continue
+        path = f"region_{sum(key.startswith('region_') for key in extra)}"
+        extra[path] = region
+        passed = [env[item] for item in node.args if isinstance(item, fx.Node) and item.op != "get_attr"]
+        env[node] = graph.call_module(path, tuple(passed))
+        env[node].meta = {
+            "val": node.meta.get("val"),
+            "nn_module_stack": _common_stack(region),
+            "inner_stacks": [inner.meta.get("nn_module_stack") or {} for inner in region.body.graph.nodes],
+        }
+
+
+def _region(node: fx.Node, root: fx.GraphModule) -> Region | None:
     kind = getattr(node.target, "__name__", "")
     if kind == "wrap_with_set_grad_enabled":
-        body = _cleaned_body(root, node.args[1])
-        return Region(body, grad=bool(node.args[0]))
+        return Region(_cleaned_body(root, node.args[1]), torch.set_grad_enabled, node.args[:1])
     if kind == "wrap_with_autocast":
-        body = _cleaned_body(root, node.args[4])
-        return Region(body, autocast=tuple(node.args[:4]))
+        return Region(_cleaned_body(root, node.args[4]), torch.autocast, node.args[:4])
     return None
 
 
-def _called(
-    region: Region, node: fx.Node, graph: fx.Graph, env: Mapping[fx.Node, fx.Node], extra: dict[str, Any]
-) -> fx.Node:
-    """The call, in our graph, of a region that torch's graph runs at `node`."""
-    path = f"region_{sum(key.startswith('region_') for key in extra)}"
-    extra[path] = region
-    passed = [env[item] for item in node.args if isinstance(item, fx.Node) and item.op != "get_attr"]
-    call = graph.call_module(path, tuple(passed))
-    call.meta = {"nn_module_stack": _common_stack(region)}
-    return call
-
-
-def _body(region: Region) -> fx.GraphModule:
-    assert isinstance(region.body, fx.GraphModule)
-    return region.body
-
-
-def _cleaned_body(root: nn.Module, attribute: Any) -> fx.GraphModule:
+def _cleaned_body(root: fx.GraphModule, attribute: Any) -> fx.GraphModule:
     body = root.get_submodule(attribute.target)
+    assert isinstance(body, fx.GraphModule)
     graph = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
     extra: dict[str, Any] = {}
-    for node in body.graph.nodes:  # type: ignore[union-attr]
-        if _is_check(node) or node.op == "get_attr":
-            continue
-        inner = _region(node, body)
-        if inner is not None:
-            env[node] = _called(inner, node, graph, env, extra)
-            continue
-        env[node] = graph.node_copy(node, lambda old: env[old])
-    follow_device(graph, next((node for node in graph.nodes if node.op == "placeholder"), None))
+    inputs = body.graph.find_nodes(op="placeholder")
+    env = {node: graph.node_copy(node) for node in inputs}
+    _copy_operations(body, graph, env, extra)
+    graph.node_copy(body.graph.output_node(), lambda old: env[old])
+    follow_device(graph, env[inputs[0]] if inputs else None)
     return fx.GraphModule(nn.ModuleDict(extra), graph)
 
 
 def follow_device(graph: fx.Graph, tensor: fx.Node | None) -> None:
     """Replaces every fixed device in the graph by the device of `tensor`, so that a moved layer works where it is."""
-    users = [node for node in graph.nodes if _has_device(node)]
+    users = [
+        node
+        for node in graph.nodes
+        if any(isinstance(leaf, torch.device) for leaf in pytree.tree_leaves((node.args, node.kwargs)))
+    ]
     if not users or tensor is None:
         return
     last_input = [node for node in graph.nodes if node.op == "placeholder"] or [tensor]
@@ -275,14 +273,10 @@ def follow_device(graph: fx.Graph, tensor: fx.Node | None) -> None:
         node.kwargs = pytree.tree_map(swap, node.kwargs)
 
 
-def _has_device(node: fx.Node) -> bool:
-    return any(isinstance(leaf, torch.device) for leaf in pytree.tree_leaves((node.args, node.kwargs)))
-
-
 def _common_stack(region: Region) -> dict[str, Any]:
     stacks = [
         inner.meta.get("nn_module_stack") or {}
-        for inner in _body(region).graph.nodes
+        for inner in region.body.graph.nodes
         if inner.op in ("call_function", "call_module") and inner.target is not getattr
     ]
     if not stacks:

@@ -116,7 +116,8 @@ def _equal_leaves(node: fx.Node, other: fx.Node) -> bool:
 
 
 def _same_region(mine: Any, yours: Any) -> bool:
-    return mine.grad == yours.grad and mine.autocast == yours.autocast and str(mine.body.graph) == str(yours.body.graph)
+    same_context = mine.context is yours.context and mine.arguments == yours.arguments
+    return same_context and str(mine.body.graph) == str(yours.body.graph)
 
 
 def _switch(captured: Captured, node: fx.Node, other: fx.Node, name: str) -> None:

@@ -5,11 +5,12 @@ They hold no parameters (a layer's parameters keep the model's own names) and re
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from varuna_capslog.base.errors import CapslogError
@@ -80,23 +81,28 @@ class ByMode(nn.Module):
 
 
 class Region(nn.Module):
-    """A part of the graph that runs under its own gradient mode or its own autocast, as the model's code said."""
+    """A part of the graph that runs under its own gradient mode or its own autocast, as the model's code said.
 
-    def __init__(self, body: nn.Module, grad: bool | None = None, autocast: tuple[Any, ...] | None = None) -> None:
+    Args:
+        body: what runs.
+        context: `torch.set_grad_enabled` or `torch.autocast`.
+        arguments: what it is called with.
+    """
+
+    def __init__(
+        self, body: fx.GraphModule, context: Callable[..., AbstractContextManager[Any]], arguments: Sequence[Any]
+    ) -> None:
         super().__init__()
-        self.body, self.grad, self.autocast = body, grad, autocast
+        self.body: fx.GraphModule = body
+        self.context, self.arguments = context, tuple(arguments)
 
     def forward(self, *values: Any) -> Any:
         """The body's outputs, a tuple."""
-        if self.grad is not None:
-            with torch.set_grad_enabled(self.grad):
-                return self.body(*values)
-        device, dtype, enabled, cache = self.autocast or ("cpu", None, False, None)
-        with torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache):
+        with self.context(*self.arguments):
             return self.body(*values)
 
 
-class SequentialSlice(nn.Module):
+class SequentialSlice(nn.Sequential):
     """Consecutive children of an nn.Sequential, under their own names.
 
     The first of them may work in place (`nn.ReLU(inplace=True)`); its input has crossed a cut, where others read it
@@ -105,20 +111,13 @@ class SequentialSlice(nn.Module):
     """
 
     def __init__(self, children: Sequence[tuple[str, nn.Module]]) -> None:
-        super().__init__()
-        for name, child in children:
-            self.add_module(name, child)
-        self._names = tuple(name for name, _ in children)
+        super().__init__(OrderedDict(children))
         self._copy_input = _may_change_input([child for _, child in children])
-        self.meta = {"source_modules": self._names}
+        self.meta = {"source_modules": tuple(name for name, _ in children)}
 
     def forward(self, x: Tensor) -> Tensor:
         """The children's result, one after the other."""
-        if self._copy_input:
-            x = x.clone()
-        for name in self._names:
-            x = self._modules[name](x)  # type: ignore[misc]
-        return x
+        return super().forward(x.clone() if self._copy_input else x)
 
 
 _FRESH_OUTPUT = (

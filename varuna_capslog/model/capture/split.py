@@ -8,27 +8,17 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import fx, nn
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.capture.collapse import mutated_arguments
-from varuna_capslog.model.capture.export import Captured, follow_device, module_calls, module_path
+from varuna_capslog.model.capture.export import Captured, follow_device, module_calls, module_path, same_storage
 from varuna_capslog.model.capture.runtime import Guard
 from varuna_capslog.model.layer import Layer
 
-__all__ = ["CapturedLayers", "split_graph"]
-
-
-@dataclass(frozen=True)
-class CapturedLayers:
-    """What a chain is made of: its layers, and the names of the tensors that enter and leave it."""
-
-    layers: tuple[Layer, ...]
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
+__all__ = ["split_graph"]
 
 
 def split_graph(
@@ -38,8 +28,8 @@ def split_graph(
     outputs: Sequence[str] | None,
     train_only: str | None,
     lenient: bool = False,
-) -> CapturedLayers:
-    """The layers of a captured model.
+) -> tuple[list[Layer], tuple[str, ...], tuple[str, ...]]:
+    """The layers of a captured model, and the names of the tensors that enter and leave it.
 
     Args:
         captured: the graph; it is used up.
@@ -84,7 +74,7 @@ def split_graph(
             captured, model, names[index], part, reads, read_names, [n for _, n in writes], train_only
         )
         layers.append(Layer(names[index], module, tuple(read_names), tuple(written for written, _ in writes)))
-    return CapturedLayers(tuple(layers), tuple(captured.inputs), tuple(wanted))
+    return layers, tuple(captured.inputs), tuple(wanted)
 
 
 def _choose_outputs(captured: Captured, outputs: Sequence[str] | None) -> dict[str, fx.Node]:
@@ -165,11 +155,6 @@ def _runs_in(node: fx.Node, cut: str) -> bool:
     return any(_path_in(path, cut) for path in module_calls(node).values())
 
 
-def _storage(node: fx.Node) -> int | None:
-    value = node.meta.get("val")
-    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
-
-
 def _protect_boundaries(captured: Captured, wanted: dict[str, fx.Node], layer_of: dict[fx.Node, int]) -> None:
     """Gives an in-place operation on (a view of) a value from an earlier layer a copy, made at the head of its layer.
 
@@ -180,12 +165,11 @@ def _protect_boundaries(captured: Captured, wanted: dict[str, fx.Node], layer_of
             continue
         index = layer_of[node]
         for written in mutated_arguments(node):
-            storage = _storage(written)
             crossing = [
                 other
                 for other in captured.graph.nodes
                 if (other.op == "placeholder" or layer_of.get(other, index) < index)
-                and (other is written or (storage is not None and _storage(other) == storage))
+                and same_storage(other, written)
                 and (other in wanted.values() or any(layer_of.get(user, -1) >= index for user in other.users))
             ]
             if not crossing:
@@ -256,7 +240,7 @@ def _layer_module(
         env[node] = graph.node_copy(node, here)
     results = tuple(here(node) for node in writes)
     graph.output(results[0] if len(results) == 1 else results)
-    _drop_unused(graph)
+    graph.eliminate_dead_code(_has_effect)
     anchor = next((node for node in graph.nodes if node.op in ("placeholder", "get_attr")), None)
     follow_device(graph, anchor)
     for node in graph.nodes:
@@ -269,7 +253,7 @@ def _layer_module(
     for submodule in module.modules():
         if id(submodule) not in known:
             submodule.training = model.training
-    module.meta["source_modules"] = _paths(part)
+    module.meta["source_modules"] = tuple(dict.fromkeys(path for node in part if (path := module_path(node))))
     return module
 
 
@@ -286,23 +270,7 @@ def _keep_persistence(module: fx.GraphModule, model: nn.Module) -> None:
             owner._non_persistent_buffers_set.add(name)
 
 
-def _drop_unused(graph: fx.Graph) -> None:
-    """Removes operations whose results are not read, but random ones: they move the generator that later layers use."""
-    for node in reversed(list(graph.nodes)):
-        if node.users or node.op in ("placeholder", "output", "call_module"):
-            continue
-        if node.op == "call_function" and (mutated_arguments(node) or _is_random(node)):
-            continue
-        graph.erase_node(node)
-
-
-def _is_random(node: fx.Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-
-
-def _paths(part: Sequence[fx.Node]) -> tuple[str, ...]:
-    found: dict[str, None] = {}
-    for node in part:
-        if path := module_path(node):
-            found[path] = None
-    return tuple(found)
+def _has_effect(node: fx.Node) -> bool:
+    """Whether a node stays though nothing reads its result. Random ones move the generator that later layers use."""
+    is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return node.op in ("placeholder", "output", "call_module") or bool(mutated_arguments(node)) or is_random
