@@ -72,6 +72,42 @@ def doubled_names(root: Path) -> list[str]:
     return [f"{name}: {', '.join(paths)}" for name, paths in sorted(places.items()) if len(paths) > 1]
 
 
+WHOLE_RUNS = {
+    "detr/test_against_huggingface.py",
+    "elastic/script/test_script.py",
+    "elastic/test_launchers.py",
+    "elastic/test_live.py",
+    "elastic/test_live_notices.py",
+    "elastic/test_live_peaks.py",
+    "engine/test_detr.py",
+    "membership/test_placing_before_a_run.py",
+    "memory/test_truth.py",
+    "varuna_plugin/test_mistakes.py",
+    "varuna_plugin/test_morphing.py",
+    "varuna_plugin/test_training.py",
+}
+"""Tests of several modules together: runs of several processes, models of others, real allocators."""
+
+
+def strange_tests(root: Path) -> list[str]:
+    """Tests in a folder of `tests/` that are not named after a module or a package at the same place of the library."""
+    found = []
+    for path in sorted((root / "tests").rglob("test_*.py")):
+        place = path.relative_to(root / "tests")
+        if len(place.parts) == 1 or str(place) in WHOLE_RUNS:
+            continue
+        top = "detr_pipeline" if place.parts[0] == "detr" else f"varuna_capslog/{place.parts[0]}"
+        module = root.joinpath(top, *place.parts[1:-1], place.stem.removeprefix("test_"))
+        if not module.is_dir() and not module.with_suffix(".py").exists():
+            found.append(str(place))
+    return found
+
+
+def test_tests_mirror_the_tree():
+    assert strange_tests(ROOT) == []
+    assert all((ROOT / "tests" / name).exists() for name in WHOLE_RUNS)
+
+
 def test_no_file_is_long():
     assert long_files(ROOT) == []
 
@@ -86,6 +122,15 @@ def test_no_class_has_many_attributes():
 
 def test_no_class_name_has_two_meanings():
     assert doubled_names(ROOT) == []
+
+
+def test_a_test_of_no_module_is_noticed(tmp_path):
+    for name in ("varuna_capslog/base/units.py", "tests/base/test_units.py", "tests/test_anything.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert strange_tests(tmp_path) == []
+    (tmp_path / "tests/base/test_sizes.py").touch()
+    assert strange_tests(tmp_path) == ["base/test_sizes.py"]
 
 
 @pytest.mark.parametrize(
