@@ -32,8 +32,10 @@ from common import (
 )
 
 from varuna_capslog.engine.communicator import Communicator
+from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.optimizer import LearningRate
-from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine
+from varuna_capslog.engine.options import EngineOptions
+from varuna_capslog.engine.pipeline import PipelineEngine
 from varuna_capslog.engine.step import train_step
 
 SIZES = {
@@ -62,7 +64,7 @@ def measure(communicator: Communicator, size: TransformerSize, rounds: int) -> d
     def share(output: Tensor, target: Tensor) -> Tensor:
         return token_loss({"x": output}, target, minibatch.normalisers)["loss"]
 
-    layout = Layout(cuts, tuple(range(stages)))
+    layout = Layout.pipelines(cuts, len(chain))
     options = EngineOptions(
         size.num_microbatches, schedule="1f1b", recompute=False, rate=LearningRate(RATE), weight_decay=DECAY
     )

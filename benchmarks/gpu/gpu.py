@@ -31,7 +31,9 @@ sys.path.insert(0, str(ROOT))
 from detr_pipeline.chain import build_chain  # noqa: E402 (the script runs from a bare checkout)
 from detr_pipeline.loss import set_loss  # noqa: E402
 from varuna_capslog.engine.communicator import connect  # noqa: E402
-from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine  # noqa: E402
+from varuna_capslog.engine.layout import Layout  # noqa: E402
+from varuna_capslog.engine.options import EngineOptions  # noqa: E402
+from varuna_capslog.engine.pipeline import PipelineEngine  # noqa: E402
 from varuna_capslog.engine.probe import PeakProbe, resident_tensors  # noqa: E402
 from varuna_capslog.engine.step import train_step  # noqa: E402
 from varuna_capslog.model.chain import Chain, TensorSpec  # noqa: E402
@@ -238,7 +240,7 @@ def train_rank(
     chain = workload.build_chain()
     communicator = connect(rank, RANKS, "127.0.0.1", port, timeout_seconds=120.0)
     options = EngineOptions(num_microbatches=MICROBATCHES, clip_norm=0.1)
-    layout = Layout(tuple(cuts), tuple(range(RANKS)))
+    layout = Layout.pipelines(cuts, len(chain))
     engine = PipelineEngine(chain, workload.loss, layout, options, communicator, device)
     del chain
     inputs = [_picture(workload, index) for index in range(MICROBATCHES)]

@@ -35,7 +35,9 @@ from common import (
 
 from varuna_capslog.config.reading import load_config
 from varuna_capslog.engine.communicator import Communicator
-from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine
+from varuna_capslog.engine.layout import Layout
+from varuna_capslog.engine.options import EngineOptions
+from varuna_capslog.engine.pipeline import PipelineEngine
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 from varuna_capslog.model.workload import Minibatch, Workload, load_workload
@@ -165,7 +167,7 @@ def _engine(
     torch.manual_seed(0)
     chain = workload.build_chain()
     options = EngineOptions(case.microbatches, schedule=case.schedule, recompute=case.recompute, clip_norm=0.1)
-    layout = Layout(case.cuts, tuple(range(len(case.cuts))))
+    layout = Layout.pipelines(case.cuts, len(chain))
     engine = PipelineEngine(chain, workload.loss, layout, options, communicator, torch.device("cpu"))
     specs = workload.profile_inputs(size)
     targets, normalisers = workload.profile_targets(size)
@@ -306,7 +308,7 @@ def make_cases(profile: Profile, ranks: int, microbatches: Sequence[int]) -> lis
 
 def predict(profile: Profile, case: Case, link: Link, speeds: Sequence[float] | None) -> float:
     """The simulated step in seconds."""
-    played = Plan(profile.num_layers, case.cuts, schedule=case.schedule, num_microbatches=case.microbatches)
+    played = Plan.of_cuts(profile.num_layers, case.cuts, schedule=case.schedule, num_microbatches=case.microbatches)
     return simulate_plan(profile, played, recompute=case.recompute, link=link, speeds=speeds).step_seconds
 
 

@@ -24,7 +24,9 @@ import detr_pipeline
 from varuna_capslog.config.settings import Config
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layers import seed_layer
-from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine
+from varuna_capslog.engine.layout import Layout
+from varuna_capslog.engine.options import EngineOptions
+from varuna_capslog.engine.pipeline import PipelineEngine
 from varuna_capslog.engine.probe import PeakProbe, resident_tensors
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.chain import Chain, TensorSpec
@@ -109,7 +111,7 @@ def pipeline(
     workload, chain = build(model)
     batch, inputs = make_minibatch(model)
     options = EngineOptions(len(inputs), schedule=schedule, recompute=recompute, seed=SEED, clip_norm=0.1)
-    layout = Layout(cuts, tuple(range(len(cuts))))
+    layout = Layout.pipelines(cuts, len(chain))
     engine = PipelineEngine(chain, workload.loss, layout, options, communicator, torch.device("cpu"))
     del chain
     engine.table.boundaries(batch.inputs[0])

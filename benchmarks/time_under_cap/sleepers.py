@@ -21,7 +21,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import Sleeping, interleave, run_ranks
 
 from varuna_capslog.engine.communicator import Communicator
-from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine
+from varuna_capslog.engine.layout import Layout
+from varuna_capslog.engine.options import EngineOptions
+from varuna_capslog.engine.pipeline import PipelineEngine
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 from varuna_capslog.model.workload import Minibatch
@@ -85,7 +87,7 @@ def _steps(
 def _engine(communicator: Communicator, times: Times, cuts: tuple[int, ...], microbatches: int) -> Callable[[], object]:
     """A function that trains one step of sleeping layers."""
     chain = Chain([Layer(f"layer.{n}", Sleeping(*waits)) for n, waits in enumerate(times)], name="sleeper")
-    layout = Layout(cuts, tuple(range(len(cuts))))
+    layout = Layout.pipelines(cuts, len(chain))
     options = EngineOptions(microbatches)
     engine = PipelineEngine(chain, _loss, layout, options, communicator, torch.device("cpu"))
     values = {"x": torch.zeros(1, _WIDTH)}

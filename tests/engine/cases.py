@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 
 from tests.engine import models
+from tests.engine.layouts import Cuts, layout_for
 from tests.engine.workload import TinyWorkload
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.settings import Config
 from varuna_capslog.engine.communicator import Communicator
+from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.optimizer import LearningRate
-from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine
+from varuna_capslog.engine.options import EngineOptions
+from varuna_capslog.engine.pipeline import PipelineEngine
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.training import checkpoint
@@ -27,7 +30,7 @@ SETTINGS: dict[str, Any] = {"num_microbatches": 4, "num_blocks": 2, "seed": 7, "
 
 def train(
     communicator: Communicator,
-    layout: Layout,
+    layout: Layout | Cuts,
     options: dict[str, Any],
     steps: int = 1,
     dtype: torch.dtype = torch.float32,
@@ -42,7 +45,8 @@ def train(
     """
     chain = models.build_chain(dtype=dtype)
     settings = EngineOptions(**(SETTINGS | options))
-    engine = PipelineEngine(chain, models.loss, layout, settings, communicator, torch.device("cpu"))
+    placed = layout_for(layout, len(chain), settings.num_blocks)
+    engine = PipelineEngine(chain, models.loss, placed, settings, communicator, torch.device("cpu"))
     first: dict[str, Tensor] = {}
     results = []
 
@@ -85,10 +89,12 @@ def _tensors(engine: PipelineEngine) -> list[Tensor]:
     return [t for layer in engine.layers for t in (*layer.parameters.values(), *layer.buffers.values())]
 
 
-def refuse_a_step(communicator: Communicator, layout: Layout, poison: str) -> str:
+def refuse_a_step(communicator: Communicator, layout: Cuts, poison: str) -> str:
     """One good step, then one with a value that is not finite; returns the refusal, checks that nothing changed."""
     chain = models.build_chain()
-    engine = PipelineEngine(chain, models.loss, layout, EngineOptions(**SETTINGS), communicator, torch.device("cpu"))
+    settings = EngineOptions(**SETTINGS)
+    placed = layout_for(layout, len(chain), settings.num_blocks)
+    engine = PipelineEngine(chain, models.loss, placed, settings, communicator, torch.device("cpu"))
     minibatch, inputs = models.make_minibatch(4, 1)
     train_step(engine, 1, minibatch, inputs.__getitem__)
     before = [tensor.clone() for tensor in _tensors(engine)]
@@ -137,7 +143,7 @@ def train_run(
         stop_after: the last rank wishes to stop once this step is committed.
         full_disk_at: rank 1 finds the disk full when it writes the checkpoint of this step.
     """
-    plan = Plan(num_layers=11, cuts=cuts, model="tiny")
+    plan = Plan.of_cuts(num_layers=11, cuts=cuts, model="tiny")
     asked: dict[str, Any] = {}
     last = communicator.world_size - 1
     run = Run(

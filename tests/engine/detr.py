@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from detr_pipeline.task import DetrWorkload
+from tests.engine.layouts import Cuts, layout_for
 from varuna_capslog.config.settings import Config
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layers import seed_layer
-from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine
+from varuna_capslog.engine.options import EngineOptions
+from varuna_capslog.engine.pipeline import PipelineEngine
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.workload import Minibatch
@@ -90,11 +92,12 @@ def plain(name: str, seed: int) -> tuple[float, dict[str, Tensor]]:
     return total, {name: p.grad for name, p in chain.named_parameters().items() if p.grad is not None}
 
 
-def step(communicator: Communicator, name: str, layout: Layout, options: dict[str, Any]) -> dict[str, Any]:
+def step(communicator: Communicator, name: str, layout: Cuts, options: dict[str, Any]) -> dict[str, Any]:
     """One step on the pipeline; gradients before clipping, and the weights after it."""
     workload, chain = build(name)
     settings = EngineOptions(**({"num_microbatches": 4, "num_blocks": 2, "seed": 7, "clip_norm": 0.1} | options))
-    engine = PipelineEngine(chain, workload.loss, layout, settings, communicator, torch.device("cpu"))
+    placed = layout_for(layout, len(chain), settings.num_blocks)
+    engine = PipelineEngine(chain, workload.loss, placed, settings, communicator, torch.device("cpu"))
     batch, inputs = minibatch()
     gradients: dict[str, Tensor] = {}
 

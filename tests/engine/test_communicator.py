@@ -33,7 +33,7 @@ def talk(communicator: Communicator) -> list[Any]:
     slots = torch.zeros(world, dtype=torch.float64)
     slots[rank] = rank + 0.5
     neighbours = dict.fromkeys([(rank + 1) % world, (rank - 1) % world], SPEC)
-    theirs = communicator.exchange(torch.full((4,), float(rank)), neighbours, 7)
+    theirs = communicator.exchange(torch.full((4,), float(rank)), neighbours, neighbours, 7, torch.device("cpu"))
     return [
         communicator.sum_(slots).tolist(),
         communicator.gather(("rank", rank)),

@@ -10,24 +10,24 @@ import torch
 
 from tests.engine import detr
 from tests.engine.compare import gradient_error, merged
+from tests.engine.layouts import Cuts
 from tests.engine.pool import WorkerPool
-from varuna_capslog.engine.pipeline import Layout
 
 oracle = functools.cache(functools.partial(detr.plain, seed=7))
 
 # 22 layers with resnet50, 11 and 12 (separate heads) with resnet18 to layer3
 CASES = {
-    "dilated on four": ("dilated", Layout((0, 4, 16, 21), (0, 1, 2, 3)), "varuna", True),
-    "dilated, frozen stage first": ("dilated", Layout((0, 1, 9), (0, 1, 2)), "1f1b", False),
-    "shared heads on four": ("shared heads", Layout((0, 8, 9, 10), (0, 1, 2, 3)), "varuna", True),
-    "shared heads, two replicas": ("shared heads", Layout((0, 7, 9), (0, 1, 2), 2), "gpipe", False),
-    "batch norm on eight": ("batch norm", Layout((0, 1, 2, 4, 6, 8, 10, 11), tuple(range(8))), "1f1b", True),
+    "dilated on four": ("dilated", Cuts((0, 4, 16, 21), (0, 1, 2, 3)), "varuna", True),
+    "dilated, frozen stage first": ("dilated", Cuts((0, 1, 9), (0, 1, 2)), "1f1b", False),
+    "shared heads on four": ("shared heads", Cuts((0, 8, 9, 10), (0, 1, 2, 3)), "varuna", True),
+    "shared heads, two replicas": ("shared heads", Cuts((0, 7, 9), (0, 1, 2), 2), "gpipe", False),
+    "batch norm on eight": ("batch norm", Cuts((0, 1, 2, 4, 6, 8, 10, 11), tuple(range(8))), "1f1b", True),
 }
 
 
 @functools.cache
 def alone(pool: WorkerPool, model: str) -> dict[str, Any]:
-    result: dict[str, Any] = pool.run(detr.step, 1, model, Layout((0,), (0,)), {})[0]
+    result: dict[str, Any] = pool.run(detr.step, 1, model, Cuts((0,), (0,)), {})[0]
     return result
 
 

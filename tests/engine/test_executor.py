@@ -11,12 +11,14 @@ from torch import Tensor
 from tests.engine import cases, models
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.executor import Observer
-from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine, Ready
+from varuna_capslog.engine.layout import Layout
+from varuna_capslog.engine.options import EngineOptions
+from varuna_capslog.engine.pipeline import PipelineEngine, Ready
 from varuna_capslog.engine.stage import HostMemory, Kept, MicrobatchContext, Stage
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.schedules.lower import Instruction
 
-LAYOUT = Layout((0, 7), (0, 0))  # two stages on one rank: nobody else is needed
+LAYOUT = Layout.pipelines((0, 7), 11, (0, 0))  # two stages on one rank: nobody else is needed
 
 
 class Watcher(Observer):
@@ -65,7 +67,7 @@ def test_an_observer_sees_every_instruction_and_every_action_and_changes_nothing
     assert {text[1] for text in watcher.worked} == {"F", "R", "B"}
     minibatch, inputs = models.make_minibatch(4, 3)
     seen = len(watcher.instructions)
-    engine.evaluate(minibatch, inputs.__getitem__, lambda microbatch, outputs: None)
+    engine.evaluate([minibatch], lambda way, microbatch: inputs[microbatch], lambda way, microbatch, outputs: None)
     assert len(watcher.instructions) == seen + 8  # two stages, four microbatches
     assert len(watcher.worked) == 2 * count  # an evaluation is no work of training
 

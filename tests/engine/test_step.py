@@ -11,29 +11,56 @@ import torch
 
 from tests.engine import cases, models
 from tests.engine.compare import gradient_error, merged
+from tests.engine.layouts import Cuts, layout_for, random_layout
 from tests.engine.pool import WorkerPool
 from varuna_capslog.engine.communicator import Communicator
-from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine
+from varuna_capslog.engine.layout import Layout, Rectangle
+from varuna_capslog.engine.options import EngineOptions
+from varuna_capslog.engine.pipeline import PipelineEngine
 from varuna_capslog.engine.step import Verdict
 
 # 0 stem (frozen) | 1 conv1 | 2 pool (no parameters) | 3 conv2 | 4 sequence (no parameters) | 5, 6 encoders | 7
 # queries |
 # 8, 9, 10 decoders, which share their head
 CASES = {
-    "one rank": (Layout((0,), (0,)), "varuna", True),
-    "frozen-only first stage": (Layout((0, 1), (0, 1)), "varuna", True),
-    "frozen-only first stage, no recompute": (Layout((0, 1), (0, 1)), "1f1b", False),
-    "stage without parameters": (Layout((0, 2, 3), (0, 1, 2)), "1f1b", True),
-    "before the shared heads": (Layout((0, 5, 8), (0, 1, 2)), "gpipe", False),
-    "heads on three ranks": (Layout((0, 8, 9, 10), (0, 1, 2, 3)), "varuna", True),
-    "one-layer stages": (Layout((0, 3, 4, 5), (0, 1, 2, 3)), "gpipe", True),
-    "eight ranks": (Layout((0, 1, 2, 4, 6, 8, 9, 10), tuple(range(8))), "varuna", True),
-    "eight ranks, no recompute": (Layout((0, 1, 2, 4, 6, 8, 9, 10), tuple(range(8))), "1f1b", False),
-    "stages in any order": (Layout((0, 2, 4, 7, 8, 10), (0, 1, 2, 0, 2, 1)), "1f1b", False),
-    "several stages per rank": (Layout((0, 2, 4, 7, 8, 10), (0, 1, 0, 1, 0, 1)), "varuna", True),
-    "two replicas": (Layout((0,), (0,), 2), "varuna", True),
-    "two replicas of two": (Layout((0, 7), (0, 1), 2), "1f1b", True),
-    "two replicas of four": (Layout((0, 2, 8, 9), (0, 1, 2, 3), 2), "varuna", True),
+    "one rank": (Cuts((0,), (0,)), "varuna", True),
+    "frozen-only first stage": (Cuts((0, 1), (0, 1)), "varuna", True),
+    "frozen-only first stage, no recompute": (Cuts((0, 1), (0, 1)), "1f1b", False),
+    "stage without parameters": (Cuts((0, 2, 3), (0, 1, 2)), "1f1b", True),
+    "before the shared heads": (Cuts((0, 5, 8), (0, 1, 2)), "gpipe", False),
+    "heads on three ranks": (Cuts((0, 8, 9, 10), (0, 1, 2, 3)), "varuna", True),
+    "one-layer stages": (Cuts((0, 3, 4, 5), (0, 1, 2, 3)), "gpipe", True),
+    "eight ranks": (Cuts((0, 1, 2, 4, 6, 8, 9, 10), tuple(range(8))), "varuna", True),
+    "eight ranks, no recompute": (Cuts((0, 1, 2, 4, 6, 8, 9, 10), tuple(range(8))), "1f1b", False),
+    "stages in any order": (Cuts((0, 2, 4, 7, 8, 10), (0, 1, 2, 0, 2, 1)), "1f1b", False),
+    "several stages per rank": (Cuts((0, 2, 4, 7, 8, 10), (0, 1, 0, 1, 0, 1)), "varuna", True),
+    "two replicas": (Cuts((0,), (0,), 2), "varuna", True),
+    "two replicas of two": (Cuts((0, 7), (0, 1), 2), "1f1b", True),
+    "two replicas of four": (Cuts((0, 2, 8, 9), (0, 1, 2, 3), 2), "varuna", True),
+    "a replicated stage": (
+        Layout((Rectangle(0, 2, 0), Rectangle(2, 8, 1, (1,)), Rectangle(2, 8, 2, (0,)), Rectangle(8, 11, 3)), 2),
+        "1f1b",
+        True,
+    ),
+    "pipelines of three and two": (
+        Layout(
+            (
+                *(Rectangle(first, end, rank, (0,)) for rank, (first, end) in enumerate([(0, 2), (2, 8), (8, 11)])),
+                *(Rectangle(first, end, 3 + rank, (1,)) for rank, (first, end) in enumerate([(0, 9), (9, 11)])),
+            ),
+            2,
+        ),
+        "varuna",
+        True,
+    ),
+    "two pipelines share ranks crosswise": (
+        Layout(
+            (Rectangle(0, 5, 0, (0,)), Rectangle(5, 11, 1, (0,)), Rectangle(0, 5, 1, (1,)), Rectangle(5, 11, 0, (1,))),
+            2,
+        ),
+        "gpipe",
+        False,
+    ),
 }
 
 
@@ -43,6 +70,28 @@ def run(pool: WorkerPool, name: str, **options: Any) -> list[dict[str, Any]]:
     twist = options.pop("twist", None)
     settings = {"schedule": schedule, "recompute": recompute} | options
     return pool.run(cases.train, layout.world_size, layout, settings, steps, dtype, twist)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_rectangles_give_the_bits_of_one_rank(pool: WorkerPool, seed: int) -> None:
+    """Several stages per rank, single stages in unequal shares, pipelines of unequal length; four blocks."""
+    layout = random_layout(seed, 11, 4, 5)
+    schedule, recompute = [("1f1b", False), ("varuna", True), ("1f1b", True)][seed % 3]
+    settings = {"schedule": schedule, "recompute": recompute, "num_blocks": 4}
+    results = pool.run(cases.train, layout.world_size, layout, settings, 2)
+    alone = blocks_of_one(pool)
+    for result in results:
+        assert result["parts"] == alone["parts"]
+        assert result["norms"] == alone["norms"]
+    for kind in ("gradients", "state", "buffers"):
+        found, expected = merged(results, kind), alone[kind]
+        assert found.keys() == expected.keys()
+        assert not [name for name in expected if not torch.equal(found[name], expected[name])]
+
+
+@functools.cache
+def blocks_of_one(pool: WorkerPool) -> dict[str, Any]:
+    return pool.run(cases.train, 1, Cuts((0,), (0,)), {"num_blocks": 4}, 2)[0]
 
 
 @functools.cache
@@ -142,7 +191,7 @@ def test_clipping_and_adamw_are_torchs(pool: WorkerPool) -> None:
 
 @pytest.mark.parametrize("poison", ["loss", "gradient"])
 def test_a_step_that_is_not_finite_is_refused_by_every_rank(pool: WorkerPool, poison: str) -> None:
-    layout = Layout((0, 3, 8), (0, 1, 2))
+    layout = Cuts((0, 3, 8), (0, 1, 2))
     for message in pool.run(cases.refuse_a_step, 3, layout, poison):
         assert message.startswith("StepRefused: step 2:")
         if poison == "loss":
@@ -153,22 +202,17 @@ def test_a_step_that_is_not_finite_is_refused_by_every_rank(pool: WorkerPool, po
 
 # -- the three parts of a step by themselves ---------------------------------------------------------------------------
 
-TWO = Layout((0, 7), (0, 1))
+TWO = Cuts((0, 7), (0, 1))
 
 
-def step_in_parts(communicator: Communicator, layout: Layout, ballots: list[bytes], poison: bool) -> dict[str, Any]:
+def step_in_parts(communicator: Communicator, layout: Cuts, ballots: list[bytes], poison: bool) -> dict[str, Any]:
     """Two steps by `compute`, `vote`, `apply`; the second one may be poisoned.
 
     Between vote and apply rank 0 leaves the others for good: what follows must be local.
     """
-    engine = PipelineEngine(
-        models.build_chain(),
-        models.loss,
-        layout,
-        EngineOptions(**(cases.SETTINGS | {"clip_norm": 0.5})),
-        communicator,
-        torch.device("cpu"),
-    )
+    chain, options = models.build_chain(), EngineOptions(**(cases.SETTINGS | {"clip_norm": 0.5}))
+    placed = layout_for(layout, len(chain), options.num_blocks)
+    engine = PipelineEngine(chain, models.loss, placed, options, communicator, torch.device("cpu"))
     tensors = [t for layer in engine.layers for t in (*layer.parameters.values(), *layer.buffers.values())]
     untouched, verdicts = [], []
     for step in (1, 2):
@@ -197,7 +241,7 @@ def step_in_parts(communicator: Communicator, layout: Layout, ballots: list[byte
         "state": {f"{layer.name}.{n}": p.detach().clone() for layer in layers for n, p in layer.parameters.items()},
         "buffers": {f"{layer.name}.{n}": b.clone() for layer in layers for n, b in layer.buffers.items()},
         "idle": engine.idle,
-        "name": layout.describe(communicator.rank),
+        "name": placed.describe(communicator.rank),
     }
 
 
@@ -224,8 +268,8 @@ def test_idle_ranks_vote_and_the_step_is_as_without_them(pool: WorkerPool) -> No
 
 def test_replicas_of_the_vote_apply_alone(pool: WorkerPool) -> None:
     """With two replicas the running statistics of the other one are there before the vote."""
-    alone = pool.run(cases.train, 1, Layout((0,), (0,)), {"clip_norm": 0.5}, 2)[0]
-    for result in pool.run(step_in_parts, 3, Layout((0,), (0,), 2), [b""] * 3, False)[:2]:
+    alone = pool.run(cases.train, 1, Cuts((0,), (0,)), {"clip_norm": 0.5}, 2)[0]
+    for result in pool.run(step_in_parts, 3, Cuts((0,), (0,), 2), [b""] * 3, False)[:2]:
         for kind in ("state", "buffers"):
             assert all(torch.equal(result[kind][name], tensor) for name, tensor in alone[kind].items())
 

@@ -25,7 +25,8 @@ from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.membership.redundancy import Reserve, reserves
 from varuna_capslog.planners.seconds import Link, step_player
 from varuna_capslog.planning.simulation import UPDATE_RATE, simulate_plan
-from varuna_capslog.plans.plan import Plan, PlanStage
+from varuna_capslog.plans.parts import PlanStage
+from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import LayerProfile, Profile
 from varuna_capslog.schedules import RunShape
 
@@ -109,7 +110,7 @@ def by_trying_all(
             if not fitting:
                 continue
             cuts = min(fitting, key=lambda cuts: (sorted(held(cuts), reverse=True), cuts))
-            plan = Plan(num_layers, tuple(cuts), schedule=steps.schedule)
+            plan = Plan.of_cuts(num_layers, tuple(cuts), schedule=steps.schedule)
             count = steps.num_microbatches // replicas
             step = simulate_plan(profile, plan, num_microbatches=count, recompute=steps.recompute, link=link)
             largest = max(sum(weights[a:b]) for a, b in pairwise([*cuts, num_layers]))
@@ -205,11 +206,11 @@ def test_the_step_is_the_simulators_with_several_pipelines_exchange_and_update()
     cuts = (0, 2, 4)
     spans = [tuple(span) for span in pairwise([*cuts, 5])]
     placed = tuple(
-        PlanStage(replica, (span,), (3 * replica + number,))
+        PlanStage((span,), (3 * replica + number,), (replica,))
         for replica in range(2)
         for number, span in enumerate(spans)
     )
-    plan = Plan(5, cuts, schedule="varuna", placed=placed)
+    plan = Plan(5, placed, schedule="varuna")
     played = simulate_plan(profile, plan, num_microbatches=4, recompute=True, link=SLOW)
     assert candidates._step_ticks(2, cuts) == round(played.step_seconds * 1e9)
 
@@ -480,15 +481,15 @@ def test_snapshots_are_part_of_the_stage_that_is_cut() -> None:
 def test_the_runs_own_plan_is_taken_where_as_many_devices_are_there_and_it_fits() -> None:
     values = {"workload": "a:b", "train": {"minibatch_size": 8}, "pipeline": {"devices": 2, "memory": "additive"}}
     config = section(Config, values, "")
-    placer = Placer.of_config(config, plain(6), [30] * 6, plan=Plan(6, (0, 4)))
+    placer = Placer.of_config(config, plain(6), [30] * 6, plan=Plan.of_cuts(6, (0, 4)))
     for capacity, cuts in ((0, (0, 4)), (520, (0, 4)), (519, (0, 3))):  # four layers of 100 B, and their snapshots
         seats = seats_of([capacity] * 2)
         assert shape_of(placer, placer(seats), seats)[0] == cuts
     seats = seats_of([0] * 3)
     assert shape_of(placer, placer(seats), seats)[0] == (0, 2, 4)
     cuts = (0, 2, 3, 4, 5, 6)  # three stages on each of two devices: not one that six devices would run
-    spans = tuple(PlanStage(0, (span,), (n % 2,)) for n, span in enumerate(pairwise([*cuts, 7])))
-    other = Placer.of_config(config, plain(7), [30] * 7, plan=Plan(7, cuts, placed=spans))
+    spans = tuple(PlanStage((span,), (n % 2,)) for n, span in enumerate(pairwise([*cuts, 7])))
+    other = Placer.of_config(config, plain(7), [30] * 7, plan=Plan(7, spans))
     seats = seats_of([0] * 6)
     assert shape_of(other, other(seats), seats)[0] == (0, 1, 2, 3, 4, 5)
 

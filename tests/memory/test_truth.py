@@ -11,7 +11,9 @@ from tests.engine.pool import WorkerPool
 from tests.profiling.cases import trim_all
 from tests.profiling.workloads import Megabytes
 from varuna_capslog.engine.communicator import Communicator
-from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine
+from varuna_capslog.engine.layout import Layout
+from varuna_capslog.engine.options import EngineOptions
+from varuna_capslog.engine.pipeline import PipelineEngine
 from varuna_capslog.engine.probe import PeakProbe, resident_tensors
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.memory import MEMORY_MODELS
@@ -44,8 +46,9 @@ def real_peak(communicator: Communicator, recompute: bool) -> int:
     torch.manual_seed(0)
     workload, cpu = Megabytes(), torch.device("cpu")
     options = EngineOptions(MICROBATCHES, schedule="1f1b", recompute=recompute, clip_norm=1.0)
-    layout = Layout(CUTS, tuple(range(len(CUTS))))
-    engine = PipelineEngine(workload.build_chain(), workload.loss, layout, options, communicator, cpu)
+    chain = workload.build_chain()
+    layout = Layout.pipelines(CUTS, len(chain))
+    engine = PipelineEngine(chain, workload.loss, layout, options, communicator, cpu)
     inputs = workload.profile_inputs(SIZE)
     targets, normalisers = workload.profile_targets(SIZE)
     minibatch = Minibatch([inputs] * MICROBATCHES, [targets] * MICROBATCHES, normalisers)

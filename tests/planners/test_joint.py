@@ -101,18 +101,16 @@ def check(profile: Profile, devices: list[Device], found: JointPlan, blocks: int
     """What every answer keeps to: each device in one stage or idle, whole blocks, memory, and a valid plan."""
     plan = found.plan
     assert Plan.from_json(plan.to_json()) == plan
-    assert plan.placed is not None
-    assert plan.microbatches_of_pipeline is not None
-    ranks = [rank for stage in plan.placed for rank in stage.ranks]
+    ranks = [rank for stage in plan.stages for rank in stage.ranks]
     assert sorted([*ranks, *found.idle]) == list(range(len(devices)))
-    of_block = (plan.num_microbatches or 0) // blocks
-    for number, one in enumerate(found.pipelines):
-        microbatches = plan.microbatches_of_pipeline[number]
-        assert len(microbatches) == one.blocks * of_block > 0
-        assert microbatches[0] % of_block == 0
-        assert list(microbatches) == list(range(microbatches[0], microbatches[-1] + 1))
-        assert tuple(plan.placement(number)) == one.devices
-        for stage, rank in zip([s for s in plan.placed if s.pipeline == number], one.devices, strict=True):
+    assert plan.units.blocks == blocks
+    for one, (path, served) in zip(found.pipelines, plan.paths().items(), strict=True):
+        assert len(served) == one.blocks > 0
+        assert served == list(range(served[0], served[-1] + 1))
+        stages = [plan.stages[number] for number in path]
+        assert tuple(stage.ranks[0] for stage in stages) == one.devices
+        assert tuple(stage.layers[0][0] for stage in stages) == one.cuts
+        for stage, rank in zip(stages, one.devices, strict=True):
             capacity = devices[rank].capacity
             assert capacity is None or (stage.bytes or 0) <= capacity
     assert found.step_seconds == max(one.step_seconds for one in found.pipelines)

@@ -76,7 +76,7 @@ def simulated(
         for column in (profile.column("forward_seconds"), profile.column("backward_seconds"))
     )
     link = link or Link()
-    sizes = [profile.layers[cut - 1].boundary_bytes or 0 for cut in cuts[1:]]
+    sizes = [0, *(profile.layers[cut - 1].boundary_bytes or 0 for cut in cuts[1:])]
     actions = make_schedule(schedule, len(cuts), microbatches, recompute=recompute)
     # The engine leaves out a forward of the last stage that a recomputation repeats.
     bare = [*forward[:-1], 0.0]

@@ -13,7 +13,8 @@ import pytest
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.simulation import UPDATE_RATE, Simulation, simulate_plan, stage_seconds
-from varuna_capslog.plans.plan import Plan, PlanStage
+from varuna_capslog.plans.parts import PlanStage, Units
+from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import LayerProfile, Profile
 from varuna_capslog.reports.perfetto import trace_events
 
@@ -38,7 +39,7 @@ def make_profile(layers: int = 4, **conditions: Any) -> Profile:
 
 
 def make_plan(**parts: Any) -> Plan:
-    return Plan(**{"num_layers": 4, "cuts": (0, 2), "schedule": "gpipe", "num_microbatches": 2, **parts})
+    return Plan.of_cuts(**{"num_layers": 4, "cuts": (0, 2), "schedule": "gpipe", "num_microbatches": 2, **parts})
 
 
 def test_a_step_by_hand() -> None:
@@ -81,11 +82,11 @@ def test_equal_stages_have_the_known_bubble(name: str, stages: int) -> None:
 
 def test_pipelines_of_different_length_end_together() -> None:
     stages = (
-        PlanStage(0, ((0, 2),), (0,)),
-        PlanStage(0, ((2, 4),), (1,)),
-        PlanStage(1, ((0, 4),), (2,)),
+        PlanStage(((0, 2),), (0,), (0, 1)),
+        PlanStage(((2, 4),), (1,), (0, 1)),
+        PlanStage(((0, 4),), (2,), (2,)),
     )
-    plan = make_plan(placed=stages, microbatches_of_pipeline=((0, 1), (2,)), num_microbatches=3)
+    plan = Plan(4, stages, Units(3, 2, 3), "gpipe")
     found = simulate_plan(make_profile(**{UPDATE_RATE: 0.05}), plan, recompute=False, link=Link(100.0, 0.0))
     # Pipeline 0: 0F0 0-3, 1F0 4-11, 1F1 11-18, 1B0 18-22, 1B1 22-26, 0B1 27-31. Pipeline 1: 10 + 8. The largest stage
     # has 40 bytes of gradients for one other pipeline: 0.4 s. Then the slowest update: 40 * 0.05 = 2 s.
@@ -97,7 +98,7 @@ def test_pipelines_of_different_length_end_together() -> None:
 
 
 def test_what_is_assumed_or_missing_is_said() -> None:
-    found = simulate_plan(make_profile(), Plan(4, (0, 2), profile_digest="sha256:0", microbatch_size=1))
+    found = simulate_plan(make_profile(), Plan.of_cuts(4, (0, 2), profile_digest="sha256:0", microbatch_size=1))
     assert found.num_microbatches == 8
     assert found.schedule == "varuna"
     text = " ".join(found.notes)
@@ -115,7 +116,7 @@ def test_mistakes_are_named() -> None:
     with pytest.raises(CapslogError, match="the profile has 3 layers, the plan 4"):
         simulate_plan(make_profile(3), make_plan())
     with pytest.raises(CapslogError, match=r"no forward_seconds for layers\[0\]"):
-        simulate_plan(Profile((LayerProfile("a", 1),)), Plan(1, (0,)))
+        simulate_plan(Profile((LayerProfile("a", 1),)), Plan.of_cuts(1, (0,)))
     with pytest.raises(CapslogError, match="copy_bandwidth is 0"):
         Link(copy_bandwidth=0.0)
     with pytest.raises(CapslogError, match="0 microbatches"):
@@ -124,28 +125,33 @@ def test_mistakes_are_named() -> None:
 
 def test_a_plans_own_actions_are_played() -> None:
     rows = (("0F0", "0F1", "0B0", "0B1", "0U"), ("1F0", "1B0", "1F1", "1B1"))
-    own = simulate_plan(make_profile(), make_plan(actions=rows), recompute=False)
+    plan = Plan(4, (PlanStage(((0, 2),), (0,)), PlanStage(((2, 4),), (1,))), Units(2, 2, 1), actions=rows)
+    own = simulate_plan(make_profile(), plan)
+    assert not own.recompute, "what no memory interval names is kept"
     assert [str(one.action) for one in own.pipelines[0].timeline.actions[1]] == list(rows[1])
-    other = simulate_plan(make_profile(), make_plan(actions=rows), schedule="gpipe", recompute=False)
+    other = simulate_plan(make_profile(), plan, schedule="gpipe", recompute=False)
     assert [str(one.action) for one in other.pipelines[0].timeline.actions[1]] == ["1F0", "1F1", "1B0", "1B1"]
 
 
 # -- the trace
 
 
-@pytest.fixture(params=["one", "interleaved", "two pipelines"])
+@pytest.fixture(params=["one", "interleaved", "two pipelines", "a replicated stage"])
 def simulation(request: pytest.FixtureRequest) -> Simulation:
     profile = make_profile(**{UPDATE_RATE: 0.05})
-    parts: dict[str, Any] = {"num_microbatches": 4, "schedule": "varuna"}
+    plan = make_plan(num_microbatches=4, schedule="varuna")
     if request.param == "interleaved":
-        parts |= {
-            "cuts": (0, 1, 2, 3),
-            "placed": tuple(PlanStage(0, ((n, n + 1),), (n % 2,)) for n in range(4)),
-        }
+        stages = tuple(PlanStage(((n, n + 1),), (n % 2,), memory=None) for n in range(4))
+        plan = Plan(4, stages, Units(4, 2, 1), "varuna")
     elif request.param == "two pipelines":
         pieces = [(0, (0, 2), 0), (0, (2, 4), 1), (1, (0, 1), 2), (1, (1, 4), 3)]
-        parts |= {"placed": tuple(PlanStage(number, (layers,), (rank,)) for number, layers, rank in pieces)}
-    return simulate_plan(profile, make_plan(**parts), link=Link(1000.0, 0.001))
+        stages = tuple(PlanStage((layers,), (rank,), (number,), memory=None) for number, layers, rank in pieces)
+        plan = Plan(4, stages, Units(4, 2, 2), "varuna")
+    elif request.param == "a replicated stage":
+        pieces = [(None, (0, 2), 0), ((0,), (2, 3), 1), ((1,), (2, 3), 2), (None, (3, 4), 0)]
+        stages = tuple(PlanStage((layers,), (rank,), blocks, memory=None) for blocks, layers, rank in pieces)
+        plan = Plan(4, stages, Units(4, 2, 2), "varuna")
+    return simulate_plan(profile, plan, link=Link(1000.0, 0.001))
 
 
 def test_the_trace_is_one_that_perfetto_opens(simulation: Simulation, tmp_path: Path) -> None:

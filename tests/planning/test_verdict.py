@@ -13,7 +13,8 @@ from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planning.comparison import compare
 from varuna_capslog.planning.search import plan
 from varuna_capslog.planning.verdict import MemoryVerdict, capacities_of_devices, judge, judge_plan, rehearsed
-from varuna_capslog.plans.plan import Plan, Shortfall
+from varuna_capslog.plans.parts import Shortfall
+from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import LayerProfile, Profile
 
 TENTH = Headroom(3, 1.1)

@@ -8,7 +8,9 @@ import torch
 
 from tests.profiling.workloads import Watching
 from varuna_capslog.engine.communicator import Communicator
-from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine
+from varuna_capslog.engine.layout import Layout
+from varuna_capslog.engine.options import EngineOptions
+from varuna_capslog.engine.pipeline import PipelineEngine
 from varuna_capslog.engine.probe import PeakProbe, resident_tensors
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.trace import ShapeTable
@@ -53,7 +55,7 @@ def real_peak(
     torch.set_flush_denormal(True)
     torch.manual_seed(0)
     chain = workload.build_chain()
-    layout = Layout(cuts, tuple(range(len(cuts))))
+    layout = Layout.pipelines(cuts, len(chain))
     engine = PipelineEngine(chain, workload.loss, layout, EngineOptions(microbatches, clip_norm=1.0), communicator, CPU)
     inputs = workload.profile_inputs(size)
     targets, normalisers = workload.profile_targets(size)

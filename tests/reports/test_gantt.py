@@ -10,7 +10,8 @@ from matplotlib.figure import Figure
 from tests.reports.legible import assert_legible
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.simulation import UPDATE_RATE, Simulation, simulate_plan
-from varuna_capslog.plans.plan import Plan, PlanStage
+from varuna_capslog.plans.parts import PlanStage, Units
+from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import LayerProfile, Profile
 from varuna_capslog.reports.gantt import draw_schedule, draw_simulation
 from varuna_capslog.schedules import StageSeconds, make_schedule, simulate
@@ -55,11 +56,11 @@ def simulation(stages: int, microbatches: int, ranks: int, pipelines: int = 1, k
         for n in range(stages)
     ]  # fmt: skip
     placed = [
-        PlanStage(number, ((stage, stage + 1),), (number * ranks + stage % ranks,))
+        PlanStage(((stage, stage + 1),), (number * ranks + stage % ranks,), (number,))
         for number in range(pipelines)
         for stage in range(stages)
     ]
-    plan = Plan(stages, tuple(range(stages)), num_microbatches=microbatches * pipelines, placed=tuple(placed))
+    plan = Plan(stages, tuple(placed), Units(microbatches * pipelines, 1, pipelines))
     return simulate_plan(
         Profile(tuple(layers), conditions={UPDATE_RATE: 1e-10}), plan, schedule="1f1b", recompute=False, link=Link(1e9)
     )

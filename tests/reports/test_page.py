@@ -17,7 +17,8 @@ from tests.reports.page_reader import Page
 from tests.reports.runs import CLASSES, make_profile, write_run
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.plans.plan import Plan, PlanStage, write_plan
+from varuna_capslog.plans.parts import PlanRank, PlanStage, Units
+from varuna_capslog.plans.plan import Plan, write_plan
 from varuna_capslog.profiles.record import Profile, SharedParameter, write_profile
 from varuna_capslog.reports.page import write_report
 from varuna_capslog.reports.wording import UNKNOWN
@@ -309,11 +310,10 @@ def test_given_cuts_predict_nothing(small: Path) -> None:
 
 
 def test_stages_that_share_a_rank_get_no_error(small: Path) -> None:
-    plan = Plan(
-        num_layers=6, cuts=(0, 1, 3, 5), model="m", schedule="gpipe", num_microbatches=2, stage_bytes=(GIB,) * 4,
-        capacity_bytes=(8 * GIB, 6 * GIB),
-        placed=tuple(PlanStage(0, ((a, b),), (rank,)) for a, b, rank in ((0, 1, 0), (1, 3, 1), (3, 5, 0), (5, 6, 1))),
-    )  # fmt: skip
+    pieces = ((0, 1, 0), (1, 3, 1), (3, 5, 0), (5, 6, 1))
+    stages = tuple(PlanStage(((a, b),), (rank,), memory=None, bytes=GIB) for a, b, rank in pieces)
+    ranks = (PlanRank(capacity_bytes=8 * GIB), PlanRank(capacity_bytes=6 * GIB))
+    plan = Plan(6, stages, Units(2, 1, 1), "gpipe", ranks=ranks, model="m")
     write_plan(small / "plan-1.json", plan)
     row = {"step": 2, "loss": 1.0, "generation": 1, "peak_bytes": [2 * GIB, 3 * GIB, 2 * GIB, 3 * GIB]}
     (small / "metrics.jsonl").write_text(json.dumps(row) + "\n")

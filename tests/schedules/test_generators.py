@@ -14,6 +14,7 @@ from varuna_capslog.schedules import (
     SCHEDULES,
     Action,
     Schedule,
+    StageGraph,
     StageSeconds,
     find_deadlock,
     graph_keeping_forwards,
@@ -135,7 +136,7 @@ def test_any_placement_is_valid_and_does_not_deadlock(name: str, shape: tuple[in
     for asked in (False, True):
         recompute = asked or name in ALWAYS_RECOMPUTE
         schedule = make_schedule(name, num_stages, num_microbatches, placement, asked)
-        validate(schedule, num_stages, num_microbatches, recompute)
+        validate(schedule, StageGraph.line(num_stages, num_microbatches, placement), recompute)
         assert placement_of(schedule) == placement
         assert find_deadlock(lower(schedule)) is None
         timeline = simulate(schedule, StageSeconds([1.0] * num_stages, [2.0] * num_stages))
@@ -176,8 +177,7 @@ def test_varunas_limit_costs_no_time(num_stages: int) -> None:
     for num_microbatches in (1, 4, 12, 24):
 
         def seconds(limits: list[int], num_microbatches: int = num_microbatches) -> float:
-            placement = list(range(num_stages))
-            schedule = list_schedule(placement, num_microbatches, limits, recompute=True)
+            schedule = list_schedule(StageGraph.line(num_stages, num_microbatches), limits, recompute=True)
             return simulate(schedule, StageSeconds([1.0] * num_stages, [2.0] * num_stages)).step_seconds
 
         limits = in_flight_limits("varuna", num_stages, num_microbatches)

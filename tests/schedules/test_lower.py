@@ -15,6 +15,7 @@ from varuna_capslog.schedules import (
     Recv,
     Schedule,
     SendInstruction,
+    StageGraph,
     find_deadlock,
     lower,
     make_schedule,
@@ -28,10 +29,10 @@ def test_hand_written_programs() -> None:
         ["1RECV_F0", "1F0", "1B0", "1SEND_B0", "1RECV_F1", "1F1", "1B1", "1SEND_B1"],
     ]
     assert lowered.channels == {
-        (0, 1): [Message("activation", 1, 0), Message("activation", 1, 1)],
-        (1, 0): [Message("gradient", 1, 0), Message("gradient", 1, 1)],
+        (0, 1): [Message("activation", (0, 0), (1, 0)), Message("activation", (0, 1), (1, 1))],
+        (1, 0): [Message("gradient", (0, 0), (1, 0)), Message("gradient", (0, 1), (1, 1))],
     }
-    assert lowered.placement == [0, 1]
+    assert lowered.graph == StageGraph.line(2, 2)
 
 
 def test_the_input_half_of_a_split_backward_sends_the_gradient() -> None:
@@ -45,12 +46,12 @@ def test_a_receive_is_drawn_forward_to_the_senders_order() -> None:
     text = "0F0,2F0,0F1,2F1,2B0,0B0,2B1,0B1\n1F0,1F1,3F0,3B0,1B0,3F1,3B1,1B1"
     lowered = lower(parse_csv(text))
     assert lowered.channels[0, 1] == [
-        Message("activation", 1, 0),
-        Message("activation", 3, 0),
-        Message("activation", 1, 1),
-        Message("activation", 3, 1),
-        Message("gradient", 2, 0),
-        Message("gradient", 2, 1),
+        Message("activation", (0, 0), (1, 0)),
+        Message("activation", (2, 0), (3, 0)),
+        Message("activation", (0, 1), (1, 1)),
+        Message("activation", (2, 1), (3, 1)),
+        Message("gradient", (1, 0), (2, 0)),
+        Message("gradient", (1, 1), (2, 1)),
     ]
     assert [str(one) for one in lowered.programs[1]][:7] == [
         "1RECV_F0", "1F0", "1SEND_F0", "3RECV_F0", "1RECV_F1", "1F1", "1SEND_F1",
@@ -58,7 +59,7 @@ def test_a_receive_is_drawn_forward_to_the_senders_order() -> None:
 
 
 def _endpoints(message: Message, placement: list[int]) -> tuple[int, int]:
-    below, above = placement[message.boundary - 1], placement[message.boundary]
+    below, above = placement[message.upstream[0]], placement[message.downstream[0]]
     return (below, above) if message.kind == "activation" else (above, below)
 
 
@@ -67,15 +68,15 @@ def _endpoints(message: Message, placement: list[int]) -> tuple[int, int]:
 def test_what_is_sent_is_what_must_cross(name: str, shape: tuple[int, int, list[int]], data: st.DataObject) -> None:
     num_stages, num_microbatches, placement = shape
     schedule = make_schedule(name, num_stages, num_microbatches, placement)
-    gradient = data.draw(st.lists(st.booleans(), min_size=num_stages - 1, max_size=num_stages - 1))
+    gradient = data.draw(st.lists(st.booleans(), min_size=num_stages, max_size=num_stages))
     lowered = lower(schedule, gradient)
     expected = {
-        Message(kind, boundary, microbatch)
+        Message(kind, (boundary - 1, microbatch), (boundary, microbatch))
         for boundary in range(1, num_stages)
         if placement[boundary - 1] != placement[boundary]
         for microbatch in range(num_microbatches)
         for kind in ("activation", "gradient")
-        if kind == "activation" or gradient[boundary - 1]
+        if kind == "activation" or gradient[boundary]
     }
     messages = [message for channel in lowered.channels.values() for message in channel]
     assert len(messages) == len(expected)
@@ -89,12 +90,14 @@ def test_what_is_sent_is_what_must_cross(name: str, shape: tuple[int, int, list[
         for index, one in enumerate(program):
             if isinstance(one, SendInstruction):  # directly after the action that made it
                 m = one.message
-                kind, stage = ("F", m.boundary - 1) if m.kind == "activation" else ("B", m.boundary)
-                assert program[index - 1] == Action(stage, kind, m.microbatch)
+                kind = "F" if m.kind == "activation" else "B"
+                stage, call = m.end(sends=True)
+                assert program[index - 1] == Action(stage, kind, call)
             if isinstance(one, Recv):  # before the action that needs it
                 m = one.message
-                kind, stage = ("F", m.boundary) if m.kind == "activation" else ("B", m.boundary - 1)
-                assert Action(stage, kind, m.microbatch) in program[index:]
+                kind = "F" if m.kind == "activation" else "B"
+                stage, call = m.end(sends=False)
+                assert Action(stage, kind, call) in program[index:]
     assert find_deadlock(lowered) is None
 
 
@@ -127,11 +130,11 @@ def test_the_description_says_who_waits_for_what() -> None:
 
 def test_a_receiver_in_another_order_than_the_sender_is_found() -> None:
     """Without tags the wrong tensor would be taken for the right one; the finder refuses the pair."""
-    first, second = Message("activation", 1, 0), Message("activation", 1, 1)
+    first, second = Message("activation", (0, 0), (1, 0)), Message("activation", (0, 1), (1, 1))
     lowered = Lowered(
         [[SendInstruction(first, 1), SendInstruction(second, 1)], [Recv(second, 0), Recv(first, 0)]],
         {(0, 1): [first, second]},
-        [0, 1],
+        StageGraph.line(2, 2),
     )
     found = find_deadlock(lowered)
     assert found is not None
@@ -144,6 +147,6 @@ def test_a_message_that_nobody_sends() -> None:
     with pytest.raises(CapslogError, match=r"rank 0, position 1: 0B0 needs the gradient of microbatch 0.*stage 1"):
         lower(incomplete)
     with pytest.raises(CapslogError, match=r"rank 1: nothing needs the activation of microbatch 0.*rank 0 sends"):
-        lower([[Action(0, "F", 0)], [Action(1, "B", 0)]], [False])
-    with pytest.raises(CapslogError, match="has_gradient has 2 entries for 2 stages"):
-        lower(make_schedule("gpipe", 2, 1), [True, False])
+        lower([[Action(0, "F", 0)], [Action(1, "B", 0)]], [True, False])
+    with pytest.raises(CapslogError, match="has_gradient has 3 entries for 2 stages"):
+        lower(make_schedule("gpipe", 2, 1), [True, True, False])

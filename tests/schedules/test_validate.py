@@ -8,11 +8,20 @@ from hypothesis import strategies as st
 
 from tests.schedules.cases import names, parse_csv, scrambled, shapes
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.schedules import ALWAYS_RECOMPUTE, Action, Schedule, make_schedule, validate
+from varuna_capslog.schedules import ALWAYS_RECOMPUTE, Action, Schedule, StageGraph, make_schedule, validate
 
 
 def check(text: str, num_stages: int, num_microbatches: int, recompute: bool = False) -> None:
-    validate(parse_csv(text), num_stages, num_microbatches, recompute)
+    schedule = parse_csv(text)
+    ranks = {action.stage: rank for rank, row in reversed(list(enumerate(schedule))) for action in row}
+    graph = StageGraph.line(num_stages, num_microbatches, [ranks.get(stage, 0) for stage in range(num_stages)])
+    validate(schedule, graph, recompute)
+
+
+def test_a_stage_keeps_its_limit_in_flight() -> None:
+    with pytest.raises(CapslogError, match="1 microbatches are in flight on the stage and the limit is 1"):
+        validate(parse_csv("0F0,0F1,0B0,0B1"), StageGraph.line(1, 2), max_in_flight=[1])
+    validate(parse_csv("0F0,0B0,0F1,0B1"), StageGraph.line(1, 2), max_in_flight=[1])
 
 
 @pytest.mark.parametrize(
@@ -62,7 +71,7 @@ def test_every_kind_is_known(text: str) -> None:
         ("0F0,0F1,0F2,0B0,0B1,0B2", 1, False, "position 2.*1 stages and 2 microbatches"),
         ("0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1", 1, False, "rank 1, position 0.*1 stages"),
         ("0F0,0F1,0B0,0B1", 2, False, "stage 1 has no action"),
-        ("0F0,0F1,0B0\n1F0,1F1,1B0,1B1,0B1", 2, False, "rank 1, position 4: 0B1.*stage 0.*rank 0"),
+        ("0F0,0F1,0B0\n1F0,1F1,1B0,1B1,0B1", 2, False, "rank 1, position 4, .*0B1 is refused: stage 0 runs on rank 0"),
         ("1F0,0F0,0F1,1F1,1B0,1B1,0B0,0B1", 2, False, "position 0.*forward before 0F0"),
         ("0F0,0F1,1F0,1F1,0B0,1B0,1B1,0B1", 2, False, "position 4.*backward before 1B0"),
     ],
@@ -81,7 +90,8 @@ def test_graphs_may_be_recomputed_ahead() -> None:
 @given(shapes(max_stages=5, max_microbatches=6), st.integers(0, 10**6))
 def test_any_order_that_respects_each_rank_passes(shape: tuple[int, int, list[int]], seed: int) -> None:
     num_stages, num_microbatches, placement = shape
-    validate(scrambled(num_stages, num_microbatches, placement, seed), num_stages, num_microbatches)
+    graph = StageGraph.line(num_stages, num_microbatches, placement)
+    validate(scrambled(num_stages, num_microbatches, placement, seed), graph)
 
 
 def _mutants(schedule: Schedule, rank: int, position: int) -> list[Schedule]:
@@ -116,8 +126,9 @@ def test_every_mutation_is_refused(
     num_stages, num_microbatches, placement = shape
     recompute = asked or name in ALWAYS_RECOMPUTE
     schedule = make_schedule(name, num_stages, num_microbatches, placement, asked)
+    graph = StageGraph.line(num_stages, num_microbatches, placement)
     rank = data.draw(st.integers(0, len(schedule) - 1))
     position = data.draw(st.integers(0, len(schedule[rank]) - 1))
     for mutant in _mutants(schedule, rank, position):
         with pytest.raises(CapslogError):
-            validate(mutant, num_stages, num_microbatches, recompute)
+            validate(mutant, graph, recompute)

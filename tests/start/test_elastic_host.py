@@ -126,7 +126,7 @@ def test_an_address_in_etcd_is_one(tmp_path, capsys):
 def test_what_a_run_goes_on_from_is_said(tmp_path):
     run_dir = tmp_path / "run"
     config = load_config(write_config(tmp_path))
-    write_plan(run_dir / "plan-0.json", Plan(num_layers=11, cuts=(0, 5)))
+    write_plan(run_dir / "plan-0.json", Plan.of_cuts(num_layers=11, cuts=(0, 5)))
     leave(run_dir, 4)
     said: list[str] = []
     assert starting_point(config, said.append)[1].step == 4

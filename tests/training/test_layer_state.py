@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from tests.engine import models
+from tests.engine.layouts import Cuts, layout_for
 from tests.engine.pool import WorkerPool
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layers import EngineLayer
 from varuna_capslog.engine.optimizer import LearningRate
-from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine, Ready
+from varuna_capslog.engine.options import EngineOptions
+from varuna_capslog.engine.pipeline import PipelineEngine, Ready
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.training import layer_state
 from varuna_capslog.training.checkpoint import (
@@ -29,7 +31,7 @@ from varuna_capslog.training.checkpoint import (
 )
 
 CPU = torch.device("cpu")
-ONE, THREE_STAGES = Layout((0,), (0,)), Layout((0, 3, 9), (0, 0, 0))
+ONE, THREE_STAGES = Cuts((0,), (0,)), Cuts((0, 3, 9), (0, 0, 0))
 # clipping, a warm-up and two multipliers: everything that makes a step of one layer differ from another's
 OPTIONS = EngineOptions(
     num_microbatches=4,
@@ -43,14 +45,15 @@ SHARED = (8, 9, 10)
 
 
 def make_engine(
-    layout: Layout = ONE,
+    layout: Cuts = ONE,
     communicator: Communicator | None = None,
     layers: Mapping[int, EngineLayer] | None = None,
     chain: Any = None,
 ) -> PipelineEngine:
     alone = communicator or Communicator(0, 1, 0, datetime.timedelta(0))
     chain = chain or models.build_chain()
-    return PipelineEngine(chain, models.loss, layout, OPTIONS, alone, CPU, Ready(layers=layers))
+    placed = layout_for(layout, len(chain), OPTIONS.num_blocks)
+    return PipelineEngine(chain, models.loss, placed, OPTIONS, alone, CPU, Ready(layers=layers))
 
 
 def train(engine: PipelineEngine, *steps: int) -> None:
@@ -198,7 +201,7 @@ def test_a_state_of_another_layer_is_one_sentence() -> None:
         follower.apply({"gradients/query.weight": torch.zeros(8, 8)}, 1, 1.0)
 
 
-def follow(communicator: Communicator, layout: Layout) -> dict[str, Any]:
+def follow(communicator: Communicator, layout: Cuts) -> dict[str, Any]:
     """Five steps with a copy of every layer beside its owner."""
     engine = make_engine(layout, communicator)
     chain = models.build_chain()
@@ -227,10 +230,10 @@ def follow(communicator: Communicator, layout: Layout) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "layout",
-    [ONE, Layout((0, 8, 9, 10), (0, 1, 2, 3)), Layout((0, 2, 8, 9), (0, 1, 0, 1), 2)],
+    [ONE, Cuts((0, 8, 9, 10), (0, 1, 2, 3)), Cuts((0, 2, 8, 9), (0, 1, 0, 1), 2)],
     ids=["one rank", "heads on three ranks", "two replicas, heads on two ranks each"],
 )
-def test_a_follower_is_its_owner_to_the_last_bit(pool: WorkerPool, layout: Layout) -> None:
+def test_a_follower_is_its_owner_to_the_last_bit(pool: WorkerPool, layout: Cuts) -> None:
     results = pool.run(follow, layout.world_size, layout)
     for result in results:
         assert result["equal"] == [True] * 5

@@ -14,8 +14,9 @@ from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError, StepRefused
 from varuna_capslog.config.settings import Config
 from varuna_capslog.engine.communicator import Communicator
-from varuna_capslog.engine.pipeline import Layout, PipelineEngine
-from varuna_capslog.engine.step import microbatches_of, train_step
+from varuna_capslog.engine.layout import Layout
+from varuna_capslog.engine.pipeline import PipelineEngine
+from varuna_capslog.engine.step import train_step
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.training.loop import PeakMeter, TrainingLoop
 from varuna_capslog.training.run import Run
@@ -36,7 +37,7 @@ def loop_of(run_dir: Path, **sections: Any) -> TrainingLoop:
 
 def begin(loop: TrainingLoop, number: int, base: int, saved: bool = False) -> None:
     setup = loop.setup
-    layout = Layout((0,), (0,))
+    layout = Layout.pipelines((0,), 11)
     engine = PipelineEngine(setup.chain, setup.workload.loss, layout, setup.options, alone(), CPU)
     loop.begin(engine, number, base, writes=True, saved=saved)
 
@@ -51,8 +52,8 @@ def make(loop: TrainingLoop, steps: int) -> None:
 def plain_losses(config: Config, steps: int) -> list[float]:
     """What the engine gives without any loop around it."""
     setup = set_up_run(config, TinyWorkload(config))
-    engine = PipelineEngine(setup.chain, setup.workload.loss, Layout((0,), (0,)), setup.options, alone(), CPU)
-    feed = setup.feed(microbatches_of(engine))
+    engine = PipelineEngine(setup.chain, setup.workload.loss, Layout.pipelines((0,), 11), setup.options, alone(), CPU)
+    feed = setup.feed(engine.loaded_microbatches)
     results = [train_step(engine, step, feed.minibatch(step), feed.loader(step)) for step in range(1, steps + 1)]
     feed.close()
     return [result.parts["loss"] for result in results]
@@ -65,7 +66,7 @@ def saved_steps(run_dir: Path) -> list[int]:
 def test_a_driver_of_single_steps_writes_what_a_run_of_a_fixed_number_does(tmp_path: Path) -> None:
     """The member of an elastic run makes each step by itself; its losses are those of an ordinary run, to the bit."""
     config = cases.run_config(str(tmp_path / "fixed"), train={"max_steps": 4})
-    run = Run(config, Plan(num_layers=11, cuts=(0,), model="tiny"), TinyWorkload(config), alone(), CPU)
+    run = Run(config, Plan.of_cuts(num_layers=11, cuts=(0,), model="tiny"), TinyWorkload(config), alone(), CPU)
     assert run.train().step == 4
     run.loop.close()
     loop = loop_of(tmp_path / "single", train={"max_steps": 4})
@@ -117,7 +118,7 @@ def test_a_stop_by_the_clock_is_evaluated_and_one_by_a_person_is_not(tmp_path: P
     for asked in (False, True):
         folder = tmp_path / str(asked)
         config = cases.run_config(str(folder), train={"evaluate_every": 50, "max_steps": 50, "max_seconds": 1e-9})
-        plan = Plan(num_layers=11, cuts=(0,), model="tiny")
+        plan = Plan.of_cuts(num_layers=11, cuts=(0,), model="tiny")
         run = Run(config, plan, TinyWorkload(config), alone(), CPU, stop_wished=lambda asked=asked: asked)
         end = run.train()
         run.loop.close()
@@ -128,7 +129,7 @@ def test_a_stop_by_the_clock_is_evaluated_and_one_by_a_person_is_not(tmp_path: P
 
 def test_a_refused_step_leaves_the_boundary_before_it_and_names_no_microbatch(tmp_path: Path) -> None:
     config = cases.run_config(str(tmp_path), data={"samples": 24, "poison": 5}, train={"max_steps": 3})
-    plan = Plan(num_layers=11, cuts=(0,), model="tiny")
+    plan = Plan.of_cuts(num_layers=11, cuts=(0,), model="tiny")
     run = Run(config, plan, TinyWorkload(config), alone(), CPU)
     with pytest.raises(StepRefused) as caught:
         run.train()
@@ -141,9 +142,9 @@ def test_a_refused_step_leaves_the_boundary_before_it_and_names_no_microbatch(tm
 def test_a_plan_for_another_model_is_refused(tmp_path: Path) -> None:
     setup = loop_of(tmp_path).setup
     with pytest.raises(CapslogError, match="the plan is for 5 layers, the model has 11"):
-        check_plan(setup, Plan(num_layers=5, cuts=(0,)))
+        check_plan(setup, Plan.of_cuts(num_layers=5, cuts=(0,)))
     with pytest.raises(CapslogError, match="the plan is for the model 'other', the config builds 'tiny'"):
-        check_plan(setup, Plan(num_layers=11, cuts=(0,), model="other"))
+        check_plan(setup, Plan.of_cuts(num_layers=11, cuts=(0,), model="other"))
 
 
 # -- the peak meter ---------------------------------------------------------------------------------------------------

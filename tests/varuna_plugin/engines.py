@@ -11,15 +11,16 @@ import torch
 from torch import Tensor
 
 from tests.engine import detr
+from tests.engine.layouts import Cuts, layout_for
 from varuna_capslog.config.settings import Config
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.interface import EngineParts
-from varuna_capslog.engine.pipeline import EngineOptions, Layout
+from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.training.boundaries import verify_copies
 
 
-def detr_step(communicator: Communicator, name: str, layout: Layout) -> dict[str, Any]:
+def detr_step(communicator: Communicator, name: str, layout: Cuts) -> dict[str, Any]:
     """As `tests.engine.detr.step`, on Varuna."""
     import varuna_capslog.varuna_plugin as plugin
     from varuna_capslog.varuna_plugin.engine import VarunaEngine
@@ -32,7 +33,7 @@ def detr_step(communicator: Communicator, name: str, layout: Layout) -> dict[str
             EngineParts(
                 chain,
                 workload.loss,
-                layout,
+                layout_for(layout, len(chain), options.num_blocks),
                 options,
                 communicator,
                 torch.device("cpu"),
@@ -63,7 +64,7 @@ def run(communicator: Communicator, values: dict[str, Any], cuts: list[int]) -> 
     from varuna_capslog.training.run import Run
 
     config = Config.model_validate(values)
-    plan = Plan(num_layers=11, cuts=tuple(cuts))
+    plan = Plan.of_cuts(11, cuts)
     with contextlib.redirect_stdout(io.StringIO()):
         work = Run(config, plan, TinyWorkload(config), communicator, torch.device("cpu"), engines=ENGINES)
         try:

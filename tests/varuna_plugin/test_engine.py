@@ -10,9 +10,9 @@ import pytest
 
 from tests.engine import detr
 from tests.engine.compare import gradient_error, merged
+from tests.engine.layouts import Cuts
 from tests.engine.pool import WorkerPool
 from tests.varuna_plugin import engines
-from varuna_capslog.engine.pipeline import Layout
 
 oracle = functools.cache(functools.partial(detr.plain, seed=7))
 
@@ -20,13 +20,13 @@ oracle = functools.cache(functools.partial(detr.plain, seed=7))
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
-        ("shared heads", Layout((0, 8, 9, 10), (0, 1, 2, 3))),
-        ("shared heads", Layout((0, 7), (0, 1), 2)),
-        ("dilated", Layout((0, 1, 16), (0, 1, 2))),
-        ("batch norm", Layout((0, 1, 2), (0, 1, 2))),
+        ("shared heads", Cuts((0, 8, 9, 10), (0, 1, 2, 3))),
+        ("shared heads", Cuts((0, 7), (0, 1), 2)),
+        ("dilated", Cuts((0, 1, 16), (0, 1, 2))),
+        ("batch norm", Cuts((0, 1, 2), (0, 1, 2))),
     ],
 )
-def test_a_detr_step_equals_the_unsplit_models(pool: WorkerPool, model: str, layout: Layout) -> None:
+def test_a_detr_step_equals_the_unsplit_models(pool: WorkerPool, model: str, layout: Cuts) -> None:
     results = pool.run(engines.detr_step, layout.world_size, model, layout)
     loss, gradients = oracle(model)
     assert [result["loss"] for result in results] == [pytest.approx(loss, rel=1e-5)] * layout.world_size

@@ -37,7 +37,7 @@ def start(varuna: FoundVaruna, *options: str, script: tuple[str, ...] = ()) -> t
 
 
 def test_a_script_trains_with_a_plan_from_outside(varuna: FoundVaruna, tmp_path: Path) -> None:
-    write_plan(tmp_path / "plan.json", Plan(num_layers=6, cuts=(0, 4)))
+    write_plan(tmp_path / "plan.json", Plan.of_cuts(num_layers=6, cuts=(0, 4)))
     status, text, _ = start(varuna, "--cuts", str(tmp_path / "plan.json"), script=("--cuts=mine",))
     assert status == 0, text
     assert "cuts (0, 4); mine" in text

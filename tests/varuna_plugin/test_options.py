@@ -12,7 +12,8 @@ import pytest
 import varuna_capslog.varuna_plugin as plugin
 from varuna_capslog.base.errors import CapslogError, DoesNotFit
 from varuna_capslog.planning import search
-from varuna_capslog.plans.plan import Plan, PlanStage, write_plan
+from varuna_capslog.plans.parts import MemoryInterval, PlanStage
+from varuna_capslog.plans.plan import Plan, write_plan
 from varuna_capslog.profiles.record import LayerProfile, Profile, write_profile
 from varuna_capslog.varuna_plugin import options
 
@@ -34,7 +35,7 @@ def test_without_a_word_the_split_is_varunas_own() -> None:
 
 
 def test_a_list_a_plan_and_a_plan_file_mean_the_same(tmp_path: Path) -> None:
-    plan = Plan(num_layers=9, cuts=(0, 3, 7))
+    plan = Plan.of_cuts(num_layers=9, cuts=(0, 3, 7))
     write_plan(tmp_path / "plan.json", plan)
     for cuts in ([0, 3, 7], (0, 3, 7), plan, tmp_path / "plan.json", str(tmp_path / "plan.json")):
         plugin.configure(cuts=cuts)
@@ -44,7 +45,7 @@ def test_a_list_a_plan_and_a_plan_file_mean_the_same(tmp_path: Path) -> None:
 
 
 def test_a_plan_for_another_model_or_world_is_refused() -> None:
-    plugin.configure(cuts=Plan(num_layers=9, cuts=(0, 3, 7)))
+    plugin.configure(cuts=Plan.of_cuts(num_layers=9, cuts=(0, 3, 7)))
     with pytest.raises(CapslogError, match="the plan is for 9 layers, but the model has 8 pieces"):
         options.current().cuts_for(8, 3)
     with pytest.raises(CapslogError, match="make 3 stages, but Varuna was started with 2"):
@@ -52,13 +53,12 @@ def test_a_plan_for_another_model_or_world_is_refused() -> None:
 
 
 def test_what_varuna_cannot_run_is_refused() -> None:
-    twice = Plan(num_layers=2, cuts=(0, 1), placed=(PlanStage(0, ((0, 1),), (0,)), PlanStage(0, ((1, 2),), (0,))))
+    twice = Plan(2, (PlanStage(((0, 1),), (0,), memory=None), PlanStage(((1, 2),), (0,), memory=None)))
     with pytest.raises(CapslogError, match="several stages on a rank"):
         plugin.configure(cuts=twice)
-    recompute = {"1": "recompute"}
-    actions = (PlanStage(0, ((0, 1),), (0,)), PlanStage(0, ((1, 2),), (1,), memory_actions=recompute))
-    with pytest.raises(CapslogError, match="memory actions"):
-        plugin.configure(cuts=Plan(num_layers=2, cuts=(0, 1), placed=actions))
+    whole, kept = MemoryInterval(0, 1, "recompute"), PlanStage(((1, 2),), (1,))
+    with pytest.raises(CapslogError, match=r"stages\[1\].memory is \[\]; Varuna recomputes whole stages"):
+        plugin.configure(cuts=Plan(2, (PlanStage(((0, 1),), (0,), memory=(whole,)), kept)))
     for wrong in ({"cuts": [0, 1.5]}, {"cuts": []}, {"loss": "max"}, {"timeout_seconds": 0}):
         with pytest.raises(CapslogError):
             plugin.configure(**wrong)  # type: ignore[arg-type]
@@ -67,7 +67,7 @@ def test_what_varuna_cannot_run_is_refused() -> None:
 def test_the_environment_speaks_where_the_script_does_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(options.CUTS_VARIABLE, "0, 4")
     assert options.current().cuts == (0, 4)
-    write_plan(tmp_path / "p.json", Plan(num_layers=5, cuts=(0, 2)))
+    write_plan(tmp_path / "p.json", Plan.of_cuts(num_layers=5, cuts=(0, 2)))
     monkeypatch.setenv(options.CUTS_VARIABLE, str(tmp_path / "p.json"))
     assert (options.current().cuts, options.current().num_pieces) == ((0, 2), 5)
     plugin.configure(cuts=[0, 1])

@@ -175,20 +175,23 @@ def print_table(
 
 
 def print_plan(plan: Plan, profile: Profile | None = None) -> None:
-    """Prints the stages: layers (by name where a profile knows them), predicted peak and what is left of the device
-    beside it and its headroom.
+    """Prints the stages: layers (by name where a profile knows them), the blocks where stages share them out, predicted
+    peak and what is left of the device beside it and its headroom.
     """
     from varuna_capslog.base.units import format_bytes
     from varuna_capslog.planning.verdict import judge_plan
 
-    title = f"{plan.planner or 'given cuts'}: {len(plan.cuts)} stages of {plan.num_layers} layers"
+    title = f"{plan.planner or 'given cuts'}: {len(plan.stages)} stages of {plan.num_layers} layers"
     ranks, verdict, rows = plan.placement(), judge_plan(plan, profile), []
-    for stage, (first, end) in enumerate(plan.stages()):
+    for stage, (first, end) in enumerate(plan.ranges()):
         names = [profile.layers[index].name for index in (first, end - 1)] if profile else [str(first), str(end - 1)]
         peak = None if plan.stage_bytes is None else plan.stage_bytes[stage]
         margin = "" if verdict is None else format_bytes(verdict.margins[stage])
         shown = "unknown" if peak is None else format_bytes(peak)
-        rows.append([str(stage), str(ranks[stage]), str(end - first), *names, shown, margin])
+        blocks = plan.stages[stage].blocks
+        served = "all" if blocks is None else ", ".join(map(str, blocks))
+        rows.append([str(stage), str(ranks[stage]), str(end - first), *names, shown, margin, served])
     notes = [] if plan.search_seconds is None else [f"found in {plan.search_seconds * 1e3:.3g} ms"]
-    headings = ("stage", "rank", "layers", "from", "to", "peak", "margin")
-    print_table(title, headings, rows, left=(3, 4), notes=notes)
+    headings = ("stage", "rank", "layers", "from", "to", "peak", "margin", "blocks")
+    kept = len(headings) if any(stage.blocks for stage in plan.stages) else len(headings) - 1
+    print_table(title, headings[:kept], [row[:kept] for row in rows], left=(3, 4, 7), notes=notes)

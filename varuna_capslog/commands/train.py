@@ -42,9 +42,16 @@ def train(
     from varuna_capslog.config.reading import load_config
     from varuna_capslog.elastic.host.options import HostOptions
     from varuna_capslog.elastic.member.held_state import recover
+    from varuna_capslog.start.given_plan import with_given_plan
 
-    settings = load_config(config, overrides or ())
+    tell = lambda line: typer.echo(f"capslog: {line}", err=True)  # noqa: E731
+    settings = with_given_plan(load_config(config, overrides or ()), tell)
     if nproc is not None and nproc != settings.world_size:
+        if settings.pipeline.plan is not None:
+            raise CapslogError(
+                f"--nproc {nproc} is given, but pipeline.plan={settings.pipeline.plan} runs on {settings.world_size} "
+                "ranks; leave --nproc out"
+            )
         replicas = settings.pipeline.replicas
         if nproc % replicas:
             raise CapslogError(
@@ -153,8 +160,8 @@ def _prepare_and_print(settings: Config) -> None:
     from varuna_capslog.profiles.record import read_profile
     from varuna_capslog.start.prepare import prepare_run
 
-    plan = prepare_run(settings)
-    shared.print_plan(plan, read_profile(settings.run_dir / "profile.json") if plan.profile_digest else None)
+    plan, path = prepare_run(settings), settings.run_dir / "profile.json"
+    shared.print_plan(plan, read_profile(path) if plan.profile_digest and path.exists() else None)
     for note in plan.notes:
         typer.echo(f"note: {note}", err=True)
 

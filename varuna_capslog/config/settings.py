@@ -130,6 +130,10 @@ class Pipeline(Section):
     cuts: list[Annotated[int, Field(ge=0)]] | None = None
     """First layer of each stage, beginning with 0; null means that the planner chooses."""
 
+    plan: Path | None = None
+    """A plan file to run as it is; it replaces devices, replicas, planner, schedule, recompute and stage_inputs.
+    After a change of membership the planner decides anew."""
+
     schedule: Literal["gpipe", "1f1b", "varuna"] = "varuna"
     """Order of forward and backward passes."""
 
@@ -159,6 +163,10 @@ class Pipeline(Section):
     @model_validator(mode="after")
     def _agree(self) -> Pipeline:
         cuts = self.cuts
+        if cuts is not None and self.plan is not None:
+            raise ValueError(
+                f"pipeline.cuts={cuts} and pipeline.plan={self.plan} are both given; leave one of them out"
+            )
         if cuts is not None:
             fields.cut_list(cuts, None, "pipeline.cuts")
             if len(cuts) % self.devices:
@@ -288,6 +296,8 @@ class Config(Section):
     def _agree(self) -> Config:
         replicas, microbatches = self.pipeline.replicas, self.num_microbatches
         blocks = self.train.accumulation_blocks
+        if blocks is None and self.pipeline.plan is not None:
+            return self  # they are the plan's
         if blocks is None:
             if microbatches % replicas:
                 raise ValueError(

@@ -310,15 +310,24 @@ class Communicator:
                 if bool(done.all()):
                     return future.result()
 
-    def exchange(self, tensor: Tensor, wanted: Mapping[int, TensorSpec], tag: int) -> dict[int, Tensor]:
-        """Sends a tensor to every rank in `wanted` and receives one of its spec from it; this rank itself is left out.
+    def exchange(
+        self,
+        tensor: Tensor | None,
+        to: Iterable[int],
+        wanted: Mapping[int, TensorSpec],
+        tag: int,
+        device: torch.device,
+    ) -> dict[int, Tensor]:
+        """Sends a tensor (None: nothing) to some ranks and receives one from others; never to or from this rank itself.
+
+        Args:
+            wanted: rank -> the spec of what it sends.
 
         Returns:
-            The received tensors by rank, on the device of the sent one.
+            The received tensors by rank, on `device`.
         """
-        device = tensor.device
-        receives = {peer: self.receive(spec, peer, tag, device) for peer, spec in wanted.items() if peer != self.rank}
-        sends = [self.send(tensor, peer, tag) for peer in receives]
+        receives = {peer: self.receive(spec, peer, tag, device) for peer, spec in wanted.items()}
+        sends = [self.send(tensor, peer, tag) for peer in to] if tensor is not None else []
         theirs = {peer: receive.wait() for peer, receive in receives.items()}
         for send in sends:
             send.wait()

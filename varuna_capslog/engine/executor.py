@@ -10,6 +10,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import accumulate
 
 from torch import Tensor
 
@@ -71,14 +72,12 @@ def acknowledgements(lowered: Lowered, rank: int) -> dict[Message, int]:
 
 
 class Executor:
-    """One rank of one pipeline.
+    """One rank's part of a step.
 
     Args:
-        rank: this rank's index inside the pipeline (the row of the schedule).
-        global_rank: index inside the pipeline -> rank of the communicator.
-        stages: the stages that live here, by index.
-        cuts: first layer of every stage, and L at the end.
-        crossing: names at the cut before every stage.
+        stages: the stages that live here, by number.
+        firsts: stage -> its first layer.
+        crossing: stage -> the names of what crosses the cut before it.
         observer: sees every instruction and the work of the stages.
     """
 
@@ -86,23 +85,19 @@ class Executor:
         self,
         communicator: Communicator,
         lowered: Lowered,
-        rank: int,
-        global_rank: Sequence[int],
         stages: Mapping[int, Stage],
-        cuts: Sequence[int],
+        firsts: Sequence[int],
         crossing: Sequence[Sequence[str]],
         observer: Observer | None = None,
     ) -> None:
-        self._communicator = communicator
-        self._program = lowered.programs[rank]
-        self._global_rank = global_rank
-        self._stages = stages
-        self._cuts = cuts
-        self._crossing = crossing
+        self._communicator, self._stages = communicator, stages
+        self._program = lowered.programs[communicator.rank]
+        self._firsts, self._crossing = firsts, crossing
+        self._graph = lowered.graph
+        self._first_call = [0, *accumulate(len(row) for row in self._graph.microbatches)]
         self._observer = observer
         self._device = next(iter(stages.values())).device
-        self._acknowledged = acknowledgements(lowered, rank)
-        self._last_stage = len(lowered.placement) - 1
+        self._acknowledged = acknowledgements(lowered, communicator.rank)
         self._recomputed = {
             (action.stage, action.microbatch)
             for action in self._program
@@ -121,7 +116,7 @@ class Executor:
 
     def run(
         self,
-        contexts: Sequence[MicrobatchContext],
+        contexts: Mapping[int, MicrobatchContext],
         load: Callable[[int], dict[str, Tensor]],
         after_backward: Callable[[Stage, int], None] | None = None,
         evaluate: Callable[[MicrobatchContext, dict[str, Tensor]], None] | None = None,
@@ -129,10 +124,10 @@ class Executor:
         """Runs the program once.
 
         Args:
-            contexts: per microbatch of this pipeline.
-            load: local microbatch -> inputs of the chain.
-            after_backward: called after each B with the stage and the local microbatch.
-            evaluate: makes this an evaluation: stages keep nothing, and outputs of the last stage go here.
+            contexts: by microbatch, of all that the stages here take.
+            load: microbatch -> inputs of the chain.
+            after_backward: called after each B with the stage and the microbatch.
+            evaluate: makes this an evaluation: stages keep nothing, and what the chain puts out goes here.
         """
         transfers = _Transfers(self, contexts)
         arrived: dict[Message, dict[str, Tensor]] = {}
@@ -160,7 +155,7 @@ class Executor:
     def _act(
         self,
         action: Action,
-        contexts: Sequence[MicrobatchContext],
+        contexts: Mapping[int, MicrobatchContext],
         arrived: dict[Message, dict[str, Tensor]],
         load: Callable[[int], dict[str, Tensor]],
         after_backward: Callable[[Stage, int], None] | None,
@@ -168,33 +163,35 @@ class Executor:
     ) -> None:
         if action.microbatch is None:
             return  # U: the update is the caller's, after the vote
-        stage, microbatch = self._stages[action.stage], action.microbatch
+        number, call = here = action.stage, action.microbatch
+        stage, microbatch = self._stages[number], self._graph.microbatches[number][call]
         context = contexts[microbatch]
+        before, after = self._graph.upstream[number][call], self._graph.downstream[number][call]
         if action.kind == "F":
-            if action.stage == 0:
+            if before is None:
                 values = {name: tensor.to(self._device, non_blocking=True) for name, tensor in load(microbatch).items()}
-                values = {name: values[name] for name in self._crossing[0]}
+                values = {name: values[name] for name in self._crossing[number]}
             else:
-                values = arrived.pop(Message("activation", action.stage, microbatch))
+                values = arrived.pop(Message("activation", before, here))
             if evaluate is not None:
                 outputs = stage.evaluate(context, values)
-                if action.stage == self._last_stage:
+                if after is None:
                     evaluate(context, outputs)
             else:
-                graph = (action.stage, microbatch) not in self._recomputed
+                graph = (number, call) not in self._recomputed
                 with self._working("F", stage, context):
                     outputs = stage.forward(context, values, graph)
-            if action.stage < self._last_stage:
-                arrived[Message("activation", action.stage + 1, microbatch)] = outputs
+            if after is not None:
+                arrived[Message("activation", here, after)] = outputs
         elif action.kind == "R":
             with self._working("R", stage, context):
                 stage.recompute(context)
         else:
-            gradients = arrived.pop(Message("gradient", action.stage + 1, microbatch), {})
+            gradients = {} if after is None else arrived.pop(Message("gradient", here, after), {})
             with self._working("B", stage, context):
                 upstream = stage.backward(context, gradients)
-            if action.stage > 0 and upstream:
-                arrived[Message("gradient", action.stage, microbatch)] = upstream
+            if before is not None and upstream:
+                arrived[Message("gradient", before, here)] = upstream
             if after_backward is not None:
                 after_backward(stage, microbatch)
 
@@ -205,7 +202,7 @@ class Executor:
 class _Transfers:
     """The messages of one step on one rank."""
 
-    def __init__(self, executor: Executor, contexts: Sequence[MicrobatchContext]) -> None:
+    def __init__(self, executor: Executor, contexts: Mapping[int, MicrobatchContext]) -> None:
         self._of = executor
         self._contexts = contexts
         self._pending = deque(item for item in executor._program if isinstance(item, Recv))
@@ -217,18 +214,20 @@ class _Transfers:
 
     def _specs(self, message: Message) -> list[tuple[str, TensorSpec]]:
         """What a message carries, in order: all tensors of the cut, or the gradients of those that want one."""
-        cut = self._contexts[message.microbatch].specs[self._of._cuts[message.boundary]]
-        names = self._of._crossing[message.boundary]
+        stage, call = message.downstream
+        microbatch = self._of._graph.microbatches[stage][call]
+        cut, names = self._contexts[microbatch].specs[self._of._firsts[stage]], self._of._crossing[stage]
         return [(name, cut[name]) for name in names if message.kind == "activation" or cut[name].requires_grad]
 
     def _tag(self, message: Message) -> int:
-        number = (message.boundary * len(self._contexts) + message.microbatch) * 2 + (message.kind == "gradient")
-        return (number + 1) * _TENSORS_PER_MESSAGE
+        stage, call = message.downstream
+        number = self._of._first_call[stage] + call
+        return (number * 2 + (message.kind == "gradient") + 1) * _TENSORS_PER_MESSAGE
 
     def _post(self) -> None:
         while self._pending:
             instruction = self._pending[0]
-            message, peer = instruction.message, self._of._global_rank[instruction.peer]
+            message, peer = instruction.message, instruction.peer
             size = sum(spec.num_bytes for _, spec in self._specs(message))
             if len(self._posted) >= _POSTED_AHEAD and self._posted_bytes + size > _POSTED_AHEAD_BYTES:
                 return
@@ -258,16 +257,16 @@ class _Transfers:
             self._confirmed[peer] = self._confirmed.get(peer, 0) + 1
 
     def send(self, instruction: SendInstruction, tensors: Mapping[str, Tensor]) -> None:
-        message, peer = instruction.message, self._of._global_rank[instruction.peer]
+        message, peer = instruction.message, instruction.peer
         tag = self._tag(message)
         sends = []
         for position, (name, spec) in enumerate(self._specs(message)):
             tensor = tensors[name]
             if tensor.dtype != spec.dtype or tuple(tensor.shape) != spec.shape:
                 raise CapslogError(
-                    f"{name!r} crosses the cut before stage {message.boundary} as {tensor.dtype}{list(tensor.shape)}, "
-                    f"but the trace of the model says {spec.dtype}{list(spec.shape)}: shapes must follow from the "
-                    "input shapes alone"
+                    f"{name!r} crosses the cut before stage {message.downstream[0]} as "
+                    f"{tensor.dtype}{list(tensor.shape)}, but the trace of the model says {spec.dtype}"
+                    f"{list(spec.shape)}: shapes must follow from the input shapes alone"
                 )
             if tensor.stride() != spec.stride:
                 tensor = spec.empty(tensor.device).copy_(tensor)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layers import EngineLayer
+from varuna_capslog.engine.layout import Layout
 from varuna_capslog.model.chain import Chain, TensorSpec
 
 __all__ = ["GradientBook"]
@@ -27,63 +28,52 @@ class GradientBook:
 
     Args:
         layers: all layers of this rank, in layer order.
-        replica_peers: the ranks that hold the same layers, by replica (this rank among them).
-        rank_of_layer: layer index -> rank of this pipeline that holds it (for shared parameters).
     """
 
-    def __init__(
-        self,
-        chain: Chain,
-        layers: Sequence[EngineLayer],
-        communicator: Communicator,
-        replica_peers: Sequence[int],
-        rank_of_layer: Sequence[int],
-    ) -> None:
+    def __init__(self, chain: Chain, layers: Sequence[EngineLayer], communicator: Communicator, layout: Layout) -> None:
         self._layers = list(layers)
-        self._communicator = communicator
-        self._peers = list(replica_peers)
-        self._replica = self._peers.index(communicator.rank)
-        self._rank_of_layer = rank_of_layer
+        self._communicator, self._layout = communicator, layout
         self._shared = chain.shared
         self._by_index = {layer.index: layer for layer in layers}
-        # several replicas: every block is kept until all are added in order; one replica: they are added as they end
-        self._blocks: dict[int, list[dict[str, Tensor]]] = {layer.index: [] for layer in layers}
+        self._holders = {layer.index: layout.holders(layer.index) for layer in layers}
+        # several holders: every block is kept until all are added in order; one holder: they are added as they end
+        self._blocks: dict[int, dict[int, dict[str, Tensor]]] = {layer.index: {} for layer in layers}
 
-    def close_block(self, layers: Sequence[EngineLayer]) -> None:
+    def close_block(self, block: int, layers: Sequence[EngineLayer]) -> None:
         """Ends an accumulation block on these layers: what `.grad` holds becomes the block's sum."""
         for layer in layers:
-            block = {}
+            found = {}
             for name, parameter in layer.parameters.items():
                 if parameter.grad is not None:
-                    block[name] = parameter.grad
+                    found[name] = parameter.grad
                     parameter.grad = None
             kept = self._blocks[layer.index]
-            if len(self._peers) > 1 or not kept:
-                kept.append(block)
+            if len(self._holders[layer.index]) > 1 or not kept:
+                kept[block] = found
             else:
-                _add_block(kept[0], block)
+                _add_block(next(iter(kept.values())), found)
 
     def finish(self) -> None:
         """Leaves the minibatch's gradient in `.grad` of each trainable parameter (shared: of its first local leaf)."""
         for layer in self._layers:
-            blocks, self._blocks[layer.index] = self._blocks[layer.index], []
-            if len(self._peers) > 1:
-                blocks = self._all_blocks(layer, blocks)
+            blocks, self._blocks[layer.index] = self._blocks[layer.index], {}
+            if len(self._holders[layer.index]) > 1:
+                self._collect_blocks(layer, blocks)
             total: dict[str, Tensor] = {}
-            for block in blocks:
-                _add_block(total, block)
+            for block in sorted(blocks):
+                _add_block(total, blocks[block])
             for name, gradient in total.items():
                 layer.parameters[name].grad = gradient
         self._add_uses()
 
-    def squared_norms(self) -> dict[int, Tensor]:
-        """Sum of squares of each layer's gradients, in float64, by layer; on the host.
+    def squared_norms(self, layers: Sequence[int]) -> dict[int, Tensor]:
+        """Sum of squares of the gradients of each of these layers, in float64, by layer; on the host.
 
         A shared parameter counts under its first layer only (engine rule 1).
         """
         first_use = {shared.name: shared.layers[0] for shared in self._shared}
         found = []
-        for layer in self._layers:
+        for layer in map(self._by_index.__getitem__, layers):
             counted = {name: first_use[address] == layer.index for name, address in layer.shared.items()}
             norms = [
                 torch.linalg.vector_norm(parameter.grad, dtype=torch.float64)
@@ -94,27 +84,28 @@ class GradientBook:
                 found.append(torch.stack(norms).square().sum())
             else:
                 found.append(torch.zeros((), dtype=torch.float64, device=layer.device))
-        return dict(zip(self._by_index, torch.stack(found).cpu(), strict=True))
+        return dict(zip(layers, torch.stack(found).cpu(), strict=True))
 
     def forget(self) -> None:
         """Drops the blocks of a broken-off step."""
         for blocks in self._blocks.values():
             blocks.clear()
 
-    def _all_blocks(self, layer: EngineLayer, mine: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-        """The blocks of all replicas in index order; replica r owns the r-th run of blocks."""
+    def _collect_blocks(self, layer: EngineLayer, blocks: dict[int, dict[str, Tensor]]) -> None:
+        """Adds the blocks of the layer's other holders to those of this rank."""
         trainable = {name: p for name, p in layer.parameters.items() if p.requires_grad}
-        everyone: list[list[dict[str, Tensor]]] = [[] for _ in self._peers]
-        everyone[self._replica] = mine
-        if trainable:
-            for number in range(len(mine)):
-                packed = _pack(mine[number], trainable)
-                wanted = dict.fromkeys(self._peers, TensorSpec.of(packed))
-                theirs = self._communicator.exchange(packed, wanted, _BLOCK_TAG + layer.index)
-                for replica, peer in enumerate(self._peers):
-                    if replica != self._replica:
-                        everyone[replica].append(_unpack(theirs[peer], trainable))
-        return [block for replica in everyone for block in replica]
+        if not trainable:
+            return
+        size = sum(parameter.numel() for parameter in trainable.values()) + len(trainable)
+        spec = TensorSpec((size,), next(iter(trainable.values())).dtype)
+        rank, tag = self._communicator.rank, _BLOCK_TAG + layer.index
+        owned = {peer: self._layout.blocks_of(peer, layer.index) for peer in self._holders[layer.index]}
+        mine = owned.pop(rank)
+        for turn in range(max(len(mine), *map(len, owned.values()))):
+            packed = _pack(blocks[mine[turn]], trainable) if turn < len(mine) else None
+            wanted = {peer: spec for peer, theirs in owned.items() if turn < len(theirs)}
+            for peer, flat in self._communicator.exchange(packed, owned, wanted, tag, layer.device).items():
+                blocks[owned[peer][turn]] = _unpack(flat, trainable)
 
     def _add_uses(self) -> None:
         """Shared parameters: every owner adds all uses in layer order."""
@@ -139,22 +130,24 @@ class GradientBook:
     def _remote_uses(
         self, number: int, layers: Sequence[int], leaves: Mapping[int, nn.Parameter]
     ) -> dict[int, Tensor | None]:
-        owners: dict[int, list[int]] = {}
-        for index in layers:
-            owners.setdefault(self._rank_of_layer[index], []).append(index)
-        if len(owners) == 1:
+        """The gradients of the uses in layers that this rank does not hold, by layer; see `Layout.uses_from`."""
+        sources = self._layout.uses_from(layers)
+        wanted = sources[self._communicator.rank]
+        receivers = [rank for rank, theirs in sources.items() if self._communicator.rank in theirs.values()]
+        if not wanted and not receivers:
             return {}
         template = next(iter(leaves.values()))
         packed = _pack(
             {str(i): leaf.grad for i, leaf in leaves.items() if leaf.grad is not None},
             {str(i): leaf for i, leaf in leaves.items()},
         )
-        size = template.numel() + 1
-        wanted = {owner: TensorSpec((size * len(uses),), template.dtype) for owner, uses in owners.items()}
+        held = {peer: [i for i in layers if i in self._layout.layers_of(peer)] for peer in set(wanted.values())}
+        specs = {peer: TensorSpec(((template.numel() + 1) * len(uses),), template.dtype) for peer, uses in held.items()}
         found: dict[int, Tensor | None] = {}
-        for owner, theirs in self._communicator.exchange(packed, wanted, _SHARED_TAG + number).items():
-            block = _unpack(theirs, {str(i): template for i in owners[owner]})
-            found.update({index: block.get(str(index)) for index in owners[owner]})
+        tag = _SHARED_TAG + number
+        for peer, flat in self._communicator.exchange(packed, receivers, specs, tag, template.device).items():
+            theirs = _unpack(flat, {str(i): template for i in held[peer]})
+            found.update({i: theirs.get(str(i)) for i, source in wanted.items() if source == peer})
         return found
 
 

@@ -8,7 +8,7 @@ an engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -20,8 +20,9 @@ if TYPE_CHECKING:  # the module that names the engines imports this one, and no 
 
     from varuna_capslog.engine.communicator import Communicator
     from varuna_capslog.engine.layers import EngineLayer
+    from varuna_capslog.engine.layout import Layout
     from varuna_capslog.engine.optimizer import StageOptimizer
-    from varuna_capslog.engine.options import EngineOptions, Layout
+    from varuna_capslog.engine.options import EngineOptions
     from varuna_capslog.engine.stage import LossFunction
     from varuna_capslog.engine.step import Verdict
     from varuna_capslog.model.chain import Chain
@@ -40,7 +41,6 @@ class Engine(Protocol):
     """One rank of a training run. A step is `compute`, `vote`, `apply`; `step.train_step` makes all three.
 
     Attributes:
-        replica: the pipeline of this rank, counted from 0.
         layers: those of this rank's stages, in layer order; what a checkpoint writes and loads.
         optimizer: steps the parameters of `layers`.
     """
@@ -49,13 +49,12 @@ class Engine(Protocol):
     layout: Layout
     options: EngineOptions
     communicator: Communicator
-    replica: int
     layers: list[EngineLayer]
     optimizer: StageOptimizer
 
     @property
-    def owns_first_stage(self) -> bool:
-        """True where the inputs are loaded."""
+    def loaded_microbatches(self) -> Sequence[int]:
+        """The microbatches of a step whose inputs this rank loads, rising; none for most ranks."""
 
     @property
     def doing(self) -> str:
@@ -89,11 +88,17 @@ class Engine(Protocol):
     def forget(self) -> None:
         """Drops all traces of a step that was broken off or refused."""
 
-    def evaluate(self, minibatch: Minibatch, load: Load, take: Callable[[int, dict[str, Tensor]], None]) -> None:
-        """Runs one minibatch of this replica forward, in evaluation mode.
+    def evaluate(
+        self,
+        minibatches: Sequence[Minibatch],
+        load: Callable[[int, int], dict[str, Tensor]],
+        take: Callable[[int, int, dict[str, Tensor]], None],
+    ) -> None:
+        """Runs minibatches forward, in evaluation mode: number w over `layout.ways[w]`. Every rank calls it alike.
 
         Args:
-            take: called with (microbatch, outputs) on the ranks of the last stage.
+            load: (way, microbatch) -> the chain's inputs; called on the ranks that hold the first layer.
+            take: called with (way, microbatch, outputs) on the ranks that hold the last layer.
         """
 
 

@@ -20,16 +20,26 @@ from varuna_capslog.engine.executor import Executor, Observer
 from varuna_capslog.engine.gradients import GradientBook
 from varuna_capslog.engine.interface import EngineParts, Load
 from varuna_capslog.engine.layers import EngineLayer, take_layers
+from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.optimizer import StageOptimizer
-from varuna_capslog.engine.options import EngineOptions, Layout
+from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.stage import HostMemory, LossFunction, MicrobatchContext, Stage
-from varuna_capslog.engine.step import Poll, Verdict, check_minibatch, microbatches_of
+from varuna_capslog.engine.step import Poll, Verdict, check_minibatch
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Minibatch
-from varuna_capslog.schedules import Action, Lowered, find_deadlock, lower, make_schedule, parse_action, validate
+from varuna_capslog.schedules import (
+    Action,
+    Lowered,
+    StageGraph,
+    find_deadlock,
+    lower,
+    parse_action,
+    schedule_of,
+    validate,
+)
 
-__all__ = ["EngineOptions", "Layout", "PipelineEngine", "Ready", "build"]
+__all__ = ["PipelineEngine", "Ready", "build"]
 
 _STATISTICS_TAG = 3 << 28
 
@@ -79,7 +89,12 @@ class PipelineEngine:
         observer: Observer | None = None,
     ) -> None:
         ready = ready or Ready()
-        chain.check_cuts(layout.cuts)
+        if layout.num_layers != len(chain):
+            raise CapslogError(f"the layout has {layout.num_layers} layers, but the chain has {len(chain)}")
+        if layout.num_blocks != options.num_blocks and any(stage.blocks is not None for stage in layout.stages):
+            raise CapslogError(
+                f"the layout shares out {layout.num_blocks} accumulation blocks, but the step has {options.num_blocks}"
+            )
         if communicator.world_size < layout.world_size:
             raise CapslogError(
                 f"the layout needs {layout.world_size} ranks ({layout.devices} devices x {layout.replicas} replicas), "
@@ -88,101 +103,63 @@ class PipelineEngine:
         self.chain, self.layout, self.options = chain, layout, options
         self.communicator, self.device = communicator, device
         self.rank = communicator.rank
-        self.replica, self.pipeline_rank = divmod(self.rank, layout.devices)
         communicator.describe_ranks({rank: layout.describe(rank) for rank in range(communicator.world_size)})
         self.table = ready.table or ShapeTable(chain, device.type, options.precision)
-        self._cuts = (*layout.cuts, len(chain))
-        owned = layout.stages_of(self.rank)
-        indices = [index for stage in owned for index in range(self._cuts[stage], self._cuts[stage + 1])]
-        self.layers = take_layers(chain, sorted(indices), device, options.precision, ready.layers)
-        by_index = {layer.index: layer for layer in self.layers}
-        last, host = len(layout.cuts) - 1, ready.host
+        self.layers = take_layers(chain, layout.layers_of(self.rank), device, options.precision, ready.layers)
+        by_index, host = {layer.index: layer for layer in self.layers}, ready.host
         if host is None and options.stage_inputs == "host" and device.type == "cuda":
             host = HostMemory()
-        self.stages = {
-            stage: Stage(
-                stage,
-                chain,
-                [by_index[index] for index in range(self._cuts[stage], self._cuts[stage + 1])],
-                loss if stage == last else None,
-                host,
-            )
-            for stage in owned
-        }
-        self._crossing = [chain.crossing(cut) for cut in layout.cuts]
-        base = self.replica * layout.devices
-        self._global_rank = range(base, base + layout.devices)
-        self._stage_of_layer = [
-            stage for stage in range(len(layout.cuts)) for _ in range(self._cuts[stage], self._cuts[stage + 1])
-        ]
-        self._gradients = GradientBook(
-            chain,
-            self.layers,
-            communicator,
-            self._replica_peers(),
-            [base + layout.placement[stage] for stage in self._stage_of_layer],
-        )
+        self.stages: dict[int, Stage] = {}
+        for number in layout.stages_of(self.rank):
+            place = layout.stages[number]
+            layers = [by_index[index] for index in range(place.first, place.end)]
+            self.stages[number] = Stage(number, chain, layers, loss if place.end == len(chain) else None, host)
+        self._crossing = [chain.crossing(stage.first) for stage in layout.stages]
+        self._graph = layout.graph(options.num_microbatches)
+        self._gradients = GradientBook(chain, self.layers, communicator, layout)
         if options.transport != "gloo":
             communicator.open_pair_groups(self.pairs(), options.transport)
         self.optimizer = StageOptimizer(self.layers, options.rate, options.weight_decay, options.multipliers)
         self._observer = observer
         self._executor: Executor | None = None
-        self._evaluators: dict[int, Executor] = {}
+        self._evaluators: dict[tuple[int, ...], Executor] = {}
         self._poll = Poll(chain, communicator, options, ready.part_names)
-        # running statistics of the step under way, by layer and microbatch, those of other replicas included
+        # running statistics of the step under way, by layer and microbatch, those of the layer's other holders included
         self._statistics: dict[int, dict[int, list[Tensor]]] = {}
 
     @property
     def idle(self) -> bool:
         """True for a rank that has no stages."""
-        return self.rank >= self.layout.world_size
-
-    def _replica_peers(self) -> list[int]:
-        """The ranks that hold the same layers, by replica."""
-        if self.idle:
-            return [self.rank]
-        return [replica * self.layout.devices + self.pipeline_rank for replica in range(self.layout.replicas)]
+        return not self.stages
 
     def pairs(self) -> set[tuple[int, int]]:
         """Every ordered pair of ranks between which tensors travel: over cuts, shared parameters and replicas."""
-        layout, stage_of = self.layout, self._stage_of_layer
-        meetings = [{layout.placement[stage], layout.placement[stage + 1]} for stage in range(len(layout.cuts) - 1)]
-        meetings += [{layout.placement[stage_of[layer]] for layer in shared.layers} for shared in self.chain.shared]
-        devices, replicas = layout.devices, range(layout.replicas)
-        ranks = [{replica * devices + device for device in meeting} for replica in replicas for meeting in meetings]
-        ranks += [{replica * devices + device for replica in replicas} for device in range(devices)]
-        return {(a, b) for group in ranks for a in group for b in group if a != b}
+        layout = self.layout
+        groups = [{layout.ranks[one], layout.ranks[other]} for one, other in self._graph.edges()]
+        groups += [set(layout.holders(layer)) for layer in range(len(self.chain))]
+        for shared in self.chain.shared:
+            groups += [{rank, peer} for rank, row in layout.uses_from(shared.layers).items() for peer in row.values()]
+        return {(a, b) for group in groups for a in group for b in group if a != b}
 
     # -- microbatches ------------------------------------------------------------------------------------------------
 
     @property
-    def owns_first_stage(self) -> bool:
-        """True where the inputs are loaded."""
-        return 0 in self.stages
+    def loaded_microbatches(self) -> Sequence[int]:
+        """As `Engine.loaded_microbatches`."""
+        return self.layout.microbatches_of(self.rank, 0, self.options.num_microbatches)
 
-    def _contexts(self, minibatch: Minibatch, indices: Sequence[int], step: int) -> list[MicrobatchContext]:
-        return [
-            MicrobatchContext(
-                index,
-                self.table.boundaries(minibatch.inputs[index]),
-                minibatch.targets[index],
-                minibatch.normalisers,
-                (self.options.seed, step),
-            )
-            for index in indices
-        ]
+    def _context(self, index: int, minibatch: Minibatch, microbatch: int, step: int) -> MicrobatchContext:
+        return MicrobatchContext(
+            index,
+            self.table.boundaries(minibatch.inputs[microbatch]),
+            minibatch.targets[microbatch],
+            minibatch.normalisers,
+            (self.options.seed, step),
+        )
 
     def _executor_of(self, lowered: Lowered) -> Executor:
-        return Executor(
-            self.communicator,
-            lowered,
-            self.pipeline_rank,
-            self._global_rank,
-            self.stages,
-            self._cuts,
-            self._crossing,
-            self._observer,
-        )
+        firsts = [stage.first for stage in self.layout.stages]
+        return Executor(self.communicator, lowered, self.stages, firsts, self._crossing, self._observer)
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -191,28 +168,30 @@ class PipelineEngine:
         check_minibatch(minibatch, self.options)
         if self.idle:
             return
-        local = microbatches_of(self)
-        contexts = self._contexts(minibatch, local, step)
+        local = sorted({microbatch for stage in self.stages for microbatch in self._graph.microbatches[stage]})
+        contexts = {index: self._context(index, minibatch, index, step) for index in local}
         if self._executor is None:
             # the first minibatch shows which cuts carry gradients
-            options, layout, specs = self.options, self.layout, contexts[0].specs
+            options, specs = self.options, contexts[local[0]].specs
             self._executor = self._executor_of(
                 _lowered(
                     options.schedule if options.actions is None else options.actions,
-                    layout.placement,
-                    len(local),
+                    self._graph,
+                    tuple(stage.in_flight for stage in self.layout.stages),
                     options.recompute,
-                    tuple(any(spec.requires_grad for spec in specs[cut].values()) for cut in layout.cuts[1:]),
+                    tuple(
+                        any(spec.requires_grad for spec in specs[stage.first].values()) for stage in self.layout.stages
+                    ),
                 )
             )
         per_block = self.options.num_microbatches // self.options.num_blocks
 
         def after_backward(stage: Stage, microbatch: int) -> None:
             if (microbatch + 1) % per_block == 0:
-                self._gradients.close_block(stage.layers)
+                self._gradients.close_block(microbatch // per_block, stage.layers)
 
         try:
-            self._executor.run(contexts, lambda microbatch: load(local[microbatch]), after_backward)
+            self._executor.run(contexts, load, after_backward)
             self._gradients.finish()
             self._statistics = {layer.index: self._take_statistics(layer) for layer in self.layers if layer.statistics}
         except BaseException:
@@ -221,8 +200,9 @@ class PipelineEngine:
 
     def vote(self, step: int, minibatch: Minibatch, stop: bool = False, ballot: bytes = b"") -> Verdict:
         """As `Engine.vote`. A step with a `refusal` must not be applied: `forget` drops it."""
-        last = self.stages.get(len(self.layout.cuts) - 1)
-        norms = self._gradients.squared_norms() if self.replica == 0 and self.layers else {}
+        last = [stage for stage in self.stages.values() if stage.end == len(self.chain)]
+        reported = [layer.index for layer in self.layers if self.layout.reporter(layer.index) == self.rank]
+        norms = self._gradients.squared_norms(reported) if reported else {}
         try:
             return self._poll.hold(step, minibatch, last, norms, stop, ballot)
         except BaseException:
@@ -274,42 +254,67 @@ class PipelineEngine:
         self._statistics.clear()
 
     def _take_statistics(self, layer: EngineLayer) -> dict[int, list[Tensor]]:
-        """A layer's running statistics of all microbatches of the step, those of other replicas included."""
-        found = layer.statistics.take()
-        if self.layout.replicas == 1:
+        """A layer's running statistics of all microbatches of the step, those of its other holders included."""
+        found, count = layer.statistics.take(), self.options.num_microbatches
+        others = {
+            peer: self.layout.microbatches_of(peer, layer.index, count)
+            for peer in self.layout.holders(layer.index)
+            if peer != self.rank
+        }
+        if not others:
             return found
-        order, peers = sorted(found), self._replica_peers()
+        order = sorted(found)
         shapes = [tensor.shape for tensor in found[order[0]]]
+        sizes = [shape.numel() for shape in shapes]
         flat = torch.cat([tensor.reshape(-1) for microbatch in order for tensor in found[microbatch]])
-        wanted = dict.fromkeys(peers, TensorSpec.of(flat))
-        for peer, theirs in self.communicator.exchange(flat, wanted, _STATISTICS_TAG + layer.index).items():
-            first = peers.index(peer) * len(order)
-            pieces = iter(theirs.split([shape.numel() for shape in shapes] * len(order)))
-            for position in range(len(order)):
-                found[first + position] = [next(pieces).reshape(shape) for shape in shapes]
+        wanted = {peer: TensorSpec((sum(sizes) * len(theirs),), flat.dtype) for peer, theirs in others.items()}
+        tag = _STATISTICS_TAG + layer.index
+        for peer, values in self.communicator.exchange(flat, others, wanted, tag, flat.device).items():
+            pieces = iter(values.split(sizes * len(others[peer])))
+            for microbatch in others[peer]:
+                found[microbatch] = [next(pieces).reshape(shape) for shape in shapes]
         return found
 
     # -- evaluation --------------------------------------------------------------------------------------------------
 
-    def evaluate(self, minibatch: Minibatch, load: Load, take: Callable[[int, dict[str, Tensor]], None]) -> None:
+    def evaluate(
+        self,
+        minibatches: Sequence[Minibatch],
+        load: Callable[[int, int], dict[str, Tensor]],
+        take: Callable[[int, int, dict[str, Tensor]], None],
+    ) -> None:
         """As `Engine.evaluate`."""
-        count = len(minibatch.inputs)
-        executor = self._evaluators.get(count)
+        counts = tuple(len(minibatch.inputs) for minibatch in minibatches)
+        # the ways take turns, so that ranks which several of them share serve all of them alike
+        turns = sorted((microbatch, way) for way, count in enumerate(counts) for microbatch in range(count))
+        executor = self._evaluators.get(counts)
         if executor is None:
-            rows: list[list[Action]] = [[] for _ in range(self.layout.devices)]
-            for microbatch in range(count):
-                for index, device in enumerate(self.layout.placement):
-                    rows[device].append(Action(index, "F", microbatch))
-            lowered = lower(rows, has_gradient=[False] * (len(self.layout.cuts) - 1))
-            executor = self._evaluators[count] = self._executor_of(lowered)
+            graph = StageGraph(self.layout.ranks, tuple(self.layout.ways[way] for _, way in turns))
+            rows: list[list[Action]] = [[] for _ in range(graph.num_ranks)]
+            calls = [0] * len(graph.ranks)
+            for number in (number for route in graph.routes for number in route):
+                rows[graph.ranks[number]].append(Action(number, "F", calls[number]))
+                calls[number] += 1
+            lowered = lower(rows, [False] * len(calls), graph)
+            executor = self._evaluators[counts] = self._executor_of(lowered)
+        contexts = {
+            index: self._context(index, minibatches[way], microbatch, 0)
+            for index, (microbatch, way) in enumerate(turns)
+            if any(stage in self.stages for stage in self.layout.ways[way])
+        }
+
+        def loaded(index: int) -> dict[str, Tensor]:
+            microbatch, way = turns[index]
+            return load(way, microbatch)
+
+        def taken(context: MicrobatchContext, outputs: dict[str, Tensor]) -> None:
+            microbatch, way = turns[context.index]
+            take(way, microbatch, outputs)
+
         for layer in self.layers:
             layer.layer.module.eval()
         try:
-            executor.run(
-                self._contexts(minibatch, range(count), 0),
-                load,
-                evaluate=lambda context, outputs: take(context.index, outputs),
-            )
+            executor.run(contexts, loaded, evaluate=taken)
         finally:
             for layer in self.layers:
                 layer.layer.module.train()
@@ -323,24 +328,24 @@ def build(parts: EngineParts) -> PipelineEngine:
 @functools.lru_cache(maxsize=16)  # a membership that changes often meets the same layouts again
 def _lowered(
     schedule: str | tuple[tuple[str, ...], ...],
-    placement: tuple[int, ...],
-    count: int,
+    graph: StageGraph,
+    in_flight: tuple[int | None, ...],
     recompute: bool,
     carries: tuple[bool, ...],
 ) -> Lowered:
-    """The checked program of every rank of a pipeline.
+    """The checked program of every rank.
 
     Args:
-        schedule: its name, or the actions of every device.
-        count: microbatches.
-        carries: per cut, whether gradients cross it.
+        schedule: its name, or the actions of every rank.
+        in_flight: stage -> its own limit.
+        carries: stage -> whether gradients cross the cut before it.
     """
     if isinstance(schedule, str):
-        rows = make_schedule(schedule, len(placement), count, placement, recompute)
+        rows = schedule_of(schedule, graph, recompute, in_flight)
     else:
         rows = [[parse_action(text) for text in row] for row in schedule]
-    validate(rows, len(placement), count, recompute=any(action.kind == "R" for row in rows for action in row))
-    lowered = lower(rows, has_gradient=list(carries))
+    validate(rows, graph, recompute=any(action.kind == "R" for row in rows for action in row))
+    lowered = lower(rows, carries, graph)
     stuck = find_deadlock(lowered)
     if stuck is not None:
         raise CapslogError(f"the schedule would wait for ever: {stuck}")

@@ -1,4 +1,4 @@
-"""What is the same in every engine's training step: its order, the vote that ends it, which microbatches a rank runs.
+"""What is the same in every engine's training step: its order, and the vote that ends it.
 
 The vote tells every rank in one exact sum what it must know of the step, before anything is changed. Loss parts by
 microbatch, squared gradient norms by layer, wishes to stop and who gives a ballot are slots of one float64 vector;
@@ -22,7 +22,7 @@ from varuna_capslog.engine.stage import Stage
 from varuna_capslog.model.chain import Chain
 from varuna_capslog.model.workload import Minibatch
 
-__all__ = ["Poll", "Verdict", "check_minibatch", "microbatches_of", "train_step"]
+__all__ = ["Poll", "Verdict", "check_minibatch", "train_step"]
 
 
 @dataclass(frozen=True)
@@ -88,14 +88,6 @@ def check_minibatch(minibatch: Minibatch, options: EngineOptions) -> None:
         )
 
 
-def microbatches_of(engine: Engine) -> range:
-    """Global indices of the microbatches that an engine's replica runs; none for an idle rank."""
-    if engine.communicator.rank >= engine.layout.world_size:
-        return range(0)
-    count = engine.options.num_microbatches // engine.layout.replicas
-    return range(engine.replica * count, (engine.replica + 1) * count)
-
-
 class Poll:
     """Holds the votes of one engine.
 
@@ -113,7 +105,7 @@ class Poll:
         self,
         step: int,
         minibatch: Minibatch,
-        last: Stage | None,
+        last: Sequence[Stage],
         squared_norms: Mapping[int, Tensor],
         stop: bool,
         ballot: bytes,
@@ -121,8 +113,8 @@ class Poll:
         """One vote; every rank calls it, also one without stages.
 
         Args:
-            last: the stage that evaluated the loss, where it lives here; its parts and refusals are taken out.
-            squared_norms: by layer, on the ranks of replica 0.
+            last: the stages here that evaluated the loss; their parts and refusals are taken out.
+            squared_norms: by layer, on the rank that reports the layer.
             ballot: handed to all ranks as it is, by a gather that takes place only if anybody's is not empty.
 
         Raises:
@@ -134,14 +126,14 @@ class Poll:
         losses, norms, given, stops = slots.split([count * len(names), layers, world, 1])
         losses = losses.view(count, len(names))
         refusals: dict[int, str] = {}
-        if last is not None:
-            for microbatch, values in last.parts.items():
+        for stage in last:
+            for microbatch, values in stage.parts.items():
                 losses[microbatch] = torch.tensor(
                     [float(values.get(name, math.nan)) for name in names], dtype=torch.float64
                 )
-            refusals = dict(last.refusals)
-            last.parts.clear()
-            last.refusals.clear()
+            refusals |= stage.refusals
+            stage.parts.clear()
+            stage.refusals.clear()
         for index, value in squared_norms.items():
             norms[index] = value
         given[self._communicator.rank] = float(bool(ballot))
@@ -159,13 +151,12 @@ class Poll:
         parts = dict(zip(names, total, strict=True))
         return Verdict(step, parts, norm, scale, finite, refusal, bool(stops[0] > 0), ballots)
 
-    def _names(self, last: Stage | None) -> list[str]:
+    def _names(self, last: Sequence[Stage]) -> list[str]:
         """Names of the loss parts, told once by the ranks that compute the loss."""
         if self.part_names is None:
-            mine = None
-            if last is not None:
-                mine = next((list(values) for values in last.parts.values() if len(values) > 1), None)
-                mine = mine or next((list(values) for values in last.parts.values()), None)
+            parts = [values for stage in last for values in stage.parts.values()]
+            mine = next((list(values) for values in parts if len(values) > 1), None)
+            mine = mine or next((list(values) for values in parts), None)
             self.part_names = next(names for names in self._communicator.gather(mine) if names is not None)
         return self.part_names
 

@@ -76,10 +76,10 @@ class Placer:
             CapslogError: as `Candidates`.
         """
         pipeline = config.pipeline
-        one_each = plan is not None and plan.placed is None and len(plan.cuts) == pipeline.devices
+        one_each = plan is not None and plan.short and len(plan.stages) == pipeline.devices
         shape, sizes = RunShape.of_config(config), tuple(layer_bytes)
         candidates = Candidates(profile, sizes, shape, pipeline.planner, pipeline.memory, beside=sizes)
-        given = (plan.cuts, pipeline.replicas) if plan is not None and one_each else None
+        given = (plan.cut_list, pipeline.replicas) if plan is not None and one_each else None
         return cls(candidates, config.elastic, gradient_bytes, given)
 
     def __call__(self, seats: Sequence[Seat]) -> MemberLayout | str:
@@ -266,22 +266,22 @@ def with_reserves(config: Config, profile: Profile, plan: Plan, find: Callable[.
     if sizes is None:
         note = "what protection takes is unknown: the profile has no static_bytes or parameter_bytes; profile again"
         Placer.of_config(config, profile, [0] * profile.num_layers)
-        return dataclasses.replace(plan, notes=(*plan.notes, note)), [0] * len(plan.cuts)
+        return dataclasses.replace(plan, notes=(*plan.notes, note)), [0] * len(plan.stages)
     placer, headroom = Placer.of_config(config, profile, *sizes), Headroom.of(profile)
     capacities = plan.capacities_of(plan.placement())
     seats = [
-        Seat(f"rank {rank}", f"host {rank}", 0 if capacities is None else capacities[rank % len(plan.cuts)])
-        for rank in range(len(plan.cuts) * replicas)
+        Seat(f"rank {rank}", f"host {rank}", 0 if capacities is None else capacities[rank % len(plan.stages)])
+        for rank in range(len(plan.stages) * replicas)
     ]
 
     def judged(cuts: Sequence[int]) -> MemoryVerdict | None:
         """Whether stages with what lies beside them fit their devices."""
         return judge(placer.of_cuts(cuts, replicas, seats)[1], capacities, headroom)
 
-    lack, verdict = "", judged(plan.cuts)
+    lack, verdict = "", judged(plan.cut_list)
     if plan.fits and verdict is not None and not verdict.fits:
-        usable = _Limits(seats, placer.candidates).usable(replicas, len(plan.cuts))
-        cuts = placer.candidates.candidate(replicas, len(plan.cuts), usable).cuts
+        usable = _Limits(seats, placer.candidates).usable(replicas, len(plan.stages))
+        cuts = placer.candidates.candidate(replicas, len(plan.stages), usable).cuts
         other = judged(cuts)
         if pipeline.cuts is None and other is not None and other.fits:
             found = find(capacity=pipeline.capacity, cuts=list(cuts))
@@ -292,8 +292,8 @@ def with_reserves(config: Config, profile: Profile, plan: Plan, find: Callable[.
                 f"does not fit with elastic.enabled: {verdict.need} where a snapshot of its layers lies beside it; add "
                 "devices or capacity, or set elastic.enabled to false"
             )
-    layout, _ = placer.of_cuts(plan.cuts, replicas, seats)
+    layout, _ = placer.of_cuts(plan.cut_list, replicas, seats)
     kept = reserves(layout, placer.sync, placer.layer_bytes, placer.gradient_bytes)
     told = [lack, describe_reserves(kept), layout.problem]
-    snapshots = [sum(sizes[0][first:end]) for first, end in plan.stages()]
+    snapshots = [sum(sizes[0][first:end]) for first, end in plan.ranges()]
     return dataclasses.replace(plan, notes=(*plan.notes, *filter(None, told))), snapshots

@@ -22,7 +22,8 @@ from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planners.fleet import Fleet, compose, enough_seconds, least_seconds
 from varuna_capslog.planners.pipelines import DeviceKind, Pipelines, combinations
 from varuna_capslog.planners.seconds import Link
-from varuna_capslog.plans.plan import Plan, PlanStage
+from varuna_capslog.plans.parts import PlanRank, PlanStage, Units, intervals_of
+from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import DEFAULT_RUN, RunShape
 
@@ -308,37 +309,36 @@ class _FleetSearch:
 
     def _plan(self, pipelines: Sequence[JointPipeline], search_seconds: float) -> Plan:
         num_layers = self.profile.num_layers
-        of_block = self.run.microbatches // self.blocks
-        stages, microbatches, begin = [], [], 0
-        for number, one in enumerate(pipelines):
+        stages, begin = [], 0
+        of_rank: dict[int, tuple[int | None, float | None]] = {}
+        for one in pipelines:
             speeds = [self.devices[rank].speed for rank in one.devices]
             forward, backward, *_ = self.pipelines.seconds.of_cuts(np.array([one.cuts]), speeds)
+            blocks = tuple(range(begin, begin + one.blocks))
             ends = [*one.cuts[1:], num_layers]
             for stage, (first, end, rank) in enumerate(zip(one.cuts, ends, one.devices, strict=True)):
-                took = float(forward[0, stage] + backward[0, stage])
-                stages.append(
-                    PlanStage(number, ((first, end),), (rank,), bytes=max(0, one.stage_bytes[stage]), seconds=took)
-                )
-            microbatches.append(tuple(range(begin, begin + one.blocks * of_block)))
-            begin += one.blocks * of_block
-        capacities = [one.capacity for one in self.devices]
-        limited = all(capacity is not None for capacity in capacities)
+                size, took = max(0, one.stage_bytes[stage]), float(forward[0, stage] + backward[0, stage])
+                memory = intervals_of(self.run, first, end, str(self.profile.conditions.get("device", "cpu")))
+                stages.append(PlanStage(((first, end),), (rank,), blocks, memory=memory, bytes=size, seconds=took))
+                of_rank[rank] = size, took
+            begin += one.blocks
+        ranks = []
+        for number, device in enumerate(self.devices):
+            known = of_rank.get(number, (None, None))
+            ranks.append(PlanRank(known[0], seconds=known[1], capacity_bytes=device.capacity))
         return Plan(
-            num_layers=num_layers,
-            cuts=pipelines[0].cuts,
+            num_layers,
+            tuple(stages),
+            Units(self.run.num_microbatches, self.run.microbatch_size, self.blocks),
+            self.run.schedule,
+            ranks=tuple(ranks),
+            peak_bytes=max(peak for one in pipelines for peak in one.stage_bytes),
+            fits=True,
             planner="joint",
             memory_model=self.memory,
             model=self.profile.model,
             profile_digest=self.profile.digest,
-            schedule=self.run.schedule,
-            num_microbatches=self.run.num_microbatches,
-            microbatch_size=self.run.microbatch_size,
-            peak_bytes=max(peak for one in pipelines for peak in one.stage_bytes),
-            capacity_bytes=tuple(capacity or 0 for capacity in capacities) if limited else None,
-            fits=True,
             search_seconds=search_seconds,
-            placed=tuple(stages),
-            microbatches_of_pipeline=tuple(microbatches),
         )
 
     def nothing_fits(self) -> NoFleet:

@@ -96,7 +96,7 @@ class Replanner:
             return None
         count = self.minibatch_size // self.microbatch_size
         step = simulate_plan(self.profile, found, num_microbatches=count, recompute=self.run.recompute, link=self.link)
-        return self._deployment(found, step.step_seconds, len(found.cuts), [len(found.cuts)])
+        return self._deployment(found, step.step_seconds, len(found.stages), [len(found.stages)])
 
     def _deployment(self, found: Plan, step_seconds: float, used: int, stages: Sequence[int]) -> Deployment:
         rate = self.minibatch_size / step_seconds if step_seconds > 0 else float("inf")

@@ -22,7 +22,8 @@ from varuna_capslog.planners.joint import JointPlan, NoFleet, best_fleet
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.simulation import stage_seconds
 from varuna_capslog.planning.verdict import capacities_of_devices, judge
-from varuna_capslog.plans.plan import Plan, Shortfall
+from varuna_capslog.plans.parts import Shortfall
+from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import DEFAULT_RUN, RunShape
 
@@ -89,9 +90,9 @@ def plan(
         if verdict is not None and not fits:
             enough = fewest_devices(costs, min(usable or [0]))
             shortfall, notes = verdict.shortfall(enough), [verdict.sentence(enough)]
-    return Plan(
-        num_layers=profile.num_layers,
-        cuts=tuple(chosen),
+    return Plan.of_cuts(
+        profile.num_layers,
+        chosen,
         planner=None if search_seconds is None else planner,
         memory_model=memory,
         model=profile.model,
@@ -140,7 +141,7 @@ def _smallest_peak(found: NoFleet) -> Plan:
         return answer
     # It lacks the gradients of a second block, which the planner of one pipeline does not know.
     usable = [NEVER if one.capacity is None else Headroom.of(profile).usable(one.capacity) for one in used]
-    verdict = judge(found.stage_bytes(answer.cuts), usable, Headroom())
+    verdict = judge(found.stage_bytes(answer.cut_list), usable, Headroom())
     assert verdict is not None
     lack = f"stage {verdict.worst} needs {format_bytes(verdict.lacking)} more for the gradients that wait"
     note = f"does not fit: {lack} until all {blocks} accumulation blocks are added; use 1 block"

@@ -29,14 +29,13 @@ from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import (
     Action,
     RunShape,
-    Schedule,
+    StageGraph,
     StageSeconds,
     TimedAction,
     Timeline,
     from_strings,
-    make_schedule,
+    schedule_of,
     simulate,
-    validate,
 )
 
 UPDATE_RATE = "update_seconds_per_parameter_byte"
@@ -166,18 +165,19 @@ def simulate_plan(
     notes = _conditions(profile, plan)
     name = schedule or plan.schedule or "varuna"
     if recompute is None:
-        recompute = RunShape.of_conditions(profile.conditions).recompute
+        recompute = _recomputes(plan, profile)
     run = RunShape(None, name, recompute, stage_inputs)
-    recompute = run.recomputes
-    counts = _microbatches(plan, num_microbatches, notes)
+    ranges, limits = plan.ranges(), [stage.in_flight for stage in plan.stages]
+    own = plan.actions if schedule is None and num_microbatches is None else None
+    recompute = run.recomputes if own is None else any("R" in action for row in own for action in row)
 
     steps = []
-    for pipeline, count in enumerate(counts):
-        stages = plan.stages(pipeline)
-        ranks = plan.placement(pipeline)
-        rows = sorted(set(ranks))
-        local = [rows.index(rank) for rank in ranks]
-        actions = _schedule(plan, name, len(stages), count, local, recompute, schedule is None)
+    for part in _parts(plan, num_microbatches, own is not None, notes):
+        stages = [ranges[number] for number in part.stages]
+        if own is None:
+            actions = schedule_of(name, part.graph, recompute, [limits[number] for number in part.stages])
+        else:
+            actions = [[action for action in row if action.kind != "U"] for row in from_strings(own)]
         seconds = stage_seconds(profile, stages, recompute)
         crossing = _crossing_bytes(profile, stages, link, notes)
         timeline = simulate(
@@ -188,10 +188,11 @@ def simulate_plan(
                 handover=[link.handover_seconds(size) for size in crossing],
             ),
             speeds,
+            graph=part.graph,
         )
-        steps.append((rows, actions, timeline, seconds, stages))
+        steps.append((part, actions, timeline, seconds, stages))
 
-    exchange = _exchange_seconds(profile, [stages for *_, stages in steps], link, notes)
+    exchange = _exchange_seconds(profile, ranges, link, notes)
     together = max(timeline.step_seconds for _, _, timeline, _, _ in steps) + exchange
     update = None
     if all("U" in seconds.other for _, _, _, seconds, _ in steps):
@@ -200,26 +201,28 @@ def simulate_plan(
         notes.append(f"the profile's conditions have no {UPDATE_RATE}: the optimizer's time is not counted")
     step_seconds = together + (update or 0.0)
     pipelines: list[PipelineStep] = []
-    for rows, actions, timeline, seconds, stages in steps:
+    for part, actions, timeline, seconds, stages in steps:
         whole = _with_updates(timeline, seconds.other.get("U", ()), together, step_seconds)
-        parts = stage_memory(profile, stages, dataclasses.replace(run, num_microbatches=counts[len(pipelines)]))
+        count = max(len(row) for row in part.graph.microbatches)
+        parts = stage_memory(profile, stages, dataclasses.replace(run, num_microbatches=count))
         if isinstance(parts, str):
             notes.append(f"memory over time is unknown: {parts}")
         memory = None if isinstance(parts, str) else memory_courses(whole.actions, actions, parts)
-        pipelines.append(PipelineStep(rows, whole, memory))
+        pipelines.append(PipelineStep(part.ranks, whole, memory))
     width = sum(len(one.ranks) for one in pipelines)
     busy = sum(sum(one.timeline.busy_seconds) for one in pipelines)
     size = plan.microbatch_size or profile.conditions.get("microbatch_size")
+    total = sum(len(part.graph.routes) for part, *_ in steps)
     return Simulation(
         pipelines=pipelines,
         step_seconds=step_seconds,
         bubble_fraction=1.0 - busy / (width * step_seconds) if step_seconds > 0 else 0.0,
         exchange_seconds=exchange,
         update_seconds=update,
-        samples=sum(counts) * size if isinstance(size, int) else None,
+        samples=total * size if isinstance(size, int) else None,
         schedule=name,
         recompute=recompute,
-        num_microbatches=sum(counts),
+        num_microbatches=total,
         link=link,
         notes=list(dict.fromkeys(notes)),
     )
@@ -240,9 +243,8 @@ def stage_seconds(profile: Profile, stages: Sequence[tuple[int, int]], recompute
     other = {}
     if isinstance(rate, (int, float)) and None not in weights:
         other["U"] = [float(rate) * sum(part or 0 for part in weights[first:end]) for first, end in stages]
-    bare = list(whole)
-    if recompute and stages[-1][1] == profile.num_layers:
-        bare[-1] = 0.0
+    last = profile.num_layers
+    bare = [0.0 if recompute and end == last else took for took, (_, end) in zip(whole, stages, strict=True)]
     back = [sum(backward[first:end]) for first, end in stages]
     return StageSeconds(whole, back, bare_forward=bare, other=other)
 
@@ -261,59 +263,86 @@ def _conditions(profile: Profile, plan: Plan) -> list[str]:
     return notes
 
 
-def _microbatches(plan: Plan, given: int | None, notes: list[str]) -> list[int]:
-    """Microbatches of each pipeline."""
+@dataclass(frozen=True)
+class _PlanPart:
+    """Stages that share no rank and no microbatch with the plan's other stages.
+
+    stages: their numbers in the plan; ranks: theirs, rising; graph: both counted from 0, in this order.
+    """
+
+    stages: list[int]
+    ranks: list[int]
+    graph: StageGraph
+
+
+def _parts(plan: Plan, given: int | None, whole: bool, notes: list[str]) -> list[_PlanPart]:
+    """The pipelines of a plan, each for itself.
+
+    given: microbatches of each pipeline, whatever the plan says.
+    whole: the plan's action lists are played, which are counted over all stages and ranks.
+    """
+    paths, placement = _microbatch_paths(plan, given, notes), plan.placement()
+    if whole:
+        return [
+            _PlanPart(list(range(len(placement))), list(range(max(placement) + 1)), StageGraph(tuple(placement), paths))
+        ]
+    groups: list[set[tuple[int, ...]]] = []
+    for path in dict.fromkeys(paths):
+        used = {placement[stage] for stage in path}
+        touching = [group for group in groups if used & {placement[stage] for one in group for stage in one}]
+        groups = [group for group in groups if group not in touching] + [{path}.union(*touching)]
+    parts = []
+    for group in sorted(groups, key=lambda group: paths.index(min(group, key=paths.index))):
+        stages = sorted({stage for path in group for stage in path}, key=lambda stage: plan.stages[stage].layers[0])
+        ranks = sorted({placement[stage] for stage in stages})
+        routes = tuple(tuple(stages.index(stage) for stage in path) for path in paths if path in group)
+        parts.append(_PlanPart(stages, ranks, StageGraph(tuple(ranks.index(placement[one]) for one in stages), routes)))
+    return parts
+
+
+def _microbatch_paths(plan: Plan, given: int | None, notes: list[str]) -> tuple[tuple[int, ...], ...]:
+    """The stages of every microbatch of the step, in the microbatches' order."""
     if given is not None and given < 1:
         raise CapslogError(f"{given} microbatches; a step has at least one")
-    if given is None and plan.microbatches_of_pipeline is not None:
-        return [len(group) for group in plan.microbatches_of_pipeline]
-    count = given or plan.num_microbatches
-    if count is None:
-        count = DEFAULT_MICROBATCHES_PER_STAGE * len(plan.cuts)
-        notes.append(f"the plan has no num_microbatches: {count} per pipeline are assumed")
-    elif given is None and plan.num_pipelines > 1:
-        if count % plan.num_pipelines:
-            raise CapslogError(
-                f"{count} microbatches do not divide among {plan.num_pipelines} pipelines; give "
-                "microbatches_of_pipeline in the plan"
-            )
-        count //= plan.num_pipelines
-    return [count] * plan.num_pipelines
+    if given is None and plan.num_microbatches is not None:
+        return plan.stage_graph().routes
+    paths = plan.paths()
+    if given is None:
+        given = DEFAULT_MICROBATCHES_PER_STAGE * max(map(len, paths))
+        notes.append(f"the plan has no num_microbatches: {given} per pipeline are assumed")
+    return tuple(paths) * given
 
 
-def _schedule(
-    plan: Plan, name: str, stages: int, microbatches: int, placement: list[int], recompute: bool, own: bool
-) -> Schedule:
-    """The actions of one pipeline: the plan's own (less U) where it has some and no other schedule was asked for."""
-    if plan.actions is None or not own or plan.num_pipelines > 1:
-        return make_schedule(name, stages, microbatches, placement, recompute)
-    actions = from_strings(plan.actions)
-    found = {action.microbatch for row in actions for action in row if action.microbatch is not None}
-    validate(actions, stages, len(found), recompute=any(action.kind == "R" for row in actions for action in row))
-    return [[action for action in row if action.kind != "U"] for row in actions]
+def _recomputes(plan: Plan, profile: Profile) -> bool:
+    """Whether the plan's stages recompute; where it leaves that to the config, as the profile's conditions say."""
+    said = plan.recomputes
+    return RunShape.of_conditions(profile.conditions).recompute if said is None else said
 
 
 def _crossing_bytes(profile: Profile, stages: Sequence[tuple[int, int]], link: Link, notes: list[str]) -> list[int]:
-    """Bytes across the cut before stages 1 .. S-1; a gradient is taken to be as large as its activation."""
-    sizes = [profile.layers[first - 1].boundary_bytes for first, _ in stages[1:]]
+    """Bytes across the cut before each stage, 0 for the first; a gradient is taken to be as large as its activation."""
+    sizes = [profile.layers[first - 1].boundary_bytes if first else 0 for first, _ in stages]
     if None in sizes and link != Link(latency_seconds=link.latency_seconds):
         notes.append("the profile has no boundary_bytes: transfers take the latency only")
     return [size or 0 for size in sizes]
 
 
-def _exchange_seconds(
-    profile: Profile, pipelines: Sequence[Sequence[tuple[int, int]]], link: Link, notes: list[str]
-) -> float:
-    """The slowest stage's time to send its gradients to the same layers of every other pipeline."""
-    others = len(pipelines) - 1
-    if others == 0:
+def _exchange_seconds(profile: Profile, stages: Sequence[tuple[int, int]], link: Link, notes: list[str]) -> float:
+    """The slowest stage's time to send its gradients to all other stages that hold some of its layers."""
+    holders = [sum(1 for first, end in stages if first <= layer < end) for layer in range(profile.num_layers)]
+    if max(holders) == 1:
         return 0.0
     if any(layer.parameter_bytes is None for layer in profile.layers):
         notes.append("the profile has no parameter_bytes: the exchange of gradients between pipelines is not counted")
         return 0.0
-    stages = [stage for stages in pipelines for stage in stages]
-    weights = [sum(layer.parameter_bytes or 0 for layer in profile.layers[first:end]) for first, end in stages]
-    return others * link.seconds(max(weights))
+    found = []
+    for first, end in stages:
+        others = [count - 1 for count in holders[first:end]]
+        weights = [layer.parameter_bytes or 0 for layer in profile.layers[first:end]]
+        size = sum(count * weight for count, weight in zip(others, weights, strict=True))
+        if max(others):
+            found.append(link.seconds(size) + (max(others) - 1) * link.latency_seconds)
+    return max(found)
 
 
 def _slowest_rank(timeline: Timeline, update: Sequence[float]) -> float:

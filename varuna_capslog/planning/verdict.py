@@ -15,7 +15,8 @@ from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.units import format_bytes
 from varuna_capslog.memory.headroom import Headroom
-from varuna_capslog.plans.plan import Plan, Shortfall
+from varuna_capslog.plans.parts import Shortfall
+from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 
 __all__ = ["MemoryVerdict", "capacities_of_devices", "judge", "judge_plan", "rehearsed"]
@@ -106,7 +107,7 @@ def rehearsed(
     together = [peak + more for peak, more in zip(peaks, beside, strict=True)]
     verdict = judge(together, plan.capacities_of(plan.placement()), headroom)
     assert verdict is not None, "only a plan with a capacity is rehearsed"
-    found = dataclasses.replace(plan, fits=None, stage_bytes=tuple(peaks), peak_bytes=max(peaks))
+    found = plan.with_bytes(peaks)
     if verdict.fits:
         return dataclasses.replace(found, fits=True)
     less = find(capacity=max(1, min(verdict.capacities) - verdict.lacking)).shortfall

@@ -1,290 +1,348 @@
-"""The plan: where a chain is cut into stages, where they run, and what they are predicted to cost.
+"""The plan: which rank does which layers for which part of a step, what it keeps meanwhile, and in which order.
 
-Planners make plans, the engine, the simulator and the command line read them; this module is their one text form and
-their one validator. A run's folder has a file plan-<generation>.json for each plan that the run has had. This module
-decides nothing and never imports torch.
+Planners make plans; the engine, the simulator and the command line read them. This module is their one text form, in
+two lengths. The short form is one pipeline of stages that follow each other, stage s on rank s. The full form is
+everything that a rank may be told to do. A run's folder has a file plan-<generation>.json for each plan that the run
+has had. This module decides nothing and never imports torch.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from varuna_capslog.base import fields, files
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.profiles.record import check_parallel
+from varuna_capslog.plans import plan_text, rules
+from varuna_capslog.plans.parts import (
+    PlanRank,
+    PlanStage,
+    Shortfall,
+    Units,
+    check_optional,
+    set_field,
+)
+from varuna_capslog.schedules import StageGraph
 
-__all__ = ["Plan", "PlanStage", "Shortfall", "latest_plan", "plan_path", "read_plan", "write_plan"]
-
-FORMAT = "varuna-capslog/plan/1"
-
-Entry = TypeVar("Entry")
-
-
-@dataclass(frozen=True)
-class Shortfall:
-    """Why a plan does not fit: the stage that lacks most bytes, their number, and how many devices would be enough.
-
-    `devices_that_fit` is None where no number of devices up to one per layer would.
-    """
-
-    stage: int
-    bytes: int
-    devices_that_fit: int | None = None
-
-    def __post_init__(self) -> None:
-        _set(self, "stage", fields.whole(self.stage, "stage"))
-        _set(self, "bytes", fields.whole(self.bytes, "bytes", minimum=1))
-        _check_optional(self, "devices_that_fit", fields.whole, minimum=1)
-
-
-@dataclass(frozen=True)
-class PlanStage:
-    """One stage of the full form: its pipeline, its layers as (first, end) pieces, `end` not included, and its ranks.
-
-    `parallel` is the kind and degree of parallelism inside the stage (as many ranks as its degree); `memory_actions`
-    maps a layer to "recompute" or "offload"; `bytes` and `seconds` are predictions.
-    """
-
-    pipeline: int
-    layers: tuple[tuple[int, int], ...]
-    ranks: tuple[int, ...]
-    parallel: Mapping[str, Any] = field(default_factory=lambda: {"kind": "none", "degree": 1})
-    memory_actions: Mapping[str, str] = field(default_factory=dict)
-    microbatch_size: int | None = None
-    bytes: int | None = None
-    seconds: float | None = None
-
-    def __post_init__(self) -> None:
-        _set(self, "pipeline", fields.whole(self.pipeline, "pipeline"))
-        pieces = tuple(fields.interval(piece, "layers") for piece in fields.listed(self.layers, "layers"))
-        if not pieces or any(a[1] > b[0] for a, b in pairwise(pieces)):
-            raise CapslogError("layers must hold one or more pieces [first, end] in rising order that do not overlap")
-        _set(self, "layers", pieces)
-        ranks = tuple(fields.whole(rank, "ranks") for rank in fields.listed(self.ranks, "ranks"))
-        _set(self, "ranks", ranks)
-        _set(self, "parallel", check_parallel(self.parallel))
-        if len(set(ranks)) != len(ranks) or len(ranks) != self.parallel["degree"]:
-            degree = self.parallel["degree"]
-            raise CapslogError(
-                f"ranks is {list(ranks)}; it must hold {degree} different rank(s), as parallel.degree says"
-            )
-        if not isinstance(self.memory_actions, Mapping):
-            raise CapslogError("memory_actions must be an object that maps layers to recompute or offload")
-        for layer, action in self.memory_actions.items():
-            fields.choice(action, f"memory_actions[{layer!r}]", ("recompute", "offload"))
-        _check_optional(self, "microbatch_size", fields.whole, minimum=1)
-        _check_optional(self, "bytes", fields.whole)
-        _check_optional(self, "seconds", fields.seconds)
+__all__ = ["Plan", "latest_plan", "plan_path", "read_plan", "write_plan"]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan; the fields are those of the file, in its order. Only the number of layers and the cuts must be there.
+    """A plan. Only the number of layers and the stages must be there; `of_cuts` makes the short form.
 
-    cuts: the first layer of each stage of pipeline 0, beginning with 0.
-    stage_bytes, peak_bytes, stage_seconds: predictions for one step; None where no memory model describes the schedule.
-    capacity_bytes: None, one number for all devices, or one per device.
+    num_layers: of the whole chain.
+    stages: numbered by their place.
+    units: the work of one step. In the short form `per_step` is that of one pipeline.
+    schedule: the name of the order of a rank's work; or
+    actions: that order itself, one list of actions per rank; an action's number is that of the stage's own call.
+    routes: whether tensors go from stage to stage ("relay") or straight to the stages that read them ("direct").
+    variants: layer -> which of several implementations it uses.
+    ranks: as many as run stages, or more; () where nothing is known of them.
+    peak_bytes: the most that a rank holds; step_seconds: of one step; predictions, None where there is none.
     fits: None where unknown; shortfall only where it is False.
-    placed: the full form's stages (key "stages"); None means stage s on rank s.
+    planner, memory_model, model, profile_digest, search_seconds: where the plan comes from.
+    bound_seconds, proven, search_space: no plan of the named space is faster than the bound; whether the plan is proven
+        to be the fastest one there.
     notes: sentences for people about what could not be predicted; not part of the file.
 
-    Every instance is valid: the constructor raises CapslogError otherwise.
+    Every instance is valid by the rules 1, 3, 4 and 5 of `plans/rules.py`: the constructor raises CapslogError
+    otherwise. Rule 2 needs the chain's graph: `check_graph`.
     """
 
-    planner: str | None = field(default=None, kw_only=True)
-    memory_model: str | None = field(default=None, kw_only=True)
-    model: str | None = field(default=None, kw_only=True)
-    profile_digest: str | None = field(default=None, kw_only=True)
     num_layers: int
-    cuts: tuple[int, ...]
+    stages: tuple[PlanStage, ...]
+    units: Units = field(default_factory=Units)
     schedule: str | None = None
-    num_microbatches: int | None = None
-    microbatch_size: int | None = None
-    stage_bytes: tuple[int, ...] | None = None
+    actions: tuple[tuple[str, ...], ...] | None = None
+    routes: str = "relay"
+    variants: Mapping[str, str] = field(default_factory=dict)
+    ranks: tuple[PlanRank, ...] = ()
     peak_bytes: int | None = None
-    stage_seconds: tuple[float, ...] | None = None
-    capacity_bytes: int | tuple[int, ...] | None = None
+    step_seconds: float | None = None
     fits: bool | None = None
     shortfall: Shortfall | None = None
+    planner: str | None = None
+    memory_model: str | None = None
+    model: str | None = None
+    profile_digest: str | None = None
     search_seconds: float | None = None
-    placed: tuple[PlanStage, ...] | None = None
-    microbatches_of_pipeline: tuple[tuple[int, ...], ...] | None = None
-    actions: tuple[tuple[str, ...], ...] | None = None
+    bound_seconds: float | None = None
+    proven: bool | None = None
+    search_space: str | None = None
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
-        _set(self, "num_layers", fields.whole(self.num_layers, "num_layers", minimum=1))
-        _set(self, "cuts", fields.cut_list(self.cuts, self.num_layers))
-        for name in ("planner", "memory_model", "model", "profile_digest", "schedule"):
-            _check_optional(self, name, fields.text)
-        for name in ("num_microbatches", "microbatch_size"):
-            _check_optional(self, name, fields.whole, minimum=1)
-        _check_optional(self, "search_seconds", fields.seconds)
-        self._check_costs()
-        self._check_fit()
-        self._check_full_form()
-        self._check_ranks()
+        set_field(self, "num_layers", fields.whole(self.num_layers, "num_layers", minimum=1))
+        set_field(self, "stages", tuple(fields.listed(self.stages, "stages")))
+        set_field(self, "ranks", tuple(fields.listed(self.ranks, "ranks")))
+        if not self.stages:
+            raise CapslogError("stages is empty; a plan has one stage or more")
+        for name in ("schedule", "planner", "memory_model", "model", "profile_digest", "search_space"):
+            check_optional(self, name, fields.text)
+        for name in ("search_seconds", "step_seconds", "bound_seconds"):
+            check_optional(self, name, fields.seconds)
+        check_optional(self, "peak_bytes", partial(fields.whole, minimum=None))
+        for name in ("fits", "proven"):
+            if getattr(self, name) not in (None, True, False):
+                raise CapslogError(f"{name} is {getattr(self, name)!r}; it must be true, false or null")
+        rules.check_variants(self.variants, self.num_layers)
+        rules.check_routes(self.stages, self.routes)
+        blocks = self._blocks()
+        rules.check_cover(self.stages, self.num_layers, blocks)
+        rules.check_grains(self.stages, self.units)
+        if self.ranks:
+            rules.check_ranks(self.stages, self.ranks)
+        if self.shortfall is not None:
+            self._check_shortfall(self.shortfall)
+        if self.fits:
+            rules.check_capacity(self.stages, self.ranks)
+        if self.actions is not None:
+            self._check_actions()
 
-    def stages(self, pipeline: int = 0) -> list[tuple[int, int]]:
-        """Return the layers (first, end) of each stage of a pipeline, `end` not included.
+    # -- how a plan is made ------------------------------------------------------------------------------------------
 
-        Raises CapslogError where a stage holds several pieces of the chain, or where there is no such pipeline.
+    @classmethod
+    def of_cuts(
+        cls,
+        num_layers: int,
+        cuts: Sequence[int],
+        *,
+        num_microbatches: int | None = None,
+        microbatch_size: int | None = None,
+        stage_bytes: Sequence[int] | None = None,
+        stage_seconds: Sequence[float] | None = None,
+        capacity_bytes: int | Sequence[int] | None = None,
+        **more: Any,
+    ) -> Plan:
+        """The short form: one pipeline, stage s on rank s, everything kept or recomputed as the config says.
+
+        cuts: the first layer of each stage, beginning with 0.
+        num_microbatches, microbatch_size: microbatches of a step of this pipeline, samples of one.
+        stage_bytes, stage_seconds: predictions for one step; the largest of stage_bytes is peak_bytes.
+        capacity_bytes: None, one number for all devices, or one per device.
+        more: further fields of the plan.
         """
-        stages = enumerate(self._pipeline(pipeline))
-        return [
-            _only(one.layers, f"stage {number} holds {len(one.layers)} pieces of the chain") for number, one in stages
+        num_layers = fields.whole(num_layers, "num_layers", minimum=1)
+        cuts = fields.cut_list(cuts, num_layers)
+        sizes = _column(stage_bytes, "stage_bytes", partial(fields.whole, minimum=None), len(cuts), "stages")
+        times = _column(stage_seconds, "stage_seconds", fields.seconds, len(cuts), "stages")
+        if isinstance(capacity_bytes, (list, tuple)):
+            least = partial(fields.whole, minimum=1)
+            limits = _column(capacity_bytes, "capacity_bytes", least, len(cuts), "devices")
+        else:
+            if capacity_bytes is not None:
+                capacity_bytes = fields.whole(capacity_bytes, "capacity_bytes", minimum=1)
+            limits = [capacity_bytes] * len(cuts)
+        if stage_bytes is not None and more.get("peak_bytes") not in (None, max(sizes)):
+            raise CapslogError(f"peak_bytes is {more['peak_bytes']}, but the largest of stage_bytes is {max(sizes)}")
+        rows = zip(cuts, (*cuts[1:], num_layers), sizes, times, strict=True)
+        stages = [
+            PlanStage(((first, end),), (rank,), memory=None, bytes=size, seconds=seconds)
+            for rank, (first, end, size, seconds) in enumerate(rows)
         ]
+        ranks = [PlanRank(size, capacity_bytes=limit) for size, limit in zip(sizes, limits, strict=True)]
+        known = any(one != PlanRank() for one in ranks)
+        units = Units(
+            _optional(num_microbatches, "num_microbatches"), _optional(microbatch_size, "microbatch_size"), None
+        )
+        return cls(num_layers, tuple(stages), units, ranks=tuple(ranks) if known else (), **more)
 
-    def placement(self, pipeline: int = 0) -> list[int]:
-        """Return the rank that runs each stage of a pipeline; stage s on rank s in the short form.
-
-        Raises CapslogError where several ranks share a stage, or where there is no such pipeline.
-        """
-        stages = enumerate(self._pipeline(pipeline))
-        return [_only(one.ranks, f"stage {number} runs on {len(one.ranks)} ranks") for number, one in stages]
-
-    def capacities_of(self, ranks: Iterable[int]) -> list[int] | None:
-        """Return the bytes of these ranks' devices; None where there is no limit, or none is known for one of them."""
-        if not isinstance(self.capacity_bytes, tuple):
-            return None if self.capacity_bytes is None else [self.capacity_bytes for _ in ranks]
-        asked = list(ranks)
-        return [self.capacity_bytes[rank] for rank in asked] if max(asked) < len(self.capacity_bytes) else None
+    # -- what a plan says --------------------------------------------------------------------------------------------
 
     @property
-    def num_pipelines(self) -> int:
-        """How many pipelines the plan describes; 1 in the short form."""
-        return 1 if self.placed is None else 1 + max(stage.pipeline for stage in self.placed)
+    def short(self) -> bool:
+        """Whether the short form says it all."""
+        plain = all(
+            dataclasses.replace(stage, bytes=None, seconds=None) == PlanStage(stage.layers, (number,), memory=None)
+            for number, stage in enumerate(self.stages)
+        )
+        full = self.units.blocks is not None or self.actions is not None or self.variants or self.routes != "relay"
+        rest = any((one.host_bytes, one.seconds) != (None, None) for one in self.ranks)
+        return plain and not full and not rest and self.cuts is not None and len(self.ranks) in (0, len(self.stages))
+
+    @property
+    def cuts(self) -> tuple[int, ...] | None:
+        """The first layer of each stage, where the stages are one pipeline in the order of the chain; else None."""
+        follow = all(len(stage.layers) == 1 and stage.blocks is None for stage in self.stages)
+        cuts = tuple(stage.layers[0][0] for stage in self.stages)
+        return cuts if follow and list(cuts) == sorted(cuts) else None
+
+    @property
+    def cut_list(self) -> tuple[int, ...]:
+        """`cuts`, for what cannot do without them. Raises CapslogError where the stages are not one pipeline."""
+        if self.cuts is None:
+            raise CapslogError(
+                "the plan is not one pipeline of stages in the order of the chain, so that it has no cut list; give a "
+                "plan that has one"
+            )
+        return self.cuts
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that the plan speaks of."""
+        return max(len(self.ranks), 1 + max(rank for stage in self.stages for rank in stage.ranks))
+
+    @property
+    def num_microbatches(self) -> int | None:
+        """Units of a step; in the short form those of one pipeline."""
+        return self.units.per_step
+
+    @property
+    def microbatch_size(self) -> int | None:
+        """Samples of a unit."""
+        return self.units.samples
+
+    @property
+    def capacity_bytes(self) -> int | tuple[int | None, ...] | None:
+        """The bytes of the ranks' devices: one number where all have the same, None where none is known."""
+        limits = tuple(one.capacity_bytes for one in self.ranks) or (None,)
+        return limits[0] if len(set(limits)) == 1 else limits
+
+    @property
+    def stage_bytes(self) -> tuple[int, ...] | None:
+        """Predicted bytes of every stage; None where one is not known."""
+        sizes = [stage.bytes for stage in self.stages if stage.bytes is not None]
+        return tuple(sizes) if len(sizes) == len(self.stages) else None
+
+    @property
+    def stage_seconds(self) -> tuple[float, ...] | None:
+        """Predicted seconds of every stage; None where one is not known."""
+        times = [stage.seconds for stage in self.stages if stage.seconds is not None]
+        return tuple(times) if len(times) == len(self.stages) else None
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """The layers (first, end) of each stage, `end` not included.
+
+        Raises CapslogError where a stage holds several pieces of the chain.
+        """
+        for number, stage in enumerate(self.stages):
+            if len(stage.layers) != 1:
+                raise CapslogError(f"stage {number} holds {len(stage.layers)} pieces of the chain; one is needed here")
+        return [stage.layers[0] for stage in self.stages]
+
+    def placement(self) -> list[int]:
+        """The rank of each stage. Raises CapslogError where several ranks split a stage."""
+        for number, stage in enumerate(self.stages):
+            if len(stage.ranks) != 1:
+                raise CapslogError(f"stage {number} runs on {len(stage.ranks)} ranks; one is needed here")
+        return [stage.ranks[0] for stage in self.stages]
+
+    @property
+    def recomputes(self) -> bool | None:
+        """Whether every stage runs again before its backward; None where the config says it.
+
+        Raises CapslogError naming the field where intervals do something else, or stages differ.
+        """
+        first: bool | None = None
+        for number, stage in enumerate(self.stages):
+            shown = f"stages[{number}].memory is {plan_text.plain(stage.memory)}"
+            if not stage.whole:
+                raise CapslogError(f"{shown}; only intervals that recompute the whole stage are run yet")
+            does = None if stage.memory is None else bool(stage.memory)
+            if number == 0:
+                first = does
+            elif does != first:
+                raise CapslogError(f"{shown}, and stages[0] differs; all stages must be treated alike yet")
+        return first
+
+    def paths(self) -> dict[tuple[int, ...], list[int]]:
+        """The ways through the stages, each as the numbers of its stages, and the blocks that take it."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for block, path in enumerate(rules.paths_of(self.stages, self._blocks())):
+            found.setdefault(path, []).append(block)
+        return found
+
+    def stage_graph(self) -> StageGraph:
+        """The stages and the way of every unit through them, for schedules.
+
+        Raises CapslogError where the units are not known, and for what schedules do not describe yet (pieces, splits,
+        grains above 1).
+        """
+        units = self.units if self.units.blocks is not None else dataclasses.replace(self.units, blocks=self._blocks())
+        return rules.stage_graph(self.stages, units)
+
+    def capacities_of(self, ranks: Iterable[int]) -> list[int] | None:
+        """The bytes of these ranks' devices; None where there is no limit, or none is known for one of them."""
+        limits = [self.ranks[rank].capacity_bytes if rank < len(self.ranks) else None for rank in ranks]
+        known = [limit for limit in limits if limit is not None]
+        return known if known and len(known) == len(limits) else None
+
+    def with_bytes(self, sizes: Sequence[int]) -> Plan:
+        """The same plan with other predicted bytes, one per stage, each stage on a rank of its own."""
+        stages = tuple(dataclasses.replace(one, bytes=size) for one, size in zip(self.stages, sizes, strict=True))
+        of_rank = dict(zip(self.placement(), sizes, strict=True))
+        ranks = tuple(dataclasses.replace(one, bytes=of_rank.get(rank)) for rank, one in enumerate(self.ranks))
+        return dataclasses.replace(self, stages=stages, ranks=ranks, peak_bytes=max(sizes), fits=None, shortfall=None)
+
+    def check_graph(self, edges: Iterable[tuple[int, int]]) -> None:
+        """Rule 2: stages are convex in the graph of the layers, and the graph of the stages has no cycle.
+
+        edges: (layer that writes a tensor, layer that reads it).
+        """
+        rules.check_graph(self.stages, self._blocks(), edges)
+
+    # -- the file ----------------------------------------------------------------------------------------------------
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON form: the short one, with the full form's keys where they are set."""
-        short = {name: _plain(getattr(self, name)) for name in _SHORT_KEYS}
-        full = {key: _plain(getattr(self, name)) for key, name in _FULL_FORM.items() if getattr(self, name) is not None}
-        return {"format": FORMAT} | short | full
+        """The JSON form: the short one where it says it all."""
+        value: dict[str, Any] = {"format": plan_text.FORMAT}
+        value |= {name: plan_text.plain(getattr(self, name)) for name in plan_text.BOTH}
+        if self.short:
+            return value | {
+                "cuts": plan_text.plain(self.cuts),
+                "num_microbatches": self.units.per_step,
+                "microbatch_size": self.units.samples,
+                "stage_bytes": plan_text.plain(self.stage_bytes),
+                "stage_seconds": plan_text.plain(self.stage_seconds),
+                "capacity_bytes": plan_text.plain(self.capacity_bytes),
+            }
+        if self.cuts is not None and sorted(self.placement()) == list(range(len(self.stages))):
+            value["cuts"] = plan_text.plain(self.cuts)
+        return value | {name: plan_text.plain(getattr(self, name)) for name in plan_text.FULL}
 
     @classmethod
     def from_json(cls, value: Any, where: str = "plan") -> Plan:
-        """Return the plan that a JSON value holds. Raises CapslogError that begins with `where` and names the field."""
-        return fields.within(where, lambda: cls(**_parts(value)))
+        """The plan that a JSON value holds. Raises CapslogError that begins with `where` and names the field."""
+        return fields.within(where, lambda: _of_json(value))
 
-    def _pipeline(self, pipeline: int) -> list[PlanStage]:
-        if not 0 <= pipeline < self.num_pipelines:
-            raise CapslogError(f"pipeline {pipeline} is not in the plan, which has {self.num_pipelines}")
-        if self.placed is not None:
-            return [stage for stage in self.placed if stage.pipeline == pipeline]
-        ends = (*self.cuts[1:], self.num_layers)
-        return [PlanStage(0, (piece,), (rank,)) for rank, piece in enumerate(zip(self.cuts, ends, strict=True))]
+    # -- checks ------------------------------------------------------------------------------------------------------
 
-    def _check_costs(self) -> None:
-        # Predicted bytes may be below 0, because M_a may be; a model's answer is not changed here.
-        whole = partial(fields.whole, minimum=None)
-        for name, check in (("stage_bytes", whole), ("stage_seconds", fields.seconds)):
-            if (costs := getattr(self, name)) is not None:
-                costs = tuple(check(cost, f"{name}[{i}]") for i, cost in enumerate(fields.listed(costs, name)))
-                if len(costs) != len(self.cuts):
-                    raise CapslogError(f"{name} has {len(costs)} entries, but there are {len(self.cuts)} stages")
-                _set(self, name, costs)
-        if self.peak_bytes is not None:
-            _set(self, "peak_bytes", whole(self.peak_bytes, "peak_bytes"))
-            if self.stage_bytes is not None and self.peak_bytes != max(self.stage_bytes):
-                raise CapslogError(
-                    f"peak_bytes is {self.peak_bytes}, but the largest of stage_bytes is {max(self.stage_bytes)}"
-                )
+    def _blocks(self) -> int:
+        """Blocks of a step; where they are not known, as many as the stages name."""
+        named = [block for stage in self.stages for block in stage.blocks or ()]
+        return self.units.blocks or 1 + max(named, default=0)
 
-    def _check_fit(self) -> None:
-        if isinstance(self.capacity_bytes, (list, tuple)):
-            rows = enumerate(self.capacity_bytes)
-            capacities = tuple(fields.whole(row, f"capacity_bytes[{i}]", minimum=1) for i, row in rows)
-            if self.placed is None and len(capacities) != len(self.cuts):
-                raise CapslogError(
-                    f"capacity_bytes has {len(capacities)} entries, but there are {len(self.cuts)} devices"
-                )
-            _set(self, "capacity_bytes", capacities)
-        else:
-            _check_optional(self, "capacity_bytes", fields.whole, minimum=1)
-        if self.fits is not None and not isinstance(self.fits, bool):
-            raise CapslogError(f"fits is {self.fits!r}; it must be true, false or null")
-        if self.shortfall is not None:
-            if self.fits is not False:
-                raise CapslogError("shortfall is given, but fits is not false")
-            if self.shortfall.stage >= len(self.cuts):
-                raise CapslogError(
-                    f"shortfall.stage is {self.shortfall.stage}, but the last stage is {len(self.cuts) - 1}"
-                )
+    def _check_shortfall(self, shortfall: Shortfall) -> None:
+        if self.fits is not False:
+            raise CapslogError("shortfall is given, but fits is not false")
+        for name, count in (("stage", len(self.stages)), ("rank", self.num_ranks)):
+            number = getattr(shortfall, name)
+            if number is not None and number >= count:
+                raise CapslogError(f"shortfall.{name} is {number}, but the last {name} is {count - 1}")
 
-    def _check_full_form(self) -> None:
-        if self.placed is not None:
-            _set(self, "placed", tuple(fields.listed(self.placed, "stages")))
-            if not self.placed:
-                raise CapslogError("stages is empty; leave it out for one stage per rank")
-            for pipeline in range(self.num_pipelines):
-                pieces = [piece for stage in self._pipeline(pipeline) for piece in stage.layers]
-                _check_cover(pieces, self.num_layers, f"the stages of pipeline {pipeline}")
-            first = [stage.layers for stage in self._pipeline(0)]
-            if all(len(pieces) == 1 for pieces in first) and tuple(pieces[0][0] for pieces in first) != self.cuts:
-                raise CapslogError("stages of pipeline 0 do not begin where cuts says; make the two agree")
-        if self.microbatches_of_pipeline is not None:
-            groups = [
-                tuple(
-                    fields.whole(number, "microbatches_of_pipeline")
-                    for number in fields.listed(group, "microbatches_of_pipeline")
-                )
-                for group in fields.listed(self.microbatches_of_pipeline, "microbatches_of_pipeline")
-            ]
-            together = sorted(number for group in groups for number in group)
-            if len(groups) != self.num_pipelines or together != list(range(self.num_microbatches or len(together))):
-                raise CapslogError(
-                    "microbatches_of_pipeline must give each microbatch to exactly one of the plan's pipelines"
-                )
-            _set(self, "microbatches_of_pipeline", tuple(groups))
-        if self.actions is not None:
-            rows = enumerate(fields.listed(self.actions, "actions"))
-            actions = [
-                tuple(fields.text(a, f"actions[{i}]") for a in fields.listed(row, f"actions[{i}]")) for i, row in rows
-            ]
-            _set(self, "actions", tuple(actions))
-
-    def _check_ranks(self) -> None:
-        """Refuse `fits` where the stages of one rank together are said to hold more than its device has."""
-        if not self.fits or self.capacity_bytes is None:
-            return
-        stages_of: dict[int, list[int]] = {}
-        held: dict[int, int] = {}
-        for pipeline in range(self.num_pipelines):
-            for number, stage in enumerate(self._pipeline(pipeline)):
-                size = stage.bytes
-                if size is None and pipeline == 0 and number < len(self.stage_bytes or ()):
-                    size = (self.stage_bytes or ())[number]
-                for rank in stage.ranks:
-                    stages_of.setdefault(rank, []).append(number)
-                    held[rank] = held.get(rank, 0) + (size or 0)
-        for rank, size in held.items():
-            limits = self.capacities_of([rank])
-            if limits is not None and size > limits[0]:
-                raise CapslogError(
-                    f"fits is true, but rank {rank} has {limits[0]} bytes of capacity and its stage(s) "
-                    f"{', '.join(map(str, stages_of[rank]))} hold {size} together; plan again, or set fits to false"
-                )
-
-
-_FULL_FORM = {
-    "stages": "placed",
-    "microbatches_of_pipeline": "microbatches_of_pipeline",
-    "actions": "actions",
-}
-"""The keys of the full form, which a file has only where they are set, and their fields."""
-
-_SHORT_KEYS = [one.name for one in dataclasses.fields(Plan) if one.compare and one.name not in _FULL_FORM.values()]
+    def _check_actions(self) -> None:
+        rows = enumerate(fields.listed(self.actions, "actions"))
+        actions = tuple(
+            tuple(fields.text(one, f"actions[{i}]") for one in fields.listed(row, f"actions[{i}]")) for i, row in rows
+        )
+        set_field(self, "actions", actions)
+        if self.units.per_step is None:
+            raise CapslogError("actions are given, but not the units of a step; give units")
+        limits = [stage.in_flight for stage in self.stages]
+        fields.within("actions", lambda: rules.check_actions(actions, self.stage_graph(), limits))
 
 
 def read_plan(path: str | os.PathLike[str]) -> Plan:
-    """Read a plan file, short or full form. Raises CapslogError naming the file and the field."""
+    """Read a plan file of either form, or one of the older format plan/1.
+
+    Raises CapslogError naming the file and the field.
+    """
     return Plan.from_json(files.read_json(path), where=str(path))
 
 
@@ -305,57 +363,29 @@ def latest_plan(run_dir: Path) -> tuple[int, Plan] | None:
     return None if newest is None else (newest, read_plan(plan_path(run_dir, newest)))
 
 
-def _check_cover(pieces: list[tuple[int, int]], num_layers: int, what: str) -> None:
-    """Refuse pieces of the chain that do not hold every layer exactly once."""
-    reached = 0
-    for first, end in sorted(pieces):
-        if first != reached:
-            kind = "twice" if first < reached else "nowhere"
-            raise CapslogError(f"{what} hold layer {min(first, reached)} {kind}; each layer must be in one stage")
-        reached = end
-    if reached != num_layers:
-        raise CapslogError(f"{what} end at layer {reached}, but there are {num_layers} layers")
+def _of_json(value: Any) -> Plan:
+    parts = plan_text.parts_of(value)
+    if "stages" not in parts:
+        return Plan.of_cuts(parts.pop("num_layers"), parts.pop("cuts"), **parts)
+    given = parts.pop("cuts", None)
+    plan = Plan(**parts)
+    if given is not None and fields.cut_list(given, plan.num_layers) != plan.cuts:
+        raise CapslogError(
+            f"cuts is {list(given)}, but the stages begin at {None if plan.cuts is None else list(plan.cuts)}; make "
+            "the two agree, or leave cuts out"
+        )
+    return plan
 
 
-def _parts(value: Any) -> dict[str, Any]:
-    """The constructor's arguments from a JSON value."""
-    if not isinstance(value, Mapping):
-        raise CapslogError("a JSON object is needed; is this a plan?")
-    if value.get("format") != FORMAT:
-        raise CapslogError(f"format is {value.get('format')!r}; this version reads {FORMAT!r}")
-    fields.refuse_unknown(value, ["format", *_SHORT_KEYS, *_FULL_FORM])
-    for name in ("num_layers", "cuts"):
-        if name not in value:
-            raise CapslogError(f"field {name!r} is missing")
-    parts = {name: item for name, item in value.items() if name not in ("format", "stages")}
-    if parts.get("shortfall") is not None:
-        parts["shortfall"] = fields.build(Shortfall, parts["shortfall"], "shortfall")
-    if value.get("stages") is not None:
-        rows = enumerate(fields.listed(value["stages"], "stages"))
-        parts["placed"] = tuple(fields.build(PlanStage, row, f"stages[{i}]") for i, row in rows)
-    return parts
+def _column(value: Any, name: str, check: Any, length: int, what: str) -> list[Any]:
+    """The checked entries of a list of the short form; as many None where it is not there."""
+    if value is None:
+        return [None] * length
+    found = [check(one, f"{name}[{i}]") for i, one in enumerate(fields.listed(value, name))]
+    if len(found) != length:
+        raise CapslogError(f"{name} has {len(found)} entries, but there are {length} {what}")
+    return found
 
 
-def _only(entries: Sequence[Entry], what: str) -> Entry:
-    if len(entries) != 1:
-        raise CapslogError(f"{what}; one is needed here")
-    return entries[0]
-
-
-def _plain(value: Any) -> Any:
-    """A value as JSON has it: records as objects, tuples as lists."""
-    if dataclasses.is_dataclass(value):
-        return {item.name: _plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return dict(value) if isinstance(value, Mapping) else value
-
-
-def _set(record: Any, name: str, value: Any) -> None:
-    object.__setattr__(record, name, value)
-
-
-def _check_optional(record: Any, name: str, check: Callable[..., Any], **rules: Any) -> None:
-    """Put the checked value of a field in its place; None stays None."""
-    if (value := getattr(record, name)) is not None:
-        _set(record, name, check(value, name, **rules))
+def _optional(value: Any, name: str) -> int | None:
+    return None if value is None else fields.whole(value, name, minimum=1)

@@ -21,7 +21,8 @@ import torch
 from varuna_capslog.base.errors import CapslogError, DoesNotFit
 from varuna_capslog.base.units import format_bytes
 from varuna_capslog.engine.communicator import Communicator, connect
-from varuna_capslog.engine.pipeline import Layout, PipelineEngine, Ready
+from varuna_capslog.engine.layout import Layout
+from varuna_capslog.engine.pipeline import PipelineEngine, Ready
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.workload import Minibatch, Workload
 from varuna_capslog.profiles.record import Observation
@@ -296,7 +297,7 @@ def _observe(
     schedule = from_strings([[f"{s}{text}" for text in (ahead if s < last else in_turn)] for s in range(last + 1)])
     if conditions.recompute:
         schedule = insert_recompute(schedule)
-    layout = Layout(tuple(first for first, _ in pipeline.stages), tuple(range(last + 1)))
+    layout = Layout.pipelines([first for first, _ in pipeline.stages], len(chain))
     options, ready, measured = dummy_options(conditions, schedule), Ready(KnownShapes(pipeline.specs)), MeasuredStage()
     engine = PipelineEngine(chain, workload.loss, layout, options, communicator, device, ready, measured)
     inputs = dict(pipeline.specs[0])

@@ -15,7 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import Config
-from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine, Ready
+from varuna_capslog.engine.layout import Layout
+from varuna_capslog.engine.pipeline import EngineOptions, PipelineEngine, Ready
 from varuna_capslog.model.chain import TensorSpec
 from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.profiling.estimate import StageEstimator
@@ -55,7 +56,7 @@ def rehearse(estimator: StageEstimator, cuts: Sequence[int], schedule: str, num_
     targets, normalisers = estimator.workload.profile_targets(conditions.microbatch_size)
     inputs = [dict(estimator.specs[0])] * num_microbatches
     minibatch = Minibatch(inputs, [targets] * num_microbatches, dict(normalisers))
-    layout, mode = Layout(tuple(cuts), tuple(range(len(cuts)))), FakeTensorMode(allow_non_fake_inputs=True)
+    layout, mode = Layout.pipelines(cuts, len(chain)), FakeTensorMode(allow_non_fake_inputs=True)
     peaks = []
     for rank, (first, end) in enumerate(zip(cuts, [*cuts[1:], len(chain)], strict=True)):
         quirks = Quirks(conditions.device)

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.executor import Observer
-from varuna_capslog.engine.pipeline import EngineOptions, Layout, PipelineEngine, Ready
+from varuna_capslog.engine.layout import Layout
+from varuna_capslog.engine.pipeline import EngineOptions, PipelineEngine, Ready
 from varuna_capslog.engine.probe import StageMeter, resident_tensors
 from varuna_capslog.engine.stage import HostMemory, LossFunction, MicrobatchContext, Stage
 from varuna_capslog.engine.step import train_step
@@ -220,19 +221,19 @@ def _program(run: TrimmedRun, recompute: bool, microbatches: int) -> tuple[Layou
     """
     count = run.end - run.first
     if run.has_upstream and run.has_downstream:
-        layout = Layout((0, 1, 1 + count), (NEIGHBOUR_RANK, MEASURED_RANK, NEIGHBOUR_RANK))
+        layout = Layout.pipelines((0, 1, 1 + count), count + 2, (NEIGHBOUR_RANK, MEASURED_RANK, NEIGHBOUR_RANK))
         rows = [
             "0F0 0F1 2F0 2B0 0F2 2F1 2B1 0B0 0F3 2F2 2B2 0B1 2F3 2B3 0B2 0B3",
             "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3",
         ]
     elif run.has_downstream:
-        layout = Layout((0, count), (MEASURED_RANK, NEIGHBOUR_RANK))
+        layout = Layout.pipelines((0, count), count + 1, (MEASURED_RANK, NEIGHBOUR_RANK))
         rows = ["1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3", "0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3"]
     elif run.has_upstream:
-        layout = Layout((0, 1), (NEIGHBOUR_RANK, MEASURED_RANK))
+        layout = Layout.pipelines((0, 1), count + 1, (NEIGHBOUR_RANK, MEASURED_RANK))
         rows = ["0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3", "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3"]
     else:
-        layout = Layout((0,), (0,))
+        layout = Layout.pipelines((0,), count)
         rows = ["0F0 0B0 0F1 0B1 0F2 0B2 0F3 0B3"]
     schedule = from_strings([[text for text in row.split() if int(text[-1]) < microbatches] for row in rows])
     return layout, insert_recompute(schedule) if recompute else schedule

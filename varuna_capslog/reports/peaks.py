@@ -51,7 +51,7 @@ def peak_parts(run: RunRecord, folder: Path, rehearse: Rehearsal | None) -> list
         return list(map(markup.note, notes))
     ranks = plan.placement()
     capacity = plan.capacities_of(ranks)
-    shared = len(set(ranks)) < len(plan.cuts)
+    shared = len(set(ranks)) < len(plan.stages)
     anew, errors = None, None
     if shared and measured is not None:
         notes.append(
@@ -67,15 +67,15 @@ def peak_parts(run: RunRecord, folder: Path, rehearse: Rehearsal | None) -> list
     draw_stage_peaks(folder / _PICTURE, predicted, measured, capacity, anew)
     divisor, unit = byte_unit(peaks)
     columns: dict[str, list[str]] = {
-        "stage": [str(stage) for stage in range(len(plan.cuts))],
-        f"predicted [{unit}]": _column(predicted, divisor, len(plan.cuts)),
+        "stage": [str(stage) for stage in range(len(plan.stages))],
+        f"predicted [{unit}]": _column(predicted, divisor, len(plan.stages)),
     }
     if anew is not None:
-        columns[f"for the measured size [{unit}]"] = _column(anew, divisor, len(plan.cuts))
-    columns[f"measured [{unit}]"] = _column(measured, divisor, len(plan.cuts))
-    columns["error"] = errors or [UNKNOWN] * len(plan.cuts)
+        columns[f"for the measured size [{unit}]"] = _column(anew, divisor, len(plan.stages))
+    columns[f"measured [{unit}]"] = _column(measured, divisor, len(plan.stages))
+    columns["error"] = errors or [UNKNOWN] * len(plan.stages)
     if capacity is not None:
-        columns[f"capacity [{unit}]"] = _column(capacity, divisor, len(plan.cuts))
+        columns[f"capacity [{unit}]"] = _column(capacity, divisor, len(plan.stages))
     caption = _caption(run, plan, found)
     if anew is not None:
         caption.append("Predicted for the measured size by a rehearsal of every rank's program on fake tensors.")
@@ -147,7 +147,7 @@ def _peaks_at_measured_sizes(
     found: dict[str, list[int]] = {}
     for shapes in others:
         text = size_text(shapes)
-        found[text] = found.get(text) or rehearse(run.config, run.plan.cuts, shapes)
+        found[text] = found.get(text) or rehearse(run.config, run.plan.cut_list, shapes)
     return [
         predicted[stage] if shapes in (None, largest) else found[size_text(shapes)][stage]
         for stage, shapes in enumerate(measured.inputs)

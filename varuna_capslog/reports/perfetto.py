@@ -72,9 +72,9 @@ def _slices(pipeline: PipelineStep) -> Iterator[dict[str, Any]]:
             yield _slice(one, place, {"stage": action.stage, "microbatch": action.microbatch})
     for sent in pipeline.timeline.messages:
         message, (source, destination) = sent.message, _ends(pipeline, sent)
-        name = f"{message.kind} {message.microbatch}"
+        name = f"{message.kind} {message.downstream[1]}"
         place = {"name": name, "cat": "transfer", "pid": source, "tid": destination + 1}
-        yield _slice(sent, place, {"cut_before_stage": message.boundary, "microbatch": message.microbatch})
+        yield _slice(sent, place, {"cut_before_stage": message.downstream[0], "microbatch": message.downstream[1]})
 
 
 def _slice(one: TimedAction | TimedMessage, place: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
@@ -104,10 +104,10 @@ def _arrows(pipeline: PipelineStep, prefix: str) -> Iterator[dict[str, Any]]:
     }
     for number, sent in enumerate(pipeline.timeline.messages):
         message = sent.message
-        kinds, stages = "F" if message.kind == "activation" else "BI", (message.stage(True), message.stage(False))
+        kinds = "F" if message.kind == "activation" else "BI"
         found = [
-            next(timed[key] for kind in kinds if (key := Action(stage, kind, message.microbatch)) in timed)
-            for stage in stages
+            next(timed[key] for kind in kinds if (key := Action(stage, kind, call)) in timed)
+            for stage, call in (message.end(sends=True), message.end(sends=False))
         ]
         (source, made), (destination, waits) = found
         lengths = [(one.end_seconds - one.start_seconds) * _MICROSECONDS for one in (made, waits)]

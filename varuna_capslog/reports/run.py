@@ -173,7 +173,7 @@ class RunRecord:
 
     def measured_peaks(self) -> MeasuredPeaks | None:
         """Largest measured peak of each stage of the newest plan; None if none was measured."""
-        stages = None if self.plan is None else len(self.plan.cuts)
+        stages = None if self.plan is None else len(self.plan.stages)
         rows = [line for line in self.steps_of_plan if line.peak_bytes and len(line.peak_bytes) == stages]
         if not rows:
             return None

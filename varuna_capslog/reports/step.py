@@ -16,7 +16,15 @@ from varuna_capslog.reports.gantt import draw_schedule
 from varuna_capslog.reports.markup import Markup
 from varuna_capslog.reports.run import RunRecord
 from varuna_capslog.reports.wording import duration, plural, significant
-from varuna_capslog.schedules import ALWAYS_RECOMPUTE, Schedule, StageSeconds, from_strings, make_schedule, simulate
+from varuna_capslog.schedules import (
+    ALWAYS_RECOMPUTE,
+    Schedule,
+    StageGraph,
+    StageSeconds,
+    from_strings,
+    schedule_of,
+    simulate,
+)
 
 __all__ = ["step_parts"]
 
@@ -28,16 +36,16 @@ def step_parts(run: RunRecord, folder: Path) -> list[Markup]:
     if run.plan is None:
         return [markup.note(f"No schedule is known: {run.reason('plan')}.")]
     try:
-        schedule, name = _schedule(run, run.plan)
+        schedule, name, graph = _schedule(run, run.plan)
         seconds, why_uniform = _stage_seconds(run, run.plan)
-        timeline = simulate(schedule, seconds)
+        timeline = simulate(schedule, seconds, graph=graph)
     except CapslogError as error:
         return [markup.note(f"No picture: {str(error).rstrip('.')}.")]
     numbered = draw_schedule(folder / _PICTURE, timeline, in_seconds=why_uniform is None)
 
     measured = run.median_step_seconds()
     microbatches = len({action.microbatch for row in schedule for action in row})
-    size = f"{plural(len(run.plan.cuts), 'stage')}, {plural(microbatches, 'microbatch', 'es')} per pipeline"
+    size = f"{plural(len(run.plan.stages), 'stage')}, {plural(microbatches, 'microbatch', 'es')} per pipeline"
     rows = {
         "Schedule": f"{name}, {size}",
         "Bubble fraction": f"{100 * timeline.bubble_fraction:.1f} %",
@@ -51,7 +59,7 @@ def step_parts(run: RunRecord, folder: Path) -> list[Markup]:
         if why_uniform is None and timeline.step_seconds > 0:
             rows["Measured / simulated"] = significant(measured / timeline.step_seconds)
     rows["Most microbatches in flight"] = ", ".join(map(str, timeline.max_in_flight)) + " (by stage)"
-    numbers = "stage.microbatch" if len(run.plan.cuts) > len(timeline.actions) else "microbatches"
+    numbers = "stage.microbatch" if len(run.plan.stages) > len(timeline.actions) else "microbatches"
     caption = f"Simulated; the numbers are {numbers}{'' if numbered else ', left out where a box is too narrow'}."
     notes = []
     if why_uniform is not None:
@@ -72,32 +80,35 @@ def step_parts(run: RunRecord, folder: Path) -> list[Markup]:
     return [*parts, *map(markup.note, notes)]
 
 
-def _schedule(run: RunRecord, plan: Plan) -> tuple[Schedule, str]:
-    """The actions that one pipeline runs in a step, and their schedule's name."""
+def _schedule(run: RunRecord, plan: Plan) -> tuple[Schedule, str, StageGraph]:
+    """The actions of a step (in the short form those of one pipeline), their schedule's name, and the stages."""
     pipeline = None if run.config is None else run.config.pipeline
     name = plan.schedule or (None if pipeline is None else pipeline.schedule)
     if plan.actions is not None:
-        return from_strings(plan.actions), name or "the plan's own actions"
+        return from_strings(plan.actions), name or "the plan's own actions", plan.stage_graph()
     microbatches = plan.num_microbatches
     if microbatches is None and run.config is not None:
         microbatches = run.config.num_microbatches // run.config.pipeline.replicas
     if name is None or microbatches is None:
         missing = "schedule" if name is None else "num_microbatches"
         raise CapslogError(f"the plan has no {missing}, and {run.reason('config.yaml')}")
+    graph = plan.stage_graph() if plan.num_microbatches else StageGraph.line(len(plan.stages), microbatches)
     recompute = pipeline is not None and pipeline.recompute
+    if (said := plan.recomputes) is not None:
+        recompute = said
     shown = f"{name} with recomputation" if recompute or name in ALWAYS_RECOMPUTE else name
-    return make_schedule(name, len(plan.cuts), microbatches, plan.placement(), recompute), shown
+    return schedule_of(name, graph, recompute, [stage.in_flight for stage in plan.stages]), shown, graph
 
 
 def _stage_seconds(run: RunRecord, plan: Plan) -> tuple[StageSeconds, str | None]:
     """The seconds of each stage, or units (forward 1, backward 2) and why there are no seconds."""
-    ones, last = [1.0] * len(plan.cuts), len(plan.cuts) - 1
-    uniform = StageSeconds(ones, [2.0] * len(plan.cuts), bare_forward=[*ones[:last], 0.0])
+    ones, last = [1.0] * len(plan.stages), len(plan.stages) - 1
+    uniform = StageSeconds(ones, [2.0] * len(plan.stages), bare_forward=[*ones[:last], 0.0])
     if run.profile is None:
         return uniform, run.reason("profile.json")
     if run.profile.num_layers != plan.num_layers:
         return uniform, "profile.json describes another number of layers than the plan"
-    stages = plan.stages()
+    stages = plan.ranges()
     try:
         found = stage_seconds(run.profile, stages)
     except CapslogError:

@@ -10,6 +10,7 @@ from importlib import metadata
 
 from varuna_capslog.base.units import format_bytes
 from varuna_capslog.base.version import __version__
+from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.reports import markup
 from varuna_capslog.reports.changes import changes_in_short
@@ -45,16 +46,13 @@ def stage_parts(run: RunRecord) -> list[Markup]:
     plan, names = run.plan, run.layer_names
     if plan is None:
         return [markup.note(f"No stages are known: {run.reason('plan')}.")]
-    placed = [(stage.layers, stage.ranks) for stage in plan.placed or () if stage.pipeline == 0]
-    if not placed:
-        placed = [((piece,), (rank,)) for piece, rank in zip(plan.stages(), plan.placement(), strict=True)]
     rows = []
-    for stage, (pieces, ranks) in enumerate(placed):
+    for stage, (pieces, ranks) in enumerate((one.layers, one.ranks) for one in plan.stages):
         members = [index for first, end in pieces for index in range(first, end)]
         spans = ", ".join(str(first) if end == first + 1 else f"{first}-{end - 1}" for first, end in pieces)
         listed = UNKNOWN if names is None else _listed([names[index] for index in members])
         rows.append([str(stage), ", ".join(map(str, ranks)), spans, str(len(members)), listed])
-    cuts = markup.join("Cut list (first layer of each stage): ", markup.code(str(list(plan.cuts))), ".")
+    cuts = markup.join("Cut list (first layer of each stage): ", markup.code(_cuts(plan)), ".")
     parts = [
         markup.paragraph(cuts),
         markup.table("stage-table", ("stage", "rank", "layers", "count", "names of the layers"), rows, left=(4,)),
@@ -65,6 +63,10 @@ def stage_parts(run: RunRecord) -> list[Markup]:
     elif plan.profile_digest and run.profile is not None and plan.profile_digest != run.profile.digest:
         parts.append(markup.note("The plan was made from another profile than the profile.json that lies there now."))
     return parts
+
+
+def _cuts(plan: Plan) -> str:
+    return "none, the stages are not one pipeline" if plan.cuts is None else str(list(plan.cuts))
 
 
 def _model(run: RunRecord) -> dict[str, str]:
@@ -107,7 +109,7 @@ def _placement(run: RunRecord) -> dict[str, str]:
         planner = plan.planner or "none, the cuts were given"
         found = "" if plan.search_seconds is None else f", found in {duration(plan.search_seconds)}"
         rows["Planner"] = f"{planner}{found}" + (f", memory model {plan.memory_model}" if plan.memory_model else "")
-        rows["Cuts"] = markup.code(str(list(plan.cuts)))
+        rows["Cuts"] = markup.code(_cuts(plan))
         generation = run.generation or 0
         if generation:
             rows["Plan"] = f"generation {generation}, the newest"

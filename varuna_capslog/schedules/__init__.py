@@ -18,6 +18,7 @@ __all__ = [
     "RunShape",
     "Schedule",
     "SendInstruction",
+    "StageGraph",
     "StageSeconds",
     "TimedAction",
     "TimedMessage",
@@ -32,6 +33,7 @@ __all__ = [
     "make_schedule",
     "parse_action",
     "placement_of",
+    "schedule_of",
     "simulate",
     "to_strings",
     "validate",
@@ -47,8 +49,15 @@ from varuna_capslog.schedules.actions import (
     placement_of,
     to_strings,
 )
-from varuna_capslog.schedules.generators import SCHEDULES, in_flight_limits, insert_recompute, make_schedule
+from varuna_capslog.schedules.generators import (
+    SCHEDULES,
+    in_flight_limits,
+    insert_recompute,
+    make_schedule,
+    schedule_of,
+)
 from varuna_capslog.schedules.lower import Lowered, Message, Recv, SendInstruction, find_deadlock, in_turn, lower
 from varuna_capslog.schedules.shape import ALWAYS_RECOMPUTE, DEFAULT_RUN, RunShape
 from varuna_capslog.schedules.simulate import StageSeconds, TimedAction, TimedMessage, Timeline, simulate
+from varuna_capslog.schedules.stage_graph import StageGraph
 from varuna_capslog.schedules.validate import validate

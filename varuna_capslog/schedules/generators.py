@@ -23,45 +23,48 @@ never enter, so that a schedule depends only on stages, microbatches and placeme
 
 from __future__ import annotations
 
-__all__ = ["SCHEDULES", "in_flight_limits", "insert_recompute", "list_schedule", "make_schedule"]
+__all__ = ["SCHEDULES", "in_flight_limits", "insert_recompute", "list_schedule", "make_schedule", "schedule_of"]
 
 import difflib
 import heapq
 import math
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.schedules.actions import Action, Schedule
 from varuna_capslog.schedules.shape import ALWAYS_RECOMPUTE
+from varuna_capslog.schedules.stage_graph import StageGraph
 
 _COST = {"F": 1, "R": 1, "B": 2}
 
 
-def _gpipe_limits(num_stages: int, num_microbatches: int) -> list[int]:
+def _gpipe_limit(depth: int, calls: int) -> int:
     """All microbatches."""
-    return [num_microbatches] * num_stages
+    return calls
 
 
-def _one_f_one_b_limits(num_stages: int, num_microbatches: int) -> list[int]:
+def _one_f_one_b_limit(depth: int, calls: int) -> int:
     """min(S - s, M)."""
-    return [min(num_stages - stage, num_microbatches) for stage in range(num_stages)]
+    return min(depth, calls)
 
 
-def _varuna_limits(num_stages: int, num_microbatches: int) -> list[int]:
+def _varuna_limit(depth: int, calls: int) -> int:
     """3 (S - 1 - s), at least 1 and at most M.
 
     A microbatch in flight keeps only the stage's input (no graph), so the limit is wider than 1F1B's. A microbatch is
     away from a stage for up to three units per deeper stage (one forward, one backward of two); in unit costs a smaller
     limit makes the step longer, and a larger one does not make it shorter.
     """
-    return [max(1, min(num_microbatches, 3 * (num_stages - 1 - stage))) for stage in range(num_stages)]
+    return max(1, min(calls, 3 * (depth - 1)))
 
 
-_LIMITS: dict[str, Callable[[int, int], list[int]]] = {
-    "gpipe": _gpipe_limits,
-    "1f1b": _one_f_one_b_limits,
-    "varuna": _varuna_limits,
+_LIMITS: dict[str, Callable[[int, int], int]] = {
+    "gpipe": _gpipe_limit,
+    "1f1b": _one_f_one_b_limit,
+    "varuna": _varuna_limit,
 }
+"""Name -> the limit of a stage, from its depth (stages from it to the loss, S - s in one pipeline) and its calls."""
 
 SCHEDULES = tuple(_LIMITS)
 """The names that `make_schedule` knows."""
@@ -74,33 +77,49 @@ def make_schedule(
     placement: Sequence[int] | None = None,
     recompute: bool = False,
 ) -> Schedule:
-    """The actions of one step of one pipeline, one ordered list per rank.
+    """The actions of one step of one pipeline, one ordered list per rank; see `schedule_of` and `StageGraph.line`."""
+    return schedule_of(name, StageGraph.line(num_stages, num_microbatches, placement), recompute)
+
+
+def schedule_of(
+    name: str, graph: StageGraph, recompute: bool = False, in_flight: Sequence[int | None] = ()
+) -> Schedule:
+    """The actions of one step of all stages, one ordered list per rank.
 
     Args:
         name: `gpipe`, `1f1b` or `varuna` (which always recomputes).
-        num_stages: stages of the pipeline, at least 1.
-        num_microbatches: microbatches of the step that this pipeline runs, at least 1.
-        placement: `placement[stage]` -> rank; default: stage s on rank s. Several stages may share a rank, in any
-            order.
         recompute: put an R before each B whose forward was not the stage's last action.
+        in_flight: stage -> the most microbatches in flight; None, or a shorter list: the schedule's own limit.
 
-    Raises `CapslogError` for an unknown name or numbers that make no schedule.
+    Raises `CapslogError` for an unknown name, and for a limit that the schedule cannot keep.
     """
-    limits = in_flight_limits(name, num_stages, num_microbatches)
-    ranks = _check_placement(num_stages, num_microbatches, placement)
-    always = name in ALWAYS_RECOMPUTE
-    schedule = list_schedule(ranks, num_microbatches, limits, forwards_first=name == "gpipe", recompute=always)
+    rule, always = _limit_rule(name), name in ALWAYS_RECOMPUTE
+    limits = [rule(depth, len(row)) for depth, row in zip(graph.depths, graph.microbatches, strict=True)]
+    for stage, (limit, given) in enumerate(zip(limits, in_flight, strict=False)):
+        if name == "gpipe" and given is not None and given < limit:
+            raise CapslogError(
+                f"stage {stage} takes {limit} microbatches and may have {given} in flight, but gpipe runs all "
+                "forwards before the first backward; leave in_flight out, or choose another schedule"
+            )
+    limits = [limit if given is None else given for limit, given in zip_longest(limits, in_flight)]
+    schedule = list_schedule(graph, limits, forwards_first=name == "gpipe", recompute=always)
     return insert_recompute(schedule) if recompute and not always else schedule
 
 
 def in_flight_limits(name: str, num_stages: int, num_microbatches: int) -> list[int]:
-    """The most microbatches a stage has in flight (forward begun, backward not ended) under the schedule, per stage."""
+    """The most microbatches a stage has in flight (forward begun, backward not ended) under the schedule, per stage of
+    one pipeline."""
+    rule = _limit_rule(name)
+    StageGraph.line(num_stages, num_microbatches)  # refuses numbers that make no pipeline
+    return [rule(num_stages - stage, num_microbatches) for stage in range(num_stages)]
+
+
+def _limit_rule(name: str) -> Callable[[int, int], int]:
     if name not in SCHEDULES:
         near = difflib.get_close_matches(name.lower(), SCHEDULES, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(SCHEDULES)}"
         raise CapslogError(f"unknown schedule {name!r}; {hint}")
-    _check_placement(num_stages, num_microbatches, None)
-    return _LIMITS[name](num_stages, num_microbatches)
+    return _LIMITS[name]
 
 
 def insert_recompute(schedule: Sequence[Sequence[Action]]) -> Schedule:
@@ -125,45 +144,22 @@ def insert_recompute(schedule: Sequence[Sequence[Action]]) -> Schedule:
 # -- the list scheduler
 
 
-def _check_placement(num_stages: int, num_microbatches: int, placement: Sequence[int] | None) -> list[int]:
-    """`placement[stage]` -> rank, checked; None means one stage per rank, in order.
-
-    Raises `CapslogError` unless there is at least one stage and one microbatch, one rank per stage, and the ranks are
-    0, 1, ..., n - 1 without a gap (a rank without a stage would wait for ever in the step's collectives).
-    """
-    if num_stages < 1 or num_microbatches < 1:
-        raise CapslogError(
-            f"{num_stages} stages and {num_microbatches} microbatches: a schedule needs at least one of each"
-        )
-    if placement is None:
-        return list(range(num_stages))
-    ranks = list(placement)
-    if len(ranks) != num_stages:
-        raise CapslogError(
-            f"placement {ranks} names {len(ranks)} ranks for {num_stages} stages; give one rank per stage"
-        )
-    if set(ranks) != set(range(len(set(ranks)))):
-        raise CapslogError(f"placement {ranks} leaves a rank without a stage; use ranks 0, 1, ... without a gap")
-    return ranks
-
-
 class _Step:
     """What has been started so far in the played step; times are in units, an end may lie in the future."""
 
-    def __init__(
-        self, placement: list[int], num_microbatches: int, limits: Sequence[int], forwards_first: bool, recompute: bool
-    ) -> None:
-        self.num_stages, self.num_microbatches, self.limits = len(placement), num_microbatches, limits
-        self.forwards_first, self.recompute = forwards_first, recompute
+    def __init__(self, graph: StageGraph, limits: Sequence[int], forwards_first: bool, recompute: bool) -> None:
+        self.limits, self.forwards_first, self.recompute = limits, forwards_first, recompute
+        self.upstream, self.downstream = graph.upstream, graph.downstream
+        self.calls = [len(row) for row in graph.microbatches]
         # Deepest stage first: it shortens the way of the oldest microbatch and frees what it holds.
+        deepest = sorted(range(len(graph.ranks)), key=lambda stage: (graph.depths[stage], -stage))
         self.stages_of_rank = [
-            [stage for stage in reversed(range(len(placement))) if placement[stage] == rank]
-            for rank in range(max(placement) + 1)
+            [stage for stage in deepest if graph.ranks[stage] == rank] for rank in range(graph.num_ranks)
         ]
-        self.forward_ends: list[list[int]] = [[] for _ in placement]
-        self.backward_ends: list[list[int]] = [[] for _ in placement]
-        self.graph_of: list[int | None] = [None] * len(placement)  # the microbatch whose graph a stage keeps alive
-        self.last_of_stage: list[Action | None] = [None] * len(placement)
+        self.forward_ends: list[list[int]] = [[] for _ in graph.ranks]
+        self.backward_ends: list[list[int]] = [[] for _ in graph.ranks]
+        self.graph_of: list[int | None] = [None] * len(graph.ranks)  # the call whose autograd graph a stage keeps
+        self.last_of_stage: list[Action | None] = [None] * len(graph.ranks)
 
     def choose(self, rank: int, now: int) -> Action | None:
         """The rank's best ready action at time `now`: backward before recompute before forward."""
@@ -171,7 +167,7 @@ class _Step:
         if self.recompute:
             for stage in stages:
                 self._keep_graph_if_due(stage, now)
-        forwards_done = all(len(self.forward_ends[stage]) == self.num_microbatches for stage in stages)
+        forwards_done = all(len(self.forward_ends[stage]) == self.calls[stage] for stage in stages)
         if not self.forwards_first or forwards_done:
             for stage in stages:
                 if self._backward_ready(stage, now):
@@ -199,10 +195,12 @@ class _Step:
 
     def _gradient_end(self, stage: int) -> float:
         """When the gradient for the stage's next backward arrives; inf while no rank has started to compute it."""
-        microbatch = len(self.backward_ends[stage])
-        is_last = stage == self.num_stages - 1
-        ends = self.forward_ends[stage] if is_last else self.backward_ends[stage + 1]
-        return ends[microbatch] if microbatch < len(ends) else math.inf
+        call = len(self.backward_ends[stage])
+        if call >= self.calls[stage]:
+            return math.inf
+        after = self.downstream[stage][call]
+        ends, place = (self.forward_ends[stage], call) if after is None else (self.backward_ends[after[0]], after[1])
+        return ends[place] if place < len(ends) else math.inf
 
     def _backward_ready(self, stage: int, now: int) -> bool:
         has_graph = not self.recompute or self.graph_of[stage] == len(self.backward_ends[stage])
@@ -222,23 +220,19 @@ class _Step:
         return self.graph_of[stage] is None and self._gradient_due(stage, now)
 
     def _forward_ready(self, stage: int, now: int) -> bool:
-        microbatch = len(self.forward_ends[stage])
-        in_flight = microbatch - len(self.backward_ends[stage])
-        if microbatch == self.num_microbatches or in_flight >= self.limits[stage] or self.graph_of[stage] is not None:
+        call = len(self.forward_ends[stage])
+        in_flight = call - len(self.backward_ends[stage])
+        if call == self.calls[stage] or in_flight >= self.limits[stage] or self.graph_of[stage] is not None:
             return False
-        if stage == 0:
+        before = self.upstream[stage][call]
+        if before is None:
             return True
-        ends = self.forward_ends[stage - 1]
-        return microbatch < len(ends) and ends[microbatch] <= now
+        ends = self.forward_ends[before[0]]
+        return before[1] < len(ends) and ends[before[1]] <= now
 
 
 def list_schedule(
-    placement: list[int],
-    num_microbatches: int,
-    limits: Sequence[int],
-    *,
-    forwards_first: bool = False,
-    recompute: bool = False,
+    graph: StageGraph, limits: Sequence[int], *, forwards_first: bool = False, recompute: bool = False
 ) -> Schedule:
     """The order in which each rank takes its forwards and backwards (and recomputes, with `recompute`).
 
@@ -247,10 +241,10 @@ def list_schedule(
     arrives; from R to B the stage does nothing else. No R where the forward was the stage's last action by then: its
     graph is kept and the stage waits.
 
-    It cannot stall: the last stage with a microbatch in flight is always able to run its backward; without one, the
-    deepest microbatch can go one stage further. Cost: O(distinct times x stages).
+    It cannot stall: all stages take microbatches in rising order, so that the first microbatch which has not ended is
+    the next one of every stage on its way, and none of these is at its limit. Cost: O(distinct times x stages).
     """
-    step = _Step(placement, num_microbatches, limits, forwards_first, recompute)
+    step = _Step(graph, limits, forwards_first, recompute)
     schedule: Schedule = [[] for _ in step.stages_of_rank]
     free_at = [0] * len(schedule)
     wake_ups = [0]

@@ -16,25 +16,28 @@ from typing import TypeAlias
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.schedules.actions import Action, placement_of
+from varuna_capslog.schedules.stage_graph import StageGraph
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What crosses the cut before stage `boundary` (1 .. S-1) for one microbatch.
+    """What crosses the cut between two stages for one microbatch.
 
-    `kind` is "activation" (from stage boundary - 1 to stage boundary) or "gradient" (the other way).
+    kind: "activation" (from `upstream` to `downstream`) or "gradient" (the other way).
+    upstream, downstream: the two stages, each with the number of its own call.
     """
 
     kind: str
-    boundary: int
-    microbatch: int
+    upstream: tuple[int, int]
+    downstream: tuple[int, int]
 
-    def stage(self, sends: bool) -> int:
-        """The stage that sends it, or the one that receives it."""
-        return self.boundary - (sends == (self.kind == "activation"))
+    def end(self, sends: bool) -> tuple[int, int]:
+        """Stage and call that send it, or those that receive it."""
+        return self.upstream if sends == (self.kind == "activation") else self.downstream
 
     def __str__(self) -> str:
-        return f"the {self.kind} of microbatch {self.microbatch} across the cut before stage {self.boundary}"
+        stage, call = self.downstream
+        return f"the {self.kind} of microbatch {call} across the cut before stage {stage}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,8 @@ class SendInstruction:
 
     def __str__(self) -> str:
         kind = "F" if self.message.kind == "activation" else "B"
-        return f"{self.message.stage(sends=True)}SEND_{kind}{self.message.microbatch}"
+        stage, call = self.message.end(sends=True)
+        return f"{stage}SEND_{kind}{call}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,8 @@ class Recv:
 
     def __str__(self) -> str:
         kind = "F" if self.message.kind == "activation" else "B"
-        return f"{self.message.stage(sends=False)}RECV_{kind}{self.message.microbatch}"
+        stage, call = self.message.end(sends=False)
+        return f"{stage}RECV_{kind}{call}"
 
 
 Instruction: TypeAlias = Action | SendInstruction | Recv
@@ -66,20 +71,22 @@ Instruction: TypeAlias = Action | SendInstruction | Recv
 
 @dataclass(frozen=True)
 class Lowered:
-    """What every rank of one pipeline does in one step.
+    """What every rank does in one step.
 
     programs: per rank, its actions with the sends and receives between them, in order.
     channels: per (source rank, destination rank), every message in the one order both sides keep; pairs without
         messages are absent. A rank's receives from one peer, read from its program, come in this order.
-    placement: `placement[stage]` -> rank.
+    graph: the stages of the step.
     """
 
     programs: list[list[Instruction]]
     channels: dict[tuple[int, int], list[Message]]
-    placement: list[int]
+    graph: StageGraph
 
 
-def lower(schedule: Sequence[Sequence[Action]], has_gradient: Sequence[bool] | None = None) -> Lowered:
+def lower(
+    schedule: Sequence[Sequence[Action]], has_gradient: Sequence[bool] | None = None, graph: StageGraph | None = None
+) -> Lowered:
     """Adds the messages to a (validated) schedule.
 
     A send follows the action that made its content: F for an activation, B (or I, where the backward is split) for a
@@ -89,33 +96,35 @@ def lower(schedule: Sequence[Sequence[Action]], has_gradient: Sequence[bool] | N
 
     Args:
         schedule: one list of actions per rank.
-        has_gradient: for the cuts before stages 1, 2, ..., S-1: does a gradient cross it? Default: every cut.
+        has_gradient: stage -> does a gradient cross the cut before it? Default: every cut. It means nothing for a stage
+            that takes the inputs of the step.
+        graph: the stages of the step; default: one pipeline of all stages of the schedule in order.
 
     Raises `CapslogError` when `has_gradient` has another length or when an action needs a message that no rank sends.
     """
-    placement = placement_of(schedule)
-    num_stages = len(placement)
-    gradient = [True] * (num_stages - 1) if has_gradient is None else list(has_gradient)
-    if len(gradient) != num_stages - 1:
-        raise CapslogError(
-            f"has_gradient has {len(gradient)} entries for {num_stages} stages; give one per cut between two stages "
-            f"({num_stages - 1})"
-        )
-
-    def crosses(boundary: int) -> bool:
-        return 0 < boundary < num_stages and placement[boundary - 1] != placement[boundary]
+    if graph is None:
+        placement = placement_of(schedule)
+        found = [action.microbatch for actions in schedule for action in actions if action.microbatch is not None]
+        graph = StageGraph(tuple(placement), (tuple(range(len(placement))),) * (1 + max(found, default=-1)))
+    ranks, num_stages = graph.ranks, len(graph.ranks)
+    gradient = [True] * num_stages if has_gradient is None else list(has_gradient)
+    if len(gradient) != num_stages:
+        raise CapslogError(f"has_gradient has {len(gradient)} entries for {num_stages} stages; give one per stage")
 
     def message_of(action: Action, sends: bool) -> tuple[Message, int] | None:
         """The message that the action makes, or the one that it needs, and the rank on the other side of the cut."""
         if action.kind not in "FBI":
             return None
-        forward = action.kind == "F"
-        boundary = action.stage + (sends == forward)
-        if not crosses(boundary) or not (forward or gradient[boundary - 1]):
-            return None
         assert action.microbatch is not None
-        other_stage = boundary - (boundary == action.stage)
-        return Message("activation" if forward else "gradient", boundary, action.microbatch), placement[other_stage]
+        forward, here = action.kind == "F", (action.stage, action.microbatch)
+        neighbours = graph.downstream if forward == sends else graph.upstream
+        other = neighbours[action.stage][action.microbatch]
+        if other is None or ranks[other[0]] == ranks[action.stage]:
+            return None
+        above, below = (here, other) if forward == sends else (other, here)
+        if not forward and not gradient[below[0]]:
+            return None
+        return Message("activation" if forward else "gradient", above, below), ranks[other[0]]
 
     channels: dict[tuple[int, int], list[Message]] = {}
     for rank, actions in enumerate(schedule):
@@ -150,7 +159,7 @@ def lower(schedule: Sequence[Sequence[Action]], has_gradient: Sequence[bool] | N
                     f"rank {rank}: nothing needs {lost}, which rank {source} sends; validate the schedule first"
                 )
         programs.append(program)
-    return Lowered(programs, channels, placement)
+    return Lowered(programs, channels, graph)
 
 
 def in_turn(lowered: Lowered) -> Iterator[tuple[int, Instruction]]:

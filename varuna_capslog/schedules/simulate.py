@@ -20,6 +20,7 @@ from typing import TypeAlias
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.schedules.actions import KINDS, Action, graph_keeping_forwards, placement_of
 from varuna_capslog.schedules.lower import Lowered, Message, Recv, SendInstruction, find_deadlock, in_turn, lower
+from varuna_capslog.schedules.stage_graph import StageGraph
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +46,16 @@ class TimedMessage:
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """What each stage of a pipeline takes.
+    """What each stage takes.
 
     forward, backward: per stage, of one microbatch.
     recompute: per stage; default: as long as the forward.
     bare_forward: per stage, of forwards that keep no graph, since a recomputation follows; default: as the others.
-    transfer: for the cuts before stages 1 .. S-1, one message in either direction; default 0. Messages of one ordered
+    transfer: per stage, one message in either direction across the cut before it; default 0. Messages of one ordered
         pair of ranks go one after the other; nothing else is shared.
-    handover: per cut, what sending one message costs the sender's rank (gloo copies into host memory and the socket);
-        the transfer begins with it and does not arrive before its end. Counts as idle time; default 0.
+    handover: per stage, for the same cut, what sending one message costs the sender's rank (gloo copies into host
+        memory and the socket); the transfer begins with it and does not arrive before its end. Counts as idle time;
+        default 0.
     other: per stage, for the kinds I, W, O, L and U (once per step); a schedule with a kind that has no seconds is
         refused.
     """
@@ -111,6 +113,7 @@ def simulate(
     seconds: StageSeconds,
     speeds: Sequence[float] | None = None,
     has_gradient: Sequence[bool] | None = None,
+    graph: StageGraph | None = None,
 ) -> Timeline:
     """Plays one step of a (validated) schedule.
 
@@ -120,13 +123,12 @@ def simulate(
         speeds: `speeds[k - 1]` is the speed of each of k ranks that compute at the same time, 1 being that of the given
             seconds; beyond the list all cores are shared out evenly. So [1.0, 1.0] are two full cores. Default: a
             core for every rank.
-        has_gradient: as in `lower`.
+        has_gradient, graph: as in `lower`.
 
     Raises `CapslogError` for lists of a wrong length, times that are negative or not finite, and a schedule that
     deadlocks.
     """
-    placement = placement_of(schedule)
-    num_stages = len(placement)
+    num_stages = len(placement_of(schedule)) if graph is None else len(graph.ranks)
     of_kind: dict[str, Sequence[float]] = {
         **seconds.other,
         "F": seconds.forward,
@@ -134,14 +136,14 @@ def simulate(
         "R": seconds.forward if seconds.recompute is None else seconds.recompute,
     }
     bare = seconds.forward if seconds.bare_forward is None else seconds.bare_forward
-    none = [0.0] * (num_stages - 1)
+    none = [0.0] * num_stages
     transfers = none if seconds.transfer is None else seconds.transfer
     handovers = none if seconds.handover is None else seconds.handover
     for kind, values in of_kind.items():
         _check_times(f"seconds of kind {kind}", values, num_stages)
     _check_times("bare_forward_seconds", bare, num_stages)
-    _check_times("transfer_seconds", transfers, num_stages - 1)
-    _check_times("handover_seconds", handovers, num_stages - 1)
+    _check_times("transfer_seconds", transfers, num_stages)
+    _check_times("handover_seconds", handovers, num_stages)
     if speeds is not None and (not speeds or not all(0.0 < speed <= 1.0 for speed in speeds)):
         raise CapslogError(f"speeds is {list(speeds)}; give one or more numbers above 0 and at most 1")
     keeping = graph_keeping_forwards(schedule)
@@ -156,7 +158,7 @@ def simulate(
             reruns = action.kind == "F" and (action.stage, action.microbatch) not in keeping
             cost[action] = (bare if reruns else of_kind[action.kind])[action.stage]
 
-    lowered = lower(schedule, has_gradient)
+    lowered = lower(schedule, has_gradient, graph)
     if (deadlock := find_deadlock(lowered)) is not None:
         raise CapslogError(f"the schedule deadlocks: {deadlock}; reorder the lists of these ranks")
     if speeds is None or (len(speeds) >= len(lowered.programs) and all(speed == 1.0 for speed in speeds)):
@@ -176,9 +178,7 @@ def simulate(
 
 def _check_times(name: str, values: Sequence[float], length: int) -> None:
     if len(values) != length:
-        raise CapslogError(
-            f"{name}: {len(values)} values where the schedule needs {length}; give one per stage (or cut)"
-        )
+        raise CapslogError(f"{name}: {len(values)} values where the schedule needs {length}; give one per stage")
     for index, value in enumerate(values):
         if not 0.0 <= value < float("inf"):
             raise CapslogError(f"{name}[{index}] is {value}; give a finite number of seconds, 0 or more")
@@ -240,10 +240,10 @@ def _play_alone(
         if isinstance(instruction, Recv):
             clock[rank] = max(clock[rank], arrival[instruction.message])
         elif isinstance(instruction, SendInstruction):
-            link, cut = (rank, instruction.peer), instruction.message.boundary - 1
+            link, stage = (rank, instruction.peer), instruction.message.downstream[0]
             begin = max(clock[rank], link_free.get(link, 0.0))
-            clock[rank] += handovers[cut]
-            end = max(begin + transfers[cut], clock[rank])
+            clock[rank] += handovers[stage]
+            end = max(begin + transfers[stage], clock[rank])
             link_free[link] = arrival[instruction.message] = end
             messages.append(TimedMessage(rank, instruction.peer, instruction.message, begin, end))
         else:
@@ -306,7 +306,7 @@ def play_contended(
                             if arrival.get(instruction.message, float("inf")) > now:
                                 break
                         elif isinstance(instruction, SendInstruction):
-                            rank.left, rank.begun = handover_seconds[instruction.message.boundary - 1], now
+                            rank.left, rank.begun = handover_seconds[instruction.message.downstream[0]], now
                         else:
                             rank.left, rank.begun = cost[instruction], now
                     if rank.left is not None and rank.left > 0.0:
@@ -314,7 +314,7 @@ def play_contended(
                     if isinstance(instruction, SendInstruction):
                         link = (number, instruction.peer)
                         begin = max(rank.begun, link_free.get(link, 0.0))
-                        end = max(begin + transfer_seconds[instruction.message.boundary - 1], now)
+                        end = max(begin + transfer_seconds[instruction.message.downstream[0]], now)
                         link_free[link] = arrival[instruction.message] = end
                         messages.append(TimedMessage(number, instruction.peer, instruction.message, begin, end))
                     elif isinstance(instruction, Action):

@@ -13,51 +13,63 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.schedules.actions import KINDS, Action, placement_of
+from varuna_capslog.schedules.actions import KINDS, Action
+from varuna_capslog.schedules.stage_graph import StageGraph
 
 
 def validate(
-    schedule: Sequence[Sequence[Action]], num_stages: int, num_microbatches: int, recompute: bool = False
+    schedule: Sequence[Sequence[Action]],
+    graph: StageGraph,
+    recompute: bool = False,
+    max_in_flight: Sequence[int | None] = (),
 ) -> None:
     """Returns when the schedule is one complete step; raises `CapslogError` at the first broken rule.
 
-    The error names rank, position in the rank's list, stage, microbatch and rule. The rules: a stage lives on one rank;
-    every stage runs F once and either B or I and then W once for every microbatch, each in ascending microbatch order
-    (gradients are added in that order); on a rank that holds both stages of a cut, the producer comes first; O then L
-    at most once, between F or R and the backward; U at most once, after the stage's last backward.
+    The error names rank, position in the rank's list, stage, microbatch and rule. The rules: a stage acts on its own
+    rank only; every stage runs F once and either B or I and then W once for every microbatch that it takes, each in
+    ascending microbatch order (gradients are added in that order); on a rank that holds both stages of a cut, the
+    producer comes first; O then L at most once, between F or R and the backward; U at most once, after the stage's
+    last backward.
 
     Args:
         schedule: one list of actions per rank.
-        num_stages, num_microbatches: what a complete step has.
+        graph: the stages of the step. A microbatch is here, as in the actions, the number of the stage's own call.
         recompute: False refuses every R. True wants an R between F and B (or I), except where F is the stage's last
             action before them, so that its graph is still alive; a second R of a microbatch is refused.
+        max_in_flight: stage -> the most microbatches between begin of F and end of B (or W); None, or a shorter list:
+            no limit.
     """
-    placement = placement_of(schedule)
+    calls = [len(row) for row in graph.microbatches]
+    acting = set()
     for rank, actions in enumerate(schedule):
         for position, action in enumerate(actions):
-            if action.stage >= num_stages or (action.microbatch or 0) >= num_microbatches:
-                raise _refusal(
-                    rank, position, action, f"the step has {num_stages} stages and {num_microbatches} microbatches"
-                )
-    for stage in range(len(placement), num_stages):
-        raise CapslogError(
-            f"stage {stage} has no action on any rank; every stage runs F and B of {num_microbatches} microbatches"
-        )
+            if action.stage >= len(calls) or (action.microbatch or 0) >= max(1, calls[action.stage]):
+                raise _refusal(rank, position, action, _size_of_step(calls, action.stage))
+            if graph.ranks[action.stage] != rank:
+                where = f"stage {action.stage} runs on rank {graph.ranks[action.stage]}"
+                raise _refusal(rank, position, action, where)
+            acting.add(action.stage)
+    for stage, count in enumerate(calls):
+        if count and stage not in acting:
+            raise CapslogError(
+                f"stage {stage} has no action on any rank; every stage runs F and B of {count} microbatches"
+            )
 
     recomputed = {(a.stage, a.microbatch) for actions in schedule for a in actions if a.kind == "R"}
     for rank, actions in enumerate(schedule):
         stages = {
             stage: _StageState(
                 stage,
-                num_microbatches,
+                calls[stage],
                 recompute,
                 {microbatch for of_stage, microbatch in recomputed if of_stage == stage and microbatch is not None},
+                max_in_flight[stage] if stage < len(max_in_flight) else None,
             )
-            for stage in range(num_stages)
-            if placement[stage] == rank
+            for stage in range(len(calls))
+            if graph.ranks[stage] == rank
         }
         for position, action in enumerate(actions):
-            rule = stages[action.stage].broken_rule(action) or _broken_order_between(stages, action)
+            rule = stages[action.stage].broken_rule(action) or _broken_order_between(graph, stages, action)
             if rule is not None:
                 raise _refusal(rank, position, action, rule)
             stages[action.stage].take(action)
@@ -84,6 +96,7 @@ class _StageState:
     num_microbatches: int
     recompute: bool
     recomputed: set[int]
+    max_in_flight: int | None
     done: set[tuple[str, int | None]] = field(default_factory=set)
     next_of_kind: dict[str, int] = field(default_factory=lambda: dict.fromkeys("FBIW", 0))
     last: Action | None = None
@@ -103,6 +116,10 @@ class _StageState:
             return f"{KINDS[kind]} after the backward of microbatch {microbatch}"
         if (rule := self._broken_microbatch_order(action)) is not None:
             return rule
+        if kind == "F" and self.max_in_flight is not None:
+            in_flight = self.next_of_kind["F"] - self.next_of_kind["B"] - self.next_of_kind["W"]
+            if in_flight >= self.max_in_flight:
+                return f"{in_flight} microbatches are in flight on the stage and the limit is {self.max_in_flight}"
         if kind == "R" and not self.recompute:
             return "recompute in a schedule without recomputation"
         if kind in "BI":
@@ -171,13 +188,22 @@ class _StageState:
         )
 
 
-def _broken_order_between(stages: dict[int, _StageState], action: Action) -> str | None:
+def _broken_order_between(graph: StageGraph, stages: dict[int, _StageState], action: Action) -> str | None:
     """On one rank the neighbour that makes this action's input must have run before it."""
-    microbatch = action.microbatch
-    if action.kind == "F" and action.stage - 1 in stages and ("F", microbatch) not in stages[action.stage - 1].done:
-        return f"forward before {action.stage - 1}F{microbatch}, which makes its input on the same rank"
-    if action.kind in "BI" and action.stage + 1 in stages:
-        done = stages[action.stage + 1].done
-        if ("B", microbatch) not in done and ("I", microbatch) not in done:
-            return f"backward before {action.stage + 1}B{microbatch}, which makes its gradient on the same rank"
+    if action.microbatch is None:
+        return None
+    if action.kind == "F" and (before := graph.upstream[action.stage][action.microbatch]) is not None:
+        stage, call = before
+        if stage in stages and ("F", call) not in stages[stage].done:
+            return f"forward before {stage}F{call}, which makes its input on the same rank"
+    if action.kind in "BI" and (after := graph.downstream[action.stage][action.microbatch]) is not None:
+        stage, call = after
+        if stage in stages and not stages[stage].done & {("B", call), ("I", call)}:
+            return f"backward before {stage}B{call}, which makes its gradient on the same rank"
     return None
+
+
+def _size_of_step(calls: Sequence[int], stage: int) -> str:
+    if stage < len(calls) and len(set(calls)) > 1:
+        return f"stage {stage} takes {calls[stage]} microbatches"
+    return f"the step has {len(calls)} stages and {max(calls)} microbatches"

@@ -21,10 +21,12 @@ from varuna_capslog.planners import PLANNER_NAMES
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.search import plan as search
 from varuna_capslog.planning.verdict import rehearsed
-from varuna_capslog.plans.plan import Plan, PlanStage, latest_plan, plan_path, write_plan
+from varuna_capslog.plans.parts import PlanStage, Units
+from varuna_capslog.plans.plan import Plan, latest_plan, plan_path, write_plan
 from varuna_capslog.profiles.record import write_profile
 from varuna_capslog.schedules import RunShape
 from varuna_capslog.start import ENGINES
+from varuna_capslog.start.given_plan import given_plan
 from varuna_capslog.training.constants import check_folder
 
 if TYPE_CHECKING:
@@ -82,11 +84,18 @@ def plan_run(config: Config, profile: Profile | None, link: Link | None = None) 
     """The configured planner's plan for a profile, or the plan that `pipeline.cuts` gives.
 
     Without a profile (given cuts need none) nothing is predicted and the chain is built to check the cuts. `link` is
-    for planners that need seconds.
+    for planners that need seconds. A given plan of one stage per rank is judged by the profile, where there is one.
     """
-    pipeline = config.pipeline
+    pipeline, given = config.pipeline, given_plan(config)
+    if given is not None:
+        _check_given(given, config)
+    if given is not None and (profile is None or not given.short):
+        return given
     if profile is None or len(pipeline.cuts or ()) > pipeline.devices:
         return _given_cuts(config)
+    cuts, capacity = pipeline.cuts, pipeline.capacity
+    if given is not None:
+        cuts, capacity = list(given.cut_list), given.capacities_of(given.placement())
     find = functools.partial(
         search,
         profile,
@@ -95,22 +104,22 @@ def plan_run(config: Config, profile: Profile | None, link: Link | None = None) 
         memory=pipeline.memory,
         run=RunShape.of_config(config).share(pipeline.replicas),
         link=link,
-        cuts=pipeline.cuts,
+        cuts=cuts,
     )
-    plan, snapshots = find(capacity=pipeline.capacity), [0] * pipeline.devices
+    plan, snapshots = find(capacity=capacity), [0] * pipeline.devices
     if config.elastic.enabled:
         from varuna_capslog.membership.placing import with_reserves
 
         plan, snapshots = with_reserves(config, profile, plan, find)
-    if plan.fits and pipeline.capacity is not None and profile.source == "estimated":
+    if plan.fits and capacity is not None and profile.source == "estimated":
         from varuna_capslog.profiling.rehearsal import rehearse_config
 
-        return rehearsed(plan, rehearse_config(config, plan.cuts), snapshots, Headroom.of(profile), find)
-    return plan
+        plan = rehearsed(plan, rehearse_config(config, plan.cut_list), snapshots, Headroom.of(profile), find)
+    return plan if given is None or plan.fits is False else given
 
 
 def _needs_profile(config: Config) -> bool:
-    """Given cuts are run without a prediction, unless there is a capacity that they must keep to.
+    """Given cuts and plans are run without a prediction, unless there is a capacity that they must keep to.
 
     Raises CapslogError where no memory model could tell whether they do.
     """
@@ -121,7 +130,23 @@ def _needs_profile(config: Config) -> bool:
             "pipeline.capacity is set, but no memory model predicts several stages on one device; remove "
             "pipeline.capacity, or give one stage per device"
         )
+    if (given := given_plan(config)) is not None:
+        return given.short and given.capacities_of(given.placement()) is not None
     return pipeline.cuts is None or pipeline.capacity is not None
+
+
+def _check_given(plan: Plan, config: Config) -> None:
+    """Refuses, before any worker starts, a plan for another model, or one that the engine does not run."""
+    from varuna_capslog.engine.layout import layout_of
+    from varuna_capslog.model.workload import load_workload
+
+    chain = load_workload(config).build_chain()
+    if plan.num_layers != len(chain):
+        raise CapslogError(
+            f"pipeline.plan={config.pipeline.plan}: the plan is for {plan.num_layers} layers, the model has "
+            f"{len(chain)}: plan again with this config"
+        )
+    layout_of(plan, config)
 
 
 def _given_cuts(config: Config) -> Plan:
@@ -130,26 +155,35 @@ def _given_cuts(config: Config) -> Plan:
     cuts, devices = config.pipeline.cuts or [0], config.pipeline.devices
     chain = load_workload(config).build_chain()
     chain.check_cuts(cuts)
-    ends = [*cuts[1:], len(chain)]
-    several = None
-    if len(cuts) > devices:  # stages go round the ranks, as in interleaved schedules
-        several = tuple(
-            PlanStage(0, ((first, end),), (number % devices,))
-            for number, (first, end) in enumerate(zip(cuts, ends, strict=True))
+    pipeline, train = config.pipeline, config.train
+    if len(cuts) <= devices:
+        return Plan.of_cuts(
+            len(chain),
+            cuts,
+            model=chain.name,
+            schedule=pipeline.schedule,
+            num_microbatches=config.num_microbatches // pipeline.replicas,
+            microbatch_size=train.microbatch_size,
         )
-    return Plan(
-        num_layers=len(chain),
-        cuts=tuple(cuts),
-        model=chain.name,
-        schedule=config.pipeline.schedule,
-        num_microbatches=config.num_microbatches // config.pipeline.replicas,
-        microbatch_size=config.train.microbatch_size,
-        placed=several,
-    )
+    # stages go round the ranks, as in interleaved schedules
+    share = config.num_blocks // pipeline.replicas
+    stages = [
+        PlanStage(
+            ((first, end),),
+            (replica * devices + number % devices,),
+            None if pipeline.replicas == 1 else tuple(range(replica * share, (replica + 1) * share)),
+            memory=None,
+        )
+        for replica in range(pipeline.replicas)
+        for number, (first, end) in enumerate(zip(cuts, (*cuts[1:], len(chain)), strict=True))
+    ]
+    units = Units(config.num_microbatches, train.microbatch_size, config.num_blocks)
+    return Plan(len(chain), tuple(stages), units, pipeline.schedule, model=chain.name)
 
 
 def _same(one: Plan, other: Plan) -> bool:
-    ignored = ("search_seconds", "profile_digest", "stage_seconds")  # they differ whenever the model is profiled again
+    # they differ whenever the model is profiled again
+    ignored = ("search_seconds", "profile_digest", "stage_seconds", "step_seconds", "bound_seconds")
     left, right = one.to_json(), other.to_json()
     return all(left[key] == right[key] for key in left.keys() | right.keys() if key not in ignored)
 

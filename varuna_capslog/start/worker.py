@@ -81,7 +81,7 @@ def _work(
     import torch
 
     from varuna_capslog.config.reading import load_config
-    from varuna_capslog.engine.options import layout_of
+    from varuna_capslog.engine.layout import layout_of
     from varuna_capslog.model.workload import load_workload
     from varuna_capslog.plans.plan import latest_plan
     from varuna_capslog.start import ENGINES

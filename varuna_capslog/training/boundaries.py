@@ -5,10 +5,9 @@ All ranks of a generation come here together, and each of them knows the same ab
 
 from __future__ import annotations
 
-import functools
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -120,20 +119,24 @@ class Boundaries:
         if self._val is None:
             return None
         results: list[Any] = []
-        replicas = engine.layout.replicas
-        if communicator.rank < replicas * engine.layout.devices:  # the others are idle
-            groups = evaluation_groups(
-                len(self._val), config.train.microbatch_size, config.num_microbatches, engine.replica, replicas
-            )
-            for group in groups:
-                minibatch = self._val.minibatch(group, 0)
+        if engine.layers:  # the others are idle
+            val, ways = self._val, len(engine.layout.ways)
+            groups = evaluation_groups(len(val), config.train.microbatch_size, config.num_microbatches)
+            for begin in range(0, len(groups), ways):
+                minibatches = [val.minibatch(group, 0) for group in groups[begin : begin + ways]]
 
-                def take(microbatch: int, outputs: dict[str, Tensor], minibatch: Minibatch = minibatch) -> None:
+                def load(way: int, index: int, own: Sequence[Minibatch] = minibatches) -> dict[str, Tensor]:
+                    inputs: dict[str, Tensor] = val.load(own[way], index)
+                    return inputs
+
+                def take(
+                    way: int, index: int, outputs: dict[str, Tensor], own: Sequence[Minibatch] = minibatches
+                ) -> None:
                     host = {name: tensor.cpu() for name, tensor in outputs.items()}
-                    results.extend(evaluator.collect(host, minibatch, microbatch))
+                    results.extend(evaluator.collect(host, own[way], index))
 
-                engine.evaluate(minibatch, functools.partial(self._val.load, minibatch), take)
-        # replicas finish at different times, and scoring takes as long as it takes
+                engine.evaluate(minibatches, load, take)
+        # ranks finish at different times, and scoring takes as long as it takes
         communicator.together(lambda: None)
         everything = [result for theirs in communicator.gather(results) for result in theirs]
         mine = communicator.together(lambda: evaluator.summarize(everything) if communicator.rank == 0 else None)

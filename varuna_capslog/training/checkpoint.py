@@ -102,7 +102,7 @@ def save_checkpoint(folder: Path, step: int, generation: int, engine: Engine, ex
 
     Args:
         folder: the run's `checkpoints/`.
-        engine: of this rank; the ranks of the first replica write, which together hold every layer once.
+        engine: of this rank; each layer is written by `layout.reporter` of it.
         extra: further entries of the manifest (config digest, data position, ...).
 
     Raises:
@@ -116,7 +116,9 @@ def save_checkpoint(folder: Path, step: int, generation: int, engine: Engine, ex
         entries: dict[str, Any] = {}
         try:
             partial.mkdir(parents=True, exist_ok=True)
-            for layer in engine.layers if engine.replica == 0 else ():
+            for layer in engine.layers:
+                if engine.layout.reporter(layer.index) != communicator.rank:
+                    continue
                 file = f"layer-{layer.index:04d}.pt"
                 state = to_checkpoint(capture(layer, engine.optimizer, copy=False), chain, layer.index)
                 entries[layer.name] = {"file": file, **write_synced(partial / file, state)}

@@ -7,7 +7,7 @@ of a minibatch itself; only ranks that hold the first stage load tensors, in bac
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -93,17 +93,13 @@ class Feed:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def evaluation_groups(
-    count: int, microbatch_size: int, per_minibatch: int, replica: int, replicas: int
-) -> Iterator[list[list[int]]]:
-    """This replica's share of an evaluation over `count` samples: minibatches of at most `per_minibatch` microbatches.
+def evaluation_groups(count: int, microbatch_size: int, per_minibatch: int) -> list[list[list[int]]]:
+    """The minibatches of an evaluation over `count` samples, each of at most `per_minibatch` microbatches.
 
-    Whole minibatches are dealt out in turn, so the padding of an image never depends on the number of replicas.
+    Which samples share a minibatch, and with it the padding of an image, does not depend on the layout.
     """
     size = microbatch_size * per_minibatch
-    for number, start in enumerate(range(0, count, size)):
-        if number % replicas == replica:
-            yield _split(list(range(start, min(start + size, count))), microbatch_size)
+    return [_split(list(range(start, min(start + size, count))), microbatch_size) for start in range(0, count, size)]
 
 
 def _split(samples: Sequence[int], size: int) -> list[list[int]]:

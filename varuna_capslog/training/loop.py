@@ -16,7 +16,7 @@ from torch import Tensor
 
 from varuna_capslog.engine.interface import Engine
 from varuna_capslog.engine.probe import PeakProbe, held_inputs, resident_tensors
-from varuna_capslog.engine.step import Verdict, microbatches_of
+from varuna_capslog.engine.step import Verdict
 from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.training.boundaries import Boundaries
 from varuna_capslog.training.feed import Feed
@@ -135,7 +135,7 @@ class TrainingLoop:
         """
         generation = number + self.offset
         self.engine, self.step = engine, base
-        self._feed = self.setup.feed(microbatches_of(engine) if engine.owns_first_stage else ())
+        self._feed = self.setup.feed(engine.loaded_microbatches)
         self._meter.begin(number)
         self.boundaries.begin(engine, generation, base, saved)
         self.log.begin(writes, base, generation, engine.communicator.world_size)
@@ -170,10 +170,10 @@ class TrainingLoop:
         self._step_began = time.perf_counter()
         with self._meter.computing(engine) as measured:
             load: Callable[[int], dict[str, Tensor]] = lambda microbatch: {}  # noqa: E731
-            if engine.owns_first_stage:
+            if loaded := engine.loaded_microbatches:
                 load = self._feed.loader(step)
                 if measured:
-                    load = held_inputs(load, microbatches_of(engine))
+                    load = held_inputs(load, loaded)
             engine.compute(step, self.minibatch, load)
 
     def vote(self, step: int, ballot: bytes = b"") -> Verdict:
@@ -190,7 +190,7 @@ class TrainingLoop:
         late = limit is not None and time.monotonic() - self.run_began > limit
         verdict = engine.vote(step, self.minibatch, late or self._stop_wished(), self._meter.sealed(ballot))
         ballots, peaks = self._meter.opened(verdict.ballots or (b"",) * engine.communicator.world_size)
-        self._peaks = None if peaks is None else [peaks[device] for device in engine.layout.placement]
+        self._peaks = None if peaks is None else [peaks[rank] for rank in engine.layout.first_replica]
         self.verdict = dataclasses.replace(verdict, ballots=ballots)
         return self.verdict
 

@@ -19,7 +19,7 @@ from varuna_capslog.base.errors import CapslogError, StepRefused
 from varuna_capslog.config.settings import Config
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.interface import Engine, EngineKind, EngineParts, Engines
-from varuna_capslog.engine.options import layout_of
+from varuna_capslog.engine.layout import layout_of
 from varuna_capslog.engine.pipeline import build
 from varuna_capslog.model.workload import Workload
 from varuna_capslog.plans.plan import Plan

@@ -6,8 +6,9 @@ with our own engine, and a run may go on with the other one. Only the execution 
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,10 +18,11 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.interface import EngineParts, Load
 from varuna_capslog.engine.layers import EngineLayer, seed_layer
+from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.optimizer import StageOptimizer
-from varuna_capslog.engine.options import EngineOptions, Layout
+from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.stage import LossFunction
-from varuna_capslog.engine.step import Verdict, check_minibatch, microbatches_of
+from varuna_capslog.engine.step import Verdict, check_minibatch
 from varuna_capslog.model.chain import Chain
 from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.varuna_plugin.building import forward_only
@@ -108,15 +110,15 @@ class VarunaEngine:
     def __init__(self, parts: EngineParts) -> None:
         chain, layout, options = parts.chain, parts.layout, parts.options
         communicator, device = parts.communicator, parts.device
-        chain.check_cuts(layout.cuts)
         _check(layout, options, communicator)
         self.chain, self.layout, self.options = chain, layout, options
         self.communicator, self.device = communicator, device
         self.rank = communicator.rank
-        self.replica, self.pipeline_rank = divmod(self.rank, layout.devices)
+        self._way, pipeline_rank = divmod(self.rank, layout.devices)
         communicator.describe_ranks({rank: layout.describe(rank) for rank in range(layout.world_size)})
         ends = (*layout.cuts[1:], len(chain))
-        own = range(layout.cuts[self.pipeline_rank], ends[self.pipeline_rank])
+        own = range(layout.cuts[pipeline_rank], ends[pipeline_rank])
+        self._microbatches = layout.microbatches_of(self.rank, own[0], options.num_microbatches)
         shared = [chain.shared_names(index) for index in own]  # found while the chain is whole
         with silent():
             install()
@@ -146,7 +148,7 @@ class VarunaEngine:
         self.optimizer = StageOptimizer(self.layers, options.rate, options.weight_decay, options.multipliers)
         # all that Varuna asks an optimizer for is its parameters: the update is ours
         self._varuna.set_optimizer(SimpleNamespace(param_groups=[{"params": list(self.optimizer.parameters.values())}]))
-        self.owns_first_stage = self.pipeline_rank == 0
+        self.loaded_microbatches = self._microbatches if own[0] == 0 else []
         self.doing = "starting"
         self._norm = 0.0
 
@@ -160,7 +162,7 @@ class VarunaEngine:
         """As `Engine.compute`; the forwards, backwards and sums are Varuna's."""
         check_minibatch(minibatch, self.options)
         self.doing = f"step {step}"
-        batches = [self._inputs(step, minibatch, load, index) for index in microbatches_of(self)]
+        batches = [self._inputs(step, minibatch, load, index) for index in self._microbatches]
         try:
             self._varuna.step(Microbatches(batches))
         except BaseException:
@@ -197,17 +199,25 @@ class VarunaEngine:
         self.forget()
         return rate
 
-    def evaluate(self, minibatch: Minibatch, load: Load, take: Callable[[int, dict[str, Tensor]], None]) -> None:
-        """As `Engine.evaluate`."""
-        batches = [self._inputs(0, minibatch, load, index) for index in range(len(minibatch.inputs))]
+    def evaluate(
+        self,
+        minibatches: Sequence[Minibatch],
+        load: Callable[[int, int], dict[str, Tensor]],
+        take: Callable[[int, int, dict[str, Tensor]], None],
+    ) -> None:
+        """As `Engine.evaluate`; of the minibatches only this rank's own pipeline's concerns it."""
+        if self._way >= len(minibatches):
+            return
+        minibatch, own = minibatches[self._way], functools.partial(load, self._way)
+        batches = [self._inputs(0, minibatch, own, index) for index in range(len(minibatch.inputs))]
         self._varuna.eval()
         try:
-            forward_only(self._varuna, Microbatches(batches), take)
+            forward_only(self._varuna, Microbatches(batches), functools.partial(take, self._way))
         finally:
             self._varuna.train()
 
     def _inputs(self, step: int, minibatch: Minibatch, load: Load, index: int) -> dict[str, Any]:
-        inputs = load(index) if self.owns_first_stage else {}
+        inputs = load(index) if self.layers[0].index == 0 else {}
         return {
             "inputs": {name: tensor.to(self.device) for name, tensor in inputs.items()},
             "targets": minibatch.targets[index],
@@ -229,7 +239,7 @@ def _sum_parts(gathered: list[dict[int, dict[str, float]]]) -> dict[str, float]:
 
 def _check(layout: Layout, options: EngineOptions, communicator: Communicator) -> None:
     refused = ""
-    if layout.placement != tuple(range(len(layout.cuts))):
+    if layout != Layout.pipelines(layout.cuts, layout.num_layers, None, layout.replicas, layout.num_blocks):
         refused = "Varuna runs one stage per rank, in order: give pipeline.cuts as many entries as pipeline.devices"
     elif options.schedule != "varuna" or not options.recompute or options.actions is not None:
         refused = "Varuna has its own schedule and always recomputes: set pipeline.schedule=varuna, recompute=true"

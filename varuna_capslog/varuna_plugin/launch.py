@@ -66,7 +66,7 @@ def _cuts(ours: Namespace, num_stages: int) -> str | None:
         if ours.cuts is not None:
             raise CapslogError("both --cuts and --profile are given; leave one out")
         search = Search(ours.profile, num_stages, ours.planner, capacity=ours.capacity)
-        cuts = ",".join(map(str, search.plan(num_stages).cuts))
+        cuts = ",".join(map(str, search.plan(num_stages).cut_list))
         sys.stderr.write(f"launch: cuts {cuts} from {ours.profile}\n")
         return cuts
     if ours.cuts is not None:

@@ -97,7 +97,7 @@ class Search:
         if plan.fits is None and self.capacity is not None:
             raise CapslogError("; ".join(plan.notes))
         peak = "unknown" if plan.peak_bytes is None else units.format_bytes(plan.peak_bytes)
-        _log.info("cuts %s by %s, largest stage %s", list(plan.cuts), self.planner, peak)
+        _log.info("cuts %s by %s, largest stage %s", list(plan.cut_list), self.planner, peak)
         return plan
 
 
@@ -126,7 +126,7 @@ class Options:
             DoesNotFit: nothing that was searched keeps within the capacity.
         """
         if self.search is not None:
-            return tuple(self.search.plan(num_stages, num_pieces).cuts)
+            return self.search.plan(num_stages, num_pieces).cut_list
         if self.cuts is None:
             return uniform_cuts(num_pieces, num_stages)
         if self.num_pieces is not None and self.num_pieces != num_pieces:
@@ -227,12 +227,15 @@ def _cuts(cuts: Any) -> tuple[tuple[int, ...] | None, int | None]:
     if isinstance(cuts, (str, os.PathLike)):
         cuts = read_plan(cuts)
     if isinstance(cuts, Plan):
-        if cuts.num_pipelines != 1 or cuts.placement() != list(range(len(cuts.cuts))):
+        if cuts.cuts is None or cuts.placement() != list(range(len(cuts.stages))):
             raise CapslogError("the plan has several stages on a rank, or several pipelines; Varuna has neither")
-        for stage in cuts.placed or ():
-            if stage.parallel["kind"] != "none" or stage.memory_actions:
-                raise CapslogError("the plan wants parallelism or memory actions inside a stage; Varuna has none")
-        return tuple(cuts.cuts), cuts.num_layers
+        for number, stage in enumerate(cuts.stages):
+            if stage.memory is not None and not (stage.memory and stage.whole):
+                raise CapslogError(
+                    f"stages[{number}].memory is {[[one.first, one.end, one.kind] for one in stage.memory]}; Varuna "
+                    "recomputes whole stages and does nothing else"
+                )
+        return cuts.cuts, cuts.num_layers
     numbers = tuple(cuts)
     if not numbers or any(isinstance(cut, bool) or not isinstance(cut, int) for cut in numbers):
         raise CapslogError(f"cuts={list(numbers)} must be a plan, a plan file or whole numbers such as [0, 3]")

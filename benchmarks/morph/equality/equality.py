@@ -38,7 +38,6 @@ def cuts_for(members: Sequence[str], num_layers: int) -> tuple[tuple[int, ...], 
 def main(arguments: Sequence[str]) -> int:
     """The entry of a member: random layouts, and its share of every computed step in `<run_dir>/shares/<member>`."""
     from varuna_capslog.elastic.member.pipeline_work import PipelineWork
-    from varuna_capslog.engine.step import microbatches_of
 
     folder = Path(arguments[0]) / "shares"
     folder.mkdir(exist_ok=True)
@@ -54,8 +53,8 @@ def main(arguments: Sequence[str]) -> int:
         def compute(self, step):  # type: ignore[no-untyped-def]
             done = super().compute(step)
             engine, ids = self.engine, self.loop.minibatch.sample_ids
-            if engine.owns_first_stage:
-                samples = [sample for index in microbatches_of(engine) for sample in ids[index]]
+            if loaded := engine.loaded_microbatches:
+                samples = [sample for index in loaded for sample in ids[index]]
                 os.write(file, (json.dumps([self.number, step, samples]) + "\n").encode())
             return done
 

@@ -70,7 +70,7 @@ def test_a_wish_that_cannot_be_met_is_refused_and_one_that_can_says_what_follows
     assert f"--store {run.host.link.address}" in refusal
     write_config(tmp_path, 3, min_devices=2)
     assert outlook(3, tmp_path) == "3 worker(s) are there already, nothing changes"
-    write_plan(tmp_path / "plan-0.json", Plan(num_layers=1, cuts=(0,)))
+    write_plan(tmp_path / "plan-0.json", Plan.of_cuts(num_layers=1, cuts=(0,)))
     assert outlook(3, tmp_path).endswith(
         "1 layers in 2 replicas (train.accumulation_blocks=2): at most 2 devices train, the other 1 only keep copies"
     )

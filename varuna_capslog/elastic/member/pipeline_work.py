@@ -28,7 +28,8 @@ from varuna_capslog.elastic.member.work import Followed, LayerState, Opening, Ou
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.executor import Observer
 from varuna_capslog.engine.layers import EngineLayer
-from varuna_capslog.engine.options import EngineOptions, Layout
+from varuna_capslog.engine.layout import Layout
+from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pipeline import PipelineEngine, Ready
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.membership.generation import Generation, MemberLayout, Stamp
@@ -72,7 +73,14 @@ class PipelineRun:
             return
         pipeline, count = self.config.pipeline, self.config.num_microbatches // layout.replicas
         if self.profile is None:
-            plan = dataclasses.replace(self.plan, cuts=layout.cuts, num_microbatches=count, placed=None, actions=None)
+            plan = Plan.of_cuts(
+                self.plan.num_layers,
+                layout.cuts,
+                num_microbatches=count,
+                microbatch_size=self.config.train.microbatch_size,
+                model=self.plan.model,
+                schedule=pipeline.schedule,
+            )
         else:
             plan = planned(
                 self.profile,
@@ -140,7 +148,8 @@ class PipelineWork(Work):
         one = dataclasses.replace(whole, inputs=whole.inputs[:1])
         options = dataclasses.replace(setup.options, num_microbatches=1, num_blocks=1)
         alone = Communicator(0, 1, "warm-up", datetime.timedelta(seconds=1))
-        engine = self._engine(Layout((0,), (0,), 1), options, alone, Ready(self._table, layers={}))
+        layout = Layout.pipelines((0,), len(self.chain))
+        engine = self._engine(layout, options, alone, Ready(self._table, layers={}))
         inputs = {name: tensor.to(self.device) for name, tensor in setup.source.load(whole, 0).items()}
         with contextlib.suppress(StepRefused):
             train_step(engine, 1, one, lambda microbatch: inputs)
@@ -160,8 +169,8 @@ class PipelineWork(Work):
     # -- generations --------------------------------------------------------------------------------------------------
 
     def open(self, opening: Opening, communicator: Communicator, states: Mapping[int, LayerState]) -> None:
-        cuts, devices, replicas = self.placer.pipeline(opening.layout, opening.members)
-        layout = Layout(tuple(cuts), tuple(range(devices)), replicas)
+        cuts, _, replicas = self.placer.pipeline(opening.layout, opening.members)
+        layout = Layout.pipelines(cuts, len(self.chain), None, replicas, self.setup.options.num_blocks)
         kept = {
             index: layer
             for index, (layer, shelved) in self._shelved.items()

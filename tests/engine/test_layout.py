@@ -1,0 +1,129 @@
+"""What the engine makes of a plan: the layout it says, or one sentence that names the field it cannot run."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from tests.engine.layouts import random_layout
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.config.reading import Config, section
+from varuna_capslog.engine.layout import Layout, Rectangle, layout_of
+from varuna_capslog.plans.parts import MemoryInterval, PlanStage, Units
+from varuna_capslog.plans.plan import Plan
+
+
+def config_of(blocks: int | None = None, **pipeline: Any) -> Config:
+    train = {"minibatch_size": 8, "microbatch_size": 2, "accumulation_blocks": blocks}
+    return section(Config, {"workload": "a.b:c", "train": train, "pipeline": pipeline}, "")
+
+
+def full(*stages: PlanStage, units: Units | None = None, **more: Any) -> Plan:
+    return Plan(3, stages, units or Units(4, 2, 2), "varuna", **more)
+
+
+FIRST, SECOND = PlanStage(((0, 1),), (1,), memory=None), PlanStage(((1, 3),), (0,), memory=None)
+
+
+def test_a_short_plan_is_one_pipeline_in_the_replicas_of_the_config() -> None:
+    layout = layout_of(Plan.of_cuts(3, (0, 1)), config_of(2, replicas=2))
+    assert layout == Layout(
+        (Rectangle(0, 1, 0, (0,)), Rectangle(1, 3, 1, (0,)), Rectangle(0, 1, 2, (1,)), Rectangle(1, 3, 3, (1,))), 2, 2
+    )
+    assert (layout.cuts, layout.devices, layout.world_size, layout.first_replica) == ((0, 1), 2, 4, (0, 1))
+    assert layout.describe(3) == "rank 3 (stage 1, replica 1)"
+
+
+def test_a_full_plan_is_taken_as_it_is() -> None:
+    layout = layout_of(full(FIRST, SECOND), config_of(2))
+    assert layout == Layout((Rectangle(0, 1, 1), Rectangle(1, 3, 0)), 2)
+    assert layout.describe(1) == "rank 1 (stage 0)"
+    shared = full(
+        dataclasses.replace(FIRST, blocks=(0,), in_flight=1),
+        dataclasses.replace(FIRST, ranks=(2,), blocks=(1,)),
+        SECOND,
+    )
+    layout = layout_of(shared, config_of(2))
+    assert layout.ways == [(0, 2), (1, 2)]
+    assert layout.stages[0] == Rectangle(0, 1, 1, (0,), 1)
+    assert layout.graph(4).routes == ((0, 2), (0, 2), (1, 2), (1, 2))
+    assert (layout.holders(0), layout.holders(2), layout.reporter(0)) == ([1, 2], [0], 1)
+    assert layout.microbatches_of(2, 0, 4) == [2, 3]
+
+
+def test_recomputation_may_be_said_by_the_plan_where_the_config_says_the_same() -> None:
+    whole = tuple(
+        dataclasses.replace(stage, memory=(MemoryInterval(*stage.layers[0], "recompute"),)) for stage in (FIRST, SECOND)
+    )
+    assert layout_of(full(*whole), config_of(2)).cuts == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        # Pieces, a size of its own and another schedule were once dropped without a word, and another plan was trained.
+        (
+            full(PlanStage(((0, 1), (2, 3)), (0,)), PlanStage(((1, 2),), (1,)), routes="direct"),
+            r"routes is 'direct' in the plan, which this engine does not run yet",
+        ),
+        (full(FIRST, SECOND, variants={"1": "sdpa"}), r"variants is \{'1': 'sdpa'\}"),
+        (full(dataclasses.replace(FIRST, grain=2), SECOND), r"stages\[0\]\.grain is 2"),
+        (
+            full(dataclasses.replace(FIRST, ranks=(1, 2), parallel={"kind": "tensor", "degree": 2}), SECOND),
+            r"stages\[0\]\.parallel is \{'kind': 'tensor', 'degree': 2\}",
+        ),
+        (Plan.of_cuts(3, (0, 1), microbatch_size=1), "units.samples is 1 in the plan, but the config makes it 2"),
+        (full(FIRST, SECOND, units=Units(8, 2, 2)), "units.per_step is 8 in the plan, but the config makes it 4"),
+        (full(FIRST, SECOND, units=Units(4, 2, 4)), r"units.blocks is 4 .*set train.accumulation_blocks=4"),
+        (Plan.of_cuts(3, (0, 1), schedule="gpipe"), "schedule is 'gpipe' in the plan, but pipeline.schedule is 'varu"),
+        (
+            full(dataclasses.replace(FIRST, memory=(MemoryInterval(0, 1, "offload"),)), SECOND),
+            r"stages\[0\].memory is \[\[0, 1, 'offload'\]\]; only intervals that recompute the whole stage are run yet",
+        ),
+        (
+            full(*(dataclasses.replace(stage, memory=()) for stage in (FIRST, SECOND))),
+            r"stages\[0\].memory says keep, but pipeline.recompute is True",
+        ),
+        (full(FIRST, dataclasses.replace(SECOND, memory=())), r"stages\[1\].memory is \[\], and stages\[0\] differs"),
+    ],
+)
+def test_what_the_engine_cannot_run_is_refused_by_the_name_of_its_field(plan: Plan, message: str) -> None:
+    with pytest.raises(CapslogError, match=message):
+        layout_of(plan, config_of(2))
+
+
+def test_a_plan_with_its_own_actions_names_its_schedule_as_it_likes() -> None:
+    stages = (PlanStage(((0, 1),), (0,), memory=None), PlanStage(((1, 3),), (1,), memory=None))
+    actions = tuple(tuple(f"{stage}{kind}{call}" for kind in "FB" for call in range(4)) for stage in range(2))
+    plan = dataclasses.replace(full(*stages), schedule="by hand", actions=actions)
+    assert layout_of(plan, config_of(2)).cuts == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        ((Rectangle(0, 1, 0), Rectangle(2, 3, 1)), r"the stages \[0, 1\] of block 0 do not follow each other"),
+        ((Rectangle(0, 3, 0, (0,)), Rectangle(0, 3, 1)), "of block 0 do not follow each other"),
+        ((Rectangle(0, 3, 0, (0,)), Rectangle(0, 3, 0, (1,))), "rank 0 holds a layer in two stages"),
+    ],
+)
+def test_a_layout_holds_every_layer_once(stages: tuple[Rectangle, ...], message: str) -> None:
+    with pytest.raises(CapslogError, match=message):
+        Layout(stages, 2)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_owners_of_random_layouts(seed: int) -> None:
+    """Every layer of every block has one owner, and who does not hold a use of a shared parameter asks one who does."""
+    layout = random_layout(seed, 6, 4, 5)
+    for layer in range(6):
+        owners = [layout.owner(layer, block) for block in range(4)]
+        assert layout.holders(layer) == list(dict.fromkeys(owners))
+        for rank in range(layout.world_size):
+            assert layout.blocks_of(rank, layer) == [block for block in range(4) if owners[block] == rank]
+            assert (layer in layout.layers_of(rank)) == (rank in owners)
+    for rank, sources in layout.uses_from((1, 4, 5)).items():
+        assert set(sources) == {1, 4, 5} - set(layout.layers_of(rank))
+        assert all(layer in layout.layers_of(peer) for layer, peer in sources.items())

@@ -1,0 +1,94 @@
+"""Plans of the older format: what they say in other words is read, and what cannot be told from them is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.values import changed
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.plans.parts import PlanRank, Units
+from varuna_capslog.plans.plan import Plan
+
+SHORT: dict[str, Any] = {
+    "format": "varuna-capslog/plan/1",
+    "planner": "exact",
+    "num_layers": 5,
+    "cuts": [0, 1, 3],
+    "num_microbatches": 4,
+    "stage_bytes": [5, 9, 7],
+    "capacity_bytes": [8, 8, 9],
+    "fits": False,
+    "shortfall": {"stage": 1, "bytes": 1, "devices_that_fit": None},
+}
+
+
+def stage(pipeline: int, layers: list[list[int]], ranks: list[int], **more: Any) -> dict[str, Any]:
+    parallel = {"kind": "none", "degree": len(ranks)}
+    fields = {"pipeline": pipeline, "layers": layers, "ranks": ranks, "parallel": parallel}
+    return fields | {"memory_actions": {}, "microbatch_size": None, "bytes": None, "seconds": None} | more
+
+
+FULL: dict[str, Any] = {
+    "format": "varuna-capslog/plan/1",
+    "num_layers": 5,
+    "cuts": [0, 1],
+    "schedule": "1f1b",
+    "num_microbatches": 4,
+    "microbatch_size": 2,
+    "capacity_bytes": [8, 9],
+    "stages": [
+        stage(0, [[0, 1]], [2], bytes=5, seconds=0.5),
+        stage(0, [[1, 5]], [0]),
+        stage(1, [[0, 2]], [1]),
+        stage(1, [[2, 5]], [3], microbatch_size=2),
+    ],
+    "microbatches_of_pipeline": [[0, 2, 3], [1]],
+}
+
+
+def test_the_short_form_is_that_of_today() -> None:
+    plan = Plan.from_json(SHORT)
+    assert plan == Plan.from_json(SHORT | {"format": "varuna-capslog/plan/2"})
+    assert plan.to_json()["format"] == "varuna-capslog/plan/2"
+
+
+def test_pipelines_become_blocks() -> None:
+    plan = Plan.from_json(FULL)
+    assert plan.units == Units(4, 2, 4)
+    assert [one.blocks for one in plan.stages] == [(0, 2, 3), (0, 2, 3), (1,), (1,)]
+    assert [one.memory for one in plan.stages] == [None] * 4
+    assert plan.placement() == [2, 0, 1, 3]
+    assert plan.ranks == (PlanRank(capacity_bytes=8), PlanRank(capacity_bytes=9), PlanRank(), PlanRank())
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_one_pipeline_of_several_stages_per_rank_takes_every_block() -> None:
+    stages = [stage(0, [[number, number + 1]], [number % 2]) for number in range(5)]
+    value = {"format": FULL["format"], "num_layers": 5, "cuts": [0, 1, 2, 3, 4], "stages": stages}
+    plan = Plan.from_json(value)
+    assert plan.cuts == (0, 1, 2, 3, 4)
+    assert plan.paths() == {(0, 1, 2, 3, 4): [0]}
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (changed(SHORT, "microbatches_of_pipeline", to=[[0]]), "microbatches_of_pipeline is given, but no stages"),
+        (changed(SHORT, "actions", to=[["0F0"]]), "actions are given, but no stages"),
+        (changed(FULL, "microbatches_of_pipeline", to=[[0, 1], [1, 2]]), "each microbatch to exactly one"),
+        (changed(FULL, "microbatches_of_pipeline", to=[[0, 1, 2, 3]]), "each microbatch to exactly one"),
+        (changed(FULL, "stages", 0, "memory_actions", to={"0": "offload"}), "stages[0]: memory_actions is {'0': 'off"),
+        (changed(FULL, "stages", 1, "microbatch_size", to=1), "stages[1]: microbatch_size is 1 and the plan's is 2"),
+        (changed(FULL, "stages", 1, "rank", to=[1]), "stages[1]: unknown field 'rank'; did you mean 'ranks'?"),
+        (changed(FULL, "stages", 1, "pipeline", to=...), "stages[1]: field 'pipeline' is missing"),
+        (changed(FULL, "stages", 1, "layers", to=[[2, 5]]), "no stage holds layer 1 for block 0"),
+        (changed(FULL, "stages", 1, "parallel", to={"kind": "data", "degree": 1}), "give the blocks to several stages"),
+    ],
+)
+def test_what_cannot_be_read_is_named(value: Any, message: str) -> None:
+    with pytest.raises(CapslogError) as error:
+        Plan.from_json(value, where="old.json")
+    assert str(error.value).startswith("old.json: ")
+    assert message in str(error.value)

@@ -1,0 +1,256 @@
+"""Which stages make a step, where each runs, and which blocks it serves. Plain values, alike on every rank."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.plans.plan import Plan
+from varuna_capslog.plans.rules import stage_graph
+from varuna_capslog.schedules import ALWAYS_RECOMPUTE, StageGraph
+
+if TYPE_CHECKING:
+    from varuna_capslog.config.settings import Config
+
+__all__ = ["Layout", "Rectangle", "layout_of"]
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """One stage: the layers [first, end) on one rank.
+
+    blocks: the accumulation blocks that it serves, rising; None: all of them.
+    in_flight: the most microbatches between forward and backward; None: the schedule's own limit.
+    """
+
+    first: int
+    end: int
+    rank: int
+    blocks: tuple[int, ...] | None = None
+    in_flight: int | None = None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The stages of a step, numbered by their place.
+
+    num_blocks: accumulation blocks of a step.
+    replicas: how often the same pipeline stands in `stages`, one after the other; it says nothing more than they do.
+
+    Raises CapslogError unless every block finds every layer once, and no rank holds a layer twice.
+    """
+
+    stages: tuple[Rectangle, ...]
+    num_blocks: int = 1
+    replicas: int = 1
+
+    def __post_init__(self) -> None:
+        for block, path in enumerate(self.paths):
+            ends = [0, *(self.stages[stage].end for stage in path)]
+            if [self.stages[stage].first for stage in path] != ends[:-1] or ends[-1] != self.num_layers:
+                raise CapslogError(
+                    f"the stages {list(path)} of block {block} do not follow each other from layer 0 to layer "
+                    f"{self.num_layers - 1}; each layer must be in exactly one of them"
+                )
+        for rank in range(self.world_size):
+            if len(set(layers := self.layers_of(rank))) < len(layers):
+                raise CapslogError(f"rank {rank} holds a layer in two stages; give the blocks of both to one stage")
+
+    @classmethod
+    def pipelines(
+        cls,
+        cuts: Sequence[int],
+        num_layers: int,
+        placement: Sequence[int] | None = None,
+        replicas: int = 1,
+        num_blocks: int | None = None,
+    ) -> Layout:
+        """Equal pipelines.
+
+        cuts: first layer of each stage, beginning with 0.
+        placement: stage -> device of the pipeline; default: stage s on device s. Replica r's device d is rank
+            `r * devices + d`.
+        replicas: copies of the pipeline; each takes as many blocks as the others, in order.
+        num_blocks: default: one per replica.
+        """
+        devices = list(range(len(cuts)) if placement is None else placement)
+        num_blocks = num_blocks or replicas
+        if num_blocks % replicas:
+            raise CapslogError(
+                f"{replicas} replicas cannot share {num_blocks} accumulation blocks evenly; choose a number of blocks "
+                "that the replicas divide"
+            )
+        share, width = num_blocks // replicas, max(devices) + 1
+        stages = []
+        for replica in range(replicas):
+            blocks = None if replicas == 1 else tuple(range(replica * share, (replica + 1) * share))
+            for first, end, device in zip(cuts, (*cuts[1:], num_layers), devices, strict=True):
+                stages.append(Rectangle(first, end, replica * width + device, blocks))
+        return cls(tuple(stages), num_blocks, replicas)
+
+    @cached_property
+    def num_layers(self) -> int:
+        """Layers of the chain."""
+        return max(stage.end for stage in self.stages)
+
+    @cached_property
+    def world_size(self) -> int:
+        """All ranks that have stages; more may be connected, which are idle."""
+        return max(stage.rank for stage in self.stages) + 1
+
+    @cached_property
+    def paths(self) -> list[tuple[int, ...]]:
+        """block -> the stages that serve it, in the order of the chain."""
+        ordered = sorted(range(len(self.stages)), key=lambda number: self.stages[number].first)
+        return [
+            tuple(number for number in ordered if self.stages[number].blocks is None or block in self._blocks[number])
+            for block in range(self.num_blocks)
+        ]
+
+    @cached_property
+    def ways(self) -> list[tuple[int, ...]]:
+        """The different ways through the stages, in the order of the first block that takes each."""
+        return list(dict.fromkeys(self.paths))
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """The first layer of each stage of the first way."""
+        return tuple(self.stages[stage].first for stage in self.paths[0])
+
+    @property
+    def devices(self) -> int:
+        """Ranks of one of the equal pipelines."""
+        return self.world_size // self.replicas
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """stage -> rank."""
+        return tuple(stage.rank for stage in self.stages)
+
+    @property
+    def first_replica(self) -> tuple[int, ...]:
+        """stage -> rank, for the stages of the first of the equal pipelines; for all stages where there is one."""
+        return self.ranks[: len(self.ranks) // self.replicas]
+
+    def graph(self, num_microbatches: int) -> StageGraph:
+        """The stages and the way of every microbatch of a step through them."""
+        of_block = num_microbatches // self.num_blocks
+        return StageGraph(self.ranks, tuple(path for path in self.paths for _ in range(of_block)))
+
+    def microbatches_of(self, rank: int, layer: int, num_microbatches: int) -> list[int]:
+        """The microbatches of a step for which a rank runs a layer, rising."""
+        of_block = num_microbatches // self.num_blocks
+        return [
+            microbatch
+            for block in self.blocks_of(rank, layer)
+            for microbatch in range(block * of_block, (block + 1) * of_block)
+        ]
+
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages that a rank runs; none for an idle one."""
+        return [number for number, stage in enumerate(self.stages) if stage.rank == rank]
+
+    def layers_of(self, rank: int) -> list[int]:
+        """The layers that a rank holds, rising."""
+        own = (self.stages[number] for number in self.stages_of(rank))
+        return sorted(layer for stage in own for layer in range(stage.first, stage.end))
+
+    def blocks_of(self, rank: int, layer: int) -> Sequence[int]:
+        """The blocks for which a rank holds a layer, rising."""
+        return [block for block, owner in enumerate(self._ranks_of_layer[layer]) if owner == rank]
+
+    def owner(self, layer: int, block: int) -> int:
+        """The rank that runs a layer for a block."""
+        return self._ranks_of_layer[layer][block]
+
+    def holders(self, layer: int) -> list[int]:
+        """The ranks that hold a layer, in the order of their first block."""
+        return list(dict.fromkeys(self._ranks_of_layer[layer]))
+
+    def reporter(self, layer: int) -> int:
+        """The one of its holders that reports and stores a layer."""
+        return self._ranks_of_layer[layer][0]
+
+    def uses_from(self, layers: Sequence[int]) -> dict[int, dict[int, int]]:
+        """rank -> for each of these layers that it does not hold, the rank from which it learns of the layer.
+
+        Only ranks that hold one of the layers are named. Each asks the ranks of the first block that it serves.
+        """
+        found: dict[int, dict[int, int]] = {}
+        for rank in dict.fromkeys(rank for layer in layers for rank in self.holders(layer)):
+            block = min(self.blocks_of(rank, layer)[0] for layer in self.layers_of(rank))
+            found[rank] = {
+                layer: self.owner(layer, block) for layer in layers if rank not in self._ranks_of_layer[layer]
+            }
+        return found
+
+    def describe(self, rank: int) -> str:
+        """A rank's name in errors: rank, stages and, where its pipeline is one of several, the number of that."""
+        stages, pipeline = self.stages_of(rank), ""
+        if not stages:
+            return f"rank {rank} (idle)"
+        through = [number for number, way in enumerate(self.ways) if set(way) & set(stages)]
+        if len(self.ways) > 1 and len(through) == 1:
+            stages, pipeline = [self.ways[through[0]].index(stage) for stage in stages], f", replica {through[0]}"
+        what = f"stage {stages[0]}" if len(stages) == 1 else f"stages {', '.join(map(str, stages))}"
+        return f"rank {rank} ({what}{pipeline})"
+
+    @cached_property
+    def _blocks(self) -> list[frozenset[int]]:
+        return [frozenset(stage.blocks or ()) for stage in self.stages]
+
+    @cached_property
+    def _ranks_of_layer(self) -> list[list[int]]:
+        """layer -> block -> rank."""
+        found: list[list[int]] = [[] for _ in range(self.num_layers)]
+        for path in self.paths:
+            for number in path:
+                stage = self.stages[number]
+                for layer in range(stage.first, stage.end):
+                    found[layer].append(stage.rank)
+        return found
+
+
+def layout_of(plan: Plan, config: Config) -> Layout:
+    """The engine's layout of a plan; a plan of the short form is one pipeline, which stands in the config's replicas.
+
+    Raises:
+        CapslogError: the plan says something that the engine cannot run, or would run otherwise; it names the field.
+    """
+    pipeline, train = config.pipeline, config.train
+    for name, there in (("variants", plan.variants), ("routes", plan.routes != "relay")):
+        if there:
+            raise CapslogError(f"{name} is {getattr(plan, name)!r} in the plan, which this engine does not run yet")
+    if plan.actions is None and plan.schedule not in (None, pipeline.schedule):
+        raise CapslogError(
+            f"schedule is {plan.schedule!r} in the plan, but pipeline.schedule is {pipeline.schedule!r}; "
+            "make the two agree, or plan again with this config"
+        )
+    if plan.recomputes not in (None, pipeline.recompute or pipeline.schedule in ALWAYS_RECOMPUTE):
+        raise CapslogError(
+            f"stages[0].memory says {'recompute' if plan.recomputes else 'keep'}, but pipeline.recompute is "
+            f"{pipeline.recompute}; make the two agree, or plan again with this config"
+        )
+    for name, ours in (("samples", train.microbatch_size), ("per_step", config.num_microbatches)):
+        known = getattr(plan.units, name)
+        if known not in (None, ours) and not (plan.short and name == "per_step"):
+            raise CapslogError(
+                f"units.{name} is {known} in the plan, but the config makes it {ours}; sizes are constants of a run, "
+                "so make the two agree"
+            )
+    if plan.units.blocks not in (None, config.num_blocks):
+        raise CapslogError(
+            f"units.blocks is {plan.units.blocks} in the plan, but the run has {config.num_blocks} accumulation blocks"
+            f"; set train.accumulation_blocks={plan.units.blocks}"
+        )
+    if plan.short:
+        cuts, placement = plan.cut_list, plan.placement()
+        return Layout.pipelines(cuts, plan.num_layers, placement, pipeline.replicas, config.num_blocks)
+    whole = dataclasses.replace(plan.units, per_step=config.num_microbatches, blocks=config.num_blocks)
+    stage_graph(plan.stages, whole)  # refuses by name what schedules do not describe
+    stages = tuple(Rectangle(*one.layers[0], one.ranks[0], one.blocks, one.in_flight) for one in plan.stages)
+    return Layout(stages, config.num_blocks)

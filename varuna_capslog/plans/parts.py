@@ -1,0 +1,246 @@
+"""The parts of a plan: units of work, stages with their memory intervals, ranks, and what is missing.
+
+Every instance is valid by itself: the constructors raise CapslogError otherwise. What the parts of one plan must have
+in common is checked in `plans/rules.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from varuna_capslog.base import fields
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.schedules import RunShape
+
+__all__ = [
+    "INTERVAL_KINDS",
+    "SPLIT_KINDS",
+    "MemoryInterval",
+    "PlanRank",
+    "PlanStage",
+    "Shortfall",
+    "Units",
+    "intervals_of",
+]
+
+INTERVAL_KINDS = ("recompute", "offload", "recompute+offload")
+SPLIT_KINDS = ("none", "tensor", "sequence")
+
+
+@dataclass(frozen=True)
+class Units:
+    """The work of one step: its finest microbatches.
+
+    per_step: units of a step, numbered from 0.
+    samples: of one unit.
+    blocks: accumulation blocks; block b holds the units [b n, (b + 1) n) with n = per_step / blocks.
+
+    None: not known, which only the short form of a plan allows.
+    """
+
+    per_step: int | None = None
+    samples: int | None = None
+    blocks: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("per_step", "samples", "blocks"):
+            check_optional(self, name, fields.whole, minimum=1)
+        if self.per_step is not None and self.per_step % (self.blocks or 1):
+            raise CapslogError(
+                f"units.blocks is {self.blocks}, which does not divide units.per_step, {self.per_step}; choose a "
+                "number that does"
+            )
+
+    @property
+    def of_block(self) -> int:
+        """Units of one block. Raises CapslogError where the units are not known."""
+        if self.per_step is None or self.blocks is None:
+            raise CapslogError("the plan does not say how many units and blocks a step has; give units")
+        return self.per_step // self.blocks
+
+
+@dataclass(frozen=True)
+class MemoryInterval:
+    """The layers [first, end) of a stage, treated alike between their forward and their backward.
+
+    kind: "recompute" (their inputs stay, they run again before their backward), "offload" (what they saved goes to the
+        host tier and comes back) or "recompute+offload" (their inputs go there).
+
+    In a file an interval is a list `[first, end, kind]`.
+    """
+
+    first: int
+    end: int
+    kind: str
+
+    @classmethod
+    def of(cls, value: Any, name: str) -> MemoryInterval:
+        """The interval that `[first, end, kind]` means."""
+        if isinstance(value, MemoryInterval):
+            return value
+        entries = fields.listed(value, name)
+        if len(entries) != 3:
+            raise CapslogError(f"{name} has {len(entries)} entries; it must be [first layer, end, kind]")
+        first, end = fields.interval(entries[:2], name)
+        return cls(first, end, fields.choice(entries[2], f"{name}[2]", INTERVAL_KINDS))
+
+
+def intervals_of(run: RunShape, first: int, end: int, device: str = "cpu") -> tuple[MemoryInterval, ...]:
+    """The memory intervals of a stage of the layers [first, end) in a run that recomputes whole stages, or nothing.
+
+    device: on "cpu" the inputs of a stage wait in place, also where the run keeps them on the host.
+    """
+    if not run.recomputes:
+        return ()
+    away = run.stage_inputs == "host" and not device.startswith("cpu")
+    return (MemoryInterval(first, end, "recompute+offload" if away else "recompute"),)
+
+
+@dataclass(frozen=True)
+class PlanStage:
+    """A rectangle: some layers, for some blocks of a step, on one rank (on several only where they split the layers).
+
+    layers: pieces (first, end) of the chain in rising order, `end` not included.
+    ranks: as many as `parallel` says.
+    blocks: rising; None: all blocks.
+    grain: units that the stage takes in one call.
+    in_flight: most calls between the begin of a forward and the end of its backward; None: the schedule's own limit.
+    memory: intervals in rising order; what none of them names is kept. None: as the config says (`pipeline.recompute`).
+    parallel: {"kind", "degree"} of a split of the layers over ranks.
+    bytes, seconds: predicted, of one step; None: not predicted.
+    """
+
+    layers: tuple[tuple[int, int], ...]
+    ranks: tuple[int, ...]
+    blocks: tuple[int, ...] | None = None
+    grain: int = 1
+    in_flight: int | None = None
+    memory: tuple[MemoryInterval, ...] | None = ()
+    parallel: Mapping[str, Any] = field(default_factory=lambda: {"kind": "none", "degree": 1})
+    bytes: int | None = None
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        pieces = tuple(fields.interval(piece, "layers") for piece in fields.listed(self.layers, "layers"))
+        if not pieces or any(a[1] > b[0] for a, b in pairwise(pieces)):
+            raise CapslogError("layers must hold one or more pieces [first, end] in rising order that do not overlap")
+        set_field(self, "layers", pieces)
+        set_field(self, "parallel", _split(self.parallel))
+        ranks = tuple(fields.whole(rank, "ranks") for rank in fields.listed(self.ranks, "ranks"))
+        degree = self.parallel["degree"]
+        if len(set(ranks)) != len(ranks) or len(ranks) != degree:
+            raise CapslogError(
+                f"ranks is {list(ranks)}; it must hold {degree} different rank(s), as parallel.degree says"
+            )
+        set_field(self, "ranks", ranks)
+        if self.blocks is not None:
+            blocks = tuple(fields.whole(block, "blocks") for block in fields.listed(self.blocks, "blocks"))
+            if not blocks or any(a >= b for a, b in pairwise(blocks)):
+                raise CapslogError(f"blocks is {list(blocks)}; it must hold one or more blocks in rising order")
+            set_field(self, "blocks", blocks)
+        set_field(self, "grain", fields.whole(self.grain, "grain", minimum=1))
+        check_optional(self, "in_flight", fields.whole, minimum=1)
+        self._check_memory()
+        check_optional(self, "bytes", fields.whole, minimum=None)  # M_a may be below 0, and so may their sum
+        check_optional(self, "seconds", fields.seconds)
+
+    @property
+    def whole(self) -> bool:
+        """Whether the stage is kept or recomputed as a whole (or as the config says)."""
+        intervals = self.memory or ()
+        pieces = [(one.first, one.end) for one in intervals]
+        return not intervals or (pieces == list(self.layers) and all(one.kind != "offload" for one in intervals))
+
+    def describe(self) -> str:
+        """Rank and layers, for messages."""
+        pieces = " and ".join(f"{first} to {end - 1}" if end > first + 1 else str(first) for first, end in self.layers)
+        return f"rank {', '.join(map(str, self.ranks))}, layers {pieces}"
+
+    def _check_memory(self) -> None:
+        if self.memory is None:
+            return
+        rows = enumerate(fields.listed(self.memory, "memory"))
+        intervals = tuple(MemoryInterval.of(row, f"memory[{i}]") for i, row in rows)
+        for before, after in pairwise(intervals):
+            if after.first < before.end:
+                raise CapslogError(
+                    f"memory intervals [{before.first}, {before.end}] and [{after.first}, {after.end}] overlap or do "
+                    "not rise; each layer belongs to one interval at most"
+                )
+        for one in intervals:
+            if not any(first <= one.first and one.end <= end for first, end in self.layers):
+                raise CapslogError(
+                    f"the memory interval [{one.first}, {one.end}] lies outside the stage ({self.describe()}); an "
+                    "interval is a part of one piece of its stage"
+                )
+        set_field(self, "memory", intervals)
+
+
+@dataclass(frozen=True)
+class PlanRank:
+    """What one rank holds and does in a step, and what its device has.
+
+    bytes: predicted peak on the device; host_bytes: in the host tier; seconds: of its work; None: not predicted.
+    capacity_bytes: None: no limit, or not known.
+    """
+
+    bytes: int | None = None
+    host_bytes: int | None = None
+    seconds: float | None = None
+    capacity_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        check_optional(self, "bytes", fields.whole, minimum=None)
+        check_optional(self, "host_bytes", fields.whole)
+        check_optional(self, "seconds", fields.seconds)
+        check_optional(self, "capacity_bytes", fields.whole, minimum=1)
+
+
+@dataclass(frozen=True)
+class Shortfall:
+    """Why a plan does not fit: what lacks most bytes, their number, and how many devices would be enough.
+
+    stage (short form) or rank (full form): what lacks them.
+    devices_that_fit: None where no number of devices up to one per layer would.
+    """
+
+    stage: int | None = None
+    bytes: int = 1
+    devices_that_fit: int | None = None
+    rank: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.stage is None) == (self.rank is None):
+            raise CapslogError("shortfall names a stage (short form) or a rank (full form); give one of the two")
+        check_optional(self, "stage", fields.whole)
+        check_optional(self, "rank", fields.whole)
+        set_field(self, "bytes", fields.whole(self.bytes, "bytes", minimum=1))
+        check_optional(self, "devices_that_fit", fields.whole, minimum=1)
+
+
+def _split(value: Any) -> dict[str, Any]:
+    """{"kind", "degree"} of the split of a stage over its ranks."""
+    if not isinstance(value, Mapping):
+        raise CapslogError('parallel must be an object such as {"kind": "none", "degree": 1}')
+    fields.refuse_unknown(value, ("kind", "degree"))
+    if value.get("kind") == "data":
+        raise CapslogError("parallel.kind is 'data'; give the blocks to several stages of the same layers instead")
+    kind = fields.choice(value.get("kind"), "parallel.kind", SPLIT_KINDS)
+    degree = fields.whole(value.get("degree", 1), "parallel.degree", minimum=1)
+    if kind == "none" and degree != 1:
+        raise CapslogError(f"parallel.degree is {degree} with kind none; it must be 1")
+    return {"kind": kind, "degree": degree}
+
+
+def set_field(record: Any, name: str, value: Any) -> None:
+    """Put the checked value of a field of a frozen record in its place."""
+    object.__setattr__(record, name, value)
+
+
+def check_optional(record: Any, name: str, check: Callable[..., Any], **rules: Any) -> None:
+    """Put the checked value of a field in its place; None stays None."""
+    if (value := getattr(record, name)) is not None:
+        set_field(record, name, check(value, name, **rules))

@@ -1,0 +1,251 @@
+"""What the stages of one plan must have in common: the plan's rules, each breach one sentence.
+
+1. For every block, the stages that serve it hold every layer exactly once, and a rank holds a layer once.
+2. Stages are convex in the graph of the layers, and the graph of the stages has no cycle (`check_graph`; the layers'
+   graph comes from the chain).
+3. A grain divides the units of a block, and over an edge between two stages one grain divides the other.
+4. Action lists are complete and free of deadlock.
+5. What a rank is said to hold stays within its capacity where the plan says that it fits. (What a rank really holds is
+   computed in `planning/verdict`.)
+
+`plans/plan.Plan` calls them; nothing here reads a file.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from varuna_capslog.base import fields
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.plans.parts import PlanRank, PlanStage, Units
+from varuna_capslog.schedules import StageGraph, find_deadlock, from_strings, lower, validate
+
+__all__ = [
+    "check_actions",
+    "check_capacity",
+    "check_cover",
+    "check_grains",
+    "check_graph",
+    "check_ranks",
+    "check_routes",
+    "check_variants",
+    "paths_of",
+    "stage_graph",
+]
+
+ROUTES = ("relay", "direct")
+Path = tuple[int, ...]
+"""Numbers of the stages that serve one block, by their first layer."""
+
+
+def paths_of(stages: Sequence[PlanStage], blocks: int) -> list[Path]:
+    """block -> the stages that serve it, ordered by their first layer."""
+    ordered = sorted(range(len(stages)), key=lambda number: stages[number].layers[0][0])
+    always = [number for number in ordered if stages[number].blocks is None]
+    if len(always) == len(stages):
+        return [tuple(always)] * blocks
+    serving = [set(always) for _ in range(blocks)]
+    for number, stage in enumerate(stages):
+        for block in stage.blocks or ():
+            serving[block].add(number)
+    return [tuple(number for number in ordered if number in some) for some in serving]
+
+
+def check_cover(stages: Sequence[PlanStage], num_layers: int, blocks: int) -> None:
+    """Rule 1."""
+    for number, stage in enumerate(stages):
+        if stage.layers[-1][1] > num_layers:
+            raise CapslogError(
+                f"stage {number} ({stage.describe()}) holds layer {stage.layers[-1][1] - 1}, but the last layer is "
+                f"{num_layers - 1}"
+            )
+        if stage.blocks is not None and stage.blocks[-1] >= blocks:
+            raise CapslogError(
+                f"stage {number} ({stage.describe()}) serves block {stage.blocks[-1]}, but the last block is "
+                f"{blocks - 1}"
+            )
+    blocks_of_path: dict[Path, int] = {}
+    for block, path in enumerate(paths_of(stages, blocks)):
+        blocks_of_path.setdefault(path, block)
+    for path, block in blocks_of_path.items():
+        where = "" if len(blocks_of_path) == 1 else f" for block {block}"
+        _check_once(stages, path, num_layers, where)
+    on_rank: dict[int, list[int]] = defaultdict(list)
+    for number, stage in enumerate(stages):
+        for rank in stage.ranks:
+            on_rank[rank].append(number)
+    for numbers in on_rank.values():
+        pieces = sorted((piece, number) for number in numbers for piece in stages[number].layers)
+        for (before, one), (after, other) in pairwise(pieces):
+            if after[0] < before[1]:
+                raise CapslogError(
+                    f"stages {one} ({stages[one].describe()}) and {other} ({stages[other].describe()}) hold layer "
+                    f"{after[0]} twice on one rank; give the blocks of both to one stage"
+                )
+
+
+def _check_once(stages: Sequence[PlanStage], path: Path, num_layers: int, where: str) -> None:
+    pieces = sorted((piece, number) for number in path for piece in stages[number].layers)
+    reached, last = 0, -1
+    for (first, end), number in pieces:
+        if first > reached:
+            raise CapslogError(f"no stage holds layer {reached}{where}; each layer must be in exactly one stage")
+        if first < reached:
+            raise CapslogError(
+                f"stages {last} ({stages[last].describe()}) and {number} ({stages[number].describe()}) both hold layer "
+                f"{first}{where}; each layer must be in exactly one stage"
+            )
+        reached, last = end, number
+    if reached < num_layers:
+        raise CapslogError(f"no stage holds layer {reached}{where}; each layer must be in exactly one stage")
+
+
+def check_graph(stages: Sequence[PlanStage], blocks: int, edges: Iterable[tuple[int, int]]) -> None:
+    """Rule 2.
+
+    edges: (layer that writes a tensor, layer that reads it), each from a lower to a higher layer.
+    """
+    after: dict[int, set[int]] = defaultdict(set)
+    for writer, reader in edges:
+        after[writer].add(reader)
+    for path in dict.fromkeys(paths_of(stages, blocks)):
+        stage_of = {
+            layer: number for number in path for first, end in stages[number].layers for layer in range(first, end)
+        }
+        for number in path:
+            own = [layer for first, end in stages[number].layers for layer in range(first, end)]
+            outside = {reader for layer in own for reader in after[layer] if stage_of[reader] != number}
+            reached = set(outside)
+            while outside:
+                outside = {reader for layer in outside for reader in after[layer]} - reached
+                reached |= outside
+            back = reached & set(own)
+            if back:
+                raise CapslogError(
+                    f"stage {number} ({stages[number].describe()}) reaches its layer {min(back)} only through layers "
+                    "of other stages; a stage must be convex: give the later layers a stage of "
+                    "their own"
+                )
+        _check_cycle(stages, {(stage_of[a], stage_of[b]) for a in after for b in after[a]})
+
+
+def _check_cycle(stages: Sequence[PlanStage], edges: set[tuple[int, int]]) -> None:
+    waits = defaultdict(set)
+    for one, other in edges:
+        if one != other:
+            waits[other].add(one)
+    left = set(waits)
+    while left:
+        free = {number for number in left if not waits[number] & left}
+        if not free:
+            number = min(left)
+            other = min(waits[number] & left)
+            raise CapslogError(
+                f"stages {number} ({stages[number].describe()}) and {other} ({stages[other].describe()}) wait for each "
+                "other; cut the layers so that the stages can be put in an order"
+            )
+        left -= free
+
+
+def check_grains(stages: Sequence[PlanStage], units: Units) -> None:
+    """Rule 3."""
+    if all(stage.grain == 1 for stage in stages):
+        return
+    for number, stage in enumerate(stages):
+        if units.of_block % stage.grain:
+            raise CapslogError(
+                f"stage {number} ({stage.describe()}) has grain {stage.grain}, which does not divide the "
+                f"{units.of_block} units of a block; choose a grain that does"
+            )
+    for path in dict.fromkeys(paths_of(stages, units.blocks or 1)):
+        for one, other in pairwise(path):
+            small, large = sorted((stages[one].grain, stages[other].grain))
+            if large % small:
+                raise CapslogError(
+                    f"stages {one} ({stages[one].describe()}) and {other} ({stages[other].describe()}) have the grains "
+                    f"{stages[one].grain} and {stages[other].grain}; of two neighbours one must divide the other"
+                )
+
+
+def stage_graph(stages: Sequence[PlanStage], units: Units) -> StageGraph:
+    """The stages and the way of every unit through them. Raises CapslogError for pieces, splits and grains above 1."""
+    for number, stage in enumerate(stages):
+        if len(stage.layers) != 1:
+            raise CapslogError(
+                f"stages[{number}].layers is {[list(piece) for piece in stage.layers]}; stages of several pieces "
+                "of the chain are not run yet, so give each range a stage of its own"
+            )
+        if stage.grain != 1:
+            raise CapslogError(f"stages[{number}].grain is {stage.grain}; grains above 1 are not run yet, choose 1")
+        if stage.parallel["kind"] != "none":
+            raise CapslogError(
+                f"stages[{number}].parallel is {dict(stage.parallel)}; splits of a stage over ranks are not run yet"
+            )
+    per_block = units.of_block
+    paths = paths_of(stages, units.blocks or 1)
+    return StageGraph(
+        tuple(stage.ranks[0] for stage in stages), tuple(path for path in paths for _ in range(per_block))
+    )
+
+
+def check_variants(variants: Any, num_layers: int) -> None:
+    """Variants name layers of the chain."""
+    if not isinstance(variants, Mapping):
+        raise CapslogError("variants must be an object that maps layers to the names of their implementations")
+    for layer, name in variants.items():
+        if not str(layer).isdigit() or int(layer) >= num_layers:
+            raise CapslogError(f"variants names layer {layer!r}; the last layer is {num_layers - 1}")
+        fields.text(name, f"variants[{layer!r}]")
+
+
+def check_routes(stages: Sequence[PlanStage], routes: str) -> None:
+    """Tensors that are handed from stage to stage need stages of one range of layers."""
+    fields.choice(routes, "routes", ROUTES)
+    for number, stage in enumerate(stages):
+        if routes == "relay" and len(stage.layers) > 1:
+            raise CapslogError(
+                f"stage {number} ({stage.describe()}) holds several pieces of the chain, which needs routes 'direct'; "
+                "routes is 'relay'"
+            )
+
+
+def check_ranks(stages: Sequence[PlanStage], ranks: Sequence[PlanRank]) -> None:
+    """Every stage runs on a rank that `ranks` has."""
+    for number, stage in enumerate(stages):
+        if max(stage.ranks) >= len(ranks):
+            raise CapslogError(
+                f"stage {number} ({stage.describe()}) runs on rank {max(stage.ranks)}, but ranks has {len(ranks)} "
+                "entries; give one per rank"
+            )
+
+
+def check_actions(actions: Sequence[Sequence[str]], graph: StageGraph, limits: Sequence[int | None]) -> None:
+    """Rule 4.
+
+    limits: stage -> its `in_flight`.
+    """
+    rows = from_strings(actions)
+    validate(rows, graph, any(action.kind == "R" for row in rows for action in row), limits)
+    if (stuck := find_deadlock(lower(rows, graph=graph))) is not None:
+        raise CapslogError(f"actions wait for ever: {stuck}; reorder the lists of these ranks")
+
+
+def check_capacity(stages: Sequence[PlanStage], ranks: Sequence[PlanRank]) -> None:
+    """Rule 5, the declared half, for a plan that says that it fits."""
+    numbers: dict[int, list[int]] = defaultdict(list)
+    for number, stage in enumerate(stages):
+        for rank in stage.ranks:
+            numbers[rank].append(number)
+    for rank, part in enumerate(ranks):
+        size = part.bytes
+        if size is None:
+            size = sum(stages[number].bytes or 0 for number in numbers[rank])
+        if part.capacity_bytes is not None and size > part.capacity_bytes:
+            several = f"stage(s) {', '.join(map(str, numbers[rank]))}"
+            raise CapslogError(
+                f"fits is true, but rank {rank} has {part.capacity_bytes} bytes of capacity and its {several} hold "
+                f"{size} together; plan again, or set fits to false"
+            )

@@ -1,0 +1,78 @@
+"""A plan file that a config names: the config that runs it as it is, and the plan with the config's own capacity."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.config.reading import section
+from varuna_capslog.config.settings import Config
+from varuna_capslog.planning.verdict import capacities_of_devices
+from varuna_capslog.plans.parts import PlanRank
+from varuna_capslog.plans.plan import Plan, read_plan
+
+__all__ = ["given_plan", "with_given_plan"]
+
+
+def with_given_plan(config: Config, say: Callable[[str], object] = lambda line: None) -> Config:
+    """The config with everything that its `pipeline.plan` decides; the same config where it names no plan.
+
+    The plan replaces `pipeline.devices`, `replicas`, `schedule`, `recompute` and `stage_inputs`, and `say` is told so
+    in one line. `train.accumulation_blocks` is taken from the plan where the config leaves it null.
+
+    Raises:
+        CapslogError: the file is no plan, the config's sizes differ from its units, or it has another number of blocks.
+    """
+    path = config.pipeline.plan
+    if path is None:
+        return config
+    plan, values = read_plan(path), config.model_dump(mode="json")
+    pipeline, train = values["pipeline"], values["train"]
+    given: dict[str, int | str] = {"devices": plan.num_ranks, "replicas": 1}
+    if plan.schedule is not None:
+        given["schedule"] = plan.schedule
+    if plan.recomputes is not None:
+        kinds = {one.kind for stage in plan.stages for one in stage.memory or ()}
+        given |= {"recompute": plan.recomputes, "stage_inputs": "host" if "recompute+offload" in kinds else "device"}
+    changed = [f"{name}={value}" for name, value in given.items() if pipeline[name] != value]
+    if changed:
+        say(f"{path} decides: pipeline.{', pipeline.'.join(changed)}")
+    if config.elastic.enabled and not plan.short:
+        raise CapslogError(
+            f"{path} has {len(plan.stages)} stages in the full form, which an elastic run cannot begin with yet; set "
+            "elastic.enabled=false, or give a plan of one stage per rank"
+        )
+    blocks = plan.units.blocks
+    if blocks is not None and train["accumulation_blocks"] not in (None, blocks):
+        raise CapslogError(
+            f"{path}: units.blocks is {blocks}, but train.accumulation_blocks={train['accumulation_blocks']}; make the "
+            "two agree, or set train.accumulation_blocks to null"
+        )
+    units = {"per_step": config.num_microbatches, "samples": config.train.microbatch_size}
+    for name, ours in units.items():
+        known = getattr(plan.units, name)
+        if known not in (None, ours):
+            raise CapslogError(
+                f"{path}: units.{name} is {known}, but the config makes it {ours} (train.minibatch_size="
+                f"{config.train.minibatch_size}, train.microbatch_size={config.train.microbatch_size}); sizes are "
+                "constants of a run, so make the two agree"
+            )
+    values["pipeline"] = pipeline | given
+    values["train"] = train | {"accumulation_blocks": blocks or train["accumulation_blocks"]}
+    return section(Config, values, "")
+
+
+def given_plan(config: Config) -> Plan | None:
+    """The plan that `pipeline.plan` names, with `pipeline.capacity` in the place of its own capacities where that is
+    set; None where no plan is named.
+    """
+    if config.pipeline.plan is None:
+        return None
+    plan, capacity = read_plan(config.pipeline.plan), config.pipeline.capacity
+    if capacity is None:
+        return plan
+    limits = capacities_of_devices(capacity, plan.num_ranks) or []
+    known = plan.ranks or (PlanRank(),) * plan.num_ranks
+    ranks = tuple(dataclasses.replace(one, capacity_bytes=limit) for one, limit in zip(known, limits, strict=True))
+    return dataclasses.replace(plan, ranks=ranks)
