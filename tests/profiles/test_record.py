@@ -72,6 +72,26 @@ FULL: dict[str, Any] = {
 }
 
 
+BRANCHES: dict[str, Any] = {
+    **SHORTEST,
+    "format": "varuna-capslog/profile/2",
+    "layers": [
+        SHORTEST["layers"][0] | {"input_seconds": 0.5, "weight_seconds": 0.25, "weight_bytes": 3},
+        *SHORTEST["layers"][1:],
+    ],
+    "observations": [
+        FULL["observations"][0] | {"variant": "sdpa", "input_seconds": 0.5, "weight_seconds": 0.75, "weight_bytes": 9}
+    ],
+    # x is read by both layers behind the stem, and written anew by the body; the input y is read by the head alone.
+    "tensors": [
+        {"name": "x", "bytes": 8, "gradient": True, "writer": 0, "readers": [1, 2]},
+        {"name": "x", "bytes": 8, "gradient": True, "writer": 1, "readers": [2]},
+        {"name": "y", "bytes": 4, "gradient": False, "writer": None, "readers": [2]},
+        {"name": "out", "bytes": 2, "gradient": True, "writer": 2, "readers": [3]},
+    ],
+}
+
+
 def test_names_and_two_numbers_are_a_profile() -> None:
     profile = Profile.from_json(SHORTEST)
     assert profile.num_layers == 3
@@ -80,7 +100,7 @@ def test_names_and_two_numbers_are_a_profile() -> None:
     assert (profile.model, profile.source, profile.conditions) == (None, None, {})
 
 
-@pytest.mark.parametrize("value", [SHORTEST, FULL])
+@pytest.mark.parametrize("value", [SHORTEST, FULL, BRANCHES], ids=["short", "full", "branches"])
 def test_round_trip_through_a_file(tmp_path: Path, value: dict[str, Any]) -> None:
     profile = Profile.from_json(value)
     path = tmp_path / "profile.json"
@@ -91,6 +111,46 @@ def test_round_trip_through_a_file(tmp_path: Path, value: dict[str, Any]) -> Non
 
 def test_the_full_form_is_written_as_it_was_read() -> None:
     assert Profile.from_json(FULL).to_json() == FULL
+
+
+def test_tensors_make_the_chain_one_order_of_a_graph() -> None:
+    profile = Profile.from_json(BRANCHES)
+    assert profile.to_json()["tensors"] == BRANCHES["tensors"]
+    assert profile.edges == [(0, 1), (0, 2), (1, 2)]
+    assert Profile.from_json(SHORTEST).edges == [(0, 1), (1, 2)]
+    assert (profile.layers[0].weight_seconds, profile.layers[0].weight_bytes) == (0.25, 3)
+    assert profile.observations[0].variant == "sdpa"
+
+
+def test_a_profile_without_news_is_written_in_the_older_format() -> None:
+    """So its digest, which plans name, stays what it was."""
+    plain = {name: value for name, value in BRANCHES.items() if name not in ("tensors", "observations")}
+    plain["layers"] = SHORTEST["layers"]
+    assert Profile.from_json(plain).to_json()["format"] == "varuna-capslog/profile/1"
+    assert Profile.from_json(plain).digest == Profile.from_json(SHORTEST).digest
+    assert Profile.from_json(BRANCHES).to_json()["format"] == "varuna-capslog/profile/2"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"readers": []}, "readers is []; it must hold layers behind the writer (0)"),
+        ({"readers": [2, 1]}, "in rising order"),
+        ({"readers": [0, 1]}, "readers is [0, 1]; it must hold layers behind the writer (0)"),
+        ({"readers": [4]}, "tensors[0] (x) names layer 3, but the last layer is 2"),
+        ({"writer": 1, "readers": [2]}, "tensors[1] (x) has the name and the writer of tensors[0]"),
+        ({"gradient": 1}, "tensors[0]: gradient is 1; it must be true or false"),
+        ({"reader": [1]}, "tensors[0]: unknown field 'reader'; did you mean 'readers'?"),
+        ({"bytes": -1}, "tensors[0]: bytes is -1"),
+    ],
+)
+def test_a_wrong_tensor_is_named(change: dict[str, Any], message: str) -> None:
+    value = copy.deepcopy(BRANCHES)
+    value["tensors"][0] |= change
+    with pytest.raises(CapslogError) as error:
+        Profile.from_json(value, where="p.json")
+    assert str(error.value).startswith("p.json: ")
+    assert message in str(error.value)
 
 
 def test_the_digest_follows_the_content_and_not_the_spelling() -> None:

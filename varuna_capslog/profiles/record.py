@@ -23,18 +23,24 @@ __all__ = [
     "Observation",
     "Profile",
     "SharedParameter",
+    "TensorRecord",
     "layers_of_runs",
     "read_profile",
     "write_profile",
 ]
 
-FORMAT = "varuna-capslog/profile/1"
+FORMATS = ("varuna-capslog/profile/1", "varuna-capslog/profile/2")
+"""The older one is written where a profile has nothing that only the newer one can say, so that digests stay."""
+
 SOURCES = ("measured", "estimated")
 MEMORY_ACTIONS = ("none", "recompute", "offload")
 PARALLEL_KINDS = ("none", "data", "tensor")
 
 _BYTE_PARTS = ("static_bytes", "saved_bytes", "transient_bytes", "boundary_bytes", "parameter_bytes")
 _SECONDS = ("forward_seconds", "backward_seconds")
+_HALVES = ("input_seconds", "weight_seconds")
+_NEW_FIELDS = (*_HALVES, "weight_bytes", "variant")
+"""Of layers and observations, since profile/2; left out of a file where they are None."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,8 @@ class LayerProfile:
     boundary_bytes: what the layer sends on, that is, what crosses the cut behind it, in the forward direction.
     parameter_bytes: the parameters alone (a part of static_bytes).
     forward_seconds, backward_seconds: of one microbatch; backward without recomputation.
+    input_seconds, weight_seconds: the two halves of the backward, where it is split.
+    weight_bytes: held between the two halves.
     """
 
     name: str
@@ -62,11 +70,14 @@ class LayerProfile:
     parameter_bytes: int | None = None
     forward_seconds: float | None = None
     backward_seconds: float | None = None
+    input_seconds: float | None = None
+    weight_seconds: float | None = None
+    weight_bytes: int | None = None
 
     def __post_init__(self) -> None:
         fields.text(self.name, "name")
         _set(self, "isolated_bytes", fields.whole(self.isolated_bytes, "isolated_bytes"))
-        _check_optional(self, whole=_BYTE_PARTS, seconds=_SECONDS)
+        _check_optional(self, whole=(*_BYTE_PARTS, "weight_bytes"), seconds=(*_SECONDS, *_HALVES))
         if self.added_bytes is not None:
             _set(self, "added_bytes", fields.whole(self.added_bytes, "added_bytes", minimum=None))
 
@@ -89,11 +100,45 @@ class SharedParameter:
 
 
 @dataclass(frozen=True)
+class TensorRecord:
+    """A tensor that a layer hands on: one entry per name and writer, since names are reused along a chain.
+
+    bytes: of one microbatch.
+    gradient: whether it carries one.
+    writer: the layer that makes it; None for an input of the model.
+    readers: the layers that read it, in rising order; number L stands for the loss.
+    """
+
+    name: str
+    bytes: int
+    gradient: bool
+    writer: int | None
+    readers: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        fields.text(self.name, "name")
+        _set(self, "bytes", fields.whole(self.bytes, "bytes"))
+        if not isinstance(self.gradient, bool):
+            raise CapslogError(f"gradient is {self.gradient!r}; it must be true or false")
+        if self.writer is not None:
+            _set(self, "writer", fields.whole(self.writer, "writer"))
+        readers = tuple(fields.whole(layer, "readers") for layer in fields.listed(self.readers, "readers"))
+        first = -1 if self.writer is None else self.writer
+        if not readers or any(a >= b for a, b in pairwise((first, *readers))):
+            raise CapslogError(
+                f"readers is {list(readers)}; it must hold layers behind the writer ({self.writer}) in rising order"
+            )
+        _set(self, "readers", readers)
+
+
+@dataclass(frozen=True)
 class Observation:
     """One run of one stage: layers (first, end), `end` not included, under one condition, and what it took.
 
     `input` describes the input's size (a shape, or names to shapes). `parallel` is the kind ("none",
     "data", "tensor") and degree of parallelism inside the stage. `memory_action` is "none", "recompute" or "offload".
+    `variant` names the implementation of the layers; None: the plain one. The halves of the backward are as in
+    `LayerProfile`.
     `boundary_in_bytes` and `boundary_out_bytes` cross the cuts before and behind the stage in the forward direction.
     """
 
@@ -111,6 +156,10 @@ class Observation:
     boundary_out_bytes: int | None = None
     forward_seconds: float | None = None
     backward_seconds: float | None = None
+    input_seconds: float | None = None
+    weight_seconds: float | None = None
+    weight_bytes: int | None = None
+    variant: str | None = None
 
     def __post_init__(self) -> None:
         _set(self, "layers", fields.interval(self.layers, "layers"))
@@ -120,12 +169,15 @@ class Observation:
         _set(self, "parallel", check_parallel(self.parallel))
         fields.choice(self.memory_action, "memory_action", MEMORY_ACTIONS)
         parts = ("static_bytes", "saved_bytes", "transient_bytes", "boundary_in_bytes", "boundary_out_bytes")
-        _check_optional(self, whole=parts, seconds=_SECONDS)
+        _check_optional(self, whole=(*parts, "weight_bytes"), seconds=(*_SECONDS, *_HALVES))
+        if self.variant is not None:
+            fields.text(self.variant, "variant")
 
     @property
     def condition(self) -> str:
         """The conditions that must be equal in rows that are used together, as text."""
         parts = [self.device, self.microbatch_size, self.input, dict(self.parallel), self.memory_action]
+        parts += [] if self.variant is None else [self.variant]
         return json.dumps(parts, sort_keys=True)
 
 
@@ -135,7 +187,8 @@ class Profile:
 
     `conditions` (device, dtype, microbatch_size, input shape, optimizer, attention, recompute, torch version, ...) say
     when the numbers hold; `source` is "measured" or "estimated". Only the layers must be there. Every instance is
-    valid: the constructor raises CapslogError otherwise.
+    valid: the constructor raises CapslogError otherwise. `tensors` are those that layers hand on, which make the chain
+    one order of a graph.
     """
 
     layers: tuple[LayerProfile, ...]
@@ -144,9 +197,10 @@ class Profile:
     conditions: Mapping[str, Any] = field(default_factory=dict)
     shared: tuple[SharedParameter, ...] = ()
     observations: tuple[Observation, ...] = ()
+    tensors: tuple[TensorRecord, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("layers", "shared", "observations"):
+        for name in ("layers", "shared", "observations", "tensors"):
             _set(self, name, tuple(fields.listed(getattr(self, name), name)))
         if self.model is not None:
             fields.text(self.model, "model")
@@ -167,6 +221,13 @@ class Profile:
                 )
             if number > 0 and layer.added_bytes is None:
                 raise CapslogError(f"{where}: added_bytes is missing; only layer 0 has none")
+        written: dict[tuple[str, int | None], int] = {}
+        for number, tensor in enumerate(self.tensors):
+            if (other := written.setdefault((tensor.name, tensor.writer), number)) != number:
+                raise CapslogError(
+                    f"tensors[{number}] ({tensor.name}) has the name and the writer of tensors[{other}]; give one "
+                    "entry with all readers"
+                )
         for place, ends in self._places():
             if ends > len(self.layers):
                 raise CapslogError(f"{place} names layer {ends - 1}, but the last layer is {len(self.layers) - 1}")
@@ -175,6 +236,21 @@ class Profile:
     def num_layers(self) -> int:
         """L, the number of layers."""
         return len(self.layers)
+
+    @property
+    def edges(self) -> list[tuple[int, int]]:
+        """(layer that writes a tensor, layer that reads it), each pair once; without `tensors` every layer reads the
+        one before it only.
+        """
+        if not self.tensors:
+            return [(layer, layer + 1) for layer in range(self.num_layers - 1)]
+        pairs = {
+            (one.writer, reader)
+            for one in self.tensors
+            for reader in one.readers
+            if one.writer is not None and reader < self.num_layers
+        }
+        return sorted(pairs)
 
     @property
     def digest(self) -> str:
@@ -195,8 +271,11 @@ class Profile:
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON form: the short one, with `shared` and `observations` where there are any."""
+        old, new = FORMATS
+        rows = (*self.layers, *self.observations)
+        newer = self.tensors or any(getattr(row, name, None) is not None for row in rows for name in _NEW_FIELDS)
         value: dict[str, Any] = {
-            "format": FORMAT,
+            "format": new if newer else old,
             "model": self.model,
             "source": self.source,
             "conditions": dict(self.conditions),
@@ -206,8 +285,10 @@ class Profile:
             ],
         }
         for name in ("shared", "observations"):
-            if rows := getattr(self, name):
-                value[name] = [dataclasses.asdict(row) | {"layers": list(row.layers)} for row in rows]
+            if of_kind := getattr(self, name):
+                value[name] = [_plain(row) | {"layers": list(row.layers)} for row in of_kind]
+        if self.tensors:
+            value["tensors"] = [dataclasses.asdict(one) | {"readers": list(one.readers)} for one in self.tensors]
         return value
 
     @classmethod
@@ -218,7 +299,9 @@ class Profile:
     def _places(self) -> list[tuple[str, int]]:
         """Every place that names layers, with the end of what it names."""
         shared = [(f"shared[{i}] ({row.name})", row.layers[-1] + 1) for i, row in enumerate(self.shared)]
-        return shared + [(f"observations[{i}]", row.layers[1]) for i, row in enumerate(self.observations)]
+        # a reader may be L, the loss
+        read = [(f"tensors[{i}] ({one.name})", one.readers[-1]) for i, one in enumerate(self.tensors)]
+        return [*shared, *((f"observations[{i}]", row.layers[1]) for i, row in enumerate(self.observations)), *read]
 
 
 def read_profile(path: str | os.PathLike[str]) -> Profile:
@@ -295,18 +378,25 @@ def _parts(value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise CapslogError("a JSON object is needed; is this a profile?")
     names = [part.name for part in dataclasses.fields(Profile)]
-    if value.get("format") != FORMAT:
-        raise CapslogError(f"format is {value.get('format')!r}; this version reads {FORMAT!r}")
+    if value.get("format") not in FORMATS:
+        raise CapslogError(f"format is {value.get('format')!r}; this version reads {' and '.join(map(repr, FORMATS))}")
     fields.refuse_unknown(value, ["format", *names])
     if "layers" not in value:
         raise CapslogError("field 'layers' is missing")
     parts = {name: value[name] for name in names if name in value}
-    rows = {"layers": LayerProfile, "shared": SharedParameter, "observations": Observation}
+    rows: dict[str, type] = {"layers": LayerProfile, "shared": SharedParameter}
+    rows |= {"observations": Observation, "tensors": TensorRecord}
     for name, record in rows.items():
         if name in parts:
             entries = enumerate(fields.listed(parts[name], name))
             parts[name] = tuple(fields.build(record, entry, f"{name}[{i}]") for i, entry in entries)
     return parts
+
+
+def _plain(row: Any) -> dict[str, Any]:
+    """A row as JSON has it; what only profile/2 knows is left out where it is not there."""
+    values = dataclasses.asdict(row)
+    return {name: value for name, value in values.items() if value is not None or name not in _NEW_FIELDS}
 
 
 def _check_optional(record: Any, whole: Sequence[str], seconds: Sequence[str]) -> None:
