@@ -12,11 +12,12 @@ import pytest
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.planners.seconds import Link
-from varuna_capslog.planning.simulation import UPDATE_RATE, Simulation, simulate_plan, stage_seconds
+from varuna_capslog.planning.simulation import UPDATE_RATE, Simulation, simulate_plan, stage_seconds, with_step_seconds
 from varuna_capslog.plans.parts import PlanStage, Units
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import LayerProfile, Profile
 from varuna_capslog.reports.perfetto import trace_events
+from varuna_capslog.schedules import RunShape
 
 
 def make_profile(layers: int = 4, **conditions: Any) -> Profile:
@@ -121,6 +122,16 @@ def test_mistakes_are_named() -> None:
         Link(copy_bandwidth=0.0)
     with pytest.raises(CapslogError, match="0 microbatches"):
         simulate_plan(make_profile(), make_plan(), num_microbatches=0)
+
+
+def test_a_plan_is_given_the_seconds_of_its_step() -> None:
+    plan, run = make_plan(), RunShape(2, "gpipe", recompute=False)
+    found = with_step_seconds(make_profile(), plan, run)
+    assert found == replace(plan, step_seconds=simulate_plan(make_profile(), plan, recompute=False).step_seconds)
+    assert found.step_seconds is not None
+    assert with_step_seconds(make_profile(), make_plan(num_microbatches=None), run).step_seconds is None
+    bare = Profile(tuple(LayerProfile(f"l{n}", 9, 1 if n else None) for n in range(4)))
+    assert with_step_seconds(bare, plan, run) is plan
 
 
 def test_a_plans_own_actions_are_played() -> None:

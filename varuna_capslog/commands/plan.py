@@ -136,10 +136,12 @@ def _plan_one(request: PlanRequest, config: Config | None, given: PlanFlags) -> 
     if config is None:
         from varuna_capslog.config.settings import Pipeline
         from varuna_capslog.planning.search import plan as search
+        from varuna_capslog.planning.simulation import with_step_seconds
 
         count = None if request.minibatch_size is None else request.microbatches(profile)
         run, name = dataclasses.replace(request.run, num_microbatches=count), given.planner or Pipeline().planner
         found = search(profile, request.devices, name, request.memory, request.capacity, run, request.link)
+        found = with_step_seconds(profile, found, run, request.link)
     else:
         from varuna_capslog.start.prepare import plan_run
 

@@ -301,11 +301,10 @@ class _FleetSearch:
             placed = tuple(pools[kind].pop(0) for kind in column.kinds)
             pipelines.append(JointPipeline(placed, column.cuts, share, column.step_seconds, column.stage_bytes))
         idle = tuple(sorted(number for pool in pools for number in pool))
-        return JointPlan(
-            self._plan(pipelines, time.perf_counter() - begun), tuple(pipelines), fleet.step_seconds,
-            None if bound_seconds is None else min(bound_seconds, fleet.step_seconds), self.max_stages, idle,
-            self.blocks,
-        )  # fmt: skip
+        bound = None if bound_seconds is None else min(bound_seconds, fleet.step_seconds)
+        plan = self._plan(pipelines, time.perf_counter() - begun)
+        plan = replace(plan, step_seconds=fleet.step_seconds, bound_seconds=bound)
+        return JointPlan(plan, tuple(pipelines), fleet.step_seconds, bound, self.max_stages, idle, self.blocks)
 
     def _plan(self, pipelines: Sequence[JointPipeline], search_seconds: float) -> Plan:
         num_layers = self.profile.num_layers

@@ -13,6 +13,7 @@ __all__ = [
     "Simulation",
     "simulate_plan",
     "stage_seconds",
+    "with_step_seconds",
 ]
 
 import dataclasses
@@ -226,6 +227,18 @@ def simulate_plan(
         link=link,
         notes=list(dict.fromkeys(notes)),
     )
+
+
+def with_step_seconds(profile: Profile, plan: Plan, run: RunShape, link: Link | None = None) -> Plan:
+    """The plan with the seconds of its simulated step; as it is where its microbatches or the profile's seconds are not
+    known. A plan of the short form counts one pipeline, without the exchange between replicas.
+    """
+    if plan.num_microbatches is None or any(
+        None in (one.forward_seconds, one.backward_seconds) for one in profile.layers
+    ):
+        return plan
+    step = simulate_plan(profile, plan, recompute=run.recompute, stage_inputs=run.stage_inputs, link=link)
+    return dataclasses.replace(plan, step_seconds=step.step_seconds)
 
 
 def stage_seconds(profile: Profile, stages: Sequence[tuple[int, int]], recompute: bool = True) -> StageSeconds:

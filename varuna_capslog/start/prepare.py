@@ -20,6 +20,7 @@ from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planners import PLANNER_NAMES
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.search import plan as search
+from varuna_capslog.planning.simulation import with_step_seconds
 from varuna_capslog.planning.verdict import rehearsed
 from varuna_capslog.plans.parts import PlanStage, Units
 from varuna_capslog.plans.plan import Plan, latest_plan, plan_path, write_plan
@@ -96,13 +97,14 @@ def plan_run(config: Config, profile: Profile | None, link: Link | None = None) 
     cuts, capacity = pipeline.cuts, pipeline.capacity
     if given is not None:
         cuts, capacity = list(given.cut_list), given.capacities_of(given.placement())
+    run = RunShape.of_config(config).share(pipeline.replicas)
     find = functools.partial(
         search,
         profile,
         pipeline.devices,
         planner=pipeline.planner,
         memory=pipeline.memory,
-        run=RunShape.of_config(config).share(pipeline.replicas),
+        run=run,
         link=link,
         cuts=cuts,
     )
@@ -115,7 +117,9 @@ def plan_run(config: Config, profile: Profile | None, link: Link | None = None) 
         from varuna_capslog.profiling.rehearsal import rehearse_config
 
         plan = rehearsed(plan, rehearse_config(config, plan.cut_list), snapshots, Headroom.of(profile), find)
-    return plan if given is None or plan.fits is False else given
+    if given is not None:
+        return plan if plan.fits is False else given
+    return with_step_seconds(profile, plan, run, link)
 
 
 def _needs_profile(config: Config) -> bool:
