@@ -190,6 +190,7 @@ from tests.engine import models
 from varuna_capslog.training.checkpoint import latest_checkpoint, prune, save_checkpoint
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layers import take_layers
+from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.optimizer import LearningRate, StageOptimizer
 
 torch.set_num_threads(1)
@@ -198,7 +199,8 @@ chain = models.build_chain()
 layers = take_layers(chain, range(len(chain)), device, "float32")
 optimizer = StageOptimizer(layers, LearningRate(1e-3), 0.0, {})
 alone = Communicator(0, 1, 0, datetime.timedelta(seconds=5))
-engine = types.SimpleNamespace(chain=chain, layers=layers, optimizer=optimizer, communicator=alone, replica=0)
+layout = Layout.pipelines((0,), len(chain))
+engine = types.SimpleNamespace(chain=chain, layers=layers, optimizer=optimizer, communicator=alone, layout=layout)
 weight = layers[1].parameters["conv.weight"]
 
 def save(step):

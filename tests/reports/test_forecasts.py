@@ -17,9 +17,9 @@ GIB = 2**30
 
 def test_a_comparison_keeps_a_row_for_who_has_no_answer(tmp_path: Path, figures: list[Figure]) -> None:
     rows = [
-        Row("varuna", Plan(4, (0, 2)), 5 * GIB, -GIB, 0.2, 0.3, 3e-6),
+        Row("varuna", Plan.of_cuts(4, (0, 2)), 5 * GIB, -GIB, 0.2, 0.3, 3e-6),
         Row("mcap-bf", reason="too many cut lists"),
-        Row("exact", Plan(4, (0, 1)), 3 * GIB, GIB, 0.1, 0.2, 0.004),
+        Row("exact", Plan.of_cuts(4, (0, 1)), 3 * GIB, GIB, 0.1, 0.2, 0.004),
     ]
     draw_comparison(tmp_path / "x.png", rows)
     assert_legible(figures[0])
