@@ -9,6 +9,7 @@ README.md.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -95,20 +96,25 @@ def main() -> None:
     arguments = parser.parse_args()
     trees = {"now": HERE, "base": arguments.base.resolve()}
     found: dict[str, dict[str, list[dict[str, float]]]] = {name: {"now": [], "base": []} for name in arguments.only}
-    for number in range(arguments.rounds):
-        order = ["now", "base"] if number % 2 == 0 else ["base", "now"]
-        for name in arguments.only:
-            for which in order:
-                found[name][which].append(run(trees[which], name))
-            print(f"round {number + 1} of {arguments.rounds}: {name}", file=sys.stderr, flush=True)
-    print(f"| benchmark | case | base | now | now / base, aim {AIM} | its 95 % interval |\n|---|---|---|---|---|---|")
+    with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C: the rounds that are done are shown
+        for number in range(arguments.rounds):
+            order = ["now", "base"] if number % 2 == 0 else ["base", "now"]
+            for name in arguments.only:
+                pair = {which: run(trees[which], name) for which in order}
+                for which, values in pair.items():
+                    found[name][which].append(values)
+                print(f"round {number + 1} of {arguments.rounds}: {name}", file=sys.stderr, flush=True)
+    print(
+        f"| benchmark | case | base | now | now / base, aim {AIM} | its 95 % interval | rounds |\n"
+        "|---|---|---|---|---|---|---|"
+    )
     for name, rows in found.items():
-        for case in rows["now"][0]:
+        for case in rows["now"][0] if rows["now"] else ():
             now, base = ([row[case] for row in rows[which]] for which in ("now", "base"))
             ratios = [a / b for a, b in zip(now, base, strict=True)]
             low, high = interval(ratios)
             middle = f"{statistics.median(base):.4g} | {statistics.median(now):.4g} | {statistics.median(ratios):.3f}"
-            print(f"| {name} | {case} | {middle} | {low:.3f}-{high:.3f} |", flush=True)
+            print(f"| {name} | {case} | {middle} | {low:.3f}-{high:.3f} | {len(ratios)} |", flush=True)
     if arguments.output is not None:
         arguments.output.write_text(json.dumps(found, indent=1) + "\n")
 

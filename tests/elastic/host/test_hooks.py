@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ from varuna_capslog import cli
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.elastic import on_notice, request_morph
-from varuna_capslog.elastic.host.hooks import give_notice, notice_of, outlook
+from varuna_capslog.elastic.host.hooks import belong, give_notice, notice_of, outlook
 from varuna_capslog.elastic.notices.interface import Kind, Notice
 from varuna_capslog.membership.entries import AnnounceEntry, HintEntry, NoticeEntry
 from varuna_capslog.plans.plan import Plan, write_plan
@@ -121,6 +122,18 @@ def test_nobody_is_meant_who_is_not_there(tmp_path, start, capsys, arguments, se
     assert sentence in capsys.readouterr().err
     assert not run.of("announce")
     assert not run.of("notice")
+
+
+def test_where_two_runs_share_a_process_one_must_be_named(monkeypatch):
+    """The last one that began was once taken to be meant."""
+    monkeypatch.delenv("CAPSLOG_STORE", raising=False)
+    with contextlib.ExitStack() as stack:
+        for identity in ("one", "other", "other"):
+            belong(stack, f"127.0.0.1:{len(identity)}", identity)
+        with pytest.raises(CapslogError, match="this process belongs to 2 runs; say which one is meant by its run_dir"):
+            request_morph(2)
+    with pytest.raises(CapslogError, match="belongs to no run"):
+        request_morph(2)
 
 
 def test_without_a_run_it_says_so(tmp_path, start, capsys, monkeypatch):

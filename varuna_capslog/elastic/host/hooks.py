@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 _here: list[tuple[str, str]] = []
-"""Addresses and identities of the stores of this process's hosts; the last one counts."""
+"""Addresses and identities of the stores of this process's hosts, as long as they run."""
 
 
 def request_morph(devices: int, run_dir: Path | str | None = None) -> None:
@@ -222,8 +222,10 @@ def _where(run_dir: Path | str | None) -> tuple[str, str | None]:
     if run_dir is None:
         if "CAPSLOG_STORE" in os.environ:
             return os.environ["CAPSLOG_STORE"], os.environ.get("CAPSLOG_STORE_IDENTITY")
+        if len(set(_here)) > 1:
+            raise CapslogError(f"this process belongs to {len(set(_here))} runs; say which one is meant by its run_dir")
         if _here:
-            return _here[-1]
+            return _here[0]
         raise CapslogError("this process belongs to no run; say which one is meant by its run_dir")
     place = _place(Path(run_dir))
     if not place.is_file():
