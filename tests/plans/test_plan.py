@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.values import changed
+from tests.plans.test_plan_1 import FULL as OLD
+from tests.values import OF_ANY_TYPE, changed, each_place
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.plans.parts import MemoryInterval, PlanRank, PlanStage, Shortfall, Units
 from varuna_capslog.plans.plan import Plan, read_plan, write_plan
@@ -183,6 +184,7 @@ def test_the_capacity_of_a_rank_is_that_of_its_device() -> None:
         (changed(SHORT, "capacity_bytes", to=[8, 8]), "capacity_bytes has 2 entries, but there are 3 devices"),
         (changed(SHORT, "capacity_bytes", to=0), "capacity_bytes is 0"),
         (changed(SHORT, "fits", to="no"), "fits is 'no'"),
+        (changed(SHORT, "fits", to=0), "fits is 0; it must be true, false or null"),
         (changed(SHORT, "fits", to=True), "shortfall is given, but fits is not false"),
         (changed(SHORT, "shortfall", "stage", to=3), "shortfall.stage is 3, but the last stage is 2"),
         (changed(SHORT, "shortfall", "rank", to=1), "names a stage (short form) or a rank (full form)"),
@@ -191,6 +193,7 @@ def test_the_capacity_of_a_rank_is_that_of_its_device() -> None:
         (changed(SHORT, "num_microbatches", to=0), "num_microbatches is 0"),
         (changed(SHORT, "search_seconds", to=-1), "search_seconds is -1"),
         (changed(SHORT, "proven", to="yes"), "proven is 'yes'"),
+        (changed(SHORT, "proven", to=1), "proven is 1; it must be true, false or null"),
         (changed(SHORT, "units", to=FULL["units"]), "units belongs to the full form"),
         (changed(SHORT, "actions", to=[["0F0"]]), "actions belongs to the full form"),
         (changed(FULL, "stages", to=[]), "stages is empty"),
@@ -296,6 +299,21 @@ def test_mistakes_are_named_with_the_file(value: Any, message: str) -> None:
         Plan.from_json(value, where="run/plan.json")
     assert str(error.value).startswith("run/plan.json: ")
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("form", [SHORT, FULL, OLD], ids=["short", "full", "plan/1"])
+def test_a_value_of_a_wrong_type_anywhere_is_refused_in_words(form: dict[str, Any]) -> None:
+    """Any other exception than CapslogError fails the test; what is read in spite of it can be written again."""
+    refused = 0
+    for path in each_place(form):
+        for wrong in OF_ANY_TYPE:
+            try:
+                plan = Plan.from_json(changed(form, *path, to=wrong))
+            except CapslogError:
+                refused += 1
+            else:
+                assert Plan.from_json(plan.to_json()) == plan
+    assert refused > 100
 
 
 def test_actions_of_the_stages_own_calls_are_read() -> None:

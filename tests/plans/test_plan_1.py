@@ -64,6 +64,20 @@ def test_pipelines_become_blocks() -> None:
     assert Plan.from_json(plan.to_json()) == plan
 
 
+def test_what_the_plan_says_of_pipeline_0_is_said_of_its_stages() -> None:
+    """Of a stage that says nothing itself. The stages of pipeline 0 are not the first ones of the list here."""
+    later = changed(FULL, "stages", to=[*FULL["stages"][2:], *FULL["stages"][:2]])
+    plan = Plan.from_json(
+        later
+        | {"stage_bytes": [4, 9], "stage_seconds": [1, 2], "peak_bytes": 9, "fits": False}
+        | {"shortfall": {"stage": 1, "bytes": 1, "devices_that_fit": None}}
+    )
+    assert [one.bytes for one in plan.stages] == [None, None, 5, 9]
+    assert [one.seconds for one in plan.stages] == [None, None, 0.5, 2.0]
+    assert plan.shortfall is not None
+    assert plan.shortfall.stage == 3
+
+
 def test_one_pipeline_of_several_stages_per_rank_takes_every_block() -> None:
     stages = [stage(0, [[number, number + 1]], [number % 2]) for number in range(5)]
     value = {"format": FULL["format"], "num_layers": 5, "cuts": [0, 1, 2, 3, 4], "stages": stages}
@@ -81,9 +95,26 @@ def test_one_pipeline_of_several_stages_per_rank_takes_every_block() -> None:
         (changed(FULL, "microbatches_of_pipeline", to=[[0, 1, 2, 3]]), "each microbatch to exactly one"),
         (changed(FULL, "stages", 0, "memory_actions", to={"0": "offload"}), "stages[0]: memory_actions is {'0': 'off"),
         (changed(FULL, "stages", 1, "microbatch_size", to=1), "stages[1]: microbatch_size is 1 and the plan's is 2"),
+        (changed(FULL, "cuts", to=...), "field 'cuts' is missing"),
+        (changed(FULL, "cuts", to=[0, 2]), "stages of pipeline 0 do not begin where cuts says"),
+        (changed(FULL, "stage_bytes", to=[5]), "stage_bytes has 1 entries, but there are 2 stages"),
+        (changed(FULL, "stage_seconds", to=[1, -1]), "stage_seconds[1] is -1"),
+        (FULL | {"stage_bytes": [5, 9], "peak_bytes": 8}, "peak_bytes is 8, but the largest of stage_bytes is 9"),
+        (changed(FULL, "capacity_bytes", to=[8, 0]), "capacity_bytes[1] is 0"),
+        (FULL | {"fits": True, "stage_bytes": [5, 9]}, "rank 0 has 8 bytes of capacity and its stage(s) 1 hold 9"),
+        (
+            FULL | {"fits": False, "shortfall": {"stage": 2, "bytes": 1}},
+            "shortfall.stage is 2, but the last stage is 1",
+        ),
+        (changed(FULL, "num_microbatches", to="4"), "num_microbatches is '4'; it must be a whole number"),
+        (changed(FULL, "microbatches_of_pipeline", to=[0, 1]), "microbatches_of_pipeline is a number; it must be a"),
+        (changed(FULL, "stages", 0, "memory_actions", to=[]), "stages[0]: memory_actions must be an object"),
         (changed(FULL, "stages", 1, "rank", to=[1]), "stages[1]: unknown field 'rank'; did you mean 'ranks'?"),
         (changed(FULL, "stages", 1, "pipeline", to=...), "stages[1]: field 'pipeline' is missing"),
-        (changed(FULL, "stages", 1, "layers", to=[[2, 5]]), "no stage holds layer 1 for block 0"),
+        (
+            changed(changed(FULL, "cuts", to=[0, 2]), "stages", 1, "layers", to=[[2, 5]]),
+            "no stage holds layer 1 for block 0",
+        ),
         (changed(FULL, "stages", 1, "parallel", to={"kind": "data", "degree": 1}), "give the blocks to several stages"),
     ],
 )

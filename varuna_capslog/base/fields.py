@@ -15,7 +15,19 @@ from typing import Any, TypeVar
 
 from varuna_capslog.base.errors import CapslogError
 
-__all__ = ["build", "choice", "cut_list", "interval", "listed", "refuse_unknown", "seconds", "text", "whole", "within"]
+__all__ = [
+    "build",
+    "choice",
+    "column",
+    "cut_list",
+    "interval",
+    "listed",
+    "refuse_unknown",
+    "seconds",
+    "text",
+    "whole",
+    "within",
+]
 
 T = TypeVar("T")
 
@@ -91,6 +103,16 @@ def listed(value: Any, name: str) -> list[Any]:
     if not isinstance(value, (list, tuple)):
         raise CapslogError(f"{name} is {_kind(value)}; it must be a list")
     return list(value)
+
+
+def column(value: Any, name: str, check: Callable[[Any, str], Any], length: int, what: str) -> list[Any]:
+    """Return the checked entries of a list of `length` entries, one per `what`; as many None where `value` is None."""
+    if value is None:
+        return [None] * length
+    found = [check(one, f"{name}[{i}]") for i, one in enumerate(listed(value, name))]
+    if len(found) != length:
+        raise CapslogError(f"{name} has {len(found)} entries, but there are {length} {what}")
+    return found
 
 
 def cut_list(cuts: Any, num_layers: int | None, name: str = "cuts") -> tuple[int, ...]:

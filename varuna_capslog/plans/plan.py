@@ -89,8 +89,9 @@ class Plan:
             check_optional(self, name, fields.seconds)
         check_optional(self, "peak_bytes", partial(fields.whole, minimum=None))
         for name in ("fits", "proven"):
-            if getattr(self, name) not in (None, True, False):
-                raise CapslogError(f"{name} is {getattr(self, name)!r}; it must be true, false or null")
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, bool):
+                raise CapslogError(f"{name} is {value!r}; it must be true, false or null")
         rules.check_variants(self.variants, self.num_layers)
         rules.check_routes(self.stages, self.routes)
         blocks = self._blocks()
@@ -130,11 +131,11 @@ class Plan:
         """
         num_layers = fields.whole(num_layers, "num_layers", minimum=1)
         cuts = fields.cut_list(cuts, num_layers)
-        sizes = _column(stage_bytes, "stage_bytes", partial(fields.whole, minimum=None), len(cuts), "stages")
-        times = _column(stage_seconds, "stage_seconds", fields.seconds, len(cuts), "stages")
+        sizes = fields.column(stage_bytes, "stage_bytes", partial(fields.whole, minimum=None), len(cuts), "stages")
+        times = fields.column(stage_seconds, "stage_seconds", fields.seconds, len(cuts), "stages")
         if isinstance(capacity_bytes, (list, tuple)):
             least = partial(fields.whole, minimum=1)
-            limits = _column(capacity_bytes, "capacity_bytes", least, len(cuts), "devices")
+            limits = fields.column(capacity_bytes, "capacity_bytes", least, len(cuts), "devices")
         else:
             if capacity_bytes is not None:
                 capacity_bytes = fields.whole(capacity_bytes, "capacity_bytes", minimum=1)
@@ -375,16 +376,6 @@ def _of_json(value: Any) -> Plan:
             "the two agree, or leave cuts out"
         )
     return plan
-
-
-def _column(value: Any, name: str, check: Any, length: int, what: str) -> list[Any]:
-    """The checked entries of a list of the short form; as many None where it is not there."""
-    if value is None:
-        return [None] * length
-    found = [check(one, f"{name}[{i}]") for i, one in enumerate(fields.listed(value, name))]
-    if len(found) != length:
-        raise CapslogError(f"{name} has {len(found)} entries, but there are {length} {what}")
-    return found
 
 
 def _optional(value: Any, name: str) -> int | None:

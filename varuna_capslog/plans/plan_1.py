@@ -1,17 +1,21 @@
 """Plans of the older format plan/1, read as plan/2.
 
 Its short form is that of plan/2. Its full form named a pipeline for each stage and, in `microbatches_of_pipeline`, the
-microbatches of each pipeline; both become blocks. What plan/2 says in another way and cannot be told from the older
-words is refused by field.
+microbatches of each pipeline; both become blocks. What it said of pipeline 0 as a whole (`stage_bytes`,
+`stage_seconds`) is said of its stages. What plan/2 says in another way and cannot be told from the older words is
+refused by field.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.plans.parts import PlanStage
 
 __all__ = ["FORMAT", "as_plan_2"]
 
@@ -30,55 +34,48 @@ def as_plan_2(value: Mapping[str, Any]) -> dict[str, Any]:
         if rest.pop("actions", None) is not None:
             raise CapslogError("actions are given, but no stages; name the stages, too")
         return rest
-    stages = [
-        _stage(row, f"stages[{i}]", value.get("microbatch_size"))
-        for i, row in enumerate(fields.listed(value["stages"], "stages"))
-    ]
-    pipelines = 1 + max((stage["pipeline"] for stage in stages), default=0)
-    count, groups = value.get("num_microbatches"), value.get("microbatches_of_pipeline")
-    blocks: int | None
-    if groups is None and pipelines > 1:
-        groups, blocks = [[number] for number in range(pipelines)], pipelines
-    else:
-        blocks = count if pipelines > 1 else None
-    if groups is not None:
-        together = sorted(number for group in fields.listed(groups, "microbatches_of_pipeline") for number in group)
-        if len(groups) != pipelines or together != list(range(blocks or count or len(together))):
-            raise CapslogError(
-                "microbatches_of_pipeline must give each microbatch to exactly one of the plan's pipelines"
-            )
-    for stage in stages:
-        pipeline = stage.pop("pipeline")
-        stage["blocks"] = sorted(groups[pipeline]) if groups is not None and pipelines > 1 else None
-    capacity, num_ranks = value.get("capacity_bytes"), 1 + max(max(stage["ranks"], default=0) for stage in stages)
-    limits = list(capacity) if isinstance(capacity, (list, tuple)) else [capacity] * num_ranks
-    limits += [None] * (num_ranks - len(limits))
     for name in _SHORT_ONLY:
         rest.pop(name, None)
+    rows = enumerate(fields.listed(value["stages"], "stages"))
+    pairs = [_stage(row, f"stages[{i}]", value.get("microbatch_size")) for i, row in rows]
+    pipeline_of, stages = [pipeline for pipeline, _ in pairs], [stage for _, stage in pairs]
+    first = [number for number, pipeline in enumerate(pipeline_of) if pipeline == 0]
+    for number, predicted in zip(first, _predictions([stages[number] for number in first], value), strict=False):
+        known = {name: item for name, item in predicted.items() if getattr(stages[number], name) is None}
+        stages[number] = dataclasses.replace(stages[number], **known)
     if isinstance(shortfall := rest.get("shortfall"), Mapping) and "stage" in shortfall:
-        stage_number = fields.whole(shortfall["stage"], "shortfall.stage")
-        if stage_number >= len(stages):
-            raise CapslogError(f"shortfall.stage is {stage_number}, but the last stage is {len(stages) - 1}")
+        number = fields.whole(shortfall["stage"], "shortfall.stage")
+        if number >= len(first):
+            raise CapslogError(f"shortfall.stage is {number}, but the last stage is {len(first) - 1}")
+        rest["shortfall"] = dict(shortfall) | {"stage": first[number]}
+    units, blocks_of = _units(value, 1 + max(pipeline_of, default=0))
+    num_ranks = 1 + max((rank for stage in stages for rank in stage.ranks), default=0)
     return rest | {
         "schedule": value.get("schedule") or ("varuna" if value.get("actions") is None else None),
-        "units": {"per_step": count, "samples": value.get("microbatch_size"), "blocks": blocks},
-        "stages": stages,
-        "ranks": [{"capacity_bytes": limit} for limit in limits],
+        "units": units,
+        "stages": [
+            dataclasses.asdict(dataclasses.replace(stage, blocks=blocks_of[pipeline]))
+            for pipeline, stage in zip(pipeline_of, stages, strict=True)
+        ],
+        "ranks": [{"capacity_bytes": limit} for limit in _capacities(value.get("capacity_bytes"), num_ranks)],
     }
 
 
-def _stage(row: Any, where: str, size: Any) -> dict[str, Any]:
-    """A stage of plan/1, its pipeline still beside it."""
+def _stage(row: Any, where: str, size: Any) -> tuple[int, PlanStage]:
+    """The pipeline of a stage of plan/1, and the stage."""
     if not isinstance(row, Mapping):
         raise CapslogError(f"{where}: a JSON object is needed here")
     fields.within(where, lambda: fields.refuse_unknown(row, _STAGE))
     for name in ("pipeline", "layers", "ranks"):
         if name not in row:
             raise CapslogError(f"{where}: field {name!r} is missing")
-    if row.get("memory_actions"):
+    actions = row.get("memory_actions", {})
+    if not isinstance(actions, Mapping):
+        raise CapslogError(f"{where}: memory_actions must be an object that maps layers to recompute or offload")
+    if actions:
         raise CapslogError(
-            f"{where}: memory_actions is {dict(row['memory_actions'])}, which does not say where an interval of layers "
-            "ends; write the plan as plan/2 with memory intervals [first layer, end, kind]"
+            f"{where}: memory_actions is {dict(actions)}, which does not say where an interval of layers ends; write "
+            "the plan as plan/2 with memory intervals [first layer, end, kind]"
         )
     if row.get("microbatch_size") not in (None, size):
         raise CapslogError(
@@ -86,4 +83,48 @@ def _stage(row: Any, where: str, size: Any) -> dict[str, Any]:
             "where a stage may have a grain of its own"
         )
     kept = {name: row[name] for name in ("layers", "ranks", "parallel", "bytes", "seconds") if name in row}
-    return {"pipeline": fields.whole(row["pipeline"], f"{where}: pipeline"), **kept, "memory": None}
+    pipeline = fields.whole(row["pipeline"], f"{where}: pipeline")
+    return pipeline, fields.build(PlanStage, kept | {"memory": None}, where)
+
+
+def _predictions(stages: list[PlanStage], value: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The `bytes` and `seconds` of each stage of pipeline 0, as the plan's own lists say them beside its `cuts`."""
+    if "cuts" not in value:
+        raise CapslogError("field 'cuts' is missing")
+    cuts = fields.cut_list(value["cuts"], None)
+    if all(len(stage.layers) == 1 for stage in stages) and cuts != tuple(stage.layers[0][0] for stage in stages):
+        raise CapslogError("stages of pipeline 0 do not begin where cuts says; make the two agree")
+    whole = partial(fields.whole, minimum=None)
+    sizes = fields.column(value.get("stage_bytes"), "stage_bytes", whole, len(cuts), "stages")
+    times = fields.column(value.get("stage_seconds"), "stage_seconds", fields.seconds, len(cuts), "stages")
+    if None not in (value.get("stage_bytes"), value.get("peak_bytes")) and value["peak_bytes"] != max(sizes):
+        raise CapslogError(f"peak_bytes is {value['peak_bytes']}, but the largest of stage_bytes is {max(sizes)}")
+    return [{"bytes": size, "seconds": seconds} for size, seconds in zip(sizes, times, strict=True)]
+
+
+def _units(value: Mapping[str, Any], pipelines: int) -> tuple[dict[str, Any], list[list[int] | None]]:
+    """The units of a step, and the blocks of each pipeline: its microbatches, each of which is a block then."""
+    count, groups = value.get("num_microbatches"), value.get("microbatches_of_pipeline")
+    units = {"per_step": count, "samples": value.get("microbatch_size"), "blocks": None}
+    if count is not None:
+        count = fields.whole(count, "num_microbatches", minimum=1)
+    if groups is None:
+        alone: list[list[int] | None] = [[number] for number in range(pipelines)]
+        return units | {"blocks": pipelines if pipelines > 1 else None}, alone if pipelines > 1 else [None]
+    name = "microbatches_of_pipeline"
+    groups = [[fields.whole(one, name) for one in fields.listed(group, name)] for group in fields.listed(groups, name)]
+    together = sorted(number for group in groups for number in group)
+    if len(groups) != pipelines or together != list(range(count or len(together))):
+        raise CapslogError("microbatches_of_pipeline must give each microbatch to exactly one of the plan's pipelines")
+    if pipelines == 1:
+        return units, [None]
+    return units | {"blocks": count}, [sorted(group) for group in groups]
+
+
+def _capacities(value: Any, num_ranks: int) -> list[int | None]:
+    """The bytes of each rank's device: one number for all, or a list, which need not name every rank."""
+    if not isinstance(value, (list, tuple)):
+        limit = None if value is None else fields.whole(value, "capacity_bytes", minimum=1)
+        return [limit] * num_ranks
+    limits = [fields.whole(limit, f"capacity_bytes[{i}]", minimum=1) for i, limit in enumerate(value)]
+    return [*limits, *[None] * (num_ranks - len(limits))]
