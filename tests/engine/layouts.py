@@ -7,9 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from varuna_capslog.engine.layout import Layout, Rectangle
+from varuna_capslog.engine.layout import Layout
+from varuna_capslog.plans.parts import PlanStage
 
-__all__ = ["Cuts", "layout_for", "random_layout"]
+__all__ = ["Cuts", "layout_for", "random_layout", "rectangle"]
+
+
+def rectangle(
+    first: int, end: int, rank: int, blocks: tuple[int, ...] | None = None, in_flight: int | None = None
+) -> PlanStage:
+    """The layers [first, end) on one rank, kept or recomputed as the run says."""
+    return PlanStage(((first, end),), (rank,), blocks, in_flight=in_flight, memory=None)
 
 
 @dataclass(frozen=True)
@@ -37,7 +45,7 @@ def random_layout(seed: int, num_layers: int, num_blocks: int, ranks: int) -> La
     replicas of unequal shares, pipelines of unequal length and cuts."""
     draw = random.Random(seed)
     while True:
-        stages: list[Rectangle] = []
+        stages: list[PlanStage] = []
         for group in _shares(draw, list(range(num_blocks)), draw.randint(1, min(3, num_blocks))):
             count = draw.randint(1, min(5, num_layers))
             cuts = [0, *sorted(draw.sample(range(1, num_layers), count - 1)), num_layers]
@@ -45,11 +53,11 @@ def random_layout(seed: int, num_layers: int, num_blocks: int, ranks: int) -> La
                 parts = _shares(draw, group, draw.choice([1, 1, 1, min(2, len(group))]))
                 for blocks in parts:
                     everything = len(blocks) == num_blocks
-                    stages.append(Rectangle(first, end, draw.randrange(ranks), None if everything else tuple(blocks)))
+                    stages.append(rectangle(first, end, draw.randrange(ranks), None if everything else tuple(blocks)))
         draw.shuffle(stages)
         used = sorted({stage.rank for stage in stages})
         renumbered = [
-            Rectangle(one.first, one.end, used.index(one.rank), one.blocks, draw.choice([None, None, 1, 2]))
+            rectangle(one.first, one.end, used.index(one.rank), one.blocks, draw.choice([None, None, 1, 2]))
             for one in stages
         ]
         held = [(stage.rank, layer) for stage in renumbered for layer in range(stage.first, stage.end)]

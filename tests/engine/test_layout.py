@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.engine.layouts import random_layout
+from tests.engine.layouts import random_layout, rectangle
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import Config, section
-from varuna_capslog.engine.layout import Layout, Rectangle, layout_of
+from varuna_capslog.engine.layout import Layout, layout_of
 from varuna_capslog.plans.parts import MemoryInterval, PlanStage, Units
 from varuna_capslog.plans.plan import Plan
 
@@ -30,7 +30,7 @@ FIRST, SECOND = PlanStage(((0, 1),), (1,), memory=None), PlanStage(((1, 3),), (0
 def test_a_short_plan_is_one_pipeline_in_the_replicas_of_the_config() -> None:
     layout = layout_of(Plan.of_cuts(3, (0, 1)), config_of(2, replicas=2))
     assert layout == Layout(
-        (Rectangle(0, 1, 0, (0,)), Rectangle(1, 3, 1, (0,)), Rectangle(0, 1, 2, (1,)), Rectangle(1, 3, 3, (1,))), 2, 2
+        (rectangle(0, 1, 0, (0,)), rectangle(1, 3, 1, (0,)), rectangle(0, 1, 2, (1,)), rectangle(1, 3, 3, (1,))), 2, 2
     )
     assert (layout.cuts, layout.devices, layout.world_size, layout.first_replica) == ((0, 1), 2, 4, (0, 1))
     assert layout.describe(3) == "rank 3 (stage 1, replica 1)"
@@ -38,7 +38,7 @@ def test_a_short_plan_is_one_pipeline_in_the_replicas_of_the_config() -> None:
 
 def test_a_full_plan_is_taken_as_it_is() -> None:
     layout = layout_of(full(FIRST, SECOND), config_of(2))
-    assert layout == Layout((Rectangle(0, 1, 1), Rectangle(1, 3, 0)), 2)
+    assert layout == Layout((rectangle(0, 1, 1), rectangle(1, 3, 0)), 2)
     assert layout.describe(1) == "rank 1 (stage 0)"
     shared = full(
         dataclasses.replace(FIRST, blocks=(0,), in_flight=1),
@@ -47,7 +47,7 @@ def test_a_full_plan_is_taken_as_it_is() -> None:
     )
     layout = layout_of(shared, config_of(2))
     assert layout.ways == [(0, 2), (1, 2)]
-    assert layout.stages[0] == Rectangle(0, 1, 1, (0,), 1)
+    assert layout.stages[0] == rectangle(0, 1, 1, (0,), 1)
     assert layout.graph(4).routes == ((0, 2), (0, 2), (1, 2), (1, 2))
     assert (layout.holders(0), layout.holders(2), layout.reporter(0)) == ([1, 2], [0], 1)
     assert layout.microbatches_of(2, 0, 4) == [2, 3]
@@ -104,12 +104,18 @@ def test_a_plan_with_its_own_actions_names_its_schedule_as_it_likes() -> None:
 @pytest.mark.parametrize(
     ("stages", "message"),
     [
-        ((Rectangle(0, 1, 0), Rectangle(2, 3, 1)), r"the stages \[0, 1\] of block 0 do not follow each other"),
-        ((Rectangle(0, 3, 0, (0,)), Rectangle(0, 3, 1)), "of block 0 do not follow each other"),
-        ((Rectangle(0, 3, 0, (0,)), Rectangle(0, 3, 0, (1,))), "rank 0 holds a layer in two stages"),
+        ((rectangle(0, 1, 0), rectangle(2, 3, 1)), "no stage holds layer 1; each layer must be in exactly one stage"),
+        (
+            (rectangle(0, 3, 0, (0,)), rectangle(0, 3, 1)),
+            "stages 0 .rank 0, layers 0 to 2. and 1 .* both hold layer 0 for block 0",
+        ),
+        (
+            (rectangle(0, 3, 0, (0,)), rectangle(0, 3, 0, (1,))),
+            r"stages 0 \(.*\) and 1 \(.*\) hold layer 0 twice on one rank",
+        ),
     ],
 )
-def test_a_layout_holds_every_layer_once(stages: tuple[Rectangle, ...], message: str) -> None:
+def test_a_layout_holds_every_layer_once(stages: tuple[PlanStage, ...], message: str) -> None:
     with pytest.raises(CapslogError, match=message):
         Layout(stages, 2)
 

@@ -11,10 +11,10 @@ import torch
 
 from tests.engine import cases, models
 from tests.engine.compare import gradient_error, merged
-from tests.engine.layouts import Cuts, layout_for, random_layout
+from tests.engine.layouts import Cuts, layout_for, random_layout, rectangle
 from tests.engine.pool import WorkerPool
 from varuna_capslog.engine.communicator import Communicator
-from varuna_capslog.engine.layout import Layout, Rectangle
+from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pipeline import PipelineEngine
 from varuna_capslog.engine.step import Verdict
@@ -38,15 +38,15 @@ CASES = {
     "two replicas of two": (Cuts((0, 7), (0, 1), 2), "1f1b", True),
     "two replicas of four": (Cuts((0, 2, 8, 9), (0, 1, 2, 3), 2), "varuna", True),
     "a replicated stage": (
-        Layout((Rectangle(0, 2, 0), Rectangle(2, 8, 1, (1,)), Rectangle(2, 8, 2, (0,)), Rectangle(8, 11, 3)), 2),
+        Layout((rectangle(0, 2, 0), rectangle(2, 8, 1, (1,)), rectangle(2, 8, 2, (0,)), rectangle(8, 11, 3)), 2),
         "1f1b",
         True,
     ),
     "pipelines of three and two": (
         Layout(
             (
-                *(Rectangle(first, end, rank, (0,)) for rank, (first, end) in enumerate([(0, 2), (2, 8), (8, 11)])),
-                *(Rectangle(first, end, 3 + rank, (1,)) for rank, (first, end) in enumerate([(0, 9), (9, 11)])),
+                *(rectangle(first, end, rank, (0,)) for rank, (first, end) in enumerate([(0, 2), (2, 8), (8, 11)])),
+                *(rectangle(first, end, 3 + rank, (1,)) for rank, (first, end) in enumerate([(0, 9), (9, 11)])),
             ),
             2,
         ),
@@ -55,7 +55,7 @@ CASES = {
     ),
     "two pipelines share ranks crosswise": (
         Layout(
-            (Rectangle(0, 5, 0, (0,)), Rectangle(5, 11, 1, (0,)), Rectangle(0, 5, 1, (1,)), Rectangle(5, 11, 0, (1,))),
+            (rectangle(0, 5, 0, (0,)), rectangle(5, 11, 1, (0,)), rectangle(0, 5, 1, (1,)), rectangle(5, 11, 0, (1,))),
             2,
         ),
         "gpipe",

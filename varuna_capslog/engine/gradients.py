@@ -7,7 +7,8 @@ is a ring.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,23 @@ _BLOCK_TAG = 1 << 28
 _SHARED_TAG = 1 << 29
 
 
+@dataclass(frozen=True)
+class _SharedUses:
+    """The uses of a shared parameter, as one of its owners sees them.
+
+    leaves: of the uses on this rank, by layer.
+    sources: for each layer that this rank does not hold, the rank that tells it; held: what each of these tells.
+    receivers: the ranks that this one tells.
+    """
+
+    number: int
+    layers: tuple[int, ...]
+    leaves: Mapping[int, nn.Parameter]
+    sources: Mapping[int, int]
+    held: Mapping[int, Sequence[int]]
+    receivers: Sequence[int]
+
+
 class GradientBook:
     """The gradients of one rank's layers during a step.
 
@@ -32,10 +50,14 @@ class GradientBook:
 
     def __init__(self, chain: Chain, layers: Sequence[EngineLayer], communicator: Communicator, layout: Layout) -> None:
         self._layers = list(layers)
-        self._communicator, self._layout = communicator, layout
-        self._shared = chain.shared
+        self._communicator = communicator
+        self._first_use = {shared.name: shared.layers[0] for shared in chain.shared}
         self._by_index = {layer.index: layer for layer in layers}
-        self._holders = {layer.index: layout.holders(layer.index) for layer in layers}
+        # layer -> rank -> the blocks for which it holds the layer
+        self._owned = {
+            index: {rank: layout.blocks_of(rank, index) for rank in layout.holders(index)} for index in self._by_index
+        }
+        self._shared = list(self._shared_here(chain, layout))
         # several holders: every block is kept until all are added in order; one holder: they are added as they end
         self._blocks: dict[int, dict[int, dict[str, Tensor]]] = {layer.index: {} for layer in layers}
 
@@ -48,7 +70,7 @@ class GradientBook:
                     found[name] = parameter.grad
                     parameter.grad = None
             kept = self._blocks[layer.index]
-            if len(self._holders[layer.index]) > 1 or not kept:
+            if len(self._owned[layer.index]) > 1 or not kept:
                 kept[block] = found
             else:
                 _add_block(next(iter(kept.values())), found)
@@ -57,7 +79,7 @@ class GradientBook:
         """Leaves the minibatch's gradient in `.grad` of each trainable parameter (shared: of its first local leaf)."""
         for layer in self._layers:
             blocks, self._blocks[layer.index] = self._blocks[layer.index], {}
-            if len(self._holders[layer.index]) > 1:
+            if len(self._owned[layer.index]) > 1:
                 self._collect_blocks(layer, blocks)
             total: dict[str, Tensor] = {}
             for block in sorted(blocks):
@@ -71,10 +93,9 @@ class GradientBook:
 
         A shared parameter counts under its first layer only (engine rule 1).
         """
-        first_use = {shared.name: shared.layers[0] for shared in self._shared}
         found = []
         for layer in map(self._by_index.__getitem__, layers):
-            counted = {name: first_use[address] == layer.index for name, address in layer.shared.items()}
+            counted = {name: self._first_use[address] == layer.index for name, address in layer.shared.items()}
             norms = [
                 torch.linalg.vector_norm(parameter.grad, dtype=torch.float64)
                 for name, parameter in layer.parameters.items()
@@ -99,7 +120,7 @@ class GradientBook:
         size = sum(parameter.numel() for parameter in trainable.values()) + len(trainable)
         spec = TensorSpec((size,), next(iter(trainable.values())).dtype)
         rank, tag = self._communicator.rank, _BLOCK_TAG + layer.index
-        owned = {peer: self._layout.blocks_of(peer, layer.index) for peer in self._holders[layer.index]}
+        owned = dict(self._owned[layer.index])
         mine = owned.pop(rank)
         for turn in range(max(len(mine), *map(len, owned.values()))):
             packed = _pack(blocks[mine[turn]], trainable) if turn < len(mine) else None
@@ -109,46 +130,53 @@ class GradientBook:
 
     def _add_uses(self) -> None:
         """Shared parameters: every owner adds all uses in layer order."""
-        for number, shared in enumerate(self._shared):
-            local = [(index, name) for index, name in shared.uses if index in self._by_index]
-            if not local:
-                continue
-            leaves = {index: self._by_index[index].parameters[name] for index, name in local}
-            if not next(iter(leaves.values())).requires_grad:
-                continue
-            uses: dict[int, Tensor | None] = {index: leaf.grad for index, leaf in leaves.items()}
-            uses.update(self._remote_uses(number, shared.layers, leaves))
+        for shared in self._shared:
+            uses: dict[int, Tensor | None] = {index: leaf.grad for index, leaf in shared.leaves.items()}
+            if shared.sources or shared.receivers:
+                uses.update(self._remote_uses(shared))
             total: Tensor | None = None
             for index in shared.layers:
                 gradient = uses[index]
                 if gradient is not None:
                     total = gradient.clone() if total is None else total.add_(gradient)
-            for leaf in leaves.values():
+            for leaf in shared.leaves.values():
                 leaf.grad = None
-            leaves[local[0][0]].grad = total
+            next(iter(shared.leaves.values())).grad = total
 
-    def _remote_uses(
-        self, number: int, layers: Sequence[int], leaves: Mapping[int, nn.Parameter]
-    ) -> dict[int, Tensor | None]:
+    def _remote_uses(self, shared: _SharedUses) -> dict[int, Tensor | None]:
         """The gradients of the uses in layers that this rank does not hold, by layer; see `Layout.uses_from`."""
-        sources = self._layout.uses_from(layers)
-        wanted = sources[self._communicator.rank]
-        receivers = [rank for rank, theirs in sources.items() if self._communicator.rank in theirs.values()]
-        if not wanted and not receivers:
-            return {}
+        leaves = {str(index): leaf for index, leaf in shared.leaves.items()}
         template = next(iter(leaves.values()))
-        packed = _pack(
-            {str(i): leaf.grad for i, leaf in leaves.items() if leaf.grad is not None},
-            {str(i): leaf for i, leaf in leaves.items()},
-        )
-        held = {peer: [i for i in layers if i in self._layout.layers_of(peer)] for peer in set(wanted.values())}
-        specs = {peer: TensorSpec(((template.numel() + 1) * len(uses),), template.dtype) for peer, uses in held.items()}
+        packed = _pack({index: leaf.grad for index, leaf in leaves.items() if leaf.grad is not None}, leaves)
+        specs = {
+            peer: TensorSpec(((template.numel() + 1) * len(uses),), template.dtype)
+            for peer, uses in shared.held.items()
+        }
         found: dict[int, Tensor | None] = {}
-        tag = _SHARED_TAG + number
-        for peer, flat in self._communicator.exchange(packed, receivers, specs, tag, template.device).items():
-            theirs = _unpack(flat, {str(i): template for i in held[peer]})
-            found.update({i: theirs.get(str(i)) for i, source in wanted.items() if source == peer})
+        tag = _SHARED_TAG + shared.number
+        arrived = self._communicator.exchange(packed, shared.receivers, specs, tag, template.device)
+        for peer, flat in arrived.items():
+            theirs = _unpack(flat, {str(index): template for index in shared.held[peer]})
+            found.update({index: theirs.get(str(index)) for index, source in shared.sources.items() if source == peer})
         return found
+
+    def _shared_here(self, chain: Chain, layout: Layout) -> Iterator[_SharedUses]:
+        """The trainable shared parameters that this rank holds."""
+        here = self._communicator.rank
+        for number, shared in enumerate(chain.shared):
+            leaves = {
+                index: self._by_index[index].parameters[name] for index, name in shared.uses if index in self._by_index
+            }
+            if not leaves or not next(iter(leaves.values())).requires_grad:
+                continue
+            asked = layout.uses_from(shared.layers)
+            receivers = [rank for rank, theirs in asked.items() if here in theirs.values()]
+            sources = asked[here]
+            held = {
+                peer: [index for index in shared.layers if index in layout.layers_of(peer)]
+                for peer in set(sources.values())
+            }
+            yield _SharedUses(number, tuple(shared.layers), leaves, sources, held, receivers)
 
 
 def _add_block(total: dict[str, Tensor], block: dict[str, Tensor]) -> None:

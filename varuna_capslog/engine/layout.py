@@ -9,34 +9,20 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.plans.parts import PlanStage, Units
 from varuna_capslog.plans.plan import Plan
-from varuna_capslog.plans.rules import stage_graph
+from varuna_capslog.plans.rules import Path, check_cover, paths_of, stage_graph
 from varuna_capslog.schedules import ALWAYS_RECOMPUTE, StageGraph
 
 if TYPE_CHECKING:
     from varuna_capslog.config.settings import Config
 
-__all__ = ["Layout", "Rectangle", "layout_of"]
-
-
-@dataclass(frozen=True)
-class Rectangle:
-    """One stage: the layers [first, end) on one rank.
-
-    blocks: the accumulation blocks that it serves, rising; None: all of them.
-    in_flight: the most microbatches between forward and backward; None: the schedule's own limit.
-    """
-
-    first: int
-    end: int
-    rank: int
-    blocks: tuple[int, ...] | None = None
-    in_flight: int | None = None
+__all__ = ["Layout", "layout_of"]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The stages of a step, numbered by their place.
+    """The stages of a step, numbered by their place, each one range of layers on one rank.
 
     num_blocks: accumulation blocks of a step.
     replicas: how often the same pipeline stands in `stages`, one after the other; it says nothing more than they do.
@@ -44,21 +30,12 @@ class Layout:
     Raises CapslogError unless every block finds every layer once, and no rank holds a layer twice.
     """
 
-    stages: tuple[Rectangle, ...]
+    stages: tuple[PlanStage, ...]
     num_blocks: int = 1
     replicas: int = 1
 
     def __post_init__(self) -> None:
-        for block, path in enumerate(self.paths):
-            ends = [0, *(self.stages[stage].end for stage in path)]
-            if [self.stages[stage].first for stage in path] != ends[:-1] or ends[-1] != self.num_layers:
-                raise CapslogError(
-                    f"the stages {list(path)} of block {block} do not follow each other from layer 0 to layer "
-                    f"{self.num_layers - 1}; each layer must be in exactly one of them"
-                )
-        for rank in range(self.world_size):
-            if len(set(layers := self.layers_of(rank))) < len(layers):
-                raise CapslogError(f"rank {rank} holds a layer in two stages; give the blocks of both to one stage")
+        check_cover(self.stages, self.num_layers, self.num_blocks)
 
     @classmethod
     def pipelines(
@@ -89,7 +66,7 @@ class Layout:
         for replica in range(replicas):
             blocks = None if replicas == 1 else tuple(range(replica * share, (replica + 1) * share))
             for first, end, device in zip(cuts, (*cuts[1:], num_layers), devices, strict=True):
-                stages.append(Rectangle(first, end, replica * width + device, blocks))
+                stages.append(PlanStage(((first, end),), (replica * width + device,), blocks, memory=None))
         return cls(tuple(stages), num_blocks, replicas)
 
     @cached_property
@@ -103,16 +80,12 @@ class Layout:
         return max(stage.rank for stage in self.stages) + 1
 
     @cached_property
-    def paths(self) -> list[tuple[int, ...]]:
+    def paths(self) -> list[Path]:
         """block -> the stages that serve it, in the order of the chain."""
-        ordered = sorted(range(len(self.stages)), key=lambda number: self.stages[number].first)
-        return [
-            tuple(number for number in ordered if self.stages[number].blocks is None or block in self._blocks[number])
-            for block in range(self.num_blocks)
-        ]
+        return paths_of(self.stages, self.num_blocks)
 
     @cached_property
-    def ways(self) -> list[tuple[int, ...]]:
+    def ways(self) -> list[Path]:
         """The different ways through the stages, in the order of the first block that takes each."""
         return list(dict.fromkeys(self.paths))
 
@@ -138,8 +111,7 @@ class Layout:
 
     def graph(self, num_microbatches: int) -> StageGraph:
         """The stages and the way of every microbatch of a step through them."""
-        of_block = num_microbatches // self.num_blocks
-        return StageGraph(self.ranks, tuple(path for path in self.paths for _ in range(of_block)))
+        return stage_graph(self.stages, Units(num_microbatches, None, self.num_blocks))
 
     def microbatches_of(self, rank: int, layer: int, num_microbatches: int) -> list[int]:
         """The microbatches of a step for which a rank runs a layer, rising."""
@@ -200,10 +172,6 @@ class Layout:
         return f"rank {rank} ({what}{pipeline})"
 
     @cached_property
-    def _blocks(self) -> list[frozenset[int]]:
-        return [frozenset(stage.blocks or ()) for stage in self.stages]
-
-    @cached_property
     def _ranks_of_layer(self) -> list[list[int]]:
         """layer -> block -> rank."""
         found: list[list[int]] = [[] for _ in range(self.num_layers)]
@@ -252,5 +220,6 @@ def layout_of(plan: Plan, config: Config) -> Layout:
         return Layout.pipelines(cuts, plan.num_layers, placement, pipeline.replicas, config.num_blocks)
     whole = dataclasses.replace(plan.units, per_step=config.num_microbatches, blocks=config.num_blocks)
     stage_graph(plan.stages, whole)  # refuses by name what schedules do not describe
-    stages = tuple(Rectangle(*one.layers[0], one.ranks[0], one.blocks, one.in_flight) for one in plan.stages)
+    # What is predicted of them is no part of what they do.
+    stages = tuple(dataclasses.replace(one, bytes=None, seconds=None) for one in plan.stages)
     return Layout(stages, config.num_blocks)

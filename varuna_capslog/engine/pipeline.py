@@ -116,6 +116,20 @@ class PipelineEngine:
             self.stages[number] = Stage(number, chain, layers, loss if place.end == len(chain) else None, host)
         self._crossing = [chain.crossing(stage.first) for stage in layout.stages]
         self._graph = layout.graph(options.num_microbatches)
+        self._local = sorted({microbatch for stage in self.stages for microbatch in self._graph.microbatches[stage]})
+        self.loaded_microbatches = layout.microbatches_of(self.rank, 0, options.num_microbatches)
+        self._last = [stage for stage in self.stages.values() if stage.end == len(chain)]
+        self._reported = [layer.index for layer in self.layers if layout.reporter(layer.index) == self.rank]
+        # layer -> the other ranks that hold it -> the microbatches whose running statistics they have
+        self._statistics_of = {
+            layer.index: {
+                peer: layout.microbatches_of(peer, layer.index, options.num_microbatches)
+                for peer in layout.holders(layer.index)
+                if peer != self.rank
+            }
+            for layer in self.layers
+            if layer.statistics
+        }
         self._gradients = GradientBook(chain, self.layers, communicator, layout)
         if options.transport != "gloo":
             communicator.open_pair_groups(self.pairs(), options.transport)
@@ -143,11 +157,6 @@ class PipelineEngine:
 
     # -- microbatches ------------------------------------------------------------------------------------------------
 
-    @property
-    def loaded_microbatches(self) -> Sequence[int]:
-        """As `Engine.loaded_microbatches`."""
-        return self.layout.microbatches_of(self.rank, 0, self.options.num_microbatches)
-
     def _context(self, index: int, minibatch: Minibatch, microbatch: int, step: int) -> MicrobatchContext:
         return MicrobatchContext(
             index,
@@ -168,11 +177,10 @@ class PipelineEngine:
         check_minibatch(minibatch, self.options)
         if self.idle:
             return
-        local = sorted({microbatch for stage in self.stages for microbatch in self._graph.microbatches[stage]})
-        contexts = {index: self._context(index, minibatch, index, step) for index in local}
+        contexts = {index: self._context(index, minibatch, index, step) for index in self._local}
         if self._executor is None:
             # the first minibatch shows which cuts carry gradients
-            options, specs = self.options, contexts[local[0]].specs
+            options, specs = self.options, contexts[self._local[0]].specs
             self._executor = self._executor_of(
                 _lowered(
                     options.schedule if options.actions is None else options.actions,
@@ -200,11 +208,9 @@ class PipelineEngine:
 
     def vote(self, step: int, minibatch: Minibatch, stop: bool = False, ballot: bytes = b"") -> Verdict:
         """As `Engine.vote`. A step with a `refusal` must not be applied: `forget` drops it."""
-        last = [stage for stage in self.stages.values() if stage.end == len(self.chain)]
-        reported = [layer.index for layer in self.layers if self.layout.reporter(layer.index) == self.rank]
-        norms = self._gradients.squared_norms(reported) if reported else {}
+        norms = self._gradients.squared_norms(self._reported) if self._reported else {}
         try:
-            return self._poll.hold(step, minibatch, last, norms, stop, ballot)
+            return self._poll.hold(step, minibatch, self._last, norms, stop, ballot)
         except BaseException:
             self.forget()
             raise
@@ -255,12 +261,7 @@ class PipelineEngine:
 
     def _take_statistics(self, layer: EngineLayer) -> dict[int, list[Tensor]]:
         """A layer's running statistics of all microbatches of the step, those of its other holders included."""
-        found, count = layer.statistics.take(), self.options.num_microbatches
-        others = {
-            peer: self.layout.microbatches_of(peer, layer.index, count)
-            for peer in self.layout.holders(layer.index)
-            if peer != self.rank
-        }
+        found, others = layer.statistics.take(), self._statistics_of[layer.index]
         if not others:
             return found
         order = sorted(found)

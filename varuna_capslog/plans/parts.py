@@ -148,6 +148,21 @@ class PlanStage:
         check_optional(self, "seconds", fields.seconds)
 
     @property
+    def first(self) -> int:
+        """The first layer."""
+        return self.layers[0][0]
+
+    @property
+    def end(self) -> int:
+        """The layer behind the last one."""
+        return self.layers[-1][1]
+
+    @property
+    def rank(self) -> int:
+        """The rank, or the first of those that split the stage."""
+        return self.ranks[0]
+
+    @property
     def whole(self) -> bool:
         """Whether the stage is kept or recomputed as a whole (or as the config says)."""
         intervals = self.memory or ()

@@ -171,7 +171,7 @@ class Plan:
     def cuts(self) -> tuple[int, ...] | None:
         """The first layer of each stage, where the stages are one pipeline in the order of the chain; else None."""
         follow = all(len(stage.layers) == 1 and stage.blocks is None for stage in self.stages)
-        cuts = tuple(stage.layers[0][0] for stage in self.stages)
+        cuts = tuple(stage.first for stage in self.stages)
         return cuts if follow and list(cuts) == sorted(cuts) else None
 
     @property
@@ -232,7 +232,7 @@ class Plan:
         for number, stage in enumerate(self.stages):
             if len(stage.ranks) != 1:
                 raise CapslogError(f"stage {number} runs on {len(stage.ranks)} ranks; one is needed here")
-        return [stage.ranks[0] for stage in self.stages]
+        return [stage.rank for stage in self.stages]
 
     @property
     def recomputes(self) -> bool | None:

@@ -92,7 +92,7 @@ def _predictions(stages: list[PlanStage], value: Mapping[str, Any]) -> list[dict
     if "cuts" not in value:
         raise CapslogError("field 'cuts' is missing")
     cuts = fields.cut_list(value["cuts"], None)
-    if all(len(stage.layers) == 1 for stage in stages) and cuts != tuple(stage.layers[0][0] for stage in stages):
+    if all(len(stage.layers) == 1 for stage in stages) and cuts != tuple(stage.first for stage in stages):
         raise CapslogError("stages of pipeline 0 do not begin where cuts says; make the two agree")
     whole = partial(fields.whole, minimum=None)
     sizes = fields.column(value.get("stage_bytes"), "stage_bytes", whole, len(cuts), "stages")

@@ -24,6 +24,7 @@ from varuna_capslog.plans.parts import PlanRank, PlanStage, Units
 from varuna_capslog.schedules import StageGraph, find_deadlock, from_strings, lower, validate
 
 __all__ = [
+    "Path",
     "check_actions",
     "check_capacity",
     "check_cover",
@@ -43,7 +44,7 @@ Path = tuple[int, ...]
 
 def paths_of(stages: Sequence[PlanStage], blocks: int) -> list[Path]:
     """block -> the stages that serve it, ordered by their first layer."""
-    ordered = sorted(range(len(stages)), key=lambda number: stages[number].layers[0][0])
+    ordered = sorted(range(len(stages)), key=lambda number: stages[number].first)
     always = [number for number in ordered if stages[number].blocks is None]
     if len(always) == len(stages):
         return [tuple(always)] * blocks
@@ -57,9 +58,9 @@ def paths_of(stages: Sequence[PlanStage], blocks: int) -> list[Path]:
 def check_cover(stages: Sequence[PlanStage], num_layers: int, blocks: int) -> None:
     """Rule 1."""
     for number, stage in enumerate(stages):
-        if stage.layers[-1][1] > num_layers:
+        if stage.end > num_layers:
             raise CapslogError(
-                f"stage {number} ({stage.describe()}) holds layer {stage.layers[-1][1] - 1}, but the last layer is "
+                f"stage {number} ({stage.describe()}) holds layer {stage.end - 1}, but the last layer is "
                 f"{num_layers - 1}"
             )
         if stage.blocks is not None and stage.blocks[-1] >= blocks:
@@ -186,9 +187,7 @@ def stage_graph(stages: Sequence[PlanStage], units: Units) -> StageGraph:
             )
     per_block = units.of_block
     paths = paths_of(stages, units.blocks or 1)
-    return StageGraph(
-        tuple(stage.ranks[0] for stage in stages), tuple(path for path in paths for _ in range(per_block))
-    )
+    return StageGraph(tuple(stage.rank for stage in stages), tuple(path for path in paths for _ in range(per_block)))
 
 
 def check_variants(variants: Any, num_layers: int) -> None:
