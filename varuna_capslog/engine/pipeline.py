@@ -24,8 +24,9 @@ from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.optimizer import StageOptimizer
 from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.stage import HostMemory, LossFunction, MicrobatchContext, Stage
+from varuna_capslog.engine.statistics import StatisticsBook
 from varuna_capslog.engine.step import Poll, Verdict, check_minibatch
-from varuna_capslog.model.chain import Chain, TensorSpec
+from varuna_capslog.model.chain import Chain
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.schedules import (
@@ -40,8 +41,6 @@ from varuna_capslog.schedules import (
 )
 
 __all__ = ["PipelineEngine", "Ready", "build"]
-
-_STATISTICS_TAG = 3 << 28
 
 
 @dataclass(frozen=True)
@@ -120,17 +119,8 @@ class PipelineEngine:
         self.loaded_microbatches = layout.microbatches_of(self.rank, 0, options.num_microbatches)
         self._last = [stage for stage in self.stages.values() if stage.end == len(chain)]
         self._reported = [layer.index for layer in self.layers if layout.reporter(layer.index) == self.rank]
-        # layer -> the other ranks that hold it -> the microbatches whose running statistics they have
-        self._statistics_of = {
-            layer.index: {
-                peer: layout.microbatches_of(peer, layer.index, options.num_microbatches)
-                for peer in layout.holders(layer.index)
-                if peer != self.rank
-            }
-            for layer in self.layers
-            if layer.statistics
-        }
         self._gradients = GradientBook(chain, self.layers, communicator, layout)
+        self._statistics = StatisticsBook(self.layers, communicator, layout, options.num_microbatches)
         if options.transport != "gloo":
             communicator.open_pair_groups(self.pairs(), options.transport)
         self.optimizer = StageOptimizer(self.layers, options.rate, options.weight_decay, options.multipliers)
@@ -138,8 +128,6 @@ class PipelineEngine:
         self._executor: Executor | None = None
         self._evaluators: dict[tuple[int, ...], Executor] = {}
         self._poll = Poll(chain, communicator, options, ready.part_names)
-        # running statistics of the step under way, by layer and microbatch, those of the layer's other holders included
-        self._statistics: dict[int, dict[int, list[Tensor]]] = {}
 
     @property
     def idle(self) -> bool:
@@ -201,7 +189,7 @@ class PipelineEngine:
         try:
             self._executor.run(contexts, load, after_backward)
             self._gradients.finish()
-            self._statistics = {layer.index: self._take_statistics(layer) for layer in self.layers if layer.statistics}
+            self._statistics.collect()
         except BaseException:
             self.forget()
             raise
@@ -230,16 +218,14 @@ class PipelineEngine:
             gradient = self.optimizer.parameters.get(layer.address(name), parameter).grad
             if gradient is not None:
                 update[f"gradients/{name}"] = gradient
-        for microbatch, calls in self._statistics.get(index, {}).items():
+        for microbatch, calls in self._statistics.of(index).items():
             update |= {f"statistics/{microbatch}/{k}": tensor for k, tensor in enumerate(calls)}
         return update
 
     def apply(self, verdict: Verdict) -> float:
         """As `Engine.apply`: clipping, optimizer, running statistics."""
         rate = self.optimizer.step(verdict.step, verdict.scale)
-        for layer in self.layers:
-            if layer.index in self._statistics:
-                layer.statistics.commit(self._statistics.pop(layer.index))
+        self._statistics.commit()
         return rate
 
     @property
@@ -257,24 +243,7 @@ class PipelineEngine:
         for stage in self.stages.values():
             stage.forget()
         self._gradients.forget()
-        self._statistics.clear()
-
-    def _take_statistics(self, layer: EngineLayer) -> dict[int, list[Tensor]]:
-        """A layer's running statistics of all microbatches of the step, those of its other holders included."""
-        found, others = layer.statistics.take(), self._statistics_of[layer.index]
-        if not others:
-            return found
-        order = sorted(found)
-        shapes = [tensor.shape for tensor in found[order[0]]]
-        sizes = [shape.numel() for shape in shapes]
-        flat = torch.cat([tensor.reshape(-1) for microbatch in order for tensor in found[microbatch]])
-        wanted = {peer: TensorSpec((sum(sizes) * len(theirs),), flat.dtype) for peer, theirs in others.items()}
-        tag = _STATISTICS_TAG + layer.index
-        for peer, values in self.communicator.exchange(flat, others, wanted, tag, flat.device).items():
-            pieces = iter(values.split(sizes * len(others[peer])))
-            for microbatch in others[peer]:
-                found[microbatch] = [next(pieces).reshape(shape) for shape in shapes]
-        return found
+        self._statistics.forget()
 
     # -- evaluation --------------------------------------------------------------------------------------------------
 

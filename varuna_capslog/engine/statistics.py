@@ -7,14 +7,23 @@ microbatch order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.engine.communicator import Communicator
+from varuna_capslog.engine.layout import Layout
+from varuna_capslog.model.chain import TensorSpec
 
-__all__ = ["RunningStatistics", "tracking_modules"]
+if TYPE_CHECKING:
+    from varuna_capslog.engine.layers import EngineLayer
+
+__all__ = ["RunningStatistics", "StatisticsBook", "tracking_modules"]
+
+_TAG = 3 << 28
 
 _Norm = nn.modules.batchnorm._NormBase
 
@@ -110,3 +119,59 @@ class RunningStatistics:
                     factor = module.momentum
                 module.running_mean.mul_(1 - factor).add_(mean, alpha=factor)
                 module.running_var.mul_(1 - factor).add_(variance, alpha=factor)
+
+
+class StatisticsBook:
+    """The running statistics of one rank's layers during a step, those of the layers' other holders included."""
+
+    def __init__(
+        self, layers: Sequence[EngineLayer], communicator: Communicator, layout: Layout, num_microbatches: int
+    ) -> None:
+        self._communicator = communicator
+        self._layers = {layer.index: layer for layer in layers if layer.statistics}
+        # layer -> the other ranks that hold it -> the microbatches whose statistics they have
+        self._others = {
+            index: {
+                rank: layout.microbatches_of(rank, index, num_microbatches)
+                for rank in layout.holders(index)
+                if rank != communicator.rank
+            }
+            for index in self._layers
+        }
+        self._found: dict[int, dict[int, list[Tensor]]] = {}
+
+    def collect(self) -> None:
+        """Takes the statistics of all microbatches of the step from the layers and from their other holders."""
+        for index, layer in self._layers.items():
+            found, others = layer.statistics.take(), self._others[index]
+            self._found[index] = found | self._ask(index, found, others) if others else found
+
+    def of(self, index: int) -> Mapping[int, list[Tensor]]:
+        """After `collect`: a layer's statistics by microbatch, [2, features] per module call; empty without any."""
+        return self._found.get(index, {})
+
+    def commit(self) -> None:
+        """Folds them into the layers' buffers."""
+        for index, found in self._found.items():
+            self._layers[index].statistics.commit(found)
+        self._found = {}
+
+    def forget(self) -> None:
+        """Drops those of a broken-off step."""
+        self._found = {}
+
+    def _ask(
+        self, index: int, mine: Mapping[int, list[Tensor]], others: Mapping[int, Sequence[int]]
+    ) -> dict[int, list[Tensor]]:
+        """The statistics that the other holders of a layer have, by microbatch."""
+        order = sorted(mine)
+        shapes = [tensor.shape for tensor in mine[order[0]]]
+        sizes = [shape.numel() for shape in shapes]
+        flat = torch.cat([tensor.reshape(-1) for microbatch in order for tensor in mine[microbatch]])
+        wanted = {peer: TensorSpec((sum(sizes) * len(theirs),), flat.dtype) for peer, theirs in others.items()}
+        found = {}
+        for peer, values in self._communicator.exchange(flat, others, wanted, _TAG + index, flat.device).items():
+            pieces = iter(values.split(sizes * len(others[peer])))
+            for microbatch in others[peer]:
+                found[microbatch] = [next(pieces).reshape(shape) for shape in shapes]
+        return found
