@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -14,10 +18,11 @@ from tests.engine.workload import TinyWorkload
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.settings import Config
 from varuna_capslog.engine.communicator import Communicator
+from varuna_capslog.engine.host_tier import HostTier, Region, TierOptions, Wait
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.optimizer import LearningRate
 from varuna_capslog.engine.options import EngineOptions
-from varuna_capslog.engine.pipeline import PipelineEngine
+from varuna_capslog.engine.pipeline import PipelineEngine, Ready
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.training import checkpoint
@@ -35,6 +40,7 @@ def train(
     steps: int = 1,
     dtype: torch.dtype = torch.float32,
     twist: str | None = None,
+    copies: str | None = None,
 ) -> dict[str, Any]:
     """Some steps of the tiny chain.
 
@@ -42,11 +48,13 @@ def train(
         twist: "pair groups" sends over one group per ordered pair, as NCCL does; the others break the engine on
             purpose, to see that a comparison notices: "drop" loses a gradient, "swap" gives two microbatches each
             other's targets, "reseed" draws other dropout masks.
+        copies: how those to and from the host tier go; see `copying`.
     """
     chain = models.build_chain(dtype=dtype)
     settings = EngineOptions(**(SETTINGS | options))
     placed = layout_for(layout, len(chain), settings.num_blocks)
-    engine = PipelineEngine(chain, models.loss, placed, settings, communicator, torch.device("cpu"))
+    tier = None if copies is None else copying(copies, settings)
+    engine = PipelineEngine(chain, models.loss, placed, settings, communicator, torch.device("cpu"), Ready(tier=tier))
     first: dict[str, Tensor] = {}
     results = []
 
@@ -76,6 +84,7 @@ def train(
     verify_copies(engine)
     layers = engine.layers
     return {
+        "host bytes": (0, 0) if tier is None else (tier.bytes, tier.peak_bytes),
         "parts": [result.parts for result in results],
         "norms": [result.grad_norm for result in results],
         "gradients": first,
@@ -83,6 +92,59 @@ def train(
         "state": {f"{layer.name}.{n}": p.detach().clone() for layer in layers for n, p in layer.parameters.items()},
         "buffers": {f"{layer.name}.{n}": b.clone() for layer in layers for n, b in layer.buffers.items()},
     }
+
+
+class Reordered(HostTier):
+    """Copies that end in another order than they began, each after a time of its own."""
+
+    def __init__(self, device: torch.device, options: TierOptions) -> None:
+        super().__init__(device, options)
+        self._thread = ThreadPoolExecutor(4)
+        self._draw = random.Random(0)
+
+    def carry(self, source: Tensor, target: Tensor) -> None:
+        time.sleep(self._draw.choice([0.0, 0.0, 0.0, 0.001, 0.004]))
+        super().carry(source, target)
+
+
+class Late(HostTier):
+    """Copies that begin late; until then their target holds no number."""
+
+    def _copy(self, source: Tensor, target: Tensor, beside: bool) -> Wait:
+        target.fill_(255)
+        return super()._copy(source, target, beside)
+
+    def carry(self, source: Tensor, target: Tensor) -> None:
+        time.sleep(0.005)
+        super().carry(source, target)
+
+
+class Early(Late):
+    """Says that a copy has come back as soon as it has begun: a sabotage."""
+
+    def come_back(self, region: Region, beside: bool) -> tuple[Tensor, Wait]:
+        return super().come_back(region, beside)[0], lambda: None
+
+
+class Failing(HostTier):
+    """The tenth copy fails."""
+
+    count = 0
+
+    def carry(self, source: Tensor, target: Tensor) -> None:
+        self.count += 1
+        if self.count == 10:
+            raise OSError(5, "Input/output error")
+        super().carry(source, target)
+
+
+def copying(kind: str, options: EngineOptions) -> HostTier:
+    """A host tier whose copies are "plain", "slow" (64 KiB in a second), "late", "early", "reordered" or "failing"."""
+    device = torch.device("cpu")
+    if kind == "slow":
+        return HostTier(device, dataclasses.replace(options.tier, bandwidth=1 << 16))
+    kinds = {"plain": HostTier, "late": Late, "early": Early, "reordered": Reordered, "failing": Failing}
+    return kinds[kind](device, options.tier)
 
 
 def _tensors(engine: PipelineEngine) -> list[Tensor]:

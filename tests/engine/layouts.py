@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from varuna_capslog.engine.layout import Layout
-from varuna_capslog.plans.parts import PlanStage
+from varuna_capslog.engine.segments import KEEP
+from varuna_capslog.plans.parts import INTERVAL_KINDS, MemoryInterval, PlanStage
 
-__all__ = ["Cuts", "layout_for", "random_layout", "rectangle"]
+__all__ = ["Cuts", "layout_for", "random_layout", "rectangle", "with_intervals"]
 
 
 def rectangle(
@@ -63,6 +65,19 @@ def random_layout(seed: int, num_layers: int, num_blocks: int, ranks: int) -> La
         held = [(stage.rank, layer) for stage in renumbered for layer in range(stage.first, stage.end)]
         if len(set(held)) == len(held):
             return Layout(tuple(renumbered), num_blocks)
+
+
+def with_intervals(layout: Layout, seed: int, kinds: Sequence[str] = (KEEP, *INTERVAL_KINDS)) -> Layout:
+    """The layout with memory intervals of these kinds drawn for every stage."""
+    draw = random.Random(seed)
+    stages = []
+    for stage in layout.stages:
+        size = stage.end - stage.first
+        inner = sorted(draw.sample(range(stage.first + 1, stage.end), draw.randint(0, min(3, size - 1))))
+        pieces = [(first, end, draw.choice(kinds)) for first, end in pairwise([stage.first, *inner, stage.end])]
+        memory = tuple(MemoryInterval(*piece) for piece in pieces if piece[2] != KEEP)
+        stages.append(dataclasses.replace(stage, memory=memory))
+    return dataclasses.replace(layout, stages=tuple(stages))
 
 
 def _shares(draw: random.Random, blocks: Sequence[int], count: int) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""An observer sees the whole step and changes no bit of it; an engine's host memory is the one it was given."""
+"""An observer sees the whole step and changes no bit of it; an engine's host tier is the one it was given."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from torch import Tensor
 from tests.engine import cases, models
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.executor import Observer
+from varuna_capslog.engine.host_tier import HostTier
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pipeline import PipelineEngine, Ready
-from varuna_capslog.engine.stage import HostMemory, Kept, MicrobatchContext, Stage
+from varuna_capslog.engine.stage import MicrobatchContext, Stage
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.schedules.lower import Instruction
 
@@ -41,10 +42,10 @@ class Watcher(Observer):
         self.worked.append(f"{stage.index}{kind}{context.index}")
 
 
-def _trained(observer: Observer | None = None, host: HostMemory | None = None) -> tuple[PipelineEngine, list[Tensor]]:
+def _trained(observer: Observer | None = None, tier: HostTier | None = None) -> tuple[PipelineEngine, list[Tensor]]:
     alone = Communicator(0, 1, 0, 1)  # type: ignore[arg-type]
     options = EngineOptions(**(cases.SETTINGS | {"schedule": "gpipe"}))
-    cpu, ready = torch.device("cpu"), Ready(host=host)
+    cpu, ready = torch.device("cpu"), Ready(tier=tier)
     torch.manual_seed(0)
     engine = PipelineEngine(models.build_chain(), models.loss, LAYOUT, options, alone, cpu, ready, observer)
     for step in (1, 2):
@@ -72,18 +73,12 @@ def test_an_observer_sees_every_instruction_and_every_action_and_changes_nothing
     assert len(watcher.worked) == 2 * count  # an evaluation is no work of training
 
 
-def test_inputs_wait_in_the_host_memory_that_the_engine_is_given() -> None:
-    class Counted(HostMemory):
-        waiting = 0
-
-        def keep(self, tensor: Tensor) -> Kept:
-            self.waiting += 1
-            return tensor.clone()
-
-    host = Counted()
-    _, kept = _trained(host=host)
+def test_inputs_wait_in_the_host_tier_that_the_engine_is_given() -> None:
+    tier = HostTier(torch.device("cpu"))
+    _, kept = _trained(tier=tier)
     _, plain = _trained()
-    assert host.waiting > 0
+    assert tier.peak_bytes > 0
+    assert tier.bytes == 0
     assert all(torch.equal(a, b) for a, b in zip(kept, plain, strict=True))
 
 

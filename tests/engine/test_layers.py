@@ -28,8 +28,8 @@ def graphs_kept(chain: Chain) -> tuple[int, Stage, MicrobatchContext]:
         for cut in range(len(chain) + 1)
     ]
     context = MicrobatchContext(0, specs, None, {}, (1, 1))
-    stage.forward(context, {"x": torch.ones(3, 4)}, graph=True)
-    return len(stage._held[0].graphs), stage, context
+    stage.forward(context, {"x": torch.ones(3, 4)}, whole=True)
+    return len(stage._held[0].states[0].graphs), stage, context
 
 
 def test_a_line_of_layers_is_one_graph() -> None:

@@ -177,7 +177,8 @@ def test_varunas_limit_costs_no_time(num_stages: int) -> None:
     for num_microbatches in (1, 4, 12, 24):
 
         def seconds(limits: list[int], num_microbatches: int = num_microbatches) -> float:
-            schedule = list_schedule(StageGraph.line(num_stages, num_microbatches), limits, recompute=True)
+            again = [True] * num_stages
+            schedule = list_schedule(StageGraph.line(num_stages, num_microbatches), limits, recompute=again)
             return simulate(schedule, StageSeconds([1.0] * num_stages, [2.0] * num_stages)).step_seconds
 
         limits = in_flight_limits("varuna", num_stages, num_microbatches)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationInfo, model_validator
 
 from varuna_capslog.base import fields, units
 
@@ -21,6 +21,11 @@ def _capacity(value: Any) -> Any:
     if isinstance(value, list):
         return [units.parse_bytes(entry, f"pipeline.capacity[{device}]") for device, entry in enumerate(value)]
     return None if value is None else units.parse_capacity(value)
+
+
+def _bytes(value: Any, info: ValidationInfo) -> Any:
+    """`16GiB` or a number, as bytes; null stays null."""
+    return None if value is None else units.parse_bytes(value, f"pipeline.{info.field_name}")
 
 
 class Section(BaseModel):
@@ -145,6 +150,17 @@ class Pipeline(Section):
 
     capacity: Annotated[int | list[int] | None, BeforeValidator(_capacity)] = None
     """Memory of each device: a size such as 16GiB, a list with one per device, or null for no limit."""
+
+    host_tier: str = "memory"
+    """Where a plan's memory intervals offload to: memory (the host's, pinned for CUDA), or a folder for files that are
+    mapped into memory. On a CPU only a folder spares memory, best one on a fast disk of this machine."""
+
+    host_capacity: Annotated[int | None, BeforeValidator(_bytes)] = None
+    """Most bytes of the host tier for each worker: a size such as 64GiB, or null for no limit."""
+
+    host_bandwidth: Annotated[int | None, BeforeValidator(_bytes)] = None
+    """Bytes in a second, such as 2GiB, that the copies of a worker to and from the host tier may take on a CPU; null:
+    as many as they can."""
 
     transport: Literal["gloo", "nccl"] = "gloo"
     """How tensors travel: gloo works everywhere (CUDA tensors by way of pinned host memory, so ranks may share a GPU);

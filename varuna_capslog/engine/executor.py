@@ -18,7 +18,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.communicator import Communicator, Pending
 from varuna_capslog.engine.stage import MicrobatchContext, Stage
 from varuna_capslog.model.chain import TensorSpec
-from varuna_capslog.schedules import Action, Lowered, Message, Recv, SendInstruction
+from varuna_capslog.schedules import Action, Lowered, Message, Recv, SendInstruction, backwards_at_once
 from varuna_capslog.schedules.lower import Instruction
 
 __all__ = ["Executor", "Observer"]
@@ -98,14 +98,15 @@ class Executor:
         self._observer = observer
         self._device = next(iter(stages.values())).device
         self._acknowledged = acknowledgements(lowered, communicator.rank)
-        self._recomputed = {
-            (action.stage, action.microbatch)
-            for action in self._program
-            if isinstance(action, Action) and action.kind == "R"
-        }
-        for action in self._program:
-            if isinstance(action, Action) and action.kind not in "FBRU":
-                raise CapslogError(f"action {action}: the engine runs F, B, R and U; choose a schedule of these kinds")
+        actions = [action for action in self._program if isinstance(action, Action)]
+        for action in actions:
+            if action.kind not in "FBRUOL":
+                raise CapslogError(
+                    f"action {action}: the engine runs F, B, R, O, L and U; choose a schedule of these kinds"
+                )
+        self._at_once = backwards_at_once(actions)
+        self._offloaded = {(action.stage, action.microbatch) for action in actions if action.kind == "O"}
+        self._leaving: list[Callable[[], None]] = []
         positions: dict[int, list[int]] = {}
         for position, instruction in enumerate(self._program):
             if isinstance(instruction, Action):
@@ -150,6 +151,7 @@ class Executor:
                 for hook in self._stages[self._last_use[position]].after_step:
                     hook()
         transfers.finish()
+        self._leaving.clear()
         self.doing = "idle"
 
     def _act(
@@ -166,6 +168,13 @@ class Executor:
         number, call = here = action.stage, action.microbatch
         stage, microbatch = self._stages[number], self._graph.microbatches[number][call]
         context = contexts[microbatch]
+        if action.kind == "O":
+            self._leaving.append(stage.offload(context))
+            return
+        if action.kind == "L":
+            stage.load(context)
+            return
+        leaving, self._leaving = self._leaving, []
         before, after = self._graph.upstream[number][call], self._graph.downstream[number][call]
         if action.kind == "F":
             if before is None:
@@ -178,9 +187,10 @@ class Executor:
                 if after is None:
                     evaluate(context, outputs)
             else:
-                graph = (number, call) not in self._recomputed
                 with self._working("F", stage, context):
-                    outputs = stage.forward(context, values, graph)
+                    outputs = stage.forward(
+                        context, values, (number, call) in self._at_once, (number, call) in self._offloaded
+                    )
             if after is not None:
                 arrived[Message("activation", here, after)] = outputs
         elif action.kind == "R":
@@ -194,6 +204,9 @@ class Executor:
                 arrived[Message("gradient", before, here)] = upstream
             if after_backward is not None:
                 after_backward(stage, microbatch)
+        # What left beside this action is let go of here and nowhere earlier, so that memory does not depend on time.
+        for settle in leaving:
+            settle()
 
     def _working(self, kind: str, stage: Stage, context: MicrobatchContext) -> AbstractContextManager[None]:
         return _UNOBSERVED if self._observer is None else self._observer.working(kind, stage, context)

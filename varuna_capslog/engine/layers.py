@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.engine.offload import GradientBox
 from varuna_capslog.engine.statistics import RunningStatistics, tracking_modules
 from varuna_capslog.model.chain import Chain, Layer
 from varuna_capslog.model.trace import autocast_context
@@ -30,12 +31,12 @@ class LayerGraph:
     """The autograd graph of one forward of some consecutive layers.
 
     Attributes:
-        leaves: what the first of them reads and wants a gradient for.
+        leaves: what the first of them reads and wants a gradient for, or where that gradient arrives.
         writes: names that the last of them writes.
         edges: of those of `writes` that carry a gradient.
     """
 
-    leaves: dict[str, Tensor]
+    leaves: dict[str, Tensor | GradientBox]
     writes: tuple[str, ...] = ()
     edges: dict[str, GradientEdge] = field(default_factory=dict)
 

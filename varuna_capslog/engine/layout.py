@@ -12,7 +12,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.plans.parts import PlanStage, Units
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.plans.rules import Path, check_cover, paths_of, stage_graph
-from varuna_capslog.schedules import ALWAYS_RECOMPUTE, StageGraph
+from varuna_capslog.schedules import StageGraph
 
 if TYPE_CHECKING:
     from varuna_capslog.config.settings import Config
@@ -197,11 +197,6 @@ def layout_of(plan: Plan, config: Config) -> Layout:
         raise CapslogError(
             f"schedule is {plan.schedule!r} in the plan, but pipeline.schedule is {pipeline.schedule!r}; "
             "make the two agree, or plan again with this config"
-        )
-    if plan.recomputes not in (None, pipeline.recompute or pipeline.schedule in ALWAYS_RECOMPUTE):
-        raise CapslogError(
-            f"stages[0].memory says {'recompute' if plan.recomputes else 'keep'}, but pipeline.recompute is "
-            f"{pipeline.recompute}; make the two agree, or plan again with this config"
         )
     for name, ours in (("samples", train.microbatch_size), ("per_step", config.num_microbatches)):
         known = getattr(plan.units, name)

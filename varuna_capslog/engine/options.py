@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from varuna_capslog.engine.host_tier import TierOptions
 from varuna_capslog.engine.optimizer import LearningRate
 from varuna_capslog.schedules import RunShape
 
@@ -22,6 +23,7 @@ class EngineOptions(RunShape):
     Attributes:
         transport: see the config's `pipeline` section.
         clip_norm: largest global gradient norm, 0 = no clipping.
+        tier: where memory intervals offload to.
         refuses: whether a step that is not finite is voted down; a profiler that feeds dummy values switches this off.
     """
 
@@ -34,4 +36,5 @@ class EngineOptions(RunShape):
     rate: LearningRate = field(default_factory=lambda: LearningRate(1e-4))
     multipliers: Mapping[str, float] = field(default_factory=dict)
     actions: tuple[tuple[str, ...], ...] | None = None
+    tier: TierOptions = field(default_factory=TierOptions)
     refuses: bool = True

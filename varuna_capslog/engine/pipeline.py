@@ -18,17 +18,19 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.executor import Executor, Observer
 from varuna_capslog.engine.gradients import GradientBook
+from varuna_capslog.engine.host_tier import HostTier
 from varuna_capslog.engine.interface import EngineParts, Load
 from varuna_capslog.engine.layers import EngineLayer, take_layers
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.optimizer import StageOptimizer
 from varuna_capslog.engine.options import EngineOptions
-from varuna_capslog.engine.stage import HostMemory, LossFunction, MicrobatchContext, Stage
+from varuna_capslog.engine.stage import LossFunction, MicrobatchContext, Stage
 from varuna_capslog.engine.statistics import StatisticsBook
 from varuna_capslog.engine.step import Poll, Verdict, check_minibatch
 from varuna_capslog.model.chain import Chain
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Minibatch
+from varuna_capslog.plans.parts import intervals_of
 from varuna_capslog.schedules import (
     Action,
     Lowered,
@@ -53,13 +55,13 @@ class Ready:
             with them: `layer_state.install` brings them.
         part_names: names of the loss and its parts, where all ranks know them from an earlier engine (its
             `part_names`); they spare the first vote a gather.
-        host: where inputs wait for a recomputation; None: pinned memory where the options and the device ask for it.
+        tier: where stages offload to; None: a host tier as the options say.
     """
 
     table: ShapeTable | None = None
     layers: Mapping[int, EngineLayer] | None = None
     part_names: Sequence[str] | None = None
-    host: HostMemory | None = None
+    tier: HostTier | None = None
 
 
 class PipelineEngine:
@@ -105,14 +107,18 @@ class PipelineEngine:
         communicator.describe_ranks({rank: layout.describe(rank) for rank in range(communicator.world_size)})
         self.table = ready.table or ShapeTable(chain, device.type, options.precision)
         self.layers = take_layers(chain, layout.layers_of(self.rank), device, options.precision, ready.layers)
-        by_index, host = {layer.index: layer for layer in self.layers}, ready.host
-        if host is None and options.stage_inputs == "host" and device.type == "cuda":
-            host = HostMemory()
+        by_index = {layer.index: layer for layer in self.layers}
+        tier = ready.tier or HostTier(device, options.tier)
         self.stages: dict[int, Stage] = {}
         for number in layout.stages_of(self.rank):
             place = layout.stages[number]
             layers = [by_index[index] for index in range(place.first, place.end)]
-            self.stages[number] = Stage(number, chain, layers, loss if place.end == len(chain) else None, host)
+            end = loss if place.end == len(chain) else None
+            memory = place.memory
+            if memory is None:
+                # A tier that is there already stands for a device which has one, whatever the tensors are on.
+                memory = intervals_of(options, place.first, place.end, "cuda" if ready.tier else device.type)
+            self.stages[number] = Stage(number, chain, layers, end, memory, tier)
         self._crossing = [chain.crossing(stage.first) for stage in layout.stages]
         self._graph = layout.graph(options.num_microbatches)
         self._local = sorted({microbatch for stage in self.stages for microbatch in self._graph.microbatches[stage]})
@@ -174,7 +180,8 @@ class PipelineEngine:
                     options.schedule if options.actions is None else options.actions,
                     self._graph,
                     tuple(stage.in_flight for stage in self.layout.stages),
-                    options.recompute,
+                    tuple(stage.recomputes(options) for stage in self.layout.stages),
+                    tuple(stage.offloads for stage in self.layout.stages),
                     tuple(
                         any(spec.requires_grad for spec in specs[stage.first].values()) for stage in self.layout.stages
                     ),
@@ -300,7 +307,8 @@ def _lowered(
     schedule: str | tuple[tuple[str, ...], ...],
     graph: StageGraph,
     in_flight: tuple[int | None, ...],
-    recompute: bool,
+    recompute: tuple[bool, ...],
+    offload: tuple[bool, ...],
     carries: tuple[bool, ...],
 ) -> Lowered:
     """The checked program of every rank.
@@ -308,13 +316,14 @@ def _lowered(
     Args:
         schedule: its name, or the actions of every rank.
         in_flight: stage -> its own limit.
+        recompute, offload: stage -> whether a part of it runs again, or goes to the host tier in actions of its own.
         carries: stage -> whether gradients cross the cut before it.
     """
     if isinstance(schedule, str):
-        rows = schedule_of(schedule, graph, recompute, in_flight)
+        rows = schedule_of(schedule, graph, recompute, in_flight, offload)
     else:
         rows = [[parse_action(text) for text in row] for row in schedule]
-    validate(rows, graph, recompute=any(action.kind == "R" for row in rows for action in row))
+    validate(rows, graph, recompute, offload=offload)
     lowered = lower(rows, carries, graph)
     stuck = find_deadlock(lowered)
     if stuck is not None:

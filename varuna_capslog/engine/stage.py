@@ -1,67 +1,42 @@
 """One pipeline stage at work: forwards, recomputations and backwards of microbatches, not who asks for them.
 
-A stage is a run of layers and, if it is the last one, the loss. It keeps per microbatch what its schedule needs: the
-graph of its layers, or only its inputs (for a later recomputation), on the host if asked.
+A stage is a run of layers and, if it is the last one, the loss. Its memory intervals say what it keeps per microbatch
+between a forward and its backward: see `segments`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from varuna_capslog.base.errors import CapslogError, StepRefused
-from varuna_capslog.engine.layers import EngineLayer, LayerGraph, keep_layout
+from varuna_capslog.engine.host_tier import HostTier
+from varuna_capslog.engine.layers import EngineLayer
+from varuna_capslog.engine.offload import OffloadedCall, OffloadedTensor
+from varuna_capslog.engine.segments import MicrobatchContext, SegmentState, segments_of
 from varuna_capslog.model.chain import Chain, TensorSpec
+from varuna_capslog.plans.parts import MemoryInterval
 
-__all__ = ["HostMemory", "Kept", "LossFunction", "MicrobatchContext", "Stage"]
+__all__ = ["LossFunction", "MicrobatchContext", "Stage"]
 
 LossFunction = Callable[[Mapping[str, Tensor], Any, Mapping[str, float]], dict[str, Tensor]]
 
 
-@dataclass(frozen=True)
-class MicrobatchContext:
-    """What a stage must know of the microbatch it works on.
-
-    Attributes:
-        index: global index in the minibatch.
-        specs: specs at cut 0..L for this microbatch.
-        targets, normalisers: for the loss.
-        key: (run seed, step) of the random numbers.
-    """
-
-    index: int
-    specs: Sequence[Mapping[str, TensorSpec]]
-    targets: Any
-    normalisers: Mapping[str, float]
-    key: tuple[int, int]
-
-
-class Kept(Protocol):
-    """A tensor that waits in host memory; `torch.Tensor` is one."""
-
-    def to(self, device: torch.device, *, non_blocking: bool = False) -> Tensor:
-        """The tensor on a device."""
-
-
-class HostMemory:
-    """Pinned host memory, where stage inputs wait for a recomputation; an estimate takes memory that is not there."""
-
-    def keep(self, tensor: Tensor) -> Kept:
-        """A copy of a device's tensor; the copying goes on while the caller continues."""
-        host = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, pin_memory=True)
-        return host.copy_(tensor, non_blocking=True)
-
-
 @dataclass
 class _Held:
-    """What is kept of one microbatch between its actions."""
+    """What is kept of one microbatch between its actions.
 
-    inputs: Mapping[str, Kept] | None = None
-    graphs: list[LayerGraph] = field(default_factory=list)
+    states: of each segment.
+    call: what goes to the host tier; None: nothing does.
+    outputs, loss: of the chain, once they were computed with a graph.
+    """
+
+    states: list[SegmentState]
+    call: OffloadedCall | None = None
     outputs: dict[str, Tensor] | None = None
     loss: Tensor | None = None
 
@@ -72,7 +47,8 @@ class Stage:
     Args:
         layers: from `take_layers`, consecutive.
         loss: the workload's loss if this is the last stage.
-        host: where inputs kept for a recomputation wait, as with Varuna; None: on the device.
+        memory: what is not kept, by memory intervals; see `plans.parts.MemoryInterval`.
+        tier: where they offload to; None: nowhere, what they would offload stays.
     """
 
     def __init__(
@@ -81,7 +57,8 @@ class Stage:
         chain: Chain,
         layers: Sequence[EngineLayer],
         loss: LossFunction | None,
-        host: HostMemory | None = None,
+        memory: Sequence[MemoryInterval] = (),
+        tier: HostTier | None = None,
     ) -> None:
         self.index = index
         self.layers = list(layers)
@@ -90,11 +67,9 @@ class Stage:
         self.device = layers[0].device
         self.inputs = chain.crossing(self.first)
         self.outputs = chain.crossing(self.end)
-        self._live = [set(chain.crossing(layer.index + 1)) for layer in layers]
-        # nothing is handed on past the end of the stage
-        self._handed_on = [*(_handed_on(chain, layer.index) for layer in layers[:-1]), frozenset()]
+        self.segments = segments_of(chain, layers, memory)
+        self._tier = tier if any(segment.offloads for segment in self.segments) else None
         self._loss = loss
-        self._host = host
         self._held: dict[int, _Held] = {}
         self.parts: dict[int, dict[str, Tensor]] = {}
         self.refusals: dict[int, str] = {}
@@ -104,66 +79,71 @@ class Stage:
 
     def wants_backward(self, context: MicrobatchContext) -> bool:
         """False for a stage whose outputs carry no gradient (frozen layers only): its R and B have nothing to do."""
-        return self._loss is not None or any(context.specs[self.end][name].requires_grad for name in self.outputs)
+        return self.segments[-1].wants_backward(context)
 
-    def forward(self, context: MicrobatchContext, values: dict[str, Tensor], graph: bool) -> dict[str, Tensor]:
+    def forward(
+        self, context: MicrobatchContext, values: dict[str, Tensor], whole: bool, later: bool = False
+    ) -> dict[str, Tensor]:
         """F: runs the stage once.
 
         Args:
             values: the tensors that cross its first cut, on its device; taken out, so that they live no longer than
                 the stage needs them.
-            graph: keep the autograd graph for a backward without recomputation; else keep the inputs for `recompute`.
+            whole: keep the graph of all layers, since the backward follows at once; else do as the intervals say.
+            later: whether `offload` is called later; else what goes to the host tier leaves as a part of this.
         """
-        wanted = self.wants_backward(context)
-        held = self._held[context.index] = _Held()
-        if wanted and not graph:
-            keep = self._host.keep if self._host is not None else _as_it_is
-            held.inputs = {name: keep(tensor) for name, tensor in values.items()}
-        if self._loss is not None and not graph and not any(layer.statistics for layer in self.layers):
-            return {}  # these outputs are not read before the recomputation makes them again
-        return self._run(context, values, held, graph and wanted, record=True)
+        held = self._held[context.index] = _Held([SegmentState() for _ in self.segments])
+        if self._tier is not None and not whole:
+            held.call = OffloadedCall(self._tier)
+        for segment, state in zip(self.segments, held.states, strict=True):
+            wanted = segment.wants_backward(context)
+            again = segment.recomputes and not whole
+            if wanted and again:
+                segment.keep_inputs(state, values, held.call)
+                _leave_at_once(held, later)
+                if segment.ends_in_loss and not any(layer.statistics for layer in segment.layers):
+                    values.clear()
+                    break  # these outputs are not read before the recomputation makes them again
+            call = held.call if segment.offloads and not again else None
+            values = segment.run(context, values, state, wanted and not again, record=True, call=call)
+            _leave_at_once(held, later)
+        if self.segments[-1].ends_in_loss and held.states[-1].inputs is None:
+            self._evaluate_loss(context, values, held)
+        return {name: values[name] for name in self.outputs if name in values}
+
+    def offload(self, context: MicrobatchContext) -> Callable[[], None]:
+        """O: begins to move what the intervals offload to the host tier; returns the wait for it."""
+        call = self._held[context.index].call
+        if call is None:
+            return _nothing
+        call.leave(beside=True)
+        return call.settle
+
+    def load(self, context: MicrobatchContext) -> None:
+        """L: begins to move it back. What reads it waits for it."""
+        call = self._held[context.index].call
+        if call is not None:
+            call.come_back(beside=True)
 
     def recompute(self, context: MicrobatchContext) -> None:
-        """R: runs the forward again from the kept inputs, with the same random numbers, and keeps the graph."""
-        if not self.wants_backward(context):
-            return
+        """R: runs the last interval that recomputes once more, with the same random numbers, and keeps the graph."""
         held = self._held[context.index]
-        assert held.inputs is not None
-        values = {name: tensor.to(self.device, non_blocking=True) for name, tensor in held.inputs.items()}
-        held.inputs = None
-        self._run(context, values, held, graph=True, record=False)
+        _bring_back(held)
+        for place in reversed(range(len(self.segments))):
+            if held.states[place].inputs is not None:
+                self._run_again(context, held, place)
+                return
 
-    def _run(
-        self, context: MicrobatchContext, values: dict[str, Tensor], held: _Held, graph: bool, record: bool
-    ) -> dict[str, Tensor]:
-        live = dict(values)
-        # The callers' frames last as long as this one; a frozen first layer's input would too.
-        values.clear()
-        open_graph: LayerGraph | None = None
-        for layer, alive, handed_on in zip(self.layers, self._live, self._handed_on, strict=True):
-            if graph and open_graph is None:
-                open_graph = LayerGraph({})
-                for name in layer.layer.reads:
-                    if context.specs[layer.index][name].requires_grad:
-                        live[name] = open_graph.leaves[name] = live[name].detach().requires_grad_()
-            written = layer.forward(live, (*context.key, context.index), graph, record)
-            if open_graph is not None:
-                crossing = context.specs[layer.index + 1]
-                if any(spec.requires_grad and name not in handed_on for name, spec in crossing.items()):
-                    written = open_graph.close(written)
-                    held.graphs.append(open_graph)
-                    open_graph = None
-                else:
-                    for name in handed_on:
-                        if written[name].requires_grad:
-                            keep_layout(written[name])
-            live.update(written)
-            live = {name: tensor for name, tensor in live.items() if name in alive}
-        if self._loss is not None:
-            if graph:
-                self._evaluate_loss(context, live, held)
-            return live
-        return {name: live[name] for name in self.outputs}
+    def _run_again(self, context: MicrobatchContext, held: _Held, place: int) -> None:
+        segment, state = self.segments[place], held.states[place]
+        assert state.inputs is not None
+        values = {
+            name: kept.get() if isinstance(kept, OffloadedTensor) else kept for name, kept in state.inputs.items()
+        }
+        state.inputs = None
+        values = segment.run(context, values, state, graph=True, record=False)
+        if segment.ends_in_loss:
+            self._evaluate_loss(context, values, held)
 
     def _evaluate_loss(self, context: MicrobatchContext, live: Mapping[str, Tensor], held: _Held) -> None:
         assert self._loss is not None
@@ -196,30 +176,39 @@ class Stage:
         held = self._held.pop(context.index)
         if not self.wants_backward(context):
             return {}
-        if held.loss is not None:
-            assert held.outputs is not None
-            if held.loss.requires_grad:
-                torch.autograd.backward(held.loss)
-            gradients = {name: leaf.grad for name, leaf in held.outputs.items() if leaf.grad is not None}
-            held.loss = held.outputs = None
-        while held.graphs:
-            held.graphs.pop().backward(gradients)
+        _bring_back(held)
+        for place in reversed(range(len(self.segments))):
+            if held.states[place].inputs is not None:
+                self._run_again(context, held, place)
+            if held.loss is not None:
+                gradients = _of_the_loss(held)
+            graphs = held.states[place].graphs
+            while graphs:
+                graphs.pop().backward(gradients)
+        if held.call is not None:
+            held.call.end()
         wanted = {name: spec for name, spec in context.specs[self.first].items() if spec.requires_grad}
         return {name: _as_spec(gradients.get(name), spec, self.device) for name, spec in wanted.items()}
 
     def kept(self, microbatch: int) -> list[Tensor]:
         """What is held of a microbatch between its actions, besides the tensors that autograd saved (for profiling)."""
         held = self._held[microbatch]
-        tensors = [leaf for graph in held.graphs for leaf in graph.leaves.values()]
-        inputs = [kept for kept in (held.inputs or {}).values() if isinstance(kept, Tensor)]
-        return [*tensors, *inputs, *(held.outputs or {}).values()]
+        graphs = [graph for state in held.states for graph in state.graphs]
+        leaves = [leaf for graph in graphs for leaf in graph.leaves.values()]
+        inputs = [kept for state in held.states for kept in (state.inputs or {}).values()]
+        return [one for one in (*leaves, *inputs, *(held.outputs or {}).values()) if isinstance(one, Tensor)]
 
     def evaluate(self, context: MicrobatchContext, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """Runs the stage without keeping anything (the caller has set evaluation mode)."""
-        return self._run(context, values, _Held(), graph=False, record=False)
+        for segment in self.segments:
+            values = segment.run(context, values, SegmentState(), graph=False, record=False)
+        return values
 
     def forget(self) -> None:
         """Drops what a broken-off step left, gradients included."""
+        for held in self._held.values():
+            if held.call is not None:
+                held.call.end()
         self._held.clear()
         self.parts.clear()
         self.refusals.clear()
@@ -227,15 +216,31 @@ class Stage:
             layer.reset()
 
 
-def _as_it_is(tensor: Tensor) -> Kept:
-    return tensor
+def _leave_at_once(held: _Held, later: bool) -> None:
+    if held.call is not None and not later:
+        held.call.leave(beside=False)
+        held.call.settle()
 
 
-def _handed_on(chain: Chain, index: int) -> frozenset[str]:
-    """Names that layer `index` writes and only the next layer reads: there one graph may hold both layers."""
-    after = chain.layers[index + 1]
-    passing = set(chain.crossing(index + 2)) - set(after.writes)
-    return frozenset(name for name in chain.layers[index].writes if name in after.reads and name not in passing)
+def _bring_back(held: _Held) -> None:
+    """Before a recomputation or a backward: what left and was not loaded comes back as a part of it."""
+    if held.call is not None:
+        held.call.come_back(beside=False)
+
+
+def _of_the_loss(held: _Held) -> dict[str, Tensor]:
+    """The gradients of what the loss reads."""
+    assert held.loss is not None
+    assert held.outputs is not None
+    if held.loss.requires_grad:
+        torch.autograd.backward(held.loss)
+    gradients = {name: leaf.grad for name, leaf in held.outputs.items() if leaf.grad is not None}
+    held.loss = held.outputs = None
+    return gradients
+
+
+def _nothing() -> None:
+    """Nothing was moved."""
 
 
 def _as_spec(gradient: Tensor | None, spec: TensorSpec, device: torch.device) -> Tensor:

@@ -6,14 +6,14 @@ in common is checked in `plans/rules.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.schedules import RunShape
+from varuna_capslog.schedules import RunShape, Schedule, StageGraph, schedule_of
 
 __all__ = [
     "INTERVAL_KINDS",
@@ -24,6 +24,7 @@ __all__ = [
     "Shortfall",
     "Units",
     "intervals_of",
+    "scheduled",
 ]
 
 INTERVAL_KINDS = ("recompute", "offload", "recompute+offload")
@@ -75,6 +76,16 @@ class MemoryInterval:
     first: int
     end: int
     kind: str
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the layers run again."""
+        return self.kind != "offload"
+
+    @property
+    def offloads(self) -> bool:
+        """Whether something goes to the host tier."""
+        return self.kind != "recompute"
 
     @classmethod
     def of(cls, value: Any, name: str) -> MemoryInterval:
@@ -169,6 +180,15 @@ class PlanStage:
         pieces = [(one.first, one.end) for one in intervals]
         return not intervals or (pieces == list(self.layers) and all(one.kind != "offload" for one in intervals))
 
+    def recomputes(self, run: RunShape) -> bool:
+        """Whether a part of the stage runs again before its backward."""
+        return run.recomputes if self.memory is None else any(one.recomputes for one in self.memory)
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the plan moves a part of it to the host tier; where the run says it, that is a part of F, R and B."""
+        return any(one.offloads for one in self.memory or ())
+
     def describe(self) -> str:
         """Rank and layers, for messages."""
         pieces = " and ".join(f"{first} to {end - 1}" if end > first + 1 else str(first) for first, end in self.layers)
@@ -248,6 +268,21 @@ def _split(value: Any) -> dict[str, Any]:
     if kind == "none" and degree != 1:
         raise CapslogError(f"parallel.degree is {degree} with kind none; it must be 1")
     return {"kind": kind, "degree": degree}
+
+
+def scheduled(name: str, stages: Sequence[PlanStage], graph: StageGraph, run: RunShape) -> Schedule:
+    """The actions of one step of stages that work in the order of a schedule; see `schedules.schedule_of`.
+
+    graph: the stages in this order, and the way of every unit through them.
+    run: says what stages do whose memory is None.
+    """
+    return schedule_of(
+        name,
+        graph,
+        [stage.recomputes(run) for stage in stages],
+        [stage.in_flight for stage in stages],
+        [stage.offloads for stage in stages],
+    )
 
 
 def set_field(record: Any, name: str, value: Any) -> None:

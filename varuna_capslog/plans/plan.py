@@ -236,21 +236,11 @@ class Plan:
 
     @property
     def recomputes(self) -> bool | None:
-        """Whether every stage runs again before its backward; None where the config says it.
-
-        Raises CapslogError naming the field where intervals do something else, or stages differ.
+        """Whether every stage runs again before its backward, or none does; None where the config says it, or where
+        stages differ or are treated in parts.
         """
-        first: bool | None = None
-        for number, stage in enumerate(self.stages):
-            shown = f"stages[{number}].memory is {plan_text.plain(stage.memory)}"
-            if not stage.whole:
-                raise CapslogError(f"{shown}; only intervals that recompute the whole stage are run yet")
-            does = None if stage.memory is None else bool(stage.memory)
-            if number == 0:
-                first = does
-            elif does != first:
-                raise CapslogError(f"{shown}, and stages[0] differs; all stages must be treated alike yet")
-        return first
+        said = {None if stage.memory is None else bool(stage.memory) for stage in self.stages}
+        return said.pop() if len(said) == 1 and all(stage.whole for stage in self.stages) else None
 
     def paths(self) -> dict[tuple[int, ...], list[int]]:
         """The ways through the stages, each as the numbers of its stages, and the blocks that take it."""
@@ -335,8 +325,7 @@ class Plan:
         set_field(self, "actions", actions)
         if self.units.per_step is None:
             raise CapslogError("actions are given, but not the units of a step; give units")
-        limits = [stage.in_flight for stage in self.stages]
-        fields.within("actions", lambda: rules.check_actions(actions, self.stage_graph(), limits))
+        fields.within("actions", lambda: rules.check_actions(actions, self.stage_graph(), self.stages))
 
 
 def read_plan(path: str | os.PathLike[str]) -> Plan:

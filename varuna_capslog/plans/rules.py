@@ -221,13 +221,16 @@ def check_ranks(stages: Sequence[PlanStage], ranks: Sequence[PlanRank]) -> None:
             )
 
 
-def check_actions(actions: Sequence[Sequence[str]], graph: StageGraph, limits: Sequence[int | None]) -> None:
-    """Rule 4.
-
-    limits: stage -> its `in_flight`.
-    """
+def check_actions(actions: Sequence[Sequence[str]], graph: StageGraph, stages: Sequence[PlanStage]) -> None:
+    """Rule 4."""
     rows = from_strings(actions)
-    validate(rows, graph, any(action.kind == "R" for row in rows for action in row), limits)
+    again = {action.stage for row in rows for action in row if action.kind == "R"}
+    recompute = [
+        number in again if stage.memory is None else any(interval.recomputes for interval in stage.memory)
+        for number, stage in enumerate(stages)
+    ]
+    limits, offload = [stage.in_flight for stage in stages], [stage.offloads for stage in stages]
+    validate(rows, graph, recompute, limits, offload)
     if (stuck := find_deadlock(lower(rows, graph=graph))) is not None:
         raise CapslogError(f"actions wait for ever: {stuck}; reorder the lists of these ranks")
 

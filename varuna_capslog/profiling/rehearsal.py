@@ -21,7 +21,7 @@ from varuna_capslog.model.chain import TensorSpec
 from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.profiling.estimate import StageEstimator
 from varuna_capslog.profiling.estimation.allocator import replay, round_up
-from varuna_capslog.profiling.estimation.hollow import SilentCommunicator, fake_step, host_memory
+from varuna_capslog.profiling.estimation.hollow import SilentCommunicator, fake_step, host_tier
 from varuna_capslog.profiling.estimation.quirks import Quirks
 from varuna_capslog.profiling.skeleton import with_real_layers
 from varuna_capslog.profiling.trim import KnownShapes
@@ -68,7 +68,7 @@ def rehearse(estimator: StageEstimator, cuts: Sequence[int], schedule: str, num_
                 options,
                 SilentCommunicator(rank, len(cuts), quirks.has("host staging")),
                 _CPU,
-                Ready(KnownShapes(estimator.specs), host=host_memory(quirks, conditions)),
+                Ready(KnownShapes(estimator.specs), tier=host_tier(quirks, conditions)),
             )
             peak_bytes, events = fake_step(engine, quirks, minibatch, (f"stage {rank}", "its layers"))
             peaks.append(replay(events).allocated_bytes if quirks.has("caching allocator") else peak_bytes)

@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.executor import Observer
+from varuna_capslog.engine.host_tier import HostTier
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.pipeline import EngineOptions, PipelineEngine, Ready
 from varuna_capslog.engine.probe import StageMeter, resident_tensors
-from varuna_capslog.engine.stage import HostMemory, LossFunction, MicrobatchContext, Stage
+from varuna_capslog.engine.stage import LossFunction, MicrobatchContext, Stage
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 from varuna_capslog.model.trace import ShapeTable
@@ -205,11 +206,11 @@ class TrimmedPipeline:
         loss: LossFunction,
         communicator: Communicator,
         device: torch.device,
-        host: HostMemory | None = None,
+        tier: HostTier | None = None,
         observer: Observer | None = None,
     ) -> PipelineEngine:
         """One rank's engine."""
-        ready = Ready(self.table, host=host)
+        ready = Ready(self.table, tier=tier)
         return PipelineEngine(self.chain, loss, self.layout, self.options, communicator, device, ready, observer)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.planning.simulation import stage_seconds
+from varuna_capslog.plans.parts import scheduled
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.reports import markup
 from varuna_capslog.reports.gantt import draw_schedule
@@ -17,12 +18,11 @@ from varuna_capslog.reports.markup import Markup
 from varuna_capslog.reports.run import RunRecord
 from varuna_capslog.reports.wording import duration, plural, significant
 from varuna_capslog.schedules import (
-    ALWAYS_RECOMPUTE,
+    RunShape,
     Schedule,
     StageGraph,
     StageSeconds,
     from_strings,
-    schedule_of,
     simulate,
 )
 
@@ -94,10 +94,9 @@ def _schedule(run: RunRecord, plan: Plan) -> tuple[Schedule, str, StageGraph]:
         raise CapslogError(f"the plan has no {missing}, and {run.reason('config.yaml')}")
     graph = plan.stage_graph() if plan.num_microbatches else StageGraph.line(len(plan.stages), microbatches)
     recompute = pipeline is not None and pipeline.recompute
-    if (said := plan.recomputes) is not None:
-        recompute = said
-    shown = f"{name} with recomputation" if recompute or name in ALWAYS_RECOMPUTE else name
-    return schedule_of(name, graph, recompute, [stage.in_flight for stage in plan.stages]), shown, graph
+    rows = scheduled(name, plan.stages, graph, RunShape(schedule=name, recompute=recompute))
+    shown = f"{name} with recomputation" if any(action.kind == "R" for row in rows for action in row) else name
+    return rows, shown, graph
 
 
 def _stage_seconds(run: RunRecord, plan: Plan) -> tuple[StageSeconds, str | None]:

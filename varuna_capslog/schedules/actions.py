@@ -11,6 +11,7 @@ __all__ = [
     "KINDS",
     "Action",
     "Schedule",
+    "backwards_at_once",
     "from_strings",
     "graph_keeping_forwards",
     "parse_action",
@@ -120,6 +121,27 @@ def placement_of(schedule: Sequence[Sequence[Action]]) -> list[int]:
             f"stage {missing[0]} has no action on any rank; number the stages 0, 1, 2, ... without a gap"
         )
     return [rank_of[stage] for stage in range(len(rank_of))]
+
+
+def backwards_at_once(actions: Iterable[Action]) -> set[tuple[int, int]]:
+    """The (stage, microbatch) pairs of one rank whose backward is what their stage computes next after the forward.
+
+    What such a forward makes stays as it is: it is neither computed again nor offloaded. A pair with an O is none.
+    """
+    found: set[tuple[int, int]] = set()
+    offloaded: set[tuple[int, int]] = set()
+    last: dict[int, Action] = {}
+    for action in actions:
+        if action.microbatch is None:
+            continue
+        here = action.stage, action.microbatch
+        if action.kind == "O":
+            offloaded.add(here)
+        elif action.kind != "L":
+            if action.kind in "BI" and last.get(action.stage) == Action(action.stage, "F", action.microbatch):
+                found.add(here)
+            last[action.stage] = action
+    return found - offloaded
 
 
 def graph_keeping_forwards(schedule: Iterable[Iterable[Action]]) -> set[tuple[int, int]]:

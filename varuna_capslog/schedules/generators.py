@@ -23,7 +23,15 @@ never enter, so that a schedule depends only on stages, microbatches and placeme
 
 from __future__ import annotations
 
-__all__ = ["SCHEDULES", "in_flight_limits", "insert_recompute", "list_schedule", "make_schedule", "schedule_of"]
+__all__ = [
+    "SCHEDULES",
+    "in_flight_limits",
+    "insert_offload",
+    "insert_recompute",
+    "list_schedule",
+    "make_schedule",
+    "schedule_of",
+]
 
 import difflib
 import heapq
@@ -32,7 +40,7 @@ from collections.abc import Callable, Sequence
 from itertools import zip_longest
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.schedules.actions import Action, Schedule
+from varuna_capslog.schedules.actions import Action, Schedule, backwards_at_once
 from varuna_capslog.schedules.shape import ALWAYS_RECOMPUTE
 from varuna_capslog.schedules.stage_graph import StageGraph
 
@@ -82,14 +90,20 @@ def make_schedule(
 
 
 def schedule_of(
-    name: str, graph: StageGraph, recompute: bool = False, in_flight: Sequence[int | None] = ()
+    name: str,
+    graph: StageGraph,
+    recompute: bool | Sequence[bool] = False,
+    in_flight: Sequence[int | None] = (),
+    offload: Sequence[bool] = (),
 ) -> Schedule:
     """The actions of one step of all stages, one ordered list per rank.
 
     Args:
         name: `gpipe`, `1f1b` or `varuna` (which always recomputes).
-        recompute: put an R before each B whose forward was not the stage's last action.
+        recompute: put an R before each B whose forward was not the stage's last action, on all stages or on each that
+            says so; `varuna` does so on all where one value is given for all.
         in_flight: stage -> the most microbatches in flight; None, or a shorter list: the schedule's own limit.
+        offload: stage -> whether it moves something to the host tier between F and B; default: none does.
 
     Raises `CapslogError` for an unknown name, and for a limit that the schedule cannot keep.
     """
@@ -102,8 +116,9 @@ def schedule_of(
                 "forwards before the first backward; leave in_flight out, or choose another schedule"
             )
     limits = [limit if given is None else given for limit, given in zip_longest(limits, in_flight)]
-    schedule = list_schedule(graph, limits, forwards_first=name == "gpipe", recompute=always)
-    return insert_recompute(schedule) if recompute and not always else schedule
+    again = [recompute or always] * len(limits) if isinstance(recompute, bool) else list(recompute)
+    schedule = list_schedule(graph, limits, forwards_first=name == "gpipe", recompute=again if always else ())
+    return insert_offload(schedule if always else insert_recompute(schedule, again), offload)
 
 
 def in_flight_limits(name: str, num_stages: int, num_microbatches: int) -> list[int]:
@@ -122,21 +137,55 @@ def _limit_rule(name: str) -> Callable[[int, int], int]:
     return _LIMITS[name]
 
 
-def insert_recompute(schedule: Sequence[Sequence[Action]]) -> Schedule:
+def insert_recompute(schedule: Sequence[Sequence[Action]], recompute: Sequence[bool] | None = None) -> Schedule:
     """Puts an R directly before every B that needs one, on the stage of the B.
 
     Where the forward of the same microbatch is the stage's last action before the B, no R is needed: nothing of that
     stage comes between, so keeping the forward's graph costs no more than building it again.
+
+    recompute: stage -> whether it recomputes; default: every stage.
     """
     result: Schedule = []
     for actions in schedule:
         row: list[Action] = []
-        last_of_stage: dict[int, Action] = {}
+        kept = backwards_at_once(actions)
         for action in actions:
-            if action.kind == "B" and last_of_stage.get(action.stage) != Action(action.stage, "F", action.microbatch):
+            again = action.kind == "B" and (recompute is None or recompute[action.stage])
+            if again and (action.stage, action.microbatch) not in kept:
                 row.append(Action(action.stage, "R", action.microbatch))
             row.append(action)
-            last_of_stage[action.stage] = action
+        result.append(row)
+    return result
+
+
+def insert_offload(schedule: Sequence[Sequence[Action]], offload: Sequence[bool]) -> Schedule:
+    """Puts an O behind every F of the stages that offload, but where the B follows at once, and an L before the R or B.
+
+    The L stands one computation earlier than what needs it, so that both copies run beside a computation.
+
+    offload: stage -> whether it offloads; a shorter list: no further one does.
+    """
+    if not any(offload):
+        return [list(actions) for actions in schedule]
+    result: Schedule = []
+    for actions in schedule:
+        row: list[Action] = []
+        kept = backwards_at_once(actions)
+        away: set[tuple[int, int]] = set()
+        begin = 0  # where the last computation and what belongs to it stand in the row
+        for action in actions:
+            assert action.microbatch is not None
+            here = action.stage, action.microbatch
+            load = action.kind in "RB" and here in away
+            if load:
+                away.discard(here)
+                place = begin if Action(action.stage, "O", action.microbatch) not in row[begin:] else len(row)
+                row.insert(place, Action(action.stage, "L", action.microbatch))
+            begin = len(row)
+            row.append(action)
+            if action.kind == "F" and here not in kept and action.stage < len(offload) and offload[action.stage]:
+                row.append(Action(action.stage, "O", action.microbatch))
+                away.add(here)
         result.append(row)
     return result
 
@@ -147,8 +196,11 @@ def insert_recompute(schedule: Sequence[Sequence[Action]]) -> Schedule:
 class _Step:
     """What has been started so far in the played step; times are in units, an end may lie in the future."""
 
-    def __init__(self, graph: StageGraph, limits: Sequence[int], forwards_first: bool, recompute: bool) -> None:
-        self.limits, self.forwards_first, self.recompute = limits, forwards_first, recompute
+    def __init__(
+        self, graph: StageGraph, limits: Sequence[int], forwards_first: bool, recompute: Sequence[bool]
+    ) -> None:
+        self.limits, self.forwards_first = limits, forwards_first
+        self.recompute = recompute or [False] * len(limits)
         self.upstream, self.downstream = graph.upstream, graph.downstream
         self.calls = [len(row) for row in graph.microbatches]
         # Deepest stage first: it shortens the way of the oldest microbatch and frees what it holds.
@@ -164,18 +216,17 @@ class _Step:
     def choose(self, rank: int, now: int) -> Action | None:
         """The rank's best ready action at time `now`: backward before recompute before forward."""
         stages = self.stages_of_rank[rank]
-        if self.recompute:
-            for stage in stages:
+        for stage in stages:
+            if self.recompute[stage]:
                 self._keep_graph_if_due(stage, now)
         forwards_done = all(len(self.forward_ends[stage]) == self.calls[stage] for stage in stages)
         if not self.forwards_first or forwards_done:
             for stage in stages:
                 if self._backward_ready(stage, now):
                     return Action(stage, "B", len(self.backward_ends[stage]))
-        if self.recompute:
-            for stage in stages:
-                if self._recompute_ready(stage, now):
-                    return Action(stage, "R", len(self.backward_ends[stage]))
+        for stage in stages:
+            if self.recompute[stage] and self._recompute_ready(stage, now):
+                return Action(stage, "R", len(self.backward_ends[stage]))
         for stage in stages:
             if self._forward_ready(stage, now):
                 return Action(stage, "F", len(self.forward_ends[stage]))
@@ -203,7 +254,7 @@ class _Step:
         return ends[place] if place < len(ends) else math.inf
 
     def _backward_ready(self, stage: int, now: int) -> bool:
-        has_graph = not self.recompute or self.graph_of[stage] == len(self.backward_ends[stage])
+        has_graph = not self.recompute[stage] or self.graph_of[stage] == len(self.backward_ends[stage])
         return has_graph and self._gradient_end(stage) <= now
 
     def _gradient_due(self, stage: int, now: int) -> bool:
@@ -232,14 +283,14 @@ class _Step:
 
 
 def list_schedule(
-    graph: StageGraph, limits: Sequence[int], *, forwards_first: bool = False, recompute: bool = False
+    graph: StageGraph, limits: Sequence[int], *, forwards_first: bool = False, recompute: Sequence[bool] = ()
 ) -> Schedule:
     """The order in which each rank takes its forwards and backwards (and recomputes, with `recompute`).
 
     `limits[stage]` >= 1 bounds the microbatches in flight on a stage. `forwards_first`: no backward on a rank before
-    its last forward. `recompute`: an R builds the graph for a backward and starts so that it ends when the gradient
-    arrives; from R to B the stage does nothing else. No R where the forward was the stage's last action by then: its
-    graph is kept and the stage waits.
+    its last forward. `recompute[stage]` (default: no stage): an R builds the graph for a backward and starts so that it
+    ends when the gradient arrives; from R to B the stage does nothing else. No R where the forward was the stage's last
+    action by then: its graph is kept and the stage waits.
 
     It cannot stall: all stages take microbatches in rising order, so that the first microbatch which has not ended is
     the next one of every stage on its way, and none of these is at its limit. Cost: O(distinct times x stages).
@@ -247,6 +298,7 @@ def list_schedule(
     step = _Step(graph, limits, forwards_first, recompute)
     schedule: Schedule = [[] for _ in step.stages_of_rank]
     free_at = [0] * len(schedule)
+    any_again = any(recompute)
     wake_ups = [0]
     while wake_ups:
         now = heapq.heappop(wake_ups)
@@ -261,6 +313,6 @@ def list_schedule(
             end = free_at[rank] = step.start(action, now)
             actions.append(action)
             heapq.heappush(wake_ups, end)
-            if recompute and action.kind == "B":
+            if any_again and action.kind == "B":
                 heapq.heappush(wake_ups, end - _COST["R"])
     return schedule

@@ -20,25 +20,29 @@ from varuna_capslog.schedules.stage_graph import StageGraph
 def validate(
     schedule: Sequence[Sequence[Action]],
     graph: StageGraph,
-    recompute: bool = False,
+    recompute: bool | Sequence[bool] = False,
     max_in_flight: Sequence[int | None] = (),
+    offload: Sequence[bool] | None = None,
 ) -> None:
     """Returns when the schedule is one complete step; raises `CapslogError` at the first broken rule.
 
     The error names rank, position in the rank's list, stage, microbatch and rule. The rules: a stage acts on its own
     rank only; every stage runs F once and either B or I and then W once for every microbatch that it takes, each in
     ascending microbatch order (gradients are added in that order); on a rank that holds both stages of a cut, the
-    producer comes first; O then L at most once, between F or R and the backward; U at most once, after the stage's
-    last backward.
+    producer comes first; O then L at most once, between F or R and the backward, and no R between the two; U at most
+    once, after the stage's last backward.
 
     Args:
         schedule: one list of actions per rank.
         graph: the stages of the step. A microbatch is here, as in the actions, the number of the stage's own call.
-        recompute: False refuses every R. True wants an R between F and B (or I), except where F is the stage's last
-            action before them, so that its graph is still alive; a second R of a microbatch is refused.
+        recompute: of all stages, or of each. False refuses every R. True wants an R between F and B (or I), except
+            where F is the last that the stage computes before them and nothing was offloaded, so that its graph is
+            still alive; a second R of a microbatch is refused.
         max_in_flight: stage -> the most microbatches between begin of F and end of B (or W); None, or a shorter list:
             no limit.
+        offload: stage -> whether it has something to offload; False refuses every O. Default: every stage.
     """
+    again = [recompute] * len(graph.ranks) if isinstance(recompute, bool) else recompute
     calls = [len(row) for row in graph.microbatches]
     acting = set()
     for rank, actions in enumerate(schedule):
@@ -61,9 +65,10 @@ def validate(
             stage: _StageState(
                 stage,
                 calls[stage],
-                recompute,
+                again[stage],
                 {microbatch for of_stage, microbatch in recomputed if of_stage == stage and microbatch is not None},
                 max_in_flight[stage] if stage < len(max_in_flight) else None,
+                offload is None or offload[stage],
             )
             for stage in range(len(calls))
             if graph.ranks[stage] == rank
@@ -97,6 +102,7 @@ class _StageState:
     recompute: bool
     recomputed: set[int]
     max_in_flight: int | None
+    offloads: bool = True
     done: set[tuple[str, int | None]] = field(default_factory=set)
     next_of_kind: dict[str, int] = field(default_factory=lambda: dict.fromkeys("FBIW", 0))
     last: Action | None = None
@@ -121,7 +127,11 @@ class _StageState:
             if in_flight >= self.max_in_flight:
                 return f"{in_flight} microbatches are in flight on the stage and the limit is {self.max_in_flight}"
         if kind == "R" and not self.recompute:
-            return "recompute in a schedule without recomputation"
+            return "recompute in a schedule without recomputation, or of a stage that recomputes nothing"
+        if kind == "R" and ("O", microbatch) in self.done and ("L", microbatch) not in self.done:
+            return f"recompute before {self.stage}L{microbatch}, what was offloaded must be loaded first"
+        if kind == "O" and not self.offloads:
+            return "offload of a stage that offloads nothing"
         if kind in "BI":
             return self._broken_by_backward(microbatch)
         if kind == "W":
@@ -133,7 +143,8 @@ class _StageState:
     def take(self, action: Action) -> None:
         """Notes an action that broke no rule."""
         self.done.add((action.kind, action.microbatch))
-        self.last = action
+        if action.kind not in "OLU":
+            self.last = action
         if action.kind in self.next_of_kind:
             self.next_of_kind[action.kind] += 1
 
@@ -173,7 +184,7 @@ class _StageState:
             return None
         if microbatch in self.recomputed:
             return f"backward before its recompute {self.stage}R{microbatch}"
-        if self.last == Action(self.stage, "F", microbatch):
+        if self.last == Action(self.stage, "F", microbatch) and ("O", microbatch) not in self.done:
             return None
         return (
             f"missing {self.stage}R{microbatch}; only a backward directly after its forward on the stage "

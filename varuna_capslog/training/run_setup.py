@@ -15,6 +15,7 @@ from torch import Tensor
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.settings import Config
+from varuna_capslog.engine.host_tier import TierOptions
 from varuna_capslog.engine.optimizer import LearningRate
 from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.model.chain import Chain
@@ -91,6 +92,9 @@ def set_up_run(config: Config, workload: Workload, plan: Plan | None = None) -> 
         rate=LearningRate(train.lr, train.warmup_steps, drop, train.lr_drop_factor),
         multipliers=train.lr_multipliers,
         actions=plan.actions if plan is not None else None,
+        tier=TierOptions(
+            pipeline.host_tier, pipeline.host_capacity, pipeline.host_bandwidth, max(60.0, pipeline.timeout_seconds)
+        ),
     )
     limits = [] if train.epochs is None else [train.epochs * steps_per_epoch]
     if train.max_steps is not None:

@@ -20,9 +20,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.communicator import Communicator, Pending
 from varuna_capslog.engine.executor import Observer
+from varuna_capslog.engine.host_tier import HostTier, Region, Wait
 from varuna_capslog.engine.pipeline import PipelineEngine
 from varuna_capslog.engine.probe import resident_tensors
-from varuna_capslog.engine.stage import HostMemory, Kept, LossFunction, MicrobatchContext, Stage
+from varuna_capslog.engine.stage import LossFunction, MicrobatchContext, Stage
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.workload import Minibatch
@@ -34,7 +35,7 @@ from varuna_capslog.profiling.estimation.quirks import Quirks
 from varuna_capslog.profiling.estimation.roofline import Speed, operator_seconds
 from varuna_capslog.profiling.trim import MEASURED_RANK, TrimmedPipeline, TrimmedRun
 
-__all__ = ["HollowRun", "SilentCommunicator", "fake_step", "host_memory", "run_hollow"]
+__all__ = ["HollowRun", "HollowTier", "SilentCommunicator", "fake_step", "host_tier", "run_hollow"]
 
 _CPU = torch.device("cpu")
 
@@ -88,8 +89,8 @@ def run_hollow(
     count = enough_microbatches(conditions, quirks)
     with torch.random.fork_rng(devices=[]), mode, quirks.dispatch():
         pipeline, meter = TrimmedPipeline.of(chain, run, conditions, True, count), _Meter(speed)
-        host = host_memory(quirks, conditions)
-        engine = pipeline.engine(loss, communicator, _CPU, host, meter)
+        tier = host_tier(quirks, conditions)
+        engine = pipeline.engine(loss, communicator, _CPU, tier, meter)
         who = f"layers {run.first} to {run.end - 1}", "them"
         peak_bytes, events = fake_step(engine, quirks, pipeline.minibatch, who, recipes, meter)
         if meter.refused:
@@ -183,26 +184,29 @@ def _begin_optimizer(engine: PipelineEngine, quirks: Quirks) -> None:
             group["foreach"], group["fused"] = True, None
 
 
-def host_memory(quirks: Quirks, conditions: RunConditions) -> HostMemory | None:
+def host_tier(quirks: Quirks, conditions: RunConditions) -> HostTier | None:
     """Where a stage's inputs wait on the device that a run is for; None: on the device itself."""
-    return _NoMemory() if quirks.has("host staging") and conditions.stage_inputs == "host" else None
+    return HollowTier() if quirks.has("host staging") and conditions.stage_inputs == "host" else None
 
 
-class _NoMemory(HostMemory):
-    """Host memory, which is not the device's, and therefore not there."""
+class HollowTier(HostTier):
+    """A host tier that counts bytes and has none: it is not the device's memory."""
 
-    def keep(self, tensor: Tensor) -> Kept:
-        return _OnHost(tensor)
+    def __init__(self) -> None:
+        super().__init__(_CPU)
+
+    def leave(self, tensor: Tensor, beside: bool) -> tuple[Region, Wait]:
+        return self._take(tensor.untyped_storage().nbytes()), _no_copy
+
+    def come_back(self, region: Region, beside: bool) -> tuple[Tensor, Wait]:
+        return torch.empty(region.size, dtype=torch.uint8), _no_copy
+
+    def _map(self, size: int) -> None:
+        return None
 
 
-class _OnHost:
-    """A stage input that waits in host memory."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._spec = TensorSpec.of(tensor)
-
-    def to(self, device: torch.device, *, non_blocking: bool = False) -> Tensor:
-        return self._spec.empty(device)
+def _no_copy() -> None:
+    """There is nothing to wait for."""
 
 
 class _Meter(Observer):

@@ -1,0 +1,89 @@
+"""Memory intervals: whatever a stage keeps, recomputes or offloads, a step has the bits of one rank that keeps all."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine import cases
+from tests.engine.compare import merged
+from tests.engine.layouts import Cuts, random_layout, rectangle, with_intervals
+from tests.engine.pool import WorkerPool
+from varuna_capslog.engine.host_tier import TierOptions
+from varuna_capslog.engine.layout import Layout
+
+KEEPS: dict[str, Any] = {"num_blocks": 4, "schedule": "1f1b", "recompute": False}
+TWO_STAGES = Layout((rectangle(0, 6, 0), rectangle(6, 11, 1)), 4)
+
+
+@functools.cache
+def one_rank(pool: WorkerPool) -> dict[str, Any]:
+    return pool.run(cases.train, 1, Cuts((0,), (0,)), KEEPS, 2)[0]
+
+
+def trained(pool: WorkerPool, layout: Layout, copies: str = "plain", **options: Any) -> Any:
+    return pool.run(cases.train, layout.world_size, layout, KEEPS | options, 2, torch.float32, None, copies)
+
+
+def differences(results: list[dict[str, Any]], expected: dict[str, Any]) -> list[str]:
+    found = [f"{kind} of a rank" for kind in ("parts", "norms") for one in results if one[kind] != expected[kind]]
+    for kind in ("gradients", "state", "buffers"):
+        ours = merged(results, kind)
+        assert ours.keys() == expected[kind].keys()
+        found += [f"{kind} {name}" for name in ours if not torch.equal(ours[name], expected[kind][name])]
+    return found
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_intervals_give_the_bits_of_one_rank_that_keeps_all(pool: WorkerPool, seed: int) -> None:
+    layout, schedule = with_intervals(random_layout(seed, 11, 4, 4), seed), ["1f1b", "gpipe", "varuna"][seed % 3]
+    if schedule == "gpipe":
+        stages = tuple(dataclasses.replace(stage, in_flight=None) for stage in layout.stages)
+        layout = dataclasses.replace(layout, stages=stages)
+    results = trained(pool, layout, schedule=schedule)
+    assert not differences(results, one_rank(pool))
+    assert all(one["host bytes"][0] == 0 for one in results)
+
+
+@pytest.mark.parametrize("copies", ["slow", "late", "reordered"])
+@pytest.mark.parametrize("seed", [1, 3])
+def test_copies_that_come_late_change_no_bit(pool: WorkerPool, seed: int, copies: str) -> None:
+    layout = with_intervals(TWO_STAGES, seed, ("offload", "recompute+offload"))
+    results = trained(pool, layout, copies, schedule="gpipe")
+    assert not differences(results, one_rank(pool))
+    assert all(in_use == 0 and most > 0 for in_use, most in (one["host bytes"] for one in results))
+
+
+def test_the_comparison_notices_what_is_read_too_early(pool: WorkerPool) -> None:
+    layout = with_intervals(TWO_STAGES, 1, ("offload", "recompute+offload"))
+    expected = one_rank(pool)
+    try:
+        found = differences(trained(pool, layout, "early", schedule="gpipe"), expected)
+    except RuntimeError as error:  # autograd itself sees a tensor that changes under its hands, or a step is refused
+        found = [str(error)]
+    assert found
+
+
+def test_a_copy_that_fails_ends_the_step_in_one_sentence(pool: WorkerPool) -> None:
+    layout = with_intervals(Layout((rectangle(0, 11, 0),), 4), 1, ("offload",))
+    with pytest.raises(RuntimeError, match=r"CapslogError: a copy to or from the host tier \(memory\) failed: OSErr"):
+        trained(pool, layout, "failing", schedule="gpipe")
+
+
+def test_a_full_tier_ends_the_step_in_one_sentence(pool: WorkerPool) -> None:
+    layout = with_intervals(Layout((rectangle(0, 11, 0),), 4), 1, ("offload",))
+    full = r"CapslogError: the host tier is full: it may hold 10000 bytes \(pipeline.host_capacity\), \d+ are in use"
+    with pytest.raises(RuntimeError, match=full):
+        trained(pool, layout, schedule="gpipe", tier=TierOptions(capacity=10000))
+
+
+def test_the_tier_may_be_files(pool: WorkerPool, tmp_path: Path) -> None:
+    layout = with_intervals(TWO_STAGES, 2, ("offload", "recompute+offload"))
+    results = trained(pool, layout, schedule="gpipe", tier=TierOptions(str(tmp_path)))
+    assert not differences(results, one_rank(pool))
+    assert not list(tmp_path.iterdir())

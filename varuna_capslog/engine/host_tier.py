@@ -1,0 +1,187 @@
+"""The host tier: memory beside the device's own, where tensors wait between a forward and its backward.
+
+It is the pinned memory of the host, or files in a folder that are mapped into memory: torch's allocator counts neither.
+Copies run beside the computation, in a thread on a CPU and on a stream of their own on CUDA, and may be held to a
+bandwidth, so that a copy which comes late is something that a test can have and not luck.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as TimedOut
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from varuna_capslog.base.errors import CapslogError
+
+__all__ = ["HostTier", "Region", "TierOptions", "Wait"]
+
+Wait = Callable[[], None]
+"""Returns when a copy has ended; raises CapslogError where it failed."""
+
+
+@dataclass(frozen=True)
+class TierOptions:
+    """Where the host tier is and what it can do.
+
+    place: "memory", or a folder for the files, best on a disk of this machine.
+    capacity: most bytes of one rank; None: no limit.
+    bandwidth: bytes in a second, of all copies together; None: as many as the machine can do.
+    timeout_seconds: longest wait for one copy.
+    """
+
+    place: str = "memory"
+    capacity: int | None = None
+    bandwidth: float | None = None
+    timeout_seconds: float = 600.0
+
+
+@dataclass(eq=False)
+class Region:
+    """Some memory of the tier: its size in bytes, and the bytes, [size] of uint8 (None in an estimate)."""
+
+    size: int
+    data: Tensor | None = None
+
+
+class HostTier:
+    """The host tier of one rank. Memory that was given back is kept for the next tensor of the same size.
+
+    Attributes:
+        bytes, peak_bytes: in use now, and the most so far.
+    """
+
+    def __init__(self, device: torch.device, options: TierOptions | None = None) -> None:
+        self.device, self.options = device, options or TierOptions()
+        self.bytes = self.peak_bytes = 0
+        self._mapped = 0
+        self._free: dict[int, list[Region]] = defaultdict(list)
+        self._thread: ThreadPoolExecutor | None = None
+        self._stream: torch.cuda.Stream | None = None
+
+    def leave(self, tensor: Tensor, beside: bool) -> tuple[Region, Wait]:
+        """Begins to copy the storage of a tensor to the tier; its memory must stay until the copy has ended.
+
+        Args:
+            beside: let the copy run beside what the caller does next; else it is a part of it.
+
+        Returns:
+            The region that it takes, for `come_back` and `give_back`, and the wait for the copy.
+
+        Raises:
+            CapslogError: the tier is full.
+        """
+        source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+        region = self._take(source.numel())
+        assert region.data is not None
+        return region, self._copy(source, region.data, beside)
+
+    def come_back(self, region: Region, beside: bool) -> tuple[Tensor, Wait]:
+        """Begins to copy a region into new memory of the device, [size] of uint8, which must not be read earlier."""
+        assert region.data is not None
+        target = torch.empty(region.size, dtype=torch.uint8, device=self.device)
+        return target, self._copy(region.data, target, beside)
+
+    def give_back(self, region: Region) -> None:
+        """The region is needed no more; no copy of it may be under way."""
+        self.bytes -= region.size
+        self._free[region.size].append(region)
+
+    # -- memory ------------------------------------------------------------------------------------------------------
+
+    def _take(self, size: int) -> Region:
+        limit = self.options.capacity
+        if limit is not None and self.bytes + size > limit:
+            raise CapslogError(
+                f"the host tier is full: it may hold {limit} bytes (pipeline.host_capacity), {self.bytes} are in use "
+                f"and {size} more are needed; give it more, or offload fewer layers"
+            )
+        if free := self._free[size]:
+            region = free.pop()
+        else:
+            if limit is not None and self._mapped + size > limit:
+                self._mapped -= sum(region.size for regions in self._free.values() for region in regions)
+                self._free.clear()
+            region = Region(size, self._map(size))
+            self._mapped += size
+        self.bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.bytes)
+        return region
+
+    def _map(self, size: int) -> Tensor | None:
+        """New memory that torch's allocator for the device does not count."""
+        if self.options.place == "memory":
+            if self.device.type == "cuda":
+                return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+        try:
+            # It has no name any more when it is used, so that it goes with the process, however that ends.
+            with tempfile.TemporaryFile(dir=self.options.place) as file:
+                # On a full disk this fails here, and not with a signal when the memory is written to.
+                os.posix_fallocate(file.fileno(), 0, size)
+                mapped = mmap.mmap(file.fileno(), size)
+        except OSError as error:
+            raise CapslogError(
+                f"the host tier in {self.options.place} cannot take {size} bytes more: {error.strerror}; free space "
+                "there, or name another folder in pipeline.host_tier"
+            ) from error
+        return torch.frombuffer(mapped, dtype=torch.uint8)
+
+    # -- copies ------------------------------------------------------------------------------------------------------
+
+    def _copy(self, source: Tensor, target: Tensor, beside: bool) -> Wait:
+        if self.device.type == "cuda":
+            return self._copy_on_stream(source, target, beside)
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="host-tier")
+        under_way = self._thread.submit(self.carry, source, target)
+        if not beside:
+            self._settle(under_way)
+        return lambda: self._settle(under_way)
+
+    def carry(self, source: Tensor, target: Tensor) -> None:
+        """One copy on a CPU, in the thread of the copies."""
+        begin = time.monotonic()
+        target.copy_(source)
+        if self.options.bandwidth is not None:
+            time.sleep(max(0.0, begin + source.numel() / self.options.bandwidth - time.monotonic()))
+
+    def _settle(self, under_way: Future[None]) -> None:
+        limit = self.options.timeout_seconds
+        try:
+            under_way.result(limit)
+        except TimedOut as error:
+            raise CapslogError(
+                f"a copy to or from the host tier ({self.options.place}) has not ended within {limit:g} s; look at "
+                "that disk, or raise pipeline.timeout_seconds"
+            ) from error
+        except Exception as error:
+            raise CapslogError(
+                f"a copy to or from the host tier ({self.options.place}) failed: {type(error).__name__}: {error}"
+            ) from error
+
+    def _copy_on_stream(self, source: Tensor, target: Tensor, beside: bool) -> Wait:
+        here = torch.cuda.current_stream(self.device)
+        if not beside:
+            target.copy_(source, non_blocking=True)
+            return _nothing
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.device)
+        self._stream.wait_stream(here)
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record(self._stream)
+        return lambda: torch.cuda.current_stream(self.device).wait_event(done)
+
+
+def _nothing() -> None:
+    """The copy is a part of what the caller does."""

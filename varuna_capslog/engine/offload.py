@@ -1,0 +1,167 @@
+"""What one call of a stage gives to the host tier: every storage once, and every tensor on it back as it was.
+
+`torch.autograd.graph.saved_tensors_hooks` takes the tensors that autograd saves. They stay where they are until `leave`
+has copied their storages and `settle` has let go of them. `come_back` brings the storages back to the device; a tensor
+that is asked for before its copy has ended waits for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from varuna_capslog.engine.host_tier import HostTier, Region, Wait
+
+__all__ = ["GradientBox", "OffloadedCall", "OffloadedTensor", "entered"]
+
+
+class _Storage:
+    """One storage that leaves. tensors: those on it, by number, as long as they are on the device; forms: of all."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[int, Tensor] = {}
+        self.forms: list[tuple[torch.dtype, torch.Size, tuple[int, ...], int]] = []
+        self.region: Region | None = None
+        self.returned: Tensor | None = None
+        self.wait: Wait | None = None
+
+    def add(self, tensor: Tensor) -> int:
+        number = len(self.forms)
+        self.tensors[number] = tensor
+        self.forms.append((tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())))
+        return number
+
+    def arrive(self) -> None:
+        if self.wait is not None:
+            wait, self.wait = self.wait, None
+            wait()
+
+    def get(self, number: int) -> Tensor:
+        if number in self.tensors:
+            return self.tensors[number]
+        assert self.returned is not None, "a tensor was asked for while it was away"
+        self.arrive()
+        dtype, size, stride, offset = self.forms[number]
+        whole = self.returned[: self.returned.numel() // dtype.itemsize * dtype.itemsize]
+        return whole.view(dtype).as_strided(size, stride, offset)
+
+
+class OffloadedTensor:
+    """A tensor that an `OffloadedCall` has taken; it keeps its storage's memory, and nothing else does."""
+
+    __slots__ = ("number", "storage")
+
+    def __init__(self, storage: _Storage, number: int) -> None:
+        self.storage, self.number = storage, number
+
+    def get(self) -> Tensor:
+        """The tensor, on the device."""
+        return self.storage.get(self.number)
+
+
+class OffloadedCall:
+    """The storages of one call of a stage."""
+
+    def __init__(self, tier: HostTier) -> None:
+        self._tier = tier
+        # those on the device, which their tensors hold there, so that no two of them have one address; and the others
+        self._here: weakref.WeakValueDictionary[int, _Storage] = weakref.WeakValueDictionary()
+        self._away: weakref.WeakSet[_Storage] = weakref.WeakSet()
+        self._regions: list[Region] = []
+        self._copies: list[Wait] = []
+
+    def take(self, tensor: Tensor) -> OffloadedTensor:
+        """Takes a tensor, whose storage leaves with the call."""
+        key = tensor.untyped_storage()._cdata
+        storage = self._here.get(key)
+        if storage is None:
+            storage = self._here[key] = _Storage()
+        return OffloadedTensor(storage, storage.add(tensor))
+
+    def taking_what_is_saved(self, apart_from: Iterable[Tensor]) -> AbstractContextManager[Any]:
+        """While it is open, what autograd saves is taken, but for tensors on the storages of `apart_from`."""
+        stays = {tensor.untyped_storage()._cdata for tensor in apart_from}
+
+        def pack(tensor: Tensor) -> Tensor | OffloadedTensor:
+            return tensor if tensor.untyped_storage()._cdata in stays else self.take(tensor)
+
+        def unpack(packed: Tensor | OffloadedTensor) -> Tensor:
+            return packed if isinstance(packed, Tensor) else packed.get()
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+    def leave(self, beside: bool) -> None:
+        """Begins to copy all storages that something still needs; see `HostTier.leave`."""
+        for storage in list(self._here.values()):
+            one = next(iter(storage.tensors.values()))
+            if storage.region is None and one.untyped_storage().nbytes():
+                storage.region, storage.wait = self._tier.leave(one, beside)
+                self._regions.append(storage.region)
+                self._copies.append(storage.wait)
+
+    def settle(self) -> None:
+        """Waits until all have left, and lets go of the device's memory."""
+        for key, storage in list(self._here.items()):
+            if storage.region is not None:
+                storage.arrive()
+                storage.tensors.clear()
+                self._away.add(storage)
+                del self._here[key]
+
+    def come_back(self, beside: bool) -> None:
+        """Begins to bring all storages back that have left and that something still needs."""
+        self.settle()
+        for storage in self._away:
+            if storage.returned is None:
+                assert storage.region is not None
+                storage.returned, storage.wait = self._tier.come_back(storage.region, beside)
+                self._copies.append(storage.wait)
+
+    def end(self) -> None:
+        """Gives the host's memory back: all that was taken has been read, or is not wanted any more."""
+        for wait in self._copies:
+            with contextlib.suppress(Exception):  # whoever needed that copy has been told
+                wait()
+        self._copies.clear()
+        while self._regions:
+            self._tier.give_back(self._regions.pop())
+
+
+class GradientBox:
+    """Where the gradient of a tensor arrives that a graph reads and nothing holds; like a leaf's, in `grad`."""
+
+    def __init__(self) -> None:
+        self.grad: Tensor | None = None
+
+
+class _Entry(torch.autograd.Function):
+    """The beginning of a graph, which a leaf would be if autograd did not hold every leaf."""
+
+    @staticmethod
+    def forward(context: Any, anchor: Tensor, tensor: Tensor, box: GradientBox) -> Tensor:
+        context.box, context.stride = box, tensor.stride()
+        return tensor.detach()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[None, None, None]:
+        if gradient.stride() != context.stride:
+            kept = torch.empty_strided(
+                gradient.shape, context.stride, dtype=gradient.dtype, device=gradient.device
+            ).copy_(gradient)
+        else:
+            kept = gradient
+        context.box.grad = kept
+        return None, None, None
+
+
+def entered(tensor: Tensor) -> tuple[Tensor, GradientBox]:
+    """A tensor as a graph may read it that is not to hold it, and where its gradient will be."""
+    box = GradientBox()
+    with torch.enable_grad():
+        return _Entry.apply(torch.empty(0, requires_grad=True), tensor, box), box
