@@ -31,6 +31,7 @@ from varuna_capslog.start.given_plan import given_plan
 from varuna_capslog.training.constants import check_folder
 
 if TYPE_CHECKING:
+    from varuna_capslog.model.chain import Chain
     from varuna_capslog.profiles.record import Profile
 
 __all__ = ["plan_run", "prepare_run", "profile_run"]
@@ -49,8 +50,9 @@ def prepare_run(config: Config, show: bool = True) -> Plan:
     fields.refuse_unknown([config.pipeline.planner], PLANNER_NAMES, "planner")
     fields.refuse_unknown([config.pipeline.memory], [AUTO, *MEMORY_MODELS], "memory model")
     ENGINES[config.engine].check()
-    profile = profile_run(config, show) if _needs_profile(config) else None
-    plan = plan_run(config, profile)
+    given = _checked_plan(config)
+    profile = profile_run(config, show) if _needs_profile(config, given) else None
+    plan = _plan(config, profile, given)
     check_folder(config, plan.model)
     files.write_text(config.run_dir / "config.yaml", dump_config(config))
     if profile is not None:
@@ -87,9 +89,12 @@ def plan_run(config: Config, profile: Profile | None, link: Link | None = None) 
     Without a profile (given cuts need none) nothing is predicted and the chain is built to check the cuts. `link` is
     for planners that need seconds. A given plan of one stage per rank is judged by the profile, where there is one.
     """
-    pipeline, given = config.pipeline, given_plan(config)
-    if given is not None:
-        _check_given(given, config)
+    return _plan(config, profile, _checked_plan(config), link)
+
+
+def _plan(config: Config, profile: Profile | None, given: Plan | None, link: Link | None = None) -> Plan:
+    """`plan_run`; given: the plan that `pipeline.plan` names, read and checked."""
+    pipeline = config.pipeline
     if given is not None and (profile is None or not given.short):
         return given
     if profile is None or len(pipeline.cuts or ()) > pipeline.devices:
@@ -122,7 +127,7 @@ def plan_run(config: Config, profile: Profile | None, link: Link | None = None) 
     return with_step_seconds(profile, plan, run, link)
 
 
-def _needs_profile(config: Config) -> bool:
+def _needs_profile(config: Config, given: Plan | None) -> bool:
     """Given cuts and plans are run without a prediction, unless there is a capacity that they must keep to.
 
     Raises CapslogError where no memory model could tell whether they do.
@@ -134,30 +139,46 @@ def _needs_profile(config: Config) -> bool:
             "pipeline.capacity is set, but no memory model predicts several stages on one device; remove "
             "pipeline.capacity, or give one stage per device"
         )
-    if (given := given_plan(config)) is not None:
+    if given is not None:
         return given.short and given.capacities_of(given.placement()) is not None
     return pipeline.cuts is None or pipeline.capacity is not None
 
 
-def _check_given(plan: Plan, config: Config) -> None:
-    """Refuses, before any worker starts, a plan for another model, or one that the engine does not run."""
-    from varuna_capslog.engine.layout import layout_of
-    from varuna_capslog.model.workload import load_workload
+def _checked_plan(config: Config) -> Plan | None:
+    """The plan that `pipeline.plan` names; None where it names none.
 
-    chain = load_workload(config).build_chain()
+    Raises CapslogError for one of another model or of other ranks than the config has, and for one that the engine does
+    not run.
+    """
+    from varuna_capslog.engine.layout import layout_of
+
+    plan = given_plan(config)
+    if plan is None:
+        return None
+    chain, where = _chain(config), f"pipeline.plan={config.pipeline.plan}"
     if plan.num_layers != len(chain):
         raise CapslogError(
-            f"pipeline.plan={config.pipeline.plan}: the plan is for {plan.num_layers} layers, the model has "
-            f"{len(chain)}: plan again with this config"
+            f"{where}: the plan is for {plan.num_layers} layers, the model has {len(chain)}: plan again with this "
+            "config"
         )
+    if plan.num_ranks != config.world_size:
+        raise CapslogError(
+            f"{where}: the plan is for {plan.num_ranks} ranks, the config has {config.world_size} (pipeline.devices x "
+            "pipeline.replicas); load it with start.given_plan.load_run_config, which takes them from the plan"
+        )
+    fields.within(where, lambda: plan.check_graph(chain.edges))
     layout_of(plan, config)
+    return plan
+
+
+def _chain(config: Config) -> Chain:
+    from varuna_capslog.model.workload import load_workload  # imports torch, which planning from a profile does without
+
+    return load_workload(config).build_chain()
 
 
 def _given_cuts(config: Config) -> Plan:
-    from varuna_capslog.model.workload import load_workload  # imports torch, which planning from a profile does without
-
-    cuts, devices = config.pipeline.cuts or [0], config.pipeline.devices
-    chain = load_workload(config).build_chain()
+    cuts, devices, chain = config.pipeline.cuts or [0], config.pipeline.devices, _chain(config)
     chain.check_cuts(cuts)
     pipeline, train = config.pipeline, config.train
     if len(cuts) <= devices:
