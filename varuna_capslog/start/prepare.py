@@ -23,7 +23,7 @@ from varuna_capslog.planning.search import plan as search
 from varuna_capslog.planning.simulation import with_step_seconds
 from varuna_capslog.planning.verdict import rehearsed
 from varuna_capslog.plans.parts import PlanStage, Units
-from varuna_capslog.plans.plan import Plan, latest_plan, plan_path, write_plan
+from varuna_capslog.plans.plan import Plan, latest_plan, plan_path, read_plan, write_plan
 from varuna_capslog.profiles.record import write_profile
 from varuna_capslog.schedules import RunShape
 from varuna_capslog.start import ENGINES
@@ -52,6 +52,8 @@ def prepare_run(config: Config, show: bool = True) -> Plan:
     ENGINES[config.engine].check()
     given = _checked_plan(config)
     profile = profile_run(config, show) if _needs_profile(config, given) else None
+    if given is not None and profile is not None:
+        _check_digest(given, profile, config)
     plan = _plan(config, profile, given)
     check_folder(config, plan.model)
     files.write_text(config.run_dir / "config.yaml", dump_config(config))
@@ -169,6 +171,22 @@ def _checked_plan(config: Config) -> Plan | None:
     fields.within(where, lambda: plan.check_graph(chain.edges))
     layout_of(plan, config)
     return plan
+
+
+def _check_digest(plan: Plan, profile: Profile, config: Config) -> None:
+    """Refuses a given plan that says that it fits, but says so by another profile than that of this run.
+
+    One that says nothing of the kind is judged by this profile. A run that had a plan of that other profile before goes
+    on: the same model that is measured again has another profile.
+    """
+    if not plan.fits or plan.profile_digest in (None, profile.digest):
+        return
+    if plan.profile_digest not in {read_plan(path).profile_digest for path in config.run_dir.glob("plan-*.json")}:
+        raise CapslogError(
+            f"pipeline.plan={config.pipeline.plan}: fits is true by the profile {plan.profile_digest}, but the profile "
+            f"of this run is {profile.digest}; plan again with this config, or set fits to null in the file, so that "
+            "this profile judges the plan"
+        )
 
 
 def _chain(config: Config) -> Chain:
