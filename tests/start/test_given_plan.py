@@ -99,8 +99,10 @@ def test_the_configs_capacity_replaces_that_of_the_file(tmp_path: Path) -> None:
 def test_what_contradicts_the_plan_is_refused(
     tmp_path: Path, train: dict[str, Any], sections: dict[str, Any], message: str
 ) -> None:
+    said: list[str] = []
     with pytest.raises(CapslogError, match=message):
-        with_given_plan(config_of(write(tmp_path, REPLICATED_MIDDLE), train, **sections))
+        with_given_plan(config_of(write(tmp_path, REPLICATED_MIDDLE), train, **sections), said.append)
+    assert said == [], "the one sentence is the refusal"
 
 
 def test_cuts_beside_a_plan_are_refused(tmp_path: Path) -> None:

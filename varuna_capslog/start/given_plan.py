@@ -53,9 +53,6 @@ def with_given_plan(config: Config, say: Callable[[str], object] = lambda line: 
     if plan.recomputes is not None:
         kinds = {one.kind for stage in plan.stages for one in stage.memory or ()}
         given |= {"recompute": plan.recomputes, "stage_inputs": "host" if "recompute+offload" in kinds else "device"}
-    changed = [f"{name}={value}" for name, value in given.items() if pipeline[name] != value]
-    if changed:
-        say(f"{path} decides: pipeline.{', pipeline.'.join(changed)}")
     if config.elastic.enabled and not plan.short:
         raise CapslogError(
             f"{path} has {len(plan.stages)} stages in the full form, which an elastic run cannot begin with yet; set "
@@ -76,6 +73,9 @@ def with_given_plan(config: Config, say: Callable[[str], object] = lambda line: 
                 f"{config.train.minibatch_size}, train.microbatch_size={config.train.microbatch_size}); sizes are "
                 "constants of a run, so make the two agree"
             )
+    changed = [f"{name}={value}" for name, value in given.items() if pipeline[name] != value]
+    if changed:
+        say(f"{path} decides: pipeline.{', pipeline.'.join(changed)}")
     values["pipeline"] = pipeline | given
     values["train"] = train | {"accumulation_blocks": blocks or train["accumulation_blocks"] or 1}
     decided = section(Config, values, "")
