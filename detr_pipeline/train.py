@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from varuna_capslog.base.supervisor import reserve
     from varuna_capslog.config.reading import load_config
     from varuna_capslog.elastic.member.held_state import recover
-    from varuna_capslog.start.given_plan import with_given_plan
+    from varuna_capslog.start.given_plan import load_run_config
     from varuna_capslog.start.prepare import prepare_run
     from varuna_capslog.start.worker import run_worker
 
@@ -31,12 +31,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     rank = int(os.environ.get("RANK", "0"))
     try:
-        config = load_config(given[0], given[1:])
-        if config.elastic.enabled:
-            config = load_config(given[0], [*given[1:], "elastic.enabled=false"])
-            if rank == 0:
-                sys.stdout.write("elastic.enabled is ignored here; launch/elastic.sh starts a run that goes on live\n")
-        config = with_given_plan(config, lambda line: sys.stdout.write(f"{line}\n") if rank == 0 else None)
+        say = lambda line: sys.stdout.write(f"{line}\n") if rank == 0 else None  # noqa: E731
+        if load_config(given[0], given[1:]).elastic.enabled:
+            say("elastic.enabled is ignored here; launch/elastic.sh starts a run that goes on live")
+        config = load_run_config(given[0], [*given[1:], "elastic.enabled=false"], say)
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         if world_size != config.world_size:
             raise CapslogError(

@@ -67,11 +67,11 @@ if [[ -z "$nproc" ]]; then
     world="$("$python" - "$@" <<'PYTHON'
 import sys
 
-from varuna_capslog.config.reading import load_config
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.start.given_plan import load_run_config
 
 try:
-    print(load_config(sys.argv[1], sys.argv[2:]).world_size)
+    print(load_run_config(sys.argv[1], [*sys.argv[2:], "elastic.enabled=false"]).world_size)
 except CapslogError as error:
     print(f"launch/torchrun.sh: {error}", file=sys.stderr)
     sys.exit(error.exit_status)

@@ -339,6 +339,17 @@ def test_torchrun_takes_its_workers_from_the_config(tmp_path):
     )
 
 
+def test_torchrun_takes_its_workers_from_a_given_plan(tmp_path):
+    """Also where the config is elastic, which torchrun ignores, and an elastic run could not begin with the plan."""
+    pieces, ranks = ([[0, 1]], [[1, 3]], [[3, 4]]), ([0], [2], [1])
+    stages = [{"layers": one, "ranks": rank} for one, rank in zip(pieces, ranks, strict=True)]
+    plan = {"format": "varuna-capslog/plan/2", "num_layers": 4, "schedule": "1f1b", "units": {}, "stages": stages}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    (tmp_path / "run.yaml").write_text("workload: a:b\npipeline: {plan: plan.json}\nelastic: {enabled: true}\n")
+    done = script("launch/torchrun.sh", "--dry-run", "run.yaml", cwd=tmp_path)
+    assert "--nproc-per-node 3 " in done.stdout, done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import Config, section
-from varuna_capslog.plans.plan import Plan
+from varuna_capslog.plans.plan import Plan, write_plan
 from varuna_capslog.profiles.record import LayerProfile, Profile
 from varuna_capslog.start.prepare import plan_run
 
@@ -28,9 +29,9 @@ def chain(states: list[int], with_parameters: bool = True) -> Profile:
     return Profile(tuple(rows))
 
 
-def planned(profile: Profile, elastic: dict[str, Any] | None = None, **pipeline: Any) -> Plan:
+def planned(profile: Profile, elastic: dict[str, Any] | None = None, workload: str = "a:b", **pipeline: Any) -> Plan:
     values = {
-        "workload": "a:b",
+        "workload": workload,
         "pipeline": {"memory": "additive", **pipeline},
         "elastic": {"enabled": True, **(elastic or {})},
     }
@@ -83,6 +84,17 @@ def test_it_is_cut_anew_with_the_snapshots_where_that_fits() -> None:
     assert (tight.cuts, tight.fits, tight.planner, tight.stage_bytes) == ((0, 1), True, "exact", (100, 300))
     fixed = planned(chain([300, 3, 3, 3]), capacity=450, cuts=[0, 2])
     assert fixed.fits is False
+
+
+def test_the_cuts_of_a_given_plan_are_not_replaced(tmp_path: Path) -> None:
+    """They were cut anew with the snapshots, and that the new cuts fit was taken for the given plan's own verdict."""
+    states, path = [300, *[3] * 10], tmp_path / "given.json"
+    write_plan(path, Plan.of_cuts(11, (0, 6)))
+    free = planned(chain(states), capacity=800, workload="tests.engine.workload:workload")
+    assert (free.cuts, free.fits) == ((0, 4), True)
+    given = planned(chain(states), capacity=800, workload="tests.engine.workload:workload", plan=str(path))
+    assert (given.cuts, given.fits) == ((0, 6), False)
+    assert given.notes[0].startswith("does not fit with elastic.enabled")
 
 
 def test_copies_without_room_are_said_and_not_refused() -> None:

@@ -33,6 +33,15 @@ def test_a_tensor_crosses_every_cut_between_its_writer_and_its_last_reader() -> 
     assert [chain.crossing(cut) for cut in range(5)] == [("x",), ("early",), ("early", "x"), ("early", "x"), ("x",)]
 
 
+def test_an_edge_leads_from_the_last_writer_of_a_name_to_its_reader() -> None:
+    """By hand: `x` is read by the layer that writes it anew, and the inputs come from no layer."""
+    assert skip_chain().edges == ((0, 1), (0, 3), (1, 2), (2, 3))
+    stem = ((0, 1), (1, 2), (2, 3), (3, 4))
+    encoders = ((4, 5), (4, 6), (4, 7), (5, 6))
+    decoders = ((6, 8), (6, 9), (6, 10), (7, 8), (8, 9), (9, 10))
+    assert models.build_chain().edges == (*stem, *encoders, *decoders)
+
+
 def test_an_input_that_is_read_late_travels() -> None:
     chain = models.build_chain()
     assert all("sizes" in chain.crossing(cut) for cut in range(5))

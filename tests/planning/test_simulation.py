@@ -15,7 +15,7 @@ from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.simulation import UPDATE_RATE, Simulation, simulate_plan, stage_seconds, with_step_seconds
 from varuna_capslog.plans.parts import PlanStage, Units
 from varuna_capslog.plans.plan import Plan
-from varuna_capslog.profiles.record import LayerProfile, Profile
+from varuna_capslog.profiles.record import LayerProfile, Profile, TensorRecord
 from varuna_capslog.reports.perfetto import trace_events
 from varuna_capslog.schedules import RunShape
 
@@ -122,6 +122,21 @@ def test_mistakes_are_named() -> None:
         Link(copy_bandwidth=0.0)
     with pytest.raises(CapslogError, match="0 microbatches"):
         simulate_plan(make_profile(), make_plan(), num_microbatches=0)
+
+
+def test_pieces_of_one_stage_must_follow_each_other_in_the_graph_that_the_profile_knows() -> None:
+    """Layer 0 feeds 1 and 2, and both feed 3. One stage may hold 0 and 3 only together with 1 and 2."""
+    known = ((0, (1, 2)), (1, (3,)), (2, (3,)), (3, (4,)))
+    tensors = tuple(TensorRecord(f"t{writer}", 100, True, writer, readers) for writer, readers in known)
+    whole = replace(make_profile(), tensors=tensors)
+    around = (PlanStage(((0, 1), (3, 4)), (0,)), PlanStage(((1, 3),), (1,)))
+    plan = Plan(4, around, Units(2, 2, 1), "gpipe", routes="direct")
+    with pytest.raises(CapslogError, match=r"stage 0 \(rank 0, layers 0 and 3\) reaches its layer 3 only through"):
+        simulate_plan(whole, plan)
+    with pytest.raises(CapslogError, match="stage 0 holds 2 pieces of the chain"):
+        simulate_plan(make_profile(), plan)  # which does not know the graph
+    sides = (PlanStage(((0, 2),), (0,)), PlanStage(((2, 4),), (1,)))
+    assert simulate_plan(whole, Plan(4, sides, Units(2, 2, 1), "gpipe")).notes
 
 
 def test_a_plan_is_given_the_seconds_of_its_step() -> None:

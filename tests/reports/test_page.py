@@ -325,6 +325,26 @@ def test_stages_that_share_a_rank_get_no_error(small: Path) -> None:
     assert "stage.microbatch" in page.texts["schedule"]
 
 
+ROUND_TRIP = [((0, 1), 0, None), ((1, 3), 1, None), ((3, 5), 0, None), ((5, 6), 1, None)]
+SHARED_OUT = [((0, 3), 0, (0, 2, 3)), ((3, 4), 1, None), ((0, 3), 2, (1,)), ((4, 6), 0, (0, 2, 3)), ((4, 6), 2, (1,))]
+"""Layers, rank and blocks of each stage."""
+
+
+@pytest.mark.parametrize(("rows", "blocks"), [(ROUND_TRIP, None), (SHARED_OUT, 4)])
+def test_a_plan_without_units_is_drawn_on_its_own_ranks_with_the_units_of_the_config(
+    small: Path, rows: list[tuple[tuple[int, int], int, tuple[int, ...] | None]], blocks: int | None
+) -> None:
+    """Its stages were drawn as one line with a rank for each, whatever ranks and blocks the plan gave them."""
+    stages = tuple(PlanStage((span,), (rank,), served, memory=None) for span, rank, served in rows)
+    shown = []
+    for known in (Units(4, 1, blocks or 1), Units(blocks=blocks)):
+        write_plan(small / "plan-1.json", Plan(6, stages, known, "gpipe", model="m"))
+        page = Page(write_report(small))
+        assert "stage.microbatch" in page.texts["schedule"], "several stages share a rank"
+        shown.append(page.facts("step-table"))
+    assert shown[0] == shown[1]
+
+
 def test_a_plan_that_does_not_fit_says_by_how_much(small: Path) -> None:
     shortfall = {"stage": 1, "bytes": 3 * GIB, "devices_that_fit": None}
     rewrite(small / "plan-0.json", fits=False, shortfall=shortfall)

@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 
+from tests.elastic.machines import free_port
 from varuna_capslog import cli
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import Config, section
+from varuna_capslog.plans.plan import read_plan
+from varuna_capslog.profiles.record import LayerProfile, Profile, read_profile, write_profile
 from varuna_capslog.start.given_plan import given_plan, with_given_plan
+from varuna_capslog.start.prepare import prepare_run
 
 RECOMPUTED = [[0, 3, "recompute"], [3, 8, "recompute"], [8, 11, "recompute"]]
 REPLICATED_MIDDLE: dict[str, Any] = {
@@ -95,8 +99,10 @@ def test_the_configs_capacity_replaces_that_of_the_file(tmp_path: Path) -> None:
 def test_what_contradicts_the_plan_is_refused(
     tmp_path: Path, train: dict[str, Any], sections: dict[str, Any], message: str
 ) -> None:
+    said: list[str] = []
     with pytest.raises(CapslogError, match=message):
-        with_given_plan(config_of(write(tmp_path, REPLICATED_MIDDLE), train, **sections))
+        with_given_plan(config_of(write(tmp_path, REPLICATED_MIDDLE), train, **sections), said.append)
+    assert said == [], "the one sentence is the refusal"
 
 
 def test_cuts_beside_a_plan_are_refused(tmp_path: Path) -> None:
@@ -146,6 +152,14 @@ def test_a_given_plan_trains_as_one_device_does_and_another_goes_on(tmp_path: Pa
         ({"num_layers": 12}, 2, "no stage holds layer 11"),
         ({"ranks": [{}, {}]}, 2, "runs on rank 2, but ranks has 2 entries"),
         ({"unit": {}}, 2, "unknown field 'unit'; did you mean 'units'?"),
+        (
+            {
+                "routes": "direct",
+                "stages": [{"layers": [[0, 3], [8, 11]], "ranks": [0]}, {"layers": [[3, 8]], "ranks": [1]}],
+            },
+            2,
+            "stage 0 (rank 0, layers 0 to 2 and 8 to 10) reaches its layer 8 only through layers of other stages",
+        ),
         ({"variants": {"1": "sdpa"}}, 2, "variants is {'1': 'sdpa'} in the plan, which this engine does not run yet"),
     ],
 )
@@ -169,3 +183,105 @@ def test_a_plan_of_another_model_is_refused_before_it_trains(
     assert cli._run(command(tmp_path, "run", f"pipeline.plan={path}")) == 2
     assert "the plan is for 9 layers, the model has 11" in capsys.readouterr().err
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+# -- every command that loads a config
+
+
+SHORT: dict[str, Any] = {"format": "varuna-capslog/plan/2", "num_layers": 11, "cuts": [0, 2, 7]}
+
+
+@pytest.fixture
+def short(tmp_path: Path) -> str:
+    """`pipeline.plan` with one stage on each of three ranks, which no planner would choose."""
+    return f"pipeline.plan={write(tmp_path, SHORT)}"
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> str:
+    rows = [
+        LayerProfile(f"l{number}", 100, 50 if number else None, forward_seconds=1.0, backward_seconds=2.0)
+        for number in range(11)
+    ]
+    path = tmp_path / "known.json"
+    write_profile(path, Profile(tuple(rows), conditions={"microbatch_size": 2}))
+    return str(path)
+
+
+def called(tmp_path: Path, name: str, *arguments: str) -> int:
+    config = command(tmp_path, "run")[1:]
+    return cli._run([name, *config, *arguments])
+
+
+def test_a_host_trains_the_plan_that_the_config_names(tmp_path: Path, short: str) -> None:
+    """It trained another plan without a word, on as many workers as `pipeline.devices` said."""
+    address = f"127.0.0.1:{free_port()}"
+    assert called(tmp_path, "host", "--serve", address, short, "train.max_steps=2") == 0
+    run_dir = tmp_path / "run"
+    assert read_plan(run_dir / "plan-0.json").cuts == (0, 2, 7)
+    assert {row["world_size"] for row in files.read_jsonl(run_dir / "metrics.jsonl")} == {3}
+    assert {read_plan(path).cuts for path in run_dir.glob("plan-*.json")} == {(0, 2, 7)}
+
+
+def test_a_host_has_the_workers_of_the_plan(tmp_path: Path, short: str, capsys: pytest.CaptureFixture[str]) -> None:
+    serve = ("--serve", "a:1", "--dry-run", short)
+    assert called(tmp_path, "host", *serve) == 0
+    assert "3 worker(s) here" in capsys.readouterr().out
+    assert called(tmp_path, "host", *serve, "--nnodes", "2", "--nproc", "1") == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "--nnodes 2 x --nproc 1 is given, but pipeline.plan=" in error
+    assert "runs on 3 ranks" in error
+    assert called(tmp_path, "host", "--store", "a:1", "--dry-run", short, "--nproc", "1") == 0
+    assert called(tmp_path, "train", short, "--nproc", "2") == 2
+    assert "--nproc 2 is given, but pipeline.plan=" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_commands_that_search_set_the_plan_aside(
+    tmp_path: Path, short: str, profile: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`plan` gave back the plan that the config names, as if it had been searched for."""
+    asked = ("--profile", profile, "--devices", "3", "--json")
+    for plan in (short, "pipeline.plan=nowhere.json"):
+        assert called(tmp_path, "plan", *asked, plan) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["planner"] == "exact"
+        assert found["cuts"] != SHORT["cuts"]
+        assert called(tmp_path, "compare", *asked, plan) == 0
+        assert json.loads(capsys.readouterr().out)
+
+
+def test_the_plan_of_the_config_is_simulated(tmp_path: Path, profile: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It was refused for its schedule, which it decides."""
+    known = ("--profile", profile, "--json")
+    path = write(tmp_path, REPLICATED_MIDDLE)
+    assert called(tmp_path, "simulate", *known, f"pipeline.plan={path}") == 0
+    from_config = json.loads(capsys.readouterr().out)
+    assert (from_config["schedule"], from_config["num_microbatches"]) == ("1f1b", 4)
+    assert from_config["pipelines"][0]["stages_of_rank"] == [[0, 3], [1], [2]]
+    assert called(tmp_path, "simulate", *known, "pipeline.plan=nowhere.json", "--plan", str(path)) == 0
+    assert json.loads(capsys.readouterr().out) == from_config
+
+
+def test_the_profile_is_that_of_a_run_of_the_plan(tmp_path: Path) -> None:
+    kept = [{name: item for name, item in stage.items() if name != "memory"} for stage in REPLICATED_MIDDLE["stages"]]
+    path, output = write(tmp_path, REPLICATED_MIDDLE | {"stages": kept}), tmp_path / "profile.json"
+    assert called(tmp_path, "profile", "--estimate", "-o", str(output), f"pipeline.plan={path}") == 0
+    assert read_profile(output).conditions["recompute"] is False
+
+
+def test_chaos_needs_as_many_workers_as_the_plan_has_ranks(
+    tmp_path: Path, short: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run would have begun with another plan."""
+    assert called(tmp_path, "chaos", short, "--hosts", "2", "--workers", "2") == 2
+    assert "the hosts have 4 workers in all, but pipeline.plan=" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_config_that_the_plan_has_not_decided_is_not_prepared(tmp_path: Path, short: str) -> None:
+    with pytest.raises(CapslogError, match="the plan is for 3 ranks, the config has 2"):
+        prepare_run(config_of(write(tmp_path, SHORT), run_dir=str(tmp_path / "run")), show=False)
+
+
+def test_where_the_plan_leaves_the_blocks_open_there_is_one(tmp_path: Path) -> None:
+    assert with_given_plan(config_of(write(tmp_path, SHORT))).train.accumulation_blocks == 1
+    assert with_given_plan(config_of(write(tmp_path, SHORT), {"accumulation_blocks": 2})).num_blocks == 2

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ __all__ = [
     "choice",
     "column",
     "cut_list",
+    "digest",
     "interval",
     "listed",
     "refuse_unknown",
@@ -88,6 +90,13 @@ def text(value: Any, name: str) -> str:
     """Return `value`; refuse what is not a non-empty string."""
     if not isinstance(value, str) or not value:
         raise CapslogError(f"{name} is {_show(value)}; it must be a non-empty string")
+    return value
+
+
+def digest(value: Any, name: str) -> str:
+    """Return `value`; refuse what is not `sha256:` and up to 64 hexadecimal digits."""
+    if not isinstance(value, str) or not re.fullmatch("sha256:[0-9a-f]{1,64}", value):
+        raise CapslogError(f"{name} is {_show(value)}; it must be sha256: and hexadecimal digits, as a profile has it")
     return value
 
 

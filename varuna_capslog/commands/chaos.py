@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.commands import shared
 from varuna_capslog.commands.shared import AsJson, Overrides, option, options_of, output_option, print_json
 
 if TYPE_CHECKING:
@@ -127,7 +128,6 @@ def _preemptions(given: ChaosFlags, settings: Config, options: ChaosOptions, say
 
 
 def _settings(given: ChaosFlags, folder: Path, devices: int) -> Config:
-    from varuna_capslog.config.reading import load_config
     from varuna_capslog.rig.toy import toy_config
 
     config, changes = given.config, list(given.overrides or ())
@@ -135,9 +135,14 @@ def _settings(given: ChaosFlags, folder: Path, devices: int) -> Config:
         changes.insert(0, config)
         config = None
     forced = [f"run_dir={folder}", f"pipeline.devices={devices}", "elastic.enabled=true"]
-    if config is None:
-        return toy_config(folder, [*forced, *changes])
-    return load_config(Path(config), [*forced, *changes])
+    changes = [*forced, *changes]
+    settings = toy_config(folder, changes) if config is None else shared.load(Path(config), changes)
+    if settings.pipeline.plan is not None and settings.world_size != devices:
+        raise CapslogError(
+            f"the hosts have {devices} workers in all, but pipeline.plan={settings.pipeline.plan} runs on "
+            f"{settings.world_size} ranks; choose --hosts and --workers for these"
+        )
+    return settings
 
 
 def _print(outcome: ChaosOutcome, found: dict[str, Any]) -> None:

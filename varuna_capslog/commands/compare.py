@@ -63,10 +63,8 @@ def compare(given: CompareFlags) -> None:
     settings, run, limit = None, DEFAULT_RUN, None
     devices, memory = given.devices, given.memory
     if given.config is not None:
-        from varuna_capslog.config.reading import load_config
-
         changes = [] if devices is None else [f"pipeline.devices={devices}"]
-        settings = load_config(given.config, [*(given.overrides or ()), *changes, "pipeline.cuts=null"])
+        settings = shared.load(given.config, given.overrides, *changes, *shared.SEARCHED)
         pipeline = settings.pipeline
         devices, limit, memory = pipeline.devices, pipeline.capacity, memory or pipeline.memory
         run = RunShape.of_config(settings).share(pipeline.replicas)

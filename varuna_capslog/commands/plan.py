@@ -108,13 +108,10 @@ def plan(given: PlanFlags) -> None:
     pipeline = {name: value for name in names if (value := getattr(given, name)) is not None}
     settings = None
     if given.config is not None:
-        from varuna_capslog.config.reading import load_config
-
-        # Planning means searching: cuts that the config fixes are set aside.
         changes = [f"pipeline.{key}={value}" for key, value in pipeline.items()]
         if given.minibatch is not None:
             changes.append(f"train.minibatch_size={given.minibatch}")
-        settings = load_config(given.config, [*(given.overrides or ()), *changes, "pipeline.cuts=null"])
+        settings = shared.load(given.config, given.overrides, *changes, *shared.SEARCHED)
     elif given.model is not None:
         settings = _config_of_model(given.model, given, pipeline)
     elif not given.profile:

@@ -33,13 +33,12 @@ def profile(
     as_json: shared.AsJson = False,
 ) -> None:
     """Measure memory and seconds of every layer with real runs of one- and two-layer stages, or estimate them."""
-    from varuna_capslog.config.reading import load_config
     from varuna_capslog.profiles.record import write_profile
     from varuna_capslog.start.prepare import profile_run
 
     changes = [] if order is None else [f"profile.order={order}"]
     changes += ["profile.source=estimated"] if estimate else []
-    settings = load_config(config, [*(overrides or ()), *changes])
+    settings = shared.load(config, overrides, *changes)
     result = profile_run(settings, show=not as_json)
     path = output or settings.run_dir / "profile.json"
     write_profile(path, result)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from varuna_capslog.profiles.record import Profile
 
 __all__ = [
+    "SEARCHED",
     "AsJson",
     "Bandwidth",
     "ConfigFile",
@@ -36,6 +37,7 @@ __all__ = [
     "Wait",
     "blocks_of",
     "link_of",
+    "load",
     "option",
     "options_of",
     "output_option",
@@ -47,6 +49,9 @@ __all__ = [
 ]
 
 Options = TypeVar("Options")
+
+SEARCHED = ("pipeline.cuts=null", "pipeline.plan=null")
+"""Overrides of a command that searches: cuts, or a plan, that the config fixes are set aside."""
 
 
 def option(text: str, shown: bool | str = True, *names: str, **rules: Any) -> Any:
@@ -100,6 +105,16 @@ def options_of(options: type[Options]) -> Callable[[Callable[[Options], None]], 
         return command
 
     return decorate
+
+
+def load(path: Path, overrides: Sequence[str] | None, *more: str) -> Config:
+    """The config of a run that CONFIG and overrides say; what its `pipeline.plan` decides is told on standard error.
+
+    more: overrides of the command itself, which come last.
+    """
+    from varuna_capslog.start.given_plan import load_run_config
+
+    return load_run_config(path, [*(overrides or ()), *more], lambda line: typer.echo(f"capslog: {line}", err=True))
 
 
 def run_config(run_dir: Path) -> Config:

@@ -97,9 +97,8 @@ def simulate(given: SimulateFlags) -> None:
     link = shared.link_of(given.bandwidth, given.latency, given.copy_bandwidth)
     settings = None
     if given.config is not None:
-        from varuna_capslog.config.reading import load_config
-
-        settings = load_config(given.config, given.overrides or ())
+        aside = () if given.plan is None else ("pipeline.plan=null",)  # --plan is played in its place
+        settings = shared.load(given.config, given.overrides, *aside)
     costs = shared.profile_of(given.profile, settings, show=not given.as_json)
     run = _run(settings, costs, given)
     if given.trace is not None:

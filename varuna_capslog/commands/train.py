@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -39,25 +40,12 @@ def train(
 ) -> None:
     """Train over the planned pipeline. Ctrl-C stops after the step; the same command continues."""
     from varuna_capslog.base.supervisor import reserve
-    from varuna_capslog.config.reading import load_config
     from varuna_capslog.elastic.host.options import HostOptions
     from varuna_capslog.elastic.member.held_state import recover
-    from varuna_capslog.start.given_plan import with_given_plan
 
-    tell = lambda line: typer.echo(f"capslog: {line}", err=True)  # noqa: E731
-    settings = with_given_plan(load_config(config, overrides or ()), tell)
-    if nproc is not None and nproc != settings.world_size:
-        if settings.pipeline.plan is not None:
-            raise CapslogError(
-                f"--nproc {nproc} is given, but pipeline.plan={settings.pipeline.plan} runs on {settings.world_size} "
-                "ranks; leave --nproc out"
-            )
-        replicas = settings.pipeline.replicas
-        if nproc % replicas:
-            raise CapslogError(
-                f"--nproc {nproc} is not divisible by pipeline.replicas={replicas}; replicas have equally many workers"
-            )
-        settings = load_config(config, [*(overrides or ()), f"pipeline.devices={nproc // replicas}"])
+    settings = shared.load(config, overrides)
+    if nproc is not None:
+        settings = _of_workers(settings, nproc, f"--nproc {nproc}", config, overrides)
     with reserve(settings.run_dir):  # from here on: another run's plan must not change under its workers
         _prepare_and_print(settings)
         if settings.elastic.enabled:
@@ -181,21 +169,34 @@ def _run_elastic(settings: Config, options: HostOptions, continued: str) -> None
 
 def _spread(given: HostFlags) -> tuple[Config, int]:
     """The config for all machines that begin, and the workers of this one."""
-    from varuna_capslog.config.reading import load_config
-
     overrides, nnodes, nproc = [*(given.overrides or ()), "elastic.enabled=true"], given.nnodes, given.nproc
-    settings = load_config(given.config, overrides)
-    replicas, wanted = settings.pipeline.replicas, settings.world_size
+    if given.store is not None and nproc is not None:
+        overrides.append("pipeline.plan=null")  # a machine may join with any number; the one that serves has the plan
+    settings = shared.load(given.config, overrides)
+    wanted = settings.world_size
     if nproc is None:
         if wanted % nnodes:
             raise CapslogError(f"{wanted} workers cannot be spread evenly over --nnodes {nnodes}; give --nproc")
         return settings, wanted // nnodes
-    if nproc * nnodes % replicas:
+    flags = f"--nnodes {nnodes} x --nproc {nproc}"
+    return _of_workers(settings, nproc * nnodes, flags, given.config, overrides), nproc
+
+
+def _of_workers(settings: Config, workers: int, flags: str, path: Path, overrides: Sequence[str] | None) -> Config:
+    """The config with `pipeline.devices` for so many workers in all, as these flags ask for."""
+    pipeline = settings.pipeline
+    if workers == settings.world_size:
+        return settings
+    if pipeline.plan is not None:
         raise CapslogError(
-            f"--nnodes {nnodes} x --nproc {nproc} is not divisible by pipeline.replicas={replicas}; replicas have "
-            "equally many workers"
+            f"{flags} is given, but pipeline.plan={pipeline.plan} runs on {settings.world_size} ranks; make the two "
+            "agree, or leave --nproc out"
         )
-    return load_config(given.config, [*overrides, f"pipeline.devices={nproc * nnodes // replicas}"]), nproc
+    if workers % pipeline.replicas:
+        raise CapslogError(
+            f"{flags} is not divisible by pipeline.replicas={pipeline.replicas}; replicas have equally many workers"
+        )
+    return shared.load(path, overrides, f"pipeline.devices={workers // pipeline.replicas}")
 
 
 def check_address(address: str) -> None:

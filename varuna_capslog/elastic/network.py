@@ -60,7 +60,7 @@ def parse_address(address: str) -> tuple[tuple[tuple[str, int], ...], str]:
     endpoints = []
     for place in places.split(",") if etcd else [places]:
         host, _, port = place.rpartition(":")
-        if not host or not port.isascii() or not port.isdigit():
+        if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
             form = f"{SCHEME}HOST:PORT[,HOST:PORT...]/PREFIX" if etcd else "host:port"
             raise CapslogError(f"store address {address!r} is not {form}")
         endpoints.append((host, int(port)))

@@ -283,7 +283,7 @@ def with_reserves(config: Config, profile: Profile, plan: Plan, find: Callable[.
         usable = _Limits(seats, placer.candidates).usable(replicas, len(plan.stages))
         cuts = placer.candidates.candidate(replicas, len(plan.stages), usable).cuts
         other = judged(cuts)
-        if pipeline.cuts is None and other is not None and other.fits:
+        if pipeline.cuts is None and pipeline.plan is None and other is not None and other.fits:
             found = find(capacity=pipeline.capacity, cuts=list(cuts))
             plan = dataclasses.replace(found, planner=plan.planner, search_seconds=plan.search_seconds)
         else:

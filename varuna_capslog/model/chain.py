@@ -175,6 +175,19 @@ class Chain:
         return self._crossing[cut]
 
     @cached_property
+    def edges(self) -> tuple[tuple[int, int], ...]:
+        """(layer that writes a tensor, layer that reads it), each pair once, rising.
+
+        Names are reused along a chain: the writer is the last one before the reader. Nobody writes the inputs.
+        """
+        writer: dict[str, int] = {}
+        pairs = set()
+        for reader, layer in enumerate(self.layers):
+            pairs |= {(writer[name], reader) for name in layer.reads if name in writer}
+            writer |= dict.fromkeys(layer.writes, reader)
+        return tuple(sorted(pairs))
+
+    @cached_property
     def shared(self) -> tuple[TiedParameter, ...]:
         """Parameters used by more than one layer, by first use. Found by identity, so tied modules need no
         declaration.

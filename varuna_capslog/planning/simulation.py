@@ -162,6 +162,8 @@ def simulate_plan(
             f"the profile has {profile.num_layers} layers, the plan {plan.num_layers}; give the profile that the plan "
             "was made for"
         )
+    if profile.tensors:  # without them the profile does not know which layers read which
+        plan.check_graph(profile.edges)
     link = link or Link()
     notes = _conditions(profile, plan)
     name = schedule or plan.schedule or "varuna"

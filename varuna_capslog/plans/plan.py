@@ -83,8 +83,9 @@ class Plan:
         set_field(self, "ranks", tuple(fields.listed(self.ranks, "ranks")))
         if not self.stages:
             raise CapslogError("stages is empty; a plan has one stage or more")
-        for name in ("schedule", "planner", "memory_model", "model", "profile_digest", "search_space"):
+        for name in ("schedule", "planner", "memory_model", "model", "search_space"):
             check_optional(self, name, fields.text)
+        check_optional(self, "profile_digest", fields.digest)
         for name in ("search_seconds", "step_seconds", "bound_seconds"):
             check_optional(self, name, fields.seconds)
         check_optional(self, "peak_bytes", partial(fields.whole, minimum=None))

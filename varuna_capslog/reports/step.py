@@ -6,6 +6,7 @@ and the section says so.
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 from varuna_capslog.base.errors import CapslogError
@@ -92,7 +93,7 @@ def _schedule(run: RunRecord, plan: Plan) -> tuple[Schedule, str, StageGraph]:
     if name is None or microbatches is None:
         missing = "schedule" if name is None else "num_microbatches"
         raise CapslogError(f"the plan has no {missing}, and {run.reason('config.yaml')}")
-    graph = plan.stage_graph() if plan.num_microbatches else StageGraph.line(len(plan.stages), microbatches)
+    graph = dataclasses.replace(plan, units=dataclasses.replace(plan.units, per_step=microbatches)).stage_graph()
     recompute = pipeline is not None and pipeline.recompute
     rows = scheduled(name, plan.stages, graph, RunShape(schedule=name, recompute=recompute))
     shown = f"{name} with recomputation" if any(action.kind == "R" for row in rows for action in row) else name

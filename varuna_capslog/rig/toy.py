@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from varuna_capslog.config.reading import load_config, section
+from varuna_capslog.config.reading import section
 from varuna_capslog.config.settings import Config, Section
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 from varuna_capslog.model.workload import DataSource, Minibatch, Workload
+from varuna_capslog.start.given_plan import load_run_config
 
 __all__ = ["CONFIG", "Toy", "toy_config", "workload"]
 
@@ -168,4 +169,4 @@ def toy_config(run_dir: Path, overrides: list[str]) -> Config:
     run_dir.mkdir(parents=True, exist_ok=True)
     path = run_dir / "toy.yaml"
     path.write_text(CONFIG, encoding="utf-8")
-    return load_config(path, [f"run_dir={run_dir}", *overrides])
+    return load_run_config(path, [f"run_dir={run_dir}", *overrides])

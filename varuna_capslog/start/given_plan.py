@@ -1,25 +1,43 @@
-"""A plan file that a config names: the config that runs it as it is, and the plan with the config's own capacity."""
+"""The config of a run: its file, and what the plan file decides that it may name.
+
+Every command that a person calls with a config begins with `load_run_config`. Workers read the config.yaml of the run's
+folder, in which the plan has decided already.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.config.reading import section
+from varuna_capslog.config.reading import load_config, section
 from varuna_capslog.config.settings import Config
 from varuna_capslog.planning.verdict import capacities_of_devices
 from varuna_capslog.plans.parts import PlanRank
 from varuna_capslog.plans.plan import Plan, read_plan
 
-__all__ = ["given_plan", "with_given_plan"]
+__all__ = ["given_plan", "load_run_config", "with_given_plan"]
+
+
+def load_run_config(
+    path: Path | str, overrides: Sequence[str] = (), say: Callable[[str], object] = lambda line: None
+) -> Config:
+    """The config of a YAML file with `a.b=value` overrides, and with everything that its `pipeline.plan` decides.
+
+    Raises:
+        ConfigError: as `load_config`.
+        CapslogError: as `with_given_plan`.
+    """
+    return with_given_plan(load_config(path, overrides), say)
 
 
 def with_given_plan(config: Config, say: Callable[[str], object] = lambda line: None) -> Config:
     """The config with everything that its `pipeline.plan` decides; the same config where it names no plan.
 
     The plan replaces `pipeline.devices`, `replicas`, `schedule`, `recompute` and `stage_inputs`, and `say` is told so
-    in one line. `train.accumulation_blocks` is taken from the plan where the config leaves it null.
+    in one line. `train.accumulation_blocks` is taken from the plan where the config leaves it null; it is 1 where the
+    plan leaves it open, too.
 
     Raises:
         CapslogError: the file is no plan, the config's sizes differ from its units, or it has another number of blocks.
@@ -35,9 +53,6 @@ def with_given_plan(config: Config, say: Callable[[str], object] = lambda line: 
     if plan.recomputes is not None:
         kinds = {one.kind for stage in plan.stages for one in stage.memory or ()}
         given |= {"recompute": plan.recomputes, "stage_inputs": "host" if "recompute+offload" in kinds else "device"}
-    changed = [f"{name}={value}" for name, value in given.items() if pipeline[name] != value]
-    if changed:
-        say(f"{path} decides: pipeline.{', pipeline.'.join(changed)}")
     if config.elastic.enabled and not plan.short:
         raise CapslogError(
             f"{path} has {len(plan.stages)} stages in the full form, which an elastic run cannot begin with yet; set "
@@ -58,9 +73,14 @@ def with_given_plan(config: Config, say: Callable[[str], object] = lambda line: 
                 f"{config.train.minibatch_size}, train.microbatch_size={config.train.microbatch_size}); sizes are "
                 "constants of a run, so make the two agree"
             )
+    changed = [f"{name}={value}" for name, value in given.items() if pipeline[name] != value]
+    if changed:
+        say(f"{path} decides: pipeline.{', pipeline.'.join(changed)}")
     values["pipeline"] = pipeline | given
-    values["train"] = train | {"accumulation_blocks": blocks or train["accumulation_blocks"]}
-    return section(Config, values, "")
+    values["train"] = train | {"accumulation_blocks": blocks or train["accumulation_blocks"] or 1}
+    decided = section(Config, values, "")
+    decided._source = config.source
+    return decided
 
 
 def given_plan(config: Config) -> Plan | None:

@@ -23,7 +23,7 @@ from varuna_capslog.planning.search import plan as search
 from varuna_capslog.planning.simulation import with_step_seconds
 from varuna_capslog.planning.verdict import rehearsed
 from varuna_capslog.plans.parts import PlanStage, Units
-from varuna_capslog.plans.plan import Plan, latest_plan, plan_path, write_plan
+from varuna_capslog.plans.plan import Plan, latest_plan, plan_path, read_plan, write_plan
 from varuna_capslog.profiles.record import write_profile
 from varuna_capslog.schedules import RunShape
 from varuna_capslog.start import ENGINES
@@ -31,6 +31,7 @@ from varuna_capslog.start.given_plan import given_plan
 from varuna_capslog.training.constants import check_folder
 
 if TYPE_CHECKING:
+    from varuna_capslog.model.chain import Chain
     from varuna_capslog.profiles.record import Profile
 
 __all__ = ["plan_run", "prepare_run", "profile_run"]
@@ -49,8 +50,11 @@ def prepare_run(config: Config, show: bool = True) -> Plan:
     fields.refuse_unknown([config.pipeline.planner], PLANNER_NAMES, "planner")
     fields.refuse_unknown([config.pipeline.memory], [AUTO, *MEMORY_MODELS], "memory model")
     ENGINES[config.engine].check()
-    profile = profile_run(config, show) if _needs_profile(config) else None
-    plan = plan_run(config, profile)
+    given = _checked_plan(config)
+    profile = profile_run(config, show) if _needs_profile(config, given) else None
+    if given is not None and profile is not None:
+        _check_digest(given, profile, config)
+    plan = _plan(config, profile, given)
     check_folder(config, plan.model)
     files.write_text(config.run_dir / "config.yaml", dump_config(config))
     if profile is not None:
@@ -87,9 +91,12 @@ def plan_run(config: Config, profile: Profile | None, link: Link | None = None) 
     Without a profile (given cuts need none) nothing is predicted and the chain is built to check the cuts. `link` is
     for planners that need seconds. A given plan of one stage per rank is judged by the profile, where there is one.
     """
-    pipeline, given = config.pipeline, given_plan(config)
-    if given is not None:
-        _check_given(given, config)
+    return _plan(config, profile, _checked_plan(config), link)
+
+
+def _plan(config: Config, profile: Profile | None, given: Plan | None, link: Link | None = None) -> Plan:
+    """`plan_run`; given: the plan that `pipeline.plan` names, read and checked."""
+    pipeline = config.pipeline
     if given is not None and (profile is None or not given.short):
         return given
     if profile is None or len(pipeline.cuts or ()) > pipeline.devices:
@@ -122,7 +129,7 @@ def plan_run(config: Config, profile: Profile | None, link: Link | None = None) 
     return with_step_seconds(profile, plan, run, link)
 
 
-def _needs_profile(config: Config) -> bool:
+def _needs_profile(config: Config, given: Plan | None) -> bool:
     """Given cuts and plans are run without a prediction, unless there is a capacity that they must keep to.
 
     Raises CapslogError where no memory model could tell whether they do.
@@ -134,30 +141,62 @@ def _needs_profile(config: Config) -> bool:
             "pipeline.capacity is set, but no memory model predicts several stages on one device; remove "
             "pipeline.capacity, or give one stage per device"
         )
-    if (given := given_plan(config)) is not None:
+    if given is not None:
         return given.short and given.capacities_of(given.placement()) is not None
     return pipeline.cuts is None or pipeline.capacity is not None
 
 
-def _check_given(plan: Plan, config: Config) -> None:
-    """Refuses, before any worker starts, a plan for another model, or one that the engine does not run."""
-    from varuna_capslog.engine.layout import layout_of
-    from varuna_capslog.model.workload import load_workload
+def _checked_plan(config: Config) -> Plan | None:
+    """The plan that `pipeline.plan` names; None where it names none.
 
-    chain = load_workload(config).build_chain()
+    Raises CapslogError for one of another model or of other ranks than the config has, and for one that the engine does
+    not run.
+    """
+    from varuna_capslog.engine.layout import layout_of
+
+    plan = given_plan(config)
+    if plan is None:
+        return None
+    chain, where = _chain(config), f"pipeline.plan={config.pipeline.plan}"
     if plan.num_layers != len(chain):
         raise CapslogError(
-            f"pipeline.plan={config.pipeline.plan}: the plan is for {plan.num_layers} layers, the model has "
-            f"{len(chain)}: plan again with this config"
+            f"{where}: the plan is for {plan.num_layers} layers, the model has {len(chain)}: plan again with this "
+            "config"
         )
+    if plan.num_ranks != config.world_size:
+        raise CapslogError(
+            f"{where}: the plan is for {plan.num_ranks} ranks, the config has {config.world_size} (pipeline.devices x "
+            "pipeline.replicas); load it with start.given_plan.load_run_config, which takes them from the plan"
+        )
+    fields.within(where, lambda: plan.check_graph(chain.edges))
     layout_of(plan, config)
+    return plan
+
+
+def _check_digest(plan: Plan, profile: Profile, config: Config) -> None:
+    """Refuses a given plan that says that it fits, but says so by another profile than that of this run.
+
+    One that says nothing of the kind is judged by this profile. A run that had a plan of that other profile before goes
+    on: the same model that is measured again has another profile.
+    """
+    if not plan.fits or plan.profile_digest in (None, profile.digest):
+        return
+    if plan.profile_digest not in {read_plan(path).profile_digest for path in config.run_dir.glob("plan-*.json")}:
+        raise CapslogError(
+            f"pipeline.plan={config.pipeline.plan}: fits is true by the profile {plan.profile_digest}, but the profile "
+            f"of this run is {profile.digest}; plan again with this config, or set fits to null in the file, so that "
+            "this profile judges the plan"
+        )
+
+
+def _chain(config: Config) -> Chain:
+    from varuna_capslog.model.workload import load_workload  # imports torch, which planning from a profile does without
+
+    return load_workload(config).build_chain()
 
 
 def _given_cuts(config: Config) -> Plan:
-    from varuna_capslog.model.workload import load_workload  # imports torch, which planning from a profile does without
-
-    cuts, devices = config.pipeline.cuts or [0], config.pipeline.devices
-    chain = load_workload(config).build_chain()
+    cuts, devices, chain = config.pipeline.cuts or [0], config.pipeline.devices, _chain(config)
     chain.check_cuts(cuts)
     pipeline, train = config.pipeline, config.train
     if len(cuts) <= devices:
@@ -189,7 +228,8 @@ def _same(one: Plan, other: Plan) -> bool:
     # they differ whenever the model is profiled again
     ignored = ("search_seconds", "profile_digest", "stage_seconds", "step_seconds", "bound_seconds")
     left, right = one.to_json(), other.to_json()
-    return all(left[key] == right[key] for key in left.keys() | right.keys() if key not in ignored)
+    # the short form and the full form have different keys
+    return all(left.get(key) == right.get(key) for key in left.keys() | right.keys() if key not in ignored)
 
 
 @contextmanager

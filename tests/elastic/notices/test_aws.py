@@ -76,6 +76,14 @@ def test_a_token_is_renewed_at_half_its_life() -> None:
         ('{"action": "stop", "time": "2017-09-18T08:19:59Z"}', None, 0, "this host's"),
         ('{"action": "stop", "time": "2017-09-18T10:22:00Z"}', None, 120, "when it was read"),  # never more than 2 min
         ('{"action": "terminate", "time": "soon"}', None, 120, "when it was read"),
+        # These numbers once ended the thread that asks, and with it all that it would have heard.
+        ('{"action": "stop", "time": "Mon, 19 Sep 99999999999 18:29:47 GMT"}', None, 120, "when it was read"),
+        (
+            '{"action": "stop", "time": "2017-09-18T08:21:00Z"}',
+            "Mon, 18 Sep 99999999999 08:20:20 GMT",
+            0,
+            "this host's",
+        ),
         ('{"action": "terminate"}', None, 120, "when it was read"),
     ],
 )

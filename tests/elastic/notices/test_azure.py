@@ -96,6 +96,7 @@ def test_each_type(kind: str, found: Kind) -> None:
         ("tomorrow", 30.0),
         (None, 30.0),
         (17, 30.0),
+        ("Mon, 18 Sep 99999999999 08:20:30 GMT", 30.0),
     ],
 )
 def test_the_deadline(not_before: object, left: float) -> None:

@@ -192,7 +192,7 @@ def test_addresses() -> None:
     assert parse_address("h:3") == ((("h", 3),), "")
     assert network_variables("etcd://127.0.0.1:1/x") == {}
     check_address("etcd://a:1/x")
-    for wrong in ("etcd://a/x", "etcd://a:1", "etcd://a:1/", "etcd://a:1,b/x"):
+    for wrong in ("etcd://a/x", "etcd://a:1", "etcd://a:1/", "etcd://a:1,b/x", "etcd://a:1,b:65536/x"):
         with pytest.raises(CapslogError, match="etcd://"):
             check_address(wrong)
 

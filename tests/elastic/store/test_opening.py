@@ -418,8 +418,9 @@ def test_a_partition_without_a_word_is_noticed(port):
 
 
 def test_addresses_are_checked(port):
-    with pytest.raises(CapslogError, match="not host:port"):
-        open_store("somewhere")
+    for wrong in ("somewhere", ":1", "somewhere:x", "127.0.0.1:65536", f"127.0.0.1:{10**30}"):
+        with pytest.raises(CapslogError, match="not host:port"):
+            open_store(wrong)
     store = open_store(f"127.0.0.1:{port}")
     assert store.address == f"127.0.0.1:{port}"
     store.close()

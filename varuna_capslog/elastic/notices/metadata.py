@@ -130,11 +130,11 @@ class MetadataListener(PollingListener):
         """
         try:
             at = _utc(when)
-        except ValueError:
+        except (ValueError, OverflowError):
             return Deadline(self.clock.monotonic() + lead, f"{lead:g} s from when it was read")
         try:
             now, whose = email.utils.parsedate_to_datetime(answer.headers["date"]).timestamp(), "the server's clock"
-        except (KeyError, ValueError, TypeError):
+        except (KeyError, ValueError, TypeError, OverflowError):
             now, whose = self.clock.wall(), "this host's clock"
         left = max(0.0, at - now)
         if left > at_most:
@@ -170,7 +170,7 @@ def json_object(answer: Answer, what: str) -> dict[str, Any]:
 
 
 def _utc(text: str) -> float:
-    """Seconds since 1970 of "Mon, 19 Sep 2016 18:29:47 GMT", or of the same in ISO 8601. Raises ValueError."""
+    """Seconds since 1970 of "Mon, 19 Sep 2016 18:29:47 GMT", or of the same in ISO 8601. Raises ValueError or OverflowError."""
     try:
         return email.utils.parsedate_to_datetime(text).timestamp()
     except (ValueError, TypeError):

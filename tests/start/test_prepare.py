@@ -1,0 +1,93 @@
+"""What is settled before the first worker starts: which plan a run's folder gets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.start.test_given_plan import REPLICATED_MIDDLE, config_of
+from varuna_capslog.base import files
+from varuna_capslog.base.errors import CapslogError, DoesNotFit
+from varuna_capslog.config.reading import Config
+from varuna_capslog.planning.search import plan as search
+from varuna_capslog.plans.plan import latest_plan
+from varuna_capslog.schedules import RunShape
+from varuna_capslog.start.given_plan import with_given_plan
+from varuna_capslog.start.prepare import prepare_run, profile_run
+
+SHORT: dict[str, Any] = {"format": "varuna-capslog/plan/2", "num_layers": 11, "cuts": [0, 5]}
+
+
+def config_for(folder: Path, plan: dict[str, Any]) -> Config:
+    path = folder / "given.json"
+    path.write_text(json.dumps(plan))
+    sections = {"run_dir": str(folder / "run"), "profile": {"source": "estimated"}}
+    return with_given_plan(config_of(path, **sections))
+
+
+def prepare(folder: Path, plan: dict[str, Any]) -> None:
+    prepare_run(config_for(folder, plan), show=False)
+
+
+@pytest.mark.parametrize(("first", "second"), [(SHORT, REPLICATED_MIDDLE), (REPLICATED_MIDDLE, SHORT)])
+def test_a_run_that_gets_a_plan_of_the_other_form_gets_a_new_plan_file(
+    tmp_path: Path, first: dict[str, Any], second: dict[str, Any]
+) -> None:
+    """The comparison with the run's last plan ended in a KeyError, since the two forms have different keys."""
+    for number, plan in enumerate((first, first, second, second)):
+        prepare(tmp_path, plan)
+        found = latest_plan(tmp_path / "run")
+        assert found is not None
+        assert found[0] == number // 2
+        assert found[1].short == ("cuts" in plan)
+
+
+# -- the profile that a plan was made for
+
+
+OTHER = "sha256:" + 64 * "0"
+
+
+@pytest.fixture
+def fitting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A plan that fits by the profile of the config that it is given to."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = config_for(tmp_path, SHORT)
+    found = search(profile_run(config, show=False), 2, capacity=2**30, run=RunShape.of_config(config))
+    assert found.fits
+    return found.to_json()
+
+
+def test_a_plan_that_fits_by_the_profile_of_the_run_is_taken(tmp_path: Path, fitting: dict[str, Any]) -> None:
+    prepare(tmp_path, fitting)
+    assert files.read_json(tmp_path / "run" / "plan-0.json") == fitting
+
+
+def test_a_plan_that_fits_by_another_profile_is_refused(tmp_path: Path, fitting: dict[str, Any]) -> None:
+    """What it says of bytes holds for another model, device or size; the run's folder gets nothing."""
+    with pytest.raises(CapslogError, match=f"given.json: fits is true by the profile {OTHER}, but the profile of this"):
+        prepare(tmp_path, fitting | {"profile_digest": OTHER})
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_plan_of_another_profile_that_promises_nothing_is_judged_by_that_of_the_run(
+    tmp_path: Path, fitting: dict[str, Any]
+) -> None:
+    """It may come from a machine that measured the same model."""
+    other = fitting | {"profile_digest": OTHER, "fits": None}
+    prepare(tmp_path, other)
+    assert files.read_json(tmp_path / "run" / "plan-0.json") == other
+    with pytest.raises(DoesNotFit):
+        prepare(tmp_path, other | {"capacity_bytes": 10})
+
+
+def test_a_run_that_is_profiled_anew_goes_on_with_its_plan(tmp_path: Path, fitting: dict[str, Any]) -> None:
+    """No two measurements give one digest, and the machine that goes on with a run may have to measure again."""
+    other = fitting | {"profile_digest": OTHER}
+    files.write_json(tmp_path / "run" / "plan-0.json", other)
+    files.write_json(tmp_path / "run" / "plan-1.json", SHORT)  # the devices have changed since
+    prepare(tmp_path, other)
+    assert files.read_json(tmp_path / "run" / "plan-2.json") == other
