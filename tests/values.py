@@ -30,5 +30,6 @@ def each_place(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[s
 
 OF_ANY_TYPE: tuple[Any, ...] = (
     None, True, -1, 5, 1.5, "x", [], [None], ["a"], [["a"], [1]], [[0], 5], [[[0]]], {}, {"a": 1}, {"0": None},
+    1e308, 10**400, float("inf"),
 )  # fmt: skip
 """Values of every type that JSON has, most of them wrong in most places."""

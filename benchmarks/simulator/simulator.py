@@ -43,8 +43,9 @@ from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 from varuna_capslog.model.workload import Minibatch, Workload, load_workload
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.search import plan
-from varuna_capslog.planning.simulation import UPDATE_RATE, simulate_plan
+from varuna_capslog.planning.simulation import simulate_plan
 from varuna_capslog.plans.plan import Plan
+from varuna_capslog.profiles.conditions import UPDATE_RATE
 from varuna_capslog.profiles.record import LayerProfile, Profile
 from varuna_capslog.profiling.conditions import RunConditions
 from varuna_capslog.profiling.measure import profile_workload

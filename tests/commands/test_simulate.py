@@ -13,7 +13,7 @@ from matplotlib.image import imread
 
 from varuna_capslog import cli
 from varuna_capslog.planners import PLANNER_NAMES, PLANNERS
-from varuna_capslog.planning.simulation import UPDATE_RATE
+from varuna_capslog.profiles.conditions import UPDATE_RATE
 from varuna_capslog.profiles.record import LayerProfile, Profile, read_profile, write_profile
 
 LAYERS = 6

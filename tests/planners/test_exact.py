@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from tests.planners.instances import TableCosts, exhaustive, instances, peaks, s
 from varuna_capslog.memory import NEVER, StageCosts
 from varuna_capslog.memory.additive import AdditiveCosts
 from varuna_capslog.memory.inflight import InflightCosts
+from varuna_capslog.memory.ranges import Ranges
 from varuna_capslog.planners import evenness, exact
 from varuna_capslog.planners.exact import exact_cuts, fewest_devices
 from varuna_capslog.schedules import RunShape
@@ -188,8 +190,15 @@ def test_many_equal_stages_do_not_outweigh_one_larger_stage() -> None:
 # -- costs of any form
 
 
-def best(costs: TableCosts, lists: list[list[int]]) -> list[int]:
+def best(costs: StageCosts, lists: list[list[int]]) -> list[int]:
     return min(lists, key=lambda cuts: (sorted(costs.peaks(cuts), reverse=True), cuts))
+
+
+def fitting(costs: StageCosts, capacities: list[int], lists: Iterable[list[int]]) -> list[list[int]]:
+    """The cut lists whose stages fit devices of these capacities."""
+    return [
+        cuts for cuts in lists if all(used <= size for used, size in zip(costs.peaks(cuts), capacities, strict=True))
+    ]
 
 
 @pytest.mark.parametrize("position_free", [True, False])
@@ -239,11 +248,7 @@ def test_what_waits_in_flight_is_searched_part_by_part(
         assert exact_cuts(costs, devices) == expected
         capacities = [peak + rng.randrange(high) for peak in costs.peaks(rng.choice(list(exhaustive(costs, devices))))]
         if len(set(capacities)) > 1:
-            within = [
-                cuts
-                for cuts in exhaustive(costs, devices)
-                if all(used <= size for used, size in zip(costs.peaks(cuts), capacities, strict=True))
-            ]
+            within = fitting(costs, capacities, exhaustive(costs, devices))
             assert exact_cuts(costs, devices, capacities) == best(costs, within)
 
 
@@ -252,7 +257,7 @@ def test_what_waits_in_flight_is_searched_part_by_part(
 def test_devices_that_differ_with_costs_of_any_form(kind: str, position_free: bool) -> None:
     """Where some cut list fits, one that fits comes out, the best of those; where none does, the smallest peak."""
     rng = random.Random(f"general capacities {kind}")
-    fitting = 0
+    fitted = 0
     for _ in range(300):
         num_layers = rng.randrange(1, 8)
         devices = rng.randrange(1, num_layers + 1)
@@ -260,16 +265,28 @@ def test_devices_that_differ_with_costs_of_any_form(kind: str, position_free: bo
         everything = list(exhaustive(costs, devices))
         top = max(costs.peaks(rng.choice(everything)))
         capacities = [rng.randrange(1, 2 * top + 2) for _ in range(devices)]
-        fits = [
-            cuts
-            for cuts in everything
-            if all(used <= size for used, size in zip(costs.peaks(cuts), capacities, strict=True))
-        ]
-        fitting += bool(fits)
+        fits = fitting(costs, capacities, everything)
+        fitted += bool(fits)
         # Equal capacities change nothing, whether or not they are kept to.
         expected = best(costs, (fits if len(set(capacities)) > 1 else []) or everything)
         assert exact_cuts(costs, devices, capacities) == expected, (costs.entries, capacities)
-    assert 50 < fitting < 270
+    assert 50 < fitted < 270
+
+
+def test_loose_capacities_leave_long_ranges_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the 20,100 ranges of 200 equal layers, those longer than a stage of the even split are not weighed."""
+    weighed: list[int] = []
+    search = exact._with_smallest_peak
+
+    def watch(ranges: Ranges, *others: Any) -> Any:
+        weighed.append(len(ranges.firsts))
+        return search(ranges, *others)
+
+    monkeypatch.setattr(exact, "_with_smallest_peak", watch)
+    costs = AdditiveCosts.of_statistics([1] * 200, [1] * 200)
+    even = [10 * stage for stage in range(20)]
+    assert exact_cuts(costs, 20, [1000, 2000] * 10) == even
+    assert weighed == [sum(200 - longer for longer in range(10))]
 
 
 @pytest.mark.parametrize("position_free", [True, False])

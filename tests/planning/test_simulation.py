@@ -12,9 +12,10 @@ import pytest
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.planners.seconds import Link
-from varuna_capslog.planning.simulation import UPDATE_RATE, Simulation, simulate_plan, stage_seconds, with_step_seconds
+from varuna_capslog.planning.simulation import Simulation, simulate_plan, stage_seconds, with_step_seconds
 from varuna_capslog.plans.parts import PlanStage, Units
 from varuna_capslog.plans.plan import Plan
+from varuna_capslog.profiles.conditions import UPDATE_RATE
 from varuna_capslog.profiles.record import LayerProfile, Profile, TensorRecord
 from varuna_capslog.reports.perfetto import trace_events
 from varuna_capslog.schedules import RunShape

@@ -9,9 +9,10 @@ from matplotlib.figure import Figure
 
 from tests.reports.legible import assert_legible
 from varuna_capslog.planners.seconds import Link
-from varuna_capslog.planning.simulation import UPDATE_RATE, Simulation, simulate_plan
+from varuna_capslog.planning.simulation import Simulation, simulate_plan
 from varuna_capslog.plans.parts import PlanStage, Units
 from varuna_capslog.plans.plan import Plan
+from varuna_capslog.profiles.conditions import UPDATE_RATE
 from varuna_capslog.profiles.record import LayerProfile, Profile
 from varuna_capslog.reports.gantt import draw_schedule, draw_simulation
 from varuna_capslog.schedules import StageSeconds, make_schedule, simulate

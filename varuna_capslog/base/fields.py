@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
+import json
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -17,12 +18,14 @@ from typing import Any, TypeVar
 from varuna_capslog.base.errors import CapslogError
 
 __all__ = [
+    "boolean",
     "build",
     "choice",
     "column",
     "cut_list",
     "digest",
     "interval",
+    "json_value",
     "listed",
     "refuse_unknown",
     "seconds",
@@ -32,6 +35,12 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+_MOST = (1 << 63) - 1
+"""The largest whole number of a file: what 64 bits hold."""
+
+_SHOWN = 200
+"""Characters of a value that a message shows."""
 
 
 def refuse_unknown(given: Iterable[str], known: Sequence[str], kind: str = "field") -> None:
@@ -75,15 +84,32 @@ def whole(value: Any, name: str, minimum: int | None = 0) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise CapslogError(f"{name} is {_show(value)}; it must be a whole number")
     if minimum is not None and value < minimum:
-        raise CapslogError(f"{name} is {value}; it must be at least {minimum}")
+        raise CapslogError(f"{name} is {_show(value)}; it must be at least {minimum}")
+    if abs(value) > _MOST:
+        raise CapslogError(f"{name} is {_show(value)}; it must be below 2^63")
     return value
 
 
 def seconds(value: Any, name: str) -> float:
     """Return `value` as a float; refuse what is not a finite number of seconds of at least 0."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= sys.float_info.max:
         raise CapslogError(f"{name} is {_show(value)}; it must be a number of seconds, at least 0")
     return float(value)
+
+
+def boolean(value: Any, name: str) -> bool:
+    """Return `value`; refuse what is neither true nor false."""
+    if not isinstance(value, bool):
+        raise CapslogError(f"{name} is {_show(value)}; it must be true or false")
+    return value
+
+
+def json_value(value: Any, name: str) -> None:
+    """Refuse what JSON cannot hold, such as a number that is not finite."""
+    try:
+        json.dumps(value, allow_nan=False, sort_keys=True)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CapslogError(f"{name} is nothing that JSON can hold: {error}; give plain, finite values") from error
 
 
 def text(value: Any, name: str) -> str:
@@ -163,4 +189,7 @@ def _kind(value: Any) -> str:
 
 
 def _show(value: Any) -> str:
-    return "null" if value is None else repr(value) if isinstance(value, (str, int, float, bool)) else _kind(value)
+    if not isinstance(value, (str, int, float, bool)):
+        return "null" if value is None else _kind(value)
+    shown = repr(value)
+    return shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."

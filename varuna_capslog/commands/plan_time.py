@@ -41,7 +41,7 @@ class PlanRequest:
         """Microbatches of a step with the size that a profile holds for; 4 per device where no minibatch is given."""
         from varuna_capslog.planners import DEFAULT_MICROBATCHES_PER_STAGE
 
-        size = profile.conditions.get("microbatch_size") or 1
+        size = profile.conditions.get("microbatch_size", 1)
         if self.minibatch_size is None:
             return DEFAULT_MICROBATCHES_PER_STAGE * self.devices
         if self.minibatch_size % size:

@@ -57,8 +57,12 @@ def exact_cuts(costs: StageCosts, devices: int, capacities: Sequence[int] | None
     weighed; otherwise they change nothing.
     """
     if capacities is not None and len(set(capacities)) > 1:
-        stages = _with_smallest_peak(ranges_within(costs, devices, max(capacities)), devices, capacities)
-        if stages:
+        even = costs.peaks(_even_split(costs, devices))
+        fits = all(used <= size for used, size in zip(even, capacities, strict=True))
+        # Where capacities are loose, most ranges that fit are longer than any in a cut list as good as this one.
+        most = max(even if fits else capacities)
+        limits = [min(most, capacity) for capacity in capacities]
+        if stages := _with_smallest_peak(ranges_within(costs, devices, most), devices, limits):
             return _most_even(stages)
         # No cut list fits devices that differ: the smallest peak is still an answer.
     if costs.position_free:
@@ -93,6 +97,11 @@ def fewest_devices(costs: StageCosts, capacity: int) -> int | None:
     return None
 
 
+def _even_split(costs: StageCosts, devices: int) -> list[int]:
+    """Return the cut list whose stages differ by one layer at most."""
+    return [stage * costs.num_layers // devices for stage in range(devices)]
+
+
 # -- costs that do not depend on the place, as arrays
 
 
@@ -113,7 +122,7 @@ def _band(costs: StageCosts, devices: int) -> evenness.Band:
         most = min(
             max(costs.peaks(cuts))
             for cuts in (
-                [stage * num_layers // devices for stage in range(devices)],
+                _even_split(costs, devices),
                 [*range(devices)],
                 [0, *range(num_layers - devices + 1, num_layers)],
             )
@@ -137,9 +146,8 @@ def _attained(costs: StageCosts, devices: int) -> int:
     """Return the peak of some cut list: the smaller, the fewer ranges are weighed. Within a thirtieth of the smallest
     peak in large instances where bytes never fall when a layer joins a stage.
     """
-    num_layers = costs.num_layers
-    high = max(costs.peaks([stage * num_layers // devices for stage in range(devices)]))
-    low = high if num_layers**2 * devices <= _SMALL else 0
+    high = max(costs.peaks(_even_split(costs, devices)))
+    low = high if costs.num_layers**2 * devices <= _SMALL else 0
     while high - low > high // 32 + 1:
         threshold = (low + high) // 2
         peak = max(costs.peaks(_filled(costs, devices, threshold)))

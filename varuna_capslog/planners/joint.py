@@ -162,7 +162,7 @@ def best_fleet(
 
 def _microbatches(profile: Profile, minibatch_size: int) -> tuple[int, int]:
     """Microbatches of a step, and the samples of one."""
-    size = fields.whole(profile.conditions.get("microbatch_size", 1), "microbatch_size", minimum=1)
+    size = profile.conditions.get("microbatch_size", 1)
     count, left = divmod(minibatch_size, size)
     if left or count < 1:
         raise CapslogError(f"a minibatch of {minibatch_size} is not a whole number of microbatches of {size}")

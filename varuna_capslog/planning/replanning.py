@@ -61,8 +61,8 @@ class Replanner:
     @property
     def microbatch_size(self) -> int:
         """Samples that the profile's seconds are for; 1 where it does not say."""
-        size = self.profile.conditions.get("microbatch_size", 1)
-        return size if isinstance(size, int) else 1
+        size: int = self.profile.conditions.get("microbatch_size", 1)
+        return size
 
     def __call__(self, devices: int) -> Deployment | None:
         """Plans, or looks up the plan of a number that was asked before; either is timed."""

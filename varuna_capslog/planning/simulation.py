@@ -26,6 +26,7 @@ from varuna_capslog.memory.course import Course, memory_courses, peak_of, stage_
 from varuna_capslog.planners import DEFAULT_MICROBATCHES_PER_STAGE
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.plans.plan import Plan
+from varuna_capslog.profiles.conditions import UPDATE_RATE
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import (
     Action,
@@ -38,9 +39,6 @@ from varuna_capslog.schedules import (
     schedule_of,
     simulate,
 )
-
-UPDATE_RATE = "update_seconds_per_parameter_byte"
-"""Where a profile's conditions say what norm, clipping and optimizer cost: seconds per byte of parameters."""
 
 
 @dataclass(frozen=True)
@@ -222,7 +220,7 @@ def simulate_plan(
         bubble_fraction=1.0 - busy / (width * step_seconds) if step_seconds > 0 else 0.0,
         exchange_seconds=exchange,
         update_seconds=update,
-        samples=total * size if isinstance(size, int) else None,
+        samples=None if size is None else total * size,
         schedule=name,
         recompute=recompute,
         num_microbatches=total,
@@ -256,8 +254,8 @@ def stage_seconds(profile: Profile, stages: Sequence[tuple[int, int]], recompute
     rate = profile.conditions.get(UPDATE_RATE)
     weights = [layer.parameter_bytes for layer in profile.layers]
     other = {}
-    if isinstance(rate, (int, float)) and None not in weights:
-        other["U"] = [float(rate) * sum(part or 0 for part in weights[first:end]) for first, end in stages]
+    if rate is not None and None not in weights:
+        other["U"] = [rate * sum(part or 0 for part in weights[first:end]) for first, end in stages]
     last = profile.num_layers
     bare = [0.0 if recompute and end == last else took for took, (_, end) in zip(whole, stages, strict=True)]
     back = [sum(backward[first:end]) for first, end in stages]

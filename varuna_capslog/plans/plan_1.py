@@ -102,14 +102,14 @@ def _predictions(stages: list[PlanStage], value: Mapping[str, Any]) -> list[dict
     return [{"bytes": size, "seconds": seconds} for size, seconds in zip(sizes, times, strict=True)]
 
 
-def _units(value: Mapping[str, Any], pipelines: int) -> tuple[dict[str, Any], list[list[int] | None]]:
+def _units(value: Mapping[str, Any], pipelines: int) -> tuple[dict[str, Any], list[tuple[int, ...] | None]]:
     """The units of a step, and the blocks of each pipeline: its microbatches, each of which is a block then."""
     count, groups = value.get("num_microbatches"), value.get("microbatches_of_pipeline")
     units = {"per_step": count, "samples": value.get("microbatch_size"), "blocks": None}
     if count is not None:
         count = fields.whole(count, "num_microbatches", minimum=1)
     if groups is None:
-        alone: list[list[int] | None] = [[number] for number in range(pipelines)]
+        alone: list[tuple[int, ...] | None] = [(number,) for number in range(pipelines)]
         return units | {"blocks": pipelines if pipelines > 1 else None}, alone if pipelines > 1 else [None]
     name = "microbatches_of_pipeline"
     groups = [[fields.whole(one, name) for one in fields.listed(group, name)] for group in fields.listed(groups, name)]
@@ -118,7 +118,7 @@ def _units(value: Mapping[str, Any], pipelines: int) -> tuple[dict[str, Any], li
         raise CapslogError("microbatches_of_pipeline must give each microbatch to exactly one of the plan's pipelines")
     if pipelines == 1:
         return units, [None]
-    return units | {"blocks": count}, [sorted(group) for group in groups]
+    return units | {"blocks": count}, [tuple(sorted(group)) for group in groups]
 
 
 def _capacities(value: Any, num_ranks: int) -> list[int | None]:

@@ -17,6 +17,7 @@ from typing import Any
 
 from varuna_capslog.base import fields, files
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.profiles import conditions
 
 __all__ = [
     "LayerProfile",
@@ -37,6 +38,7 @@ MEMORY_ACTIONS = ("none", "recompute", "offload")
 PARALLEL_KINDS = ("none", "data", "tensor")
 
 _BYTE_PARTS = ("static_bytes", "saved_bytes", "transient_bytes", "boundary_bytes", "parameter_bytes")
+_BYTE_SUMS = ("peak_bytes", "static_bytes", "saved_bytes", "boundary_in_bytes", "boundary_out_bytes")
 _SECONDS = ("forward_seconds", "backward_seconds")
 _HALVES = ("input_seconds", "weight_seconds")
 _NEW_FIELDS = (*_HALVES, "weight_bytes", "variant")
@@ -118,8 +120,7 @@ class TensorRecord:
     def __post_init__(self) -> None:
         fields.text(self.name, "name")
         _set(self, "bytes", fields.whole(self.bytes, "bytes"))
-        if not isinstance(self.gradient, bool):
-            raise CapslogError(f"gradient is {self.gradient!r}; it must be true or false")
+        fields.boolean(self.gradient, "gradient")
         if self.writer is not None:
             _set(self, "writer", fields.whole(self.writer, "writer"))
         readers = tuple(fields.whole(layer, "readers") for layer in fields.listed(self.readers, "readers"))
@@ -165,6 +166,7 @@ class Observation:
         _set(self, "layers", fields.interval(self.layers, "layers"))
         fields.text(self.device, "device")
         _set(self, "microbatch_size", fields.whole(self.microbatch_size, "microbatch_size", minimum=1))
+        fields.json_value(self.input, "input")
         _set(self, "peak_bytes", fields.whole(self.peak_bytes, "peak_bytes"))
         _set(self, "parallel", check_parallel(self.parallel))
         fields.choice(self.memory_action, "memory_action", MEMORY_ACTIONS)
@@ -206,8 +208,7 @@ class Profile:
             fields.text(self.model, "model")
         if self.source is not None:
             fields.choice(self.source, "source", SOURCES)
-        if not isinstance(self.conditions, Mapping):
-            raise CapslogError("conditions must be an object that maps names to values")
+        _set(self, "conditions", conditions.checked(self.conditions))
         if not self.layers:
             raise CapslogError("layers is empty; a profile needs at least one layer")
         numbers: dict[str, int] = {}
@@ -227,6 +228,12 @@ class Profile:
                 raise CapslogError(
                     f"tensors[{number}] ({tensor.name}) has the name and the writer of tensors[{other}]; give one "
                     "entry with all readers"
+                )
+        for name in _BYTE_SUMS:
+            if sum(getattr(row, name) or 0 for row in self.observations) >= 1 << 60:
+                raise CapslogError(
+                    f"{name} of the observations sums to more than 1 EiB, beyond what a search can add up; check the "
+                    "unit, bytes"
                 )
         for place, ends in self._places():
             if ends > len(self.layers):

@@ -170,7 +170,10 @@ def json_object(answer: Answer, what: str) -> dict[str, Any]:
 
 
 def _utc(text: str) -> float:
-    """Seconds since 1970 of "Mon, 19 Sep 2016 18:29:47 GMT", or of the same in ISO 8601. Raises ValueError or OverflowError."""
+    """Seconds since 1970 of "Mon, 19 Sep 2016 18:29:47 GMT", or of the same in ISO 8601.
+
+    Raises ValueError or OverflowError.
+    """
     try:
         return email.utils.parsedate_to_datetime(text).timestamp()
     except (ValueError, TypeError):

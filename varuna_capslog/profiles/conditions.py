@@ -1,0 +1,69 @@
+"""What a profile's conditions must be where this library computes with them; other names may hold any JSON value.
+
+`record.Profile` calls `checked` for every profile, so memory models, planners and the simulation read the conditions
+as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from varuna_capslog.base import fields
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.schedules.shape import STAGE_INPUTS
+
+__all__ = ["UPDATE_RATE", "checked"]
+
+UPDATE_RATE = "update_seconds_per_parameter_byte"
+"""Where a profile's conditions say what norm, clipping and optimizer cost: seconds per byte of parameters."""
+
+_MOST_FRAGMENTATION = 100
+"""More than any allocator reserves beyond what it hands out, and what products of bytes stay finite with."""
+
+
+def checked(conditions: Any) -> dict[str, Any]:
+    """Return the conditions; numbers that are computed with become int or float.
+
+    Raises CapslogError naming a condition that does not have the type or the range that its reader needs.
+    """
+    if not isinstance(conditions, Mapping):
+        raise CapslogError("conditions must be an object that maps names to values")
+    found = dict(conditions)
+    fields.json_value(found, "conditions")
+    for name, check in _CHECKS.items():
+        if name in found:
+            found[name] = check(found[name], f"conditions.{name}")
+    return found
+
+
+def _headroom(value: Any, name: str) -> Any:
+    """Bytes beyond a stage's peak, as `memory.headroom` reads them; "parts" is for people."""
+    if not isinstance(value, Mapping):
+        raise CapslogError(f'{name} must be an object such as {{"fixed_bytes": 0, "fragmentation": 1.0}}')
+    fields.refuse_unknown(value, ["fixed_bytes", "fragmentation", "parts"], f"field of {name}")
+    fields.whole(value.get("fixed_bytes", 0), f"{name}.fixed_bytes")
+    fragmentation = fields.seconds(value.get("fragmentation", 1.0), f"{name}.fragmentation")
+    if not 1 <= fragmentation <= _MOST_FRAGMENTATION:
+        raise CapslogError(
+            f"{name}.fragmentation is {fragmentation}; a device reserves at least what it allocates, so give a factor "
+            f"from 1 to {_MOST_FRAGMENTATION}"
+        )
+    return value
+
+
+def _texts(value: Any, name: str) -> list[str]:
+    return [fields.text(one, f"{name}[{i}]") for i, one in enumerate(fields.listed(value, name))]
+
+
+_CHECKS: dict[str, Callable[[Any, str], Any]] = {
+    "accumulation_blocks": partial(fields.whole, minimum=1),
+    "device": fields.text,
+    "headroom": _headroom,
+    "limits": _texts,
+    "microbatch_size": partial(fields.whole, minimum=1),
+    "recompute": fields.boolean,
+    "stage_inputs": partial(fields.choice, allowed=STAGE_INPUTS),
+    UPDATE_RATE: fields.seconds,
+}
