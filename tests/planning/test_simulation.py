@@ -13,7 +13,7 @@ import pytest
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.simulation import Simulation, simulate_plan, stage_seconds, with_step_seconds
-from varuna_capslog.plans.parts import PlanStage, Units
+from varuna_capslog.plans.parts import MemoryInterval, PlanStage, Units
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.conditions import UPDATE_RATE
 from varuna_capslog.profiles.record import LayerProfile, Profile, TensorRecord
@@ -67,8 +67,31 @@ def test_recomputation_leaves_out_what_the_last_stage_makes_twice() -> None:
     found = simulate_plan(make_profile(), make_plan(cuts=(0,)), recompute=True)
     # 4 layers on one rank: F0 makes nothing, F1 neither, R0 10, B0 8, R1 10, B1 8.
     assert found.step_seconds == 36.0
-    assert stage_seconds(make_profile(), [(0, 2), (2, 4)]).bare_forward == [3.0, 0.0]
-    assert stage_seconds(make_profile(), [(0, 2), (2, 4)], recompute=False).bare_forward == [3.0, 7.0]
+    stages, keeps = make_plan().stages, RunShape(schedule="gpipe", recompute=False)
+    assert stage_seconds(make_profile(), stages).bare_forward == [3.0, 0.0]
+    assert stage_seconds(make_profile(), stages, keeps).bare_forward == [3.0, 7.0]
+
+
+def test_what_runs_again_follows_the_memory_intervals_of_the_plan() -> None:
+    """The layers take 1, 2, 3 and 4 s forward and 2 s each backward."""
+
+    def step(memory: tuple[MemoryInterval, ...]) -> Simulation:
+        plan = Plan(4, (PlanStage(((0, 4),), (0,), memory=memory),), Units(2, 2, 1), "gpipe")
+        return simulate_plan(make_profile(), plan, recompute=True)
+
+    # The config would recompute; a plan that keeps everything does not: two forwards of 10 s, two backwards of 8.
+    assert step(()).step_seconds == 36.0
+    # F 10, F 10; R of the layer 2 alone (3 s); layer 0 (1 s) inside B.
+    again = step((MemoryInterval(0, 1, "recompute"), MemoryInterval(2, 3, "recompute")))
+    assert again.step_seconds == 2 * 10 + 2 * (3 + 1 + 8)
+    assert again.recompute
+    # An interval at the end of the chain is left out of F and made in R: F 3, F 3, R 7, B 8; the copies take no time.
+    moved = step((MemoryInterval(0, 2, "offload"), MemoryInterval(2, 4, "recompute+offload")))
+    assert moved.step_seconds == 2 * 3 + 2 * (7 + 8)
+    assert [str(one.action) for one in moved.pipelines[0].timeline.actions[0]][:6] == [
+        "0F0", "0O0", "0F1", "0O1", "0L0", "0R0",
+    ]  # fmt: skip
+    assert "memory over time is unknown: stages are kept, recomputed or offloaded in parts" in moved.notes
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.schedules.cases import format_csv, names, parse_csv, shapes
 from varuna_capslog.base.errors import CapslogError
@@ -16,6 +17,7 @@ from varuna_capslog.schedules import (
     Schedule,
     StageGraph,
     StageSeconds,
+    backwards_at_once,
     find_deadlock,
     graph_keeping_forwards,
     in_flight_limits,
@@ -23,6 +25,7 @@ from varuna_capslog.schedules import (
     lower,
     make_schedule,
     placement_of,
+    schedule_of,
     simulate,
     to_strings,
     validate,
@@ -226,3 +229,32 @@ def test_the_numbers_of_the_ranks_do_not_matter(name: str, shape: tuple[int, int
 def test_what_makes_no_schedule_is_refused(arguments: tuple[object, ...], message: str) -> None:
     with pytest.raises(CapslogError, match=message):
         make_schedule(*arguments)  # type: ignore[arg-type]
+
+
+def test_copies_run_beside_computations() -> None:
+    """By hand: each L one computation before what needs it, unless its O stands there; no copy where B follows F."""
+    graph = StageGraph.line(2, 4)
+    kept = to_strings(schedule_of("1f1b", graph, offload=[True, True]))
+    assert " ".join(kept[0]) == "0F0 0O0 0F1 0O1 0L0 0B0 0L1 0F2 0O2 0B1 0L2 0F3 0O3 0B2 0L3 0B3"
+    assert " ".join(kept[1]) == "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3"
+    again = to_strings(schedule_of("varuna", graph, offload=[True, False]))
+    assert " ".join(again[0]) == "0F0 0O0 0F1 0O1 0L0 0F2 0O2 0R0 0L1 0B0 0R1 0L2 0B1 0R2 0B2 0F3 0B3"
+
+
+@given(shapes(), names, st.data())
+@settings(max_examples=60, deadline=None)
+def test_stages_may_recompute_and_offload_each_for_itself(
+    shape: tuple[int, int, list[int]], name: str, data: st.DataObject
+) -> None:
+    num_stages, num_microbatches, placement = shape
+    graph = StageGraph.line(num_stages, num_microbatches, placement)
+    flags = st.lists(st.booleans(), min_size=num_stages, max_size=num_stages)
+    recompute, offload = data.draw(flags), data.draw(flags)
+    rows = schedule_of(name, graph, recompute, offload=offload)
+    validate(rows, graph, recompute, offload=offload)
+    assert find_deadlock(lower(rows, graph=graph)) is None
+    for row in rows:
+        at_once = backwards_at_once(row)
+        moved = {(one.stage, one.microbatch) for one in row if one.kind == "O"}
+        calls = {(one.stage, one.microbatch) for one in row if one.kind == "F" and offload[one.stage]}
+        assert moved == calls - at_once

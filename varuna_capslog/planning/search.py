@@ -160,8 +160,7 @@ def _stage_seconds(profile: Profile, cuts: Sequence[int]) -> tuple[float, ...] |
     """Seconds of the forward and the backward of one microbatch on each stage; None where the profile lacks some."""
     if any(None in (layer.forward_seconds, layer.backward_seconds) for layer in profile.layers):
         return None
-    stages = list(zip(cuts, [*cuts[1:], profile.num_layers], strict=True))
-    found = stage_seconds(profile, stages)
+    found = stage_seconds(profile, Plan.of_cuts(profile.num_layers, cuts).stages)
     return tuple(forward + backward for forward, backward in zip(found.forward, found.backward, strict=True))
 
 

@@ -22,13 +22,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.memory.course import Course, memory_courses, peak_of, stage_memory
+from varuna_capslog.memory.course import Course, StageMemory, memory_courses, peak_of, stage_memory
 from varuna_capslog.planners import DEFAULT_MICROBATCHES_PER_STAGE
 from varuna_capslog.planners.seconds import Link
+from varuna_capslog.plans.parts import PlanStage, scheduled
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.conditions import UPDATE_RATE
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import (
+    DEFAULT_RUN,
     Action,
     RunShape,
     StageGraph,
@@ -36,7 +38,6 @@ from varuna_capslog.schedules import (
     TimedAction,
     Timeline,
     from_strings,
-    schedule_of,
     simulate,
 )
 
@@ -147,7 +148,7 @@ def simulate_plan(
     Args:
         schedule, num_microbatches (of one pipeline): override the plan's; without either `varuna` and
             `DEFAULT_MICROBATCHES_PER_STAGE` per stage, which the notes say.
-        recompute: default: as the profile's conditions say, else True.
+        recompute: for stages whose memory the plan leaves open; default: as the profile's conditions say, else True.
         stage_inputs: where inputs kept for recomputation wait, "host" or "device".
         link: between any two ranks; default: transfers take no time.
         speeds: as in `schedules.simulate`, for one pipeline's ranks.
@@ -165,22 +166,25 @@ def simulate_plan(
     link = link or Link()
     notes = _conditions(profile, plan)
     name = schedule or plan.schedule or "varuna"
-    if recompute is None:
-        recompute = _recomputes(plan, profile)
+    if (said := plan.recomputes) is not None:
+        recompute = said
+    elif recompute is None:
+        recompute = RunShape.of_conditions(profile.conditions).recompute
     run = RunShape(None, name, recompute, stage_inputs)
-    ranges, limits = plan.ranges(), [stage.in_flight for stage in plan.stages]
+    ranges = plan.ranges()
     own = plan.actions if schedule is None and num_microbatches is None else None
-    recompute = run.recomputes if own is None else any("R" in action for row in own for action in row)
+    if own is not None:
+        run = dataclasses.replace(run, recompute=any("R" in action for row in own for action in row))
 
     steps = []
     for part in _parts(plan, num_microbatches, own is not None, notes):
-        stages = [ranges[number] for number in part.stages]
+        chosen = [plan.stages[number] for number in part.stages]
         if own is None:
-            actions = schedule_of(name, part.graph, recompute, [limits[number] for number in part.stages])
+            actions = scheduled(name, chosen, part.graph, run)
         else:
             actions = [[action for action in row if action.kind != "U"] for row in from_strings(own)]
-        seconds = stage_seconds(profile, stages, recompute)
-        crossing = _crossing_bytes(profile, stages, link, notes)
+        seconds = stage_seconds(profile, chosen, run)
+        crossing = _crossing_bytes(profile, [ranges[number] for number in part.stages], link, notes)
         timeline = simulate(
             actions,
             dataclasses.replace(
@@ -191,7 +195,7 @@ def simulate_plan(
             speeds,
             graph=part.graph,
         )
-        steps.append((part, actions, timeline, seconds, stages))
+        steps.append((part, actions, timeline, seconds, chosen))
 
     exchange = _exchange_seconds(profile, ranges, link, notes)
     together = max(timeline.step_seconds for _, _, timeline, _, _ in steps) + exchange
@@ -202,13 +206,11 @@ def simulate_plan(
         notes.append(f"the profile's conditions have no {UPDATE_RATE}: the optimizer's time is not counted")
     step_seconds = together + (update or 0.0)
     pipelines: list[PipelineStep] = []
-    for part, actions, timeline, seconds, stages in steps:
+    for part, actions, timeline, seconds, chosen in steps:
         whole = _with_updates(timeline, seconds.other.get("U", ()), together, step_seconds)
         count = max(len(row) for row in part.graph.microbatches)
-        parts = stage_memory(profile, stages, dataclasses.replace(run, num_microbatches=count))
-        if isinstance(parts, str):
-            notes.append(f"memory over time is unknown: {parts}")
-        memory = None if isinstance(parts, str) else memory_courses(whole.actions, actions, parts)
+        parts = _course_parts(profile, chosen, dataclasses.replace(run, num_microbatches=count), notes)
+        memory = None if parts is None else memory_courses(whole.actions, actions, parts)
         pipelines.append(PipelineStep(part.ranks, whole, memory))
     width = sum(len(one.ranks) for one in pipelines)
     busy = sum(sum(one.timeline.busy_seconds) for one in pipelines)
@@ -222,7 +224,7 @@ def simulate_plan(
         update_seconds=update,
         samples=None if size is None else total * size,
         schedule=name,
-        recompute=recompute,
+        recompute=any(stage.recomputes(run) for stage in plan.stages),
         num_microbatches=total,
         link=link,
         notes=list(dict.fromkeys(notes)),
@@ -241,25 +243,45 @@ def with_step_seconds(profile: Profile, plan: Plan, run: RunShape, link: Link | 
     return dataclasses.replace(plan, step_seconds=step.step_seconds)
 
 
-def stage_seconds(profile: Profile, stages: Sequence[tuple[int, int]], recompute: bool = True) -> StageSeconds:
-    """What stages of layers (first, end) take, as sums over their layers; U where the profile knows it.
+def stage_seconds(profile: Profile, stages: Sequence[PlanStage], run: RunShape = DEFAULT_RUN) -> StageSeconds:
+    """What stages of one range of layers take, as sums over their layers; U where the profile knows it.
 
-    A forward that keeps no graph takes as long as one that does, except on the last stage: no stage reads what it
-    makes there before the recomputation makes it again, so the engine leaves it out.
+    A forward that keeps no graph takes as long as one that does, except at the end of the chain: nothing reads what the
+    last layers make before the recomputation makes it again, so the engine leaves them out. The copies of O and L run
+    beside the computation and take no time here.
 
     Raises CapslogError naming the layer whose seconds the profile does not have.
     """
     forward, backward = profile.column("forward_seconds"), profile.column("backward_seconds")
-    whole = [sum(forward[first:end]) for first, end in stages]
+    whole = [sum(forward[stage.first : stage.end]) for stage in stages]
+    back = [sum(backward[stage.first : stage.end]) for stage in stages]
     rate = profile.conditions.get(UPDATE_RATE)
     weights = [layer.parameter_bytes for layer in profile.layers]
     other = {}
-    if rate is not None and None not in weights:
-        other["U"] = [rate * sum(part or 0 for part in weights[first:end]) for first, end in stages]
-    last = profile.num_layers
-    bare = [0.0 if recompute and end == last else took for took, (_, end) in zip(whole, stages, strict=True)]
-    back = [sum(backward[first:end]) for first, end in stages]
-    return StageSeconds(whole, back, bare_forward=bare, other=other)
+    if isinstance(rate, (int, float)) and None not in weights:
+        other["U"] = [float(rate) * sum(part or 0 for part in weights[stage.first : stage.end]) for stage in stages]
+    if any(stage.offloads for stage in stages):
+        other |= dict.fromkeys("OL", [0.0] * len(stages))
+    again = [_again(stage, run) for stage in stages]
+    seconds = [[sum(forward[first:end]) for first, end in intervals] for intervals in again]
+    at_the_end = [bool(intervals) and intervals[-1][1] == profile.num_layers for intervals in again]
+    return StageSeconds(
+        whole,
+        back,
+        recompute=[row[-1] if row else 0.0 for row in seconds],
+        bare_forward=[
+            took - row[-1] if left_out else took for took, row, left_out in zip(whole, seconds, at_the_end, strict=True)
+        ],
+        backward_again=[took + sum(row[:-1]) for took, row in zip(back, seconds, strict=True)],
+        other=other,
+    )
+
+
+def _again(stage: PlanStage, run: RunShape) -> list[tuple[int, int]]:
+    """The layers (first, end) of each part of a stage that runs again before its backward."""
+    if stage.memory is None:
+        return [(stage.first, stage.end)] if run.recomputes else []
+    return [(one.first, one.end) for one in stage.memory if one.recomputes]
 
 
 def _conditions(profile: Profile, plan: Plan) -> list[str]:
@@ -326,10 +348,18 @@ def _microbatch_paths(plan: Plan, given: int | None, notes: list[str]) -> tuple[
     return tuple(paths) * given
 
 
-def _recomputes(plan: Plan, profile: Profile) -> bool:
-    """Whether the plan's stages recompute; where it leaves that to the config, as the profile's conditions say."""
-    said = plan.recomputes
-    return RunShape.of_conditions(profile.conditions).recompute if said is None else said
+def _course_parts(
+    profile: Profile, stages: Sequence[PlanStage], run: RunShape, notes: list[str]
+) -> list[StageMemory] | None:
+    """What `memory.course` needs of stages that are all kept or all recomputed; else None, and a note."""
+    whole = all(stage.whole and (stage.memory is None or stage.recomputes(run) == run.recomputes) for stage in stages)
+    found: list[StageMemory] | str = "stages are kept, recomputed or offloaded in parts"
+    if whole:
+        found = stage_memory(profile, [(stage.first, stage.end) for stage in stages], run)
+    if isinstance(found, str):
+        notes.append(f"memory over time is unknown: {found}")
+        return None
+    return found
 
 
 def _crossing_bytes(profile: Profile, stages: Sequence[tuple[int, int]], link: Link, notes: list[str]) -> list[int]:

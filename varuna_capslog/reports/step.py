@@ -95,22 +95,22 @@ def _schedule(run: RunRecord, plan: Plan) -> tuple[Schedule, str, StageGraph]:
         raise CapslogError(f"the plan has no {missing}, and {run.reason('config.yaml')}")
     graph = dataclasses.replace(plan, units=dataclasses.replace(plan.units, per_step=microbatches)).stage_graph()
     recompute = pipeline is not None and pipeline.recompute
-    rows = scheduled(name, plan.stages, graph, RunShape(schedule=name, recompute=recompute))
-    shown = f"{name} with recomputation" if any(action.kind == "R" for row in rows for action in row) else name
-    return rows, shown, graph
+    shape = RunShape(schedule=name, recompute=recompute)
+    shown = f"{name} with recomputation" if any(stage.recomputes(shape) for stage in plan.stages) else name
+    return scheduled(name, plan.stages, graph, shape), shown, graph
 
 
 def _stage_seconds(run: RunRecord, plan: Plan) -> tuple[StageSeconds, str | None]:
     """The seconds of each stage, or units (forward 1, backward 2) and why there are no seconds."""
     ones, last = [1.0] * len(plan.stages), len(plan.stages) - 1
-    uniform = StageSeconds(ones, [2.0] * len(plan.stages), bare_forward=[*ones[:last], 0.0])
+    copies = dict.fromkeys("OL", [0.0] * len(plan.stages))
+    uniform = StageSeconds(ones, [2.0] * len(plan.stages), bare_forward=[*ones[:last], 0.0], other=copies)
     if run.profile is None:
         return uniform, run.reason("profile.json")
     if run.profile.num_layers != plan.num_layers:
         return uniform, "profile.json describes another number of layers than the plan"
-    stages = plan.ranges()
     try:
-        found = stage_seconds(run.profile, stages)
+        found = stage_seconds(run.profile, plan.stages)
     except CapslogError:
         return uniform, "profile.json has no forward_seconds or backward_seconds"
     if not any(found.forward) and not any(found.backward):

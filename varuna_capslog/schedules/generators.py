@@ -161,7 +161,8 @@ def insert_recompute(schedule: Sequence[Sequence[Action]], recompute: Sequence[b
 def insert_offload(schedule: Sequence[Sequence[Action]], offload: Sequence[bool]) -> Schedule:
     """Puts an O behind every F of the stages that offload, but where the B follows at once, and an L before the R or B.
 
-    The L stands one computation earlier than what needs it, so that both copies run beside a computation.
+    The L stands one computation earlier than what needs it, so that both copies run beside a computation; where that
+    would be directly behind the O, it stands directly before what needs it.
 
     offload: stage -> whether it offloads; a shorter list: no further one does.
     """
@@ -179,8 +180,8 @@ def insert_offload(schedule: Sequence[Sequence[Action]], offload: Sequence[bool]
             load = action.kind in "RB" and here in away
             if load:
                 away.discard(here)
-                place = begin if Action(action.stage, "O", action.microbatch) not in row[begin:] else len(row)
-                row.insert(place, Action(action.stage, "L", action.microbatch))
+                just_left = Action(action.stage, "O", action.microbatch) in row[max(0, begin - 1) :]
+                row.insert(len(row) if just_left else begin, Action(action.stage, "L", action.microbatch))
             begin = len(row)
             row.append(action)
             if action.kind == "F" and here not in kept and action.stage < len(offload) and offload[action.stage]:

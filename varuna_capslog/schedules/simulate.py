@@ -51,6 +51,8 @@ class StageSeconds:
     forward, backward: per stage, of one microbatch.
     recompute: per stage; default: as long as the forward.
     bare_forward: per stage, of forwards that keep no graph, since a recomputation follows; default: as the others.
+    backward_again: per stage, of backwards that an R of the microbatch precedes, since other parts of the stage run
+        again inside them; default: as the others.
     transfer: per stage, one message in either direction across the cut before it; default 0. Messages of one ordered
         pair of ranks go one after the other; nothing else is shared.
     handover: per stage, for the same cut, what sending one message costs the sender's rank (gloo copies into host
@@ -64,6 +66,7 @@ class StageSeconds:
     backward: Sequence[float]
     recompute: Sequence[float] | None = None
     bare_forward: Sequence[float] | None = None
+    backward_again: Sequence[float] | None = None
     transfer: Sequence[float] | None = None
     handover: Sequence[float] | None = None
     other: Mapping[str, Sequence[float]] = field(default_factory=dict)
@@ -136,12 +139,14 @@ def simulate(
         "R": seconds.forward if seconds.recompute is None else seconds.recompute,
     }
     bare = seconds.forward if seconds.bare_forward is None else seconds.bare_forward
+    inside = seconds.backward if seconds.backward_again is None else seconds.backward_again
     none = [0.0] * num_stages
     transfers = none if seconds.transfer is None else seconds.transfer
     handovers = none if seconds.handover is None else seconds.handover
     for kind, values in of_kind.items():
         _check_times(f"seconds of kind {kind}", values, num_stages)
     _check_times("bare_forward_seconds", bare, num_stages)
+    _check_times("backward_again_seconds", inside, num_stages)
     _check_times("transfer_seconds", transfers, num_stages)
     _check_times("handover_seconds", handovers, num_stages)
     if speeds is not None and (not speeds or not all(0.0 < speed <= 1.0 for speed in speeds)):
@@ -155,8 +160,10 @@ def simulate(
                     f"no seconds are known for {action} ({KINDS[action.kind]}); "
                     f"give other_seconds[{action.kind!r}], one per stage"
                 )
-            reruns = action.kind == "F" and (action.stage, action.microbatch) not in keeping
-            cost[action] = (bare if reruns else of_kind[action.kind])[action.stage]
+            found = of_kind[action.kind]
+            if action.kind in "FB" and (action.stage, action.microbatch) not in keeping:
+                found = bare if action.kind == "F" else inside
+            cost[action] = found[action.stage]
 
     lowered = lower(schedule, has_gradient, graph)
     if (deadlock := find_deadlock(lowered)) is not None:
