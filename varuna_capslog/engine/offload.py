@@ -8,6 +8,7 @@ that is asked for before its copy has ended waits for it.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
@@ -70,9 +71,11 @@ class OffloadedCall:
 
     def __init__(self, tier: HostTier) -> None:
         self._tier = tier
-        # those on the device, which their tensors hold there, so that no two of them have one address; and the others
+        # Those on the device, by their address, which is theirs as long as their tensors hold them; and the others, by
+        # the order in which they left, so that memory is asked for in one order.
         self._here: weakref.WeakValueDictionary[int, _Storage] = weakref.WeakValueDictionary()
-        self._away: weakref.WeakSet[_Storage] = weakref.WeakSet()
+        self._away: weakref.WeakValueDictionary[int, _Storage] = weakref.WeakValueDictionary()
+        self._order = itertools.count()
         self._regions: list[Region] = []
         self._copies: list[Wait] = []
 
@@ -111,13 +114,13 @@ class OffloadedCall:
             if storage.region is not None:
                 storage.arrive()
                 storage.tensors.clear()
-                self._away.add(storage)
+                self._away[next(self._order)] = storage
                 del self._here[key]
 
     def come_back(self, beside: bool) -> None:
         """Begins to bring all storages back that have left and that something still needs."""
         self.settle()
-        for storage in self._away:
+        for storage in list(self._away.values()):
             if storage.returned is None:
                 assert storage.region is not None
                 storage.returned, storage.wait = self._tier.come_back(storage.region, beside)
