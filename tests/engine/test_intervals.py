@@ -9,13 +9,22 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from tests.engine import cases
 from tests.engine.compare import merged
 from tests.engine.layouts import Cuts, random_layout, rectangle, with_intervals
 from tests.engine.pool import WorkerPool
+from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.host_tier import TierOptions
 from varuna_capslog.engine.layout import Layout
+from varuna_capslog.engine.options import EngineOptions
+from varuna_capslog.engine.pipeline import PipelineEngine
+from varuna_capslog.engine.probe import PeakProbe, resident_tensors
+from varuna_capslog.engine.step import train_step
+from varuna_capslog.model.chain import Chain, Layer, TensorSpec
+from varuna_capslog.model.workload import Minibatch
+from varuna_capslog.plans.parts import MemoryInterval
 
 KEEPS: dict[str, Any] = {"num_blocks": 4, "schedule": "1f1b", "recompute": False}
 TWO_STAGES = Layout((rectangle(0, 6, 0), rectangle(6, 11, 1)), 4)
@@ -87,3 +96,50 @@ def test_the_tier_may_be_files(pool: WorkerPool, tmp_path: Path) -> None:
     results = trained(pool, layout, schedule="gpipe", tier=TierOptions(str(tmp_path)))
     assert not differences(results, one_rank(pool))
     assert not list(tmp_path.iterdir())
+
+
+class _Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.line(x))
+
+
+def peak_of(memory: tuple[MemoryInterval, ...]) -> int:
+    """The most bytes beside the parameters in a step of eight microbatches, by torch's allocator: a layer saves what it
+    writes, 1 MiB, and the first also what it reads.
+    """
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    chain = Chain([Layer(f"l{i}", _Wide()) for i in range(6)], ("x",), ("x",), "wide")
+    alone, cpu = Communicator(0, 1, 0, 1), torch.device("cpu")  # type: ignore[arg-type]
+    layout = Layout((dataclasses.replace(rectangle(0, 6, 0), memory=memory),))
+    options = EngineOptions(8, "gpipe", recompute=False, clip_norm=1.0)
+    engine = PipelineEngine(chain, lambda out, *_: {"loss": out["x"].square().mean()}, layout, options, alone, cpu)
+    minibatch = Minibatch([{"x": TensorSpec((4096, 64))}] * 8, [None] * 8, {})
+
+    def load(_: int) -> dict[str, Tensor]:
+        return {"x": torch.ones(4096, 64)}
+
+    train_step(engine, 1, minibatch, load)
+    resident = resident_tensors(engine.layers, engine.optimizer)
+    with PeakProbe(cpu, resident) as probe:
+        train_step(engine, 2, minibatch, load)
+    return probe.peak_bytes - sum(tensor.untyped_storage().nbytes() for tensor in resident)
+
+
+def test_what_is_offloaded_is_not_on_the_device() -> None:
+    """By hand, in MiB: a graph saves 7, of which 1 is the output that the loss reads; a backward needs 4 besides."""
+
+    def peak(*kinds: str) -> int:
+        return round(peak_of(tuple(MemoryInterval(0, 6, kind) for kind in kinds)) / (1 << 20))
+
+    assert peak() == 8 * 7 + 4
+    # In 0B0: the graph of call 0 is back, that of call 1 comes, that of call 7 leaves; the loss holds its 8 outputs.
+    assert [peak("offload") for _ in range(3)] == [7 + 7 + 6 + 8 + 4] * 3
+    # In 0B0: the graph of call 0 was made anew and the input of call 1 comes; the loss comes after the recomputation.
+    assert peak("recompute+offload") == 7 + 1 + 4
+    # All eight inputs stay.
+    assert peak("recompute") == 7 + 7 + 4

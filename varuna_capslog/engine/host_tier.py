@@ -142,7 +142,7 @@ class HostTier:
             return self._copy_on_stream(source, target, beside)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="host-tier")
-        under_way = self._thread.submit(self.carry, source, target)
+        under_way = self._thread.submit(self._carry_out, [source, target])
         if not beside:
             self._settle(under_way)
         return lambda: self._settle(under_way)
@@ -153,6 +153,12 @@ class HostTier:
         target.copy_(source)
         if self.options.bandwidth is not None:
             time.sleep(max(0.0, begin + source.numel() / self.options.bandwidth - time.monotonic()))
+
+    def _carry_out(self, ends: list[Tensor]) -> None:
+        # The thread holds nothing any more when the wait is over, so that memory is freed where the program frees it.
+        source, target = ends
+        ends.clear()
+        self.carry(source, target)
 
     def _settle(self, under_way: Future[None]) -> None:
         limit = self.options.timeout_seconds
