@@ -18,7 +18,7 @@ from tests.engine.workload import TinyWorkload
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.settings import Config
 from varuna_capslog.engine.communicator import Communicator
-from varuna_capslog.engine.host_tier import HostTier, Region, TierOptions, Wait
+from varuna_capslog.engine.host_tier import HostRegion, HostTier, TierOptions, Wait
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.optimizer import LearningRate
 from varuna_capslog.engine.options import EngineOptions
@@ -122,7 +122,7 @@ class Late(HostTier):
 class Early(Late):
     """Says that a copy has come back as soon as it has begun: a sabotage."""
 
-    def come_back(self, region: Region, beside: bool) -> tuple[Tensor, Wait]:
+    def come_back(self, region: HostRegion, beside: bool) -> tuple[Tensor, Wait]:
         return super().come_back(region, beside)[0], lambda: None
 
 

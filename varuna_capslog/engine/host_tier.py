@@ -22,7 +22,7 @@ from torch import Tensor
 
 from varuna_capslog.base.errors import CapslogError
 
-__all__ = ["HostTier", "Region", "TierOptions", "Wait"]
+__all__ = ["HostRegion", "HostTier", "TierOptions", "Wait"]
 
 Wait = Callable[[], None]
 """Returns when a copy has ended; raises CapslogError where it failed."""
@@ -45,7 +45,7 @@ class TierOptions:
 
 
 @dataclass(eq=False)
-class Region:
+class HostRegion:
     """Some memory of the tier: its size in bytes, and the bytes, [size] of uint8 (None in an estimate)."""
 
     size: int
@@ -63,11 +63,11 @@ class HostTier:
         self.device, self.options = device, options or TierOptions()
         self.bytes = self.peak_bytes = 0
         self._mapped = 0
-        self._free: dict[int, list[Region]] = defaultdict(list)
+        self._free: dict[int, list[HostRegion]] = defaultdict(list)
         self._thread: ThreadPoolExecutor | None = None
         self._stream: torch.cuda.Stream | None = None
 
-    def leave(self, tensor: Tensor, beside: bool) -> tuple[Region, Wait]:
+    def leave(self, tensor: Tensor, beside: bool) -> tuple[HostRegion, Wait]:
         """Begins to copy the storage of a tensor to the tier; its memory must stay until the copy has ended.
 
         Args:
@@ -84,20 +84,20 @@ class HostTier:
         assert region.data is not None
         return region, self._copy(source, region.data, beside)
 
-    def come_back(self, region: Region, beside: bool) -> tuple[Tensor, Wait]:
+    def come_back(self, region: HostRegion, beside: bool) -> tuple[Tensor, Wait]:
         """Begins to copy a region into new memory of the device, [size] of uint8, which must not be read earlier."""
         assert region.data is not None
         target = torch.empty(region.size, dtype=torch.uint8, device=self.device)
         return target, self._copy(region.data, target, beside)
 
-    def give_back(self, region: Region) -> None:
+    def give_back(self, region: HostRegion) -> None:
         """The region is needed no more; no copy of it may be under way."""
         self.bytes -= region.size
         self._free[region.size].append(region)
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
-    def _take(self, size: int) -> Region:
+    def _take(self, size: int) -> HostRegion:
         limit = self.options.capacity
         if limit is not None and self.bytes + size > limit:
             raise CapslogError(
@@ -110,7 +110,7 @@ class HostTier:
             if limit is not None and self._mapped + size > limit:
                 self._mapped -= sum(region.size for regions in self._free.values() for region in regions)
                 self._free.clear()
-            region = Region(size, self._map(size))
+            region = HostRegion(size, self._map(size))
             self._mapped += size
         self.bytes += size
         self.peak_bytes = max(self.peak_bytes, self.bytes)

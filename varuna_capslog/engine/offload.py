@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from varuna_capslog.engine.host_tier import HostTier, Region, Wait
+from varuna_capslog.engine.host_tier import HostRegion, HostTier, Wait
 
 __all__ = ["GradientBox", "OffloadedCall", "OffloadedTensor", "entered"]
 
@@ -28,7 +28,7 @@ class _Storage:
     def __init__(self) -> None:
         self.tensors: dict[int, Tensor] = {}
         self.forms: list[tuple[torch.dtype, torch.Size, tuple[int, ...], int]] = []
-        self.region: Region | None = None
+        self.region: HostRegion | None = None
         self.returned: Tensor | None = None
         self.wait: Wait | None = None
 
@@ -76,7 +76,7 @@ class OffloadedCall:
         self._here: weakref.WeakValueDictionary[int, _Storage] = weakref.WeakValueDictionary()
         self._away: weakref.WeakValueDictionary[int, _Storage] = weakref.WeakValueDictionary()
         self._order = itertools.count()
-        self._regions: list[Region] = []
+        self._regions: list[HostRegion] = []
         self._copies: list[Wait] = []
 
     def take(self, tensor: Tensor) -> OffloadedTensor:

@@ -18,7 +18,7 @@ from varuna_capslog.engine.offload import OffloadedCall, OffloadedTensor, entere
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.plans.parts import MemoryInterval
 
-__all__ = ["KEEP", "MicrobatchContext", "Segment", "SegmentState", "segments_of"]
+__all__ = ["KEEP", "MicrobatchContext", "SegmentState", "StageSegment", "segments_of"]
 
 KEEP = "keep"
 """The kind of the layers that no memory interval names."""
@@ -52,7 +52,7 @@ class SegmentState:
     graphs: list[LayerGraph] = field(default_factory=list)
 
 
-class Segment:
+class StageSegment:
     """Layers [first, end) of a stage.
 
     kind: "keep", or the kind of a memory interval.
@@ -149,9 +149,9 @@ class Segment:
         return reads
 
 
-def segments_of(chain: Chain, layers: Sequence[EngineLayer], intervals: Sequence[MemoryInterval]) -> list[Segment]:
+def segments_of(chain: Chain, layers: Sequence[EngineLayer], intervals: Sequence[MemoryInterval]) -> list[StageSegment]:
     """The segments of a stage of these layers."""
-    return [Segment(chain, part, kind) for part, kind in _parts(layers, intervals)]
+    return [StageSegment(chain, part, kind) for part, kind in _parts(layers, intervals)]
 
 
 def _parts(

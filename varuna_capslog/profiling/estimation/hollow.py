@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.communicator import Communicator, Pending
 from varuna_capslog.engine.executor import Observer
-from varuna_capslog.engine.host_tier import HostTier, Region, Wait
+from varuna_capslog.engine.host_tier import HostRegion, HostTier, Wait
 from varuna_capslog.engine.pipeline import PipelineEngine
 from varuna_capslog.engine.probe import resident_tensors
 from varuna_capslog.engine.stage import LossFunction, MicrobatchContext, Stage
@@ -195,10 +195,10 @@ class HollowTier(HostTier):
     def __init__(self) -> None:
         super().__init__(_CPU)
 
-    def leave(self, tensor: Tensor, beside: bool) -> tuple[Region, Wait]:
+    def leave(self, tensor: Tensor, beside: bool) -> tuple[HostRegion, Wait]:
         return self._take(tensor.untyped_storage().nbytes()), _no_copy
 
-    def come_back(self, region: Region, beside: bool) -> tuple[Tensor, Wait]:
+    def come_back(self, region: HostRegion, beside: bool) -> tuple[Tensor, Wait]:
         return torch.empty(region.size, dtype=torch.uint8), _no_copy
 
     def _map(self, size: int) -> None:
