@@ -13,7 +13,7 @@ from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planning.comparison import compare
 from varuna_capslog.planning.search import plan
 from varuna_capslog.planning.verdict import MemoryVerdict, capacities_of_devices, judge, judge_plan, rehearsed
-from varuna_capslog.plans.parts import Shortfall
+from varuna_capslog.plans.parts import MemoryInterval, PlanStage, Shortfall, Units
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import LayerProfile, Profile
 
@@ -75,6 +75,19 @@ def test_every_answer_about_one_plan_is_the_same_verdict(capsys: pytest.CaptureF
         if not found.fits:
             assert found.shortfall == verdict.shortfall(4)
             assert verdict.need in found.notes[0]
+
+
+def test_the_table_of_a_plan_says_what_is_not_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    from varuna_capslog.commands.shared import print_plan
+
+    first = PlanStage(((0, 2),), (0,), memory=(MemoryInterval(0, 1, "offload"), MemoryInterval(1, 2, "recompute")))
+    print_plan(Plan(4, (first, PlanStage(((2, 4),), (1,))), Units(2, 1, 1), "gpipe"))
+    shown = capsys.readouterr().out
+    assert "memory" in shown
+    assert "offload 0-0" in shown
+    assert "recompute 1-1" in shown
+    print_plan(Plan.of_cuts(4, (0, 2)))
+    assert "memory" not in capsys.readouterr().out
 
 
 def test_a_plan_that_its_rehearsal_exceeds_does_not_fit() -> None:

@@ -15,7 +15,7 @@ from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.conditions import UPDATE_RATE
 from varuna_capslog.profiles.record import LayerProfile, Profile
 from varuna_capslog.reports.gantt import draw_schedule, draw_simulation
-from varuna_capslog.schedules import StageSeconds, make_schedule, simulate
+from varuna_capslog.schedules import StageGraph, StageSeconds, make_schedule, schedule_of, simulate
 
 GIB = 2**30
 
@@ -45,6 +45,17 @@ def test_schedule(name: str, stages: int, ranks: int, microbatches: int, tmp_pat
         extent = extents[id(text)]
         assert left - 0.5 <= extent.x0 < extent.x1 <= right + 0.5, f"{mine.action} runs over its box"
     assert axes.get_xlim() == pytest.approx((0, ends[-1]))
+
+
+def test_copies_that_take_no_time_are_marks(tmp_path: Path, figures: list[Figure]) -> None:
+    rows = schedule_of("gpipe", StageGraph.line(1, 3), offload=[True])
+    seconds = StageSeconds([1.0], [2.0], other={"O": [0.0], "L": [0.0]})
+    draw_schedule(tmp_path / "x.png", simulate(rows, seconds), in_seconds=True)
+    marks = {line.get_marker(): list(line.get_xdata()) for line in figures[0].axes[0].lines}
+    assert marks == {"^": [1.0, 2.0, 3.0], "v": [2.0, 3.0, 5.0]}  # F0 O0 F1 O1 L0 F2 O2 L1 B0 L2 B1 B2
+    assert [text.get_text() for text in figures[0].legends[0].get_texts()] == [
+        "forward", "backward", "offload", "load", "idle",
+    ]  # fmt: skip
 
 
 def simulation(stages: int, microbatches: int, ranks: int, pipelines: int = 1, known: bool = True) -> Simulation:

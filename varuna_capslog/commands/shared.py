@@ -190,8 +190,8 @@ def print_table(
 
 
 def print_plan(plan: Plan, profile: Profile | None = None) -> None:
-    """Prints the stages: layers (by name where a profile knows them), the blocks where stages share them out, predicted
-    peak and what is left of the device beside it and its headroom.
+    """Prints the stages: layers (by name where a profile knows them), predicted peak and what is left of the device
+    beside it and its headroom; the blocks where stages share them out, and what is not kept where the plan says so.
     """
     from varuna_capslog.base.units import format_bytes
     from varuna_capslog.planning.verdict import judge_plan
@@ -206,7 +206,11 @@ def print_plan(plan: Plan, profile: Profile | None = None) -> None:
         blocks = plan.stages[stage].blocks
         served = "all" if blocks is None else ", ".join(map(str, blocks))
         rows.append([str(stage), str(ranks[stage]), str(end - first), *names, shown, margin, served])
+        rows[-1].append(", ".join(f"{one.kind} {one.first}-{one.end - 1}" for one in plan.stages[stage].memory or ()))
     notes = [] if plan.search_seconds is None else [f"found in {plan.search_seconds * 1e3:.3g} ms"]
-    headings = ("stage", "rank", "layers", "from", "to", "peak", "margin", "blocks")
-    kept = len(headings) if any(stage.blocks for stage in plan.stages) else len(headings) - 1
-    print_table(title, headings[:kept], [row[:kept] for row in rows], left=(3, 4, 7), notes=notes)
+    headings = ("stage", "rank", "layers", "from", "to", "peak", "margin", "blocks", "memory")
+    absent = {7: not any(stage.blocks for stage in plan.stages), 8: not any(stage.memory for stage in plan.stages)}
+    kept = [place for place in range(len(headings)) if not absent.get(place)]
+    left = [place for place, column in enumerate(kept) if column in (3, 4, 7, 8)]
+    shown_rows = [[row[place] for place in kept] for row in rows]
+    print_table(title, [headings[place] for place in kept], shown_rows, left=left, notes=notes)

@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from varuna_capslog.base.units import format_bytes
@@ -35,6 +37,9 @@ __all__ = ["draw_schedule", "draw_simulation"]
 
 _COLOURS = {"F": SKY, "R": AMBER, "B": BLUE, "I": BLUE, "W": "#5b87ad", "O": "#c9b7d6", "L": "#c9b7d6", "U": GREY}
 _WHITE_TEXT = frozenset("BIW")
+_MARKS = {"O": "^", "L": "v"}
+"""Where a copy begins that takes no time of its rank: at the upper edge of the row."""
+_MARK_COLOUR = "#7a4f96"
 _SMALLEST, _LARGEST = 4.0, 8.5
 """Points of the numbers in the boxes; where not even the smallest fits, boxes stay empty."""
 
@@ -105,7 +110,11 @@ def _draw_boxes(
     for rank, row in enumerate(rows):
         axes.broken_barh([(0, end / unit)], (rank - 0.41, 0.82), facecolors=PALE, linewidth=0)
         for kind in dict.fromkeys(one.action.kind for one in row):
-            boxes = [one for one in row if one.action.kind == kind and one.end_seconds > one.start_seconds]
+            of_kind = [one for one in row if one.action.kind == kind]
+            boxes = [one for one in of_kind if one.end_seconds > one.start_seconds]
+            if kind in _MARKS and not boxes:
+                times = [one.start_seconds / unit for one in of_kind]
+                axes.plot(times, [rank - 0.41] * len(times), clip_on=False, **_mark(kind))
             spans = [(one.start_seconds / unit, (one.end_seconds - one.start_seconds) / unit) for one in boxes]
             axes.broken_barh(spans, (rank - 0.41, 0.82), facecolors=_COLOURS[kind], edgecolors="white", linewidth=0.6)
             texts = [_label(one, several) for one in boxes]
@@ -197,9 +206,17 @@ def _added(courses: Sequence[Sequence[tuple[float, int]]]) -> list[tuple[float, 
 
 def _key(figure: Figure, rows: Sequence[Sequence[TimedAction]]) -> None:
     kinds = [kind for kind in _COLOURS if any(one.action.kind == kind for row in rows for one in row)]
-    handles = [Patch(facecolor=_COLOURS[kind], label=KINDS[kind]) for kind in kinds]
+    handles: list[Artist] = []
+    for kind in kinds:
+        instant = all(one.start_seconds == one.end_seconds for row in rows for one in row if one.action.kind == kind)
+        box = Patch(facecolor=_COLOURS[kind], label=KINDS[kind])
+        handles.append(Line2D([], [], label=KINDS[kind], **_mark(kind)) if kind in _MARKS and instant else box)
     handles.append(Patch(facecolor=PALE, label="idle"))
     figure.legend(handles=handles, loc="outside upper left", ncols=len(handles))
+
+
+def _mark(kind: str) -> dict[str, Any]:
+    return {"marker": _MARKS[kind], "color": _MARK_COLOUR, "markersize": 5, "markeredgewidth": 0, "linestyle": "none"}
 
 
 def _label(one: TimedAction, several: bool) -> str:
