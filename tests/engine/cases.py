@@ -19,10 +19,11 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.settings import Config
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.host_tier import HostRegion, HostTier, TierOptions, Wait
+from varuna_capslog.engine.interface import EngineParts
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.optimizer import LearningRate
 from varuna_capslog.engine.options import EngineOptions
-from varuna_capslog.engine.pipeline import PipelineEngine, Ready
+from varuna_capslog.engine.pipeline import PipelineEngine, Ready, build
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.training import checkpoint
@@ -241,3 +242,17 @@ def train_run(
     finally:
         checkpoint.write_synced = original
         run.loop.close()
+
+
+def bytes_of_parameters(communicator: Communicator, layout: Cuts) -> int:
+    """What this rank's parameters take, the chain's included, once an ordinary run has made its engine and two steps."""
+    chain, settings = models.build_chain(), EngineOptions(**SETTINGS)
+    placed, cpu = layout_for(layout, len(chain), settings.num_blocks), torch.device("cpu")
+    minibatch, inputs = models.make_minibatch(4, 1)
+    example = lambda: (inputs[0], minibatch.targets[0], minibatch.normalisers)  # noqa: E731
+    engine = build(EngineParts(chain, models.loss, placed, settings, communicator, cpu, example, 30.0))
+    for step in (1, 2):
+        train_step(engine, step, minibatch, inputs.__getitem__)
+    held = [*chain.named_parameters().values(), *(p for one in engine.layers for p in one.parameters.values())]
+    storages = {p.untyped_storage().data_ptr(): p.nbytes for p in held if p.device.type != "meta"}
+    return sum(storages.values())

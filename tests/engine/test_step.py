@@ -284,3 +284,13 @@ def test_a_refused_step_is_a_verdict_with_a_sentence(pool: WorkerPool, ranks: in
         assert second.refusal is not None
         assert "step 2: the loss is not finite in microbatch 1" in second.refusal
         assert result["untouched"] == [True, True]
+
+
+def test_a_rank_holds_its_own_layers_only(pool: WorkerPool) -> None:
+    whole = sum(p.nbytes for p in models.build_chain().named_parameters().values())
+    held = pool.run(cases.bytes_of_parameters, 3, Cuts((0, 5, 8), (0, 1, 2)))
+    assert sum(held) == whole
+    # a head that three layers share is held where it is used, whatever the others do
+    held = pool.run(cases.bytes_of_parameters, 2, Cuts((0, 9), (0, 1)))
+    head = sum(p.nbytes for n, p in models.build_chain().named_parameters().items() if ".head." in n)
+    assert sum(held) == whole + head

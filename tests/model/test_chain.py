@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -109,3 +111,23 @@ def test_a_spec_makes_a_tensor_of_the_same_layout(tensor: Tensor) -> None:
 def test_a_layout_with_gaps_is_described_as_contiguous() -> None:
     assert TensorSpec.of(torch.empty(4, 6)[:, ::2]).stride == (3, 1)
     assert TensorSpec.of(torch.empty(1, 6).expand(4, 6)).stride == (6, 1)
+
+
+def test_what_is_released_keeps_its_shape_and_takes_no_memory() -> None:
+    torch.manual_seed(0)
+    tied, codes = nn.Linear(4, 4), torch.arange(3.0)
+    plain = nn.Linear(4, 2)
+    plain.register_buffer("codes", codes, persistent=False)
+    chain = Chain([Layer("a", tied), Layer("b", plain), Layer("c", nn.Linear(2, 4)), Layer("d", tied)], ("x",), ("x",))
+    names, shapes = list(chain.named_parameters()), [p.shape for p in chain.named_parameters().values()]
+    gone = [weakref.ref(p) for p in (tied.weight, plain.weight)]
+    kept = chain.layers[2].module.weight
+    chain.release([kept])
+    assert [one() for one in gone] == [None, None]
+    assert list(chain.named_parameters()) == names
+    assert [p.shape for p in chain.named_parameters().values()] == shapes
+    assert [p.device.type for p in chain.named_parameters().values()].count("cpu") == 1
+    assert chain.layers[2].module.weight is kept
+    assert tied.weight is chain.layers[3].module.weight
+    assert [shared.name for shared in chain.shared] == ["a.weight", "a.bias"]
+    assert torch.equal(plain.codes, torch.arange(3.0))

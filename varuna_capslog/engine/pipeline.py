@@ -298,8 +298,10 @@ class PipelineEngine:
 
 
 def build(parts: EngineParts) -> PipelineEngine:
-    """The `EngineKind.build` of `engine: capslog`."""
-    return PipelineEngine(parts.chain, parts.loss, parts.layout, parts.options, parts.communicator, parts.device)
+    """The `EngineKind.build` of `engine: capslog`. The chain's other layers are freed: a rank holds only its own."""
+    engine = PipelineEngine(parts.chain, parts.loss, parts.layout, parts.options, parts.communicator, parts.device)
+    parts.chain.release(parameter for layer in engine.layers for parameter in layer.parameters.values())
+    return engine
 
 
 @functools.lru_cache(maxsize=16)  # a membership that changes often meets the same layouts again

@@ -229,6 +229,24 @@ class Chain:
             if parameter.requires_grad or not trainable_only
         )
 
+    def release(self, kept: Iterable[nn.Parameter]) -> None:
+        """Frees the memory of all other parameters; in their places stand such of the same shapes without values.
+
+        A parameter that several layers share stays one. Buffers stay: some are no part of a layer's state.
+        """
+        alive = {id(parameter) for parameter in kept}
+        # with the parameter itself, so that no address is given away before all are replaced
+        hollow: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        for layer in self.layers:
+            for module in layer.module.modules():
+                for name, parameter in module._parameters.items():
+                    if parameter is None or id(parameter) in alive:
+                        continue
+                    if id(parameter) not in hollow:
+                        new = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+                        hollow[id(parameter)] = parameter, new
+                    module._parameters[name] = hollow[id(parameter)][1]
+
     def run(self, inputs: Mapping[str, Tensor], after_layer: Callable[[int], None] | None = None) -> dict[str, Tensor]:
         """Runs the whole chain in one autograd graph: the plain, unsplit model (the oracle of every engine test).
 
