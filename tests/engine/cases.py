@@ -245,7 +245,7 @@ def train_run(
 
 
 def bytes_of_parameters(communicator: Communicator, layout: Cuts) -> int:
-    """What this rank's parameters take, the chain's included, once an ordinary run has made its engine and two steps."""
+    """What this rank's parameters take, those of the chain included, once a run has its engine and made two steps."""
     chain, settings = models.build_chain(), EngineOptions(**SETTINGS)
     placed, cpu = layout_for(layout, len(chain), settings.num_blocks), torch.device("cpu")
     minibatch, inputs = models.make_minibatch(4, 1)
