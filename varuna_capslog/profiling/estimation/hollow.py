@@ -34,7 +34,7 @@ from varuna_capslog.profiling.estimation.quirks import Quirks
 from varuna_capslog.profiling.estimation.roofline import Speed, operator_seconds
 from varuna_capslog.profiling.trim import MEASURED_RANK, TrimmedPipeline, TrimmedRun
 
-__all__ = ["HollowRun", "SilentCommunicator", "fake_step", "host_memory", "run_hollow"]
+__all__ = ["HollowRun", "SilentCommunicator", "StepMeter", "fake_step", "host_memory", "run_hollow"]
 
 _CPU = torch.device("cpu")
 
@@ -121,7 +121,7 @@ def fake_step(
     minibatch: Minibatch,
     who: tuple[str, str],
     recipes: Recipes | None = None,
-    meter: _Meter | None = None,
+    meter: StepMeter | None = None,
 ) -> tuple[int, list[tuple[int, int]]]:
     """One step of an engine that seems to have trained before, inside a `FakeTensorMode` and the quirks' dispatch.
 
@@ -205,7 +205,22 @@ class _OnHost:
         return self._spec.empty(device)
 
 
-class _Meter(Observer):
+class StepMeter(Observer):
+    """An observer that `fake_step` shows the lifetimes of the step's storages."""
+
+    def begin(self, engine: PipelineEngine, own: set[int], followed: Lifetimes) -> None:
+        """Before the step.
+
+        Args:
+            own: the storages that are there before, which no forward saves.
+            followed: shows every operator.
+        """
+
+    def count_static(self) -> None:
+        """Between backward and update, when all gradients are there."""
+
+
+class _Meter(StepMeter):
     """Counts what the first microbatch saves, how long its work takes, and what is there before the update."""
 
     def __init__(self, speed: Speed) -> None:
@@ -219,16 +234,9 @@ class _Meter(Observer):
         self.refused = ""
 
     def begin(self, engine: PipelineEngine, own: set[int], followed: Lifetimes) -> None:
-        """Before the step.
-
-        Args:
-            own: the storages that are there before, which no forward saves.
-            followed: shows every operator.
-        """
         self._engine, self._own, self._followed = engine, own, followed
 
     def count_static(self) -> None:
-        """Between backward and update, when all gradients are there."""
         assert self._engine is not None
         self.static_bytes = sum(_storages(resident_tensors(self._engine.layers, self._engine.optimizer)).values())
 

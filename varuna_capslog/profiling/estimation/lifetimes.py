@@ -49,6 +49,7 @@ class Lifetimes(TorchDispatchMode):
     Attributes:
         events: (key, bytes) of an allocation and (key, 0) of its release, in order; `allocator.replay` reads them.
         live_bytes, peak_bytes: at present, and the most so far.
+        lately_bytes: the most since it was last set to `live_bytes`.
         observer: is shown every operator with its arguments, keywords and result; or None.
     """
 
@@ -65,7 +66,7 @@ class Lifetimes(TorchDispatchMode):
         self._made_by: dict[int, int] = {}
         self._keys = 0
         self.events: list[tuple[int, int]] = []
-        self.live_bytes = self.peak_bytes = 0
+        self.live_bytes = self.peak_bytes = self.lately_bytes = 0
         self.observer: Callable[[Any, Sequence[Any], Mapping[str, Any], Any], object] | None = None
         for tensor in held:
             self._follow(tensor, -1)
@@ -77,6 +78,7 @@ class Lifetimes(TorchDispatchMode):
         self.events.append((self._keys, num_bytes))
         self.live_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self.lately_bytes = max(self.lately_bytes, self.live_bytes)
         return self._keys
 
     def _released(self, key: int, num_bytes: int) -> None:
