@@ -133,6 +133,11 @@ class StageEstimator:
             loss = self.workload.loss
             recipes = self._memo.recipes
             found = run_hollow(self._mode, self.chain, run, self.conditions, loss, quirks, self.speed, recipes)
+            if self.conditions.blocks > 1:
+                # with a block for every microbatch, no backward finds the parameters' gradients
+                one_block = replace(self.conditions, blocks=1)
+                same = StageEstimator(self.workload, one_block, self.specs[0], self.speed, self._memo)
+                found = replace(found, actions=same.stage(first, end).actions)
             self._memo.runs[key] = found
         return StageEstimate(**vars(found), layers=(first, end))
 
@@ -183,6 +188,7 @@ def _profile(estimator: StageEstimator, sizes: InputSizes, transport: str, progr
             (estimator.specs[stage.layers[0]], estimator.specs[stage.layers[1]]),
             (stage.peak_bytes, stage.static_bytes, stage.saved_bytes),
             (stage.forward_seconds, stage.backward_seconds),
+            stage.actions,
         )
         for stage in stages
     ]
@@ -193,7 +199,8 @@ def _profile(estimator: StageEstimator, sizes: InputSizes, transport: str, progr
     }
     if limits := frozenset().union(*(stage.limits for stage in stages)):
         found["limits"] = sorted(limits)
-    return profile_of(chain, rows, "estimated", _key(estimator, sizes, transport) | found)
+    conditions = _key(estimator, sizes, transport) | found
+    return profile_of(chain, rows, "estimated", conditions, specs=estimator.specs)
 
 
 def _headroom(

@@ -26,6 +26,7 @@ from varuna_capslog.engine.stage import HostMemory, Kept, LossFunction, Microbat
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.workload import Minibatch
+from varuna_capslog.profiles.action_bytes import ActionBytes
 from varuna_capslog.profiling.conditions import RunConditions
 from varuna_capslog.profiling.estimation.allocator import replay
 from varuna_capslog.profiling.estimation.headroom import StepTrace
@@ -48,6 +49,7 @@ class HollowRun(StepTrace):
         saved_bytes: what a forward leaves for its backward, the stage's inputs included; and what a caching allocator
             gave beyond what was asked for when the peak was there, for one graph.
         forward_seconds, backward_seconds: of one microbatch, by `roofline`.
+        actions: what each of its actions takes.
         attention: "eager" where the layers make matrices of softmax, "fused" where a fused kernel attends.
         limits: what it met of `quirks.LIMITS`, because of which its bytes are too low.
     """
@@ -56,6 +58,7 @@ class HollowRun(StepTrace):
     saved_bytes: int
     forward_seconds: float
     backward_seconds: float
+    actions: ActionBytes
     attention: frozenset[str]
     limits: frozenset[str]
 
@@ -110,6 +113,7 @@ def run_hollow(
             # the last stage forwards in its recomputation only
             max(seconds["F"], seconds["R"]),
             seconds["B"],
+            meter.actions,
             frozenset(meter.attention),
             frozenset(quirks.limits),
         )
@@ -157,6 +161,8 @@ def fake_step(
                 f"{who[0]} cannot run on fake tensors ({type(error).__name__}: {error}); let {who[1]} depend on "
                 "shapes only, or set profile.source=measured"
             ) from error
+        if meter is not None:
+            meter.end()
     taken_before = [(0, quirks.lasting_bytes)] if quirks.lasting_bytes else []
     return followed.peak_bytes, [*taken_before, *followed.events]
 
@@ -219,6 +225,9 @@ class StepMeter(Observer):
     def count_static(self) -> None:
         """Between backward and update, when all gradients are there."""
 
+    def end(self) -> None:
+        """After the step."""
+
 
 class _Meter(StepMeter):
     """Counts what the first microbatch saves, how long its work takes, and what is there before the update."""
@@ -230,6 +239,8 @@ class _Meter(StepMeter):
         self._followed: Lifetimes | None = None
         self.saved_bytes = self.static_bytes = 0
         self.seconds = {"F": 0.0, "R": 0.0, "B": 0.0}
+        self._most = dict.fromkeys(("forward", "bare", "backward", "first_backward", "update", "gradient"), 0)
+        self._shared_bytes: int | None = None
         self.attention: set[str] = set()
         self.refused = ""
 
@@ -239,9 +250,50 @@ class _Meter(StepMeter):
     def count_static(self) -> None:
         assert self._engine is not None
         self.static_bytes = sum(_storages(resident_tensors(self._engine.layers, self._engine.optimizer)).values())
+        parameters = [one for layer in self._engine.layers for one in layer.parameters.values()]
+        gradients = [one.grad for one in parameters if one.grad is not None]
+        self._most["gradient"] = sum(_storages(gradients).values())
+
+    def end(self) -> None:
+        assert self._followed is not None
+        self._most["update"] = max(0, self._followed.lately_bytes - self.static_bytes)
+
+    @property
+    def actions(self) -> ActionBytes:
+        """What each action takes, after the step."""
+        # where every forward kept its graph, one that keeps none takes no more; frozen layers have no graph to keep
+        bare, kept = self._most["bare"], self._most["forward"]
+        found = self._most | {"bare": bare or kept, "forward": max(bare, kept)}
+        most = {f"{name}_bytes": size for name, size in found.items()}
+        return ActionBytes(**most, shared_bytes=self._shared_bytes or 0)
 
     def working(self, kind: str, stage: Stage, context: MicrobatchContext) -> AbstractContextManager[None]:
-        return self._reading(kind, stage, context) if context.index == 0 else contextlib.nullcontext()
+        reading = self._reading(kind, stage, context) if context.index == 0 else contextlib.nullcontext()
+        return self._weighing(kind, stage, context, reading)
+
+    @contextlib.contextmanager
+    def _weighing(
+        self, kind: str, stage: Stage, context: MicrobatchContext, reading: AbstractContextManager[None]
+    ) -> Iterator[None]:
+        followed = self._followed
+        assert followed is not None
+        before = followed.lately_bytes = followed.live_bytes
+        with reading:
+            yield
+        name = "backward" if context.index else "first_backward"
+        if kind != "B":
+            name = "bare" if kind == "F" and self._runs_again(stage, context.index) else "forward"
+        self._most[name] = max(self._most[name], followed.lately_bytes - before)
+        if kind == "F" and name == "forward" and context.index == 0 and stage.end < len(context.specs) - 1:
+            grown = followed.live_bytes - before
+            crossing = [sum(spec.num_bytes for spec in context.specs[cut].values()) for cut in (stage.first, stage.end)]
+            self._shared_bytes = min(crossing[1], max(0, self.saved_bytes + crossing[1] - crossing[0] - grown))
+        followed.lately_bytes = followed.live_bytes
+
+    def _runs_again(self, stage: Stage, microbatch: int) -> bool:
+        assert self._engine is not None
+        again = f"{stage.index}R{microbatch}"
+        return any(again in row for row in self._engine.options.actions or ())
 
     @contextlib.contextmanager
     def _reading(self, kind: str, stage: Stage, context: MicrobatchContext) -> Iterator[None]:
