@@ -17,11 +17,12 @@ positions at once, so that ten thousand actions take some milliseconds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from varuna_capslog.memory.exchange import Holders, exchange
 from varuna_capslog.memory.range_bytes import RangeBytes
 from varuna_capslog.memory.treatment import Treatment, kept_whole, treated
 from varuna_capslog.plans.parts import MemoryInterval, PlanStage, Units, intervals_of
@@ -89,17 +90,11 @@ def fold(
     return [total.result(rank, holders) for rank, total in enumerate(sums)]
 
 
-_Holders = Mapping[int, Mapping[int, int]]
-"""layer -> its ranks -> the number of blocks that each of them serves."""
-
-
-def _holders(stages: Sequence[PlanStage], blocks: int) -> _Holders:
-    found: dict[int, dict[int, int]] = {}
+def _holders(stages: Sequence[PlanStage], blocks: int) -> Holders:
+    found: Holders = {}
     for stage in stages:
-        count = blocks if stage.blocks is None else len(stage.blocks)
         for layer in range(*stage.layers[0]):
-            ranks = found.setdefault(layer, {})
-            ranks[stage.ranks[0]] = ranks.get(stage.ranks[0], 0) + count
+            found.setdefault(layer, {})[stage.ranks[0]] = range(blocks) if stage.blocks is None else stage.blocks
     return found
 
 
@@ -110,7 +105,7 @@ class _RankSum:
         self.ranges, self.row = ranges, row
         self.change, self.need, self.host, self.let_go = (np.zeros(len(row) + 1, dtype=np.int64) for _ in range(4))
 
-    def result(self, rank: int, holders: _Holders) -> RankFold:
+    def result(self, rank: int, holders: Holders) -> RankFold:
         """The fold of the events."""
         ranges, layers = self.ranges, frozenset(layer for layer, ranks in holders.items() if rank in ranks)
         if not layers:
@@ -118,35 +113,9 @@ class _RankSum:
         resident = ranges.resident(layers)
         during = resident + np.cumsum(self.change) + np.maximum(self.need, self.let_go)
         gradients = sum(int(ranges.gradients[layer]) for layer in layers)
-        at_end = max(self._exchange(rank, sorted(layers), holders), gradients + ranges.update(layers))
+        at_end = max(exchange(ranges, rank, holders), gradients + ranges.update(layers))
         end = max(int(during[-1]), resident + at_end)
         return RankFold(tuple(during[:-1].tolist()), end, int(np.cumsum(self.host).max(initial=0)))
-
-    def _exchange(self, rank: int, layers: Sequence[int], holders: _Holders) -> int:
-        """The most while blocks of gradients travel, layer after layer (`engine/gradients`)."""
-        size = self.ranges.gradients
-        kept = {layer: holders[layer][rank] if len(holders[layer]) > 1 else 1 for layer in layers}
-        most = waiting = sum(count * int(size[layer]) for layer, count in kept.items())
-        for layer in layers:
-            others = [count for peer, count in holders[layer].items() if peer != rank]
-            if others:
-                most = max(most, waiting + _copies(kept[layer], others) * int(size[layer]))
-                waiting -= (kept[layer] - 1) * int(size[layer])
-        return most
-
-
-def _copies(own: int, others: Sequence[int]) -> int:
-    """The most sums of one layer's gradients that are there beside its own blocks while all holders exchange theirs.
-
-    In each turn every holder sends a block, packed into one tensor of its own; the last turn's is there until the next
-    is packed, and what was received stays.
-    """
-    most = 0
-    for turn in range(max(own, *others)):
-        before, after = (sum(min(count, turns) for count in others) for turns in (turn, turn + 1))
-        packing = (turn < own) * (1 + (turn > 0))
-        most = max(most, before + packing, after + (turn < own))
-    return most
 
 
 class _StageCalls:
@@ -176,7 +145,7 @@ class _StageCalls:
         self.local_before = (self.before >= 0) & (ranks[self.before] == ranks[number])
         self.local_behind = (self.behind >= 0) & (ranks[self.behind] == ranks[number])
 
-    def add_to(self, total: _RankSum, stages: Sequence[_StageCalls], holders: _Holders) -> None:
+    def add_to(self, total: _RankSum, stages: Sequence[_StageCalls], holders: Holders) -> None:
         """Add all calls, those that are treated alike together.
 
         stages: of the plan. holders: layer -> its ranks.

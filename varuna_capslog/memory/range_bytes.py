@@ -34,12 +34,13 @@ class RangeBytes:
         one_memory: the device is the CPU, so that messages and what waits on the host share its memory.
         told: whether the rows say what each action takes.
         crossing, gradient: bytes of the tensors, and of their gradients, across the cuts 0 .. L.
+        shared_parameters: those that several layers use.
         gradients: of each layer's parameters [L]; 0 where `told` is False: they are part of `resident` then.
     """
 
     def __init__(self, profile: Profile, model: str, recompute: bool) -> None:
         single, pair = observed(profile, model, "recompute" if recompute else "none")
-        self._profile, self.num_layers = profile, profile.num_layers
+        self._profile, self.num_layers, self.shared_parameters = profile, profile.num_layers, profile.shared
         self.one_memory = single[0].device == "cpu"
         rows = (*single, *pair)
         self.told = all(row.action_bytes is not None for row in rows)
@@ -81,8 +82,8 @@ class RangeBytes:
 
         def found() -> int:
             if not makes_gradients or not self.told:
-                return int(self._prefixes("backward_bytes", first, end).max())
-            behind = np.append(np.cumsum(self.gradients[first:end][::-1])[::-1][1:], 0)
+                return int((self._prefixes("backward_bytes", first, end) + self._seeds(first, end)).max())
+            behind = np.append(np.cumsum(self.gradients[first:end][::-1])[::-1][1:], 0) + self._seeds(first, end)
             return int((self._prefixes("first_backward_bytes", first, end) + behind).max())
 
         return self._once(("B", first, end, makes_gradients), found)
@@ -138,6 +139,29 @@ class RangeBytes:
         found[0] = self._single[name][first]
         found[1:] = held[: end - first - 1] + self._pair[name][first : end - 1]
         return found
+
+    def _seeds(self, first: int, end: int) -> Bytes:
+        """For each layer of the range: by how much the gradient with which its graph's backward began, and which lives
+        as long as that backward, exceeds that of the layer's own outputs.
+
+        Layers share a graph where each tensor with a gradient is read by the next layer alone (`engine/stage`).
+        """
+        found = np.zeros(end - first, dtype=np.int64)
+        until = end
+        for layer in range(end - 1, first - 1, -1):
+            until = until if self._joined[layer + 1] else layer + 1
+            found[layer - first] = max(0, self.gradient[until] - self.gradient[layer + 1])
+        return found
+
+    @cached_property
+    def _joined(self) -> list[bool]:
+        """cut -> whether one graph may hold the layers on both sides of it; no cut where the tensors are not known."""
+        joined = [bool(self._profile.tensors)] * (self.num_layers + 1)
+        for one in self._profile.tensors:
+            if one.gradient:
+                for cut in range((one.writer or 0) + 1, one.readers[-1] + 1):
+                    joined[cut] &= one.writer == cut - 1 and one.readers == (cut,)
+        return joined
 
     def _part(self, rows: Sequence[Observation], name: str) -> Bytes:
         if not self.told:
