@@ -79,7 +79,8 @@ def fold(
         [RankActions.of(row) for row in actions], ranks, paths_of(stages, units.blocks or 1), units.of_block
     )
     first = [stage.layers[0][0] for stage in stages]
-    sizes = {"F": [ranges.crossing[cut] for cut in first], "B": [ranges.gradient[cut] for cut in first]}
+    gradients = [ranges.gradient[cut] if ranges.carries[cut] else -1 for cut in first]
+    sizes = {"F": [ranges.crossing[cut] for cut in first], "B": gradients}
     # rows that tell no actions were taken with receives posted ahead, which are in their peaks
     messages = messages_of(step, sizes, ranges.one_memory and ranges.told)
     holders = _holders(stages, units.blocks or 1)
@@ -188,8 +189,8 @@ class _StageCalls:
     def _add(self, total: _RankSum, calls: Numbers, one: Treatment) -> None:
         ranges, change = self.ranges, total.change
         inputs, outputs = ranges.crossing[self.first], ranges.crossing[self.end]
-        gradient_in = ranges.gradient[self.first] if self.first else 0
-        gradient_out = 0 if self.end == ranges.num_layers else ranges.gradient[self.end]
+        gradient_in, gradient_out = ranges.gradient[self.first], ranges.gradient[self.end]
+        gradient_out = 0 if self.end == ranges.num_layers else gradient_out
         forward, backward, again = self.forwards[calls], self.backwards[calls], self.recomputes[calls]
         rerun = again >= 0
         away_ahead = self._away(total, calls, one)

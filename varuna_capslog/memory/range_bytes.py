@@ -33,7 +33,9 @@ class RangeBytes:
     Attributes:
         one_memory: the device is the CPU, so that messages and what waits on the host share its memory.
         told: whether the rows say what each action takes.
-        crossing, gradient: bytes of the tensors, and of their gradients, across the cuts 0 .. L.
+        crossing, gradient: bytes of the tensors, and of their gradients, across the cuts 0 .. L; where `told` is False
+            the gradients are part of every backward.
+        carries: cut -> whether gradients cross it.
         shared_parameters: those that several layers use.
         gradients: of each layer's parameters [L]; 0 where `told` is False: they are part of `resident` then.
     """
@@ -45,6 +47,9 @@ class RangeBytes:
         rows = (*single, *pair)
         self.told = all(row.action_bytes is not None for row in rows)
         self.crossing, self.gradient = self._cuts(single)
+        self.carries = [cut > 0 and (size > 0 or not profile.tensors) for cut, size in enumerate(self.gradient)]
+        if not self.told:
+            self.gradient = [0] * len(self.gradient)
         self._saved, more = _column(single, "saved_bytes"), _column(pair, "saved_bytes")
         self._more_saved = more - self._saved[:-1]
         self.gradients = self._part(single, "gradient_bytes")

@@ -169,7 +169,7 @@ def _segments(first: int, end: int, intervals: Sequence[MemoryInterval]) -> list
 
 def _wanted(ranges: RangeBytes, end: int) -> bool:
     """Whether the stage has a backward: its outputs carry gradients, or it computes the loss."""
-    return end == ranges.num_layers or ranges.gradient[end] > 0
+    return end == ranges.num_layers or ranges.carries[end]
 
 
 def _without_backward(ranges: RangeBytes, first: int, end: int) -> Treatment:

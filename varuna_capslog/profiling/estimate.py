@@ -119,6 +119,13 @@ class StageEstimator:
         """The same workload and conditions with inputs of another size."""
         return StageEstimator(self.workload, self.conditions, inputs, self.speed, self._memo)
 
+    def with_one_block(self) -> StageEstimator:
+        """The same with one accumulation block, in which all but the first backward find gradients."""
+        if self.conditions.blocks == 1:
+            return self
+        conditions = replace(self.conditions, blocks=1)
+        return StageEstimator(self.workload, conditions, self.specs[0], self.speed, self._memo)
+
     def stage(self, first: int, end: int) -> StageEstimate:
         """The stage of layers first .. end-1; any range of the chain.
 
@@ -133,11 +140,6 @@ class StageEstimator:
             loss = self.workload.loss
             recipes = self._memo.recipes
             found = run_hollow(self._mode, self.chain, run, self.conditions, loss, quirks, self.speed, recipes)
-            if self.conditions.blocks > 1:
-                # with a block for every microbatch, no backward finds the parameters' gradients
-                one_block = replace(self.conditions, blocks=1)
-                same = StageEstimator(self.workload, one_block, self.specs[0], self.speed, self._memo)
-                found = replace(found, actions=same.stage(first, end).actions)
             self._memo.runs[key] = found
         return StageEstimate(**vars(found), layers=(first, end))
 
@@ -178,9 +180,12 @@ def _profile(estimator: StageEstimator, sizes: InputSizes, transport: str, progr
     runs = stage_runs(len(chain))
     progress = progress or (lambda done, total, text: None)
     progress(0, len(runs), "starting")
-    stages = []
+    stages, actions = [], []
+    # with a block for every microbatch, no backward would find the parameters' gradients
+    one_block = estimator.with_one_block()
     for number, (first, end) in enumerate(runs):
         stages.append(estimator.stage(first, end))
+        actions.append(one_block.stage(first, end).actions)
         progress(number + 1, len(runs), " + ".join(names[first:end]))
     rows = [
         estimator.conditions.row(
@@ -188,9 +193,9 @@ def _profile(estimator: StageEstimator, sizes: InputSizes, transport: str, progr
             (estimator.specs[stage.layers[0]], estimator.specs[stage.layers[1]]),
             (stage.peak_bytes, stage.static_bytes, stage.saved_bytes),
             (stage.forward_seconds, stage.backward_seconds),
-            stage.actions,
+            taken,
         )
-        for stage in stages
+        for stage, taken in zip(stages, actions, strict=True)
     ]
     found: dict[str, Any] = {
         "attention": "+".join(sorted(frozenset().union(*(stage.attention for stage in stages)))) or "none",

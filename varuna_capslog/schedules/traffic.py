@@ -127,7 +127,7 @@ def messages_of(step: StepActions, sizes: dict[str, Sequence[int]], ahead: bool)
 
     Args:
         sizes: "F" and "B" -> stage -> bytes of the activation, and of the gradient, across the cut before it; a
-            gradient of 0 bytes is not sent.
+            gradient of -1 bytes is not sent.
         ahead: whether receives are posted ahead in the memory that is counted (else they count from the action that
             needs them).
     """
@@ -144,7 +144,7 @@ def messages_of(step: StepActions, sizes: dict[str, Sequence[int]], ahead: bool)
             here = np.flatnonzero((others >= 0) & (ranks[others] != ranks[stage]))
             for other in np.unique(others[here]):
                 size = sizes[kind][int(other) if kind == "F" else stage]
-                if kind == "B" and not size:
+                if size < 0:
                     continue
                 own = here[others[here] == other]
                 needed, same = positions[other][calls[own]], np.ones(len(own), dtype=np.int64)
