@@ -87,31 +87,34 @@ def treated(
     if not _wanted(ranges, end):
         return _without_backward(ranges, first, end)
     segments = _segments(first, end, intervals)
-    held = _held(ranges, segments)
+    overlaps = _overlaps(ranges, segments)
+    held = [
+        ranges.crossing[one.first] - overlap if one.recompute else _saved(ranges, one, overlap)
+        for one, overlap in zip(segments, overlaps, strict=True)
+    ]
     away = [size if one.offload else 0 for size, one in zip(held, segments, strict=True)]
     again = max((number for number, one in enumerate(segments) if one.recompute), default=-1)
     forward = before = 0
-    for size, one in zip(held, segments, strict=True):
+    for size, one, overlap in zip(held, segments, overlaps, strict=True):
         work = ranges.bare(one.first, one.end) if one.recompute else ranges.forward(one.first, one.end)
-        forward = max(forward, before + work)
+        forward = max(forward, before + work - overlap)
         before += size
     last = segments[-1]
     shared = 0
-    if end < ranges.num_layers:
+    if end < ranges.num_layers and not last.offload:
         shared = ranges.passed(last.first, end) if last.recompute else ranges.shared(last.first, end)
-    # every tensor that enters a recomputed first segment is kept as it is
-    input_kept = ranges.crossing[first] if segments[0].recompute else _graph_input(ranges, first, segments[0].end)
+    # every tensor that enters a recomputed first segment is kept as it is; what was away is another tensor when back
+    own = 0 if segments[0].offload else _graph_input(ranges, first, segments[0].end)
+    input_kept = ranges.crossing[first] if segments[0].recompute and not segments[0].offload else own
     rerun = grown = back = 0
     if recomputed and again >= 0:
         one = segments[again]
         inputs = ranges.crossing[one.first]
         rerun = max(0, ranges.forward(one.first, one.end) - inputs)
-        grown = ranges.saved(one.first, one.end) - held[again]
+        grown = _saved(ranges, one, overlaps[again]) - held[again]
         back = away[again]
         held = [*held[:again], held[again] + grown, *held[again + 1 :]]
-    then = input_kept
-    if recomputed and again == 0:
-        then = _graph_input(ranges, first, segments[0].end)
+    ready = again if recomputed else -1
     return Treatment(
         forward=max(0, forward - ranges.crossing[first]),
         held=before,
@@ -122,39 +125,56 @@ def treated(
         back_at_backward=sum(away) - back,
         recompute=rerun,
         grown=grown,
-        input_kept_then=then,
-        backward=_backward(ranges, segments, held, again if recomputed else -1, False),
-        first_backward=_backward(ranges, segments, held, again if recomputed else -1, True),
+        input_kept_then=own if recomputed and again == 0 else input_kept,
+        backward=_backward(ranges, segments, (held, overlaps), ready, False),
+        first_backward=_backward(ranges, segments, (held, overlaps), ready, True),
     )
 
 
-def _backward(ranges: RangeBytes, segments: Sequence[_Segment], held: Sequence[int], ready: int, makes: bool) -> int:
+def _backward(
+    ranges: RangeBytes,
+    segments: Sequence[_Segment],
+    kept: tuple[Sequence[int], Sequence[int]],
+    ready: int,
+    makes_gradients: bool,
+) -> int:
     """B goes through the segments from the last to the first; each is rebuilt where it must be.
 
+    kept: what each segment holds, and `_overlaps`.
     ready: the segment that R has run again.
     """
     most = made = 0
     for number in range(len(segments) - 1, -1, -1):
-        one, rest = segments[number], sum(held[:number])
-        work = ranges.backward(one.first, one.end, makes)
+        one, rest, overlap = segments[number], sum(kept[0][:number]), kept[1][number]
+        graph = ranges.saved(one.first, one.end) - _saved(ranges, one, overlap)
+        work = ranges.backward(one.first, one.end, makes_gradients) - graph
         if one.recompute and number != ready:
-            work = max(work, ranges.forward(one.first, one.end) + _gradient(ranges, one.end))
+            work = max(work, ranges.forward(one.first, one.end) + _gradient(ranges, one.end) - overlap)
         most = max(most, rest + made + work)
-        made += ranges.made(one.first, one.end) if makes else 0
+        made += ranges.made(one.first, one.end) if makes_gradients else 0
     return most
 
 
-def _held(ranges: RangeBytes, segments: Sequence[_Segment]) -> list[int]:
-    """What each segment keeps between F and R or B; a tensor among the inputs of two recomputed ones counts once."""
-    held, before = [], -1
+def _overlaps(ranges: RangeBytes, segments: Sequence[_Segment]) -> list[int]:
+    """For each segment, the part of its inputs that segments before it hold as well."""
+    found, inputs, before = [], -1, None
     for one in segments:
-        if not one.recompute:
-            held.append(ranges.saved(one.first, one.end))
-            continue
-        known = ranges.passed(before, one.first) if before >= 0 else 0
-        held.append(ranges.crossing[one.first] - known)
-        before = one.first
-    return held
+        overlap = 0
+        if before is not None and not before.offload and not before.recompute:
+            overlap = ranges.shared(before.first, before.end)
+        if inputs >= 0:
+            overlap = max(overlap, ranges.passed(inputs, one.first))
+        found.append(0 if one.offload else overlap)
+        if one.recompute and not one.offload:
+            inputs = one.first
+        before = one
+    return found
+
+
+def _saved(ranges: RangeBytes, one: _Segment, overlap: int) -> int:
+    """What the graph of a segment keeps, without what segments before it hold."""
+    kept = _graph_input(ranges, one.first, one.end)
+    return ranges.saved(one.first, one.end) - max(0, min(overlap, overlap + kept - ranges.crossing[one.first]))
 
 
 def _segments(first: int, end: int, intervals: Sequence[MemoryInterval]) -> list[_Segment]:
