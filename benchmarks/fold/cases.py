@@ -6,15 +6,16 @@ and of the benchmark `truth`; nothing is predicted here.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-for folder in (HERE.parents[1], HERE.parent / "truth", HERE.parent):
-    sys.path.insert(0, str(folder))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "truth"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import models
 import torch
@@ -104,19 +105,13 @@ def draw_case(draw: random.Random, num_layers: dict[str, int], ranks: int) -> Ca
     layout = random_layout(draw.randrange(1 << 30), num_layers[model], blocks, draw.randint(1, ranks))
     schedule, recompute = draw.choice([("1f1b", False), ("1f1b", True), ("varuna", True), ("gpipe", False)])
     if schedule == "gpipe":
-        layout = Layout(tuple(_without_limit(stage) for stage in layout.stages), blocks)
+        layout = Layout(tuple(dataclasses.replace(stage, in_flight=None) for stage in layout.stages), blocks)
     actions = None
     if draw.random() < 0.3:
         limits = [stage.in_flight for stage in layout.stages]
         rows = schedule_of(schedule, layout.graph(MICROBATCHES), recompute, limits)
         actions = tuple(tuple(row) for row in to_strings(rows))
     return Case(model, layout, schedule, recompute, actions)
-
-
-def _without_limit(stage: Any) -> Any:
-    import dataclasses
-
-    return dataclasses.replace(stage, in_flight=None)
 
 
 def real_peak(communicator: Communicator, case: Case) -> int:
