@@ -91,6 +91,23 @@ def test_the_rehearsal_has_the_last_word() -> None:
     assert judged(profile, plan_with(), RUN, never).fits is True
 
 
+def test_a_profile_of_peaks_alone_is_always_rehearsed() -> None:
+    """A measured profile does not say which action takes how much; a model that cannot be rehearsed is named."""
+    profile = profile_of(MODEL, "cpu")
+    rows = tuple(dataclasses.replace(row, action_bytes=None) for row in profile.observations)
+    measured = dataclasses.replace(profile, observations=rows)
+    assert judged(measured, plan_with(9, 9), RUN, lambda: [8, 9]).fits is True
+
+    def cannot() -> list[int]:
+        raise CapslogError("layers 0 to 1 cannot run on fake tensors")
+
+    found = judged(measured, plan_with(1 << 40, 1 << 40), RUN, cannot)
+    assert found.fits is True
+    assert found.notes[-1].endswith("not confirmed by a rehearsal: layers 0 to 1 cannot run on fake tensors")
+    with pytest.raises(CapslogError, match="cannot run on fake tensors"):
+        judged(profile, plan_with(1 << 40, 1 << 40), RUN, cannot)
+
+
 def test_what_cannot_be_said_is_null_and_says_why() -> None:
     plan = Plan(3, (PlanStage(((0, 3),), (0,)),), Units(4, 1, 1), "1f1b", ranks=(PlanRank(capacity_bytes=9),))
     found = judged(SHORT, plan, RUN)

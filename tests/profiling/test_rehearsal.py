@@ -11,7 +11,7 @@ import torch
 
 from tests.engine.workload import TinyWorkload
 from tests.profiling import cases
-from tests.profiling.workloads import Megabytes
+from tests.profiling.workloads import Equal, Megabytes
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import Config, section
 from varuna_capslog.engine.communicator import Communicator
@@ -19,6 +19,7 @@ from varuna_capslog.engine.layout import Layout, Rectangle
 from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.memory.fold import fold
 from varuna_capslog.model.chain import TensorSpec
+from varuna_capslog.model.workload import Workload
 from varuna_capslog.plans.parts import PlanStage, Units
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import LayerProfile, Profile
@@ -146,6 +147,30 @@ def test_whole_ranks_are_what_the_fold_says(layout: Layout, schedule: str, recom
     given = dataclasses.replace(options, actions=tuple(tuple(row) for row in to_strings(rows)))
     again = rehearse_layout(estimator, layout, given)
     assert [rank.peak_bytes for rank in again] == [rank.peak_bytes for rank in rehearsed]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_exchange_of_gradients_can_be_the_peak(tied: bool) -> None:
+    """Layers whose weights are all that counts: the blocks of the others and the uses of a shared parameter decide."""
+    workload: Workload = Megabytes() if tied else Equal(length=4, width=256)
+    conditions = RunConditions(microbatch_size=1)
+    estimator = StageEstimator(workload, conditions)
+    last = Rectangle(1, len(estimator.chain), 1)
+    for first, second in (((0, 2, 3), (1,)), ((0,), (1, 2, 3)), ((0, 1), (2, 3))):
+        layout = Layout((Rectangle(0, 1, 0, first), last, Rectangle(0, 1, 2, second)), 4)
+        rows = schedule_of("varuna", layout.graph(4), True)
+        stages = [PlanStage(((one.first, one.end),), (one.rank,), one.blocks, memory=None) for one in layout.stages]
+        found = fold(estimate_of(tied), stages, Units(4, 1, 4), rows, RunShape(4, num_blocks=4))
+        rehearsed = rehearse_layout(estimator, layout, EngineOptions(4, num_blocks=4, clip_norm=1.0))
+        for rank, (ours, real) in enumerate(zip(found, rehearsed, strict=True)):
+            assert ours.peak_bytes == pytest.approx(real.peak_bytes, rel=0.005), (rank, first)
+        for rank in (0, 2):
+            assert found[rank].end_bytes == found[rank].peak_bytes
+
+
+@functools.cache
+def estimate_of(tied: bool) -> Profile:
+    return estimate_workload(Megabytes() if tied else Equal(length=4, width=256), RunConditions(microbatch_size=1))
 
 
 def test_a_plan_is_rehearsed_as_the_engine_runs_it() -> None:

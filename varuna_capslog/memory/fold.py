@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from varuna_capslog.memory.exchange import Holders, exchange
 from varuna_capslog.memory.range_bytes import RangeBytes
@@ -177,7 +178,7 @@ class _StageCalls:
                 modes.append((calls, treated(ranges, self.first, self.end, intervals, recomputed)))
         return modes
 
-    def _kept_whole(self, row: RankActions) -> Numbers:
+    def _kept_whole(self, row: RankActions) -> NDArray[np.bool_]:
         """call -> whether its F is directly followed on the stage by its backward."""
         own = row.where("FBIWR", self.number)
         kinds, calls = row.kinds[own], row.calls[own]

@@ -2,7 +2,7 @@
 
 `fold` asks for whole stages and for the parts of a stage that are treated alike. Each number is a maximum over saved
 prefixes as in `composition`, one per action. A profile whose rows have no `action_bytes` knows one peak for all
-actions, and every action then counts with it; so does a gradient from the beginning of the step.
+actions, and every action then counts with it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class RangeBytes:
             the gradients are part of every backward.
         carries: cut -> whether gradients cross it.
         shared_parameters: those that several layers use.
-        gradients: of each layer's parameters [L]; 0 where `told` is False: they are part of `resident` then.
+        gradients: of each layer's parameters [L]; where the rows do not tell, by the layers' parameter_bytes; where
+            these are missing too, 0: gradients then count as resident.
     """
 
     def __init__(self, profile: Profile, model: str, recompute: bool) -> None:
@@ -52,12 +53,13 @@ class RangeBytes:
             self.gradient = [0] * len(self.gradient)
         self._saved, more = _column(single, "saved_bytes"), _column(pair, "saved_bytes")
         self._more_saved = more - self._saved[:-1]
-        self.gradients = self._part(single, "gradient_bytes")
+        self.gradients = self._part(single, "gradient_bytes") if self.told else _likely_gradients(profile, single)
         self._update, self._shared = self._part(single, "update_bytes"), self._part(single, "shared_bytes")
         self._pair_shared = self._part(pair, "shared_bytes")
         held = _column(single, "static_bytes") - self.gradients
         self._resident = held
-        self._more_resident = _column(pair, "static_bytes") - self._part(pair, "gradient_bytes") - held[:-1]
+        together = self._part(pair, "gradient_bytes") if self.told else self.gradients[:-1] + self.gradients[1:]
+        self._more_resident = _column(pair, "static_bytes") - together - held[:-1]
         actions = ("forward_bytes", "bare_bytes", "backward_bytes", "first_backward_bytes")
         self._single = {name: self._beside(single, name) for name in actions}
         self._pair = {name: self._beside(pair, name) - self._saved[:-1] for name in actions}
@@ -86,9 +88,11 @@ class RangeBytes:
         """
 
         def found() -> int:
-            if not makes_gradients or not self.told:
+            if not makes_gradients:
                 return int((self._prefixes("backward_bytes", first, end) + self._seeds(first, end)).max())
-            behind = np.append(np.cumsum(self.gradients[first:end][::-1])[::-1][1:], 0) + self._seeds(first, end)
+            behind = np.cumsum(self.gradients[first:end][::-1])[::-1] + self._seeds(first, end)
+            if self.told:  # the layer's own are in what its first backward takes
+                behind = behind - self.gradients[first:end]
             return int((self._prefixes("first_backward_bytes", first, end) + behind).max())
 
         return self._once(("B", first, end, makes_gradients), found)
@@ -124,7 +128,7 @@ class RangeBytes:
             uses = [layer for layer in one.layers if layer in layers]
             # pairs know of uses in neighbouring layers
             apart = sum(after - before > 1 for before, after in pairwise(uses))
-            trained = self.told and all(self.gradients[layer] >= one.bytes for layer in uses)
+            trained = all(self.gradients[layer] >= one.bytes for layer in uses)
             total -= apart * one.bytes * (3 if trained else 1)
         return total
 
@@ -205,6 +209,15 @@ class RangeBytes:
             ((one.bytes, one.gradient, one.name), -1 if one.writer is None else one.writer, one.readers[-1])
             for one in self._profile.tensors
         ]
+
+
+def _likely_gradients(profile: Profile, single: Sequence[Observation]) -> Bytes:
+    """Gradients of layers whose rows do not tell them: what is static is a parameter, its gradient and two moments."""
+    static, layers = _column(single, "static_bytes"), profile.layers
+    if any(layer.parameter_bytes is None for layer in layers):
+        return np.zeros(len(single), dtype=np.int64)
+    parameters = np.array([layer.parameter_bytes for layer in layers], dtype=np.int64)
+    return np.clip((static - parameters) // 3, 0, parameters)
 
 
 def _column(rows: Sequence[Observation], name: str) -> Bytes:

@@ -50,8 +50,9 @@ def judged(profile: Profile, plan: Plan, run: RunShape, rehearse: Callable[[], S
 
     Args:
         run: as for `fold_plan`.
-        rehearse: gives the peak of every rank from its own program; asked where the fold says that all fit into some
-            capacity. It has the last word.
+        rehearse: gives the peak of every rank from its own program. It has the last word where there is a capacity: on
+            ranks that fit by the fold, and on all where the profile does not say what each action takes (a measured
+            one), since the fold then knows the peaks of whole steps alone. Its CapslogError becomes a note there.
     """
     gaps = predictable(profile, run.microbatch_size)
     if gaps:
@@ -66,9 +67,17 @@ def judged(profile: Profile, plan: Plan, run: RunShape, rehearse: Callable[[], S
     host = [one.host_bytes for one in folds]
     headroom = Headroom.of(profile)
     found = with_rank_bytes(plan, [one.peak_bytes for one in folds], host, headroom, shared)
-    if rehearse is None or not found.fits or all(one.capacity_bytes is None for one in found.ranks):
+    told = all(row.action_bytes is not None for row in profile.observations)
+    if rehearse is None or (told and not found.fits) or all(one.capacity_bytes is None for one in found.ranks):
         return found
-    return with_rank_bytes(plan, rehearse(), host, headroom, shared, " when its own program is rehearsed")
+    try:
+        sizes = rehearse()
+    except CapslogError as error:
+        if told:
+            raise
+        note = f"the ranks' bytes are not confirmed by a rehearsal: {error}"
+        return dataclasses.replace(found, notes=(*found.notes, note))
+    return with_rank_bytes(plan, sizes, host, headroom, shared, " when its own program is rehearsed")
 
 
 def with_rank_bytes(

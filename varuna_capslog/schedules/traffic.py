@@ -7,7 +7,7 @@ tens of thousands of actions, so everything here is arrays, one element per acti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -122,7 +122,7 @@ class Messages:
     ends: dict[str, list[Numbers]]
 
 
-def messages_of(step: StepActions, sizes: dict[str, Sequence[int]], ahead: bool) -> Messages:
+def messages_of(step: StepActions, sizes: Mapping[str, Sequence[int]], ahead: bool) -> Messages:
     """The life of the messages of a step.
 
     Args:

@@ -156,7 +156,7 @@ def _judged(plan: Plan, config: Config, profile: Profile, link: Link | None) -> 
         return rehearse_plan(config, plan)
 
     run = RunShape.of_config(config)
-    found = judged(profile, plan, run, rehearsal if profile.source == "estimated" else None)
+    found = judged(profile, plan, run, rehearsal)
     return found if found.step_seconds is not None else with_step_seconds(profile, found, run, link)
 
 
