@@ -192,6 +192,9 @@ def print_plan(plan: Plan, profile: Profile | None = None) -> None:
         served = "all" if blocks is None else ", ".join(map(str, blocks))
         rows.append([str(stage), str(ranks[stage]), str(end - first), *names, shown, margin, served])
     notes = [] if plan.search_seconds is None else [f"found in {plan.search_seconds * 1e3:.3g} ms"]
+    if plan.stage_bytes is None and any(one.bytes is not None for one in plan.ranks):
+        sizes = ["unknown" if one.bytes is None else format_bytes(one.bytes) for one in plan.ranks]
+        notes.append(f"peak of each rank: {', '.join(sizes)}")
     headings = ("stage", "rank", "layers", "from", "to", "peak", "margin", "blocks")
     kept = len(headings) if any(stage.blocks for stage in plan.stages) else len(headings) - 1
     print_table(title, headings[:kept], [row[:kept] for row in rows], left=(3, 4, 7), notes=notes)

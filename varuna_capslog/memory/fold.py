@@ -221,7 +221,7 @@ class _StageCalls:
         np.add.at(change, backward + 1, -held - gradient_out)
         self._add_gradients_sent(total, calls, gradient_in)
 
-    def _away(self, total: _RankSum, calls: Numbers, one: Treatment) -> Numbers:
+    def _away(self, total: _RankSum, calls: Numbers, one: Treatment) -> NDArray[np.bool_]:
         """O and L; which calls have an O of their own, so that what leaves stays until that copy is waited for."""
         offloads, loads, row = self.step.at("O", self.number)[calls], self.loads[calls], total.row
         there = offloads >= 0
