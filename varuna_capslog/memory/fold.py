@@ -62,19 +62,24 @@ class RankFold:
 
 
 def fold(
-    profile: Profile, stages: Sequence[PlanStage], units: Units, actions: Sequence[Sequence[Action]], run: RunShape
+    profile: Profile | RangeBytes,
+    stages: Sequence[PlanStage],
+    units: Units,
+    actions: Sequence[Sequence[Action]],
+    run: RunShape,
 ) -> list[RankFold]:
     """The bytes of every rank.
 
     Args:
-        profile: with the runs of all layers and all pairs; those of an estimate say what each action takes.
+        profile: with the runs of all layers and all pairs; those of an estimate say what each action takes. A search
+            that folds many lists makes its `RangeBytes` once.
         stages, units: of the plan; stages of one range of layers each.
         actions: each rank's list.
         run: for stages whose `memory` is None, whether they recompute and where their inputs wait.
 
     Raises CapslogError naming what the profile lacks.
     """
-    ranges = RangeBytes(profile, MODEL, run.recomputes)
+    ranges = profile if isinstance(profile, RangeBytes) else RangeBytes(profile, MODEL, run.recomputes)
     ranks = [stage.ranks[0] for stage in stages]
     step = StepActions(
         [RankActions.of(row) for row in actions], ranks, paths_of(stages, units.blocks or 1), units.of_block
