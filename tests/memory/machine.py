@@ -45,7 +45,7 @@ class Model:
             [draw.randrange(500) * scale for _ in range(size)],
             [draw.randrange(1, 40) * scale for _ in range(size)],
             [draw.randrange(100, 200) * scale for _ in range(size)],
-            [draw.random() < 0.5 for _ in range(size)],
+            [*(draw.random() < 0.5 for _ in range(size - 1)), True],  # the loss reads the last one
             [cut if even else draw.randrange(1, 30) * scale for _ in range(size + 1)],
         )
 
@@ -306,14 +306,18 @@ class Machine:
             self.rank.holding["buffer", None] = {("act", mb, self.stages[target[0]].layers[0][0])}
 
     def _take_away(self, key: object) -> None:
-        if key in self.rank.holding:
-            self.rank.host[key] = self.rank.holding.pop(key)
+        """All but what the loss reads."""
+        holding, last = self.rank.holding, len(self.model.static)
+        if key in holding:
+            kept = holding.pop(key)
+            holding["loss", key] = {one for one in kept if one[0] == "act" and one[2] == last}
+            self.rank.host[key] = kept - holding["loss", key]
             self.host_bytes = max(self.host_bytes, sum(map(self.model.bytes, self.rank.host.values())))
 
     def _bring_back(self, key: object) -> None:
         if key in self.rank.host and key not in self.rank.holding:
             self.rank.versions[key] = AWAY, AWAY
-            self.rank.holding[key] = {
+            self.rank.holding[key] = self.rank.holding.pop(("loss", key)) | {
                 (kind, number + AWAY * (kind == "act"), place) for kind, number, place in self.rank.host[key]
             }
 

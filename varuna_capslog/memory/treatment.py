@@ -93,6 +93,8 @@ def treated(
         for one, overlap in zip(segments, overlaps, strict=True)
     ]
     away = [size if one.offload else 0 for size, one in zip(held, segments, strict=True)]
+    if end == ranges.num_layers and away[-1] and not segments[-1].recompute:
+        away[-1] = max(0, away[-1] - ranges.crossing[end])  # what the loss reads stays
     again = max((number for number, one in enumerate(segments) if one.recompute), default=-1)
     forward = before = 0
     for size, one, overlap in zip(held, segments, overlaps, strict=True):
