@@ -6,7 +6,7 @@
                    + tensors on their way: received, posted ahead, sent and not yet confirmed (`schedules/traffic`)
                    + what the action at p needs besides
 
-A rank carries out one list, so its peak depends on the list alone and not on time: DESIGN rule 9. The models of
+A rank carries out one list, so its peak depends on the list alone and not on time. The models of
 `inflight` are this sum in closed form for one pipeline of one stage per rank. It serves every full plan: several stages
 on a rank, unequal blocks, memory intervals, given lists. What it does not count: running statistics of BatchNorm that
 wait for the commit (two vectors per call), and what a data loader holds.
