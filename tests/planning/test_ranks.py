@@ -92,7 +92,7 @@ def test_the_rehearsal_has_the_last_word() -> None:
 
 
 def test_a_profile_of_peaks_alone_is_always_rehearsed() -> None:
-    """A measured profile does not say which action takes how much; a model that cannot be rehearsed is named."""
+    """It does not say which action takes how much; a model that cannot be rehearsed is named."""
     profile = profile_of(MODEL, "cpu")
     rows = tuple(dataclasses.replace(row, action_bytes=None) for row in profile.observations)
     measured = dataclasses.replace(profile, observations=rows)
@@ -104,8 +104,11 @@ def test_a_profile_of_peaks_alone_is_always_rehearsed() -> None:
     found = judged(measured, plan_with(1 << 40, 1 << 40), RUN, cannot)
     assert found.fits is True
     assert found.notes[-1].endswith("not confirmed by a rehearsal: layers 0 to 1 cannot run on fake tensors")
+    estimate = dataclasses.replace(profile, source="estimated")
     with pytest.raises(CapslogError, match="cannot run on fake tensors"):
-        judged(profile, plan_with(1 << 40, 1 << 40), RUN, cannot)
+        judged(estimate, plan_with(1 << 40, 1 << 40), RUN, cannot)
+    # what was measured on CUDA counts more than a rehearsal, which knows no kernel's workspace
+    assert judged(profile_of(MODEL, "cuda"), plan_with(1 << 40, 1 << 40), RUN, cannot).notes == ()
 
 
 def test_what_cannot_be_said_is_null_and_says_why() -> None:

@@ -50,9 +50,10 @@ def judged(profile: Profile, plan: Plan, run: RunShape, rehearse: Callable[[], S
 
     Args:
         run: as for `fold_plan`.
-        rehearse: gives the peak of every rank from its own program. It has the last word where there is a capacity: on
-            ranks that fit by the fold, and on all where the profile does not say what each action takes (a measured
-            one), since the fold then knows the peaks of whole steps alone. Its CapslogError becomes a note there.
+        rehearse: gives the peak of every rank from its own program, on fake tensors. Where there is a capacity it has
+            the last word on ranks that fit by the fold of an estimate, or of any profile of the CPU, and on all ranks where
+            the profile does not say what each action takes. A model that it cannot run is named in a note, unless the
+            profile itself is an estimate.
     """
     gaps = predictable(profile, run.microbatch_size)
     if gaps:
@@ -67,13 +68,16 @@ def judged(profile: Profile, plan: Plan, run: RunShape, rehearse: Callable[[], S
     host = [one.host_bytes for one in folds]
     headroom = Headroom.of(profile)
     found = with_rank_bytes(plan, [one.peak_bytes for one in folds], host, headroom, shared)
+    if rehearse is None or all(one.capacity_bytes is None for one in found.ranks):
+        return found
+    estimated = profile.source == "estimated"
     told = all(row.action_bytes is not None for row in profile.observations)
-    if rehearse is None or (told and not found.fits) or all(one.capacity_bytes is None for one in found.ranks):
+    if told and not (found.fits and (estimated or shared)):
         return found
     try:
         sizes = rehearse()
     except CapslogError as error:
-        if told:
+        if estimated:
             raise
         note = f"the ranks' bytes are not confirmed by a rehearsal: {error}"
         return dataclasses.replace(found, notes=(*found.notes, note))

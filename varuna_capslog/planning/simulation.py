@@ -339,7 +339,8 @@ def _rank_bytes(profile: Profile, plan: Plan, run: RunShape, named: bool, count:
     named: the schedule's name is played, not the plan's own actions.
     count: microbatches of all pipelines.
     """
-    blocks = plan.units.blocks or 1
+    served = [block for stage in plan.stages for block in stage.blocks or ()]
+    blocks = plan.units.blocks or 1 + max(served, default=0)
     if count % blocks:
         return None
     units = Units(count, plan.units.samples, blocks)

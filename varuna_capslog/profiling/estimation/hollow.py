@@ -34,6 +34,7 @@ from varuna_capslog.profiling.estimation.lifetimes import Lifetimes, Recipes
 from varuna_capslog.profiling.estimation.quirks import Quirks
 from varuna_capslog.profiling.estimation.roofline import Speed, operator_seconds
 from varuna_capslog.profiling.trim import MEASURED_RANK, TrimmedPipeline, TrimmedRun
+from varuna_capslog.profiling.weighing import ActionWeights, Window
 
 __all__ = ["HollowRun", "SilentCommunicator", "StepMeter", "fake_step", "host_memory", "run_hollow"]
 
@@ -97,7 +98,8 @@ def run_hollow(
         peak_bytes, events = fake_step(engine, quirks, pipeline.minibatch, who, recipes, meter)
         if meter.refused:
             raise CapslogError(f"the loss refuses fake values ({meter.refused}); make it finite on any outputs")
-        seconds = meter.seconds
+        seconds, actions = meter.seconds, meter.actions
+        assert actions is not None
         saved_bytes = meter.saved_bytes
         if quirks.has("caching allocator"):
             # such an allocator gives somewhat more than it is asked for, and most of it with what is saved
@@ -113,7 +115,7 @@ def run_hollow(
             # the last stage forwards in its recomputation only
             max(seconds["F"], seconds["R"]),
             seconds["B"],
-            meter.actions,
+            actions,
             frozenset(meter.attention),
             frozenset(quirks.limits),
         )
@@ -239,33 +241,25 @@ class _Meter(StepMeter):
         self._followed: Lifetimes | None = None
         self.saved_bytes = self.static_bytes = 0
         self.seconds = {"F": 0.0, "R": 0.0, "B": 0.0}
-        self._most = dict.fromkeys(("forward", "bare", "backward", "first_backward", "update", "gradient"), 0)
-        self._shared_bytes: int | None = None
+        self._weights: ActionWeights | None = None
+        self.actions: ActionBytes | None = None
         self.attention: set[str] = set()
         self.refused = ""
 
     def begin(self, engine: PipelineEngine, own: set[int], followed: Lifetimes) -> None:
         self._engine, self._own, self._followed = engine, own, followed
+        self._weights = ActionWeights(engine)
 
     def count_static(self) -> None:
         assert self._engine is not None
         self.static_bytes = sum(_storages(resident_tensors(self._engine.layers, self._engine.optimizer)).values())
-        parameters = [one for layer in self._engine.layers for one in layer.parameters.values()]
-        gradients = [one.grad for one in parameters if one.grad is not None]
-        self._most["gradient"] = sum(_storages(gradients).values())
+        assert self._weights is not None
+        self._weights.count_gradients()
 
     def end(self) -> None:
         assert self._followed is not None
-        self._most["update"] = max(0, self._followed.lately_bytes - self.static_bytes)
-
-    @property
-    def actions(self) -> ActionBytes:
-        """What each action takes, after the step."""
-        # where every forward kept its graph, one that keeps none takes no more; frozen layers have no graph to keep
-        bare, kept = self._most["bare"], self._most["forward"]
-        found = self._most | {"bare": bare or kept, "forward": max(bare, kept)}
-        most = {f"{name}_bytes": size for name, size in found.items()}
-        return ActionBytes(**most, shared_bytes=self._shared_bytes or 0)
+        assert self._weights is not None
+        self.actions = self._weights.result(self._followed.lately_bytes - self.static_bytes)
 
     def working(self, kind: str, stage: Stage, context: MicrobatchContext) -> AbstractContextManager[None]:
         reading = self._reading(kind, stage, context) if context.index == 0 else contextlib.nullcontext()
@@ -275,25 +269,15 @@ class _Meter(StepMeter):
     def _weighing(
         self, kind: str, stage: Stage, context: MicrobatchContext, reading: AbstractContextManager[None]
     ) -> Iterator[None]:
-        followed = self._followed
+        followed, weights = self._followed, self._weights
         assert followed is not None
+        assert weights is not None
         before = followed.lately_bytes = followed.live_bytes
         with reading:
             yield
-        name = "backward" if context.index else "first_backward"
-        if kind != "B":
-            name = "bare" if kind == "F" and self._runs_again(stage, context.index) else "forward"
-        self._most[name] = max(self._most[name], followed.lately_bytes - before)
-        if kind == "F" and name == "forward" and context.index == 0 and stage.end < len(context.specs) - 1:
-            grown = followed.live_bytes - before
-            crossing = [sum(spec.num_bytes for spec in context.specs[cut].values()) for cut in (stage.first, stage.end)]
-            self._shared_bytes = min(crossing[1], max(0, self.saved_bytes + crossing[1] - crossing[0] - grown))
+        window = Window(before, followed.lately_bytes, followed.live_bytes)
+        weights.add(kind, stage, context, window, self.saved_bytes)
         followed.lately_bytes = followed.live_bytes
-
-    def _runs_again(self, stage: Stage, microbatch: int) -> bool:
-        assert self._engine is not None
-        again = f"{stage.index}R{microbatch}"
-        return any(again in row for row in self._engine.options.actions or ())
 
     @contextlib.contextmanager
     def _reading(self, kind: str, stage: Stage, context: MicrobatchContext) -> Iterator[None]:
