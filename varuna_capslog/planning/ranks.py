@@ -51,9 +51,9 @@ def judged(profile: Profile, plan: Plan, run: RunShape, rehearse: Callable[[], S
     Args:
         run: as for `fold_plan`.
         rehearse: gives the peak of every rank from its own program, on fake tensors. Where there is a capacity it has
-            the last word on ranks that fit by the fold of an estimate, or of any profile of the CPU, and on all ranks where
-            the profile does not say what each action takes. A model that it cannot run is named in a note, unless the
-            profile itself is an estimate.
+            the last word on ranks that fit by the fold of an estimate, or of any profile of the CPU, and on all ranks
+            where the profile does not say what each action takes. A model that it cannot run is named in a note, unless
+            the profile itself is an estimate.
     """
     gaps = predictable(profile, run.microbatch_size)
     if gaps:
