@@ -45,7 +45,7 @@ class Watcher(Observer):
 def _trained(observer: Observer | None = None, tier: HostTier | None = None) -> tuple[PipelineEngine, list[Tensor]]:
     alone = Communicator(0, 1, 0, 1)  # type: ignore[arg-type]
     options = EngineOptions(**(cases.SETTINGS | {"schedule": "gpipe"}))
-    cpu, ready = torch.device("cpu"), Ready(tier=tier)
+    cpu, ready = torch.device("cpu"), Ready(tier=tier, device_type="cpu" if tier is None else "cuda")
     torch.manual_seed(0)
     engine = PipelineEngine(models.build_chain(), models.loss, LAYOUT, options, alone, cpu, ready, observer)
     for step in (1, 2):

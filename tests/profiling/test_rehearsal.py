@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 
 import pytest
 import torch
 
+from tests.engine.layouts import rectangle
 from tests.engine.workload import TinyWorkload
 from tests.profiling import cases
-from tests.profiling.workloads import Megabytes
+from tests.profiling.workloads import Equal, Megabytes
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import Config, section
 from varuna_capslog.engine.communicator import Communicator
+from varuna_capslog.engine.layout import Layout
+from varuna_capslog.engine.options import EngineOptions
+from varuna_capslog.memory.fold import fold
 from varuna_capslog.model.chain import TensorSpec
+from varuna_capslog.model.workload import Workload
+from varuna_capslog.plans.parts import PlanStage, Units
+from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import LayerProfile, Profile
 from varuna_capslog.profiling.conditions import RunConditions
-from varuna_capslog.profiling.estimate import StageEstimator
-from varuna_capslog.profiling.rehearsal import rehearse, rehearse_config
+from varuna_capslog.profiling.estimate import StageEstimator, estimate_workload
+from varuna_capslog.profiling.rehearsal import rehearse, rehearse_config, rehearse_layout, rehearse_plan
+from varuna_capslog.schedules import RunShape, schedule_of, to_strings
 from varuna_capslog.start.prepare import plan_run
 
 SIZE = 4
@@ -93,6 +102,101 @@ def test_a_config_is_rehearsed_at_the_largest_or_at_given_shapes() -> None:
     assert smaller == rehearse(estimator, (0, 6), "varuna", 2)
     with pytest.raises(CapslogError, match=r"given for \['x'\], the chain's inputs are \['sizes', 'x'\]"):
         rehearse_config(config, (0, 6), {"x": [2, 3, 4, 6]})
+
+
+@functools.cache
+def estimated(recompute: bool) -> Profile:
+    return estimate_workload(Megabytes(), RunConditions(microbatch_size=SIZE, recompute=recompute))
+
+
+ONE_EACH = Layout.pipelines((0, 3), 7)
+SEVERAL = Layout.pipelines((0, 1, 3, 5), 7, (0, 1, 0, 1))
+UNEQUAL = Layout(
+    (
+        rectangle(0, 4, 0, (0, 1)),
+        rectangle(4, 7, 1, (0, 1)),
+        rectangle(0, 2, 1, (2, 3)),
+        rectangle(2, 7, 2, (2, 3)),
+    ),
+    4,
+)
+"""Two pipelines of two stages, cut at different layers, with a rank that holds one stage of each."""
+
+
+@pytest.mark.parametrize(
+    ("layout", "schedule", "recompute"),
+    [(ONE_EACH, "gpipe", False), (SEVERAL, "1f1b", True), (UNEQUAL, "1f1b", False), (UNEQUAL, "varuna", True)],
+)
+def test_whole_ranks_are_what_the_fold_says(layout: Layout, schedule: str, recompute: bool) -> None:
+    """No action takes more than its position in the fold, and the peaks agree. The last entry of a rehearsal also holds
+    the exchange of gradients, which is the fold's end.
+    """
+    conditions, profile = RunConditions(microbatch_size=SIZE, recompute=recompute), estimated(recompute)
+    options = EngineOptions(8, num_blocks=layout.num_blocks, schedule=schedule, recompute=recompute, clip_norm=1.0)
+    estimator = StageEstimator(Megabytes(), conditions)
+    rehearsed = rehearse_layout(estimator, layout, options)
+    rows = schedule_of(schedule, layout.graph(8), recompute)
+    stages = [PlanStage(((one.first, one.end),), (one.rank,), one.blocks, memory=None) for one in layout.stages]
+    run = RunShape(8, schedule, recompute, num_blocks=layout.num_blocks)
+    folded = fold(profile, stages, Units(8, SIZE, layout.num_blocks), rows, run)
+    for row, real, found in zip(rows, rehearsed, folded, strict=True):
+        assert found.peak_bytes == pytest.approx(real.peak_bytes, rel=0.005)
+        course = dict(real.course)
+        for action, size in list(zip(row, found.bytes, strict=True))[:-1]:
+            assert 0.995 * course[str(action)] <= size <= 1.1 * course[str(action)], str(action)
+    # the same lists, given
+    given = dataclasses.replace(options, actions=tuple(tuple(row) for row in to_strings(rows)))
+    again = rehearse_layout(estimator, layout, given)
+    assert [rank.peak_bytes for rank in again] == [rank.peak_bytes for rank in rehearsed]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_exchange_of_gradients_can_be_the_peak(tied: bool) -> None:
+    """Layers whose weights are all that counts: the blocks of the others and the uses of a shared parameter decide."""
+    workload: Workload = Megabytes() if tied else Equal(length=4, width=256)
+    conditions = RunConditions(microbatch_size=1)
+    estimator = StageEstimator(workload, conditions)
+    last = rectangle(1, len(estimator.chain), 1)
+    for first, second in (((0, 2, 3), (1,)), ((0,), (1, 2, 3)), ((0, 1), (2, 3))):
+        layout = Layout((rectangle(0, 1, 0, first), last, rectangle(0, 1, 2, second)), 4)
+        rows = schedule_of("varuna", layout.graph(4), True)
+        stages = [PlanStage(((one.first, one.end),), (one.rank,), one.blocks, memory=None) for one in layout.stages]
+        found = fold(estimate_of(tied), stages, Units(4, 1, 4), rows, RunShape(4, num_blocks=4))
+        rehearsed = rehearse_layout(estimator, layout, EngineOptions(4, num_blocks=4, clip_norm=1.0))
+        for rank, (ours, real) in enumerate(zip(found, rehearsed, strict=True)):
+            assert ours.peak_bytes == pytest.approx(real.peak_bytes, rel=0.005), (rank, first)
+        for rank in (0, 2):
+            assert found[rank].end_bytes == found[rank].peak_bytes
+
+
+@functools.cache
+def estimate_of(tied: bool) -> Profile:
+    return estimate_workload(Megabytes() if tied else Equal(length=4, width=256), RunConditions(microbatch_size=1))
+
+
+def test_a_plan_is_rehearsed_as_the_engine_runs_it() -> None:
+    """Several stages on a rank, and a rank that has none of the layers of another."""
+    config = section(
+        Config,
+        {
+            "workload": "tests.engine.workload:workload",
+            "device": "cpu",
+            "train": {"minibatch_size": 8, "microbatch_size": 2, "accumulation_blocks": 2},
+            "pipeline": {"devices": 2, "schedule": "1f1b", "recompute": False},
+        },
+        "",
+    )
+    stages = tuple(
+        PlanStage(((first, end),), (rank,), memory=()) for first, end, rank in ((0, 4, 0), (4, 7, 1), (7, 11, 0))
+    )
+    plan = Plan(11, stages, Units(4, 2, 2), "1f1b")
+    peaks = rehearse_plan(config, plan)
+    assert len(peaks) == 2
+    rows = to_strings(schedule_of("1f1b", plan.stage_graph(), False))
+    listed = dataclasses.replace(plan, schedule=None, actions=tuple(map(tuple, rows)))
+    assert rehearse_plan(config, listed) == peaks
+    with pytest.raises(CapslogError, match="variants"):
+        rehearse_plan(config, dataclasses.replace(plan, variants={"1": "sdpa"}))
 
 
 def test_cuts_that_do_not_fit_the_chain_are_refused() -> None:

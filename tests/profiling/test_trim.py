@@ -15,6 +15,8 @@ from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 from varuna_capslog.model.workload import Workload
 from varuna_capslog.profiles.record import Observation
 from varuna_capslog.profiles.runs import stage_runs
+from varuna_capslog.profiling.conditions import RunConditions
+from varuna_capslog.profiling.estimate import StageEstimator
 from varuna_capslog.profiling.skeleton import skeleton
 from varuna_capslog.profiling.trim import MEASURED_RANK
 
@@ -87,6 +89,16 @@ def test_the_parts_of_a_peak(megabytes: dict[tuple[int, int], Observation]) -> N
         assert row.backward_seconds > 0  # type: ignore[operator]
     # gelu's input and output (4 x WIDTH each) and the layer's input
     assert megabytes[3, 4].saved_bytes == 9 * crossing
+
+
+def test_what_each_action_takes_is_what_an_estimate_says(megabytes: dict[tuple[int, int], Observation]) -> None:
+    """Read from the allocator's events between the marks of each action; the other side is another program's."""
+    estimator = StageEstimator(Megabytes(), RunConditions(microbatch_size=SIZE))
+    for layers, row in megabytes.items():
+        assert row.action_bytes is not None
+        measured, estimated = (vars(one) for one in (row.action_bytes, estimator.stage(*layers).actions))
+        for name, size in measured.items():
+            assert size == pytest.approx(estimated[name], rel=0.01, abs=4096), (layers, name)
 
 
 def test_no_more_than_two_layers_are_ever_real(pool: WorkerPool) -> None:

@@ -285,3 +285,40 @@ def test_a_config_that_the_plan_has_not_decided_is_not_prepared(tmp_path: Path, 
 def test_where_the_plan_leaves_the_blocks_open_there_is_one(tmp_path: Path) -> None:
     assert with_given_plan(config_of(write(tmp_path, SHORT))).train.accumulation_blocks == 1
     assert with_given_plan(config_of(write(tmp_path, SHORT), {"accumulation_blocks": 2})).num_blocks == 2
+
+
+def test_ranks_that_do_not_fit_are_named_before_any_worker_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Several stages and unequal blocks on a rank; and cuts of more stages than devices, which were once refused."""
+    path = write(tmp_path, REPLICATED_MIDDLE | {"ranks": [{"capacity_bytes": n << 10} for n in (1024, 20, 1024)]})
+    assert cli._run(command(tmp_path, "given", f"pipeline.plan={path}", "profile.source=estimated")) == 3
+    cuts = ["pipeline.cuts=[0, 3, 6, 8]", "pipeline.devices=2", "profile.source=estimated"]
+    assert cli._run([*command(tmp_path, "cuts", *cuts), "pipeline.capacity=20KiB"]) == 3
+    said = capsys.readouterr().err
+    assert "does not fit: rank 1 needs" in said
+    assert "does not fit: rank 0 needs" in said
+    for name, capacities in (("given", [1 << 20, 20 << 10, 1 << 20]), ("cuts", [20 << 10] * 2)):
+        plan = files.read_json(tmp_path / name / "plan-0.json")
+        assert [rank["capacity_bytes"] for rank in plan["ranks"]] == capacities
+        assert all(rank["bytes"] > 20 << 10 for rank in plan["ranks"])
+        assert (plan["fits"], plan["memory_model"]) == (False, "ranks")
+        assert plan["peak_bytes"] == max(rank["bytes"] for rank in plan["ranks"])
+        assert plan["shortfall"]["rank"] == (1 if name == "given" else 0)
+        assert not list((tmp_path / name).glob("workers/*.json"))
+
+
+def test_a_given_plan_that_fits_has_the_bytes_of_its_ranks(tmp_path: Path) -> None:
+    config = config_of(
+        write(tmp_path, REPLICATED_MIDDLE), {"accumulation_blocks": 4}, pipeline={"capacity": "1MiB"},
+        profile={"source": "estimated"}, run_dir=str(tmp_path / "run"),
+    )  # fmt: skip
+    plan = prepare_run(with_given_plan(config), show=False)
+    assert plan.fits is True
+    assert [rank.capacity_bytes for rank in plan.ranks] == [1 << 20] * 3
+    assert all(rank.bytes and rank.bytes < 1 << 20 for rank in plan.ranks)
+    assert plan.memory_model == "ranks"
+    # without a capacity nothing is predicted, and nothing is profiled
+    plain = config_of(write(tmp_path, REPLICATED_MIDDLE), run_dir=str(tmp_path / "plain"))
+    assert prepare_run(with_given_plan(plain), show=False).ranks == ()
+    assert not (tmp_path / "plain" / "profile.json").exists()

@@ -59,7 +59,7 @@ class PlanFlags:
     ] = None
     memory: Annotated[
         str | None,
-        option("Memory model: additive, composition, gpipe, 1f1b, varuna, or auto.", "pipeline.memory, or auto"),
+        option("Memory model: additive, composition, gpipe, 1f1b, varuna, ranks, or auto.", "pipeline.memory, or auto"),
     ] = None
     capacity: Annotated[
         str | None,

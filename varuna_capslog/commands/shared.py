@@ -208,6 +208,9 @@ def print_plan(plan: Plan, profile: Profile | None = None) -> None:
         rows.append([str(stage), str(ranks[stage]), str(end - first), *names, shown, margin, served])
         rows[-1].append(", ".join(f"{one.kind} {one.first}-{one.end - 1}" for one in plan.stages[stage].memory or ()))
     notes = [] if plan.search_seconds is None else [f"found in {plan.search_seconds * 1e3:.3g} ms"]
+    if plan.stage_bytes is None and any(one.bytes is not None for one in plan.ranks):
+        sizes = ["unknown" if one.bytes is None else format_bytes(one.bytes) for one in plan.ranks]
+        notes.append(f"peak of each rank: {', '.join(sizes)}")
     headings = ("stage", "rank", "layers", "from", "to", "peak", "margin", "blocks", "memory")
     absent = {7: not any(stage.blocks for stage in plan.stages), 8: not any(stage.memory for stage in plan.stages)}
     kept = [place for place in range(len(headings)) if not absent.get(place)]

@@ -195,9 +195,11 @@ def _rows(step: Simulation, plan: Plan) -> Iterator[list[str]]:
     capacities = iter(_capacity_of_rows(step, plan) or [])
     for number, pipeline in enumerate(step.pipelines):
         peaks, line = pipeline.peaks, pipeline.timeline
-        for rank, stages, busy in zip(pipeline.ranks, pipeline.stage_of_row, line.busy_seconds, strict=True):
+        rows = zip(pipeline.ranks, pipeline.stage_of_row, line.busy_seconds, strict=True)
+        for row, (rank, stages, busy) in enumerate(rows):
             capacity = next(capacities, None)
             peak = None if peaks is None else sum(peaks[stage] for stage in stages)
+            peak = peak if pipeline.rank_bytes is None else pipeline.rank_bytes[row]
             yield [
                 str(number),
                 str(rank),

@@ -167,7 +167,7 @@ class Pipeline(Section):
     nccl needs one GPU per rank."""
 
     memory: str = "auto"
-    """Memory model that predicts a stage's peak: additive, composition, gpipe, 1f1b or varuna. auto uses the
+    """Memory model that predicts a stage's peak: additive, composition, gpipe, 1f1b, varuna or ranks. auto uses the
     schedule's own model if the profile has the fields for it (every profile made by capslog has), else additive."""
 
     timeout_seconds: float = Field(30.0, gt=0)

@@ -20,13 +20,10 @@ from varuna_capslog.engine.stage import MicrobatchContext, Stage
 from varuna_capslog.model.chain import TensorSpec
 from varuna_capslog.schedules import Action, Lowered, Message, Recv, SendInstruction, backwards_at_once
 from varuna_capslog.schedules.lower import Instruction
+from varuna_capslog.schedules.traffic import POSTED_AHEAD, POSTED_AHEAD_BYTES
 
 __all__ = ["Executor", "Observer"]
 
-# Receives are posted ahead: two messages at least, and more while they are small. Posting in the middle of a
-# computation wakes gloo's thread and costs half a millisecond; all at the beginning of a step cost next to nothing.
-_POSTED_AHEAD = 2
-_POSTED_AHEAD_BYTES = 1 << 20
 _TENSORS_PER_MESSAGE = 64
 _UNOBSERVED: AbstractContextManager[None] = contextlib.nullcontext()
 
@@ -242,7 +239,7 @@ class _Transfers:
             instruction = self._pending[0]
             message, peer = instruction.message, instruction.peer
             size = sum(spec.num_bytes for _, spec in self._specs(message))
-            if len(self._posted) >= _POSTED_AHEAD and self._posted_bytes + size > _POSTED_AHEAD_BYTES:
+            if len(self._posted) >= POSTED_AHEAD and self._posted_bytes + size > POSTED_AHEAD_BYTES:
                 return
             self._pending.popleft()
             self._posted_bytes += size

@@ -56,12 +56,14 @@ class Ready:
         part_names: names of the loss and its parts, where all ranks know them from an earlier engine (its
             `part_names`); they spare the first vote a gather.
         tier: where stages offload to; None: a host tier as the options say.
+        device_type: of the device that a run on fake tensors is for; None: of the engine's device.
     """
 
     table: ShapeTable | None = None
     layers: Mapping[int, EngineLayer] | None = None
     part_names: Sequence[str] | None = None
     tier: HostTier | None = None
+    device_type: str | None = None
 
 
 class PipelineEngine:
@@ -116,8 +118,7 @@ class PipelineEngine:
             end = loss if place.end == len(chain) else None
             memory = place.memory
             if memory is None:
-                # A tier that is there already stands for a device which has one, whatever the tensors are on.
-                memory = intervals_of(options, place.first, place.end, "cuda" if ready.tier else device.type)
+                memory = intervals_of(options, place.first, place.end, ready.device_type or device.type)
             self.stages[number] = Stage(number, chain, layers, end, memory, tier)
         self._crossing = [chain.crossing(stage.first) for stage in layout.stages]
         self._graph = layout.graph(options.num_microbatches)

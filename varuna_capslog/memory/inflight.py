@@ -31,7 +31,7 @@ from varuna_capslog.memory.costs import Bytes, RangeCosts, only_ranges
 from varuna_capslog.profiles.record import Observation, Profile
 from varuna_capslog.schedules import RunShape, in_flight_limits
 
-__all__ = ["InFlight", "InflightCosts", "gap", "stage_costs", "waiting"]
+__all__ = ["InFlight", "InflightCosts", "gap", "one_in_flight", "stage_costs", "waiting"]
 
 
 class InFlight(NamedTuple):
@@ -114,7 +114,7 @@ def stage_costs(model: str, profile: Profile, run: RunShape) -> InflightCosts:
     recompute = run.recomputes
     single, pair = observed(profile, model, "recompute" if recompute else "none")
     one_memory = single[0].device == "cpu"
-    rows = [_with_one_in_flight(row, profile) for row in (*single, *pair)]
+    rows = [one_in_flight(row, profile) for row in (*single, *pair)]
     parts = compose(rows[: len(single)], rows[len(single) :])
     inputs = [_boundary(row, "boundary_in_bytes", model) for row in single]
     outputs = [0, *(_boundary(row, "boundary_out_bytes", model) for row in single)]
@@ -144,7 +144,7 @@ def _boundary(row: Observation, name: str, model: str) -> int:
     return value
 
 
-def _with_one_in_flight(row: Observation, profile: Profile) -> Observation:
+def one_in_flight(row: Observation, profile: Profile) -> Observation:
     """The row without the bytes that its run held for other microbatches.
 
     A run that another stage follows had a second microbatch in flight, one that holds the last layer had none: so it is

@@ -14,14 +14,16 @@ from typing import ParamSpec
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.units import format_bytes
-from varuna_capslog.memory import AUTO, MEMORY_MODELS, NEVER, resolve
+from varuna_capslog.memory import AUTO, MEMORY_MODELS, NEVER, StageCosts, resolve
+from varuna_capslog.memory.fold import MODEL
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planners import PLANNER_NAMES, find_cuts
 from varuna_capslog.planners.exact import fewest_devices
 from varuna_capslog.planners.joint import JointPlan, NoFleet, best_fleet
 from varuna_capslog.planners.seconds import Link
+from varuna_capslog.planning.ranks import fold_plan
 from varuna_capslog.planning.simulation import stage_seconds
-from varuna_capslog.planning.verdict import capacities_of_devices, judge
+from varuna_capslog.planning.verdict import capacities_of_devices, judge, predictable
 from varuna_capslog.plans.parts import Shortfall
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
@@ -84,7 +86,7 @@ def plan(
     notes = _gaps(profile, memory, run)
     stage_bytes, fits, shortfall = None, None, None
     if not notes:
-        stage_bytes = tuple(costs.peaks(chosen))
+        stage_bytes = _bytes_of_stages(profile, memory, costs, run, chosen)
         verdict = judge(stage_bytes, capacities, Headroom.of(profile))
         fits = verdict is None or verdict.fits
         if verdict is not None and not fits:
@@ -109,6 +111,16 @@ def plan(
         search_seconds=search_seconds,
         notes=tuple(notes),
     )
+
+
+def _bytes_of_stages(
+    profile: Profile, memory: str, costs: StageCosts, run: RunShape, cuts: Sequence[int]
+) -> tuple[int, ...]:
+    """The bytes of one stage per rank by the memory model."""
+    if memory != MODEL or run.num_microbatches is None:
+        return tuple(costs.peaks(cuts))
+    pipeline = Plan.of_cuts(profile.num_layers, cuts, schedule=run.schedule, num_microbatches=run.num_microbatches)
+    return tuple(one.peak_bytes for one in fold_plan(profile, pipeline, run))
 
 
 def _or_smallest_peak(find: Callable[P, JointPlan | NoFleet]) -> Callable[P, JointPlan]:
@@ -169,15 +181,5 @@ def _gaps(profile: Profile, memory: str, run: RunShape) -> list[str]:
     gaps = []
     if (gap := MEMORY_MODELS[memory].gap(run)) is not None:
         gaps.append(f"fits and peak_bytes are unknown: {gap}")
-    gaps += [
-        f"fits and peak_bytes are unknown: the estimate is too low for {limit}; measure the profile instead "
-        "(profile.source=measured)"
-        for limit in profile.conditions.get("limits", [])
-    ]
-    profiled = profile.conditions.get("microbatch_size")
-    if None not in (run.microbatch_size, profiled) and run.microbatch_size != profiled:
-        gaps.append(
-            f"fits and peak_bytes are unknown: the profile holds for microbatch_size {profiled}, "
-            f"not {run.microbatch_size}; profile with that size"
-        )
+    gaps += predictable(profile, run.microbatch_size)
     return gaps

@@ -25,7 +25,8 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory.course import Course, StageMemory, memory_courses, peak_of, stage_memory
 from varuna_capslog.planners import DEFAULT_MICROBATCHES_PER_STAGE
 from varuna_capslog.planners.seconds import Link
-from varuna_capslog.plans.parts import PlanStage, scheduled
+from varuna_capslog.planning.ranks import fold_plan
+from varuna_capslog.plans.parts import PlanStage, Units, scheduled
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.conditions import UPDATE_RATE
 from varuna_capslog.profiles.record import Profile
@@ -49,11 +50,13 @@ class PipelineStep:
     ranks: the rank of the run behind each row of the timeline.
     timeline: as `schedules.simulate` gives it, and the updates (U) that follow the exchange of gradients.
     memory: per stage, (seconds, bytes from then on); None where the profile does not know enough.
+    rank_bytes: per row, the most bytes of its rank (`memory/fold`); None where the profile has not the runs for it.
     """
 
     ranks: list[int]
     timeline: Timeline
     memory: list[Course] | None
+    rank_bytes: list[int] | None = None
 
     @property
     def stage_of_row(self) -> list[list[int]]:
@@ -124,6 +127,7 @@ class Simulation:
                     "max_in_flight": one.timeline.max_in_flight,
                     "max_live_graphs": one.timeline.max_live_graphs,
                     "stage_peak_bytes": one.peaks,
+                    "rank_peak_bytes": one.rank_bytes,
                     "memory": None if one.memory is None else [[list(point) for point in row] for row in one.memory],
                 }
                 for one in self.pipelines
@@ -206,16 +210,18 @@ def simulate_plan(
         notes.append(f"the profile's conditions have no {UPDATE_RATE}: the optimizer's time is not counted")
     step_seconds = together + (update or 0.0)
     pipelines: list[PipelineStep] = []
+    total = sum(len(part.graph.routes) for part, *_ in steps)
+    of_rank = _rank_bytes(profile, plan, run, own is None, total)
     for part, actions, timeline, seconds, chosen in steps:
         whole = _with_updates(timeline, seconds.other.get("U", ()), together, step_seconds)
         count = max(len(row) for row in part.graph.microbatches)
         parts = _course_parts(profile, chosen, dataclasses.replace(run, num_microbatches=count), notes)
         memory = None if parts is None else memory_courses(whole.actions, actions, parts)
-        pipelines.append(PipelineStep(part.ranks, whole, memory))
+        found = None if of_rank is None else [of_rank[rank] for rank in part.ranks]
+        pipelines.append(PipelineStep(part.ranks, whole, memory, found))
     width = sum(len(one.ranks) for one in pipelines)
     busy = sum(sum(one.timeline.busy_seconds) for one in pipelines)
     size = plan.microbatch_size or profile.conditions.get("microbatch_size")
-    total = sum(len(part.graph.routes) for part, *_ in steps)
     return Simulation(
         pipelines=pipelines,
         step_seconds=step_seconds,
@@ -360,6 +366,26 @@ def _course_parts(
         notes.append(f"memory over time is unknown: {found}")
         return None
     return found
+
+
+def _rank_bytes(profile: Profile, plan: Plan, run: RunShape, named: bool, count: int) -> list[int] | None:
+    """The most bytes of every rank in the step that is played; None where they cannot be folded.
+
+    named: the schedule's name is played, not the plan's own actions.
+    count: microbatches of all pipelines.
+    """
+    served = [block for stage in plan.stages for block in stage.blocks or ()]
+    blocks = plan.units.blocks or 1 + max(served, default=0)
+    if count % blocks:
+        return None
+    units = Units(count, plan.units.samples, blocks)
+    played = dataclasses.replace(
+        plan, units=units, schedule=run.schedule, actions=None if named else plan.actions, fits=None, shortfall=None
+    )
+    try:
+        return [one.peak_bytes for one in fold_plan(profile, played, run)]
+    except CapslogError:
+        return None
 
 
 def _crossing_bytes(profile: Profile, stages: Sequence[tuple[int, int]], link: Link, notes: list[str]) -> list[int]:

@@ -14,25 +14,35 @@ from dataclasses import dataclass
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.units import format_bytes
+from varuna_capslog.memory.costs import NEVER
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.plans.parts import Shortfall
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 
-__all__ = ["MemoryVerdict", "capacities_of_devices", "judge", "judge_plan", "rehearsed"]
+__all__ = [
+    "MemoryVerdict",
+    "capacities_of_devices",
+    "judge",
+    "judge_plan",
+    "judge_ranks",
+    "predictable",
+    "rehearsed",
+]
 
 
 @dataclass(frozen=True)
 class MemoryVerdict:
-    """Stages and their devices, in stage order, in bytes.
+    """Stages and their devices, in stage order, in bytes; or ranks, of which some hold several stages.
 
     peaks: what each stage holds at most. needed: what its device must have, the headroom included. capacities: what
-    the device has.
+    the device has. of: "stage" or "rank".
     """
 
     peaks: tuple[int, ...]
     needed: tuple[int, ...]
     capacities: tuple[int, ...]
+    of: str = "stage"
 
     @property
     def margins(self) -> list[int]:
@@ -59,21 +69,28 @@ class MemoryVerdict:
     def need(self) -> str:
         """The worst stage for people: `stage 1 needs 8 GiB of 7 GiB`."""
         worst = self.worst
-        return f"stage {worst} needs {format_bytes(self.needed[worst])} of {format_bytes(self.capacities[worst])}"
+        return f"{self.of} {worst} needs {format_bytes(self.needed[worst])} of {format_bytes(self.capacities[worst])}"
+
+    @property
+    def lack(self) -> str:
+        """The same, and by how much it is too much."""
+        peak, needed = self.peaks[self.worst], self.needed[self.worst]
+        beside = f" ({format_bytes(peak)} and its headroom)" if needed != peak else ""
+        return f"{self.need}, {format_bytes(self.lacking)} too much{beside}"
 
     def shortfall(self, devices_that_fit: int | None) -> Shortfall:
         """What a plan file says of a plan that does not fit."""
+        if self.of == "rank":
+            return Shortfall(None, self.lacking, devices_that_fit, rank=self.worst)
         return Shortfall(self.worst, self.lacking, devices_that_fit)
 
     def sentence(self, devices_that_fit: int | None) -> str:
         """What is missing and what would do, for a plan that does not fit."""
-        peak, needed = self.peaks[self.worst], self.needed[self.worst]
-        beside = f" ({format_bytes(peak)} and its headroom)" if needed != peak else ""
-        lack = f"{self.need}, {format_bytes(self.lacking)} too much{beside}"
         if devices_that_fit is None:
-            return f"nothing fits: {lack}, and no number of devices would do, since each stage holds at least one layer"
+            why = "since each stage holds at least one layer"
+            return f"nothing fits: {self.lack}, and no number of devices would do, {why}"
         size = format_bytes(min(self.capacities))
-        return f"does not fit: {lack}; {devices_that_fit} device(s) of {size} would do with planner exact"
+        return f"does not fit: {self.lack}; {devices_that_fit} device(s) of {size} would do with planner exact"
 
 
 def judge(peaks: Sequence[int] | None, capacities: Sequence[int] | None, headroom: Headroom) -> MemoryVerdict | None:
@@ -90,6 +107,32 @@ def judge_plan(plan: Plan, profile: Profile | None) -> MemoryVerdict | None:
     """
     headroom = Headroom() if profile is None else Headroom.of(profile)
     return judge(plan.stage_bytes, plan.capacities_of(plan.placement()), headroom)
+
+
+def judge_ranks(plan: Plan, sizes: Sequence[int], headroom: Headroom) -> MemoryVerdict | None:
+    """The verdict on the ranks of a plan that hold so much; None where no capacity is known."""
+    limits = [one.capacity_bytes for one in plan.ranks] + [None] * (len(sizes) - len(plan.ranks))
+    if all(limit is None for limit in limits):
+        return None
+    needed = tuple(headroom.reserved(size) for size in sizes)
+    capacities = tuple(NEVER if limit is None else limit for limit in limits[: len(sizes)])
+    return MemoryVerdict(tuple(sizes), needed, capacities, "rank")
+
+
+def predictable(profile: Profile, microbatch_size: int | None) -> list[str]:
+    """Why a profile promises no bytes for microbatches of this size; empty if it does."""
+    gaps = [
+        f"fits and peak_bytes are unknown: the estimate is too low for {limit}; measure the profile instead "
+        "(profile.source=measured)"
+        for limit in profile.conditions.get("limits", [])
+    ]
+    profiled = profile.conditions.get("microbatch_size")
+    if None not in (microbatch_size, profiled) and microbatch_size != profiled:
+        gaps.append(
+            f"fits and peak_bytes are unknown: the profile holds for microbatch_size {profiled}, "
+            f"not {microbatch_size}; profile with that size"
+        )
+    return gaps
 
 
 def rehearsed(

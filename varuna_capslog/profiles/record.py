@@ -18,6 +18,7 @@ from typing import Any
 from varuna_capslog.base import fields, files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.profiles import conditions
+from varuna_capslog.profiles.action_bytes import ActionBytes
 
 __all__ = [
     "LayerProfile",
@@ -41,7 +42,7 @@ _BYTE_PARTS = ("static_bytes", "saved_bytes", "transient_bytes", "boundary_bytes
 _BYTE_SUMS = ("peak_bytes", "static_bytes", "saved_bytes", "boundary_in_bytes", "boundary_out_bytes")
 _SECONDS = ("forward_seconds", "backward_seconds")
 _HALVES = ("input_seconds", "weight_seconds")
-_NEW_FIELDS = (*_HALVES, "weight_bytes", "variant")
+_NEW_FIELDS = (*_HALVES, "weight_bytes", "variant", "action_bytes")
 """Of layers and observations, since profile/2; left out of a file where they are None."""
 
 
@@ -139,7 +140,7 @@ class Observation:
     `input` describes the input's size (a shape, or names to shapes). `parallel` is the kind ("none",
     "data", "tensor") and degree of parallelism inside the stage. `memory_action` is "none", "recompute" or "offload".
     `variant` names the implementation of the layers; None: the plain one. The halves of the backward are as in
-    `LayerProfile`.
+    `LayerProfile`. `action_bytes` says which action takes how much; None: only the peak of all is known.
     `boundary_in_bytes` and `boundary_out_bytes` cross the cuts before and behind the stage in the forward direction.
     """
 
@@ -161,6 +162,7 @@ class Observation:
     weight_seconds: float | None = None
     weight_bytes: int | None = None
     variant: str | None = None
+    action_bytes: ActionBytes | None = None
 
     def __post_init__(self) -> None:
         _set(self, "layers", fields.interval(self.layers, "layers"))
@@ -174,6 +176,8 @@ class Observation:
         _check_optional(self, whole=(*parts, "weight_bytes"), seconds=(*_SECONDS, *_HALVES))
         if self.variant is not None:
             fields.text(self.variant, "variant")
+        if self.action_bytes is not None and not isinstance(self.action_bytes, ActionBytes):
+            _set(self, "action_bytes", fields.build(ActionBytes, self.action_bytes, "action_bytes"))
 
     @property
     def condition(self) -> str:

@@ -15,7 +15,8 @@ import torch
 
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.workload import Workload
-from varuna_capslog.profiles.record import Observation, Profile, SharedParameter, layers_of_runs
+from varuna_capslog.profiles.action_bytes import ActionBytes
+from varuna_capslog.profiles.record import Observation, Profile, SharedParameter, TensorRecord, layers_of_runs
 from varuna_capslog.schedules import RunShape
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class RunConditions:
         boundaries: tuple[Inputs, Inputs],
         bytes_: tuple[int, int, int],
         seconds: tuple[float, float],
+        actions: ActionBytes | None = None,
     ) -> Observation:
         """The row of one run.
 
@@ -73,6 +75,7 @@ class RunConditions:
             boundaries: what crosses its first and its last cut.
             bytes_: peak, static and saved.
             seconds: of a forward and of a backward.
+            actions: what each action takes, where that is known.
         """
         peak_bytes, static_bytes, saved_bytes = bytes_
         return Observation(
@@ -89,6 +92,7 @@ class RunConditions:
             boundary_out_bytes=_num_bytes(boundaries[1]),
             forward_seconds=seconds[0],
             backward_seconds=seconds[1],
+            action_bytes=actions,
         )
 
 
@@ -115,8 +119,14 @@ def profile_of(
     source: str,
     conditions: Mapping[str, Any],
     grown_from_first: bool = False,
+    specs: Sequence[Inputs] = (),
 ) -> Profile:
-    """The profile that these rows make; the last argument as for `layers_of_runs`."""
+    """The profile that these rows make.
+
+    Args:
+        grown_from_first: as for `layers_of_runs`.
+        specs: what crosses the cuts 0 .. L, from which the profile's `tensors` are made; () leaves them out.
+    """
     names = [layer.name for layer in chain.layers]
     parameters = [
         sum(parameter.numel() * parameter.itemsize for parameter in layer.module.parameters()) for layer in chain.layers
@@ -128,7 +138,28 @@ def profile_of(
         conditions=conditions,
         shared=tuple(SharedParameter(shared.name, shared.num_bytes, shared.layers) for shared in chain.shared),
         observations=tuple(rows),
+        tensors=_tensors(chain, specs) if specs else (),
     )
+
+
+def _tensors(chain: Chain, specs: Sequence[Inputs]) -> tuple[TensorRecord, ...]:
+    """What the layers hand on: one entry per name and writer, with all readers; what nobody reads has none."""
+    readers: dict[tuple[str, int | None], list[int]] = {(name, None): [] for name in chain.inputs}
+    writer: dict[str, int | None] = dict.fromkeys(chain.inputs)
+    for index, layer in enumerate(chain.layers):
+        for name in layer.reads:
+            readers[name, writer[name]].append(index)
+        for name in layer.writes:
+            writer[name] = index
+            readers[name, index] = []
+    for name in chain.outputs:
+        readers[name, writer[name]].append(len(chain))
+    found = []
+    for (name, made_by), read_by in readers.items():
+        if read_by:
+            spec = specs[0 if made_by is None else made_by + 1][name]
+            found.append(TensorRecord(name, spec.num_bytes, spec.requires_grad, made_by, tuple(read_by)))
+    return tuple(found)
 
 
 @dataclass(frozen=True)

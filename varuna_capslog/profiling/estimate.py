@@ -119,6 +119,13 @@ class StageEstimator:
         """The same workload and conditions with inputs of another size."""
         return StageEstimator(self.workload, self.conditions, inputs, self.speed, self._memo)
 
+    def with_one_block(self) -> StageEstimator:
+        """The same with one accumulation block, in which all but the first backward find gradients."""
+        if self.conditions.blocks == 1:
+            return self
+        conditions = replace(self.conditions, blocks=1)
+        return StageEstimator(self.workload, conditions, self.specs[0], self.speed, self._memo)
+
     def stage(self, first: int, end: int) -> StageEstimate:
         """The stage of layers first .. end-1; any range of the chain.
 
@@ -173,9 +180,12 @@ def _profile(estimator: StageEstimator, sizes: InputSizes, transport: str, progr
     runs = stage_runs(len(chain))
     progress = progress or (lambda done, total, text: None)
     progress(0, len(runs), "starting")
-    stages = []
+    stages, actions = [], []
+    # with a block for every microbatch, no backward would find the parameters' gradients
+    one_block = estimator.with_one_block()
     for number, (first, end) in enumerate(runs):
         stages.append(estimator.stage(first, end))
+        actions.append(one_block.stage(first, end).actions)
         progress(number + 1, len(runs), " + ".join(names[first:end]))
     rows = [
         estimator.conditions.row(
@@ -183,8 +193,9 @@ def _profile(estimator: StageEstimator, sizes: InputSizes, transport: str, progr
             (estimator.specs[stage.layers[0]], estimator.specs[stage.layers[1]]),
             (stage.peak_bytes, stage.static_bytes, stage.saved_bytes),
             (stage.forward_seconds, stage.backward_seconds),
+            taken,
         )
-        for stage in stages
+        for stage, taken in zip(stages, actions, strict=True)
     ]
     found: dict[str, Any] = {
         "attention": "+".join(sorted(frozenset().union(*(stage.attention for stage in stages)))) or "none",
@@ -193,7 +204,8 @@ def _profile(estimator: StageEstimator, sizes: InputSizes, transport: str, progr
     }
     if limits := frozenset().union(*(stage.limits for stage in stages)):
         found["limits"] = sorted(limits)
-    return profile_of(chain, rows, "estimated", _key(estimator, sizes, transport) | found)
+    conditions = _key(estimator, sizes, transport) | found
+    return profile_of(chain, rows, "estimated", conditions, specs=estimator.specs)
 
 
 def _headroom(

@@ -264,7 +264,7 @@ def _roles(
 ) -> tuple[Role, list[Role]]:
     """One stage; its neighbours are workers too."""
     workload = source()
-    chain = with_real_layers(skeleton(workload), *pipeline.stages[rank])
+    chain = with_real_layers(skeleton(workload), range(*pipeline.stages[rank]))
 
     def stage() -> Play:
         if device.type == "cuda":

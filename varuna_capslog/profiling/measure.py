@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import Config
 from varuna_capslog.engine.probe import CPU_SOURCE, CUDA_SOURCE
-from varuna_capslog.model.chain import Chain
+from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Workload, load_workload
 from varuna_capslog.profiles.record import Observation, Profile
@@ -130,9 +130,9 @@ def _profile(workload: Workload, conditions: RunConditions, launch: _Launch, use
     def measured() -> Profile:
         names = [layer.name for layer in chain.layers]
         with failures_named(names):
-            rows = _launched(workload, chain, conditions, launch, names, clock)
+            rows, specs = _launched(workload, chain, conditions, launch, names, clock)
         taken = {**described, "profiling": clock.report(launch.order, launch.workers)}
-        return profile_of(chain, rows, "measured", taken, grown_from_first=launch.order == "mcap")
+        return profile_of(chain, rows, "measured", taken, launch.order == "mcap", specs)
 
     return cache.kept(described, measured) if use_cache else measured()
 
@@ -144,8 +144,8 @@ def _launched(
     launch: _Launch,
     names: Sequence[str],
     clock: LaunchTimes,
-) -> list[Observation]:
-    """Carries out the runs of one order; one row for each range of layers."""
+) -> tuple[list[Observation], Sequence[Mapping[str, TensorSpec]]]:
+    """Carries out the runs of one order: one row for each range of layers; and what crosses every cut."""
     runs = stage_runs(len(chain))
     count = min(launch.workers, len(runs)) if launch.order == "packed" else launch.workers
     workers = Workers(
@@ -166,7 +166,7 @@ def _launched(
         bounds = BoundTable(chain, specs, conditions.device, conditions.precision, conditions.blocks)
         goal = workload.profile_targets(conditions.microbatch_size)
         if launch.order == "mcap":
-            return list(in_mcap_order(specs, goal, bounds.bound_bytes, workers, clock, progress).values())
+            return list(in_mcap_order(specs, goal, bounds.bound_bytes, workers, clock, progress).values()), specs
         tasks = []
         for first, end in runs:
             loss = goal if end == len(chain) else (None, {})
@@ -178,7 +178,7 @@ def _launched(
             measured = in_capslog_order(tasks, workers, clock, progress)
         else:
             measured = in_one_launch(tasks, group, workers, clock, progress)
-    return [measured[run] for run in runs]
+    return [measured[run] for run in runs], specs
 
 
 def _modules(workload: Workload, chain: Chain) -> list[str]:

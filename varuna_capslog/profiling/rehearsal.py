@@ -1,34 +1,52 @@
 """A plan rehearsed on fake tensors: every rank's own program of a step, so that its peak is known before the launch.
 
 Where `estimate` runs single layers and pairs between dummies, from which a memory model predicts any stage, this runs
-the stages of one given cut list under its schedule, with all that is in flight: inputs and graphs that wait, receives
-posted ahead, messages sent and not yet confirmed. On the CPU these share the stage's memory. It takes a few seconds and
-therefore confirms a plan, it does not search one.
+whole ranks of one given plan, whatever stages, blocks and action lists it has, with all that is in flight: inputs and
+graphs that wait, receives posted ahead, messages sent and not yet confirmed, blocks of gradients until they are added.
+On the CPU these share one memory. It takes a few seconds and therefore confirms a plan, it does not search one.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import Config
-from varuna_capslog.engine.layout import Layout
-from varuna_capslog.engine.pipeline import EngineOptions, PipelineEngine, Ready
+from varuna_capslog.engine.layout import Layout, layout_of
+from varuna_capslog.engine.pipeline import EngineOptions, PipelineEngine
 from varuna_capslog.model.chain import TensorSpec
 from varuna_capslog.model.workload import Minibatch
+from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiling.estimate import StageEstimator
 from varuna_capslog.profiling.estimation.allocator import replay, round_up
-from varuna_capslog.profiling.estimation.hollow import SilentCommunicator, fake_step, host_tier
+from varuna_capslog.profiling.estimation.hollow import SilentCommunicator, StepMeter, fake_step, hollow_ready
+from varuna_capslog.profiling.estimation.lifetimes import Lifetimes, Recipes
 from varuna_capslog.profiling.estimation.quirks import Quirks
 from varuna_capslog.profiling.skeleton import with_real_layers
 from varuna_capslog.profiling.trim import KnownShapes
+from varuna_capslog.schedules.lower import Instruction
 
-__all__ = ["rehearse", "rehearse_config"]
+__all__ = ["RankRehearsal", "rehearse", "rehearse_config", "rehearse_layout", "rehearse_plan"]
 
 _CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class RankRehearsal:
+    """One rank's step.
+
+    peak_bytes: as its device's allocator counts.
+    course: (instruction, the most bytes requested from its begin to the next one's), in the order of its program; the
+        last entry, "end", is the exchange of gradients, the vote and the update.
+    """
+
+    peak_bytes: int
+    course: tuple[tuple[str, int], ...]
 
 
 def rehearse(estimator: StageEstimator, cuts: Sequence[int], schedule: str, num_microbatches: int) -> list[int]:
@@ -41,38 +59,52 @@ def rehearse(estimator: StageEstimator, cuts: Sequence[int], schedule: str, num_
     Raises:
         CapslogError: a layer or the loss cannot run on fake tensors; cuts that do not fit the chain.
     """
-    chain, conditions = estimator.chain, estimator.conditions
-    chain.check_cuts(cuts)
-    options = EngineOptions(
-        num_microbatches=num_microbatches,
-        num_blocks=conditions.blocks,
-        schedule=schedule,
-        recompute=conditions.recompute,
-        stage_inputs=conditions.stage_inputs,
-        precision=conditions.precision,
-        clip_norm=1.0,
-        refuses=False,
-    )
-    targets, normalisers = estimator.workload.profile_targets(conditions.microbatch_size)
-    inputs = [dict(estimator.specs[0])] * num_microbatches
-    minibatch = Minibatch(inputs, [targets] * num_microbatches, dict(normalisers))
-    layout, mode = Layout.pipelines(cuts, len(chain)), FakeTensorMode(allow_non_fake_inputs=True)
-    peaks = []
-    for rank, (first, end) in enumerate(zip(cuts, [*cuts[1:], len(chain)], strict=True)):
-        quirks = Quirks(conditions.device)
-        with torch.random.fork_rng(devices=[]), mode, quirks.dispatch():
-            engine = PipelineEngine(
-                with_real_layers(chain, first, end),
-                estimator.workload.loss,
-                layout,
-                options,
-                SilentCommunicator(rank, len(cuts), quirks.has("host staging")),
-                _CPU,
-                Ready(KnownShapes(estimator.specs), tier=host_tier(quirks, conditions)),
-            )
-            peak_bytes, events = fake_step(engine, quirks, minibatch, (f"stage {rank}", "its layers"))
-            peaks.append(replay(events).allocated_bytes if quirks.has("caching allocator") else peak_bytes)
-    return peaks
+    estimator.chain.check_cuts(cuts)
+    options = _options(estimator, num_microbatches, schedule)
+    layout = Layout.pipelines(cuts, len(estimator.chain))
+    return [rank.peak_bytes for rank in rehearse_layout(estimator, layout, options)]
+
+
+def rehearse_layout(estimator: StageEstimator, layout: Layout, options: EngineOptions) -> list[RankRehearsal]:
+    """Every rank of a layout in one step of training after the first; an idle rank holds nothing.
+
+    Args:
+        estimator: the workload, its input size and its device.
+        options: the step; its precision must be the estimator's.
+
+    Raises:
+        CapslogError: a layer or the loss cannot run on fake tensors; actions that do not make a step of this layout.
+    """
+    targets, normalisers = estimator.workload.profile_targets(estimator.conditions.microbatch_size)
+    inputs = [dict(estimator.specs[0])] * options.num_microbatches
+    minibatch = Minibatch(inputs, [targets] * options.num_microbatches, dict(normalisers))
+    mode, recipes = FakeTensorMode(allow_non_fake_inputs=True), Recipes()
+    options = dataclasses.replace(options, refuses=False)
+    return [
+        _rehearse_rank(estimator, layout, options, rank, minibatch, (mode, recipes))
+        for rank in range(layout.world_size)
+    ]
+
+
+def rehearse_plan(config: Config, plan: Plan, shapes: Mapping[str, Sequence[int]] | None = None) -> list[int]:
+    """Peak bytes of every rank of any plan that the engine runs, for the run that a config describes.
+
+    The config must be one that agrees with the plan (`start.given_plan.with_given_plan`): where a plan of the short
+    form stands in several replicas, the ranks of all of them are listed.
+
+    Args:
+        shapes: of the chain's inputs, by name; None: of the largest inputs that the run can meet.
+
+    Raises:
+        CapslogError: as `rehearse_layout`; a plan that the engine does not run, named by the field.
+    """
+    layout, estimator = layout_of(plan, config), _estimator(config, shapes)
+    blocks, count = config.num_blocks, config.num_microbatches
+    if plan.actions is None and config.pipeline.schedule != "gpipe":
+        # more microbatches of a block than any stage has in flight show nothing new; GPipe has all of them
+        count = blocks * min(count // blocks, 3 * len(layout.stages) + 2)
+    options = _options(estimator, count, config.pipeline.schedule, blocks, plan.actions)
+    return [rank.peak_bytes for rank in rehearse_layout(estimator, layout, options)]
 
 
 def rehearse_config(
@@ -86,16 +118,100 @@ def rehearse_config(
     Raises:
         CapslogError: as `rehearse`; also shapes whose names are not those of the chain's inputs.
     """
-    pipeline = config.pipeline
-    estimator = StageEstimator.of_config(config)
-    if shapes is not None:
-        inputs = estimator.specs[0]
-        if shapes.keys() != inputs.keys():
-            raise CapslogError(f"shapes are given for {sorted(shapes)}, the chain's inputs are {sorted(inputs)}")
-        estimator = estimator.at({name: TensorSpec(tuple(shapes[name]), inputs[name].dtype) for name in inputs})
+    pipeline, estimator = config.pipeline, _estimator(config, shapes)
     # more microbatches than any stage has in flight show nothing new; GPipe has all of them
     count = config.num_microbatches // pipeline.replicas
     if pipeline.schedule != "gpipe":
         count = min(count, 3 * len(cuts) + 2)
     blocks = estimator.conditions.blocks
     return rehearse(estimator, cuts, pipeline.schedule, round_up(count, blocks))
+
+
+def _estimator(config: Config, shapes: Mapping[str, Sequence[int]] | None) -> StageEstimator:
+    estimator = StageEstimator.of_config(config)
+    if shapes is None:
+        return estimator
+    inputs = estimator.specs[0]
+    if shapes.keys() != inputs.keys():
+        raise CapslogError(f"shapes are given for {sorted(shapes)}, the chain's inputs are {sorted(inputs)}")
+    return estimator.at({name: TensorSpec(tuple(shapes[name]), inputs[name].dtype) for name in inputs})
+
+
+def _options(
+    estimator: StageEstimator,
+    num_microbatches: int,
+    schedule: str,
+    blocks: int | None = None,
+    actions: tuple[tuple[str, ...], ...] | None = None,
+) -> EngineOptions:
+    conditions = estimator.conditions
+    return EngineOptions(
+        num_microbatches=num_microbatches,
+        num_blocks=conditions.blocks if blocks is None else blocks,
+        schedule=schedule,
+        recompute=conditions.recompute,
+        stage_inputs=conditions.stage_inputs,
+        precision=conditions.precision,
+        clip_norm=1.0,
+        actions=actions,
+    )
+
+
+def _rehearse_rank(
+    estimator: StageEstimator,
+    layout: Layout,
+    options: EngineOptions,
+    rank: int,
+    minibatch: Minibatch,
+    fake: tuple[FakeTensorMode, Recipes],
+) -> RankRehearsal:
+    own = layout.layers_of(rank)
+    if not own:
+        return RankRehearsal(0, ())
+    quirks, positions = Quirks(estimator.conditions.device), _Positions()
+    mode, recipes = fake
+    with torch.random.fork_rng(devices=[]), mode, quirks.dispatch():
+        engine = PipelineEngine(
+            with_real_layers(estimator.chain, own),
+            estimator.workload.loss,
+            layout,
+            options,
+            SilentCommunicator(rank, layout.world_size, quirks.has("host staging")),
+            _CPU,
+            hollow_ready(KnownShapes(estimator.specs), estimator.conditions),
+            positions,
+        )
+        who = layout.describe(rank), "its layers"
+        peak_bytes, events = fake_step(engine, quirks, minibatch, who, recipes, positions)
+        positions.close()
+    if quirks.has("caching allocator"):
+        peak_bytes = replay(events).allocated_bytes
+    return RankRehearsal(peak_bytes, tuple(positions.course))
+
+
+class _Positions(StepMeter):
+    """Writes down the most bytes of every instruction."""
+
+    def __init__(self) -> None:
+        self.course: list[tuple[str, int]] = []
+        self._doing = "begin"
+        self._followed: Lifetimes | None = None
+
+    def begin(self, engine: PipelineEngine, own: set[int], followed: Lifetimes) -> None:
+        self._followed = followed
+
+    def instruction(self, position: int, instruction: Instruction) -> None:
+        self._next(str(instruction))
+
+    def count_static(self) -> None:
+        # what follows the last instruction shows in the update's entry
+        self._next("update")
+
+    def close(self) -> None:
+        self._next("")
+
+    def _next(self, doing: str) -> None:
+        assert self._followed is not None
+        self.course.append((self._doing, self._followed.lately_bytes))
+        self._followed.lately_bytes = self._followed.live_bytes
+        self._doing = doing

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -97,9 +97,9 @@ def _with_modules(chain: Chain, modules: Sequence[nn.Module]) -> Chain:
     return Chain(layers, chain.inputs, chain.outputs, chain.name)
 
 
-def with_real_layers(chain: Chain, first: int, end: int) -> Chain:
-    """The chain with memory for layers [first, end), also where other layers share it; the rest keep shapes alone."""
-    memo = real_tensors(chain.layers[first:end])
+def with_real_layers(chain: Chain, indices: Iterable[int]) -> Chain:
+    """The chain with memory for these layers, also where other layers share it; the rest keep shapes alone."""
+    memo = real_tensors([chain.layers[index] for index in indices])
     modules = [layer.module for layer in chain.layers]
     for module in modules:
         for tensor in (*module.parameters(), *module.buffers()):

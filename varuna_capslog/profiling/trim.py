@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.executor import Observer
-from varuna_capslog.engine.host_tier import HostTier
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.pipeline import EngineOptions, PipelineEngine, Ready
 from varuna_capslog.engine.probe import StageMeter, resident_tensors
@@ -34,6 +33,7 @@ from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.profiles.record import Observation
 from varuna_capslog.profiling.conditions import RunConditions
 from varuna_capslog.profiling.skeleton import real_tensors
+from varuna_capslog.profiling.weighing import ActionProbe, ActionWeights
 from varuna_capslog.schedules import Schedule, from_strings, insert_recompute, to_strings
 
 __all__ = [
@@ -208,11 +208,11 @@ class TrimmedPipeline:
         loss: LossFunction,
         communicator: Communicator,
         device: torch.device,
-        tier: HostTier | None = None,
+        ready: Ready | None = None,
         observer: Observer | None = None,
     ) -> PipelineEngine:
         """One rank's engine."""
-        ready = Ready(self.table, tier=tier)
+        ready = ready or Ready(self.table)
         return PipelineEngine(self.chain, loss, self.layout, self.options, communicator, device, ready, observer)
 
 
@@ -309,15 +309,24 @@ def observe(
         train_step(engine, 1, minibatch, load)
     if measured.refused:
         raise CapslogError(f"the loss refuses dummy values ({measured.refused}); make it finite on any outputs")
-    with meter.peak():
-        train_step(engine, 2, minibatch, load, before_commit=meter.count_static)
+    weights = ActionWeights(engine)
+    probe = ActionProbe(engine.device, resident_tensors(engine.layers, engine.optimizer))
+
+    def count() -> None:
+        meter.count_static()
+        weights.count_gradients()
+
+    with measured.weighed_by(probe) as seen, probe:
+        train_step(engine, 2, minibatch, load, before_commit=count)
+    for (kind, stage, context), window in zip(seen, probe.windows, strict=True):
+        weights.add(kind, stage, context, window, meter.saved_bytes)
     with measured.watching(meter):
         for step in range(3, 3 + _TIMED_STEPS):
             train_step(engine, step, minibatch, load)
-    assert meter.peak_bytes is not None
     seconds = (statistics.median(meter.seconds["forward"]), statistics.median(meter.seconds["backward"]))
-    bytes_ = (meter.peak_bytes, meter.static_bytes, meter.saved_bytes)
-    return conditions.row((run.first, run.end), (run.specs[0], run.specs[-1]), bytes_, seconds)
+    bytes_ = (probe.peak_bytes, meter.static_bytes, meter.saved_bytes)
+    actions = weights.result(probe.end_bytes - meter.static_bytes)
+    return conditions.row((run.first, run.end), (run.specs[0], run.specs[-1]), bytes_, seconds, actions)
 
 
 def dummy_inputs(specs: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
@@ -344,6 +353,17 @@ class MeasuredStage(Observer):
         self.refused = ""
         self._meter: StageMeter | None = None
         self._own: list[Tensor] | None = None
+        self._probe: ActionProbe | None = None
+        self._seen: list[tuple[str, Stage, MicrobatchContext]] = []
+
+    @contextlib.contextmanager
+    def weighed_by(self, probe: ActionProbe) -> Iterator[list[tuple[str, Stage, MicrobatchContext]]]:
+        """While it is open, the probe sees every action; gives what they were, in the order of its windows."""
+        self._probe, self._seen = probe, []
+        try:
+            yield self._seen
+        finally:
+            self._probe = None
 
     @contextlib.contextmanager
     def watching(self, meter: StageMeter, own: list[Tensor] | None = None) -> Iterator[None]:
@@ -359,6 +379,9 @@ class MeasuredStage(Observer):
             self._meter = self._own = None
 
     def working(self, kind: str, stage: Stage, context: MicrobatchContext) -> AbstractContextManager[None]:
+        if self._probe is not None:
+            self._seen.append((kind, stage, context))
+            return self._probe.action()
         if self._meter is None:
             return contextlib.nullcontext()
         if self._own is not None:

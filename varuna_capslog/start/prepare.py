@@ -19,10 +19,11 @@ from varuna_capslog.memory import AUTO, MEMORY_MODELS
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planners import PLANNER_NAMES
 from varuna_capslog.planners.seconds import Link
+from varuna_capslog.planning.ranks import judged
 from varuna_capslog.planning.search import plan as search
 from varuna_capslog.planning.simulation import with_step_seconds
-from varuna_capslog.planning.verdict import rehearsed
-from varuna_capslog.plans.parts import PlanStage, Units
+from varuna_capslog.planning.verdict import capacities_of_devices, rehearsed
+from varuna_capslog.plans.parts import PlanRank, PlanStage, Units
 from varuna_capslog.plans.plan import Plan, latest_plan, plan_path, read_plan, write_plan
 from varuna_capslog.profiles.record import write_profile
 from varuna_capslog.schedules import RunShape
@@ -89,7 +90,8 @@ def plan_run(config: Config, profile: Profile | None, link: Link | None = None) 
     """The configured planner's plan for a profile, or the plan that `pipeline.cuts` gives.
 
     Without a profile (given cuts need none) nothing is predicted and the chain is built to check the cuts. `link` is
-    for planners that need seconds. A given plan of one stage per rank is judged by the profile, where there is one.
+    for planners that need seconds. A given plan is judged by the profile, where there is one, and so are given cuts of
+    several stages per device.
     """
     return _plan(config, profile, _checked_plan(config), link)
 
@@ -98,9 +100,10 @@ def _plan(config: Config, profile: Profile | None, given: Plan | None, link: Lin
     """`plan_run`; given: the plan that `pipeline.plan` names, read and checked."""
     pipeline = config.pipeline
     if given is not None and (profile is None or not given.short):
-        return given
+        return given if profile is None else _judged(given, config, profile, link)
     if profile is None or len(pipeline.cuts or ()) > pipeline.devices:
-        return _given_cuts(config)
+        plan = _given_cuts(config)
+        return plan if profile is None else _judged(plan, config, profile, link)
     cuts, capacity = pipeline.cuts, pipeline.capacity
     if given is not None:
         cuts, capacity = list(given.cut_list), given.capacities_of(given.placement())
@@ -130,19 +133,10 @@ def _plan(config: Config, profile: Profile | None, given: Plan | None, link: Lin
 
 
 def _needs_profile(config: Config, given: Plan | None) -> bool:
-    """Given cuts and plans are run without a prediction, unless there is a capacity that they must keep to.
-
-    Raises CapslogError where no memory model could tell whether they do.
-    """
+    """Given cuts and plans are run without a prediction, unless there is a capacity that they must keep to."""
     pipeline = config.pipeline
-    if pipeline.cuts is not None and len(pipeline.cuts) > pipeline.devices and pipeline.capacity is not None:
-        raise CapslogError(
-            f"pipeline.cuts gives {len(pipeline.cuts)} stages for pipeline.devices={pipeline.devices} and "
-            "pipeline.capacity is set, but no memory model predicts several stages on one device; remove "
-            "pipeline.capacity, or give one stage per device"
-        )
     if given is not None:
-        return given.short and given.capacities_of(given.placement()) is not None
+        return any(one.capacity_bytes is not None for one in given.ranks)
     return pipeline.cuts is None or pipeline.capacity is not None
 
 
@@ -195,6 +189,19 @@ def _chain(config: Config) -> Chain:
     return load_workload(config).build_chain()
 
 
+def _judged(plan: Plan, config: Config, profile: Profile, link: Link | None) -> Plan:
+    """A plan of any ranks with the bytes of each, and whether they fit."""
+
+    def rehearsal() -> list[int]:
+        from varuna_capslog.profiling.rehearsal import rehearse_plan
+
+        return rehearse_plan(config, plan)
+
+    run = RunShape.of_config(config)
+    found = judged(profile, plan, run, rehearsal)
+    return found if found.step_seconds is not None else with_step_seconds(profile, found, run, link)
+
+
 def _given_cuts(config: Config) -> Plan:
     cuts, devices, chain = config.pipeline.cuts or [0], config.pipeline.devices, _chain(config)
     chain.check_cuts(cuts)
@@ -221,7 +228,9 @@ def _given_cuts(config: Config) -> Plan:
         for number, (first, end) in enumerate(zip(cuts, (*cuts[1:], len(chain)), strict=True))
     ]
     units = Units(config.num_microbatches, train.microbatch_size, config.num_blocks)
-    return Plan(len(chain), tuple(stages), units, pipeline.schedule, model=chain.name)
+    limits = (capacities_of_devices(pipeline.capacity, devices) or []) * pipeline.replicas
+    ranks = tuple(PlanRank(capacity_bytes=limit) for limit in limits)
+    return Plan(len(chain), tuple(stages), units, pipeline.schedule, ranks=ranks, model=chain.name)
 
 
 def _same(one: Plan, other: Plan) -> bool:

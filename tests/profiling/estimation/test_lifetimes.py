@@ -69,7 +69,14 @@ def saved_and_freed() -> None:
     second.sum().backward()
 
 
-@pytest.mark.parametrize("program", [chain, summed, summed_and_held, accumulated, saved_and_freed])
+def indexed() -> None:
+    """Rows of a table by their numbers: the formula of the gradient writes into zeros of the table's size."""
+    table = torch.ones(512, 256, requires_grad=True)
+    for _ in range(2):
+        table[torch.zeros(64, dtype=torch.int64)].sum().backward()
+
+
+@pytest.mark.parametrize("program", [chain, summed, summed_and_held, accumulated, saved_and_freed, indexed])
 def test_peaks_are_those_of_the_real_allocator(program: Callable[[], None]) -> None:
     # a number such as the 2 in `x * 2` takes eight bytes of its own
     found = followed(program, temporary=Quirks("cpu").temporary)

@@ -21,12 +21,14 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.communicator import Communicator, Pending
 from varuna_capslog.engine.executor import Observer
 from varuna_capslog.engine.host_tier import HostRegion, HostTier, Wait
-from varuna_capslog.engine.pipeline import PipelineEngine
+from varuna_capslog.engine.pipeline import PipelineEngine, Ready
 from varuna_capslog.engine.probe import resident_tensors
 from varuna_capslog.engine.stage import LossFunction, MicrobatchContext, Stage
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.chain import Chain, TensorSpec
+from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Minibatch
+from varuna_capslog.profiles.action_bytes import ActionBytes
 from varuna_capslog.profiling.conditions import RunConditions
 from varuna_capslog.profiling.estimation.allocator import replay
 from varuna_capslog.profiling.estimation.headroom import StepTrace
@@ -34,8 +36,9 @@ from varuna_capslog.profiling.estimation.lifetimes import Lifetimes, Recipes
 from varuna_capslog.profiling.estimation.quirks import Quirks
 from varuna_capslog.profiling.estimation.roofline import Speed, operator_seconds
 from varuna_capslog.profiling.trim import MEASURED_RANK, TrimmedPipeline, TrimmedRun
+from varuna_capslog.profiling.weighing import ActionWeights, Window
 
-__all__ = ["HollowRun", "HollowTier", "SilentCommunicator", "fake_step", "host_tier", "run_hollow"]
+__all__ = ["HollowRun", "HollowTier", "SilentCommunicator", "StepMeter", "fake_step", "hollow_ready", "run_hollow"]
 
 _CPU = torch.device("cpu")
 
@@ -49,6 +52,7 @@ class HollowRun(StepTrace):
         saved_bytes: what a forward leaves for its backward, the stage's inputs included; and what a caching allocator
             gave beyond what was asked for when the peak was there, for one graph.
         forward_seconds, backward_seconds: of one microbatch, by `roofline`.
+        actions: what each of its actions takes.
         attention: "eager" where the layers make matrices of softmax, "fused" where a fused kernel attends.
         limits: what it met of `quirks.LIMITS`, because of which its bytes are too low.
     """
@@ -57,6 +61,7 @@ class HollowRun(StepTrace):
     saved_bytes: int
     forward_seconds: float
     backward_seconds: float
+    actions: ActionBytes
     attention: frozenset[str]
     limits: frozenset[str]
 
@@ -89,13 +94,14 @@ def run_hollow(
     count = enough_microbatches(conditions, quirks)
     with torch.random.fork_rng(devices=[]), mode, quirks.dispatch():
         pipeline, meter = TrimmedPipeline.of(chain, run, conditions, True, count), _Meter(speed)
-        tier = host_tier(quirks, conditions)
-        engine = pipeline.engine(loss, communicator, _CPU, tier, meter)
+        ready = hollow_ready(pipeline.table, conditions)
+        engine = pipeline.engine(loss, communicator, _CPU, ready, meter)
         who = f"layers {run.first} to {run.end - 1}", "them"
         peak_bytes, events = fake_step(engine, quirks, pipeline.minibatch, who, recipes, meter)
         if meter.refused:
             raise CapslogError(f"the loss refuses fake values ({meter.refused}); make it finite on any outputs")
-        seconds = meter.seconds
+        seconds, actions = meter.seconds, meter.actions
+        assert actions is not None
         saved_bytes = meter.saved_bytes
         if quirks.has("caching allocator"):
             # such an allocator gives somewhat more than it is asked for, and most of it with what is saved
@@ -111,6 +117,7 @@ def run_hollow(
             # the last stage forwards in its recomputation only
             max(seconds["F"], seconds["R"]),
             seconds["B"],
+            actions,
             frozenset(meter.attention),
             frozenset(quirks.limits),
         )
@@ -122,7 +129,7 @@ def fake_step(
     minibatch: Minibatch,
     who: tuple[str, str],
     recipes: Recipes | None = None,
-    meter: _Meter | None = None,
+    meter: StepMeter | None = None,
 ) -> tuple[int, list[tuple[int, int]]]:
     """One step of an engine that seems to have trained before, inside a `FakeTensorMode` and the quirks' dispatch.
 
@@ -158,6 +165,8 @@ def fake_step(
                 f"{who[0]} cannot run on fake tensors ({type(error).__name__}: {error}); let {who[1]} depend on "
                 "shapes only, or set profile.source=measured"
             ) from error
+        if meter is not None:
+            meter.end()
     taken_before = [(0, quirks.lasting_bytes)] if quirks.lasting_bytes else []
     return followed.peak_bytes, [*taken_before, *followed.events]
 
@@ -184,9 +193,9 @@ def _begin_optimizer(engine: PipelineEngine, quirks: Quirks) -> None:
             group["foreach"], group["fused"] = True, None
 
 
-def host_tier(quirks: Quirks, conditions: RunConditions) -> HostTier | None:
-    """Where a stage's inputs wait on the device that a run is for; None: on the device itself."""
-    return HollowTier() if quirks.has("host staging") and conditions.stage_inputs == "host" else None
+def hollow_ready(table: ShapeTable, conditions: RunConditions) -> Ready:
+    """What an engine on fake tensors is given: these shapes, and a host tier that is not there."""
+    return Ready(table, tier=HollowTier(), device_type=conditions.device)
 
 
 class HollowTier(HostTier):
@@ -209,7 +218,25 @@ def _no_copy() -> None:
     """There is nothing to wait for."""
 
 
-class _Meter(Observer):
+class StepMeter(Observer):
+    """An observer that `fake_step` shows the lifetimes of the step's storages."""
+
+    def begin(self, engine: PipelineEngine, own: set[int], followed: Lifetimes) -> None:
+        """Before the step.
+
+        Args:
+            own: the storages that are there before, which no forward saves.
+            followed: shows every operator.
+        """
+
+    def count_static(self) -> None:
+        """Between backward and update, when all gradients are there."""
+
+    def end(self) -> None:
+        """After the step."""
+
+
+class _Meter(StepMeter):
     """Counts what the first microbatch saves, how long its work takes, and what is there before the update."""
 
     def __init__(self, speed: Speed) -> None:
@@ -219,25 +246,43 @@ class _Meter(Observer):
         self._followed: Lifetimes | None = None
         self.saved_bytes = self.static_bytes = 0
         self.seconds = {"F": 0.0, "R": 0.0, "B": 0.0}
+        self._weights: ActionWeights | None = None
+        self.actions: ActionBytes | None = None
         self.attention: set[str] = set()
         self.refused = ""
 
     def begin(self, engine: PipelineEngine, own: set[int], followed: Lifetimes) -> None:
-        """Before the step.
-
-        Args:
-            own: the storages that are there before, which no forward saves.
-            followed: shows every operator.
-        """
         self._engine, self._own, self._followed = engine, own, followed
+        self._weights = ActionWeights(engine)
 
     def count_static(self) -> None:
-        """Between backward and update, when all gradients are there."""
         assert self._engine is not None
         self.static_bytes = sum(_storages(resident_tensors(self._engine.layers, self._engine.optimizer)).values())
+        assert self._weights is not None
+        self._weights.count_gradients()
+
+    def end(self) -> None:
+        assert self._followed is not None
+        assert self._weights is not None
+        self.actions = self._weights.result(self._followed.lately_bytes - self.static_bytes)
 
     def working(self, kind: str, stage: Stage, context: MicrobatchContext) -> AbstractContextManager[None]:
-        return self._reading(kind, stage, context) if context.index == 0 else contextlib.nullcontext()
+        reading = self._reading(kind, stage, context) if context.index == 0 else contextlib.nullcontext()
+        return self._weighing(kind, stage, context, reading)
+
+    @contextlib.contextmanager
+    def _weighing(
+        self, kind: str, stage: Stage, context: MicrobatchContext, reading: AbstractContextManager[None]
+    ) -> Iterator[None]:
+        followed, weights = self._followed, self._weights
+        assert followed is not None
+        assert weights is not None
+        before = followed.lately_bytes = followed.live_bytes
+        with reading:
+            yield
+        window = Window(before, followed.lately_bytes, followed.live_bytes)
+        weights.add(kind, stage, context, window, self.saved_bytes)
+        followed.lately_bytes = followed.live_bytes
 
     @contextlib.contextmanager
     def _reading(self, kind: str, stage: Stage, context: MicrobatchContext) -> Iterator[None]:

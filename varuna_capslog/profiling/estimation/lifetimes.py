@@ -27,6 +27,7 @@ Temporary = Callable[[Any, Sequence[Any], Mapping[str, Any], Any], int]
 _prim_device = torch.ops.prim.device.default
 _item = torch.ops.aten._local_scalar_dense.default
 _add = torch.ops.aten.add.Tensor
+_index_put = torch.ops.aten.index_put.default
 _MORE = frozenset({"aten::set_", "aten::resize_", "aten::resize_as_", "aten::_resize_output_"})
 _OWN_USES, _OWN_STORAGE_USES, _OWN_REFERENCES = 4, 2, 4
 """References (torch's to tensor and storage, Python's) to a gradient that only autograd's buffer holds, as seen from
@@ -49,6 +50,7 @@ class Lifetimes(TorchDispatchMode):
     Attributes:
         events: (key, bytes) of an allocation and (key, 0) of its release, in order; `allocator.replay` reads them.
         live_bytes, peak_bytes: at present, and the most so far.
+        lately_bytes: the most since it was last set to `live_bytes`.
         observer: is shown every operator with its arguments, keywords and result; or None.
     """
 
@@ -65,7 +67,7 @@ class Lifetimes(TorchDispatchMode):
         self._made_by: dict[int, int] = {}
         self._keys = 0
         self.events: list[tuple[int, int]] = []
-        self.live_bytes = self.peak_bytes = 0
+        self.live_bytes = self.peak_bytes = self.lately_bytes = 0
         self.observer: Callable[[Any, Sequence[Any], Mapping[str, Any], Any], object] | None = None
         for tensor in held:
             self._follow(tensor, -1)
@@ -77,6 +79,7 @@ class Lifetimes(TorchDispatchMode):
         self.events.append((self._keys, num_bytes))
         self.live_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self.lately_bytes = max(self.lately_bytes, self.live_bytes)
         return self._keys
 
     def _released(self, key: int, num_bytes: int) -> None:
@@ -115,6 +118,9 @@ class Lifetimes(TorchDispatchMode):
         number = -1 if node is None else node._sequence_nr()
         if func is _add and node is not None and self._adds_in_place(args, kwargs, number):
             result = args[0]
+        elif func is _index_put and node is not None and self._made_here(args[0], number):
+            # the formula of indexing writes into its zeros, but for a subclass it makes another tensor (index_backward)
+            result = args[0]
         elif _changes_first_only(func):
             result = args[0] if func._schema.returns else None
         else:
@@ -129,6 +135,9 @@ class Lifetimes(TorchDispatchMode):
         if self.observer is not None:
             self.observer(func, args, kwargs, result)
         return result
+
+    def _made_here(self, tensor: Tensor, node: int) -> bool:
+        return self._made_by.get(tensor.untyped_storage()._cdata) == node
 
     def _adds_in_place(self, args: Sequence[Any], kwargs: Mapping[str, Any], node: int) -> bool:
         """Whether autograd, meeting ordinary tensors, would add this second gradient to the first one in its place.

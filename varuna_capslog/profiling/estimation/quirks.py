@@ -20,8 +20,8 @@ from varuna_capslog.profiling.estimation.kernels import KERNELS
 
 __all__ = ["LIMITS", "QUIRKS", "QUIRKS_VERSION", "Quirk", "Quirks"]
 
-QUIRKS_VERSION = 4
-"""Raised whenever an entry changes a number; a condition of every estimated profile."""
+QUIRKS_VERSION = 5
+"""Raised whenever an entry, or what an estimate tells, changes; a condition of every estimated profile."""
 
 _aten = torch.ops.aten
 _CUBLAS_WORKSPACE = 2 * 4096 * 1024 + 8 * 16 * 1024

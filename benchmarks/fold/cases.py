@@ -1,0 +1,134 @@
+"""Random plans of six models, and what a rank of each really takes: the allocator's peak in a second training step.
+
+`fold.py` compares these peaks with the rehearsal and with the fold. Chains, losses and layouts are those of the tests
+and of the benchmark `truth`; nothing is predicted here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "truth"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import models
+import torch
+from torch import Tensor
+
+from detr_pipeline.task import DetrWorkload
+from tests.engine.layouts import random_layout
+from tests.profiling.workloads import Megabytes
+from varuna_capslog.config.settings import Config
+from varuna_capslog.engine.communicator import Communicator
+from varuna_capslog.engine.layout import Layout
+from varuna_capslog.engine.options import EngineOptions
+from varuna_capslog.engine.pipeline import PipelineEngine
+from varuna_capslog.engine.probe import PeakProbe, resident_tensors
+from varuna_capslog.engine.step import train_step
+from varuna_capslog.model.chain import TensorSpec
+from varuna_capslog.model.workload import Minibatch, Workload
+from varuna_capslog.schedules import schedule_of, to_strings
+
+__all__ = ["MICROBATCHES", "MODELS", "Case", "draw_case", "real_peak", "workload_of"]
+
+MICROBATCHES = 8
+CPU = torch.device("cpu")
+SMALL = {
+    "encoder_layers": 2,
+    "decoder_layers": 3,
+    "hidden_dim": 64,
+    "attention_heads": 4,
+    "feedforward": 128,
+    "queries": 20,
+    "dropout": 0.1,
+    "num_classes": 5,
+    "cut_points": "all",
+    "backbone": "resnet18",
+    "last_layer": "layer3",
+    "freeze": "none",
+}
+MODELS: dict[str, tuple[int, dict[str, Any]]] = {
+    "tiny DETR, several tensors per cut": (1, SMALL | {"norm": "batch"}),
+    "tiny DETR, shared heads": (2, SMALL | {"norm": "group", "heads": "every_decoder"}),
+    "ResNet-18, BatchNorm": (2, {"side": 64}),
+    "transformer": (2, {"blocks": 5, "dim": 128, "length": 96}),
+    "decoder, checkpoints": (2, {"blocks": 5, "dim": 96, "length": 96}),
+    "tied, frozen, masked": (4, {}),
+}
+"""Name -> samples of a microbatch and the keys of the model."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One plan of one model, as the engine takes it."""
+
+    model: str
+    layout: Layout
+    schedule: str
+    recompute: bool
+    actions: tuple[tuple[str, ...], ...] | None
+
+    @property
+    def options(self) -> EngineOptions:
+        return EngineOptions(
+            MICROBATCHES,
+            num_blocks=self.layout.num_blocks,
+            schedule=self.schedule,
+            recompute=self.recompute,
+            clip_norm=1.0,
+            actions=self.actions,
+        )
+
+
+def workload_of(model: str) -> tuple[Workload, int]:
+    """The workload and the samples of a microbatch."""
+    size, keys = MODELS[model]
+    if model.startswith("tied"):
+        return Megabytes(), size
+    if model.startswith("tiny DETR"):
+        values = {"workload": "detr_pipeline:workload", "model": keys, "profile": {"image_size": [96, 128]}}
+        return DetrWorkload(Config.model_validate(values)), size
+    config = Config.model_validate({"workload": "models:any", "model": keys})
+    kind = {"ResNet": models.ResNet, "transformer": models.Tokens, "decoder": models.DecoderOnly}
+    return next(made for name, made in kind.items() if model.startswith(name))(config), size
+
+
+def draw_case(draw: random.Random, num_layers: dict[str, int], ranks: int) -> Case:
+    """A plan of a random model: layouts of any shape, schedules by name or as lists of actions."""
+    model, blocks = draw.choice(list(MODELS)), draw.choice([1, 2, 4])
+    layout = random_layout(draw.randrange(1 << 30), num_layers[model], blocks, draw.randint(1, ranks))
+    schedule, recompute = draw.choice([("1f1b", False), ("1f1b", True), ("varuna", True), ("gpipe", False)])
+    if schedule == "gpipe":
+        layout = Layout(tuple(dataclasses.replace(stage, in_flight=None) for stage in layout.stages), blocks)
+    actions = None
+    if draw.random() < 0.3:
+        limits = [stage.in_flight for stage in layout.stages]
+        rows = schedule_of(schedule, layout.graph(MICROBATCHES), recompute, limits)
+        actions = tuple(tuple(row) for row in to_strings(rows))
+    return Case(model, layout, schedule, recompute, actions)
+
+
+def real_peak(communicator: Communicator, case: Case) -> int:
+    """This rank's peak in the second step."""
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+    torch.manual_seed(0)
+    workload, size = workload_of(case.model)
+    engine = PipelineEngine(workload.build_chain(), workload.loss, case.layout, case.options, communicator, CPU)
+    inputs: dict[str, TensorSpec] = dict(workload.profile_inputs(size))
+    targets, normalisers = workload.profile_targets(size)
+    minibatch = Minibatch([inputs] * MICROBATCHES, [targets] * MICROBATCHES, normalisers)
+
+    def load(_: int) -> dict[str, Tensor]:
+        return {name: torch.ones(spec.shape, dtype=spec.dtype) for name, spec in inputs.items()}
+
+    train_step(engine, 1, minibatch, load)
+    with PeakProbe(CPU, resident_tensors(engine.layers, engine.optimizer)) as probe:
+        train_step(engine, 2, minibatch, load)
+    return probe.peak_bytes

@@ -1,0 +1,157 @@
+"""Random plans: what every rank really takes, beside its rehearsal and the fold of its list. Prints README.md's tables.
+
+Real ranks are processes of this machine, each with one thread; their peaks come from torch's CPU allocator in the
+second training step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from cases import MICROBATCHES, MODELS, Case, draw_case, real_peak, workload_of
+from common import write_json
+
+from tests.engine.pool import WorkerPool
+from varuna_capslog.memory.fold import RankFold, fold
+from varuna_capslog.memory.headroom import Headroom
+from varuna_capslog.plans.parts import PlanStage, Units
+from varuna_capslog.profiles.record import Profile
+from varuna_capslog.profiling.conditions import RunConditions
+from varuna_capslog.profiling.estimate import StageEstimator, estimate_workload
+from varuna_capslog.profiling.rehearsal import rehearse_layout
+from varuna_capslog.schedules import RunShape, from_strings, make_schedule, schedule_of
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One rank of one plan, in bytes."""
+
+    plan: int
+    model: str
+    rank: int
+    stages: int
+    blocks: int
+    schedule: str
+    measured: int
+    rehearsed: int
+    folded: int
+
+
+def folded(case: Case, profile: Profile) -> list[RankFold]:
+    """The fold of every rank of a case."""
+    limits = [stage.in_flight for stage in case.layout.stages]
+    rows = schedule_of(case.schedule, case.layout.graph(MICROBATCHES), case.recompute, limits)
+    if case.actions is not None:
+        rows = from_strings(case.actions)
+    blocks = case.layout.num_blocks
+    run = RunShape(MICROBATCHES, case.schedule, case.recompute, num_blocks=blocks)
+    stages = [PlanStage(((one.first, one.end),), (one.rank,), one.blocks, memory=None) for one in case.layout.stages]
+    return fold(profile, stages, Units(MICROBATCHES, 1, blocks), rows, run)
+
+
+def errors(trials: Sequence[Trial], name: str) -> list[float]:
+    return [getattr(trial, name) / trial.measured - 1 for trial in trials]
+
+
+def summary(trials: Sequence[Trial], name: str) -> str:
+    """Median and worst size of the error, the lowest, and the outcome of 21 capacities around each peak."""
+    found = errors(trials, name)
+    fits, refused = false_fits(trials, name)
+    return (
+        f"| {name} | {len(found)} | {statistics.median(map(abs, found)):.4%} | {max(map(abs, found)):.2%} | "
+        f"{min(found):+.2%} | {fits} | {refused} |"
+    )
+
+
+def false_fits(trials: Sequence[Trial], name: str) -> tuple[int, int]:
+    """False "fits" and refused fits, with the headroom of an estimate for the CPU."""
+    headroom, wrong, refused = Headroom(0, 1.01), 0, 0
+    for trial in trials:
+        for part in range(90, 111):
+            capacity = part * trial.measured / 100
+            says, does = headroom.reserved(getattr(trial, name)) <= capacity, trial.measured <= capacity
+            wrong, refused = wrong + (says and not does), refused + (does and not says)
+    return wrong, refused
+
+
+def seconds_of_a_long_list(profile: Profile) -> float:
+    """Seconds that the fold takes per list of 10,000 actions, the fastest of five."""
+    size, found = profile.num_layers, []
+    cuts = [size * rank // 4 for rank in range(5)]
+    stages = [PlanStage(((cuts[rank], cuts[rank + 1]),), (rank,)) for rank in range(4)]
+    rows = make_schedule("1f1b", 4, 5000)
+    for _ in range(5):
+        began = time.perf_counter()
+        fold(profile, stages, Units(5000, 1, 1), rows, RunShape(5000, "1f1b", False))
+        found.append((time.perf_counter() - began) / len(rows))
+    return min(found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plans", type=int, default=150)
+    parser.add_argument("--ranks", type=int, default=4, help="most ranks of a plan")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path, help="where to write the results")
+    arguments = parser.parse_args()
+    profiles: dict[tuple[str, bool], Profile] = {}
+    estimators: dict[str, StageEstimator] = {}
+    for model in MODELS:
+        workload, size = workload_of(model)
+        estimators[model] = StageEstimator(workload, RunConditions(microbatch_size=size))
+        for recompute in (True, False):
+            conditions = RunConditions(microbatch_size=size, recompute=recompute)
+            profiles[model, recompute] = estimate_workload(workload, conditions)
+    lengths = {model: len(estimator.chain) for model, estimator in estimators.items()}
+    draw, pool, trials = random.Random(arguments.seed), WorkerPool(), []
+    try:
+        for number in range(arguments.plans):
+            case = draw_case(draw, lengths, arguments.ranks)
+            real = pool.run(real_peak, case.layout.world_size, case)
+            rehearsed = rehearse_layout(estimators[case.model], case.layout, case.options)
+            rows = folded(case, profiles[case.model, case.recompute])
+            for rank, parts in enumerate(zip(real, rehearsed, rows, strict=True)):
+                own = len(case.layout.stages_of(rank))
+                how = (
+                    f"{case.schedule}{', recomputation' if case.recompute else ''}{', given list' * bool(case.actions)}"
+                )
+                sizes = (parts[0], parts[1].peak_bytes, parts[2].peak_bytes)
+                trials.append(Trial(number, case.model, rank, own, case.layout.num_blocks, how, *sizes))
+            if number % 25 == 24:
+                sys.stderr.write(f"{number + 1} of {arguments.plans}\n")
+    finally:
+        pool.close()
+    seconds = seconds_of_a_long_list(profiles["transformer", False])
+    out("| prediction | ranks | median error | worst | lowest | false fits | fits refused |")
+    out("|---|---|---|---|---|---|---|")
+    out("\n".join(summary(trials, name) for name in ("rehearsed", "folded")))
+    out("\n| model | ranks | rehearsed: worst | folded: median | highest | lowest |\n|---|---|---|---|---|---|")
+    for model in MODELS:
+        own = [trial for trial in trials if trial.model == model]
+        exact, ours = errors(own, "rehearsed"), errors(own, "folded")
+        out(
+            f"| {model} | {len(own)} | {max(map(abs, exact)):.3%} | {statistics.median(map(abs, ours)):.4%} | "
+            f"{max(ours):+.2%} | {min(ours):+.2%} |"
+        )
+    several = sum(trial.stages > 1 for trial in trials)
+    out(f"\n{arguments.plans} plans, {len(trials)} ranks, {several} of them with several stages")
+    out(f"a list of 10,000 actions: {seconds * 1e3:.1f} ms")
+    write_json(arguments.json, {"trials": [asdict(trial) for trial in trials], "seconds_per_list": seconds})
+
+
+def out(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,363 @@
+"""A rank's memory carried out storage by storage: the oracle of the fold.
+
+Every tensor is a storage with a size; a rank holds what any of its graphs, kept inputs, buffers and unconfirmed
+messages refer to, each storage once. Actions run layer by layer, receives and sends one by one as the executor does.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from varuna_capslog.engine.executor import acknowledgements
+from varuna_capslog.plans.parts import PlanStage, Units
+from varuna_capslog.plans.rules import stage_graph
+from varuna_capslog.profiles.action_bytes import ActionBytes
+from varuna_capslog.profiles.record import Observation, Profile, TensorRecord, layers_of_runs
+from varuna_capslog.profiles.runs import stage_runs
+from varuna_capslog.schedules import Action, Message, Recv, SendInstruction, lower
+
+Storage = tuple[str, int, int]
+"""("act" or "grad", microbatch, cut), ("inner", microbatch, layer) or ("sum", block, layer)."""
+WORK, BARE = 50, 20
+"""Bytes that every layer needs while it works, with a graph or a backward, and without."""
+AGAIN, AWAY = 1000, 2000
+"""Added to the microbatch of a tensor that is made again, and of one that comes back from the host tier."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """Layers with parameters, bytes that a graph keeps inside them, and whether it keeps their output as well."""
+
+    static: list[int]
+    gradients: list[int]
+    inner: list[int]
+    keeps_output: list[bool]
+    cuts: list[int]
+
+    @classmethod
+    def random(cls, draw: random.Random, size: int, even: bool, scale: int = 1) -> Model:
+        """`even`: all cuts are alike, so that what pairs of layers tell is exact for any range."""
+        cut = draw.randrange(1, 30) * scale
+        return cls(
+            [draw.randrange(500) * scale for _ in range(size)],
+            [draw.randrange(1, 40) * scale for _ in range(size)],
+            [draw.randrange(100, 200) * scale for _ in range(size)],
+            [*(draw.random() < 0.5 for _ in range(size - 1)), True],  # the loss reads the last one
+            [cut if even else draw.randrange(1, 30) * scale for _ in range(size + 1)],
+        )
+
+    def bytes(self, storages: Iterable[Storage]) -> int:
+        sizes = {"act": self.cuts, "grad": self.cuts, "inner": self.inner, "sum": self.gradients}
+        return sum(sizes[kind][place] for kind, _, place in set(storages))
+
+
+@dataclass
+class Rank:
+    """What one rank refers to. `peak` is the most since it was last set to 0; `host` what is in the host tier."""
+
+    model: Model
+    layers: Sequence[int]
+    holding: dict[object, set[Storage]] = field(default_factory=dict)
+    peak: int = 0
+    host: dict[object, set[Storage]] = field(default_factory=dict)
+    versions: dict[object, tuple[int, int]] = field(default_factory=dict)
+
+    def note(self, more: Iterable[Storage] = (), work: int = 0) -> None:
+        static = sum(self.model.static[layer] for layer in self.layers)
+        held = set().union(*self.holding.values(), more)
+        self.peak = max(self.peak, static + self.model.bytes(held) + work)
+
+    # -- one call of a stage
+
+    def forward(self, key: object, mb: int, first: int, end: int, graph: bool) -> None:
+        """Layers first .. end-1; the input is held by whoever calls. The output is left in holding["out"]."""
+        own = self.holding.setdefault(key, set())
+        for layer in range(first, end):
+            ends = [self.act(key, mb, cut, first) for cut in (layer, layer + 1)]
+            if graph:
+                own |= {ends[0], ("inner", mb, layer)}
+                if self.model.keeps_output[layer]:
+                    own.add(ends[1])
+            self.note(ends, WORK if graph else BARE)
+        self.holding["out"] = {ends[1]}
+
+    def act(self, key: object, mb: int, cut: int, first: int) -> Storage:
+        """The tensor at a cut: made again, or back from the host tier, it is another storage."""
+        input_version, version = self.versions.get(key, (0, 0))
+        return "act", mb + (input_version if cut == first else version), cut
+
+    def backward(self, key: object, mb: int, first: int, end: int, block: int) -> None:
+        """The same layers back; the gradient of the output is held by whoever calls and stays until the end."""
+        for layer in range(end - 1, first - 1, -1):
+            self.holding.setdefault("sums", set()).add(("sum", block, layer))
+            self.note({("grad", mb, layer)} if layer else (), WORK)
+            kept = [self.act(key, mb, cut, first) for cut in range(first, layer)]
+            kept += [self.act(key, mb, cut + 1, first) for cut in range(first, layer) if self.model.keeps_output[cut]]
+            self.holding[key] = {*kept, *(("inner", mb, one) for one in range(first, layer))}
+        del self.holding[key]
+        self.holding["out"] = {("grad", mb, first)} if first else set()
+
+
+def profile_of(model: Model, device: str) -> Profile:
+    """What estimating the model says: runs of single layers and of pairs, and what each action takes."""
+    rows, size = [], len(model.static)
+    for first, end in stage_runs(size):
+        layers, last = range(first, end), end == size
+        rank = Rank(model, layers)
+        static = sum(model.static[layer] for layer in layers)
+
+        def most(rank: Rank = rank, before: int = 0) -> int:
+            found, rank.peak = rank.peak - before, 0
+            return found
+
+        def level(rank: Rank = rank) -> int:
+            rank.peak = 0
+            rank.note()
+            return most(rank)
+
+        rank.holding["in"] = {("act", 0, first)}
+        began = level()
+        rank.forward("bare", 0, first, end, False)
+        bare = most(rank, began)
+        del rank.holding["bare"], rank.holding["out"]
+        rank.forward("graph", 0, first, end, True)
+        forward = most(rank, began)
+        del rank.holding["in"]
+        saved = model.bytes(rank.holding["graph"])
+        shared = 0 if last else model.bytes(rank.holding["graph"] & rank.holding["out"])
+        rank.holding["out"] = set() if last else {("grad", 0, end)}
+        began, graph = level(), set(rank.holding["graph"])
+        rank.holding["seed"] = rank.holding["out"]
+        rank.backward("graph", 0, first, end, 0)
+        first_backward = most(rank, began)
+        rank.holding |= {"graph": graph, "out": set()}
+        began = level()
+        rank.backward("graph", 0, first, end, 0)
+        backward = most(rank, began)
+        made = sum(model.gradients[layer] for layer in layers)
+        actions = ActionBytes(forward, bare, backward, first_backward, 0, made, shared)
+        peak = static + made + max(forward + model.cuts[first], backward + saved)
+        rows.append(
+            Observation(
+                (first, end), device, 1, [1], peak, static_bytes=static + made, saved_bytes=saved,
+                boundary_in_bytes=model.cuts[first], boundary_out_bytes=model.cuts[end], action_bytes=actions,
+            )
+        )  # fmt: skip
+    tensors = tuple(
+        TensorRecord("x", cut, place > 0, place - 1 if place else None, (place,))
+        for place, cut in enumerate(model.cuts)
+    )
+    names = [f"layer{number}" for number in range(size)]
+    return Profile(layers_of_runs(names, rows), observations=tuple(rows), tensors=tensors)
+
+
+class Machine:
+    """One rank at work; `bytes` gets the most of every action, and what was there while a message was let go."""
+
+    def __init__(
+        self, model: Model, stages: Sequence[PlanStage], units: Units, rows: Sequence[Sequence[Action]], rank: int
+    ) -> None:
+        self.model, self.stages, self.units = model, stages, units
+        own = [stage.layers[0] for stage in stages if stage.ranks == (rank,)]
+        self.rank = Rank(model, [layer for piece in own for layer in range(*piece)])
+        self.graph = stage_graph(stages, units)
+        lowered = lower(rows, [stage.layers[0][0] > 0 for stage in stages], self.graph)
+        self.program, self.known = lowered.programs[rank], acknowledgements(lowered, rank)
+        self.again = {(one.stage, one.microbatch) for row in rows for one in row if one.kind == "R"}
+        self.ready: set[tuple[int, int]] = set()
+        self.copies: list[object] = []
+        self.bytes: list[int] = []
+        self.host_bytes = 0
+
+    def run(self, ahead: int, ahead_bytes: int, one_memory: bool) -> None:
+        """The whole program; receives are posted so far ahead."""
+        pending = deque(item for item in self.program if isinstance(item, Recv))
+        posted: dict[Message, int] = {}
+        under_way: dict[int, deque[object]] = {}
+        confirmed: dict[int, int] = {}
+        holding, let_go = self.rank.holding, 0
+
+        def post() -> None:
+            while pending and one_memory:
+                message = pending[0].message
+                size = self.model.bytes([self.storage(message)])
+                if len(posted) >= ahead and sum(posted.values()) + size > ahead_bytes:
+                    return
+                pending.popleft()
+                posted[message] = size
+                holding["buffer", message] = {self.storage(message)}
+
+        post()
+        for item in self.program:
+            if isinstance(item, Recv):
+                holding["buffer", item.message] = {self.storage(item.message)}
+                posted.pop(item.message, None)
+                post()
+                before = self.level()
+                while confirmed.get(item.peer, 0) < self.known[item.message] and under_way.get(item.peer):
+                    holding.pop(under_way[item.peer].popleft(), None)
+                    confirmed[item.peer] = confirmed.get(item.peer, 0) + 1
+                let_go += before - self.level()
+            elif isinstance(item, SendInstruction):
+                key = "send", item.message
+                kept = holding.pop(("buffer", item.message))
+                if one_memory:
+                    holding[key] = kept
+                under_way.setdefault(item.peer, deque()).append(key)
+            else:
+                began, self.rank.peak = self.level() + let_go, 0
+                self.act(item, self.copy_waited(item))
+                self.bytes.append(max(self.rank.peak, began))
+                let_go = 0
+
+    def level(self) -> int:
+        kept, self.rank.peak = self.rank.peak, 0
+        self.rank.note()
+        found, self.rank.peak = self.rank.peak, kept
+        return found
+
+    def storage(self, message: Message) -> Storage:
+        stage, call = message.downstream
+        kind = "act" if message.kind == "activation" else "grad"
+        return kind, self.graph.microbatches[stage][call], self.stages[stage].layers[0][0]
+
+    def copy_waited(self, action: Action) -> list[object]:
+        """The copies that are waited for at the end of this action: those of the O before it."""
+        if action.kind in "OL":
+            return []
+        done, self.copies = self.copies, []
+        return done
+
+    def segments(self, number: int, call: int) -> list[tuple[int, int, str]]:
+        """(first, end, kind) of the parts of a stage that are treated alike in this call."""
+        first, end = self.stages[number].layers[0]
+        own = [one for one in self.program if isinstance(one, Action) and one.stage == number and one.kind in "FRBIW"]
+        place = next(place for place, one in enumerate(own) if (one.kind, one.microbatch) == ("F", call))
+        if own[place + 1].kind == "B" and own[place + 1].microbatch == call:
+            return [(first, end, "")]
+        found, reached = [], first
+        for one in self.stages[number].memory or ():
+            found += [(reached, one.first, "")] if reached < one.first else []
+            found.append((one.first, one.end, one.kind))
+            reached = one.end
+        return [*found, (reached, end, "")] if reached < end else found
+
+    def act(self, action: Action, waited: list[object]) -> None:
+        number, call, rank = action.stage, action.microbatch, self.rank
+        assert call is not None
+        holding, mb = rank.holding, self.graph.microbatches[number][call]
+        parts = self.segments(number, call)
+        keys = {part: (number, call, part[0]) for part in parts}
+        here, before = (number, call), self.graph.upstream[number][call]
+        after = self.graph.downstream[number][call]
+        offload = any(one == Action(number, "O", call) for one in self.program)
+        if action.kind == "F":
+            self._arrive(before, here, "activation")
+            for part in parts:
+                first, end, kind = part
+                holding["in"] = {("act", mb, first)}
+                if first == parts[0][0]:
+                    holding.pop(("buffer", before and Message("activation", before, here)), None)
+                if "recompute" in kind:
+                    holding[keys[part]] = {("act", mb, first)}
+                    rank.forward("none", mb, first, end, False)
+                    del holding["none"]
+                else:
+                    rank.forward(keys[part], mb, first, end, True)
+            del holding["in"]
+            out = holding.pop("out")
+            if after is not None:
+                holding["buffer", Message("activation", here, after)] = out
+            for part in parts:
+                if "offload" in part[2] and not offload:
+                    self._take_away(keys[part])
+            rank.note()
+        elif action.kind == "O":
+            for part in parts:
+                if "offload" in part[2]:
+                    leaving = "leaving", keys[part]
+                    kept = set(holding[keys[part]])
+                    self._take_away(keys[part])
+                    holding[leaving] = kept
+                    self.copies.append(leaving)
+            rank.note()
+        elif action.kind == "L":
+            for part in parts:
+                self._bring_back(keys[part])
+            rank.note()
+        elif action.kind == "R":
+            again = [part for part in parts if "recompute" in part[2]]
+            if again:
+                self._bring_back(keys[again[-1]])
+                self._rebuild(again[-1], keys, mb)
+                self.ready.add(keys[again[-1]])  # type: ignore[arg-type]
+            rank.note()
+        elif action.kind == "B":
+            self._backward(parts, keys, mb, (here, before, after))
+        for leaving in waited:
+            del holding[leaving]
+
+    def _arrive(self, source: tuple[int, int] | None, target: tuple[int, int], kind: str) -> None:
+        if source is None:
+            mb = self.graph.microbatches[target[0]][target[1]]
+            self.rank.holding["buffer", None] = {("act", mb, self.stages[target[0]].layers[0][0])}
+
+    def _take_away(self, key: object) -> None:
+        """All but what the loss reads."""
+        holding, last = self.rank.holding, len(self.model.static)
+        if key in holding:
+            kept = holding.pop(key)
+            holding["loss", key] = {one for one in kept if one[0] == "act" and one[2] == last}
+            self.rank.host[key] = kept - holding["loss", key]
+            self.host_bytes = max(self.host_bytes, sum(map(self.model.bytes, self.rank.host.values())))
+
+    def _bring_back(self, key: object) -> None:
+        if key in self.rank.host and key not in self.rank.holding:
+            self.rank.versions[key] = AWAY, AWAY
+            self.rank.holding[key] = self.rank.holding.pop(("loss", key)) | {
+                (kind, number + AWAY * (kind == "act"), place) for kind, number, place in self.rank.host[key]
+            }
+
+    def _rebuild(self, part: tuple[int, int, str], keys: dict[tuple[int, int, str], object], mb: int) -> None:
+        first, end, _ = part
+        holding, key = self.rank.holding, keys[part]
+        self.rank.versions[key] = self.rank.versions.get(key, (0, 0))[0], AGAIN
+        holding["in"] = {self.rank.act(key, mb, first, first)}
+        self.rank.forward(key, mb, first, end, True)
+        del holding["in"], holding["out"]
+
+    def _backward(self, parts: list, keys: dict, mb: int, ends: tuple) -> None:  # type: ignore[type-arg]
+        here, before, after = ends
+        rank, holding = self.rank, self.rank.holding
+        block = mb // self.units.of_block
+        buffer = ("buffer", after and Message("gradient", here, after))
+        for part in parts:
+            self._bring_back(keys[part])
+        rank.note()
+        for part in reversed(parts):
+            first, end, kind = part
+            if "recompute" in kind and keys[part] not in self.ready:
+                self._rebuild(part, keys, mb)
+            rank.backward(keys[part], mb, first, end, block)
+            holding.pop(buffer, None)
+            holding["seed"] = holding.pop("out")
+        gradient = holding.pop("seed")
+        if before is not None:
+            holding["buffer", Message("gradient", before, here)] = gradient
+        for part in parts:
+            rank.host.pop(keys[part], None)
+            rank.versions.pop(keys[part], None)
+        calls = self.graph.microbatches[here[0]]
+        served = [one // self.units.of_block for one in calls]
+        if here[1] + 1 == len(calls) or served[here[1] + 1] != served[here[1]]:
+            self._close(here[0], block, served[0])
+
+    def _close(self, number: int, block: int, oldest: int) -> None:
+        """A block's sums are added to the oldest block's where no other rank holds the layer."""
+        for layer in range(*self.stages[number].layers[0]):
+            ranks = {stage.ranks for stage in self.stages if layer in range(*stage.layers[0])}
+            if block != oldest and len(ranks) == 1:
+                self.rank.holding["sums"].discard(("sum", block, layer))

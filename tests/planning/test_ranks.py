@@ -1,0 +1,140 @@
+"""Plans judged by their ranks: what each holds, what lacks, and when nothing can be said."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+
+from tests.memory.chains import SHORT
+from tests.memory.machine import Model, profile_of
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.units import format_bytes
+from varuna_capslog.memory.fold import fold
+from varuna_capslog.memory.headroom import Headroom
+from varuna_capslog.planning.ranks import fold_plan, judged, with_rank_bytes
+from varuna_capslog.planning.search import plan as search
+from varuna_capslog.planning.simulation import simulate_plan
+from varuna_capslog.plans.parts import MemoryInterval, PlanRank, PlanStage, Shortfall, Units
+from varuna_capslog.plans.plan import Plan
+from varuna_capslog.profiles.record import Profile
+from varuna_capslog.schedules import RunShape, schedule_of, to_strings
+
+RUN = RunShape(8, "1f1b", False)
+MODEL = Model.random(random.Random(3), 6, True)
+STAGES = (
+    PlanStage(((0, 2),), (0,)),
+    PlanStage(((2, 4),), (1,), memory=(MemoryInterval(2, 4, "recompute"),)),
+    PlanStage(((4, 6),), (0,)),
+)
+
+
+def plan_with(*capacities: int | None) -> Plan:
+    ranks = tuple(PlanRank(capacity_bytes=one) for one in capacities)
+    return Plan(6, STAGES, Units(8, 1, 1), "1f1b", ranks=ranks)
+
+
+def seconds(profile: Profile) -> Profile:
+    rows = [dataclasses.replace(row, forward_seconds=1.0, backward_seconds=2.0) for row in profile.layers]
+    return dataclasses.replace(profile, layers=tuple(rows))
+
+
+def test_every_rank_is_judged_by_all_its_stages() -> None:
+    profile = profile_of(MODEL, "cpu")
+    first, second = (one.peak_bytes for one in fold_plan(profile, plan_with(), RUN))
+    found = judged(profile, plan_with(first, second), RUN)
+    assert (found.fits, found.peak_bytes, found.memory_model) == (True, max(first, second), "ranks")
+    assert [one.bytes for one in found.ranks] == [first, second]
+    less = judged(profile, plan_with(first - 1, second), RUN)
+    assert (less.fits, less.shortfall) == (False, Shortfall(None, 1, rank=0))
+    assert less.notes == (
+        f"does not fit: rank 0 needs {format_bytes(first)} of {format_bytes(first - 1)}, 1 B too much",
+    )
+    # a rank without a capacity has no limit; without any, the plan fits
+    assert judged(profile, plan_with(None, second - 1), RUN).shortfall == Shortfall(None, 1, rank=1)
+    assert judged(profile, plan_with(), RUN).fits is True
+
+
+def test_only_stages_that_recompute_have_an_r() -> None:
+    """A named schedule would give one to every stage."""
+    profile, plan = profile_of(MODEL, "cpu"), plan_with()
+    rows = schedule_of("1f1b", plan.stage_graph(), True)
+    rows = [[one for one in row if one.kind != "R" or one.stage == 1] for row in rows]
+    assert fold_plan(profile, plan, RUN) == fold(profile, STAGES, plan.units, rows, RUN)
+
+
+def test_a_plans_own_lists_are_folded() -> None:
+    """GPipe's order holds more than that of the schedule that the config names."""
+    profile, plan = (
+        profile_of(MODEL, "cpu"),
+        Plan(6, (STAGES[0], STAGES[2], PlanStage(((2, 4),), (1,))), Units(8, 1, 1)),
+    )
+    rows = schedule_of("gpipe", plan.stage_graph(), False)
+    listed = dataclasses.replace(plan, actions=tuple(map(tuple, to_strings(rows))))
+    assert fold_plan(profile, listed, RUN) == fold(profile, plan.stages, plan.units, rows, RUN)
+    assert fold_plan(profile, listed, RUN)[0].peak_bytes > fold_plan(profile, plan, RUN)[0].peak_bytes
+
+
+def test_the_rehearsal_has_the_last_word() -> None:
+    profile = profile_of(MODEL, "cpu")
+    sizes = [one.peak_bytes for one in fold_plan(profile, plan_with(), RUN)]
+    found = judged(profile, plan_with(*sizes), RUN, lambda: [sizes[0] - 2, sizes[1] + 3])
+    assert [one.bytes for one in found.ranks] == [sizes[0] - 2, sizes[1] + 3]
+    assert found.shortfall == Shortfall(None, 3, rank=1)
+    assert found.notes[-1].endswith("when its own program is rehearsed")
+
+    def never() -> list[int]:
+        raise AssertionError("nothing to confirm")
+
+    assert judged(profile, plan_with(1, 1), RUN, never).fits is False
+    assert judged(profile, plan_with(), RUN, never).fits is True
+
+
+def test_a_profile_of_peaks_alone_is_always_rehearsed() -> None:
+    """It does not say which action takes how much; a model that cannot be rehearsed is named."""
+    profile = profile_of(MODEL, "cpu")
+    rows = tuple(dataclasses.replace(row, action_bytes=None) for row in profile.observations)
+    measured = dataclasses.replace(profile, observations=rows)
+    assert judged(measured, plan_with(9, 9), RUN, lambda: [8, 9]).fits is True
+
+    def cannot() -> list[int]:
+        raise CapslogError("layers 0 to 1 cannot run on fake tensors")
+
+    found = judged(measured, plan_with(1 << 40, 1 << 40), RUN, cannot)
+    assert found.fits is True
+    assert found.notes[-1].endswith("not confirmed by a rehearsal: layers 0 to 1 cannot run on fake tensors")
+    estimate = dataclasses.replace(profile, source="estimated")
+    with pytest.raises(CapslogError, match="cannot run on fake tensors"):
+        judged(estimate, plan_with(1 << 40, 1 << 40), RUN, cannot)
+    # what was measured on CUDA counts more than a rehearsal, which knows no kernel's workspace
+    assert judged(profile_of(MODEL, "cuda"), plan_with(1 << 40, 1 << 40), RUN, cannot).notes == ()
+
+
+def test_what_cannot_be_said_is_null_and_says_why() -> None:
+    plan = Plan(3, (PlanStage(((0, 3),), (0,)),), Units(4, 1, 1), "1f1b", ranks=(PlanRank(capacity_bytes=9),))
+    found = judged(SHORT, plan, RUN)
+    assert (found.fits, found.ranks[0].bytes) == (None, None)
+    assert "memory model 'ranks' needs observations" in found.notes[0]
+    with pytest.raises(CapslogError, match="the profile has 3 layers, the plan 6"):
+        fold_plan(SHORT, plan_with(), RUN)
+    low = dataclasses.replace(profile_of(MODEL, "cpu"), conditions={"limits": ["bfloat16"]})
+    assert "the estimate is too low for bfloat16" in judged(low, plan_with(9, 9), RUN).notes[0]
+
+
+def test_the_host_tier_counts_where_it_is_the_same_memory() -> None:
+    plan = plan_with(100, 100)
+    for shared, fits in ((True, False), (False, True)):
+        found = with_rank_bytes(plan, [90, 80], [11, 0], Headroom(), shared)
+        assert (found.fits, [one.host_bytes for one in found.ranks]) == (fits, [11, None])
+
+
+def test_the_search_and_the_simulation_show_the_fold() -> None:
+    profile = seconds(profile_of(MODEL, "cuda"))
+    found = search(profile, 2, memory="ranks", run=RUN)
+    peaks = [one.peak_bytes for one in fold_plan(profile, found, RUN)]
+    assert (found.memory_model, list(found.stage_bytes or ())) == ("ranks", peaks)
+    step = simulate_plan(profile, plan_with(), recompute=False)
+    folds = fold_plan(profile, plan_with(), RUN)
+    assert step.pipelines[0].rank_bytes == [one.peak_bytes for one in folds]
+    assert step.to_json()["pipelines"][0]["rank_peak_bytes"] == step.pipelines[0].rank_bytes

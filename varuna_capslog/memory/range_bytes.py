@@ -1,0 +1,224 @@
+"""What any range of layers takes at its actions, from the runs of single layers and of pairs.
+
+`fold` asks for whole stages and for the parts of a stage that are treated alike. Each number is a maximum over saved
+prefixes as in `composition`, one per action. A profile whose rows have no `action_bytes` knows one peak for all
+actions, and every action then counts with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+
+from varuna_capslog.memory.composition import observed
+from varuna_capslog.memory.costs import Bytes
+from varuna_capslog.memory.inflight import one_in_flight
+from varuna_capslog.profiles.record import Observation, Profile
+
+__all__ = ["RangeBytes"]
+
+
+class RangeBytes:
+    """The bytes of one profile's layers.
+
+    Args:
+        model: the memory model that asks, for errors.
+        recompute: whether rows of a run with recomputation are wanted, where there is a choice.
+
+    Raises CapslogError naming the run or field that the profile lacks.
+
+    Attributes:
+        one_memory: the device is the CPU, so that messages and what waits on the host share its memory.
+        told: whether the rows say what each action takes.
+        crossing, gradient: bytes of the tensors, and of their gradients, across the cuts 0 .. L; where `told` is False
+            the gradients are part of every backward.
+        carries: cut -> whether gradients cross it.
+        shared_parameters: those that several layers use.
+        gradients: of each layer's parameters [L]; where the rows do not tell, by the layers' parameter_bytes; where
+            these are missing too, 0: gradients then count as resident.
+    """
+
+    def __init__(self, profile: Profile, model: str, recompute: bool) -> None:
+        single, pair = observed(profile, model, "recompute" if recompute else "none")
+        self._profile, self.num_layers, self.shared_parameters = profile, profile.num_layers, profile.shared
+        self.one_memory = single[0].device == "cpu"
+        rows = (*single, *pair)
+        self.told = all(row.action_bytes is not None for row in rows)
+        self.crossing, self.gradient = self._cuts(single)
+        self.carries = [cut > 0 and (size > 0 or not profile.tensors) for cut, size in enumerate(self.gradient)]
+        if not self.told:
+            self.gradient = [0] * len(self.gradient)
+        self._saved, more = _column(single, "saved_bytes"), _column(pair, "saved_bytes")
+        self._more_saved = more - self._saved[:-1]
+        self.gradients = self._part(single, "gradient_bytes") if self.told else _likely_gradients(profile, single)
+        self._update, self._shared = self._part(single, "update_bytes"), self._part(single, "shared_bytes")
+        self._pair_shared = self._part(pair, "shared_bytes")
+        held = _column(single, "static_bytes") - self.gradients
+        self._resident = held
+        together = self._part(pair, "gradient_bytes") if self.told else self.gradients[:-1] + self.gradients[1:]
+        self._more_resident = _column(pair, "static_bytes") - together - held[:-1]
+        actions = ("forward_bytes", "bare_bytes", "backward_bytes", "first_backward_bytes")
+        self._single = {name: self._beside(single, name) for name in actions}
+        self._pair = {name: self._beside(pair, name) - self._saved[:-1] for name in actions}
+        self._known: dict[tuple[object, ...], int] = {}
+
+    def saved(self, first: int, end: int) -> int:
+        """What a forward of the range keeps for its backward, its inputs included."""
+        return int(self._saved[first] + self._more_saved[first : end - 1].sum())
+
+    def forward(self, first: int, end: int) -> int:
+        """The most of a forward or recomputation that keeps its graph, its inputs included."""
+        return self._once(("F", first, end), lambda: int(self._prefixes("forward_bytes", first, end).max()))
+
+    def bare(self, first: int, end: int) -> int:
+        """The most of a forward that keeps only its inputs, these included."""
+        alone = self._single["bare_bytes"][first:end]
+        if not self.told or end == first + 1:
+            return min(int(alone.max()), self.forward(first, end)) if not self.told else int(alone[0])
+        beside = [self.crossing[first] - self.passed(first, layer) for layer in range(first + 1, end)]
+        return max(int(alone[0]), int((alone[1:] + np.array(beside)).max()))
+
+    def backward(self, first: int, end: int, makes_gradients: bool = False) -> int:
+        """The most of a backward, its graph and the gradients of its outputs included.
+
+        makes_gradients: it makes those of the parameters, which count too.
+        """
+
+        def found() -> int:
+            if not makes_gradients:
+                return int((self._prefixes("backward_bytes", first, end) + self._seeds(first, end)).max())
+            behind = np.cumsum(self.gradients[first:end][::-1])[::-1] + self._seeds(first, end)
+            if self.told:  # the layer's own are in what its first backward takes
+                behind = behind - self.gradients[first:end]
+            return int((self._prefixes("first_backward_bytes", first, end) + behind).max())
+
+        return self._once(("B", first, end, makes_gradients), found)
+
+    def made(self, first: int, end: int) -> int:
+        """Bytes of the gradients of the range's parameters, each use of a shared one counted."""
+        return int(self.gradients[first:end].sum())
+
+    def shared(self, first: int, end: int) -> int:
+        """The part of the range's outputs that its graph keeps too."""
+        return int(self._shared[first] if end == first + 1 else self._pair_shared[end - 2])
+
+    def passed(self, first: int, end: int) -> int:
+        """Bytes of the tensors that cross cut `first` and, untouched, cut `end`; 0 where the profile has no tensors."""
+        return self._once(("P", first, end), lambda: sum(size for size, _, _ in self._across(first, end)))
+
+    def read_with_gradient(self, first: int, end: int) -> int:
+        """Bytes of the inputs that the range's graph keeps for their gradients, as far as the profile knows."""
+        return sum(
+            one.bytes
+            for one in self._profile.tensors
+            if one.gradient
+            and (one.writer is None or one.writer < first)
+            and any(first <= reader < end for reader in one.readers)
+        )
+
+    def resident(self, layers: Collection[int]) -> int:
+        """What a rank of these layers always holds: parameters, moments, buffers (and gradients, see `gradients`)."""
+        total = sum(
+            int(self._more_resident[layer - 1] if layer - 1 in layers else self._resident[layer]) for layer in layers
+        )
+        for one in self._profile.shared:
+            uses = [layer for layer in one.layers if layer in layers]
+            # pairs know of uses in neighbouring layers
+            apart = sum(after - before > 1 for before, after in pairwise(uses))
+            trained = all(self.gradients[layer] >= one.bytes for layer in uses)
+            total -= apart * one.bytes * (3 if trained else 1)
+        return total
+
+    def update(self, layers: Collection[int]) -> int:
+        """The most between the last backward and the end of the step, beside everything that is resident."""
+        return max((int(self._update[layer]) for layer in layers), default=0)
+
+    def _once(self, key: tuple[object, ...], make: Callable[[], int]) -> int:
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
+
+    def _prefixes(self, name: str, first: int, end: int) -> Bytes:
+        """The most while each layer of the range is at work, what the layers before it saved included."""
+        held = self._saved[first] + np.append(0, np.cumsum(self._more_saved[first : max(first, end - 2)]))
+        found = np.empty(end - first, dtype=np.int64)
+        found[0] = self._single[name][first]
+        found[1:] = held[: end - first - 1] + self._pair[name][first : end - 1]
+        return found
+
+    def _seeds(self, first: int, end: int) -> Bytes:
+        """For each layer of the range: by how much the gradient with which its graph's backward began, and which lives
+        as long as that backward, exceeds that of the layer's own outputs.
+
+        Layers share a graph where each tensor with a gradient is read by the next layer alone (`engine/stage`).
+        """
+        found = np.zeros(end - first, dtype=np.int64)
+        until = end
+        for layer in range(end - 1, first - 1, -1):
+            until = until if self._joined[layer + 1] else layer + 1
+            found[layer - first] = max(0, self.gradient[until] - self.gradient[layer + 1])
+        return found
+
+    @cached_property
+    def _joined(self) -> list[bool]:
+        """cut -> whether one graph may hold the layers on both sides of it; no cut where the tensors are not known."""
+        joined = [bool(self._profile.tensors)] * (self.num_layers + 1)
+        for one in self._profile.tensors:
+            if one.gradient:
+                for cut in range((one.writer or 0) + 1, one.readers[-1] + 1):
+                    joined[cut] &= one.writer == cut - 1 and one.readers == (cut,)
+        return joined
+
+    def _part(self, rows: Sequence[Observation], name: str) -> Bytes:
+        if not self.told:
+            return np.zeros(len(rows), dtype=np.int64)
+        return np.array([getattr(row.action_bytes, name) for row in rows], dtype=np.int64)
+
+    def _beside(self, rows: Sequence[Observation], name: str) -> Bytes:
+        """The most of an action, with its inputs, or its graph and the gradients of its outputs."""
+        if not self.told:
+            kept = [one_in_flight(row, self._profile) for row in rows]
+            return np.array([row.peak_bytes - (row.static_bytes or 0) for row in kept], dtype=np.int64)
+        begin, end = (np.array([row.layers[side] for row in rows], dtype=np.int64) for side in (0, 1))
+        if "backward" in name:
+            last = end == self.num_layers
+            there = _column(rows, "saved_bytes") + np.where(last, 0, np.array(self.gradient)[end])
+        else:
+            there = np.array(self.crossing)[begin]
+        return self._part(rows, name) + there
+
+    def _cuts(self, single: Sequence[Observation]) -> tuple[list[int], list[int]]:
+        cuts = range(self.num_layers + 1)
+        if self._profile.tensors:
+            across = [self._across(cut, cut) for cut in cuts]
+            sizes = [sum(size for size, _, _ in some) for some in across]
+            return sizes, [sum(size for size, gradient, _ in some if gradient) for some in across]
+        sizes = [single[0].boundary_in_bytes or 0, *(row.boundary_out_bytes or 0 for row in single)]
+        return sizes, [0, *sizes[1:]]
+
+    def _across(self, first: int, end: int) -> list[tuple[int, bool, str]]:
+        """(bytes, gradient, name) of the tensors that cross both cuts."""
+        return [one for one, writer, last in self._lives if writer < first and last >= end]
+
+    @cached_property
+    def _lives(self) -> list[tuple[tuple[int, bool, str], int, int]]:
+        return [
+            ((one.bytes, one.gradient, one.name), -1 if one.writer is None else one.writer, one.readers[-1])
+            for one in self._profile.tensors
+        ]
+
+
+def _likely_gradients(profile: Profile, single: Sequence[Observation]) -> Bytes:
+    """Gradients of layers whose rows do not tell them: what is static is a parameter, its gradient and two moments."""
+    static, layers = _column(single, "static_bytes"), profile.layers
+    if any(layer.parameter_bytes is None for layer in layers):
+        return np.zeros(len(single), dtype=np.int64)
+    parameters = np.array([layer.parameter_bytes for layer in layers], dtype=np.int64)
+    return np.clip((static - parameters) // 3, 0, parameters)
+
+
+def _column(rows: Sequence[Observation], name: str) -> Bytes:
+    return np.array([getattr(row, name) for row in rows], dtype=np.int64)

@@ -1,0 +1,125 @@
+"""What every rank of a plan holds, and whether that fits: for plans that are more than one stage per rank.
+
+`start/prepare` judges given plans and cut lists here, the search a plan of memory model `ranks`, and `simulate` shows
+the bytes. `memory/fold` computes them; a rehearsal, which needs torch, is passed in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.memory.fold import MODEL, RankFold, fold
+from varuna_capslog.memory.headroom import Headroom
+from varuna_capslog.planning.verdict import judge_ranks, predictable
+from varuna_capslog.plans.parts import PlanRank, Units, scheduled
+from varuna_capslog.plans.plan import Plan
+from varuna_capslog.plans.rules import stage_graph
+from varuna_capslog.profiles.record import Profile
+from varuna_capslog.schedules import RunShape, Schedule, from_strings
+
+__all__ = ["fold_plan", "judged", "with_rank_bytes"]
+
+
+def fold_plan(profile: Profile, plan: Plan, run: RunShape) -> list[RankFold]:
+    """The bytes of every rank at every position of its list.
+
+    Args:
+        run: what the plan leaves to the config: in the short form the microbatches and blocks of the pipeline, and for
+            stages whose memory is null, whether they recompute.
+
+    Raises CapslogError for what schedules do not describe (pieces, splits, grains), units that are not known, and what
+    the profile lacks.
+    """
+    if profile.num_layers != plan.num_layers:
+        raise CapslogError(
+            f"the profile has {profile.num_layers} layers, the plan {plan.num_layers}; give the profile that the plan "
+            "was made for"
+        )
+    units = Units(plan.units.per_step or run.num_microbatches, None, plan.units.blocks or run.num_blocks)
+    name = plan.schedule or run.schedule
+    shape = dataclasses.replace(run, schedule=name, num_microbatches=units.per_step, num_blocks=units.blocks or 1)
+    return fold(profile, plan.stages, units, _actions(plan, units, shape), shape)
+
+
+def judged(profile: Profile, plan: Plan, run: RunShape, rehearse: Callable[[], Sequence[int]] | None = None) -> Plan:
+    """The plan with the bytes of its ranks, and whether each fits its device.
+
+    Where that cannot be said, `fits` is None and a note says why.
+
+    Args:
+        run: as for `fold_plan`.
+        rehearse: gives the peak of every rank from its own program, on fake tensors. Where there is a capacity it has
+            the last word on ranks that fit by the fold of an estimate, or of any profile of the CPU, and on all ranks
+            where the profile does not say what each action takes. A model that it cannot run is named in a note, unless
+            the profile itself is an estimate.
+    """
+    gaps = predictable(profile, run.microbatch_size)
+    if gaps:
+        return dataclasses.replace(plan, fits=None, shortfall=None, notes=(*plan.notes, *gaps))
+    try:
+        folds = fold_plan(profile, plan, run)
+    except CapslogError as error:
+        note = f"fits and the ranks' bytes are unknown: {error}"
+        return dataclasses.replace(plan, fits=None, shortfall=None, notes=(*plan.notes, note))
+    # on the CPU the host tier is the device's own memory
+    shared = bool(profile.observations) and profile.observations[0].device == "cpu"
+    host = [one.host_bytes for one in folds]
+    headroom = Headroom.of(profile)
+    found = with_rank_bytes(plan, [one.peak_bytes for one in folds], host, headroom, shared)
+    if rehearse is None or all(one.capacity_bytes is None for one in found.ranks):
+        return found
+    estimated = profile.source == "estimated"
+    told = all(row.action_bytes is not None for row in profile.observations)
+    if told and not (found.fits and (estimated or shared)):
+        return found
+    try:
+        sizes = rehearse()
+    except CapslogError as error:
+        if estimated:
+            raise
+        note = f"the ranks' bytes are not confirmed by a rehearsal: {error}"
+        return dataclasses.replace(found, notes=(*found.notes, note))
+    return with_rank_bytes(plan, sizes, host, headroom, shared, " when its own program is rehearsed")
+
+
+def with_rank_bytes(
+    plan: Plan, sizes: Sequence[int], host: Sequence[int], headroom: Headroom, shared: bool, how: str = ""
+) -> Plan:
+    """The plan with these peaks of its ranks, judged.
+
+    Args:
+        host: bytes of the host tier. shared: they count against the same capacity.
+        how: how the peaks are known, for the sentence that says what does not fit.
+    """
+    together = [size + (more if shared else 0) for size, more in zip(sizes, host, strict=True)]
+    verdict = judge_ranks(plan, together, headroom)
+    ranks = tuple(
+        dataclasses.replace(
+            plan.ranks[rank] if rank < len(plan.ranks) else PlanRank(),
+            bytes=size,
+            host_bytes=more or None,
+        )
+        for rank, (size, more) in enumerate(zip(sizes, host, strict=True))
+    )
+    fits = verdict is None or verdict.fits
+    found = dataclasses.replace(
+        plan,
+        ranks=(*ranks, *plan.ranks[len(ranks) :]),
+        peak_bytes=max(sizes),
+        memory_model=MODEL,
+        fits=None,
+        shortfall=None,
+    )
+    if verdict is None or fits:
+        return dataclasses.replace(found, fits=fits)
+    note = f"does not fit: {verdict.lack}{how}"
+    return dataclasses.replace(found, fits=False, shortfall=verdict.shortfall(None), notes=(*plan.notes, note))
+
+
+def _actions(plan: Plan, units: Units, run: RunShape) -> Schedule:
+    """Each rank's list: the plan's own, or that of its schedule."""
+    if plan.actions is not None:
+        return from_strings(plan.actions)
+    return scheduled(run.schedule, plan.stages, stage_graph(plan.stages, units), run)

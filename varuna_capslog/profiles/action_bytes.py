@@ -1,0 +1,41 @@
+"""What one microbatch takes at each of its actions on a stage; a part of an observation.
+
+An estimate reads it from the stage's own program, and the fold of a rank's actions (`memory/fold`) adds it up. Without
+it only a stage's peak is known, whichever action it belongs to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from varuna_capslog.base import fields
+
+__all__ = ["ActionBytes"]
+
+
+@dataclass(frozen=True)
+class ActionBytes:
+    """Bytes of one microbatch on one stage, each the most beside what was there when the action began.
+
+    forward_bytes: of a forward, or a recomputation, that keeps its graph; its inputs were there.
+    bare_bytes: of a forward that keeps no graph; its inputs were there.
+    backward_bytes: of a backward where the parameters have gradients already; its graph and the gradients of its
+        outputs were there.
+    first_backward_bytes: of a backward that makes the parameters' gradients.
+    update_bytes: between the last backward and the end of the step, beside static_bytes.
+    gradient_bytes: the parameters' gradients, a part of static_bytes.
+    shared_bytes: the part of boundary_out_bytes whose storages the graph keeps as well.
+    """
+
+    forward_bytes: int
+    bare_bytes: int
+    backward_bytes: int
+    first_backward_bytes: int
+    update_bytes: int
+    gradient_bytes: int
+    shared_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        for one in dataclasses.fields(self):
+            object.__setattr__(self, one.name, fields.whole(getattr(self, one.name), one.name))

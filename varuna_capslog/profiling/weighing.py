@@ -1,0 +1,157 @@
+"""What each action of a stage takes: read from a step of a real run, or from a step on fake tensors.
+
+`trim` and `estimation/hollow` call it. `ActionWeights` makes an observation's `action_bytes` from what was live before,
+during and after every action; `ActionProbe` reads these numbers from the device's allocator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.profiler import record_function
+
+from varuna_capslog.engine.pipeline import PipelineEngine
+from varuna_capslog.engine.probe import PeakProbe, _allocations
+from varuna_capslog.engine.stage import MicrobatchContext, Stage
+from varuna_capslog.profiles.action_bytes import ActionBytes
+
+__all__ = ["ActionProbe", "ActionWeights", "Window"]
+
+_MARK = "capslog action "
+
+
+class Window(NamedTuple):
+    """Live bytes when an action began, the most while it was at work, and when it had ended."""
+
+    before: int
+    most: int
+    after: int
+
+
+class ActionWeights:
+    """Collects the windows of one stage's actions in a step after the first.
+
+    engine: its options list the actions, and its layers hold the gradients.
+    """
+
+    def __init__(self, engine: PipelineEngine) -> None:
+        self._engine = engine
+        self._rows = engine.options.actions or ()
+        self._most = dict.fromkeys(("forward", "bare", "backward", "first_backward"), 0)
+        self._shared_bytes = self._gradient_bytes = 0
+
+    def add(self, kind: str, stage: Stage, context: MicrobatchContext, window: Window, saved_bytes: int) -> None:
+        """One action.
+
+        saved_bytes: what a forward of the stage keeps.
+        """
+        first = context.index == 0
+        name = "first_backward" if first else "backward"
+        if kind != "B":
+            again = f"{stage.index}R{context.index}"
+            name = "bare" if kind == "F" and any(again in row for row in self._rows) else "forward"
+        self._most[name] = max(self._most[name], window.most - window.before)
+        if first and kind == "F" and name == "forward" and stage.end < len(context.specs) - 1:
+            sizes = [sum(spec.num_bytes for spec in context.specs[cut].values()) for cut in (stage.first, stage.end)]
+            grown = window.after - window.before
+            self._shared_bytes = min(sizes[1], max(0, saved_bytes + sizes[1] - sizes[0] - grown))
+
+    def count_gradients(self) -> None:
+        """Between backward and update, when all gradients are there."""
+        parameters = [one for layer in self._engine.layers for one in layer.parameters.values()]
+        storages = [one.grad.untyped_storage() for one in parameters if one.grad is not None]
+        # by identity: fake tensors have no address
+        self._gradient_bytes = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+    def result(self, update_bytes: int) -> ActionBytes:
+        """What each action takes.
+
+        update_bytes: the most after the last action, beside what is static.
+        """
+        # where every forward kept its graph, one that keeps none takes no more; frozen layers have no graph to keep
+        bare, kept = self._most["bare"], self._most["forward"]
+        most = {f"{name}_bytes": size for name, size in self._most.items()}
+        most |= {"bare_bytes": bare or kept, "forward_bytes": max(bare, kept)}
+        return ActionBytes(
+            **most,
+            update_bytes=max(0, update_bytes),
+            gradient_bytes=self._gradient_bytes,
+            shared_bytes=self._shared_bytes,
+        )
+
+
+class ActionProbe(PeakProbe):
+    """A `PeakProbe` that also gives the window of every action inside it.
+
+    Attributes, set when the block has ended:
+        windows: in the order of their begins.
+        end_bytes: the most after the last window.
+    """
+
+    def __init__(self, device: torch.device, held: Iterable[Tensor] = ()) -> None:
+        super().__init__(device, held)
+        self._highest = 0
+        self.windows: list[Window] = []
+        self.end_bytes = 0
+
+    @contextlib.contextmanager
+    def action(self) -> Iterator[None]:
+        """Around one action."""
+        if self._device.type != "cuda":
+            self.windows.append(Window(0, 0, 0))
+            with record_function(f"{_MARK}{len(self.windows) - 1}"):
+                yield
+            return
+        self._since_reset()
+        before = torch.cuda.memory_allocated(self._device)
+        yield
+        most = self._since_reset()
+        self.windows.append(Window(before, most, torch.cuda.memory_allocated(self._device)))
+
+    def __exit__(self, *raised: Any) -> None:
+        profile, held = self._profile, dict(self._held)
+        super().__exit__(*raised)
+        self.end_bytes = self.peak_bytes
+        self.peak_bytes = max(self.peak_bytes, self._highest)
+        if profile is not None and profile.kineto_results is not None:
+            self._read(profile.kineto_results.experimental_event_tree(), held)
+
+    def _since_reset(self) -> int:
+        """CUDA: the most since the last call."""
+        most = torch.cuda.max_memory_allocated(self._device)
+        self._highest = max(self._highest, most)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return most
+
+    def _read(self, tree: Any, held: dict[int, int]) -> None:
+        """CPU: the windows between the marks, from every allocation."""
+        marks: dict[int, tuple[int, int]] = {}
+        waiting = list(tree)
+        while waiting:
+            event = waiting.pop()
+            waiting.extend(event.children)
+            if event.name.startswith(_MARK):
+                marks[int(event.name.removeprefix(_MARK))] = event.start_time_ns, event.end_time_ns
+        # a mark that begins at a time comes before the allocations of that time, one that ends behind them
+        course = [(time, 1, address, size) for time, address, size in _allocations(tree)]
+        course += [(begin, 0, number, 0) for number, (begin, _) in marks.items()]
+        course += [(end, 2, number, 0) for number, (_, end) in marks.items()]
+        live, current = dict(held), sum(held.values())
+        most, before = current, 0
+        for _, what, key, size in sorted(course, key=lambda one: one[:2]):
+            if what == 0:
+                before = most = current
+            elif what == 2:
+                self.windows[key] = Window(before, most, current)
+                most = current
+            else:
+                current -= live.pop(key, 0)
+                if size > 0:
+                    live[key] = size
+                    current += size
+                    most = max(most, current)
+        self.end_bytes = most
