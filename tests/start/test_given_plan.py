@@ -89,7 +89,6 @@ def test_the_configs_capacity_replaces_that_of_the_file(tmp_path: Path) -> None:
         ({"minibatch_size": 16}, {}, "units.per_step is 4, but the config makes it 8"),
         ({"microbatch_size": 1}, {}, "units.per_step is 4, but the config makes it 8"),
         ({"accumulation_blocks": 2}, {}, "units.blocks is 4, but train.accumulation_blocks=2"),
-        ({}, {"elastic": {"enabled": True}}, "which an elastic run cannot begin with yet; set elastic.enabled=false"),
     ],
 )
 def test_what_contradicts_the_plan_is_refused(

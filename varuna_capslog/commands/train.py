@@ -182,11 +182,18 @@ def _run_elastic(settings: Config, options: HostOptions, continued: str) -> None
 def _spread(given: HostFlags) -> tuple[Config, int]:
     """The config for all machines that begin, and the workers of this one."""
     from varuna_capslog.config.reading import load_config
+    from varuna_capslog.start.given_plan import with_given_plan
 
     overrides, nnodes, nproc = [*(given.overrides or ()), "elastic.enabled=true"], given.nnodes, given.nproc
-    settings = load_config(given.config, overrides)
+    tell = lambda line: typer.echo(f"capslog: {line}", err=True)  # noqa: E731
+    settings = with_given_plan(load_config(given.config, overrides), tell)
     replicas, wanted = settings.pipeline.replicas, settings.world_size
-    if nproc is None:
+    if settings.pipeline.plan is not None and nproc not in (None, wanted / nnodes):
+        raise CapslogError(
+            f"--nnodes {nnodes} x --nproc {nproc} is given, but pipeline.plan={settings.pipeline.plan} runs on "
+            f"{wanted} ranks; give numbers that make {wanted}"
+        )
+    if nproc is None or settings.pipeline.plan is not None:
         if wanted % nnodes:
             raise CapslogError(f"{wanted} workers cannot be spread evenly over --nnodes {nnodes}; give --nproc")
         return settings, wanted // nnodes

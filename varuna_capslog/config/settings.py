@@ -132,7 +132,7 @@ class Pipeline(Section):
 
     plan: Path | None = None
     """A plan file to run as it is; it replaces devices, replicas, planner, schedule, recompute and stage_inputs.
-    After a change of membership the planner decides anew."""
+    In an elastic run the planner decides anew for any other number of devices than the plan's."""
 
     schedule: Literal["gpipe", "1f1b", "varuna"] = "varuna"
     """Order of forward and backward passes."""

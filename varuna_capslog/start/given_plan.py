@@ -38,11 +38,6 @@ def with_given_plan(config: Config, say: Callable[[str], object] = lambda line: 
     changed = [f"{name}={value}" for name, value in given.items() if pipeline[name] != value]
     if changed:
         say(f"{path} decides: pipeline.{', pipeline.'.join(changed)}")
-    if config.elastic.enabled and not plan.short:
-        raise CapslogError(
-            f"{path} has {len(plan.stages)} stages in the full form, which an elastic run cannot begin with yet; set "
-            "elastic.enabled=false, or give a plan of one stage per rank"
-        )
     blocks = plan.units.blocks
     if blocks is not None and train["accumulation_blocks"] not in (None, blocks):
         raise CapslogError(

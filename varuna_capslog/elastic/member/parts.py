@@ -17,6 +17,7 @@ from varuna_capslog.elastic.member.work import LayerState, Work
 from varuna_capslog.membership.generation import Generation, Member, MemberLayout, Stamp
 from varuna_capslog.membership.recovery import Place, Seat
 from varuna_capslog.membership.state import Job
+from varuna_capslog.plans.plan import Plan
 from varuna_capslog.training.layer_state import digest
 
 __all__ = ["ChangeReport", "Parts", "reasons"]
@@ -41,9 +42,9 @@ class ChangeReport:
     def timed(self, place: Place) -> Place:
         """The same planner; how long its last search took becomes part of the report."""
 
-        def search(seats: Sequence[Seat]) -> MemberLayout | str:
+        def search(seats: Sequence[Seat], plan: Plan | None = None) -> MemberLayout | str:
             began = time.perf_counter()
-            found = place(seats)
+            found = place(seats, plan)
             self.search_seconds = time.perf_counter() - began
             return found
 
