@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.elastic.live import Cradle, Live, Outcome, Truth, check, config_of, describe
 from varuna_capslog.config.settings import Config
-from varuna_capslog.plans.plan import read_plan
+from varuna_capslog.plans.pipelines import pipelines_of
+from varuna_capslog.plans.plan import Plan, read_plan
 from varuna_capslog.rig.faults import Fault
 from varuna_capslog.start.given_plan import with_given_plan
 
@@ -86,3 +90,40 @@ def test_a_pipeline_of_one_stage_beside_one_of_three_leaves_at_a_notice(
     assert len(outcome.rows) == 12, describe(outcome)
     check(outcome, truth)
     assert ways_of(outcome)[0] == [[0], [0, 3, 8]]
+
+
+@pytest.mark.parametrize("seed", ["one", "two"])
+def test_from_one_drawn_plan_to_another_in_the_same_processes(
+    cradle: Cradle, truth: Truth, tmp_path: Path, seed: str
+) -> None:
+    """Each founder draws what the members run, which none of the others could compute: after changes without a loss,
+    a leave with copies made ahead, a kill in a step, and a join, all is as if nothing had been.
+    """
+    faults = [Fault("m0", "compute", "wait", at, f"step {at}") for at in (3, 5, 7, 9, 11)]
+    live = Live(cradle, config_of(tmp_path, 4), faults=faults, plans=seed)
+    for at in (3, 5):
+        live.when(f"step {at}")
+        live.shake(live.generation().number)
+        live.go(f"step {at}")
+    live.when("step 7")
+    live.leave("m3")
+    live.until(lambda: live.heard("notice"), "the notice")
+    live.go("step 7")
+    live.when("step 9")
+    live.signal("m2", signal.SIGKILL)
+    live.go("step 9")
+    live.when("step 11")
+    live.until_asked(live.join())
+    live.go("step 11")
+    outcome = live.finish()
+    assert outcome.status == {"m0": 0, "m1": 0, "m2": -9, "m3": 0, "m4": 0}, describe(outcome)
+    check(outcome, truth)
+    founded = [entry["record"] for entry in live.log if entry["kind"] == "generation"]
+    assert len(founded) >= 5, describe(outcome)
+    plans = {record["number"]: Plan.from_json(record["plan"]) for record in founded}
+    assert len({json.dumps(plan.to_json()) for plan in plans.values()}) == len(plans)
+    written = {int(path.stem.removeprefix("plan-")) + 1: read_plan(path) for path in tmp_path.glob("plan-*.json")}
+    del written[1]  # what the run was planned with before it began
+    assert len(written) >= 3, describe(outcome)
+    for number, plan in written.items():
+        assert plan == plans[number] or pipelines_of(plan) == (pipelines_of(plans[number]) or ((), 0)), number

@@ -13,6 +13,7 @@ from varuna_capslog.engine.layout import Layout
 from varuna_capslog.plans.parts import MemoryInterval, PlanStage, Units
 from varuna_capslog.plans.pipelines import pipelines_of, plan_of_pipelines
 from varuna_capslog.plans.plan import Plan
+from varuna_capslog.rig.drawn_plans import draw_plan
 
 UNITS = Units(8, 2, 4)
 
@@ -43,8 +44,20 @@ def changed(*changes: dict[str, Any], plan: Plan = TWO) -> Plan:
     return dataclasses.replace(plan, stages=tuple(stages))
 
 
-MORE = {
+MORE = {  # "tails first" ended the members of a run: its first half rises, but does not begin with layer 0
     "order": dataclasses.replace(TWO, stages=TWO.stages[::-1]),
+    "ends first": dataclasses.replace(TWO, stages=(TWO.stages[1], TWO.stages[3], TWO.stages[0], TWO.stages[2])),
+    "tails first": Plan(
+        6,
+        (
+            PlanStage(((1, 4),), (1,), (0, 1), memory=None),
+            PlanStage(((4, 6),), (2,), (0, 1), memory=None),
+            PlanStage(((0, 1),), (0,), (0, 1), memory=None),
+            PlanStage(((0, 6),), (3,), (2, 3), memory=None),
+        ),
+        UNITS,
+        "varuna",
+    ),
     "limit": changed({"in_flight": 1}),
     "interval": changed({"memory": (MemoryInterval(0, 2, "recompute"),)}),
     "all kept": changed(*[{"memory": ()}] * 4),
@@ -59,3 +72,13 @@ MORE = {
 @pytest.mark.parametrize("plan", list(MORE.values()), ids=list(MORE))
 def test_what_says_more_is_not_read_as_equal_pipelines(plan: Plan) -> None:
     assert pipelines_of(plan) is None
+
+
+def test_any_plan_can_be_asked() -> None:
+    dice = random.Random(5)
+    for _ in range(2000):
+        plan = draw_plan(dice, dice.randint(1, 8), UNITS, dice.randint(1, 5), "varuna")
+        if (alike := pipelines_of(plan)) is not None:
+            layout = Layout.pipelines(alike[0], plan.num_layers, None, alike[1], 4)
+            placed = [(one.layers, one.ranks, one.blocks) for one in plan.stages]
+            assert placed == [(((one.first, one.end),), (one.rank,), one.blocks) for one in layout.stages]

@@ -45,6 +45,9 @@ class ChaosFlags:
     store: Annotated[str, option("tcp, or etcd: three servers, of which the class store kills one; with loopback.")] = (
         "tcp"
     )
+    plans: Annotated[
+        bool, typer.Option("--plans", help="Every generation runs a plan drawn at random, not the planner's.")
+    ] = False
     output: Annotated[Path | None, output_option("Folder of the run.", "a temporary one")] = None
     results: Annotated[Path | None, option("File that gets one line of JSON more.", False)] = None
     trace: Annotated[
@@ -113,6 +116,7 @@ def _options(given: ChaosFlags) -> ChaosOptions:
         workers=given.workers,
         network=network,
         store=given.store,
+        plans=given.plans,
     )
 
 
@@ -129,6 +133,7 @@ def _preemptions(given: ChaosFlags, settings: Config, options: ChaosOptions, say
 def _settings(given: ChaosFlags, folder: Path, devices: int) -> Config:
     from varuna_capslog.config.reading import load_config
     from varuna_capslog.rig.toy import toy_config
+    from varuna_capslog.start.given_plan import with_given_plan
 
     config, changes = given.config, list(given.overrides or ())
     if config is not None and "=" in config:  # the first override, as no file was given
@@ -136,8 +141,15 @@ def _settings(given: ChaosFlags, folder: Path, devices: int) -> Config:
         config = None
     forced = [f"run_dir={folder}", f"pipeline.devices={devices}", "elastic.enabled=true"]
     if config is None:
-        return toy_config(folder, [*forced, *changes])
-    return load_config(Path(config), [*forced, *changes])
+        settings = with_given_plan(toy_config(folder, [*forced, *changes]))
+    else:
+        settings = with_given_plan(load_config(Path(config), [*forced, *changes]))
+    if settings.pipeline.plan is not None and settings.world_size != devices:
+        raise CapslogError(
+            f"pipeline.plan={settings.pipeline.plan} runs on {settings.world_size} ranks, but --hosts and --workers "
+            f"make {devices}; make the two agree"
+        )
+    return settings
 
 
 def _print(outcome: ChaosOutcome, found: dict[str, Any]) -> None:

@@ -43,7 +43,7 @@ def pipelines_of(plan: Plan) -> tuple[tuple[int, ...], int] | None:
     firsts = [stage.layers[0][0] for stage in stages]
     replicas = firsts.count(0)
     cuts = firsts[: len(firsts) // max(1, replicas)]
-    if not replicas or cuts != sorted(set(cuts)) or (plan.units.blocks or replicas) % replicas:
+    if cuts[:1] != [0] or cuts != sorted(set(cuts)) or (plan.units.blocks or replicas) % replicas:
         return None
     expected = plan_of_pipelines(plan.num_layers, cuts, replicas, plan.units)
     return (tuple(cuts), replicas) if stages == expected.stages else None

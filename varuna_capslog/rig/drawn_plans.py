@@ -23,22 +23,32 @@ def draw_plan(dice: random.Random, num_layers: int, units: Units, ranks: int, sc
     config.
     """
     for _ in range(_TRIES):
-        stages: list[PlanStage] = []
-        blocks = units.blocks or 1
-        for group in _shares(dice, range(blocks), dice.randint(1, min(_MOST_WAYS, blocks))):
-            count = dice.randint(1, min(_MOST_STAGES, num_layers))
-            cuts = [0, *sorted(dice.sample(range(1, num_layers), count - 1)), num_layers]
-            for piece in pairwise(cuts):
-                for part in _shares(dice, group, dice.choice((1, 1, 1, min(2, len(group))))):
-                    served = None if len(part) == blocks else tuple(part)
-                    limit = dice.choice((None, None, 1, 2))
-                    stages.append(PlanStage((piece,), (dice.randrange(ranks),), served, in_flight=limit, memory=None))
-        dice.shuffle(stages)
-        held = [(stage.ranks[0], layer) for stage in stages for layer in range(*stage.layers[0])]
-        if len(set(held)) == len(held):
+        stages = _draw_stages(dice, num_layers, units.blocks or 1, ranks)
+        if stages is not None:
             return Plan(num_layers, tuple(stages), units, schedule)
     whole = PlanStage(((0, num_layers),), (dice.randrange(ranks),), memory=None)
     return Plan(num_layers, (whole,), units, schedule)
+
+
+def _draw_stages(dice: random.Random, num_layers: int, blocks: int, ranks: int) -> list[PlanStage] | None:
+    """Stages in any order; None where no rank was left that could hold one of them."""
+    stages: list[PlanStage] = []
+    free = [set(range(ranks)) for _ in range(num_layers)]
+    for group in _shares(dice, range(blocks), dice.randint(1, min(_MOST_WAYS, blocks))):
+        count = dice.randint(1, min(_MOST_STAGES, num_layers))
+        cuts = [0, *sorted(dice.sample(range(1, num_layers), count - 1)), num_layers]
+        for first, end in pairwise(cuts):
+            for part in _shares(dice, group, dice.choice((1, 1, 1, min(2, len(group))))):
+                left = sorted(set.intersection(*free[first:end]))
+                if not left:
+                    return None
+                rank, limit = dice.choice(left), dice.choice((None, None, 1, 2))
+                for layer in range(first, end):
+                    free[layer].remove(rank)
+                served = None if len(part) == blocks else tuple(part)
+                stages.append(PlanStage(((first, end),), (rank,), served, in_flight=limit, memory=None))
+    dice.shuffle(stages)
+    return stages
 
 
 def _shares(dice: random.Random, blocks: Sequence[int], count: int) -> list[list[int]]:

@@ -61,7 +61,7 @@ def truth_of(config: Config, last: int, reached: int) -> Truth:
             "model": model,
             "elastic": config.elastic.model_copy(update={"enabled": False}),
             "pipeline": config.pipeline.model_copy(
-                update={"devices": 1, "replicas": 1, "cuts": None, "capacity": None, "verify_every": 0}
+                update={"devices": 1, "replicas": 1, "cuts": None, "plan": None, "capacity": None, "verify_every": 0}
             ),
             "train": config.train.model_copy(
                 update={

@@ -150,6 +150,10 @@ def _check_given(plan: Plan, config: Config) -> None:
             f"pipeline.plan={config.pipeline.plan}: the plan is for {plan.num_layers} layers, the model has "
             f"{len(chain)}: plan again with this config"
         )
+    if config.engine == "varuna":
+        from varuna_capslog.varuna_plugin.plan_fields import cuts_of
+
+        cuts_of(plan)
     layout_of(plan, config)
 
 
