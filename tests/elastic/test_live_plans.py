@@ -127,3 +127,36 @@ def test_from_one_drawn_plan_to_another_in_the_same_processes(
     assert len(written) >= 3, describe(outcome)
     for number, plan in written.items():
         assert plan == plans[number] or pipelines_of(plan) == (pipelines_of(plans[number]) or ((), 0)), number
+
+
+def test_a_run_of_joint_plans_uses_every_number_of_devices(cradle: Cradle, truth: Truth, tmp_path: Path) -> None:
+    """Three devices in two blocks are a pipeline of one stage and one of two; so are those after a leave and a join.
+    The founder's plan travels in the record, and the files hold what was run with its predictions.
+    """
+    pipeline = {"devices": 3, "cuts": None, "planner": "joint"}
+    config = config_of(tmp_path, 1, pipeline=pipeline, profile={"source": "estimated"})
+    faults = [Fault("m0", "compute", "wait", at, f"step {at}") for at in (4, 8)]
+    live = Live(cradle, config, faults=faults)
+    live.when("step 4")
+    live.leave("m1")
+    live.until(lambda: live.heard("notice"), "the notice")
+    live.go("step 4")
+    live.when("step 8")
+    live.until_asked(live.join())
+    live.go("step 8")
+    outcome = live.finish()
+    assert set(outcome.status.values()) == {0}, describe(outcome)
+    assert len(outcome.rows) == 12, describe(outcome)
+    check(outcome, truth)
+    lengths = [
+        sorted(len(way) for way in event.get("ways", [event["cuts"]])) for event in outcome.events if "cuts" in event
+    ]
+    assert lengths[0] == lengths[2] == [1, 2], describe(outcome)
+    assert all(event["idle"] == 0 for event in outcome.events if "idle" in event), describe(outcome)
+    founded = [entry["record"] for entry in live.log if entry["kind"] == "generation"]
+    assert "plan" not in founded[0]
+    for record in founded[1:]:
+        assert set(Plan.from_json(record["plan"]).placement()) == set(range(len(record["members"])))
+    plans = [read_plan(path) for path in sorted(tmp_path.glob("plan-*.json"))]
+    assert [plan.step_seconds is not None and plan.peak_bytes is not None for plan in plans[::2]] == [True, True]
+    assert [plan.planner for plan in plans[::2]] == ["joint", "joint"]

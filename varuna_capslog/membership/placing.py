@@ -15,6 +15,7 @@ from varuna_capslog.base.units import format_bytes
 from varuna_capslog.config.settings import Config, Elastic
 from varuna_capslog.membership.candidates import Candidate, Candidates
 from varuna_capslog.membership.choice import Choice
+from varuna_capslog.membership.fleets import Fleets
 from varuna_capslog.membership.generation import Member, MemberLayout
 from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.membership.redundancy import Copies, Reserve, place_copies, reserves
@@ -33,9 +34,10 @@ __all__ = ["Placer", "describe_reserves", "state_bytes", "with_reserves"]
 class Placer:
     """Places layers and copies on any number of devices.
 
-    Seats are the ranks of a plan, in order. The quickest of `Candidates` that fits is taken; without seconds one
-    pipeline of as many stages as possible. Replica r's device d is seat `r * devices + d`; the last ones beyond these
-    are idle and may keep copies.
+    Seats are the ranks of a plan, in order. With the planner `joint` its plan is taken where there is one. Otherwise
+    the quickest of `Candidates` that fits is taken; without seconds one pipeline of as many stages as possible. Of
+    equal pipelines replica r's device d is seat `r * devices + d`; the last ones beyond these are idle and may keep
+    copies.
 
     Args:
         candidates: every pipeline that could be; its `beside` counts the snapshots.
@@ -58,6 +60,7 @@ class Placer:
         self.layer_bytes = tuple(candidates.layer_bytes)
         self.gradient_bytes = tuple(gradient_bytes or (-(-size // 3) for size in self.layer_bytes))
         self._given = None if given is None else (given, self._choice_of(given))
+        self._fleets = Fleets.of(candidates)
         # A copy's two boundaries, and the gradients that wait for the vote.
         self._copy_bytes = [
             2 * state + (gradient if self.sync else 0)
@@ -113,17 +116,40 @@ class Placer:
         # What hosts are too few for, no placement protects from.
         least = max(0, self.elastic.redundancy - (len({seat.host for seat in seats}) - 1))
 
-        def lost_protection(candidate: Candidate) -> int:
+        def lost(choice: Choice) -> int:
             """By how many host losses the copies that find room fall short of what is asked."""
             if not limits.any:
                 return least
-            choice = Choice.of_candidate(candidate, len(self.layer_bytes))
             return self.elastic.redundancy - self._place_copies(choice, seats, limits).survives
 
-        found = self.candidates.quickest(len(seats), limits.usable, lost_protection, least)
+        joint = None if self._fleets is None else self._fleets.plan(tuple(seat.capacity for seat in seats))
+        shared = None if joint is None else self._choice_of(joint)
+        if joint is not None and shared is not None and lost(shared) <= least:
+            return self._layout(joint, shared, seats, limits)
+        size = len(self.layer_bytes)
+        found = self.candidates.quickest(
+            len(seats), limits.usable, lambda one: lost(Choice.of_candidate(one, size)), least
+        )
+        if joint is not None and shared is not None:
+            protected = found is not None and lost(Choice.of_candidate(found, size)) < lost(shared)
+            if not protected:
+                return self._layout(joint, shared, seats, limits)
         if found is None:
             return self._waiting(seats, limits)
         return self._layout_of_candidate(found, seats, limits)
+
+    def propose(self, seats: Sequence[Seat]) -> Plan | None:
+        """The plan for the record of a generation of these seats; None where every member computes it alike, which
+        joint plans are not left to: their search adds and compares times in ways that two machines may round apart.
+        """
+        layout = self(seats) if self._fleets is not None else None
+        return layout.plan if isinstance(layout, MemberLayout) else None
+
+    def prepare(self, devices: int, capacity: int = 0) -> None:
+        """Weighs what up to `devices` devices of this capacity (0: no limit) could be, while no member waits."""
+        self.candidates.prepare(devices)
+        if self._fleets is not None:
+            self._fleets.prepare(devices, capacity)
 
     def of_cuts(
         self, cuts: Sequence[int], replicas: int, seats: Sequence[Seat]

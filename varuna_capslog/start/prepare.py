@@ -17,7 +17,7 @@ from varuna_capslog.base.errors import CapslogError, DoesNotFit
 from varuna_capslog.config.reading import Config, dump_config
 from varuna_capslog.memory import AUTO, MEMORY_MODELS
 from varuna_capslog.memory.headroom import Headroom
-from varuna_capslog.planners import PLANNER_NAMES
+from varuna_capslog.planners import JOINT, PLANNER_NAMES
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.search import plan as search
 from varuna_capslog.planning.simulation import with_step_seconds
@@ -46,7 +46,7 @@ def prepare_run(config: Config, show: bool = True) -> Plan:
         CapslogError: the model, the profile or the plan is impossible, or the folder's checkpoints are of another run.
     """
     # Before the profile, which may take minutes.
-    fields.refuse_unknown([config.pipeline.planner], PLANNER_NAMES, "planner")
+    fields.refuse_unknown([config.pipeline.planner], [*PLANNER_NAMES, JOINT], "planner")
     fields.refuse_unknown([config.pipeline.memory], [AUTO, *MEMORY_MODELS], "memory model")
     ENGINES[config.engine].check()
     profile = profile_run(config, show) if _needs_profile(config) else None
@@ -95,6 +95,11 @@ def plan_run(config: Config, profile: Profile | None, link: Link | None = None) 
     if profile is None or len(pipeline.cuts or ()) > pipeline.devices:
         return _given_cuts(config)
     cuts, capacity = pipeline.cuts, pipeline.capacity
+    joint = pipeline.planner == JOINT
+    if joint and given is None and cuts is None:
+        from varuna_capslog.start.joint_start import plan_devices
+
+        return plan_devices(config, profile, link)
     if given is not None:
         cuts, capacity = list(given.cut_list), given.capacities_of(given.placement())
     run = RunShape.of_config(config).share(pipeline.replicas)
@@ -102,7 +107,7 @@ def plan_run(config: Config, profile: Profile | None, link: Link | None = None) 
         search,
         profile,
         pipeline.devices,
-        planner=pipeline.planner,
+        planner="exact" if joint else pipeline.planner,
         memory=pipeline.memory,
         run=run,
         link=link,
@@ -135,7 +140,8 @@ def _needs_profile(config: Config) -> bool:
             "pipeline.capacity, or give one stage per device"
         )
     if (given := given_plan(config)) is not None:
-        return given.short and given.capacities_of(given.placement()) is not None
+        limited = given.short and given.capacities_of(given.placement()) is not None
+        return limited or (config.elastic.enabled and pipeline.planner in ("throughput", JOINT))
     return pipeline.cuts is None or pipeline.capacity is not None
 
 

@@ -102,7 +102,6 @@ class PipelineRun:
         return planned(
             self.profile,
             len(cuts),
-            planner=pipeline.planner,
             memory=pipeline.memory,
             run=dataclasses.replace(RunShape.of_config(self.config), num_microbatches=count, num_blocks=1),
             cuts=cuts,
@@ -181,6 +180,9 @@ class PipelineWork(Work):
 
     def place(self, seats: Sequence[Seat], plan: Plan | None = None) -> MemberLayout | str:
         return self.placer(seats, plan)
+
+    def propose(self, seats: Sequence[Seat]) -> Plan | None:
+        return self.placer.propose(seats)
 
     # -- generations --------------------------------------------------------------------------------------------------
 
