@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from tests.elastic.live import Cradle, Live, Outcome, Truth, check, config_of, describe
+from varuna_capslog import cli
 from varuna_capslog.config.settings import Config
 from varuna_capslog.plans.pipelines import pipelines_of
-from varuna_capslog.plans.plan import Plan, read_plan
+from varuna_capslog.plans.plan import Plan, read_plan, write_plan
 from varuna_capslog.rig.faults import Fault
+from varuna_capslog.schedules import schedule_of, to_strings
 from varuna_capslog.start.given_plan import with_given_plan
 
 REPLICATED_MIDDLE: dict[str, Any] = {
@@ -75,12 +77,27 @@ def test_a_run_begins_with_rectangles_loses_a_member_and_gets_another(
     assert [len(plan.stages) for plan in plans] == [4, 2, 4]
 
 
+def with_actions(value: dict[str, Any]) -> dict[str, Any]:
+    """The plan with an order of its own for every rank: all forwards first, which the config's schedule does not do."""
+    rows = schedule_of("gpipe", Plan.from_json(value).stage_graph(), True)
+    return {name: part for name, part in value.items() if name != "schedule"} | {"actions": to_strings(rows)}
+
+
+@pytest.mark.parametrize("plan", [THREE_AND_ONE, with_actions(THREE_AND_ONE)], ids=["schedule", "actions"])
 def test_a_pipeline_of_one_stage_beside_one_of_three_leaves_at_a_notice(
-    cradle: Cradle, truth: Truth, tmp_path: Path
+    cradle: Cradle, truth: Truth, tmp_path: Path, plan: dict[str, Any]
 ) -> None:
-    """The pipeline of a single stage leaves: all its layers are on the others, which are cut anew."""
-    config = planned(tmp_path, THREE_AND_ONE)
-    live = Live(cradle, config, faults=[Fault("m0", "compute", "wait", 4, "four")])
+    """The pipeline of a single stage leaves: all its layers are on the others, which are cut anew. Actions are those of
+    the given plan alone: the plan that follows has the config's schedule.
+    """
+    config = planned(tmp_path, plan)
+    # m2 runs two microbatches: by the config's schedule each backward follows its forward, four instructions in all
+    fifth = Fault("m2", "action 4", "wait", 1, "fifth")
+    faults = [Fault("m0", "compute", "wait", 4, "four"), *([fifth] if "actions" in plan else [])]
+    live = Live(cradle, config, faults=faults)
+    if "actions" in plan:
+        live.when("fifth")
+        live.go("fifth")
     live.when("four")
     live.leave("m2")
     live.until(lambda: live.heard("notice"), "the notice")
@@ -160,3 +177,30 @@ def test_a_run_of_joint_plans_uses_every_number_of_devices(cradle: Cradle, truth
     plans = [read_plan(path) for path in sorted(tmp_path.glob("plan-*.json"))]
     assert [plan.step_seconds is not None and plan.peak_bytes is not None for plan in plans[::2]] == [True, True]
     assert [plan.planner for plan in plans[::2]] == ["joint", "joint"]
+
+
+def test_a_run_that_has_grown_is_evaluated_and_reported_by_its_last_plan(
+    cradle: Cradle, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It began with two devices and ends with three, in pipelines of one stage and of two. The scores are those that
+    one device finds.
+    """
+    pipeline = {"devices": 2, "cuts": None, "planner": "joint"}
+    config = config_of(tmp_path / "run", 1, steps=6, pipeline=pipeline, profile={"source": "estimated"})
+    live = Live(cradle, config, faults=[Fault("m0", "compute", "wait", 3, "three")])
+    live.when("three")
+    live.until_asked(live.join())
+    live.go("three")
+    outcome = live.finish()
+    assert outcome.rows[-1]["world_size"] == 3, describe(outcome)
+    newest = max(int(path.stem.removeprefix("plan-")) for path in (tmp_path / "run").glob("plan-*.json"))
+    assert read_plan(tmp_path / "run" / f"plan-{newest}.json").num_ranks == 3
+    assert cli._run(["evaluate", str(tmp_path / "run"), "--json"]) == 0
+    scores = json.loads(capsys.readouterr().out)
+    assert cli._run(["report", str(tmp_path / "run")]) == 0
+    page = (tmp_path / "run" / "report" / "index.html").read_text()
+    assert "[0] + [0, " in page
+    write_plan(tmp_path / "run" / f"plan-{newest + 1}.json", Plan.of_cuts(11, (0,), model="tiny"))
+    capsys.readouterr()
+    assert cli._run(["evaluate", str(tmp_path / "run"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == scores

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from tests.planners.timed import chain
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.settings import Elastic
 from varuna_capslog.membership.candidates import Candidates
 from varuna_capslog.membership.fleets import Fleets
@@ -136,3 +137,9 @@ def test_without_seconds_equal_pipelines_stand_in(profile: Profile | None) -> No
     seats = seats_of([0] * 3)
     assert pipelines_of(plan_of(placer(seats))) is not None
     assert placer.propose(seats) is None
+
+
+def test_where_one_pipeline_is_all_that_can_run_joint_is_refused() -> None:
+    """As on Varuna."""
+    with pytest.raises(CapslogError, match="among pipelines, but at most 1 can run here; choose throughput"):
+        Candidates(plain(4), [30] * 4, RunShape(8, microbatch_size=1), JOINT, max_replicas=1)

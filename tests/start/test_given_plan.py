@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,11 @@ import pytest
 from varuna_capslog import cli
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.config.reading import Config, section
+from varuna_capslog.config.reading import Config, load_config, section
+from varuna_capslog.plans.parts import Units
+from varuna_capslog.plans.plan import read_plan
 from varuna_capslog.start.given_plan import given_plan, with_given_plan
+from varuna_capslog.start.prepare import _same, prepare_run
 
 RECOMPUTED = [[0, 3, "recompute"], [3, 8, "recompute"], [8, 11, "recompute"]]
 REPLICATED_MIDDLE: dict[str, Any] = {
@@ -168,3 +172,19 @@ def test_a_plan_of_another_model_is_refused_before_it_trains(
     assert cli._run(command(tmp_path, "run", f"pipeline.plan={path}")) == 2
     assert "the plan is for 9 layers, the model has 11" in capsys.readouterr().err
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_run_goes_on_with_cuts_after_a_plan_of_the_full_form(tmp_path: Path) -> None:
+    """Two plans of different forms were compared field by field, and ended the command with a KeyError, depending on
+    the order in which it came to the fields.
+    """
+    path = write(tmp_path, REPLICATED_MIDDLE)
+    for number, words in enumerate(([f"pipeline.plan={path}"], ["pipeline.cuts=[0,5]", "pipeline.schedule=1f1b"]) * 2):
+        call = command(tmp_path, "run", *words)
+        plan = prepare_run(with_given_plan(load_config(Path(call[1]), call[2:])), show=False)
+        assert read_plan(tmp_path / "run" / f"plan-{number}.json") == plan
+    short = dataclasses.replace(plan, planner=None)
+    full = dataclasses.replace(short, units=Units(4, 2, 4))
+    assert not _same(short, full)
+    assert not _same(full, short)
+    assert _same(full, dataclasses.replace(full, search_seconds=1.0))

@@ -110,6 +110,11 @@ class Candidates:
                 f"planner {self.planner!r} weighs cut lists one by one, which takes too long while a run stands still; "
                 "set pipeline.planner to exact"
             )
+        if self.planner == JOINT and self.max_replicas is not None:
+            raise CapslogError(
+                f"planner 'joint' shares devices out among pipelines, but at most {self.max_replicas} can run here; "
+                "choose throughput"
+            )
         profile = self.profile
         if profile is not None and profile.num_layers != self.num_layers:
             raise CapslogError(

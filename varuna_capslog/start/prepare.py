@@ -199,7 +199,7 @@ def _same(one: Plan, other: Plan) -> bool:
     # they differ whenever the model is profiled again
     ignored = ("search_seconds", "profile_digest", "stage_seconds", "step_seconds", "bound_seconds")
     left, right = one.to_json(), other.to_json()
-    return all(left[key] == right[key] for key in left.keys() | right.keys() if key not in ignored)
+    return all(left.get(key) == right.get(key) for key in left.keys() | right.keys() if key not in ignored)
 
 
 @contextmanager
