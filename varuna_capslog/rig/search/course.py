@@ -8,22 +8,18 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.generation import Member, MemberLayout, Stamp
 from varuna_capslog.membership.state import Phase, State
-from varuna_capslog.plans.parts import Units
-from varuna_capslog.rig.drawn_plans import draw_plan
-from varuna_capslog.rig.search.places import make_job
+from varuna_capslog.rig.search.places import make_job, with_drawn_plan
 from varuna_capslog.rig.search.world import Transition, World
 
 __all__ = ["DAMAGE", "FAULTS", "LADDER", "Course", "History", "HistoryOutcome"]
 
 Delivery = tuple[Any, ...]
-
-_UNITS = Units(4, 1, 4)
 
 _ANSWERING = (Phase.GATHER, Phase.INSTALL, Phase.RUN)
 
@@ -218,7 +214,8 @@ class Course(World):
         if kind == "cas":
             if self.reach_store(i):
                 before = self.record.number
-                self.compare_and_set(self._with_plan(mail[2]) if self.history.plans else mail[2])
+                draws = self.history.plans and self.dice.random() < 0.8
+                self.compare_and_set(with_drawn_plan(mail[2], self.history.num_layers, self.dice) if draws else mail[2])
                 if self.record.number != before:
                     self.pool += [("watch", j) for j in range(len(self.states)) if self.alive[j]]
             self.pool.append(("watch", i))  # the answer
@@ -235,14 +232,6 @@ class Course(World):
             self.pool += self.waiting.pop(i, ())
             if self.job.shadows:
                 self._offer_shadows(now.record.number, now.round)
-
-    def _with_plan(self, effect: m.CompareAndSet) -> m.CompareAndSet:
-        """What no other member could compute: the founder draws it."""
-        record = effect.record
-        if not record.members or self.dice.random() < 0.2:
-            return effect
-        plan = draw_plan(self.dice, self.history.num_layers, _UNITS, len(record.members))
-        return replace(effect, record=replace(record, plan=plan))
 
     def _hand_over(self, i: int, mail: Delivery) -> None:
         state = self.states[i]

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 from varuna_capslog.membership.choice import Choice
 from varuna_capslog.membership.generation import Member, MemberLayout
+from varuna_capslog.membership.messages import CompareAndSet
 from varuna_capslog.membership.recovery import Place, Seat
 from varuna_capslog.membership.redundancy import place_copies
 from varuna_capslog.membership.state import Job
+from varuna_capslog.plans.parts import Units
 from varuna_capslog.plans.plan import Plan
+from varuna_capslog.rig.drawn_plans import draw_plan
 
-__all__ = ["even_places", "make_job"]
+__all__ = ["even_places", "make_job", "with_drawn_plan"]
+
+_UNITS = Units(4, 1, 4)
 
 
 def even_places(num_layers: int, redundancy: int, fewest: int = 1, replicas: int = 1) -> Place:
@@ -49,6 +56,15 @@ def even_places(num_layers: int, redundancy: int, fewest: int = 1, replicas: int
         return MemberLayout(num_layers, owned, copies.kept, copies.problem)
 
     return place
+
+
+def with_drawn_plan(effect: CompareAndSet, num_layers: int, dice: random.Random) -> CompareAndSet:
+    """The effect of a founder that draws what the members run, which no other member could compute."""
+    record = effect.record
+    if not record.members:
+        return effect
+    plan = draw_plan(dice, num_layers, _UNITS, len(record.members))
+    return replace(effect, record=replace(record, plan=plan))
 
 
 def make_job(
