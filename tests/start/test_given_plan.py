@@ -188,3 +188,17 @@ def test_a_run_goes_on_with_cuts_after_a_plan_of_the_full_form(tmp_path: Path) -
     assert not _same(short, full)
     assert not _same(full, short)
     assert _same(full, dataclasses.replace(full, search_seconds=1.0))
+
+
+def test_machines_that_begin_together_have_as_many_workers_as_the_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path, REPLICATED_MIDDLE)
+    words = ["host", *command(tmp_path, "run", f"pipeline.plan={path}")[1:], "--serve", "127.0.0.1:4567", "--dry-run"]
+    for machines, workers in ((1, 3), (3, 1)):
+        assert cli._run([*words, "--nnodes", str(machines)]) == 0
+        assert f"{workers} worker(s) here" in capsys.readouterr().out
+    assert cli._run([*words, "--nnodes", "3", "--nproc", "1"]) == 0
+    assert cli._run([*words, "--nnodes", "2", "--nproc", "2"]) == 2
+    assert "--nnodes 2 x --nproc 2 is given, but pipeline.plan=" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
