@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
@@ -116,7 +117,9 @@ class Effects:
         """
         seats = [self._parts.seats.get(member) for member in record.members]
         known = [seat for seat in seats if seat is not None]
+        began = time.perf_counter()
         plan = self._parts.work.propose(known) if known and len(known) == len(seats) else None
+        self._parts.report.proposal_seconds = time.perf_counter() - began
         return record if plan is None else dataclasses.replace(record, plan=plan)
 
     # -- the first round ----------------------------------------------------------------------------------------------

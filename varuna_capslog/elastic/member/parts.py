@@ -29,11 +29,13 @@ class ChangeReport:
 
     Attributes:
         before: members of the last generation that trained.
+        proposal_seconds: what the search of a plan for the record took here, where this member founded the generation.
     """
 
     before: tuple[Member, ...] = ()
     last_apply: float | None = None
     search_seconds: float = 0.0
+    proposal_seconds: float = 0.0
     transfer_began: float = 0.0
     transfer_seconds: float = 0.0
     moved_bytes: int = 0
@@ -63,7 +65,7 @@ class ChangeReport:
     def applied(self, now: float) -> None:
         """A step was applied, and the change before it, if there was one, was told: another report begins."""
         if self.why:
-            self.search_seconds = self.transfer_began = self.transfer_seconds = 0.0
+            self.search_seconds = self.proposal_seconds = self.transfer_began = self.transfer_seconds = 0.0
             self.moved_bytes, self.why = 0, ()
         self.last_apply = now
 
@@ -79,7 +81,7 @@ class ChangeReport:
             "members": list(record.members),
             "why": list(self.why),
             "step": step,
-            "search_seconds": self.search_seconds,
+            "search_seconds": self.search_seconds + self.proposal_seconds,
             "transfer_seconds": self.transfer_seconds,
             "pause_seconds": pause,
             "first_step_seconds": time.monotonic() - step_began,
