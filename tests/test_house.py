@@ -79,6 +79,7 @@ WHOLE_RUNS = {
     "elastic/test_live.py",
     "elastic/test_live_notices.py",
     "elastic/test_live_peaks.py",
+    "elastic/test_live_plans.py",
     "engine/test_detr.py",
     "membership/test_placing_before_a_run.py",
     "memory/test_truth.py",

@@ -22,18 +22,20 @@ import torch
 from torch import Tensor
 
 from detr_pipeline.task import DetrWorkload
-from tests.engine.layouts import random_layout
+from tests.engine.layouts import random_layout, with_intervals
 from tests.profiling.workloads import Megabytes
 from varuna_capslog.config.settings import Config
 from varuna_capslog.engine.communicator import Communicator
+from varuna_capslog.engine.host_tier import HostTier
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.options import EngineOptions
-from varuna_capslog.engine.pipeline import PipelineEngine
+from varuna_capslog.engine.pipeline import PipelineEngine, Ready
 from varuna_capslog.engine.probe import PeakProbe, resident_tensors
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.chain import TensorSpec
 from varuna_capslog.model.workload import Minibatch, Workload
-from varuna_capslog.schedules import schedule_of, to_strings
+from varuna_capslog.plans.parts import scheduled
+from varuna_capslog.schedules import RunShape, Schedule, from_strings, to_strings
 
 __all__ = ["MICROBATCHES", "MODELS", "Case", "draw_case", "real_peak", "workload_of"]
 
@@ -75,6 +77,16 @@ class Case:
     actions: tuple[tuple[str, ...], ...] | None
 
     @property
+    def run(self) -> RunShape:
+        return RunShape(MICROBATCHES, self.schedule, self.recompute, num_blocks=self.layout.num_blocks)
+
+    def rows(self) -> Schedule:
+        """The actions of every rank."""
+        if self.actions is not None:
+            return from_strings(self.actions)
+        return scheduled(self.schedule, self.layout.stages, self.layout.graph(MICROBATCHES), self.run)
+
+    @property
     def options(self) -> EngineOptions:
         return EngineOptions(
             MICROBATCHES,
@@ -106,21 +118,22 @@ def draw_case(draw: random.Random, num_layers: dict[str, int], ranks: int) -> Ca
     schedule, recompute = draw.choice([("1f1b", False), ("1f1b", True), ("varuna", True), ("gpipe", False)])
     if schedule == "gpipe":
         layout = Layout(tuple(dataclasses.replace(stage, in_flight=None) for stage in layout.stages), blocks)
-    actions = None
+    if draw.random() < 0.5:
+        layout = with_intervals(layout, draw.randrange(1 << 30))
+    case = Case(model, layout, schedule, recompute, None)
     if draw.random() < 0.3:
-        limits = [stage.in_flight for stage in layout.stages]
-        rows = schedule_of(schedule, layout.graph(MICROBATCHES), recompute, limits)
-        actions = tuple(tuple(row) for row in to_strings(rows))
-    return Case(model, layout, schedule, recompute, actions)
+        case = dataclasses.replace(case, actions=tuple(tuple(row) for row in to_strings(case.rows())))
+    return case
 
 
-def real_peak(communicator: Communicator, case: Case) -> int:
-    """This rank's peak in the second step."""
+def real_peak(communicator: Communicator, case: Case) -> tuple[int, int]:
+    """This rank's peak in the second step, and the most that its host tier held."""
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     torch.manual_seed(0)
     workload, size = workload_of(case.model)
-    engine = PipelineEngine(workload.build_chain(), workload.loss, case.layout, case.options, communicator, CPU)
+    tier, chain = HostTier(CPU), workload.build_chain()
+    engine = PipelineEngine(chain, workload.loss, case.layout, case.options, communicator, CPU, Ready(tier=tier))
     inputs: dict[str, TensorSpec] = dict(workload.profile_inputs(size))
     targets, normalisers = workload.profile_targets(size)
     minibatch = Minibatch([inputs] * MICROBATCHES, [targets] * MICROBATCHES, normalisers)
@@ -131,4 +144,4 @@ def real_peak(communicator: Communicator, case: Case) -> int:
     train_step(engine, 1, minibatch, load)
     with PeakProbe(CPU, resident_tensors(engine.layers, engine.optimizer)) as probe:
         train_step(engine, 2, minibatch, load)
-    return probe.peak_bytes
+    return probe.peak_bytes, tier.peak_bytes

@@ -26,7 +26,7 @@ from varuna_capslog.profiles.record import Profile
 from varuna_capslog.profiling.conditions import RunConditions
 from varuna_capslog.profiling.estimate import StageEstimator, estimate_workload
 from varuna_capslog.profiling.rehearsal import rehearse_layout
-from varuna_capslog.schedules import RunShape, from_strings, make_schedule, schedule_of
+from varuna_capslog.schedules import RunShape, make_schedule
 
 MIB = 1 << 20
 
@@ -44,18 +44,14 @@ class Trial:
     measured: int
     rehearsed: int
     folded: int
+    host: int
+    host_folded: int
 
 
 def folded(case: Case, profile: Profile) -> list[RankFold]:
     """The fold of every rank of a case."""
-    limits = [stage.in_flight for stage in case.layout.stages]
-    rows = schedule_of(case.schedule, case.layout.graph(MICROBATCHES), case.recompute, limits)
-    if case.actions is not None:
-        rows = from_strings(case.actions)
-    blocks = case.layout.num_blocks
-    run = RunShape(MICROBATCHES, case.schedule, case.recompute, num_blocks=blocks)
-    stages = [PlanStage(((one.first, one.end),), (one.rank,), one.blocks, memory=None) for one in case.layout.stages]
-    return fold(profile, stages, Units(MICROBATCHES, 1, blocks), rows, run)
+    units = Units(MICROBATCHES, 1, case.layout.num_blocks)
+    return fold(profile, case.layout.stages, units, case.rows(), case.run)
 
 
 def errors(trials: Sequence[Trial], name: str) -> list[float]:
@@ -121,10 +117,11 @@ def main() -> None:
             rows = folded(case, profiles[case.model, case.recompute])
             for rank, parts in enumerate(zip(real, rehearsed, rows, strict=True)):
                 own = len(case.layout.stages_of(rank))
-                how = (
-                    f"{case.schedule}{', recomputation' if case.recompute else ''}{', given list' * bool(case.actions)}"
-                )
-                sizes = (parts[0], parts[1].peak_bytes, parts[2].peak_bytes)
+                intervals = any(stage.memory is not None for stage in case.layout.stages)
+                again = ", intervals" if intervals else ", recomputation" * case.recompute
+                how = f"{case.schedule}{again}{', given list' * bool(case.actions)}"
+                (peak, host), guess, sums = parts
+                sizes = (peak, guess.peak_bytes, sums.peak_bytes, host, sums.host_bytes)
                 trials.append(Trial(number, case.model, rank, own, case.layout.num_blocks, how, *sizes))
             if number % 25 == 24:
                 sys.stderr.write(f"{number + 1} of {arguments.plans}\n")
@@ -142,6 +139,12 @@ def main() -> None:
             f"| {model} | {len(own)} | {max(map(abs, exact)):.3%} | {statistics.median(map(abs, ours)):.4%} | "
             f"{max(ours):+.2%} | {min(ours):+.2%} |"
         )
+    parts = [trial for trial in trials if "intervals" in trial.schedule]
+    out(f"\nwith memory intervals: {len(parts)} ranks")
+    out("\n".join(summary(parts, name) for name in ("rehearsed", "folded")))
+    tiers = [trial.host_folded / trial.host - 1 for trial in trials if trial.host]
+    if tiers:
+        out(f"host tier: {len(tiers)} ranks, folded {min(tiers):+.2%} to {max(tiers):+.2%}")
     several = sum(trial.stages > 1 for trial in trials)
     out(f"\n{arguments.plans} plans, {len(trials)} ranks, {several} of them with several stages")
     out(f"a list of 10,000 actions: {seconds * 1e3:.1f} ms")

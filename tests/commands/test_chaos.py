@@ -38,6 +38,21 @@ def test_a_run_on_two_machines_comes_through_a_kill_a_cut_and_a_loss_inside_appl
     assert metrics == list(range(1, found["steps"] + 1))
 
 
+def test_every_generation_may_run_a_plan_that_its_founder_drew(tmp_path):
+    """Rectangles of any kind, through a kill and a notice: all that the verdict asks holds for them, too."""
+    folder = tmp_path / "run"
+    words = ["chaos", "train.accumulation_blocks=4", "--plans", "--network", "loopback", "--faults", "2", "--seed", "5"]
+    words += ["--mean", "50ms", "--kinds", "kill,notice", "-o", str(folder), "--json"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert (found["outcome"], found["faults"], found["plans"]) == ("passed", 2, True)
+    log = [json.loads(line) for line in (folder / "chaos" / "log.jsonl").open()]
+    carried = [entry["record"]["plan"] for entry in log if entry["kind"] == "generation" and "plan" in entry["record"]]
+    assert len(carried) >= 3
+    assert len({json.dumps(plan) for plan in carried}) == len(carried)
+
+
 def test_a_run_loses_a_server_of_its_store_together_with_a_worker_and_goes_on(tmp_path):
     find_etcd()
     words = ["chaos", "--store", "etcd", "--network", "loopback", "--hosts", "1", "--workers", "2", "--faults", "2"]

@@ -19,6 +19,7 @@ from varuna_capslog.elastic.member.runtime import End, Runtime
 from varuna_capslog.membership.messages import ProtocolEvent
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.rig import faults
+from varuna_capslog.rig.drawing import DrawingWork
 from varuna_capslog.start.member_worker import Equipment
 
 _SHAPES = ShapeTable(models.build_chain())
@@ -58,4 +59,4 @@ def _shapes_of(chain: Any, *kind: str) -> ShapeTable:
 def main(arguments: Sequence[str]) -> int:
     """Like `faults.main`."""
     pipeline_work.ShapeTable = _shapes_of  # type: ignore[assignment,misc]
-    return faults.main(arguments, equipment=Equipment(runtime=CheckedRuntime))
+    return faults.main(arguments, equipment=Equipment(work=DrawingWork, runtime=CheckedRuntime))

@@ -28,7 +28,9 @@ from varuna_capslog.elastic.host.fork_server import PRELOADED, ForkServer
 from varuna_capslog.elastic.store.opening import StoreGone, StoreServer, open_store
 from varuna_capslog.engine.communicator import connect_group
 from varuna_capslog.membership.generation import Generation
+from varuna_capslog.rig.drawing import PLANS, draw_for
 from varuna_capslog.rig.faults import VARIABLE, Fault
+from varuna_capslog.schedules import RunShape
 from varuna_capslog.start.elastic_host import starting_point
 from varuna_capslog.start.prepare import prepare_run
 from varuna_capslog.training.checkpoint import latest_checkpoint
@@ -193,6 +195,7 @@ class Live:
         resumes: the folder holds a run that is to go on.
         late: so many of those that begin are started by `start_late` only.
         first: the number of the first member's name.
+        plans: the seed of the plans that every founder draws, the first generation's included; None: no plan is drawn.
     """
 
     def __init__(
@@ -205,7 +208,9 @@ class Live:
         resumes: bool = False,
         late: int = 0,
         first: int = 0,
+        plans: str | None = None,
     ) -> None:
+        self._plans = {} if plans is None else {PLANS: plans}
         self.run_dir = Path(config.run_dir)
         self._cradle, self._config = cradle, config
         self._faults = json.dumps([fault.to_json() for fault in faults])
@@ -235,7 +240,8 @@ class Live:
         self._late = [f"m{first + number}" for number in range(size - late, size)]
         names = [self._fork() for _ in range(size - late)] + self._late
         self._count += late
-        self.store.compare_and_set(0, Generation(1, tuple(names), checkpoint=stamp))
+        drawn = None if plans is None else draw_for(RunShape.of_config(config), 11, len(names), plans)
+        self.store.compare_and_set(0, Generation(1, tuple(names), checkpoint=stamp, plan=drawn))
 
     # -- members -------------------------------------------------------------------------------------------------------
 
@@ -255,6 +261,7 @@ class Live:
             "CAPSLOG_RUN_DIR": str(self.run_dir),
             "CAPSLOG_LOCAL_RANK": "0",
             VARIABLE: self._faults,
+            **self._plans,
             "RES_OPTIONS": "timeout:1 attempts:5",
             "TORCH_CPP_LOG_LEVEL": "ERROR",
         }

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.membership.generation import EMPTY, INITIAL, Generation, Stamp
+from varuna_capslog.membership.generation import EMPTY, INITIAL, Generation, MemberLayout, Stamp
+from varuna_capslog.plans.parts import PlanStage, Units
+from varuna_capslog.plans.plan import Plan
 
 
 def test_states_taken_back_are_void_for_ever() -> None:
@@ -63,3 +66,31 @@ def test_the_store_s_form_round_trips_and_is_checked() -> None:
         Generation.from_json(value | {"format": "x"})
     with pytest.raises(CapslogError, match="twice"):
         Generation.from_json(value | {"members": ["a", "a"]})
+
+
+PLAN = Plan(4, (PlanStage(((0, 4),), (1,), (0,)), PlanStage(((0, 2),), (0,), (1,)), PlanStage(((2, 4),), (2,), (1,))),
+            Units(4, 1, 2), "varuna", step_seconds=0.1)  # fmt: skip
+
+
+def test_a_record_carries_the_plan_that_its_founder_chose() -> None:
+    record = EMPTY.successor(["a", "b", "c"])
+    assert "plan" not in record.to_json(), "nothing else is written where all members compute it alike"
+    carried = dataclasses.replace(record, plan=PLAN)
+    read = Generation.from_json(json.loads(json.dumps(carried.to_json())))
+    assert read == carried != record
+    assert read.plan == PLAN
+    assert hash(read) == hash(record)
+    assert carried.successor(["a"]).plan is None, "it is for these members"
+    wrong = carried.to_json() | {"plan": PLAN.to_json() | {"num_layers": 5}}
+    with pytest.raises(CapslogError, match=r"the store: plan: no stage holds layer 4 for block 0"):
+        Generation.from_json(wrong, "the store")
+    with pytest.raises(CapslogError, match="generation 1 has 2 members, but a plan for 3 ranks"):
+        dataclasses.replace(record, members=("a", "b"), plan=PLAN)
+
+
+def test_who_owns_what_under_a_plan() -> None:
+    layout = MemberLayout.of_plan(PLAN, ["x", "y", "z"], {})
+    assert layout.owned == {"x": (0, 1), "y": (0, 1, 2, 3), "z": (2, 3)}
+    assert layout.covers(["y"])
+    assert layout.covers(["x", "z"])
+    assert not layout.covers(["x"])

@@ -25,7 +25,8 @@ from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.membership.redundancy import Reserve, reserves
 from varuna_capslog.planners.seconds import Link, step_player
 from varuna_capslog.planning.simulation import UPDATE_RATE, simulate_plan
-from varuna_capslog.plans.parts import PlanStage
+from varuna_capslog.plans.parts import PlanRank, PlanStage, Units
+from varuna_capslog.plans.pipelines import pipelines_of
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import LayerProfile, Profile
 from varuna_capslog.schedules import RunShape
@@ -68,9 +69,14 @@ def plain(layers: int, seconds: bool = True, **fields: object) -> Profile:
     return Profile(tuple(rows), conditions={"microbatch_size": 1, **fields})
 
 
-def shape_of(placer: Placer, layout: MemberLayout | str, seats: Sequence[Seat]) -> tuple[tuple[int, ...], int, int]:
+def shape_of(layout: MemberLayout | str, seats: Sequence[Seat]) -> tuple[tuple[int, ...], int, int]:
+    """Cuts, devices of one pipeline and number of pipelines; what each member owns is what the plan says."""
     assert isinstance(layout, MemberLayout), layout
-    return placer.pipeline(layout, [seat.member for seat in seats])
+    assert layout.plan is not None
+    alike = pipelines_of(layout.plan)
+    assert alike is not None
+    assert layout == MemberLayout.of_plan(layout.plan, [seat.member for seat in seats], layout.copied, layout.problem)
+    return alike[0], len(alike[0]), alike[1]
 
 
 # -- the search
@@ -145,7 +151,7 @@ def test_the_quickest_of_all_replicas_stages_and_cuts_that_fit_is_placed() -> No
             assert isinstance(found, str)
             assert "does not fit" in found
             continue
-        assert shape_of(placer, found, seats) == expected
+        assert shape_of(found, seats) == expected
         shapes.add(expected[1:])
     assert waits >= 5
     assert len(shapes) >= 10
@@ -206,7 +212,7 @@ def test_the_step_is_the_simulators_with_several_pipelines_exchange_and_update()
     cuts = (0, 2, 4)
     spans = [tuple(span) for span in pairwise([*cuts, 5])]
     placed = tuple(
-        PlanStage((span,), (3 * replica + number,), (replica,))
+        PlanStage((span,), (3 * replica + number,), (replica,), memory=None)
         for replica in range(2)
         for number, span in enumerate(spans)
     )
@@ -239,7 +245,7 @@ def test_any_number_of_devices_gets_whole_pipelines_on_the_first_ranks(replicas:
     for count in range(1, layers * replicas + 3):
         seats = seats_of([0] * count)
         layout = placer(seats)
-        cuts, devices, found = shape_of(placer, layout, seats)
+        cuts, devices, found = shape_of(layout, seats)
         assert isinstance(layout, MemberLayout)
         assert found <= replicas
         assert devices * found <= count
@@ -251,37 +257,18 @@ def test_any_number_of_devices_gets_whole_pipelines_on_the_first_ranks(replicas:
     assert (devices, found) == (layers, replicas)
 
 
-def test_a_layout_of_other_ranks_or_of_parts_is_refused() -> None:
-    placer = placer_of(plain(4), steps_of(4, 2, 1), max_replicas=1)
-    seats = seats_of([0] * 3)
-    layout = placer(seats)
-    assert isinstance(layout, MemberLayout)
-    members = [seat.member for seat in seats]
-    others = list(layout.owned)[1:]
-    broken = {
-        "another order": (layout, members[::-1]),
-        "an idle member in front": (layout, ["idle", *members]),
-        "a part missing": (dataclasses.replace(layout, owned={name: layout.owned[name] for name in others}), members),
-        "unequal pipelines": (dataclasses.replace(layout, owned={**layout.owned, "m3": (0,)}), [*members, "m3"]),
-        "nobody": (dataclasses.replace(layout, owned={}), members),
-    }
-    for given, order in broken.values():
-        with pytest.raises(CapslogError, match="not that of whole, equal pipelines"):
-            placer.pipeline(given, order)
-
-
 def test_without_seconds_one_pipeline_of_as_many_stages_as_possible() -> None:
     for profile in (plain(4, seconds=False), None):
         placer = placer_of(profile, steps_of(8, 8), layer_bytes=[100, 1, 1, 1])
         for count, stages in ((1, 1), (3, 3), (4, 4), (6, 4)):
             seats = seats_of([0] * count)
-            assert shape_of(placer, placer(seats), seats)[1:] == (stages, 1)
+            assert shape_of(placer(seats), seats)[1:] == (stages, 1)
 
 
 def test_without_a_profile_the_layers_bytes_are_cut_and_no_capacity_is_compared() -> None:
     placer = placer_of(None, steps_of(8), layer_bytes=[50, 1, 1, 1, 45])
     seats = seats_of([1, 1])
-    assert shape_of(placer, placer(seats), seats)[0] == (0, 1)
+    assert shape_of(placer(seats), seats)[0] == (0, 1)
 
 
 @pytest.mark.parametrize(
@@ -312,8 +299,8 @@ def test_the_throughput_planner_is_asked_where_it_is_configured() -> None:
     profile, seats = Profile(tuple(rows)), seats_of([0, 0])
     by_time = placer_of(profile, steps_of(16), planner="throughput")
     by_bytes = placer_of(profile, steps_of(16), planner="exact")
-    assert shape_of(by_bytes, by_bytes(seats), seats)[0] == (0, 3)
-    assert shape_of(by_time, by_time(seats), seats)[0] == (0, 2)
+    assert shape_of(by_bytes(seats), seats)[0] == (0, 3)
+    assert shape_of(by_time(seats), seats)[0] == (0, 2)
 
 
 # -- memory
@@ -358,11 +345,11 @@ def test_gradients_that_wait_for_other_pipelines_count() -> None:
     """Four blocks on two pipelines: each keeps the gradients of a second one until the exchange, 20 bytes here."""
     seats = seats_of([200, 200])
     two = placer_of(plain(2), steps_of(4, 2, 1), memory="additive")
-    assert shape_of(two, two(seats), seats)[1:] == (1, 2)
+    assert shape_of(two(seats), seats)[1:] == (1, 2)
     four = placer_of(plain(2), steps_of(4, 4, 1), memory="additive")
-    assert shape_of(four, four(seats), seats)[1:] == (2, 1)
+    assert shape_of(four(seats), seats)[1:] == (2, 1)
     counted = placer_of(plain(2, accumulation_blocks=2), steps_of(4, 4, 1), memory="additive")
-    assert shape_of(counted, counted(seats), seats)[1:] == (1, 2)
+    assert shape_of(counted(seats), seats)[1:] == (1, 2)
 
 
 def test_a_run_that_the_memory_model_does_not_describe_is_compared_with_no_capacity() -> None:
@@ -453,11 +440,11 @@ def test_a_slower_placement_is_taken_where_only_its_copies_find_room() -> None:
     profile = Profile(tuple(dataclasses.replace(row, boundary_bytes=0) for row in rows))
     placer = placer_of(profile, steps_of(6, 2, 1), link=slow_exchange, **options)
     roomy, tight = seats_of([2000] * 3), seats_of([500] * 3)
-    assert shape_of(placer, placer(roomy), roomy)[1:] == (3, 1)
+    assert shape_of(placer(roomy), roomy)[1:] == (3, 1)
     # a stage of one layer takes 100 B beside its snapshot; a copy of the middle layer's state 2 x 300 B and 100 B
     layout = placer(tight)
     assert isinstance(layout, MemberLayout)
-    assert shape_of(placer, layout, tight)[1:] == (1, 2)
+    assert shape_of(layout, tight)[1:] == (1, 2)
     assert layout.problem is None
     single = placer_of(profile, steps_of(6, 2, 1), link=slow_exchange, max_replicas=1, **options)
     layout = single(tight)
@@ -471,8 +458,8 @@ def test_snapshots_are_part_of_the_stage_that_is_cut() -> None:
     without = placer_of(plain(4), steps_of(4, 1, 1), memory="additive", layer_bytes=sizes)
     reserved = placer_of(plain(4), steps_of(4, 1, 1), memory="additive", layer_bytes=sizes, reserved=True)
     seats = seats_of([0, 0])
-    assert shape_of(without, without(seats), seats)[0] == (0, 2)
-    assert shape_of(reserved, reserved(seats), seats)[0] == (0, 1)
+    assert shape_of(without(seats), seats)[0] == (0, 2)
+    assert shape_of(reserved(seats), seats)[0] == (0, 1)
 
 
 # -- from a config, and for people
@@ -484,14 +471,85 @@ def test_the_runs_own_plan_is_taken_where_as_many_devices_are_there_and_it_fits(
     placer = Placer.of_config(config, plain(6), [30] * 6, plan=Plan.of_cuts(6, (0, 4)))
     for capacity, cuts in ((0, (0, 4)), (520, (0, 4)), (519, (0, 3))):  # four layers of 100 B, and their snapshots
         seats = seats_of([capacity] * 2)
-        assert shape_of(placer, placer(seats), seats)[0] == cuts
+        assert shape_of(placer(seats), seats)[0] == cuts
     seats = seats_of([0] * 3)
-    assert shape_of(placer, placer(seats), seats)[0] == (0, 2, 4)
+    assert shape_of(placer(seats), seats)[0] == (0, 2, 4)
     cuts = (0, 2, 3, 4, 5, 6)  # three stages on each of two devices: not one that six devices would run
     spans = tuple(PlanStage((span,), (n % 2,)) for n, span in enumerate(pairwise([*cuts, 7])))
     other = Placer.of_config(config, plain(7), [30] * 7, plan=Plan(7, spans))
     seats = seats_of([0] * 6)
-    assert shape_of(other, other(seats), seats)[0] == (0, 1, 2, 3, 4, 5)
+    assert shape_of(other(seats), seats)[0] == (0, 1, 2, 3, 4, 5)
+
+
+RECTANGLES = Plan(
+    6,
+    (
+        PlanStage(((0, 2),), (2,), memory=None, bytes=200),
+        PlanStage(((2, 5),), (0,), (0, 1, 3), memory=None, bytes=330),
+        PlanStage(((2, 5),), (1,), (2,), memory=None, bytes=310),
+        PlanStage(((5, 6),), (2,), memory=None, bytes=100),
+    ),
+    Units(8, 1, 4),
+    "varuna",
+)
+"""Both ends on the third device, the middle on the first two."""
+
+
+def of_rectangles(plan: Plan = RECTANGLES, **elastic: object) -> Placer:
+    values = {
+        "workload": "a:b",
+        "train": {"minibatch_size": 8, "accumulation_blocks": 4},
+        "pipeline": {"devices": 3, "memory": "additive"},
+        "elastic": {"enabled": True, **elastic},
+    }
+    return Placer.of_config(section(Config, values, ""), plain(6), [30] * 6, plan=plan)
+
+
+def test_the_runs_own_plan_may_be_of_any_rectangles() -> None:
+    """It is taken where three devices are there and what it says of each rank fits with the snapshots beside it: 300 B
+    and 3 x 30 B on the third, 330 B and 3 x 30 B on the first. The middle is there twice; the ends get a copy.
+    """
+    for capacities, taken in (((0, 0, 0), True), ((420, 400, 390), True), ((419, 420, 420), False)):
+        layout = of_rectangles()(seats_of(capacities))
+        assert isinstance(layout, MemberLayout)
+        assert (layout.plan == RECTANGLES) == taken
+        if taken:
+            assert layout.owned == {"m0": (2, 3, 4), "m1": (2, 3, 4), "m2": (0, 1, 5)}
+    free = of_rectangles()(seats_of([0] * 3))
+    assert isinstance(free, MemberLayout)
+    for lost in range(3):
+        assert free.covers({"m0", "m1", "m2"} - {f"m{lost}"})
+    assert shape_of(of_rectangles()(seats_of([0] * 2)), seats_of([0] * 2))[1:] in ((2, 1), (1, 2))
+
+
+def test_bytes_of_a_plans_ranks_count_before_those_of_its_stages() -> None:
+    ranks = tuple(PlanRank(size) for size in (330, 310, 350))
+    plan = dataclasses.replace(RECTANGLES, ranks=ranks)
+    for capacity, taken in ((440, True), (439, False)):
+        layout = of_rectangles(plan)(seats_of([0, 0, capacity]))
+        assert isinstance(layout, MemberLayout)
+        assert (layout.plan == plan) == taken
+    unknown = dataclasses.replace(
+        RECTANGLES, stages=tuple(dataclasses.replace(one, bytes=None) for one in RECTANGLES.stages)
+    )
+    layout = of_rectangles(unknown)(seats_of([1] * 3))
+    assert isinstance(layout, MemberLayout)
+    assert layout.plan == unknown
+
+
+def test_a_plan_that_the_generation_carries_is_taken_as_it_is_and_only_checked() -> None:
+    carried = Plan(
+        6, (PlanStage(((0, 6),), (1,), (0, 2, 3)), PlanStage(((0, 6),), (3,), (1,))), Units(8, 1, 4), "varuna"
+    )
+    layout = of_rectangles()(seats_of([0] * 4), carried)
+    assert isinstance(layout, MemberLayout)
+    assert layout.plan == carried
+    assert layout.owned == {"m1": tuple(range(6)), "m3": tuple(range(6))}
+    assert layout.copied == {}
+    assert "elastic.min_devices is 5" in str(of_rectangles(min_devices=5)(seats_of([0] * 4), carried))
+    other = dataclasses.replace(carried, units=Units(16, 1, 4))
+    with pytest.raises(CapslogError, match=r"has units.per_step 16, but this run has 8; the store belongs to another"):
+        of_rectangles()(seats_of([0] * 4), other)
 
 
 def test_a_config_gives_the_placer_its_run() -> None:
@@ -507,7 +565,7 @@ def test_a_config_gives_the_placer_its_run() -> None:
     placer = Placer.of_config(config, plain(4), [30] * 4)
     assert (placer.elastic.redundancy, placer.sync, placer.elastic.min_devices) == (2, False, 2)
     seats = seats_of([0] * 4)
-    assert shape_of(placer, placer(seats), seats)[1:] == (1, 4)
+    assert shape_of(placer(seats), seats)[1:] == (1, 4)
 
 
 def test_state_and_gradients_as_a_profile_tells_them() -> None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.membership.choice import Choice
 from varuna_capslog.membership.generation import MemberLayout
 from varuna_capslog.membership.redundancy import Copies, place_copies, reserves
+from varuna_capslog.plans.parts import Units
+from varuna_capslog.rig.drawn_plans import draw_plan
 
 Pipelines = list[list[tuple[str, tuple[int, ...]]]]
 
@@ -60,7 +64,21 @@ def draw(dice: random.Random) -> tuple[Pipelines, dict[str, str], int, list[str]
     return pipelines, hosts, layers, spare
 
 
-def test_every_loss_that_is_promised_is_survived_and_every_refusal_is_true() -> None:
+def draw_rectangles(dice: random.Random) -> tuple[Pipelines, dict[str, str], int, list[str]]:
+    """The ways through the stages of a plan: stages that serve several pipelines, replicas of single stages."""
+    layers, ranks = dice.randint(1, 8), dice.randint(1, 6)
+    plan = draw_plan(dice, layers, Units(4, 1, 4), ranks)
+    ways = Choice.of_plan(plan, [0] * layers).ways
+    pipelines = [[(f"m{rank}", held) for rank, held in way] for way in ways]
+    hosts = {f"m{rank}": f"h{dice.randrange(dice.choice((2, 3, 4, 9)))}" for rank in range(ranks)}
+    used = {member for way in pipelines for member, _ in way}
+    return pipelines, hosts, layers, [member for member in hosts if member not in used]
+
+
+@pytest.mark.parametrize("draw", [draw, draw_rectangles])
+def test_every_loss_that_is_promised_is_survived_and_every_refusal_is_true(
+    draw: Callable[[random.Random], tuple[Pipelines, dict[str, str], int, list[str]]],
+) -> None:
     dice = random.Random(3)
     complete = partial = 0
     for _ in range(1500):
@@ -82,6 +100,24 @@ def test_every_loss_that_is_promised_is_survived_and_every_refusal_is_true() -> 
             # hosts are too few, or there is nobody but two neighbours
             assert count <= redundancy or len(hosts) <= 2
     assert min(complete, partial) > 100
+
+
+def test_a_stage_that_serves_several_pipelines_counts_once() -> None:
+    """Layer 1 is on b and on c, all others serve both pipelines: a holds 4 bytes, not 8, so it is the lightest that is
+    no neighbour of e.
+    """
+    ways: Pipelines = [[("a", (0,)), (name, (1,)), ("d", (2,)), ("e", (3,))] for name in "bc"]
+    copies = place_copies(ways, {name: name for name in "abcde"}, 1, [4, 6, 1, 5])
+    assert copies == Copies({"a": (2, 3), "d": (0,)}, 1, None)
+
+
+def test_a_stage_of_several_pipelines_has_neighbours_in_all_of_them() -> None:
+    """Both ends on a, the middle on b and c: a layer that only two neighbours hold gets a third holder."""
+    ways: Pipelines = [[("a", (0,)), (name, (1,)), ("a", (2,))] for name in "bc"]
+    spared = place_copies(ways, {name: name for name in "abcd"}, 1, [1, 1, 1], ["d"])
+    assert spared == Copies({"d": (0, 2)}, 1, None)
+    tight = place_copies(ways, {name: name for name in "abc"}, 1, [3, 1, 3])
+    assert sorted(layer for kept in tight.kept.values() for layer in kept) == [0, 0, 2, 2]
 
 
 def test_no_more_copies_than_needed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import random
@@ -13,7 +14,7 @@ import pytest
 from tests.planners.timed import chain, cut_lists, simulated
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.planners.fleet import compose, least_seconds
-from varuna_capslog.planners.joint import Device, JointPlan
+from varuna_capslog.planners.joint import Device, JointPlan, best_fleet, best_fleet_of_run
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planners.seconds import Link as Blocking
 from varuna_capslog.planning import search
@@ -294,3 +295,37 @@ def test_one_device_is_a_plan_of_one_stage() -> None:
     (pipeline,) = found.pipelines
     assert (pipeline.cuts, pipeline.blocks, found.step_seconds) == ((0,), 8, 4 * 3.0 * 8)
     assert search.plan(equal_layers(4), 1, capacity=40).fits
+
+
+def test_what_lies_beside_training_counts_against_the_capacities_and_is_no_part_of_the_plans_bytes() -> None:
+    """As if every layer held that much more."""
+    dice = random.Random(12)
+    fitting = 0
+    for _ in range(40):
+        profile = chain(dice, dice.randint(2, 6))
+        beside = [dice.randint(0, 12) for _ in profile.layers]
+        heavier = [
+            dataclasses.replace(
+                layer,
+                isolated_bytes=layer.isolated_bytes + more,
+                added_bytes=None if layer.added_bytes is None else layer.added_bytes + more,
+            )
+            for layer, more in zip(profile.layers, beside, strict=True)
+        ]
+        devices = [Device(dice.choice([None, 40, 60, 90])) for _ in range(dice.randint(1, 6))]
+        run = RunShape(8, num_blocks=dice.choice([1, 2, 4]), microbatch_size=1)
+        found = best_fleet_of_run(profile, devices, run, "additive", beside=beside)
+        same = best_fleet(
+            dataclasses.replace(profile, layers=tuple(heavier)), devices, 8, run.num_blocks, run, "additive"
+        )
+        assert isinstance(found, JointPlan) == isinstance(same, JointPlan)
+        if not isinstance(found, JointPlan) or not isinstance(same, JointPlan):
+            continue
+        fitting += 1
+        assert (found.step_seconds, found.pipelines) == (same.step_seconds, same.pipelines)
+        for ours, theirs in zip(found.plan.stages, same.plan.stages, strict=True):
+            (first, end), size = ours.layers[0], theirs.bytes
+            assert size is not None
+            assert (ours.layers, ours.ranks, ours.blocks) == (theirs.layers, theirs.ranks, theirs.blocks)
+            assert ours.bytes == size - sum(beside[first:end])
+    assert fitting > 15

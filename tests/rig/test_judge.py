@@ -275,7 +275,7 @@ def test_segments_must_meet():
 def test_lines_of_members_are_read():
     run = Segment()
     lines = [
-        {"kind": "open", "member": "a", "generation": 1, "base": [0, 0], "members": ["a"], "cuts": [0], "time": 1.0},
+        {"kind": "open", "member": "a", "generation": 1, "base": [0, 0], "members": ["a"], "ways": [[0]], "time": 1.0},
         {
             "kind": "step",
             "member": "a",

@@ -24,7 +24,7 @@ def test_a_line_of_results_says_what_was_done_and_how_it_ended(breaches, outcome
     assert [row["kind"] for row in line.pop("classes")] == ["kill", "store"]
     assert line == {
         "format": "varuna-capslog/chaos/1", "seed": 7, "outcome": outcome, "breaches": breaches,
-        "hosts": 3, "workers": 1, "network": "relay", "store": "tcp", "mean_seconds": 0.1,
+        "hosts": 3, "workers": 1, "network": "relay", "store": "tcp", "plans": False, "mean_seconds": 0.1,
         "faults": 2, "joins": 5, "generations": 6, "layouts": [2, 3], "steps": 100, "steps_made_again": 9,
         "store_losses": 1, "regresses": 2, "redundancy": 1, "protection": "sync", "seconds": 12.3,
     }  # fmt: skip

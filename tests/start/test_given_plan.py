@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ from tests.elastic.machines import free_port
 from varuna_capslog import cli
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.config.reading import Config, section
+from varuna_capslog.config.reading import Config, load_config, section
+from varuna_capslog.plans.parts import Units
 from varuna_capslog.plans.plan import read_plan
 from varuna_capslog.profiles.record import LayerProfile, Profile, read_profile, write_profile
 from varuna_capslog.start.given_plan import given_plan, with_given_plan
-from varuna_capslog.start.prepare import prepare_run
+from varuna_capslog.start.prepare import _same, prepare_run
 
 RECOMPUTED = [[0, 3, "recompute"], [3, 8, "recompute"], [8, 11, "recompute"]]
 REPLICATED_MIDDLE: dict[str, Any] = {
@@ -93,7 +95,6 @@ def test_the_configs_capacity_replaces_that_of_the_file(tmp_path: Path) -> None:
         ({"minibatch_size": 16}, {}, "units.per_step is 4, but the config makes it 8"),
         ({"microbatch_size": 1}, {}, "units.per_step is 4, but the config makes it 8"),
         ({"accumulation_blocks": 2}, {}, "units.blocks is 4, but train.accumulation_blocks=2"),
-        ({}, {"elastic": {"enabled": True}}, "which an elastic run cannot begin with yet; set elastic.enabled=false"),
     ],
 )
 def test_what_contradicts_the_plan_is_refused(
@@ -322,3 +323,33 @@ def test_a_given_plan_that_fits_has_the_bytes_of_its_ranks(tmp_path: Path) -> No
     plain = config_of(write(tmp_path, REPLICATED_MIDDLE), run_dir=str(tmp_path / "plain"))
     assert prepare_run(with_given_plan(plain), show=False).ranks == ()
     assert not (tmp_path / "plain" / "profile.json").exists()
+
+
+def test_a_run_goes_on_with_cuts_after_a_plan_of_the_full_form(tmp_path: Path) -> None:
+    """Two plans of different forms were compared field by field, and ended the command with a KeyError, depending on
+    the order in which it came to the fields.
+    """
+    path = write(tmp_path, REPLICATED_MIDDLE)
+    for number, words in enumerate(([f"pipeline.plan={path}"], ["pipeline.cuts=[0,5]", "pipeline.schedule=1f1b"]) * 2):
+        call = command(tmp_path, "run", *words)
+        plan = prepare_run(with_given_plan(load_config(Path(call[1]), call[2:])), show=False)
+        assert read_plan(tmp_path / "run" / f"plan-{number}.json") == plan
+    short = dataclasses.replace(plan, planner=None)
+    full = dataclasses.replace(short, units=Units(4, 2, 4))
+    assert not _same(short, full)
+    assert not _same(full, short)
+    assert _same(full, dataclasses.replace(full, search_seconds=1.0))
+
+
+def test_machines_that_begin_together_have_as_many_workers_as_the_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path, REPLICATED_MIDDLE)
+    words = ["host", *command(tmp_path, "run", f"pipeline.plan={path}")[1:], "--serve", "127.0.0.1:4567", "--dry-run"]
+    for machines, workers in ((1, 3), (3, 1)):
+        assert cli._run([*words, "--nnodes", str(machines)]) == 0
+        assert f"{workers} worker(s) here" in capsys.readouterr().out
+    assert cli._run([*words, "--nnodes", "3", "--nproc", "1"]) == 0
+    assert cli._run([*words, "--nnodes", "2", "--nproc", "2"]) == 2
+    assert "--nnodes 2 x --nproc 2 is given, but pipeline.plan=" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

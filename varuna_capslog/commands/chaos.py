@@ -46,6 +46,9 @@ class ChaosFlags:
     store: Annotated[str, option("tcp, or etcd: three servers, of which the class store kills one; with loopback.")] = (
         "tcp"
     )
+    plans: Annotated[
+        bool, typer.Option("--plans", help="Every generation runs a plan drawn at random, not the planner's.")
+    ] = False
     output: Annotated[Path | None, output_option("Folder of the run.", "a temporary one")] = None
     results: Annotated[Path | None, option("File that gets one line of JSON more.", False)] = None
     trace: Annotated[
@@ -114,6 +117,7 @@ def _options(given: ChaosFlags) -> ChaosOptions:
         workers=given.workers,
         network=network,
         store=given.store,
+        plans=given.plans,
     )
 
 

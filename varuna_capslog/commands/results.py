@@ -30,7 +30,7 @@ def evaluate(run_dir: shared.RunDirectory, as_json: shared.AsJson = False) -> No
     path = run_dir / "evaluation.json"
     with reserve(run_dir):
         path.unlink(missing_ok=True)
-        run_workers(settings, "--evaluate")
+        run_workers(settings, "--evaluate", workers=_ranks_of(settings))
     scores = files.read_json(path)
     if as_json:
         shared.print_json(scores)
@@ -41,6 +41,18 @@ def evaluate(run_dir: shared.RunDirectory, as_json: shared.AsJson = False) -> No
         if not isinstance(value, (dict, list))
     ]
     shared.print_table(f"scores of {run_dir}", ("score", "value"), rows, left=(0, 1))
+
+
+def _ranks_of(settings: Config) -> int | None:
+    """The ranks of the run's newest plan: an elastic run may have ended with others than it began with. None where
+    there is no plan.
+    """
+    from varuna_capslog.plans.plan import latest_plan
+
+    newest = latest_plan(settings.run_dir)
+    if newest is None:
+        return None
+    return newest[1].num_ranks * (settings.pipeline.replicas if newest[1].short else 1)
 
 
 def predict(

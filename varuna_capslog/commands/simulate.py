@@ -220,8 +220,8 @@ def _replay_trace(
     given: the flags of --trace; what is None comes from the config, or is the command's default.
     """
     from varuna_capslog.base import units
-    from varuna_capslog.planners import DEFAULT_MICROBATCHES_PER_STAGE
-    from varuna_capslog.planning.replanning import JOINT, Replanner
+    from varuna_capslog.planners import DEFAULT_MICROBATCHES_PER_STAGE, JOINT
+    from varuna_capslog.planning.replanning import Replanner
     from varuna_capslog.planning.trace_replay import Pauses, Prices, most_nodes, read_trace, replay
 
     capacity = None if given.capacity is None else units.parse_bytes(given.capacity, "capacity")

@@ -57,14 +57,17 @@ def train(
         run_workers(settings)
 
 
-def run_workers(settings: Config, *flags: str) -> None:
-    """Starts the workers of a run here, with these flags, and watches them until they end."""
+def run_workers(settings: Config, *flags: str, workers: int | None = None) -> None:
+    """Starts the workers of a run here, with these flags, and watches them until they end.
+
+    workers: default: those of the config.
+    """
     from varuna_capslog.base.supervisor import Supervisor
 
     Supervisor(
         settings.run_dir,
         [sys.executable, "-m", "varuna_capslog.start.worker", str(settings.run_dir), *flags],
-        settings.world_size,
+        workers or settings.world_size,
         environment={"OMP_NUM_THREADS": str(settings.train.threads)},
         say=lambda line: typer.echo(f"capslog: {line}", err=True),
     ).run()

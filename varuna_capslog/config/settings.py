@@ -130,14 +130,15 @@ class Pipeline(Section):
     """Copies of the whole pipeline that share each minibatch; devices * replicas workers run."""
 
     planner: str = "exact"
-    """Which planner chooses the cuts: varuna, mcap-bf, mcap-bo, capslog, capslog-tb, exact or throughput."""
+    """Which planner chooses the cuts: varuna, mcap-bf, mcap-bo, capslog, capslog-tb, exact or throughput; or joint,
+    which shares all devices out among pipelines of any length and cuts, as many as train.accumulation_blocks allow."""
 
     cuts: list[Annotated[int, Field(ge=0)]] | None = None
     """First layer of each stage, beginning with 0; null means that the planner chooses."""
 
     plan: Path | None = None
     """A plan file to run as it is; it replaces devices, replicas, planner, schedule, recompute and stage_inputs.
-    After a change of membership the planner decides anew."""
+    In an elastic run the planner decides anew for any other number of devices than the plan's."""
 
     schedule: Literal["gpipe", "1f1b", "varuna"] = "varuna"
     """Order of forward and backward passes."""

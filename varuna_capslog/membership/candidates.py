@@ -18,7 +18,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory import AUTO, MEMORY_MODELS, NEVER, StageCosts, resolve
 from varuna_capslog.memory.costs import RangeCosts, raised
 from varuna_capslog.memory.headroom import Headroom
-from varuna_capslog.planners import PLANNER_NAMES, PLANNERS
+from varuna_capslog.planners import JOINT, PLANNER_NAMES, PLANNERS
 from varuna_capslog.planners.exact import exact_cuts, fewest_devices
 from varuna_capslog.planners.seconds import LayerSeconds, Link, step_player
 from varuna_capslog.planners.throughput import fastest_cuts
@@ -32,6 +32,9 @@ Floats = NDArray[np.float64]
 
 _SLOW = ("mcap-bf", "mcap-bo")
 """Planners that take seconds or more; `exact` finds what the first of them finds."""
+
+_BY_TIME = ("throughput", JOINT)
+"""Planners that look at seconds, and at capacities."""
 
 _NARROW = 32
 """Width of the beam of `throughput`: haste."""
@@ -78,7 +81,7 @@ class Candidates:
         profile: of the chain; None: `layer_bytes` are the layers' weights, and neither bytes nor seconds are predicted.
         layer_bytes: state of each layer.
         run: the whole step, over all replicas, which divide its blocks.
-        planner, memory: as in `search.plan`.
+        planner, memory: as in `search.plan`; with `joint` equal pipelines are cut as `throughput` does.
         beside: bytes on the device beside training, per layer that a rank owns; default none.
         link: between ranks, in a pipeline and across; by default transfers take no time.
 
@@ -101,11 +104,16 @@ class Candidates:
 
     def __post_init__(self) -> None:
         self.num_layers = len(self.layer_bytes)
-        fields.refuse_unknown([self.planner], PLANNER_NAMES, "planner")
+        fields.refuse_unknown([self.planner], [*PLANNER_NAMES, JOINT], "planner")
         if self.planner in _SLOW:
             raise CapslogError(
                 f"planner {self.planner!r} weighs cut lists one by one, which takes too long while a run stands still; "
                 "set pipeline.planner to exact"
+            )
+        if self.planner == JOINT and self.max_replicas is not None:
+            raise CapslogError(
+                f"planner 'joint' shares devices out among pipelines, but at most {self.max_replicas} can run here; "
+                "choose throughput"
             )
         profile = self.profile
         if profile is not None and profile.num_layers != self.num_layers:
@@ -132,6 +140,11 @@ class Candidates:
         self._stage_seconds = functools.cache(self._find_stage_seconds)
         self._least_bytes = functools.cache(self._find_least_bytes)
         self.fewest_devices = functools.cache(self._find_fewest_devices)
+
+    @property
+    def timed(self) -> bool:
+        """Whether the profile tells the seconds of every layer."""
+        return self._seconds is not None
 
     def _replicas(self, most: int) -> list[int]:
         """Numbers of replicas up to `most` that share the blocks evenly."""
@@ -239,7 +252,7 @@ class Candidates:
 
     def _limits_matter(self, usable: Sequence[int]) -> bool:
         """Whether the planner looks at capacities: `exact` only where they differ, the other table planners never."""
-        return self.planner == "throughput" or (self.planner == "exact" and len(set(usable)) > 1)
+        return self.planner in _BY_TIME or (self.planner == "exact" and len(set(usable)) > 1)
 
     def _weigh(self, replicas: int, stages: int, usable: tuple[int, ...] | None) -> Candidate:
         return self.of_cuts(replicas, tuple(self._cuts(self._costs[replicas], replicas, stages, usable)))
@@ -253,7 +266,7 @@ class Candidates:
         return Candidate(replicas, cuts, held, self._step_ticks(replicas, cuts))
 
     def _cuts(self, costs: StageCosts, replicas: int, stages: int, usable: Sequence[int] | None) -> Sequence[int]:
-        if self.planner != "throughput":
+        if self.planner not in _BY_TIME:
             return PLANNERS[self.planner](costs, stages, usable)
         if self._seconds is None:
             return exact_cuts(costs, stages, usable)

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.plans.plan import Plan
 
 __all__ = ["EMPTY", "INITIAL", "Generation", "Held", "Member", "MemberLayout", "Stamp"]
 
@@ -52,6 +53,8 @@ class Generation:
         checkpoint: the newest checkpoint on the lineage that its founder knew of.
         reached: newest step that its founder, or an earlier one, had applied; what is older by two was settled.
         regress: it may go back beyond settled steps, to the checkpoint, where no member is left that holds them.
+        plan: what its founder chose that the members run, its ranks in the order of `members`; None: every member
+            computes the same plan by itself.
     """
 
     number: int
@@ -61,11 +64,16 @@ class Generation:
     checkpoint: Stamp = INITIAL
     reached: int = 0
     regress: bool = False
+    plan: Plan | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         everyone = self.members + self.leaving
         if len(set(everyone)) != len(everyone):
             raise CapslogError(f"generation {self.number} names a member twice: {', '.join(everyone)}")
+        if self.plan is not None and self.plan.num_ranks > len(self.members):
+            raise CapslogError(
+                f"generation {self.number} has {len(self.members)} members, but a plan for {self.plan.num_ranks} ranks"
+            )
 
     @property
     def participants(self) -> tuple[Member, ...]:
@@ -119,8 +127,11 @@ class Generation:
 
     def to_json(self) -> dict[str, Any]:
         """The form in which the store keeps it."""
-        lineage = [[number, *base] for number, base in self.lineage]
-        return {"format": FORMAT, **dataclasses.asdict(self), "lineage": lineage}
+        value = dataclasses.asdict(dataclasses.replace(self, plan=None))
+        del value["plan"]
+        value["lineage"] = [[number, *base] for number, base in self.lineage]
+        carried = {} if self.plan is None else {"plan": self.plan.to_json()}
+        return {"format": FORMAT, **value, **carried}
 
     @classmethod
     def from_json(cls, value: Any, where: str = "generation") -> Generation:
@@ -134,7 +145,7 @@ class Generation:
             if not isinstance(value, Mapping) or value.get("format") != FORMAT:
                 raise CapslogError(f"format is not {FORMAT!r}; the store belongs to another program or version")
             known = ["format", "number", "members", "leaving", "lineage", "checkpoint", "reached", "regress"]
-            fields.refuse_unknown(value, known)
+            fields.refuse_unknown(value, [*known, "plan"])
             for key in known:
                 if key not in value:
                     raise CapslogError(f"field {key!r} is missing")
@@ -149,6 +160,7 @@ class Generation:
                 stamp(value["checkpoint"], "checkpoint"),
                 fields.whole(value["reached"], "reached"),
                 bool(value["regress"]),
+                None if value.get("plan") is None else Plan.from_json(value["plan"], "plan"),
             )
 
         return fields.within(where, make)
@@ -168,12 +180,30 @@ class MemberLayout:
             own a layer where the pipeline has replicas.
         copied: layers that a member keeps copies of for others.
         problem: a sentence where the copies do not protect as the run asks.
+        plan: what the members run, its ranks in the order of the generation's members; None for what has no stages.
     """
 
     num_layers: int
     owned: Mapping[Member, tuple[int, ...]]
     copied: Mapping[Member, tuple[int, ...]]
     problem: str | None = None
+    plan: Plan | None = None
+
+    @classmethod
+    def of_plan(
+        cls,
+        plan: Plan,
+        members: Sequence[Member],
+        copied: Mapping[Member, tuple[int, ...]],
+        problem: str | None = None,
+    ) -> MemberLayout:
+        """Who trains what where these members, by rank, run a plan."""
+        owned: dict[int, list[int]] = {}
+        for stage in plan.stages:
+            for rank in stage.ranks:
+                owned.setdefault(rank, []).extend(layer for first, end in stage.layers for layer in range(first, end))
+        of_member = {members[rank]: tuple(sorted(layers)) for rank, layers in sorted(owned.items())}
+        return cls(plan.num_layers, of_member, copied, problem, plan)
 
     def holds(self, member: Member) -> tuple[int, ...]:
         """The layers that a member owns, and then those that it copies."""

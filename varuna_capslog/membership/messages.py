@@ -310,7 +310,10 @@ class ReadStore(Effect):
 
 @dataclass(frozen=True, slots=True)
 class CompareAndSet(Effect):
-    """Replace the record if its number is still `expected`; answer with what the store then holds."""
+    """Replace the record if its number is still `expected`; answer with what the store then holds.
+
+    The runtime may add the plan for the record's members where not all of them would compute the same one.
+    """
 
     expected: int
     record: Generation

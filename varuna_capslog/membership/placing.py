@@ -14,12 +14,16 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.units import format_bytes
 from varuna_capslog.config.settings import Config, Elastic
 from varuna_capslog.membership.candidates import Candidate, Candidates
+from varuna_capslog.membership.choice import Choice
+from varuna_capslog.membership.fleets import Fleets
 from varuna_capslog.membership.generation import Member, MemberLayout
 from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.membership.redundancy import Copies, Reserve, place_copies, reserves
 from varuna_capslog.memory import NEVER
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planning.verdict import MemoryVerdict, judge
+from varuna_capslog.plans.parts import Units
+from varuna_capslog.plans.pipelines import pipelines_of, plan_of_pipelines
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
@@ -30,9 +34,10 @@ __all__ = ["Placer", "describe_reserves", "state_bytes", "with_reserves"]
 class Placer:
     """Places layers and copies on any number of devices.
 
-    Seats are ranks in order: replica r's device d is seat `r * devices + d`; the last ones beyond these are idle and
-    may keep copies. The quickest of `Candidates` that fits is taken; without seconds one pipeline of as many stages as
-    possible.
+    Seats are the ranks of a plan, in order. With the planner `joint` its plan is taken where there is one. Otherwise
+    the quickest of `Candidates` that fits is taken; without seconds one pipeline of as many stages as possible. Of
+    equal pipelines replica r's device d is seat `r * devices + d`; the last ones beyond these are idle and may keep
+    copies.
 
     Args:
         candidates: every pipeline that could be; its `beside` counts the snapshots.
@@ -40,8 +45,8 @@ class Placer:
             whose copies find room is taken.
         gradient_bytes: per layer, what its gradients take as they are sent. By default as AdamW's state has them, a
             third of the layer's state.
-        given: (cuts, replicas) of the run's own plan, taken where exactly as many devices are there as it is for, and
-            it fits them. They need not be what a planner would choose.
+        given: the run's own plan, of any stages, taken where exactly as many devices are there as it is for, and it
+            fits them. It need not be what a planner would choose.
     """
 
     def __init__(
@@ -49,12 +54,13 @@ class Placer:
         candidates: Candidates,
         elastic: Elastic,
         gradient_bytes: Sequence[int] | None = None,
-        given: tuple[Sequence[int], int] | None = None,
+        given: Plan | None = None,
     ) -> None:
         self.candidates, self.elastic, self.sync = candidates, elastic, elastic.protection == "sync"
         self.layer_bytes = tuple(candidates.layer_bytes)
         self.gradient_bytes = tuple(gradient_bytes or (-(-size // 3) for size in self.layer_bytes))
-        self._given = None if given is None else candidates.of_cuts(given[1], tuple(given[0]))
+        self._given = None if given is None else (given, self._choice_of(given))
+        self._fleets = Fleets.of(candidates)
         # A copy's two boundaries, and the gradients that wait for the vote.
         self._copy_bytes = [
             2 * state + (gradient if self.sync else 0)
@@ -70,20 +76,28 @@ class Placer:
         gradient_bytes: Sequence[int] | None = None,
         plan: Plan | None = None,
     ) -> Placer:
-        """The placer of a run; `plan` is the run's own, with one stage per device (others are not taken).
+        """The placer of a run; `plan` is the run's own. One of the short form stands in the config's replicas.
 
         Raises:
             CapslogError: as `Candidates`.
         """
         pipeline = config.pipeline
-        one_each = plan is not None and plan.short and len(plan.stages) == pipeline.devices
         shape, sizes = RunShape.of_config(config), tuple(layer_bytes)
         candidates = Candidates(profile, sizes, shape, pipeline.planner, pipeline.memory, beside=sizes)
-        given = (plan.cut_list, pipeline.replicas) if plan is not None and one_each else None
-        return cls(candidates, config.elastic, gradient_bytes, given)
+        if plan is not None and plan.short:
+            one_each = len(plan.stages) == pipeline.devices
+            plan = _of_pipelines(candidates, plan.cut_list, pipeline.replicas) if one_each else None
+        return cls(candidates, config.elastic, gradient_bytes, plan)
 
-    def __call__(self, seats: Sequence[Seat]) -> MemberLayout | str:
-        """Who owns and copies what, or the sentence that says for what the run waits."""
+    def __call__(self, seats: Sequence[Seat], plan: Plan | None = None) -> MemberLayout | str:
+        """Who owns and copies what, or the sentence that says for what the run waits.
+
+        Args:
+            plan: what the generation's founder chose for these seats; None: the seats alone decide.
+
+        Raises:
+            CapslogError: `plan` is of another run.
+        """
         if not seats:
             return "no device is left; waiting for one"
         if len(seats) < self.elastic.min_devices:
@@ -93,21 +107,49 @@ class Placer:
                 f"{lack} more"
             )
         limits = _Limits(seats, self.candidates)
-        found = self._given if self._given is not None and self._given.devices == len(seats) else None
-        if found is None or not found.fits(limits.usable(found.replicas, len(found.cuts))):
-            # What hosts are too few for, no placement protects from.
-            least = max(0, self.elastic.redundancy - (len({seat.host for seat in seats}) - 1))
+        if plan is not None:
+            self._check(plan)
+            return self._layout(plan, self._choice_of(plan), seats, limits)
+        given, choice = self._given or (None, None)
+        if given is not None and choice is not None and given.num_ranks == len(seats) and limits.allow(choice):
+            return self._layout(given, choice, seats, limits)
+        # What hosts are too few for, no placement protects from.
+        least = max(0, self.elastic.redundancy - (len({seat.host for seat in seats}) - 1))
 
-            def lost_protection(candidate: Candidate) -> int:
-                """By how many host losses the copies that find room fall short of what is asked."""
-                if not limits.any:
-                    return least
-                return self.elastic.redundancy - self._place_copies(candidate, seats, limits).survives
+        def lost(choice: Choice) -> int:
+            """By how many host losses the copies that find room fall short of what is asked."""
+            if not limits.any:
+                return least
+            return self.elastic.redundancy - self._place_copies(choice, seats, limits).survives
 
-            found = self.candidates.quickest(len(seats), limits.usable, lost_protection, least)
+        joint = None if self._fleets is None else self._fleets.plan(tuple(seat.capacity for seat in seats))
+        shared = None if joint is None else self._choice_of(joint)
+        if joint is not None and shared is not None and lost(shared) <= least:
+            return self._layout(joint, shared, seats, limits)
+        size = len(self.layer_bytes)
+        found = self.candidates.quickest(
+            len(seats), limits.usable, lambda one: lost(Choice.of_candidate(one, size)), least
+        )
+        if joint is not None and shared is not None:
+            protected = found is not None and lost(Choice.of_candidate(found, size)) < lost(shared)
+            if not protected:
+                return self._layout(joint, shared, seats, limits)
         if found is None:
             return self._waiting(seats, limits)
-        return self._layout(found, seats, limits)
+        return self._layout_of_candidate(found, seats, limits)
+
+    def propose(self, seats: Sequence[Seat]) -> Plan | None:
+        """The plan for the record of a generation of these seats; None where every member computes it alike, which
+        joint plans are not left to: their search adds and compares times in ways that two machines may round apart.
+        """
+        layout = self(seats) if self._fleets is not None else None
+        return layout.plan if isinstance(layout, MemberLayout) else None
+
+    def prepare(self, devices: int, capacity: int = 0) -> None:
+        """Weighs what up to `devices` devices of this capacity (0: no limit) could be, while no member waits."""
+        self.candidates.prepare(devices)
+        if self._fleets is not None:
+            self._fleets.prepare(devices, capacity)
 
     def of_cuts(
         self, cuts: Sequence[int], replicas: int, seats: Sequence[Seat]
@@ -116,49 +158,48 @@ class Placer:
         memory model describes the run.
         """
         found = self.candidates.of_cuts(replicas, tuple(cuts))
-        return self._layout(found, seats, _Limits(seats, self.candidates)), found.stage_bytes
+        return self._layout_of_candidate(found, seats, _Limits(seats, self.candidates)), found.stage_bytes
 
-    def _layout(self, found: Candidate, seats: Sequence[Seat], limits: _Limits) -> MemberLayout:
-        copies = self._place_copies(found, seats, limits)
-        owned = {member: layers for row in _pipelines(found, seats, len(self.layer_bytes)) for member, layers in row}
-        return MemberLayout(len(self.layer_bytes), owned, dict(copies.kept), copies.problem)
+    def _layout_of_candidate(self, found: Candidate, seats: Sequence[Seat], limits: _Limits) -> MemberLayout:
+        plan = _of_pipelines(self.candidates, found.cuts, found.replicas)
+        return self._layout(plan, Choice.of_candidate(found, len(self.layer_bytes)), seats, limits)
 
-    def pipeline(self, layout: MemberLayout, members: Sequence[Member]) -> tuple[tuple[int, ...], int, int]:
-        """Cuts, devices of one pipeline and replicas of a layout that a placer made for these members, by rank.
+    def _layout(self, plan: Plan, choice: Choice, seats: Sequence[Seat], limits: _Limits) -> MemberLayout:
+        copies = self._place_copies(choice, seats, limits)
+        return MemberLayout.of_plan(plan, [seat.member for seat in seats], dict(copies.kept), copies.problem)
 
-        Raises CapslogError where the layout is not one of whole pipelines on the first ranks.
-        """
-        owners = [member for member in members if layout.owned.get(member)]
-        devices = next(
-            (rank for rank in range(1, len(owners)) if layout.owned[owners[rank]][0] == 0), max(1, len(owners))
-        )
-        replicas = len(owners) // devices
-        rows = [[layout.owned[member] for member in owners[r * devices : (r + 1) * devices]] for r in range(replicas)]
-        whole = [layer for layers in rows[0] for layer in layers] if rows else []
-        if (
-            list(members[: len(owners)]) != owners
-            or len(owners) != devices * replicas
-            or any(row != rows[0] for row in rows)
-            or whole != list(range(layout.num_layers))
-        ):
-            raise CapslogError(
-                f"the layout of {len(owners)} of {len(members)} members is not that of whole, equal pipelines on the "
-                "first ranks; give the members in the order of the seats that it was placed for"
-            )
-        return tuple(layers[0] for layers in rows[0]), devices, replicas
+    def _choice_of(self, plan: Plan) -> Choice:
+        """A plan of equal pipelines is weighed like every candidate; of others the plan itself says what they hold."""
+        if (alike := pipelines_of(plan)) is not None:
+            return Choice.of_candidate(self.candidates.of_cuts(alike[1], alike[0]), plan.num_layers)
+        return Choice.of_plan(plan, self.candidates.beside or [0] * plan.num_layers)
+
+    def _check(self, plan: Plan) -> None:
+        """Raises CapslogError unless a plan from the store's log is one for this run."""
+        run = self.candidates.run
+        ours = {"num_layers": len(self.layer_bytes), "units.per_step": run.num_microbatches}
+        theirs = {"num_layers": plan.num_layers, "units.per_step": plan.units.per_step}
+        ours["units.blocks"], theirs["units.blocks"] = run.num_blocks, plan.units.blocks
+        for name, value in theirs.items():
+            if value != ours[name]:
+                raise CapslogError(
+                    f"the plan in the store's log has {name} {value}, but this run has {ours[name]}; the store belongs "
+                    "to another run or version"
+                )
 
     # -- copies
 
-    def _place_copies(self, candidate: Candidate, seats: Sequence[Seat], limits: _Limits) -> Copies:
-        pipelines = _pipelines(candidate, seats, len(self.layer_bytes))
-        spare = [seat.member for seat in seats[candidate.devices :]]
+    def _place_copies(self, choice: Choice, seats: Sequence[Seat], limits: _Limits) -> Copies:
+        ways = [[(seats[rank].member, layers) for rank, layers in way] for way in choice.ways]
+        used = choice.used
+        spare = [seat.member for rank, seat in enumerate(seats) if rank not in used]
         hosts = {seat.member: seat.host for seat in seats}
         room = None
-        if limits.any and candidate.stage_bytes is not None:
-            held = [*candidate.stage_bytes * candidate.replicas, *[0] * len(spare)]
+        if limits.any and choice.rank_bytes is not None:
+            held = [*choice.rank_bytes, *[0] * (len(seats) - len(choice.rank_bytes))]
             left = [max(0, usable - taken) for usable, taken in zip(limits.of_rank, held, strict=True)]
             room = {seat.member: size for seat, size in zip(seats, left, strict=True)}
-        return place_copies(pipelines, hosts, self.elastic.redundancy, self._copy_bytes, spare, room)
+        return place_copies(ways, hosts, self.elastic.redundancy, self._copy_bytes, spare, room)
 
     # -- what is lacking
 
@@ -196,6 +237,10 @@ class _Limits:
         self.of_rank = [usable(seat.capacity) if seat.capacity else NEVER - 1 for seat in seats]
         self.any = candidates.described and any(seat.capacity for seat in seats)
 
+    def allow(self, choice: Choice) -> bool:
+        """Whether every rank keeps to what its device can use, or nothing limits."""
+        return not self.any or choice.fits(self.of_rank)
+
     def usable(self, replicas: int, stages: int) -> list[int] | None:
         """Per stage, the least that a device of any replica can use; None where nothing limits."""
         if not self.any:
@@ -203,17 +248,11 @@ class _Limits:
         return [min(self.of_rank[device : replicas * stages : stages]) for device in range(stages)]
 
 
-def _pipelines(
-    candidate: Candidate, seats: Sequence[Seat], num_layers: int
-) -> list[list[tuple[Member, tuple[int, ...]]]]:
-    """Per replica, its members in stage order with their layers."""
-    stages = len(candidate.cuts)
-    ends = [*candidate.cuts[1:], num_layers]
-    layers = [tuple(range(first, end)) for first, end in zip(candidate.cuts, ends, strict=True)]
-    return [
-        [(seats[replica * stages + stage].member, layers[stage]) for stage in range(stages)]
-        for replica in range(candidate.replicas)
-    ]
+def _of_pipelines(candidates: Candidates, cuts: Sequence[int], replicas: int) -> Plan:
+    """The plan of a run's equal pipelines."""
+    run = candidates.run
+    units = Units(run.num_microbatches, run.microbatch_size, run.num_blocks)
+    return plan_of_pipelines(len(candidates.layer_bytes), cuts, replicas, units, run.schedule)
 
 
 def state_bytes(profile: Profile) -> tuple[list[int], list[int]] | None:

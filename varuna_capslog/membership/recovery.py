@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from varuna_capslog.membership.generation import INITIAL, Generation, Member, MemberLayout, Stamp
 from varuna_capslog.membership.messages import Contribution, Proof
+from varuna_capslog.plans.plan import Plan
 
 __all__ = [
     "CHECKPOINT",
@@ -39,8 +40,11 @@ class Seat(NamedTuple):
     capacity: int
 
 
-Place = Callable[[Sequence[Seat]], MemberLayout | str]
-"""Seats in rank order -> who owns and copies what, or a sentence that says for what the run must wait."""
+class Place(Protocol):
+    """Seats in rank order -> who owns and copies what, or a sentence that says for what the run must wait."""
+
+    def __call__(self, seats: Sequence[Seat], plan: Plan | None = None) -> MemberLayout | str:
+        """`plan`: the one that the generation's record carries; None: the seats alone decide."""
 
 
 class Move(NamedTuple):
@@ -166,7 +170,7 @@ def decide(
 
     Args:
         contributions: of all participants of `record`, those that leave included: they may be asked to send.
-        place: called with the members' seats only.
+        place: called with the members' seats and the plan that `record` carries.
     """
     known = [value.checkpoint for value in contributions.values()]
     checkpoint = max((stamp for stamp in known if record.continues(stamp)), default=record.checkpoint)
@@ -181,7 +185,7 @@ def decide(
     if not record.members:
         return Decision(boundary, None, (), "no device is left", checkpoint)
     seats = [Seat(member, contributions[member].host, contributions[member].capacity) for member in record.members]
-    layout = place(seats)
+    layout = place(seats, record.plan)
     if isinstance(layout, str):
         return Decision(boundary, None, (), layout, checkpoint)
     owned = {member: layout.owned.get(member, ()) for member in record.members}

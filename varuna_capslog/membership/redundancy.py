@@ -52,7 +52,8 @@ def place_copies(
     each other, so what can be placed is.
 
     Args:
-        pipelines: per replica, its stages in order: (member, layers). A member may run several stages.
+        pipelines: per way through the stages, the stages of it in order: (member, layers). A member may run several
+            stages, and a stage may stand in several ways.
         hosts: of all members, `spare` included; members of one host are lost together.
         layer_bytes: state of each layer (one version).
         spare: members without a stage that may hold copies as well.
@@ -69,7 +70,8 @@ def place_copies(
         neighbours.update(frozenset(pair) for pair in pairwise(member for member, _ in stages) if pair[0] != pair[1])
         for member, layers in stages:
             for layer in layers:
-                owners[layer] = (*owners.get(layer, ()), member)
+                if member not in owners.get(layer, ()):  # a stage may serve several pipelines
+                    owners[layer] = (*owners.get(layer, ()), member)
     if sorted(owners) != list(range(len(layer_bytes))):
         missing = sorted(set(range(len(layer_bytes))) ^ set(owners))
         raise CapslogError(f"layers {missing[:8]} of {len(layer_bytes)} have no owner or no size; each needs both")

@@ -18,7 +18,7 @@ from varuna_capslog.planners.varuna import varuna_cuts
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
 
-__all__ = ["DEFAULT_MICROBATCHES_PER_STAGE", "PLANNERS", "PLANNER_NAMES", "Planner", "find_cuts"]
+__all__ = ["DEFAULT_MICROBATCHES_PER_STAGE", "JOINT", "PLANNERS", "PLANNER_NAMES", "Planner", "find_cuts"]
 
 Planner = Callable[[StageCosts, int, Sequence[int] | None], list[int]]
 """(stage costs, number of devices, capacity of each device in bytes or None) -> first layer of each stage.
@@ -37,6 +37,9 @@ PLANNERS: dict[str, Planner] = {
 
 PLANNER_NAMES = (*PLANNERS, "throughput")
 """Every planner of `find_cuts`: those of the table, which look at bytes alone, and those that need seconds too."""
+
+JOINT = "joint"
+"""The planner that chooses pipelines of different length together (`joint`); the others plan one pipeline."""
 
 DEFAULT_MICROBATCHES_PER_STAGE = 4
 """What `throughput` plans for where the number of microbatches is not known."""

@@ -27,7 +27,7 @@ from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import DEFAULT_RUN, RunShape
 
-__all__ = ["Device", "JointPipeline", "JointPlan", "NoFleet", "best_fleet"]
+__all__ = ["Device", "JointPipeline", "JointPlan", "NoFleet", "best_fleet", "best_fleet_of_run"]
 
 _MANY_STAGES = 16
 """Stages of a pipeline that are always weighed; more only where the blocks are too few to use the devices otherwise."""
@@ -160,6 +160,27 @@ def best_fleet(
     return answer.result(fleet, begun, min(bounds) if len(bounds) == len(found) else None)
 
 
+def best_fleet_of_run(
+    profile: Profile,
+    devices: Sequence[Device],
+    run: RunShape,
+    memory: str = AUTO,
+    link: Link | None = None,
+    beside: Sequence[int] | None = None,
+) -> JointPlan | NoFleet:
+    """As `best_fleet` for a run whose profile, microbatches and blocks are constants, for a live change of its members.
+
+    run: the whole step. beside: bytes on the device beside training, per layer that a rank holds; default none. They
+    count against the capacities and are no part of the plan's bytes.
+    """
+    begun = time.perf_counter()
+    answer = _FleetSearch(profile, devices, run, memory, link, None, beside)
+    fleet = answer.best_fleet()
+    if fleet is None:
+        return answer.nothing_fits()
+    return answer.result(fleet, begun, None if answer.merged else answer.bound_seconds)
+
+
 def _microbatches(profile: Profile, minibatch_size: int) -> tuple[int, int]:
     """Microbatches of a step, and the samples of one."""
     size = profile.conditions.get("microbatch_size", 1)
@@ -195,6 +216,7 @@ class _FleetSearch:
         memory: str,
         link: Link | None,
         max_stages: int | None,
+        beside: Sequence[int] | None = None,
     ) -> None:
         self.profile, self.devices, self.run = profile, list(devices), run
         self.blocks = run.num_blocks
@@ -203,7 +225,7 @@ class _FleetSearch:
             raise CapslogError(f"a joint plan needs peaks, but {gap}")
         self._choose_kinds(max_stages)
         templates = combinations(self.counts, self.max_stages)
-        self.pipelines = Pipelines(profile, self.kinds, templates, self.memory, run, link or Link())
+        self.pipelines = Pipelines(profile, self.kinds, templates, self.memory, run, link or Link(), beside)
         self.bound_seconds: float | None = None
 
     def _choose_kinds(self, max_stages: int | None) -> None:
@@ -307,7 +329,7 @@ class _FleetSearch:
         return JointPlan(plan, tuple(pipelines), fleet.step_seconds, bound, self.max_stages, idle, self.blocks)
 
     def _plan(self, pipelines: Sequence[JointPipeline], search_seconds: float) -> Plan:
-        num_layers = self.profile.num_layers
+        num_layers, lies = self.profile.num_layers, self.pipelines.beside_bytes
         stages, begin = [], 0
         of_rank: dict[int, tuple[int | None, float | None]] = {}
         for one in pipelines:
@@ -316,7 +338,8 @@ class _FleetSearch:
             blocks = tuple(range(begin, begin + one.blocks))
             ends = [*one.cuts[1:], num_layers]
             for stage, (first, end, rank) in enumerate(zip(one.cuts, ends, one.devices, strict=True)):
-                size, took = max(0, one.stage_bytes[stage]), float(forward[0, stage] + backward[0, stage])
+                size = max(0, one.stage_bytes[stage] - int(lies[end] - lies[first]))
+                took = float(forward[0, stage] + backward[0, stage])
                 memory = intervals_of(self.run, first, end, str(self.profile.conditions.get("device", "cpu")))
                 stages.append(PlanStage(((first, end),), (rank,), blocks, memory=memory, bytes=size, seconds=took))
                 of_rank[rank] = size, took
@@ -331,7 +354,7 @@ class _FleetSearch:
             Units(self.run.num_microbatches, self.run.microbatch_size, self.blocks),
             self.run.schedule,
             ranks=tuple(ranks),
-            peak_bytes=max(peak for one in pipelines for peak in one.stage_bytes),
+            peak_bytes=max(stage.bytes or 0 for stage in stages),
             fits=True,
             planner="joint",
             memory_model=self.memory,

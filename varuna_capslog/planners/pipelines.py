@@ -66,6 +66,7 @@ class Pipelines:
     """Every pipeline that some of the devices could be, for one profile.
 
     run: the whole step, whose blocks the pipelines share out.
+    beside: bytes on the device beside training, per layer that a rank holds; default none.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Pipelines:
         memory: str,
         run: RunShape,
         link: Link,
+        beside: Sequence[int] | None = None,
     ) -> None:
         self.kinds, self.templates = list(kinds), list(templates)
         self.sizes = np.array(templates, dtype=np.int64)
@@ -84,6 +86,8 @@ class Pipelines:
         self._profile, self._memory, self._run, self._link = profile, memory, run, link
         weights = np.array([layer.parameter_bytes or 0 for layer in profile.layers], dtype=np.int64)
         self._parameter_bytes: NDArray[np.int64] = np.concatenate([[0], np.cumsum(weights)])
+        lies = np.asarray(beside if beside is not None else np.zeros_like(weights), dtype=np.int64)
+        self.beside_bytes: NDArray[np.int64] = np.concatenate([[0], np.cumsum(lies)])
         self._of_share: dict[int, _Templates] = {}
         self._columns: dict[tuple[int, int], Column | None] = {}
         self._wide: set[tuple[int, int]] = set()
@@ -98,9 +102,10 @@ class Pipelines:
         A single pipeline adds its blocks as they end, several keep all of theirs until the exchange.
         """
         copies = min(share, 2) - 1 if share == self.blocks else share - 1
-        ranges = self._parameter_bytes[None, :] - self._parameter_bytes[:-1, None]
+        held = copies * self._parameter_bytes + self.beside_bytes
+        ranges = held[None, :] - held[:-1, None]
         costs = MEMORY_MODELS[self._memory].stage_costs(self._profile, self._of_blocks(share))
-        return raised(costs, np.asarray(copies * np.maximum(ranges, 0), dtype=np.int64))
+        return raised(costs, np.asarray(np.maximum(ranges, 0), dtype=np.int64))
 
     def _exchange_seconds(self, share: int, stage_parameters: float) -> float:
         """What a stage with so many bytes of parameters waits for the gradients of the other pipelines' blocks."""

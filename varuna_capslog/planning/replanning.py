@@ -6,7 +6,7 @@ planners do, and the step time is the simulator's.
 
 from __future__ import annotations
 
-__all__ = ["JOINT", "Replanner"]
+__all__ = ["Replanner"]
 
 import time
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory import AUTO
-from varuna_capslog.planners import PLANNER_NAMES
+from varuna_capslog.planners import JOINT, PLANNER_NAMES
 from varuna_capslog.planners.joint import Device
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.search import joint_plan, plan
@@ -24,9 +24,6 @@ from varuna_capslog.planning.trace_replay import Deployment
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import DEFAULT_RUN, RunShape
-
-JOINT = "joint"
-"""The planner that chooses pipelines of different length together; the others plan one pipeline."""
 
 
 @dataclass(frozen=True)

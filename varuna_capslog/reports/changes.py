@@ -107,7 +107,8 @@ def _notice(details: Mapping[str, Any]) -> str:
 
 
 def _row(event: Event, words: str) -> list[str]:
-    members, cuts = _listed(event.details.get("members")), event.details.get("cuts")
+    members, ways = _listed(event.details.get("members")), _listed(event.details.get("ways"))
+    cuts = " + ".join(map(str, ways or [event.details.get("cuts")]))
     moved, step = _number(event, "moved_bytes"), event.step
     begins = event.kind != "morph"
     return [
@@ -116,7 +117,7 @@ def _row(event: Event, words: str) -> list[str]:
         plain(event.generation),
         words,
         str(len(members)) if members else UNKNOWN,
-        markup.code(str(cuts)),
+        markup.code(cuts),
         UNKNOWN if begins else duration(_number(event, "pause_seconds")),
         duration(_number(event, "search_seconds")),
         UNKNOWN if begins or moved is None else format_bytes(int(moved)),

@@ -31,6 +31,7 @@ class ChaosOptions:
         hosts, workers: machines, and workers of each.
         network: "loopback", "relay" or "namespaces"; see `MachineNetwork`.
         store: "tcp", or "etcd": three servers, of which the class `store` kills one.
+        plans: every generation runs a plan of any rectangles, drawn by its founder.
         hang_seconds: a run that has not finished a step for so long after a fault hangs, and has failed.
     """
 
@@ -43,6 +44,7 @@ class ChaosOptions:
     workers: int = 2
     network: str = "loopback"
     store: str = "tcp"
+    plans: bool = False
     hang_seconds: float = 60.0
 
 
@@ -100,6 +102,7 @@ class ChaosOutcome:
             "workers": options.workers,
             "network": options.network,
             "store": options.store,
+            "plans": options.plans,
             "mean_seconds": options.mean_seconds,
             "faults": len(self.hits),
             "joins": self.joins,

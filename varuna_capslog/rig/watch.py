@@ -2,7 +2,7 @@
 
 The lines outlive the member, whatever ends it; `judge` reads them. A fault may be armed in it while it runs, at a point
 that it has not come to yet. SIGUSR2 has it write what all its threads are doing into its log. It changes nothing of
-what a member does.
+what a member does, except that it draws plans where it is told to (`drawing`).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from varuna_capslog.elastic.member.pipeline_work import PipelineWork
 from varuna_capslog.elastic.member.work import LayerState, Opening
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.rig import relayed
+from varuna_capslog.rig.drawing import DrawingWork
 from varuna_capslog.rig.faults import Fault, Instructions
 from varuna_capslog.start import member_worker as worker
 from varuna_capslog.start.member_worker import Equipment
@@ -41,7 +41,7 @@ def records_folder(run_dir: Path) -> Path:
     return run_dir / "chaos" / "records"
 
 
-class WatchedWork(PipelineWork):
+class WatchedWork(DrawingWork):
     """See the module."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
@@ -57,9 +57,9 @@ class WatchedWork(PipelineWork):
     def open(self, opening: Opening, communicator: Communicator, states: Mapping[int, LayerState]) -> None:
         super().open(opening, communicator, states)
         self._opened, self._own = opening.number, sorted(states)
-        cuts = list(self._running.layout.cuts)
+        ways = [[self._running.layout.stages[stage].first for stage in way] for way in self._running.layout.ways]
         self._record(
-            "open", generation=opening.number, base=list(opening.base), members=list(opening.members), cuts=cuts
+            "open", generation=opening.number, base=list(opening.base), members=list(opening.members), ways=ways
         )
 
     def apply(self, step: int) -> None:

@@ -53,11 +53,6 @@ def with_given_plan(config: Config, say: Callable[[str], object] = lambda line: 
     if plan.recomputes is not None:
         kinds = {one.kind for stage in plan.stages for one in stage.memory or ()}
         given |= {"recompute": plan.recomputes, "stage_inputs": "host" if "recompute+offload" in kinds else "device"}
-    if config.elastic.enabled and not plan.short:
-        raise CapslogError(
-            f"{path} has {len(plan.stages)} stages in the full form, which an elastic run cannot begin with yet; set "
-            "elastic.enabled=false, or give a plan of one stage per rank"
-        )
     blocks = plan.units.blocks
     if blocks is not None and train["accumulation_blocks"] not in (None, blocks):
         raise CapslogError(

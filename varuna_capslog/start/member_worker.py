@@ -109,11 +109,12 @@ def _take_part(run_dir: Path, wish: StopWish, equipment: Equipment) -> int:
     newest = store.read()
     if newest.number:  # the others train already: slow first calls are made before they wait for this member
         work.warm_up()
-    work.placer.candidates.prepare(max(config.world_size, len(newest.members)) + _MORE_DEVICES)
+    capacity = capacity_of(config.pipeline.capacity, local_rank())
+    work.placer.prepare(max(config.world_size, len(newest.members)) + _MORE_DEVICES, capacity)
     gc.collect()
     gc.freeze()  # later collections need not look at what exists by now
     options = RuntimeOptions(
-        capacity=capacity_of(config.pipeline.capacity, local_rank()),
+        capacity=capacity,
         sync=config.elastic.protection == "sync",
         shadows=config.elastic.shadows,
         timeouts=Timeouts(config.pipeline.timeout_seconds, config.elastic.patience_seconds),

@@ -17,7 +17,7 @@ from varuna_capslog.base.errors import CapslogError, DoesNotFit
 from varuna_capslog.config.reading import Config, dump_config
 from varuna_capslog.memory import AUTO, MEMORY_MODELS
 from varuna_capslog.memory.headroom import Headroom
-from varuna_capslog.planners import PLANNER_NAMES
+from varuna_capslog.planners import JOINT, PLANNER_NAMES
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.ranks import judged
 from varuna_capslog.planning.search import plan as search
@@ -48,7 +48,7 @@ def prepare_run(config: Config, show: bool = True) -> Plan:
         CapslogError: the model, the profile or the plan is impossible, or the folder's checkpoints are of another run.
     """
     # Before the profile, which may take minutes.
-    fields.refuse_unknown([config.pipeline.planner], PLANNER_NAMES, "planner")
+    fields.refuse_unknown([config.pipeline.planner], [*PLANNER_NAMES, JOINT], "planner")
     fields.refuse_unknown([config.pipeline.memory], [AUTO, *MEMORY_MODELS], "memory model")
     ENGINES[config.engine].check()
     given = _checked_plan(config)
@@ -105,6 +105,11 @@ def _plan(config: Config, profile: Profile | None, given: Plan | None, link: Lin
         plan = _given_cuts(config)
         return plan if profile is None else _judged(plan, config, profile, link)
     cuts, capacity = pipeline.cuts, pipeline.capacity
+    joint = pipeline.planner == JOINT
+    if joint and given is None and cuts is None:
+        from varuna_capslog.start.joint_start import plan_devices
+
+        return plan_devices(config, profile, link)
     if given is not None:
         cuts, capacity = list(given.cut_list), given.capacities_of(given.placement())
     run = RunShape.of_config(config).share(pipeline.replicas)
@@ -112,7 +117,7 @@ def _plan(config: Config, profile: Profile | None, given: Plan | None, link: Lin
         search,
         profile,
         pipeline.devices,
-        planner=pipeline.planner,
+        planner="exact" if joint else pipeline.planner,
         memory=pipeline.memory,
         run=run,
         link=link,
@@ -136,7 +141,8 @@ def _needs_profile(config: Config, given: Plan | None) -> bool:
     """Given cuts and plans are run without a prediction, unless there is a capacity that they must keep to."""
     pipeline = config.pipeline
     if given is not None:
-        return any(one.capacity_bytes is not None for one in given.ranks)
+        limited = any(one.capacity_bytes is not None for one in given.ranks)
+        return limited or (config.elastic.enabled and pipeline.planner in ("throughput", JOINT))
     return pipeline.cuts is None or pipeline.capacity is not None
 
 
@@ -162,6 +168,10 @@ def _checked_plan(config: Config) -> Plan | None:
             f"{where}: the plan is for {plan.num_ranks} ranks, the config has {config.world_size} (pipeline.devices x "
             "pipeline.replicas); load it with start.given_plan.load_run_config, which takes them from the plan"
         )
+    if config.engine == "varuna":
+        from varuna_capslog.varuna_plugin.plan_fields import cuts_of
+
+        cuts_of(plan)
     fields.within(where, lambda: plan.check_graph(chain.edges))
     layout_of(plan, config)
     return plan

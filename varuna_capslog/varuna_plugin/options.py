@@ -21,6 +21,7 @@ from varuna_capslog.memory import AUTO, MEMORY_MODELS
 from varuna_capslog.planning.search import plan as search_plan
 from varuna_capslog.plans.plan import Plan, read_plan
 from varuna_capslog.profiles.record import Profile, read_profile
+from varuna_capslog.varuna_plugin.plan_fields import cuts_of
 from varuna_capslog.varuna_plugin.splitting.partition import uniform_cuts
 from varuna_capslog.varuna_plugin.splitting.tracing import Trace
 
@@ -227,15 +228,7 @@ def _cuts(cuts: Any) -> tuple[tuple[int, ...] | None, int | None]:
     if isinstance(cuts, (str, os.PathLike)):
         cuts = read_plan(cuts)
     if isinstance(cuts, Plan):
-        if cuts.cuts is None or cuts.placement() != list(range(len(cuts.stages))):
-            raise CapslogError("the plan has several stages on a rank, or several pipelines; Varuna has neither")
-        for number, stage in enumerate(cuts.stages):
-            if stage.memory is not None and not (stage.memory and stage.whole):
-                raise CapslogError(
-                    f"stages[{number}].memory is {[[one.first, one.end, one.kind] for one in stage.memory]}; Varuna "
-                    "recomputes whole stages and does nothing else"
-                )
-        return cuts.cuts, cuts.num_layers
+        return cuts_of(cuts), cuts.num_layers
     numbers = tuple(cuts)
     if not numbers or any(isinstance(cut, bool) or not isinstance(cut, int) for cut in numbers):
         raise CapslogError(f"cuts={list(numbers)} must be a plan, a plan file or whole numbers such as [0, 3]")

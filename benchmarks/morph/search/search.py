@@ -27,6 +27,7 @@ from varuna_capslog.membership.generation import MemberLayout
 from varuna_capslog.membership.placing import Placer, state_bytes
 from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.planners.seconds import Link, step_player
+from varuna_capslog.plans.pipelines import pipelines_of
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
 from varuna_capslog.start.prepare import profile_run
@@ -85,7 +86,7 @@ def measure(profile: Profile, run: tuple[int, int], link: Link | None, planner: 
             spent, layout = milliseconds(partial(placer, seats))
             taken.append(spent)
             if isinstance(layout, MemberLayout):
-                shapes.add(placer.pipeline(layout, [seat.member for seat in seats]))
+                shapes.add(None if layout.plan is None else pipelines_of(layout.plan))
             else:
                 waits += 1
         row["fleets"][name] = {

@@ -75,6 +75,13 @@ def test_a_wish_that_cannot_be_met_is_refused_and_one_that_can_says_what_follows
     assert outlook(3, tmp_path).endswith(
         "1 layers in 2 replicas (train.accumulation_blocks=2): at most 2 devices train, the other 1 only keep copies"
     )
+    write_plan(tmp_path / "plan-1.json", Plan.of_cuts(num_layers=2, cuts=(0,)))
+    assert outlook(3, tmp_path).endswith("at most 2 devices train, the other 1 only keep copies")
+    config = tmp_path / "config.yaml"
+    config.write_text(config.read_text().replace("planner: exact", "planner: joint"))
+    assert outlook(3, tmp_path).endswith("nothing changes"), "a pipeline of one stage beside one of two"
+    write_plan(tmp_path / "plan-2.json", Plan.of_cuts(num_layers=1, cuts=(0,)))
+    assert outlook(3, tmp_path).endswith("1 layers in 2 blocks: at most 2 devices train, the others keep copies")
     assert outlook(1, tmp_path) == (
         "a-2, a-3 of 3 worker(s) will leave at a step boundary, once their layers moved; "
         "elastic.min_devices is 2: the run will wait with fewer"

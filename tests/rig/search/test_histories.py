@@ -44,6 +44,17 @@ def test_a_slice_of_histories_with_damage() -> None:
     assert set(faults) == {*FAULTS, *DAMAGE}
 
 
+@pytest.mark.parametrize("kind", ["", "ladder", "damage"])
+def test_a_slice_of_histories_with_plans_of_any_rectangles(kind: str) -> None:
+    """Founders draw what the members run: rectangles that no member could compute by itself."""
+    ends: Counter[str] = Counter()
+    for seed in range(150):
+        outcome = play(draw(seed, plans=True, **({kind: True} if kind else {})))
+        ends[outcome.ended] += 1
+    assert "" not in ends
+    assert ends["trained"] > 100
+
+
 def test_a_hundred_members() -> None:
     history = replace(draw(5, members=100), fewest=1, store_may_die=False)
     outcome = play(history)

@@ -89,6 +89,7 @@ def outlook(devices: int, run_dir: Path | str) -> str:
 def _limits(devices: int, run_dir: Path) -> Iterator[str]:
     """The limits that the run's config and model set; none for a script, which has neither."""
     from varuna_capslog.config.reading import load_config
+    from varuna_capslog.planners import JOINT
     from varuna_capslog.plans.plan import latest_plan
 
     planned = latest_plan(run_dir)
@@ -97,6 +98,11 @@ def _limits(devices: int, run_dir: Path) -> Iterator[str]:
     config, layers = load_config(run_dir / "config.yaml"), planned[1].num_layers
     if devices < config.elastic.min_devices:
         yield f"elastic.min_devices is {config.elastic.min_devices}: the run will wait with fewer"
+    most = config.num_blocks * layers
+    if config.pipeline.planner == JOINT:  # pipelines of any length: none is idle for want of an even share
+        if most < devices:
+            yield f"{layers} layers in {config.num_blocks} blocks: at most {most} devices train, the others keep copies"
+        return
     usable = {
         copies: copies * min(layers, devices // copies)
         for copies in range(1, devices + 1)

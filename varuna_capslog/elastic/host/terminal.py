@@ -126,7 +126,8 @@ def describe(event: Mapping[str, Any]) -> str | None:
 
 def _shape(event: Mapping[str, Any]) -> str:
     replicas, idle = event.get("replicas", 1), event.get("idle", 0)
-    text = f"cuts {event['cuts']}" + (f" in {replicas} replicas" if replicas > 1 else "")
+    cuts = " + ".join(map(str, event.get("ways", [event["cuts"]])))
+    text = f"cuts {cuts}" + (f" in {replicas} replicas" if replicas > 1 else "")
     return text + (f", {_members(idle)} for copies only" if idle else "")
 
 

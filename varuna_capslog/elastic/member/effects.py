@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
@@ -48,7 +49,8 @@ class Effects:
                 return self._ask_store(lambda: self._store.read(state.record.number))
             case m.CompareAndSet():
                 probe("founding")
-                answer = self._ask_store(lambda: self._store.compare_and_set(effect.expected, effect.record))
+                record = self._with_plan(effect.record)
+                answer = self._ask_store(lambda: self._store.compare_and_set(effect.expected, record))
                 probe("founded")
                 return answer
             case m.Cast(_, _, m.Contribution()):
@@ -108,6 +110,17 @@ class Effects:
             return (m.StoreSays(question()),)
         except StoreGone:
             return (m.StoreLost(),)
+
+    def _with_plan(self, record: Generation) -> Generation:
+        """The record with the plan that this member's work proposes for its members; without one where a member's
+        device is not known here yet.
+        """
+        seats = [self._parts.seats.get(member) for member in record.members]
+        known = [seat for seat in seats if seat is not None]
+        began = time.perf_counter()
+        plan = self._parts.work.propose(known) if known and len(known) == len(seats) else None
+        self._parts.report.proposal_seconds = time.perf_counter() - began
+        return record if plan is None else dataclasses.replace(record, plan=plan)
 
     # -- the first round ----------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from varuna_capslog.elastic.member.work import LayerState, Work
 from varuna_capslog.membership.generation import Generation, Member, MemberLayout, Stamp
 from varuna_capslog.membership.recovery import Place, Seat
 from varuna_capslog.membership.state import Job
+from varuna_capslog.plans.plan import Plan
 from varuna_capslog.training.layer_state import digest
 
 __all__ = ["ChangeReport", "Parts", "reasons"]
@@ -28,11 +29,13 @@ class ChangeReport:
 
     Attributes:
         before: members of the last generation that trained.
+        proposal_seconds: what the search of a plan for the record took here, where this member founded the generation.
     """
 
     before: tuple[Member, ...] = ()
     last_apply: float | None = None
     search_seconds: float = 0.0
+    proposal_seconds: float = 0.0
     transfer_began: float = 0.0
     transfer_seconds: float = 0.0
     moved_bytes: int = 0
@@ -41,9 +44,9 @@ class ChangeReport:
     def timed(self, place: Place) -> Place:
         """The same planner; how long its last search took becomes part of the report."""
 
-        def search(seats: Sequence[Seat]) -> MemberLayout | str:
+        def search(seats: Sequence[Seat], plan: Plan | None = None) -> MemberLayout | str:
             began = time.perf_counter()
-            found = place(seats)
+            found = place(seats, plan)
             self.search_seconds = time.perf_counter() - began
             return found
 
@@ -62,7 +65,7 @@ class ChangeReport:
     def applied(self, now: float) -> None:
         """A step was applied, and the change before it, if there was one, was told: another report begins."""
         if self.why:
-            self.search_seconds = self.transfer_began = self.transfer_seconds = 0.0
+            self.search_seconds = self.proposal_seconds = self.transfer_began = self.transfer_seconds = 0.0
             self.moved_bytes, self.why = 0, ()
         self.last_apply = now
 
@@ -78,7 +81,7 @@ class ChangeReport:
             "members": list(record.members),
             "why": list(self.why),
             "step": step,
-            "search_seconds": self.search_seconds,
+            "search_seconds": self.search_seconds + self.proposal_seconds,
             "transfer_seconds": self.transfer_seconds,
             "pause_seconds": pause,
             "first_step_seconds": time.monotonic() - step_began,

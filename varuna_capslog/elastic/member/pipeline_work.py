@@ -28,7 +28,7 @@ from varuna_capslog.elastic.member.work import Followed, LayerState, Opening, Ou
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.executor import Observer
 from varuna_capslog.engine.layers import EngineLayer
-from varuna_capslog.engine.layout import Layout
+from varuna_capslog.engine.layout import Layout, layout_of
 from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pipeline import PipelineEngine, Ready
 from varuna_capslog.engine.step import train_step
@@ -38,6 +38,7 @@ from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Workload
 from varuna_capslog.planning.search import plan as planned
+from varuna_capslog.plans.pipelines import pipelines_of
 from varuna_capslog.plans.plan import Plan, latest_plan, plan_path, write_plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
@@ -57,7 +58,7 @@ class PipelineRun:
     """The run that a `PipelineWork` is part of.
 
     Attributes:
-        plan: the run's first plan; its cuts are taken whenever as many devices take part as it was made for.
+        plan: the run's first plan; it is taken whenever as many devices take part as it was made for.
         profile: what the planner goes by afterwards; None: parameters' bytes.
     """
 
@@ -66,31 +67,45 @@ class PipelineRun:
     plan: Plan
     profile: Profile | None
 
-    def write_plan(self, number: int, layout: Layout) -> None:
-        """Writes `plan-<number>.json` of a generation that trains; what is there stays."""
+    def layout_of(self, plan: Plan) -> Layout:
+        """The engine's layout of a plan that a generation trains by.
+
+        Raises CapslogError as `engine/layout.layout_of`.
+        """
+        alike = pipelines_of(plan)
+        if alike is None:
+            return layout_of(plan, self.config)
+        return Layout.pipelines(alike[0], plan.num_layers, None, alike[1], self.config.num_blocks)
+
+    def write_plan(self, number: int, plan: Plan) -> None:
+        """Writes `plan-<number>.json` of a generation that trains; what is there stays.
+
+        Of equal pipelines the file holds one, in the short form, with what it is predicted to take.
+        """
         path = plan_path(self.config.run_dir, number)
-        if path.exists():
-            return
-        pipeline, count = self.config.pipeline, self.config.num_microbatches // layout.replicas
+        if not path.exists():
+            alike = pipelines_of(plan)
+            write_plan(path, plan if alike is None else self._one_of(*alike))
+
+    def _one_of(self, cuts: tuple[int, ...], replicas: int) -> Plan:
+        """The plan of one of so many equal pipelines."""
+        pipeline, count = self.config.pipeline, self.config.num_microbatches // replicas
         if self.profile is None:
-            plan = Plan.of_cuts(
+            return Plan.of_cuts(
                 self.plan.num_layers,
-                layout.cuts,
+                cuts,
                 num_microbatches=count,
                 microbatch_size=self.config.train.microbatch_size,
                 model=self.plan.model,
                 schedule=pipeline.schedule,
             )
-        else:
-            plan = planned(
-                self.profile,
-                layout.devices,
-                planner=pipeline.planner,
-                memory=pipeline.memory,
-                run=dataclasses.replace(RunShape.of_config(self.config), num_microbatches=count, num_blocks=1),
-                cuts=layout.cuts,
-            )
-        write_plan(path, plan)
+        return planned(
+            self.profile,
+            len(cuts),
+            memory=pipeline.memory,
+            run=dataclasses.replace(RunShape.of_config(self.config), num_microbatches=count, num_blocks=1),
+            cuts=cuts,
+        )
 
     def keep_plan(self, number: int) -> None:
         """Writes the plan before for a generation that waits or has no members: a run that goes on later counts its
@@ -163,39 +178,45 @@ class PipelineWork(Work):
     def knows(self) -> list[str] | None:
         return self._part_names
 
-    def place(self, seats: Sequence[Seat]) -> MemberLayout | str:
-        return self.placer(seats)
+    def place(self, seats: Sequence[Seat], plan: Plan | None = None) -> MemberLayout | str:
+        return self.placer(seats, plan)
+
+    def propose(self, seats: Sequence[Seat]) -> Plan | None:
+        return self.placer.propose(seats)
 
     # -- generations --------------------------------------------------------------------------------------------------
 
     def open(self, opening: Opening, communicator: Communicator, states: Mapping[int, LayerState]) -> None:
-        cuts, _, replicas = self.placer.pipeline(opening.layout, opening.members)
-        layout = Layout.pipelines(cuts, len(self.chain), None, replicas, self.setup.options.num_blocks)
+        plan = opening.layout.plan
+        assert plan is not None
+        layout = self._run.layout_of(plan)
+        assert layout.layers_of(communicator.rank) == sorted(states), "a plan of other members"
         kept = {
             index: layer
             for index, (layer, shelved) in self._shelved.items()
             if index in states and states[index] is shelved and not layer.shared
         }
         ready = Ready(self._table, kept, next((names for names in opening.told if names is not None), None))
-        engine = self._engine(layout, self.setup.options, communicator, ready)
+        options = dataclasses.replace(self.setup.options, actions=plan.actions)
+        engine = self._engine(layout, options, communicator, ready)
         self._by_index = {layer.index: layer for layer in engine.layers}
         for index, state in states.items():
             layer_state.install(self._by_index[index], engine.optimizer, state)
         self._shelved = {}
         self.engine, self.number = engine, opening.number
         writes = opening.members[0] == self.start.me
-        arguments = (opening.number + self.start.offset, layout, layout.stages_of(communicator.rank), writes)
+        arguments = (opening.number + self.start.offset, plan, layout.stages_of(communicator.rank), writes)
         threading.Thread(target=self._write_papers, args=arguments, name="write-papers", daemon=True).start()
         path = self.start.resumed.get(opening.base)
         # True where the run goes on from its own checkpoint
         saved = path is not None and path.parent == self.setup.checkpoints.absolute()
         self.loop.begin(engine, opening.number, opening.base.step, writes, saved)
 
-    def _write_papers(self, number: int, layout: Layout, stages: list[int], writes: bool) -> None:
+    def _write_papers(self, number: int, plan: Plan, stages: list[int], writes: bool) -> None:
         """The generation's plan file, and what this member is in it; beside the training, which does not wait."""
         try:
             if writes:
-                self._run.write_plan(number, layout)
+                self._run.write_plan(number, plan)
             self._placed(number, stages)
         except DiskFailed as error:  # the next line of metrics will fail, too, and end the run for all
             sys.stderr.write(f"{error}\n")
@@ -273,8 +294,10 @@ class PipelineWork(Work):
     def note(self, kind: str, **details: Any) -> None:
         if self.engine is not None and kind in ("begin", "morph"):
             layout = self.engine.layout
-            idle = self.engine.communicator.world_size - layout.world_size
+            idle = self.engine.communicator.world_size - len(set(layout.ranks))
             details |= {"cuts": list(layout.cuts), "replicas": layout.replicas, "idle": idle}
+            if len(layout.ways) > layout.replicas:
+                details["ways"] = [[layout.stages[stage].first for stage in way] for way in layout.ways]
         generation = int(details.pop("generation", 0)) + self.start.offset
         if kind == "begin":
             details["step"] -= 1  # told after the first step, of the boundary before it

@@ -14,6 +14,7 @@ from torch import Tensor
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.membership.generation import Generation, Member, MemberLayout, Stamp
 from varuna_capslog.membership.recovery import Seat
+from varuna_capslog.plans.plan import Plan
 from varuna_capslog.training.layer_state import LayerState
 
 __all__ = ["Followed", "LayerState", "Opening", "Outcome", "Work"]
@@ -75,8 +76,14 @@ class Work(Protocol):
     asked: bool = False
     """After `finish`: whether a person's wish ended the run."""
 
-    def place(self, seats: Sequence[Seat]) -> MemberLayout | str:
+    def place(self, seats: Sequence[Seat], plan: Plan | None = None) -> MemberLayout | str:
         """See `recovery.Place`."""
+
+    def propose(self, seats: Sequence[Seat]) -> Plan | None:
+        """What these members shall run, for the record of a generation that this member founds; None where every
+        member computes it alike.
+        """
+        return None
 
     def knows(self) -> Any:
         """What this member can tell joining members; picklable. Asked in another thread, ahead of `open`."""

@@ -20,6 +20,7 @@ from varuna_capslog.elastic.member.work import LayerState, Opening, Outcome, Wor
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.membership.generation import INITIAL, Generation, MemberLayout, Stamp
 from varuna_capslog.membership.recovery import Seat
+from varuna_capslog.plans.plan import Plan
 from varuna_capslog.training.checkpoint import write_whole
 from varuna_capslog.training.journal import RecentSteps
 from varuna_capslog.training.layer_state import digest
@@ -109,7 +110,7 @@ class ScriptWork(Work):
         self._began = 0.0
         self._recent: RecentSteps[dict[str, Any]] = RecentSteps(start.run_dir / "metrics.jsonl")
 
-    def place(self, seats: Sequence[Seat]) -> MemberLayout | str:
+    def place(self, seats: Sequence[Seat], plan: Plan | None = None) -> MemberLayout | str:
         if len(seats) < self._settings.min_devices:
             return f"{len(seats)} member(s) are here; waiting for elastic.min_devices={self._settings.min_devices}"
         hosts, wanted = len({seat.host for seat in seats}), self._settings.redundancy + 1

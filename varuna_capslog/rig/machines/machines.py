@@ -12,7 +12,7 @@ import os
 import queue
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ from varuna_capslog.config.settings import Config
 from varuna_capslog.elastic.host.fork_server import PRELOADED, ForkServer
 from varuna_capslog.membership.entries import NoticeEntry, RequestEntry
 from varuna_capslog.membership.generation import Generation, Member, Stamp
+from varuna_capslog.plans.plan import Plan, latest_plan
+from varuna_capslog.rig.drawing import PLANS, draw_for
 from varuna_capslog.rig.judge import Stepped
 from varuna_capslog.rig.machines.agenda import Agenda
 from varuna_capslog.rig.machines.host_process import MODULES
@@ -31,6 +33,7 @@ from varuna_capslog.rig.machines.records import Records
 from varuna_capslog.rig.machines.run_store import RunStore
 from varuna_capslog.rig.outcome import ChaosOptions
 from varuna_capslog.rig.watch import SEGMENT
+from varuna_capslog.schedules import RunShape
 from varuna_capslog.start.elastic_host import starting_point
 
 __all__ = ["Machine", "Machines", "children_of", "machine_of"]
@@ -70,6 +73,7 @@ class Machines:
 
     def __init__(self, config: Config, options: ChaosOptions) -> None:
         self.config, self.workers = config, options.workers
+        self._plans = str(options.seed) if options.plans else None
         self.run_dir = Path(config.run_dir)
         self.by_name = {name: Machine(name) for name in (chr(ord("a") + number) for number in range(options.hosts))}
         self.target = options.hosts * options.workers
@@ -122,7 +126,11 @@ class Machines:
             "workers": self.workers,
             "name": machine.name,
             "store": access.store,
-            "environment": {SEGMENT: str(self.records.number), **access.environment},
+            "environment": {
+                SEGMENT: str(self.records.number),
+                **({} if self._plans is None else {PLANS: self._plans}),
+                **access.environment,
+            },
         }
         name = f"{self.records.number}:{machine.name}:{machine.starts}"
         log = self.run_dir / "chaos" / f"host-{machine.name}.log"
@@ -195,7 +203,16 @@ class Machines:
         self.members.take(entry, now, self.records.segment)
         roster = self.members.roster
         if roster.is_complete(len(self.by_name)):
-            self.store.found(Generation(1, tuple(roster.members), checkpoint=Stamp(self._first.step, 0)))
+            members = tuple(roster.members)
+            self.store.found(Generation(1, members, checkpoint=Stamp(self._first.step, 0), plan=self._draw(members)))
+
+    def _draw(self, members: Sequence[Member]) -> Plan | None:
+        """What the first generation runs; None where nothing is drawn."""
+        planned = latest_plan(self.run_dir)
+        if self._plans is None or planned is None:
+            return None
+        run = RunShape.of_config(self.config)
+        return draw_for(run, planned[1].num_layers, len(members), self._plans, "first", self.records.number)
 
     def _replace(self) -> None:
         """Machines come back, and the run asks for as many workers as it should have."""

@@ -14,7 +14,7 @@ from typing import Any
 from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.generation import Member, MemberLayout, Stamp
 from varuna_capslog.membership.state import Phase, State
-from varuna_capslog.rig.search.places import make_job
+from varuna_capslog.rig.search.places import make_job, with_drawn_plan
 from varuna_capslog.rig.search.world import Transition, World
 
 __all__ = ["DAMAGE", "FAULTS", "LADDER", "Course", "History", "HistoryOutcome"]
@@ -46,6 +46,7 @@ class History:
         store_may_die: the store's loss is among the faults (then all may stop).
         ladder: hints, and leaves that want a checkpoint first, are among the faults.
         damage: damaged copies and layers are among the faults.
+        plans: most founders draw a plan of any rectangles, which the record carries.
     """
 
     seed: int
@@ -64,6 +65,7 @@ class History:
     store_may_die: bool = False
     ladder: bool = False
     damage: bool = False
+    plans: bool = False
 
 
 @dataclass
@@ -212,7 +214,8 @@ class Course(World):
         if kind == "cas":
             if self.reach_store(i):
                 before = self.record.number
-                self.compare_and_set(mail[2])
+                draws = self.history.plans and self.dice.random() < 0.8
+                self.compare_and_set(with_drawn_plan(mail[2], self.history.num_layers, self.dice) if draws else mail[2])
                 if self.record.number != before:
                     self.pool += [("watch", j) for j in range(len(self.states)) if self.alive[j]]
             self.pool.append(("watch", i))  # the answer

@@ -23,12 +23,15 @@ class Stuck(AssertionError):
     """Faults have ended and everything has healed, but training does not go on."""
 
 
-def draw(seed: int, members: int | None = None, ladder: bool = False, damage: bool = False) -> History:
+def draw(
+    seed: int, members: int | None = None, ladder: bool = False, damage: bool = False, plans: bool = False
+) -> History:
     """A history from a seed: sizes, rules and chances of every kind.
 
     Args:
         ladder: with the whole ladder of notices, and more often with shadows; other histories than without.
         damage: with damaged copies and layers, and more often with shadows; other histories than without.
+        plans: with plans of any rectangles, drawn by the founders; other histories than without.
     """
     dice = random.Random(seed)
     count = members or dice.choice((2, 3, 3, 4, 4, 5, 6, 8))
@@ -50,6 +53,7 @@ def draw(seed: int, members: int | None = None, ladder: bool = False, damage: bo
         store_may_die=dice.random() < 0.1,
         ladder=ladder,
         damage=damage,
+        plans=plans,
     )
 
 

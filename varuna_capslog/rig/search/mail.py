@@ -78,6 +78,9 @@ class MailWorld(OpenWorld):
         newest = max(truth.bases)
         truth.bases = {number: base for number, base in truth.bases.items() if number in answered or number == newest}
         stamps = {stamp for memory in self.memory for _, stamp in memory} | set(truth.bases.values()) | self.disk
+        # who holds no layer may still begin with what one that is lost by now had told
+        told = [value for values in self.casts.values() for value in values.values()]
+        stamps |= {stamp for value in told if isinstance(value, m.Contribution) for _, stamp in value.held}
         reached = {stamp for top in stamps for stamp in truth.past(top) if stamp.step > truth.settled.step}
         truth.parents = {stamp: parent for stamp, parent in truth.parents.items() if stamp in reached}
 

@@ -2,29 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Sequence
+from dataclasses import replace
 
+from varuna_capslog.membership.choice import Choice
 from varuna_capslog.membership.generation import Member, MemberLayout
-from varuna_capslog.membership.recovery import Seat
+from varuna_capslog.membership.messages import CompareAndSet
+from varuna_capslog.membership.recovery import Place, Seat
 from varuna_capslog.membership.redundancy import place_copies
 from varuna_capslog.membership.state import Job
+from varuna_capslog.plans.parts import Units
+from varuna_capslog.plans.plan import Plan
+from varuna_capslog.rig.drawn_plans import draw_plan
 
-__all__ = ["even_places", "make_job"]
+__all__ = ["even_places", "make_job", "with_drawn_plan"]
+
+_UNITS = Units(4, 1, 4)
 
 
-def even_places(
-    num_layers: int, redundancy: int, fewest: int = 1, replicas: int = 1
-) -> Callable[[Sequence[Seat]], MemberLayout | str]:
-    """A planner for the rig: layers dealt out evenly in rank order, copies by `place_copies`.
+def even_places(num_layers: int, redundancy: int, fewest: int = 1, replicas: int = 1) -> Place:
+    """A planner for the rig: layers dealt out evenly in rank order, copies by `place_copies`. A plan that a generation
+    carries is taken as it is.
 
     Args:
         fewest: with fewer members the run waits.
         replicas: wanted; as many pipelines as there are members for, at most this many.
     """
 
-    def place(seats: Sequence[Seat]) -> MemberLayout | str:
+    def place(seats: Sequence[Seat], plan: Plan | None = None) -> MemberLayout | str:
         if len(seats) < fewest:
             return f"{len(seats)} device(s); {fewest} are needed"
+        hosts = {seat.member: seat.host for seat in seats}
+        if plan is not None:
+            ways = Choice.of_plan(plan, [0] * num_layers).ways
+            placed = [[(seats[rank].member, layers) for rank, layers in way] for way in ways]
+            idle = [seat.member for seat in seats if all(seat.member != name for way in placed for name, _ in way)]
+            copies = place_copies(placed, hosts, redundancy, [1] * num_layers, idle)
+            return MemberLayout.of_plan(plan, [seat.member for seat in seats], copies.kept, copies.problem)
         pipelines = min(replicas, max(1, len(seats) // fewest))
         owned: dict[Member, tuple[int, ...]] = {}
         rows: list[list[tuple[Member, Sequence[int]]]] = []
@@ -37,11 +52,19 @@ def even_places(
             owned.update(row)
             rows.append(list(row))
         spare = [seat.member for seat in seats if seat.member not in owned]
-        hosts = {seat.member: seat.host for seat in seats}
         copies = place_copies(rows, hosts, redundancy, [1] * num_layers, spare)
         return MemberLayout(num_layers, owned, copies.kept, copies.problem)
 
     return place
+
+
+def with_drawn_plan(effect: CompareAndSet, num_layers: int, dice: random.Random) -> CompareAndSet:
+    """The effect of a founder that draws what the members run, which no other member could compute."""
+    record = effect.record
+    if not record.members:
+        return effect
+    plan = draw_plan(dice, num_layers, _UNITS, len(record.members))
+    return replace(effect, record=replace(record, plan=plan))
 
 
 def make_job(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +10,7 @@ from varuna_capslog.membership import messages as m
 from varuna_capslog.membership.ahead import find_ahead
 from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.membership.state import Job, Phase, State
-from varuna_capslog.rig.search.places import make_job
+from varuna_capslog.rig.search.places import make_job, with_drawn_plan
 from varuna_capslog.rig.search.world import Transition, World
 
 __all__ = ["Action", "PostWorld", "Scenario"]
@@ -34,6 +35,7 @@ class Scenario:
         singly: rounds are heard value by value.
         stale: a watch may deliver records that were replaced since; False: the newest only.
         hasty: how many `Tick`s come too early; besides, one comes where nothing else is left to happen.
+        plans: every founder draws a plan of any rectangles, which the record carries.
     """
 
     members: int = 3
@@ -48,6 +50,7 @@ class Scenario:
     singly: bool = False
     stale: bool = False
     hasty: int = 0
+    plans: bool = False
     job: Job = field(default_factory=lambda: make_job(3))
     redundancy: int = 1
 
@@ -73,6 +76,9 @@ class PostWorld(World):
     def emit(self, i: int, effect: m.Effect) -> None:
         match effect:
             case m.CompareAndSet():
+                if self.scenario.plans:  # another one for each founder, and the same whenever it founds the same
+                    dice = random.Random(f"{i} {effect.record.members}")
+                    effect = with_drawn_plan(effect, len(self.job.layer_bytes), dice)
                 self.mail |= {("cas", i, effect)}
             case m.Send():
                 self.mail |= {("send", effect.generation, effect.layer, i, self.index[effect.target])}

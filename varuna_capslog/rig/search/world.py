@@ -12,7 +12,8 @@ The rules, each checked where it could break:
 4. A settled step (all voters hold it) is never lost, unless a generation that may go back was founded in so many words;
    and that is needed only where more members are gone than the redundancy covers.
 5. A step is applied at most once in the past of any state, and without gaps.
-6. A member sends, drops and claims only what it holds; all members of a generation decide alike.
+6. A member sends, drops and claims only what it holds; all members of a generation decide alike, by the plan that its
+   record carries, if it carries one.
 7. Members come and go because of a loss or a wish. A hint changes no membership, and copies are made ahead only of
    what was hinted or wished.
 8. Where a vote asks for a checkpoint, all who act on it write one at that boundary and no others do; the change
@@ -385,6 +386,9 @@ class World:
     def _install(self, i: int, effect: m.Install) -> None:
         state = self.states[i]
         self._decided(i, effect.generation, effect.base, effect)
+        carried = self.records[effect.generation].plan
+        if carried is not None and effect.layout.plan != carried:
+            self._fail(6, i, effect, "begins with another plan than the record carries")
         for layer in state.roles.own:
             if (layer, effect.base) not in state.held:
                 self._fail(6, i, effect, f"begins without layer {layer}")

@@ -26,6 +26,7 @@ from varuna_capslog.membership.candidates import Candidates
 from varuna_capslog.membership.generation import Generation, MemberLayout, Stamp
 from varuna_capslog.membership.placing import Placer
 from varuna_capslog.membership.recovery import Seat
+from varuna_capslog.plans.plan import Plan
 from varuna_capslog.schedules import RunShape
 from varuna_capslog.training.journal import RecentSteps
 from varuna_capslog.varuna_plugin import building, checkpoint
@@ -78,21 +79,21 @@ class VarunaWork(Work):
         self._recent: RecentSteps[dict[str, Any]] = RecentSteps(job.run_dir / "metrics.jsonl")
         self._began = 0.0
 
-    def place(self, seats: Sequence[Seat]) -> MemberLayout | str:
-        return self.placer(seats)
+    def place(self, seats: Sequence[Seat], plan: Plan | None = None) -> MemberLayout | str:
+        return self.placer(seats, plan)
 
     # -- generations --------------------------------------------------------------------------------------------------
 
     def open(self, opening: Opening, communicator: Communicator, states: Mapping[int, LayerState]) -> None:
-        cuts, stages, _ = self.placer.pipeline(opening.layout, opening.members)
-        rank, job = communicator.rank, self.job
+        assert opening.layout.plan is not None
+        cuts, rank, job = opening.layout.plan.cut_list, communicator.rank, self.job
         self._end()
         torch.set_grad_enabled(True)  # a forward that was broken off may have left it off
         self._communicator, self._cuts = communicator, cuts
         self._number, self._base = opening.number, opening.base.step
         self._saved = self._saved if self._saved <= self._base else 0
         self._first = rank == 0
-        if rank < stages:
+        if rank < len(cuts):
             model = self.pieces.take()
             with self._breakable(communicator):
                 communicator.gather(None)  # a member that was lost meanwhile is noticed here, not by a long wait below

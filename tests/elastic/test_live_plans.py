@@ -1,0 +1,206 @@
+"""Real members that run plans of any rectangles, and change from one to another: the bits of the uninterrupted run."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.elastic.live import Cradle, Live, Outcome, Truth, check, config_of, describe
+from varuna_capslog import cli
+from varuna_capslog.config.settings import Config
+from varuna_capslog.plans.pipelines import pipelines_of
+from varuna_capslog.plans.plan import Plan, read_plan, write_plan
+from varuna_capslog.rig.faults import Fault
+from varuna_capslog.schedules import schedule_of, to_strings
+from varuna_capslog.start.given_plan import with_given_plan
+
+REPLICATED_MIDDLE: dict[str, Any] = {
+    "format": "varuna-capslog/plan/2",
+    "num_layers": 11,
+    "schedule": "varuna",
+    "units": {"per_step": 4, "samples": 2, "blocks": 2},
+    "stages": [
+        {"layers": [[0, 3]], "ranks": [1], "memory": [[0, 3, "recompute"]]},
+        {"layers": [[3, 8]], "ranks": [0], "blocks": [0], "memory": [[3, 8, "recompute"]]},
+        {"layers": [[3, 8]], "ranks": [2], "blocks": [1], "memory": [[3, 8, "recompute"]]},
+        {"layers": [[8, 11]], "ranks": [1], "memory": [[8, 11, "recompute"]]},
+    ],
+}
+"""Both ends on rank 1, the middle in two replicas."""
+THREE_AND_ONE: dict[str, Any] = REPLICATED_MIDDLE | {
+    "stages": [
+        {"layers": [[0, 11]], "ranks": [2], "blocks": [0], "memory": [[0, 11, "recompute"]]},
+        {"layers": [[8, 11]], "ranks": [0], "blocks": [1], "memory": [[8, 11, "recompute"]]},
+        {"layers": [[0, 3]], "ranks": [3], "blocks": [1], "memory": [[0, 3, "recompute"]]},
+        {"layers": [[3, 8]], "ranks": [1], "blocks": [1], "memory": [[3, 8, "recompute"]]},
+    ]
+}
+"""A pipeline of a single stage and one of three."""
+
+
+def planned(folder: Path, plan: dict[str, Any], **sections: Any) -> Config:
+    path = folder / "given.json"
+    path.write_text(json.dumps(plan))
+    pipeline = {"plan": str(path), "cuts": None} | sections.pop("pipeline", {})
+    return with_given_plan(config_of(folder / "run", 1, pipeline=pipeline, **sections))
+
+
+def ways_of(outcome: Outcome) -> list[Any]:
+    """What every generation was told to run, by its event."""
+    return [event.get("ways", event["cuts"]) for event in outcome.events if event["kind"] in ("start", "morph")]
+
+
+def test_a_run_begins_with_rectangles_loses_a_member_and_gets_another(
+    cradle: Cradle, truth: Truth, tmp_path: Path
+) -> None:
+    """One of the replicas of the middle is killed in a step; the planner cuts for the two that are left; with a new
+    third one the given plan runs again, its stages on other members.
+    """
+    config = planned(tmp_path, REPLICATED_MIDDLE)
+    faults = [Fault("m0", "action 5", count=4), Fault("m2", "compute", "wait", 8, "eight")]
+    live = Live(cradle, config, faults=faults)
+    live.when("eight")
+    live.until_asked(live.join())
+    live.go("eight")
+    outcome = live.finish()
+    assert outcome.status == {"m0": -9, "m1": 0, "m2": 0, "m3": 0}, describe(outcome)
+    check(outcome, truth)
+    first, second, third = ways_of(outcome)
+    assert first == third == [[0, 3, 8], [0, 3, 8]], describe(outcome)
+    assert len(second) == 2, describe(outcome)
+    assert len(outcome.rows) - len(outcome.accepted()) <= 1, describe(outcome)
+    plans = [read_plan(path) for path in sorted((config.run_dir).glob("plan-*.json"))]
+    assert [len(plan.stages) for plan in plans] == [4, 2, 4]
+
+
+def with_actions(value: dict[str, Any]) -> dict[str, Any]:
+    """The plan with an order of its own for every rank: all forwards first, which the config's schedule does not do."""
+    rows = schedule_of("gpipe", Plan.from_json(value).stage_graph(), True)
+    return {name: part for name, part in value.items() if name != "schedule"} | {"actions": to_strings(rows)}
+
+
+@pytest.mark.parametrize("plan", [THREE_AND_ONE, with_actions(THREE_AND_ONE)], ids=["schedule", "actions"])
+def test_a_pipeline_of_one_stage_beside_one_of_three_leaves_at_a_notice(
+    cradle: Cradle, truth: Truth, tmp_path: Path, plan: dict[str, Any]
+) -> None:
+    """The pipeline of a single stage leaves: all its layers are on the others, which are cut anew. Actions are those of
+    the given plan alone: the plan that follows has the config's schedule.
+    """
+    config = planned(tmp_path, plan)
+    # m2 runs two microbatches: by the config's schedule each backward follows its forward, four instructions in all
+    fifth = Fault("m2", "action 4", "wait", 1, "fifth")
+    faults = [Fault("m0", "compute", "wait", 4, "four"), *([fifth] if "actions" in plan else [])]
+    live = Live(cradle, config, faults=faults)
+    if "actions" in plan:
+        live.when("fifth")
+        live.go("fifth")
+    live.when("four")
+    live.leave("m2")
+    live.until(lambda: live.heard("notice"), "the notice")
+    live.go("four")
+    outcome = live.finish()
+    assert set(outcome.status.values()) == {0}, describe(outcome)
+    assert len(outcome.rows) == 12, describe(outcome)
+    check(outcome, truth)
+    assert ways_of(outcome)[0] == [[0], [0, 3, 8]]
+
+
+@pytest.mark.parametrize("seed", ["one", "two"])
+def test_from_one_drawn_plan_to_another_in_the_same_processes(
+    cradle: Cradle, truth: Truth, tmp_path: Path, seed: str
+) -> None:
+    """Each founder draws what the members run, which none of the others could compute: after changes without a loss,
+    a leave with copies made ahead, a kill in a step, and a join, all is as if nothing had been.
+    """
+    faults = [Fault("m0", "compute", "wait", at, f"step {at}") for at in (3, 5, 7, 9, 11)]
+    live = Live(cradle, config_of(tmp_path, 4), faults=faults, plans=seed)
+    for at in (3, 5):
+        live.when(f"step {at}")
+        live.shake(live.generation().number)
+        live.go(f"step {at}")
+    live.when("step 7")
+    live.leave("m3")
+    live.until(lambda: live.heard("notice"), "the notice")
+    live.go("step 7")
+    live.when("step 9")
+    live.signal("m2", signal.SIGKILL)
+    live.go("step 9")
+    live.when("step 11")
+    live.until_asked(live.join())
+    live.go("step 11")
+    outcome = live.finish()
+    assert outcome.status == {"m0": 0, "m1": 0, "m2": -9, "m3": 0, "m4": 0}, describe(outcome)
+    check(outcome, truth)
+    founded = [entry["record"] for entry in live.log if entry["kind"] == "generation"]
+    assert len(founded) >= 5, describe(outcome)
+    plans = {record["number"]: Plan.from_json(record["plan"]) for record in founded}
+    assert len({json.dumps(plan.to_json()) for plan in plans.values()}) == len(plans)
+    written = {int(path.stem.removeprefix("plan-")) + 1: read_plan(path) for path in tmp_path.glob("plan-*.json")}
+    del written[1]  # what the run was planned with before it began
+    assert len(written) >= 3, describe(outcome)
+    for number, plan in written.items():
+        assert plan == plans[number] or pipelines_of(plan) == (pipelines_of(plans[number]) or ((), 0)), number
+
+
+def test_a_run_of_joint_plans_uses_every_number_of_devices(cradle: Cradle, truth: Truth, tmp_path: Path) -> None:
+    """Three devices in two blocks are a pipeline of one stage and one of two; so are those after a leave and a join.
+    The founder's plan travels in the record, and the files hold what was run with its predictions.
+    """
+    pipeline = {"devices": 3, "cuts": None, "planner": "joint"}
+    config = config_of(tmp_path, 1, pipeline=pipeline, profile={"source": "estimated"})
+    faults = [Fault("m0", "compute", "wait", at, f"step {at}") for at in (4, 8)]
+    live = Live(cradle, config, faults=faults)
+    live.when("step 4")
+    live.leave("m1")
+    live.until(lambda: live.heard("notice"), "the notice")
+    live.go("step 4")
+    live.when("step 8")
+    live.until_asked(live.join())
+    live.go("step 8")
+    outcome = live.finish()
+    assert set(outcome.status.values()) == {0}, describe(outcome)
+    assert len(outcome.rows) == 12, describe(outcome)
+    check(outcome, truth)
+    lengths = [
+        sorted(len(way) for way in event.get("ways", [event["cuts"]])) for event in outcome.events if "cuts" in event
+    ]
+    assert lengths[0] == lengths[2] == [1, 2], describe(outcome)
+    assert all(event["idle"] == 0 for event in outcome.events if "idle" in event), describe(outcome)
+    founded = [entry["record"] for entry in live.log if entry["kind"] == "generation"]
+    assert "plan" not in founded[0]
+    for record in founded[1:]:
+        assert set(Plan.from_json(record["plan"]).placement()) == set(range(len(record["members"])))
+    plans = [read_plan(path) for path in sorted(tmp_path.glob("plan-*.json"))]
+    assert [plan.step_seconds is not None and plan.peak_bytes is not None for plan in plans[::2]] == [True, True]
+    assert [plan.planner for plan in plans[::2]] == ["joint", "joint"]
+
+
+def test_a_run_that_has_grown_is_evaluated_and_reported_by_its_last_plan(
+    cradle: Cradle, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It began with two devices and ends with three, in pipelines of one stage and of two. The scores are those that
+    one device finds.
+    """
+    pipeline = {"devices": 2, "cuts": None, "planner": "joint"}
+    config = config_of(tmp_path / "run", 1, steps=6, pipeline=pipeline, profile={"source": "estimated"})
+    live = Live(cradle, config, faults=[Fault("m0", "compute", "wait", 3, "three")])
+    live.when("three")
+    live.until_asked(live.join())
+    live.go("three")
+    outcome = live.finish()
+    assert outcome.rows[-1]["world_size"] == 3, describe(outcome)
+    newest = max(int(path.stem.removeprefix("plan-")) for path in (tmp_path / "run").glob("plan-*.json"))
+    assert read_plan(tmp_path / "run" / f"plan-{newest}.json").num_ranks == 3
+    assert cli._run(["evaluate", str(tmp_path / "run"), "--json"]) == 0
+    scores = json.loads(capsys.readouterr().out)
+    assert cli._run(["report", str(tmp_path / "run")]) == 0
+    page = (tmp_path / "run" / "report" / "index.html").read_text()
+    assert "[0] + [0, " in page
+    write_plan(tmp_path / "run" / f"plan-{newest + 1}.json", Plan.of_cuts(11, (0,), model="tiny"))
+    capsys.readouterr()
+    assert cli._run(["evaluate", str(tmp_path / "run"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == scores

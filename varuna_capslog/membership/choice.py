@@ -1,0 +1,73 @@
+"""What some devices become, as the placement of copies looks at it: ways through the stages, bytes of the ranks.
+
+A `Candidate` of equal pipelines and a plan of any rectangles are both read as a `Choice`. Pure; no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from varuna_capslog.membership.candidates import Candidate
+from varuna_capslog.plans.plan import Plan
+
+__all__ = ["Choice"]
+
+Way = list[tuple[int, tuple[int, ...]]]
+"""The stages that serve one block, in the order of the chain: rank and layers of each."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A choice for the members in the order of their ranks.
+
+    Attributes:
+        ways: every way through the stages once.
+        rank_bytes: by rank, what its device holds with what lies beside training, 0 for a rank without stages; None
+            where that is not known.
+    """
+
+    ways: list[Way]
+    rank_bytes: tuple[int, ...] | None
+
+    @classmethod
+    def of_candidate(cls, found: Candidate, num_layers: int) -> Choice:
+        """Equal pipelines, one after the other."""
+        stages, ends = len(found.cuts), [*found.cuts[1:], num_layers]
+        layers = [tuple(range(first, end)) for first, end in zip(found.cuts, ends, strict=True)]
+        ways = [
+            [(replica * stages + stage, layers[stage]) for stage in range(stages)] for replica in range(found.replicas)
+        ]
+        return cls(ways, None if found.stage_bytes is None else found.stage_bytes * found.replicas)
+
+    @classmethod
+    def of_plan(cls, plan: Plan, beside: Sequence[int]) -> Choice:
+        """Any rectangles; the bytes are those that the plan predicts.
+
+        Args:
+            beside: bytes on the device beside training, per layer that a rank holds.
+        """
+        layers = [tuple(layer for first, end in stage.layers for layer in range(first, end)) for stage in plan.stages]
+        ranks = plan.placement()
+        ways = [[(ranks[number], layers[number]) for number in path] for path in plan.paths()]
+        held: list[int] = []
+        for rank in range(plan.num_ranks):
+            own = [number for number, at in enumerate(ranks) if at == rank]
+            sizes = [plan.stages[number].bytes for number in own]
+            if plan.ranks and plan.ranks[rank].bytes is not None:
+                sizes = [plan.ranks[rank].bytes]
+            known = [size for size in sizes if size is not None]
+            if len(known) == len(sizes):
+                held.append(sum(known) + sum(beside[layer] for number in own for layer in layers[number]))
+        return cls(ways, tuple(held) if len(held) == plan.num_ranks else None)
+
+    @property
+    def used(self) -> set[int]:
+        """The ranks that have stages."""
+        return {rank for way in self.ways for rank, _ in way}
+
+    def fits(self, usable: Sequence[int]) -> bool:
+        """Whether each rank keeps to what its device can use, by rank; True where nothing is known."""
+        return self.rank_bytes is None or all(
+            held <= limit for held, limit in zip(self.rank_bytes, usable, strict=False)
+        )

@@ -1,0 +1,47 @@
+"""Joint plans for the members of a run: pipelines of any length for any number of devices, none idle where it helps.
+
+Asked at every change where `pipeline.planner` is `joint`; equal pipelines stand in where there is no such plan. Pure;
+no torch.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from varuna_capslog.membership.candidates import Candidates
+from varuna_capslog.planners import JOINT
+from varuna_capslog.planners.joint import Device, JointPlan, best_fleet_of_run
+from varuna_capslog.plans.plan import Plan
+
+__all__ = ["Fleets"]
+
+
+class Fleets:
+    """Plans by the capacities of the devices, remembered.
+
+    Args:
+        candidates: of the run; its snapshots count beside training here, too.
+    """
+
+    def __init__(self, candidates: Candidates) -> None:
+        self._candidates = candidates
+        self.plan = functools.cache(self._plan)
+
+    @classmethod
+    def of(cls, candidates: Candidates) -> Fleets | None:
+        """None where the run's planner is another one, or the profile does not tell seconds and bytes of the run."""
+        found = candidates.planner == JOINT and candidates.described and candidates.timed
+        return cls(candidates) if found else None
+
+    def _plan(self, capacities: tuple[int, ...]) -> Plan | None:
+        """The plan for devices of so many bytes (0: no limit known), by rank; None where nothing fits."""
+        ours = self._candidates
+        assert ours.profile is not None
+        devices = [Device(size or None) for size in capacities]
+        found = best_fleet_of_run(ours.profile, devices, ours.run, ours.memory, ours.link, ours.beside)
+        return found.plan if isinstance(found, JointPlan) else None
+
+    def prepare(self, devices: int, capacity: int) -> None:
+        """Plans for up to `devices` devices of this capacity, while no member waits for them."""
+        for count in range(1, devices + 1):
+            self.plan((capacity,) * count)

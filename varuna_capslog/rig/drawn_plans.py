@@ -1,0 +1,61 @@
+"""Plans drawn at random for the rig: any rectangles that a generation could be told to run."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import pairwise
+
+from varuna_capslog.plans.parts import PlanStage, Units
+from varuna_capslog.plans.plan import Plan
+
+__all__ = ["draw_plan"]
+
+_TRIES = 200
+_MOST_WAYS, _MOST_STAGES = 3, 5
+
+
+def draw_plan(dice: random.Random, num_layers: int, units: Units, ranks: int, schedule: str | None = None) -> Plan:
+    """A valid plan of a chain on at most so many ranks.
+
+    Pipelines of unequal length, cuts and shares of the blocks, replicas of single stages, several stages on a rank in
+    any order, limits in flight, and ranks without a stage, also between others. What a stage keeps is left to the
+    config.
+    """
+    for _ in range(_TRIES):
+        stages = _draw_stages(dice, num_layers, units.blocks or 1, ranks)
+        if stages is not None:
+            return Plan(num_layers, tuple(stages), units, schedule)
+    whole = PlanStage(((0, num_layers),), (dice.randrange(ranks),), memory=None)
+    return Plan(num_layers, (whole,), units, schedule)
+
+
+def _draw_stages(dice: random.Random, num_layers: int, blocks: int, ranks: int) -> list[PlanStage] | None:
+    """Stages in any order; None where no rank was left that could hold one of them."""
+    stages: list[PlanStage] = []
+    free = [set(range(ranks)) for _ in range(num_layers)]
+    for group in _shares(dice, range(blocks), dice.randint(1, min(_MOST_WAYS, blocks))):
+        count = dice.randint(1, min(_MOST_STAGES, num_layers))
+        cuts = [0, *sorted(dice.sample(range(1, num_layers), count - 1)), num_layers]
+        for first, end in pairwise(cuts):
+            for part in _shares(dice, group, dice.choice((1, 1, 1, min(2, len(group))))):
+                left = sorted(set.intersection(*free[first:end]))
+                if not left:
+                    return None
+                rank, limit = dice.choice(left), dice.choice((None, None, 1, 2))
+                for layer in range(first, end):
+                    free[layer].remove(rank)
+                served = None if len(part) == blocks else tuple(part)
+                stages.append(PlanStage(((first, end),), (rank,), served, in_flight=limit, memory=None))
+    dice.shuffle(stages)
+    return stages
+
+
+def _shares(dice: random.Random, blocks: Sequence[int], count: int) -> list[list[int]]:
+    """The blocks dealt out to so many, each of them with one at least."""
+    dealt = list(blocks)
+    dice.shuffle(dealt)
+    parts = [[block] for block in dealt[:count]]
+    for block in dealt[count:]:
+        dice.choice(parts).append(block)
+    return [sorted(part) for part in parts]
