@@ -6,11 +6,11 @@ import dataclasses
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.segments import KEEP
-from varuna_capslog.plans.parts import INTERVAL_KINDS, MemoryInterval, PlanStage
+from varuna_capslog.plans.parts import INTERVAL_KINDS, PlanStage, Units
+from varuna_capslog.rig.drawn_plans import draw_memory, draw_plan
 
 __all__ = ["Cuts", "layout_for", "random_layout", "rectangle", "with_intervals"]
 
@@ -44,47 +44,16 @@ def layout_for(layout: Layout | Cuts, num_layers: int, num_blocks: int = 1) -> L
 
 def random_layout(seed: int, num_layers: int, num_blocks: int, ranks: int) -> Layout:
     """Stages of any shape on at most so many ranks, all of which have work: several stages on a rank, single stages in
-    replicas of unequal shares, pipelines of unequal length and cuts."""
-    draw = random.Random(seed)
-    while True:
-        stages: list[PlanStage] = []
-        for group in _shares(draw, list(range(num_blocks)), draw.randint(1, min(3, num_blocks))):
-            count = draw.randint(1, min(5, num_layers))
-            cuts = [0, *sorted(draw.sample(range(1, num_layers), count - 1)), num_layers]
-            for first, end in pairwise(cuts):
-                parts = _shares(draw, group, draw.choice([1, 1, 1, min(2, len(group))]))
-                for blocks in parts:
-                    everything = len(blocks) == num_blocks
-                    stages.append(rectangle(first, end, draw.randrange(ranks), None if everything else tuple(blocks)))
-        draw.shuffle(stages)
-        used = sorted({stage.rank for stage in stages})
-        renumbered = [
-            rectangle(one.first, one.end, used.index(one.rank), one.blocks, draw.choice([None, None, 1, 2]))
-            for one in stages
-        ]
-        held = [(stage.rank, layer) for stage in renumbered for layer in range(stage.first, stage.end)]
-        if len(set(held)) == len(held):
-            return Layout(tuple(renumbered), num_blocks)
+    replicas of unequal shares, pipelines of unequal length and cuts. What they keep is left to the run."""
+    stages = draw_plan(random.Random(seed), num_layers, Units(num_blocks, 1, num_blocks), ranks).stages
+    used = sorted({stage.rank for stage in stages})
+    return Layout(
+        tuple(dataclasses.replace(one, ranks=(used.index(one.rank),), memory=None) for one in stages), num_blocks
+    )
 
 
 def with_intervals(layout: Layout, seed: int, kinds: Sequence[str] = (KEEP, *INTERVAL_KINDS)) -> Layout:
     """The layout with memory intervals of these kinds drawn for every stage."""
-    draw = random.Random(seed)
-    stages = []
-    for stage in layout.stages:
-        size = stage.end - stage.first
-        inner = sorted(draw.sample(range(stage.first + 1, stage.end), draw.randint(0, min(3, size - 1))))
-        pieces = [(first, end, draw.choice(kinds)) for first, end in pairwise([stage.first, *inner, stage.end])]
-        memory = tuple(MemoryInterval(*piece) for piece in pieces if piece[2] != KEEP)
-        stages.append(dataclasses.replace(stage, memory=memory))
+    dice = random.Random(seed)
+    stages = [dataclasses.replace(stage, memory=draw_memory(dice, stage, kinds)) for stage in layout.stages]
     return dataclasses.replace(layout, stages=tuple(stages))
-
-
-def _shares(draw: random.Random, blocks: Sequence[int], count: int) -> list[list[int]]:
-    """The blocks dealt out to so many, each of them with one at least."""
-    dealt = list(blocks)
-    draw.shuffle(dealt)
-    parts = [[block] for block in dealt[:count]]
-    for block in dealt[count:]:
-        draw.choice(parts).append(block)
-    return [sorted(part) for part in parts]

@@ -4,30 +4,42 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
-from varuna_capslog.plans.parts import PlanStage, Units
+from varuna_capslog.plans.parts import INTERVAL_KINDS, MemoryInterval, PlanStage, Units
 from varuna_capslog.plans.plan import Plan
 
-__all__ = ["draw_plan"]
+__all__ = ["draw_memory", "draw_plan"]
 
 _TRIES = 200
 _MOST_WAYS, _MOST_STAGES = 3, 5
+_KEEP = "keep"
 
 
 def draw_plan(dice: random.Random, num_layers: int, units: Units, ranks: int, schedule: str | None = None) -> Plan:
     """A valid plan of a chain on at most so many ranks.
 
     Pipelines of unequal length, cuts and shares of the blocks, replicas of single stages, several stages on a rank in
-    any order, limits in flight, and ranks without a stage, also between others. What a stage keeps is left to the
-    config.
+    any order, limits in flight, ranks without a stage, also between others, and memory intervals; for half of the
+    stages the config says what they keep.
     """
     for _ in range(_TRIES):
-        stages = _draw_stages(dice, num_layers, units.blocks or 1, ranks)
-        if stages is not None:
+        drawn = _draw_stages(dice, num_layers, units.blocks or 1, ranks)
+        if drawn is not None:
+            stages = [one if dice.random() < 0.5 else replace(one, memory=draw_memory(dice, one)) for one in drawn]
             return Plan(num_layers, tuple(stages), units, schedule)
     whole = PlanStage(((0, num_layers),), (dice.randrange(ranks),), memory=None)
     return Plan(num_layers, (whole,), units, schedule)
+
+
+def draw_memory(
+    dice: random.Random, stage: PlanStage, kinds: Sequence[str] = (_KEEP, *INTERVAL_KINDS)
+) -> tuple[MemoryInterval, ...]:
+    """Memory intervals of these kinds over the layers of a stage; "keep" leaves some out."""
+    inner = sorted(dice.sample(range(stage.first + 1, stage.end), dice.randint(0, min(3, stage.end - stage.first - 1))))
+    pieces = [(first, end, dice.choice(kinds)) for first, end in pairwise([stage.first, *inner, stage.end])]
+    return tuple(MemoryInterval(*piece) for piece in pieces if piece[2] != _KEEP)
 
 
 def _draw_stages(dice: random.Random, num_layers: int, blocks: int, ranks: int) -> list[PlanStage] | None:
