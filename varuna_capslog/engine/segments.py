@@ -7,7 +7,7 @@ graphs ("keep"), its inputs ("recompute"), or the one or the other in the host t
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,8 +22,6 @@ __all__ = ["KEEP", "MicrobatchContext", "SegmentState", "StageSegment", "segment
 
 KEEP = "keep"
 """The kind of the layers that no memory interval names."""
-
-_UNTAKEN: AbstractContextManager[Any] = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -111,8 +109,12 @@ class StageSegment:
             if graph and open_graph is None:
                 open_graph = LayerGraph({})
                 reads = self._enter(open_graph, layer, context, live, call)
-            with _UNTAKEN if call is None else _taken(call, layer):
-                written = layer.forward(reads, (*context.key, context.index), graph, record)
+            key = (*context.key, context.index)
+            if call is None:
+                written = layer.forward(reads, key, graph, record)
+            else:
+                with _taken(call, layer):
+                    written = layer.forward(reads, key, graph, record)
             del reads
             if open_graph is not None:
                 crossing = context.specs[layer.index + 1]
