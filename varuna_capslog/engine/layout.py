@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.plans.parts import PlanStage, Units
+from varuna_capslog.plans.pipelines import stages_of_pipelines
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.plans.rules import Path, check_cover, paths_of, stage_graph
 from varuna_capslog.schedules import StageGraph
@@ -46,28 +47,17 @@ class Layout:
         replicas: int = 1,
         num_blocks: int | None = None,
     ) -> Layout:
-        """Equal pipelines.
+        """Equal pipelines; see `plans.pipelines.stages_of_pipelines`.
 
-        cuts: first layer of each stage, beginning with 0.
-        placement: stage -> device of the pipeline; default: stage s on device s. Replica r's device d is rank
-            `r * devices + d`.
-        replicas: copies of the pipeline; each takes as many blocks as the others, in order.
         num_blocks: default: one per replica.
         """
-        devices = list(range(len(cuts)) if placement is None else placement)
         num_blocks = num_blocks or replicas
         if num_blocks % replicas:
             raise CapslogError(
                 f"{replicas} replicas cannot share {num_blocks} accumulation blocks evenly; choose a number of blocks "
                 "that the replicas divide"
             )
-        share, width = num_blocks // replicas, max(devices) + 1
-        stages = []
-        for replica in range(replicas):
-            blocks = None if replicas == 1 else tuple(range(replica * share, (replica + 1) * share))
-            for first, end, device in zip(cuts, (*cuts[1:], num_layers), devices, strict=True):
-                stages.append(PlanStage(((first, end),), (replica * width + device,), blocks, memory=None))
-        return cls(tuple(stages), num_blocks, replicas)
+        return cls(stages_of_pipelines(num_layers, cuts, replicas, num_blocks, placement), num_blocks, replicas)
 
     @cached_property
     def num_layers(self) -> int:

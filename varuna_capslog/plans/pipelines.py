@@ -8,7 +8,32 @@ from collections.abc import Sequence
 from varuna_capslog.plans.parts import PlanStage, Units
 from varuna_capslog.plans.plan import Plan
 
-__all__ = ["pipelines_of", "plan_of_pipelines"]
+__all__ = ["pipelines_of", "plan_of_pipelines", "stages_of_pipelines"]
+
+
+def stages_of_pipelines(
+    num_layers: int, cuts: Sequence[int], replicas: int, blocks: int, placement: Sequence[int] | None = None
+) -> tuple[PlanStage, ...]:
+    """The stages of so many pipelines of the same cuts, which share the blocks evenly and in order.
+
+    cuts: the first layer of each stage, beginning with 0.
+    placement: stage -> device of the pipeline; default: stage s on device s. Device d of pipeline r is rank
+        r * devices + d.
+
+    What a stage keeps between forward and backward is left to the config.
+    """
+    devices, ends = list(range(len(cuts)) if placement is None else placement), (*cuts[1:], num_layers)
+    share, width = blocks // replicas, max(devices) + 1
+    return tuple(
+        PlanStage(
+            ((first, end),),
+            (replica * width + device,),
+            None if replicas == 1 else tuple(range(replica * share, (replica + 1) * share)),
+            memory=None,
+        )
+        for replica in range(replicas)
+        for first, end, device in zip(cuts, ends, devices, strict=True)
+    )
 
 
 def plan_of_pipelines(
@@ -16,23 +41,13 @@ def plan_of_pipelines(
 ) -> Plan:
     """The plan of so many pipelines of the same cuts; stage s of pipeline r runs on rank r * len(cuts) + s.
 
-    cuts: the first layer of each stage, beginning with 0.
-    units: of the whole step; the pipelines share its blocks evenly and in order.
+    cuts: as for `stages_of_pipelines`.
+    units: of the whole step.
 
-    What a stage keeps between forward and backward is left to the config. Raises CapslogError as `Plan`.
+    Raises CapslogError as `Plan`.
     """
-    share, ends = (units.blocks or replicas) // replicas, (*cuts[1:], num_layers)
-    stages = [
-        PlanStage(
-            ((first, end),),
-            (replica * len(cuts) + number,),
-            None if replicas == 1 else tuple(range(replica * share, (replica + 1) * share)),
-            memory=None,
-        )
-        for replica in range(replicas)
-        for number, (first, end) in enumerate(zip(cuts, ends, strict=True))
-    ]
-    return Plan(num_layers, tuple(stages), units, schedule)
+    stages = stages_of_pipelines(num_layers, cuts, replicas, units.blocks or replicas)
+    return Plan(num_layers, stages, units, schedule)
 
 
 def pipelines_of(plan: Plan) -> tuple[tuple[int, ...], int] | None:
@@ -40,7 +55,7 @@ def pipelines_of(plan: Plan) -> tuple[tuple[int, ...], int] | None:
     if plan.actions is not None or plan.variants or plan.routes != "relay":
         return None
     stages = tuple(dataclasses.replace(stage, bytes=None, seconds=None) for stage in plan.stages)
-    firsts = [stage.layers[0][0] for stage in stages]
+    firsts = [stage.first for stage in stages]
     replicas = firsts.count(0)
     cuts = firsts[: len(firsts) // max(1, replicas)]
     if cuts[:1] != [0] or cuts != sorted(set(cuts)) or (plan.units.blocks or replicas) % replicas:

@@ -23,7 +23,8 @@ from varuna_capslog.planning.ranks import judged
 from varuna_capslog.planning.search import plan as search
 from varuna_capslog.planning.simulation import with_step_seconds
 from varuna_capslog.planning.verdict import capacities_of_devices, rehearsed
-from varuna_capslog.plans.parts import PlanRank, PlanStage, Units
+from varuna_capslog.plans.parts import PlanRank, Units
+from varuna_capslog.plans.pipelines import stages_of_pipelines
 from varuna_capslog.plans.plan import Plan, latest_plan, plan_path, read_plan, write_plan
 from varuna_capslog.profiles.record import write_profile
 from varuna_capslog.schedules import RunShape
@@ -226,21 +227,12 @@ def _given_cuts(config: Config) -> Plan:
             microbatch_size=train.microbatch_size,
         )
     # stages go round the ranks, as in interleaved schedules
-    share = config.num_blocks // pipeline.replicas
-    stages = [
-        PlanStage(
-            ((first, end),),
-            (replica * devices + number % devices,),
-            None if pipeline.replicas == 1 else tuple(range(replica * share, (replica + 1) * share)),
-            memory=None,
-        )
-        for replica in range(pipeline.replicas)
-        for number, (first, end) in enumerate(zip(cuts, (*cuts[1:], len(chain)), strict=True))
-    ]
+    placement = [number % devices for number in range(len(cuts))]
+    stages = stages_of_pipelines(len(chain), cuts, pipeline.replicas, config.num_blocks, placement)
     units = Units(config.num_microbatches, train.microbatch_size, config.num_blocks)
     limits = (capacities_of_devices(pipeline.capacity, devices) or []) * pipeline.replicas
     ranks = tuple(PlanRank(capacity_bytes=limit) for limit in limits)
-    return Plan(len(chain), tuple(stages), units, pipeline.schedule, ranks=ranks, model=chain.name)
+    return Plan(len(chain), stages, units, pipeline.schedule, ranks=ranks, model=chain.name)
 
 
 def _same(one: Plan, other: Plan) -> bool:

@@ -34,12 +34,12 @@ def cuts_of(plan: Plan) -> tuple[int, ...]:
     begin = 0
     for number, stage in enumerate(plan.stages):
         _check_stage(number, stage, begin)
-        begin = stage.layers[0][1]
+        begin = stage.end
     return plan.cut_list
 
 
 def _check_stage(number: int, stage: PlanStage, begin: int) -> None:
-    one_piece = len(stage.layers) == 1 and stage.layers[0][0] == begin
+    one_piece = len(stage.layers) == 1 and stage.first == begin
     rules = {
         "blocks": (stage.blocks is None, "in Varuna every stage serves all blocks: leave it out"),
         "grain": (stage.grain == 1, "in Varuna all stages take the same microbatches: give 1"),
