@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from varuna_capslog.engine.layout import Layout
-from varuna_capslog.engine.segments import KEEP
-from varuna_capslog.plans.parts import INTERVAL_KINDS, PlanStage, Units
+from varuna_capslog.plans.parts import INTERVAL_KINDS, KEEP, PlanStage, Units
 from varuna_capslog.rig.drawn_plans import draw_memory, draw_plan
 
 __all__ = ["Cuts", "layout_for", "random_layout", "rectangle", "with_intervals"]

@@ -59,6 +59,17 @@ def test_any_intervals_give_the_bits_of_one_rank_that_keeps_all(pool: WorkerPool
     assert all(one["host bytes"][0] == 0 for one in results)
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_given_lists_say_whether_open_stages_recompute_whatever_the_run_says(pool: WorkerPool, again: bool) -> None:
+    """They were refused at the first step where they had no R and the run recomputes."""
+    rows = [[f"{stage}{kind}{call}" for kind in "FB" for call in range(4)] for stage in range(2)]
+    if again:
+        rows[0] = [text for call in rows[0] for text in ([call.replace("B", "R"), call] if "B" in call else [call])]
+    actions = tuple(map(tuple, rows))
+    results = trained(pool, TWO_STAGES, schedule="varuna", recompute=not again, actions=actions)
+    assert not differences(results, one_rank(pool))
+
+
 @pytest.mark.parametrize("copies", ["slow", "late", "reordered"])
 @pytest.mark.parametrize("seed", [1, 3])
 def test_copies_that_come_late_change_no_bit(pool: WorkerPool, seed: int, copies: str) -> None:

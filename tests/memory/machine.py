@@ -236,7 +236,8 @@ class Machine:
         first, end = self.stages[number].layers[0]
         own = [one for one in self.program if isinstance(one, Action) and one.stage == number and one.kind in "FRBIW"]
         place = next(place for place, one in enumerate(own) if (one.kind, one.microbatch) == ("F", call))
-        if own[place + 1].kind == "B" and own[place + 1].microbatch == call:
+        away = Action(number, "O", call) in self.program
+        if own[place + 1] == Action(number, "B", call) and not away:
             return [(first, end, "")]
         found, reached = [], first
         for one in self.stages[number].memory or ():

@@ -7,6 +7,7 @@ planners, and no files.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,14 +31,14 @@ from varuna_capslog.engine.step import Poll, Verdict, check_minibatch
 from varuna_capslog.model.chain import Chain
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Minibatch
-from varuna_capslog.plans.parts import intervals_of
+from varuna_capslog.plans.parts import with_memory
 from varuna_capslog.schedules import (
     Action,
     Lowered,
     StageGraph,
     find_deadlock,
+    from_strings,
     lower,
-    parse_action,
     schedule_of,
     validate,
 )
@@ -103,6 +104,9 @@ class PipelineEngine:
                 f"the layout needs {layout.world_size} ranks ({layout.devices} devices x {layout.replicas} replicas), "
                 f"but {communicator.world_size} are connected"
             )
+        given = None if options.actions is None else from_strings(options.actions)
+        stages = with_memory(layout.stages, options, given, ready.device_type or device.type)
+        layout = dataclasses.replace(layout, stages=tuple(stages))
         self.chain, self.layout, self.options = chain, layout, options
         self.communicator, self.device = communicator, device
         self.rank = communicator.rank
@@ -116,10 +120,7 @@ class PipelineEngine:
             place = layout.stages[number]
             layers = [by_index[index] for index in range(place.first, place.end)]
             end = loss if place.end == len(chain) else None
-            memory = place.memory
-            if memory is None:
-                memory = intervals_of(options, place.first, place.end, ready.device_type or device.type)
-            self.stages[number] = Stage(number, chain, layers, end, memory, tier)
+            self.stages[number] = Stage(number, chain, layers, end, place.memory or (), tier)
         self._crossing = [chain.crossing(stage.first) for stage in layout.stages]
         self._graph = layout.graph(options.num_microbatches)
         self._local = sorted({microbatch for stage in self.stages for microbatch in self._graph.microbatches[stage]})
@@ -325,7 +326,7 @@ def _lowered(
     if isinstance(schedule, str):
         rows = schedule_of(schedule, graph, recompute, in_flight, offload)
     else:
-        rows = [[parse_action(text) for text in row] for row in schedule]
+        rows = from_strings(schedule)
     validate(rows, graph, recompute, offload=offload)
     lowered = lower(rows, carries, graph)
     stuck = find_deadlock(lowered)

@@ -6,7 +6,7 @@ graphs ("keep"), its inputs ("recompute"), or the one or the other in the host t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,12 +16,9 @@ from torch import Tensor
 from varuna_capslog.engine.layers import EngineLayer, LayerGraph, keep_layout
 from varuna_capslog.engine.offload import OffloadedCall, OffloadedTensor, entered
 from varuna_capslog.model.chain import Chain, TensorSpec
-from varuna_capslog.plans.parts import MemoryInterval
+from varuna_capslog.plans.parts import MemoryInterval, pieces_of
 
-__all__ = ["KEEP", "MicrobatchContext", "SegmentState", "StageSegment", "segments_of"]
-
-KEEP = "keep"
-"""The kind of the layers that no memory interval names."""
+__all__ = ["MicrobatchContext", "SegmentState", "StageSegment", "segments_of"]
 
 
 @dataclass(frozen=True)
@@ -53,17 +50,15 @@ class SegmentState:
 class StageSegment:
     """Layers [first, end) of a stage.
 
-    kind: "keep", or the kind of a memory interval.
+    piece: these layers and the kind of their memory interval, or KEEP.
     ends_in_loss: whether the last one is the chain's last.
     """
 
-    def __init__(self, chain: Chain, layers: Sequence[EngineLayer], kind: str) -> None:
+    def __init__(self, chain: Chain, layers: Sequence[EngineLayer], piece: MemoryInterval) -> None:
         self.layers = list(layers)
-        self.kind = kind
-        self.first, self.end = layers[0].index, layers[-1].index + 1
+        self.first, self.end = piece.first, piece.end
         self.ends_in_loss = self.end == len(chain)
-        self.recomputes = kind in ("recompute", "recompute+offload")
-        self.offloads = kind in ("offload", "recompute+offload")
+        self.recomputes, self.offloads = piece.recomputes, piece.offloads
         self._outputs = chain.crossing(self.end)
         self._live = [set(chain.crossing(layer.index + 1)) for layer in layers]
         # a graph ends where the segment ends
@@ -153,21 +148,11 @@ class StageSegment:
 
 def segments_of(chain: Chain, layers: Sequence[EngineLayer], intervals: Sequence[MemoryInterval]) -> list[StageSegment]:
     """The segments of a stage of these layers."""
-    return [StageSegment(chain, part, kind) for part, kind in _parts(layers, intervals)]
-
-
-def _parts(
-    layers: Sequence[EngineLayer], intervals: Sequence[MemoryInterval]
-) -> Iterator[tuple[list[EngineLayer], str]]:
-    at = 0
-    for interval in intervals:
-        first, end = interval.first - layers[0].index, interval.end - layers[0].index
-        if first > at:
-            yield list(layers[at:first]), KEEP
-        yield list(layers[first:end]), interval.kind
-        at = end
-    if at < len(layers):
-        yield list(layers[at:]), KEEP
+    first, end = layers[0].index, layers[-1].index + 1
+    return [
+        StageSegment(chain, layers[piece.first - first : piece.end - first], piece)
+        for piece in pieces_of(first, end, intervals)
+    ]
 
 
 def _taken(call: OffloadedCall, layer: EngineLayer) -> AbstractContextManager[Any]:

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from varuna_capslog.memory.exchange import Holders, exchange
 from varuna_capslog.memory.range_bytes import RangeBytes
 from varuna_capslog.memory.treatment import Treatment, kept_whole, treated
-from varuna_capslog.plans.parts import MemoryInterval, PlanStage, Units, intervals_of
+from varuna_capslog.plans.parts import PlanStage, Units, with_memory
 from varuna_capslog.plans.rules import paths_of
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import Action, RunShape
@@ -75,23 +75,24 @@ def fold(
             that folds many lists makes its `RangeBytes` once.
         stages, units: of the plan; stages of one range of layers each.
         actions: each rank's list.
-        run: for stages whose `memory` is None, whether they recompute and where their inputs wait.
+        run: where the inputs of stages wait whose `memory` is None; their list says whether they recompute.
 
     Raises CapslogError naming what the profile lacks.
     """
     ranges = profile if isinstance(profile, RangeBytes) else RangeBytes(profile, MODEL, run.recomputes)
-    ranks = [stage.ranks[0] for stage in stages]
+    stages = with_memory(stages, run, actions, "cpu" if ranges.one_memory else "cuda")
+    ranks = [stage.rank for stage in stages]
     step = StepActions(
         [RankActions.of(row) for row in actions], ranks, paths_of(stages, units.blocks or 1), units.of_block
     )
-    first = [stage.layers[0][0] for stage in stages]
+    first = [stage.first for stage in stages]
     gradients = [ranges.gradient[cut] if ranges.carries[cut] else -1 for cut in first]
     sizes = {"F": [ranges.crossing[cut] for cut in first], "B": gradients}
     # rows that tell no actions were taken with receives posted ahead, which are in their peaks
     messages = messages_of(step, sizes, ranges.one_memory and ranges.told)
     holders = _holders(stages, units.blocks or 1)
     sums = [_RankSum(ranges, row) for row in step.rows]
-    calls = [_StageCalls(ranges, step, messages, run, stage, number) for number, stage in enumerate(stages)]
+    calls = [_StageCalls(ranges, step, messages, stage, number) for number, stage in enumerate(stages)]
     for one in calls:
         one.add_to(sums[one.rank], calls, holders)
     return [total.result(rank, holders) for rank, total in enumerate(sums)]
@@ -100,8 +101,8 @@ def fold(
 def _holders(stages: Sequence[PlanStage], blocks: int) -> Holders:
     found: Holders = {}
     for stage in stages:
-        for layer in range(*stage.layers[0]):
-            found.setdefault(layer, {})[stage.ranks[0]] = range(blocks) if stage.blocks is None else stage.blocks
+        for layer in range(stage.first, stage.end):
+            found.setdefault(layer, {})[stage.rank] = range(blocks) if stage.blocks is None else stage.blocks
     return found
 
 
@@ -133,16 +134,14 @@ class _StageCalls:
         ranges: RangeBytes,
         step: StepActions,
         messages: Messages,
-        run: RunShape,
         stage: PlanStage,
         number: int,
     ) -> None:
         self.ranges, self.step, self.messages, self.number = ranges, step, messages, number
-        self.rank = stage.ranks[0]
-        self.first, self.end = stage.layers[0]
+        self.rank, self.first, self.end = stage.rank, stage.first, stage.end
         self.forwards, self.backwards = step.forwards[number], step.backwards[number]
         self.recomputes, self.loads = step.at("R", number), step.at("L", number)
-        self.modes = self._modes(run, stage)
+        self.modes = self._modes(stage)
         self.shared = np.zeros(len(self.forwards), dtype=np.int64)
         for calls, one in self.modes:
             self.shared[calls] = one.shared
@@ -167,14 +166,9 @@ class _StageCalls:
         added = sum(int(self.ranges.gradients[layer]) for layer in layers if len(holders[layer]) == 1)
         np.add.at(total.change, self.backwards[of_block - 1 :: of_block][1:] + 1, -added)
 
-    def _modes(self, run: RunShape, stage: PlanStage) -> list[tuple[Numbers, Treatment]]:
+    def _modes(self, stage: PlanStage) -> list[tuple[Numbers, Treatment]]:
         """The calls that are treated alike, and how."""
-        ranges, intervals = self.ranges, stage.memory
-        if intervals is None:
-            intervals = intervals_of(run, self.first, self.end, "cpu" if ranges.one_memory else "cuda")
-        if not any("recompute" in one.kind for one in intervals) and (self.recomputes >= 0).any():
-            # a list may have an R where the stage says nothing: it runs the whole stage again
-            intervals = (MemoryInterval(self.first, self.end, "recompute"),)
+        ranges, intervals = self.ranges, stage.memory or ()
         whole = self._kept_whole(self.step.rows[self.rank])
         modes = [(np.flatnonzero(whole), kept_whole(ranges, self.first, self.end))]
         for recomputed in (False, True):
@@ -184,13 +178,13 @@ class _StageCalls:
         return modes
 
     def _kept_whole(self, row: RankActions) -> NDArray[np.bool_]:
-        """call -> whether its F is directly followed on the stage by its backward."""
+        """call -> whether it keeps all: `schedules.backwards_at_once`, in arrays."""
         own = row.where("FBIWR", self.number)
         kinds, calls = row.kinds[own], row.calls[own]
         followed = (kinds[:-1] == ord("F")) & np.isin(kinds[1:], [ord("B"), ord("I")]) & (calls[:-1] == calls[1:])
         found = np.zeros(len(self.forwards), dtype=np.bool_)
         found[calls[:-1][followed]] = True
-        return found
+        return found & (self.step.at("O", self.number) < 0)
 
     def _add(self, total: _RankSum, calls: Numbers, one: Treatment) -> None:
         ranges, change = self.ranges, total.change

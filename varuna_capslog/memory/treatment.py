@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from varuna_capslog.memory.range_bytes import RangeBytes
-from varuna_capslog.plans.parts import MemoryInterval
+from varuna_capslog.plans.parts import MemoryInterval, pieces_of
 
 __all__ = ["Treatment", "kept_whole", "treated"]
 
@@ -43,14 +43,6 @@ class Treatment:
     input_kept_then: int
     backward: int
     first_backward: int
-
-
-@dataclass(frozen=True)
-class _Segment:
-    first: int
-    end: int
-    recompute: bool = False
-    offload: bool = False
 
 
 def kept_whole(ranges: RangeBytes, first: int, end: int) -> Treatment:
@@ -86,28 +78,28 @@ def treated(
         return kept_whole(ranges, first, end)
     if not _wanted(ranges, end):
         return _without_backward(ranges, first, end)
-    segments = _segments(first, end, intervals)
+    segments = pieces_of(first, end, intervals)
     overlaps = _overlaps(ranges, segments)
     held = [
-        ranges.crossing[one.first] - overlap if one.recompute else _saved(ranges, one, overlap)
+        ranges.crossing[one.first] - overlap if one.recomputes else _saved(ranges, one, overlap)
         for one, overlap in zip(segments, overlaps, strict=True)
     ]
-    away = [size if one.offload else 0 for size, one in zip(held, segments, strict=True)]
-    if end == ranges.num_layers and away[-1] and not segments[-1].recompute:
+    away = [size if one.offloads else 0 for size, one in zip(held, segments, strict=True)]
+    if end == ranges.num_layers and away[-1] and not segments[-1].recomputes:
         away[-1] = max(0, away[-1] - ranges.crossing[end])  # what the loss reads stays
-    again = max((number for number, one in enumerate(segments) if one.recompute), default=-1)
+    again = max((number for number, one in enumerate(segments) if one.recomputes), default=-1)
     forward = before = 0
     for size, one, overlap in zip(held, segments, overlaps, strict=True):
-        work = ranges.bare(one.first, one.end) if one.recompute else ranges.forward(one.first, one.end)
+        work = ranges.bare(one.first, one.end) if one.recomputes else ranges.forward(one.first, one.end)
         forward = max(forward, before + work - overlap)
         before += size
     last = segments[-1]
     shared = 0
-    if end < ranges.num_layers and not last.offload:
-        shared = ranges.passed(last.first, end) if last.recompute else ranges.shared(last.first, end)
+    if end < ranges.num_layers and not last.offloads:
+        shared = ranges.passed(last.first, end) if last.recomputes else ranges.shared(last.first, end)
     # every tensor that enters a recomputed first segment is kept as it is; what was away is another tensor when back
-    own = 0 if segments[0].offload else _graph_input(ranges, first, segments[0].end)
-    input_kept = ranges.crossing[first] if segments[0].recompute and not segments[0].offload else own
+    own = 0 if segments[0].offloads else _graph_input(ranges, first, segments[0].end)
+    input_kept = ranges.crossing[first] if segments[0].recomputes and not segments[0].offloads else own
     rerun = grown = back = 0
     if recomputed and again >= 0:
         one = segments[again]
@@ -135,7 +127,7 @@ def treated(
 
 def _backward(
     ranges: RangeBytes,
-    segments: Sequence[_Segment],
+    segments: Sequence[MemoryInterval],
     kept: tuple[Sequence[int], Sequence[int]],
     ready: int,
     makes_gradients: bool,
@@ -150,43 +142,33 @@ def _backward(
         one, rest, overlap = segments[number], sum(kept[0][:number]), kept[1][number]
         graph = ranges.saved(one.first, one.end) - _saved(ranges, one, overlap)
         work = ranges.backward(one.first, one.end, makes_gradients) - graph
-        if one.recompute and number != ready:
+        if one.recomputes and number != ready:
             work = max(work, ranges.forward(one.first, one.end) + _gradient(ranges, one.end) - overlap)
         most = max(most, rest + made + work)
         made += ranges.made(one.first, one.end) if makes_gradients else 0
     return most
 
 
-def _overlaps(ranges: RangeBytes, segments: Sequence[_Segment]) -> list[int]:
+def _overlaps(ranges: RangeBytes, segments: Sequence[MemoryInterval]) -> list[int]:
     """For each segment, the part of its inputs that segments before it hold as well."""
     found, inputs, before = [], -1, None
     for one in segments:
         overlap = 0
-        if before is not None and not before.offload and not before.recompute:
+        if before is not None and not before.offloads and not before.recomputes:
             overlap = ranges.shared(before.first, before.end)
         if inputs >= 0:
             overlap = max(overlap, ranges.passed(inputs, one.first))
-        found.append(0 if one.offload else overlap)
-        if one.recompute and not one.offload:
+        found.append(0 if one.offloads else overlap)
+        if one.recomputes and not one.offloads:
             inputs = one.first
         before = one
     return found
 
 
-def _saved(ranges: RangeBytes, one: _Segment, overlap: int) -> int:
+def _saved(ranges: RangeBytes, one: MemoryInterval, overlap: int) -> int:
     """What the graph of a segment keeps, without what segments before it hold."""
     kept = _graph_input(ranges, one.first, one.end)
     return ranges.saved(one.first, one.end) - max(0, min(overlap, overlap + kept - ranges.crossing[one.first]))
-
-
-def _segments(first: int, end: int, intervals: Sequence[MemoryInterval]) -> list[_Segment]:
-    found, reached = [], first
-    for one in intervals:
-        if one.first > reached:
-            found.append(_Segment(reached, one.first))
-        found.append(_Segment(one.first, one.end, "recompute" in one.kind, "offload" in one.kind))
-        reached = one.end
-    return [*found, _Segment(reached, end)] if reached < end else found
 
 
 def _wanted(ranges: RangeBytes, end: int) -> bool:

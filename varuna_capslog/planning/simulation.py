@@ -26,7 +26,7 @@ from varuna_capslog.memory.course import Course, StageMemory, memory_courses, pe
 from varuna_capslog.planners import DEFAULT_MICROBATCHES_PER_STAGE
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.ranks import fold_plan
-from varuna_capslog.plans.parts import PlanStage, Units, scheduled
+from varuna_capslog.plans.parts import PlanStage, Units, scheduled, with_memory
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.conditions import UPDATE_RATE
 from varuna_capslog.profiles.record import Profile
@@ -177,16 +177,16 @@ def simulate_plan(
     run = RunShape(None, name, recompute, stage_inputs)
     ranges = plan.ranges()
     own = plan.actions if schedule is None and num_microbatches is None else None
-    if own is not None:
-        run = dataclasses.replace(run, recompute=any("R" in action for row in own for action in row))
+    given = None if own is None else from_strings(own)
+    filled = with_memory(plan.stages, run, given)
 
     steps = []
-    for part in _parts(plan, num_microbatches, own is not None, notes):
-        chosen = [plan.stages[number] for number in part.stages]
-        if own is None:
+    for part in _parts(plan, num_microbatches, given is not None, notes):
+        chosen = [filled[number] for number in part.stages]
+        if given is None:
             actions = scheduled(name, chosen, part.graph, run)
         else:
-            actions = [[action for action in row if action.kind != "U"] for row in from_strings(own)]
+            actions = [[action for action in row if action.kind != "U"] for row in given]
         seconds = stage_seconds(profile, chosen, run)
         crossing = _crossing_bytes(profile, [ranges[number] for number in part.stages], link, notes)
         timeline = simulate(
@@ -211,7 +211,7 @@ def simulate_plan(
     step_seconds = together + (update or 0.0)
     pipelines: list[PipelineStep] = []
     total = sum(len(part.graph.routes) for part, *_ in steps)
-    of_rank = _rank_bytes(profile, plan, run, own is None, total)
+    of_rank = _rank_bytes(profile, plan, run, given is None, total)
     for part, actions, timeline, seconds, chosen in steps:
         whole = _with_updates(timeline, seconds.other.get("U", ()), together, step_seconds)
         count = max(len(row) for row in part.graph.microbatches)
@@ -230,7 +230,7 @@ def simulate_plan(
         update_seconds=update,
         samples=None if size is None else total * size,
         schedule=name,
-        recompute=any(stage.recomputes(run) for stage in plan.stages),
+        recompute=any(stage.recomputes(run) for stage in filled),
         num_microbatches=total,
         link=link,
         notes=list(dict.fromkeys(notes)),

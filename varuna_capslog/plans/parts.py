@@ -6,17 +6,18 @@ in common is checked in `plans/rules.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.schedules import RunShape, Schedule, StageGraph, schedule_of
+from varuna_capslog.schedules import Action, RunShape, Schedule, StageGraph, schedule_of
 
 __all__ = [
     "INTERVAL_KINDS",
+    "KEEP",
     "SPLIT_KINDS",
     "MemoryInterval",
     "PlanRank",
@@ -24,9 +25,13 @@ __all__ = [
     "Shortfall",
     "Units",
     "intervals_of",
+    "pieces_of",
     "scheduled",
+    "with_memory",
 ]
 
+KEEP = "keep"
+"""The kind of the layers that no memory interval names; no interval of a plan has it."""
 INTERVAL_KINDS = ("recompute", "offload", "recompute+offload")
 SPLIT_KINDS = ("none", "tensor", "sequence")
 
@@ -80,12 +85,12 @@ class MemoryInterval:
     @property
     def recomputes(self) -> bool:
         """Whether the layers run again."""
-        return self.kind != "offload"
+        return self.kind.startswith("recompute")
 
     @property
     def offloads(self) -> bool:
         """Whether something goes to the host tier."""
-        return self.kind != "recompute"
+        return self.kind.endswith("offload")
 
     @classmethod
     def of(cls, value: Any, name: str) -> MemoryInterval:
@@ -268,6 +273,45 @@ def _split(value: Any) -> dict[str, Any]:
     if kind == "none" and degree != 1:
         raise CapslogError(f"parallel.degree is {degree} with kind none; it must be 1")
     return {"kind": kind, "degree": degree}
+
+
+def pieces_of(first: int, end: int, intervals: Sequence[MemoryInterval]) -> list[MemoryInterval]:
+    """All layers [first, end) in pieces that are treated alike: the intervals, and between them pieces of kind KEEP."""
+    found, reached = [], first
+    for one in intervals:
+        if one.first > reached:
+            found.append(MemoryInterval(reached, one.first, KEEP))
+        found.append(one)
+        reached = one.end
+    return [*found, MemoryInterval(reached, end, KEEP)] if reached < end else found
+
+
+def with_memory(
+    stages: Sequence[PlanStage],
+    run: RunShape,
+    actions: Iterable[Iterable[Action]] | None = None,
+    device: str = "cpu",
+) -> list[PlanStage]:
+    """The stages with the memory intervals of those that leave them open (their memory is None).
+
+    actions: of every rank, where they are given: a stage that has an R there runs again as a whole, another one keeps
+        everything. None: the run says which of the two.
+    device: as in `intervals_of`.
+    """
+    if all(stage.memory is not None for stage in stages):
+        return list(stages)
+    again = None
+    if actions is not None:
+        again = {action.stage for row in actions for action in row if action.kind == "R"}
+    found = []
+    for number, stage in enumerate(stages):
+        if stage.memory is not None:
+            found.append(stage)
+            continue
+        does = run.recomputes if again is None else number in again
+        memory = intervals_of(replace(run, recompute=True), stage.first, stage.end, device) if does else ()
+        found.append(replace(stage, memory=memory))
+    return found
 
 
 def scheduled(name: str, stages: Sequence[PlanStage], graph: StageGraph, run: RunShape) -> Schedule:

@@ -20,8 +20,8 @@ from typing import Any
 
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.plans.parts import PlanRank, PlanStage, Units
-from varuna_capslog.schedules import StageGraph, find_deadlock, from_strings, lower, validate
+from varuna_capslog.plans.parts import PlanRank, PlanStage, Units, with_memory
+from varuna_capslog.schedules import DEFAULT_RUN, StageGraph, find_deadlock, from_strings, lower, validate
 
 __all__ = [
     "Path",
@@ -226,11 +226,7 @@ def check_ranks(stages: Sequence[PlanStage], ranks: Sequence[PlanRank]) -> None:
 def check_actions(actions: Sequence[Sequence[str]], graph: StageGraph, stages: Sequence[PlanStage]) -> None:
     """Rule 4."""
     rows = from_strings(actions)
-    again = {action.stage for row in rows for action in row if action.kind == "R"}
-    recompute = [
-        number in again if stage.memory is None else any(interval.recomputes for interval in stage.memory)
-        for number, stage in enumerate(stages)
-    ]
+    recompute = [stage.recomputes(DEFAULT_RUN) for stage in with_memory(stages, DEFAULT_RUN, rows)]
     limits, offload = [stage.in_flight for stage in stages], [stage.offloads for stage in stages]
     validate(rows, graph, recompute, limits, offload)
     if (stuck := find_deadlock(lower(rows, graph=graph))) is not None:

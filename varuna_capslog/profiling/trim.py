@@ -161,8 +161,6 @@ def dummy_options(conditions: RunConditions, schedule: Schedule, microbatches: i
         num_microbatches=microbatches,
         # more than two blocks are never alive at once
         num_blocks=1 if conditions.blocks == 1 else microbatches,
-        schedule="1f1b",  # one that does not recompute by itself; the order is that of the actions
-        recompute=conditions.recompute,
         stage_inputs=conditions.stage_inputs,
         precision=conditions.precision,
         clip_norm=1.0,

@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from varuna_capslog.plans.parts import INTERVAL_KINDS, MemoryInterval, PlanStage, Units
+from varuna_capslog.plans.parts import INTERVAL_KINDS, KEEP, MemoryInterval, PlanStage, Units
 from varuna_capslog.plans.plan import Plan
 
 __all__ = ["draw_memory", "draw_plan"]
 
 _TRIES = 200
 _MOST_WAYS, _MOST_STAGES = 3, 5
-_KEEP = "keep"
 
 
 def draw_plan(dice: random.Random, num_layers: int, units: Units, ranks: int, schedule: str | None = None) -> Plan:
@@ -34,12 +33,12 @@ def draw_plan(dice: random.Random, num_layers: int, units: Units, ranks: int, sc
 
 
 def draw_memory(
-    dice: random.Random, stage: PlanStage, kinds: Sequence[str] = (_KEEP, *INTERVAL_KINDS)
+    dice: random.Random, stage: PlanStage, kinds: Sequence[str] = (KEEP, *INTERVAL_KINDS)
 ) -> tuple[MemoryInterval, ...]:
     """Memory intervals of these kinds over the layers of a stage; "keep" leaves some out."""
     inner = sorted(dice.sample(range(stage.first + 1, stage.end), dice.randint(0, min(3, stage.end - stage.first - 1))))
     pieces = [(first, end, dice.choice(kinds)) for first, end in pairwise([stage.first, *inner, stage.end])]
-    return tuple(MemoryInterval(*piece) for piece in pieces if piece[2] != _KEEP)
+    return tuple(MemoryInterval(*piece) for piece in pieces if piece[2] != KEEP)
 
 
 def _draw_stages(dice: random.Random, num_layers: int, blocks: int, ranks: int) -> list[PlanStage] | None:
