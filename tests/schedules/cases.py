@@ -35,6 +35,11 @@ def shapes(draw: st.DrawFn, max_stages: int = 8, max_microbatches: int = 12) -> 
 names = st.sampled_from(SCHEDULES)
 
 
+def halves(seconds: list[float]) -> dict[str, list[float]]:
+    """Seconds of both halves of a backward of these."""
+    return {"I": [0.5 * one for one in seconds], "W": [0.5 * one for one in seconds]}
+
+
 def scrambled(num_stages: int, num_microbatches: int, placement: list[int], seed: int) -> Schedule:
     """A schedule that is right for every rank by itself and usually deadlocks between ranks."""
     generator = random.Random(seed)
@@ -79,7 +84,7 @@ def compute_edges(schedule: Schedule, num_stages: int) -> dict[Hashable, set[Has
             edges[action] = set() if before is None else {before}
             if action.kind == "F" and action.stage > 0:
                 edges[action].add(Action(action.stage - 1, "F", action.microbatch))
-            if action.kind == "B" and action.stage < num_stages - 1:
-                edges[action].add(Action(action.stage + 1, "B", action.microbatch))
+            if action.kind in "BI" and action.stage < num_stages - 1:
+                edges[action].add(Action(action.stage + 1, action.kind, action.microbatch))
             before = action
     return edges

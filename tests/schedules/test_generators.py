@@ -30,7 +30,7 @@ from varuna_capslog.schedules import (
     to_strings,
     validate,
 )
-from varuna_capslog.schedules.generators import list_schedule
+from varuna_capslog.schedules.list_scheduler import list_schedule
 
 # Written by hand, from the definition: min(S - s, M) forwards, then a backward and a forward in turn, then backwards.
 ONE_F_ONE_B_4_6 = """\
@@ -52,13 +52,98 @@ VARUNA_4_6 = """\
 2F0,2F1,2F2,2R0,2B0,2R1,2B1,2R2,2B2,2F3,2F4,2F5,2R3,2B3,2R4,2B4,2R5,2B5
 3F0,3B0,3F1,3B1,3F2,3B2,3F3,3B3,3F4,3B4,3F5,3B5
 """
+# Groups of two: as 1F1B of three microbatches, each written twice.
+KFKB_4_6 = """\
+0F0,0F1,0F2,0F3,0F4,0F5,0B0,0B1,0B2,0B3,0B4,0B5
+1F0,1F1,1F2,1F3,1F4,1F5,1B0,1B1,1B2,1B3,1B4,1B5
+2F0,2F1,2F2,2F3,2B0,2B1,2F4,2F5,2B2,2B3,2B4,2B5
+3F0,3F1,3B0,3B1,3F2,3F3,3B2,3B3,3F4,3F5,3B4,3B5
+"""
+# 1F1B with I for B; stage s runs W s calls later, so that every stage has at most four microbatches in flight.
+ZB_H1_4_6 = """\
+0F0,0F1,0F2,0F3,0I0,0W0,0F4,0I1,0W1,0F5,0I2,0W2,0I3,0W3,0I4,0W4,0I5,0W5
+1F0,1F1,1F2,1I0,1F3,1I1,1W0,1F4,1I2,1W1,1F5,1I3,1W2,1I4,1W3,1I5,1W4,1W5
+2F0,2F1,2I0,2F2,2I1,2F3,2I2,2W0,2F4,2I3,2W1,2F5,2I4,2W2,2I5,2W3,2W4,2W5
+3F0,3I0,3F1,3I1,3F2,3I2,3F3,3I3,3W0,3F4,3I4,3W1,3F5,3I5,3W2,3W3,3W4,3W5
+"""
+# Two ranks with two stages each, as in Megatron's figure: 4 and 2 forwards, then one of each in turn, in rounds of 2.
+INTERLEAVED_2_2_4 = """\
+0F0,0F1,2F0,2F1,0F2,2B0,0F3,2B1,2F2,0B0,2F3,0B1,2B2,2B3,0B2,0B3
+1F0,1F1,3F0,3B0,3F1,3B1,1F2,1B0,1F3,1B1,3F2,3B2,3F3,3B3,1B2,1B3
+"""
+HAND_WRITTEN = {
+    "gpipe": GPIPE_4_6,
+    "1f1b": ONE_F_ONE_B_4_6,
+    "1f1b-star": ONE_F_ONE_B_4_6,
+    "interleaved": ONE_F_ONE_B_4_6,
+    "kfkb": KFKB_4_6,
+    "zb-h1": ZB_H1_4_6,
+    "varuna": VARUNA_4_6,
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "text"), [("gpipe", GPIPE_4_6), ("1f1b", ONE_F_ONE_B_4_6), ("varuna", VARUNA_4_6)], ids=SCHEDULES
-)
-def test_hand_written_lists(name: str, text: str) -> None:
-    assert to_strings(make_schedule(name, 4, 6)) == to_strings(parse_csv(text))
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_hand_written_lists(name: str) -> None:
+    assert to_strings(make_schedule(name, 4, 6)) == to_strings(parse_csv(HAND_WRITTEN[name]))
+
+
+def test_hand_written_interleaved_stages() -> None:
+    placement = [0, 1, 0, 1]
+    assert format_csv(make_schedule("interleaved", 4, 4, placement)) == INTERLEAVED_2_2_4
+    graph = StageGraph.line(4, 4, placement)
+    assert schedule_of("interleaved", graph, in_flight=[2]) == schedule_of("1f1b", graph, in_flight=[2])
+    other = [0, 1, 1, 0]  # they do not go round
+    assert make_schedule("interleaved", 4, 4, other) == make_schedule("1f1b", 4, 4, other)
+
+
+def test_two_pipelines_interleave_each_for_itself() -> None:
+    graph = StageGraph((0, 1, 0, 1, 2, 3, 2, 3), ((0, 1, 2, 3),) * 4 + ((4, 5, 6, 7),) * 3)
+    rows = schedule_of("interleaved", graph)
+    assert format_csv(rows[:2]) == INTERLEAVED_2_2_4
+    second = [[Action(one.stage - 4, one.kind, one.microbatch) for one in row] for row in rows[2:]]
+    assert second == make_schedule("interleaved", 4, 3, [0, 1, 0, 1])
+
+
+@pytest.mark.parametrize("num_ranks", range(1, 7))
+def test_interleaved_lists_of_any_size_are_never_slower_than_1f1b(num_ranks: int) -> None:
+    for stages_per_rank in range(2, 4):
+        placement = [stage % num_ranks for stage in range(num_ranks * stages_per_rank)]
+        seconds = StageSeconds([1.0] * len(placement), [2.0] * len(placement))
+        for num_microbatches in range(1, 15):
+            schedule = make_schedule("interleaved", len(placement), num_microbatches, placement)
+            validate(schedule, StageGraph.line(len(placement), num_microbatches, placement))
+            assert find_deadlock(lower(schedule)) is None
+            plain = make_schedule("1f1b", len(placement), num_microbatches, placement)
+            assert simulate(schedule, seconds).step_seconds <= simulate(plain, seconds).step_seconds
+            if num_microbatches % num_ranks == 0:  # Narayanan et al., Sec. 2.2.2: the bubble is that of 1F1B divided
+                busy = 3.0 * num_microbatches * stages_per_rank
+                assert simulate(schedule, seconds).step_seconds == busy + 3.0 * (num_ranks - 1)
+
+
+def test_zb_h1_has_the_papers_bubble_at_1f1bs_memory() -> None:
+    """Qi et al., Sec. 2.2 and Table 2, with f, b = i + w for a stage's forward and its whole backward."""
+    for stages, forward, inputs, weights in (
+        (2, 1.0, 1.0, 1.0),
+        (4, 1.0, 1.25, 0.75),
+        (8, 2.0, 2.0, 2.0),
+        (5, 3, 3, 1),
+    ):
+        count = 4 * stages
+        seconds = StageSeconds(
+            [forward] * stages, [inputs + weights] * stages, other={"I": [inputs] * stages, "W": [weights] * stages}
+        )
+        halves = simulate(make_schedule("zb-h1", stages, count), seconds)
+        whole = simulate(make_schedule("1f1b", stages, count), seconds)
+        work, back = count * (forward + inputs + weights), inputs + weights
+        assert whole.step_seconds == work + (stages - 1) * (forward + back)
+        assert halves.step_seconds == work + (stages - 1) * (forward + back - 2 * weights)
+        assert max(halves.max_in_flight) == max(whole.max_in_flight) == stages
+
+
+def test_a_limit_below_a_group_is_refused() -> None:
+    with pytest.raises(CapslogError, match="stage 1 takes 4 microbatches and may have 2 in flight, but kfkb runs 3"):
+        schedule_of("kfkb", StageGraph.line(2, 4), in_flight=[None, 2], k=3)
+    assert schedule_of("kfkb", StageGraph.line(2, 4), k=1) == make_schedule("1f1b", 2, 4)
 
 
 def test_hand_written_recomputation() -> None:
@@ -126,7 +211,7 @@ def _count_graphs(schedule: Schedule, num_stages: int) -> list[int]:
             if action.kind == "R" or (action.kind == "F" and again not in actions[position:]):
                 mine.add(action.microbatch)
             most[action.stage] = max(most[action.stage], len(mine))
-            if action.kind == "B":
+            if action.kind in "BW":
                 mine.remove(action.microbatch)
     return most
 
@@ -142,10 +227,12 @@ def test_any_placement_is_valid_and_does_not_deadlock(name: str, shape: tuple[in
         validate(schedule, StageGraph.line(num_stages, num_microbatches, placement), recompute)
         assert placement_of(schedule) == placement
         assert find_deadlock(lower(schedule)) is None
-        timeline = simulate(schedule, StageSeconds([1.0] * num_stages, [2.0] * num_stages))
-        assert all(seen <= limit for seen, limit in zip(timeline.max_in_flight, limits, strict=True))
+        halves = {"I": [1.0] * num_stages, "W": [1.0] * num_stages}
+        timeline = simulate(schedule, StageSeconds([1.0] * num_stages, [2.0] * num_stages, other=halves))
+        if name != "interleaved" or len(set(placement)) == len(placement):
+            assert all(seen <= limit for seen, limit in zip(timeline.max_in_flight, limits, strict=True))
         assert timeline.max_live_graphs == _count_graphs(schedule, num_stages)
-        if recompute:
+        if recompute and name != "zb-h1":
             assert timeline.max_live_graphs == [1] * num_stages
 
 
@@ -218,7 +305,7 @@ def test_the_numbers_of_the_ranks_do_not_matter(name: str, shape: tuple[int, int
     ("arguments", "message"),
     [
         (("1fb1", 2, 2), "did you mean '1f1b'"),
-        (("zigzag", 2, 2), "use one of gpipe, 1f1b, varuna"),
+        (("zigzag", 2, 2), "use one of gpipe, 1f1b, 1f1b-star, interleaved, kfkb, zb-h1, varuna"),
         (("gpipe", 0, 2), "at least one"),
         (("gpipe", 2, 0), "at least one"),
         (("1f1b", 3, 2, [0, 1]), "2 ranks for 3 stages"),

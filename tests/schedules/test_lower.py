@@ -90,12 +90,12 @@ def test_what_is_sent_is_what_must_cross(name: str, shape: tuple[int, int, list[
         for index, one in enumerate(program):
             if isinstance(one, SendInstruction):  # directly after the action that made it
                 m = one.message
-                kind = "F" if m.kind == "activation" else "B"
+                kind = "F" if m.kind == "activation" else "I" if name == "zb-h1" else "B"
                 stage, call = m.end(sends=True)
                 assert program[index - 1] == Action(stage, kind, call)
             if isinstance(one, Recv):  # before the action that needs it
                 m = one.message
-                kind = "F" if m.kind == "activation" else "B"
+                kind = "F" if m.kind == "activation" else "I" if name == "zb-h1" else "B"
                 stage, call = m.end(sends=False)
                 assert Action(stage, kind, call) in program[index:]
     assert find_deadlock(lowered) is None

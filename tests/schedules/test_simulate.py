@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.schedules.cases import compute_edges, names, parse_csv, shapes
+from tests.schedules.cases import compute_edges, halves, names, parse_csv, shapes
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.schedules import Action, Message, Schedule, StageSeconds, lower, make_schedule, simulate
 from varuna_capslog.schedules.simulate import play_contended, speed_of
@@ -83,8 +83,9 @@ def test_times_are_the_longest_paths(name: str, shape: tuple[int, int, list[int]
     num_stages, num_microbatches, placement = shape
     schedule = make_schedule(name, num_stages, num_microbatches, placement, data.draw(st.booleans()))
     whole = st.lists(st.integers(0, 9).map(float), min_size=num_stages, max_size=num_stages)
-    seconds = {kind: data.draw(whole) for kind in "FBR"}
-    timeline = simulate(schedule, StageSeconds(seconds["F"], seconds["B"], seconds["R"]))
+    seconds = {kind: data.draw(whole) for kind in "FBRIW"}
+    split = {kind: seconds[kind] for kind in "IW"}
+    timeline = simulate(schedule, StageSeconds(seconds["F"], seconds["B"], seconds["R"], other=split))
     expected = _recursive_ends(schedule, num_stages, seconds)
     assert {one.action: one.end_seconds for row in timeline.actions for one in row} == expected
     assert timeline.step_seconds == max(expected.values())
@@ -154,7 +155,9 @@ def test_a_core_for_every_rank_is_the_plain_simulation(name: str, shape: tuple, 
     forward, backward = data.draw(whole), data.draw(whole)
     cuts = st.lists(st.integers(0, 3).map(float), min_size=num_stages, max_size=num_stages)
     transfer, handover = data.draw(cuts), data.draw(cuts)
-    plain = simulate(schedule, StageSeconds(forward, backward, transfer=transfer, handover=handover))
+    plain = simulate(
+        schedule, StageSeconds(forward, backward, transfer=transfer, handover=handover, other=halves(backward))
+    )
     cost = {one.action: one.end_seconds - one.start_seconds for row in plain.actions for one in row}
     played, messages = play_contended(lower(schedule), cost, transfer, handover, [1.0] * len(schedule))
     assert played == plain.actions
@@ -168,8 +171,9 @@ def test_fewer_cores_never_help_and_work_is_conserved(name: str, shape: tuple, c
     num_stages, num_microbatches, placement = shape
     schedule = make_schedule(name, num_stages, num_microbatches, placement)
     seconds = [float(1 + stage % 3) for stage in range(num_stages)]
-    plain = simulate(schedule, StageSeconds(seconds, seconds))
-    shared = simulate(schedule, StageSeconds(seconds, seconds), speeds=[1.0] * cores)
+    whole = StageSeconds(seconds, seconds, other=halves(seconds))
+    plain = simulate(schedule, whole)
+    shared = simulate(schedule, whole, speeds=[1.0] * cores)
     assert shared.step_seconds >= plain.step_seconds - 1e-9
     assert shared.step_seconds >= sum(plain.busy_seconds) / cores - 1e-9
     assert [[one.action for one in row] for row in shared.actions] == schedule

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.schedules.cases import has_cycle, names
+from tests.schedules.cases import halves, has_cycle, names
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.schedules import (
     ALWAYS_RECOMPUTE,
@@ -96,7 +96,9 @@ def _edges(schedule: Schedule, graph: StageGraph) -> dict[object, set[object]]:
             assert action.microbatch is not None
             microbatch = taken[action.stage][action.microbatch]
             route = graph.routes[microbatch]
-            place = route.index(action.stage) + {"F": -1, "B": 1, "R": -len(route)}[action.kind]
+            place = (
+                route.index(action.stage) + {"F": -1, "B": 1, "I": 1, "R": -len(route), "W": -len(route)}[action.kind]
+            )
             edges[action] = set() if before is None else {before}
             if 0 <= place < len(route):
                 edges[action].add(Action(route[place], action.kind, taken[route[place]].index(microbatch)))
@@ -114,14 +116,16 @@ def test_every_graph_has_a_schedule_that_ends(name: str, graph: StageGraph, aske
     assert find_deadlock(lowered) is None
     assert not has_cycle(_edges(schedule, graph))  # type: ignore[arg-type]
     stages = len(graph.ranks)
-    timeline = simulate(schedule, StageSeconds([1.0] * stages, [2.0] * stages), graph=graph)
-    assert not recompute or max(timeline.max_live_graphs) <= 1
+    timeline = simulate(
+        schedule, StageSeconds([1.0] * stages, [2.0] * stages, other=halves([2.0] * stages)), graph=graph
+    )
+    assert not recompute or name == "zb-h1" or max(timeline.max_live_graphs) <= 1
     done = {one.action for row in timeline.actions for one in row if one.action.kind != "R"}
     assert done == {
         Action(stage, kind, call)
         for stage, row in enumerate(graph.microbatches)
         for call in range(len(row))
-        for kind in "FB"
+        for kind in ("FIW" if name == "zb-h1" else "FB")
     }
     ends = {one.action: one.end_seconds for row in timeline.actions for one in row}
     begins = {one.action: one.start_seconds for row in timeline.actions for one in row}
@@ -130,7 +134,7 @@ def test_every_graph_has_a_schedule_that_ends(name: str, graph: StageGraph, aske
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from(["1f1b", "varuna"]), graphs(), st.data())
+@given(st.sampled_from(["1f1b", "1f1b-star", "interleaved", "varuna", "zb-h1"]), graphs(), st.data())
 def test_any_limits_in_flight_are_kept(name: str, graph: StageGraph, data: st.DataObject) -> None:
     limits = data.draw(st.lists(st.none() | st.integers(1, 3), max_size=len(graph.ranks)))
     schedule = schedule_of(name, graph, in_flight=limits)

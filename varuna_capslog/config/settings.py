@@ -140,8 +140,14 @@ class Pipeline(Section):
     """A plan file to run as it is; it replaces devices, replicas, planner, schedule, recompute and stage_inputs.
     In an elastic run the planner decides anew for any other number of devices than the plan's."""
 
-    schedule: Literal["gpipe", "1f1b", "varuna"] = "varuna"
+    schedule: Literal["gpipe", "1f1b", "1f1b-star", "interleaved", "kfkb", "zb-h1", "varuna"] = "varuna"
     """Order of forward and backward passes."""
+
+    stages_per_rank: int | None = Field(None, gt=0)
+    """Stages of every rank, which the stages go round; null: 2 for the schedule interleaved, else 1."""
+
+    k: int = Field(2, gt=0)
+    """Microbatches that the schedule kfkb takes at a time."""
 
     recompute: bool = True
     """Whether a stage keeps only its inputs and runs its forward again before each backward."""

@@ -326,6 +326,7 @@ def scheduled(name: str, stages: Sequence[PlanStage], graph: StageGraph, run: Ru
         [stage.recomputes(run) for stage in stages],
         [stage.in_flight for stage in stages],
         [stage.offloads for stage in stages],
+        run.k,
     )
 
 

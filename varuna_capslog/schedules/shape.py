@@ -18,10 +18,13 @@ if TYPE_CHECKING:
 
     from varuna_capslog.config.settings import Config
 
-__all__ = ["ALWAYS_RECOMPUTE", "DEFAULT_RUN", "STAGE_INPUTS", "RunShape"]
+__all__ = ["ALWAYS_RECOMPUTE", "DEFAULT_K", "DEFAULT_RUN", "STAGE_INPUTS", "RunShape"]
 
 ALWAYS_RECOMPUTE = frozenset({"varuna"})
 """Schedules that recompute whatever `recompute` says."""
+
+DEFAULT_K = 2
+"""Microbatches of a group of schedule `kfkb` where nothing else is said."""
 
 STAGE_INPUTS = ("host", "device")
 
@@ -32,11 +35,12 @@ class RunShape:
 
     num_microbatches: of one step; None where it is not known: memory models then count as many as the pipeline can
         take.
-    schedule: "gpipe", "1f1b" or "varuna" (which always recomputes).
+    schedule: a name of `schedules.SCHEDULES`; "varuna" always recomputes.
     recompute: whether forwards keep the stage's inputs only.
     stage_inputs: where inputs kept for recomputation wait, "host" or "device".
     microbatch_size: samples of one microbatch; None: as many as the profile holds for.
     num_blocks: accumulation blocks of the step; they divide the microbatches.
+    k: microbatches of a group of schedule "kfkb".
 
     Every instance is valid: the constructor raises CapslogError otherwise.
     """
@@ -47,6 +51,7 @@ class RunShape:
     stage_inputs: str = "host"
     microbatch_size: int | None = None
     num_blocks: int = 1
+    k: int = DEFAULT_K
 
     def __post_init__(self) -> None:
         fields.choice(self.stage_inputs, "stage_inputs", STAGE_INPUTS)
@@ -67,6 +72,7 @@ class RunShape:
             pipeline.stage_inputs,
             config.train.microbatch_size,
             config.num_blocks,
+            pipeline.k,
         )
 
     @classmethod

@@ -52,7 +52,7 @@ class StageSeconds:
     recompute: per stage; default: as long as the forward.
     bare_forward: per stage, of forwards that keep no graph, since a recomputation follows; default: as the others.
     backward_again: per stage, of backwards that an R of the microbatch precedes, since other parts of the stage run
-        again inside them; default: as the others.
+        again inside them (where the backward is split, inside I); default: as the others.
     transfer: per stage, one message in either direction across the cut before it; default 0. Messages of one ordered
         pair of ranks go one after the other; nothing else is shared.
     handover: per stage, for the same cut, what sending one message costs the sender's rank (gloo copies into host
@@ -160,10 +160,11 @@ def simulate(
                     f"no seconds are known for {action} ({KINDS[action.kind]}); "
                     f"give other_seconds[{action.kind!r}], one per stage"
                 )
-            found = of_kind[action.kind]
-            if action.kind in "FB" and (action.stage, action.microbatch) not in keeping:
-                found = bare if action.kind == "F" else inside
-            cost[action] = found[action.stage]
+            found = of_kind[action.kind][action.stage]
+            if action.kind in "FBI" and (action.stage, action.microbatch) not in keeping:
+                again = inside[action.stage] - seconds.backward[action.stage]
+                found = bare[action.stage] if action.kind == "F" else found + again
+            cost[action] = found
 
     lowered = lower(schedule, has_gradient, graph)
     if (deadlock := find_deadlock(lowered)) is not None:

@@ -1,0 +1,143 @@
+"""One list scheduler: it plays a step in unit costs and lets every idle rank take the best action that is ready.
+
+A forward and a recomputation take 1, a backward 2, messages 0. The order in which a rank took its actions is its list.
+Real durations never enter, so that a schedule depends only on stages, microbatches and placement.
+"""
+
+from __future__ import annotations
+
+__all__ = ["list_schedule"]
+
+import heapq
+import math
+from collections.abc import Sequence
+
+from varuna_capslog.schedules.actions import Action, Schedule
+from varuna_capslog.schedules.stage_graph import StageGraph
+
+_COST = {"F": 1, "R": 1, "B": 2}
+
+
+class _Step:
+    """What has been started so far in the played step; times are in units, an end may lie in the future."""
+
+    def __init__(
+        self, graph: StageGraph, limits: Sequence[int], forwards_first: bool, recompute: Sequence[bool]
+    ) -> None:
+        self.limits, self.forwards_first = limits, forwards_first
+        self.recompute = recompute or [False] * len(limits)
+        self.upstream, self.downstream = graph.upstream, graph.downstream
+        self.calls = [len(row) for row in graph.microbatches]
+        # Deepest stage first: it shortens the way of the oldest microbatch and frees what it holds.
+        deepest = sorted(range(len(graph.ranks)), key=lambda stage: (graph.depths[stage], -stage))
+        self.stages_of_rank = [
+            [stage for stage in deepest if graph.ranks[stage] == rank] for rank in range(graph.num_ranks)
+        ]
+        self.forward_ends: list[list[int]] = [[] for _ in graph.ranks]
+        self.backward_ends: list[list[int]] = [[] for _ in graph.ranks]
+        self.graph_of: list[int | None] = [None] * len(graph.ranks)  # the call whose autograd graph a stage keeps
+        self.last_of_stage: list[Action | None] = [None] * len(graph.ranks)
+
+    def choose(self, rank: int, now: int) -> Action | None:
+        """The rank's best ready action at time `now`: backward before recompute before forward."""
+        stages = self.stages_of_rank[rank]
+        for stage in stages:
+            if self.recompute[stage]:
+                self._keep_graph_if_due(stage, now)
+        forwards_done = all(len(self.forward_ends[stage]) == self.calls[stage] for stage in stages)
+        if not self.forwards_first or forwards_done:
+            for stage in stages:
+                if self._backward_ready(stage, now):
+                    return Action(stage, "B", len(self.backward_ends[stage]))
+        for stage in stages:
+            if self.recompute[stage] and self._recompute_ready(stage, now):
+                return Action(stage, "R", len(self.backward_ends[stage]))
+        for stage in stages:
+            if self._forward_ready(stage, now):
+                return Action(stage, "F", len(self.forward_ends[stage]))
+        return None
+
+    def start(self, action: Action, now: int) -> int:
+        """Books the action and returns its end."""
+        end = now + _COST[action.kind]
+        stage = action.stage
+        if action.kind == "F":
+            self.forward_ends[stage].append(end)
+        elif action.kind == "B":
+            self.backward_ends[stage].append(end)
+        self.graph_of[stage] = action.microbatch if action.kind == "R" else None
+        self.last_of_stage[stage] = action
+        return end
+
+    def _gradient_end(self, stage: int) -> float:
+        """When the gradient for the stage's next backward arrives; inf while no rank has started to compute it."""
+        call = len(self.backward_ends[stage])
+        if call >= self.calls[stage]:
+            return math.inf
+        after = self.downstream[stage][call]
+        ends, place = (self.forward_ends[stage], call) if after is None else (self.backward_ends[after[0]], after[1])
+        return ends[place] if place < len(ends) else math.inf
+
+    def _backward_ready(self, stage: int, now: int) -> bool:
+        has_graph = not self.recompute[stage] or self.graph_of[stage] == len(self.backward_ends[stage])
+        return has_graph and self._gradient_end(stage) <= now
+
+    def _gradient_due(self, stage: int, now: int) -> bool:
+        """The next gradient is here or comes before an R would end: earlier would hold up forwards that still fit."""
+        return self._gradient_end(stage) <= now + _COST["R"]
+
+    def _keep_graph_if_due(self, stage: int, now: int) -> None:
+        """Where nothing of the stage came after the forward, its graph is kept and the stage waits, instead of an R."""
+        microbatch = len(self.backward_ends[stage])
+        if self.last_of_stage[stage] == Action(stage, "F", microbatch) and self._gradient_due(stage, now):
+            self.graph_of[stage] = microbatch
+
+    def _recompute_ready(self, stage: int, now: int) -> bool:
+        return self.graph_of[stage] is None and self._gradient_due(stage, now)
+
+    def _forward_ready(self, stage: int, now: int) -> bool:
+        call = len(self.forward_ends[stage])
+        in_flight = call - len(self.backward_ends[stage])
+        if call == self.calls[stage] or in_flight >= self.limits[stage] or self.graph_of[stage] is not None:
+            return False
+        before = self.upstream[stage][call]
+        if before is None:
+            return True
+        ends = self.forward_ends[before[0]]
+        return before[1] < len(ends) and ends[before[1]] <= now
+
+
+def list_schedule(
+    graph: StageGraph, limits: Sequence[int], *, forwards_first: bool = False, recompute: Sequence[bool] = ()
+) -> Schedule:
+    """The order in which each rank takes its forwards and backwards (and recomputes, with `recompute`).
+
+    `limits[stage]` >= 1 bounds the microbatches in flight on a stage. `forwards_first`: no backward on a rank before
+    its last forward. `recompute[stage]` (default: no stage): an R builds the graph for a backward and starts so that it
+    ends when the gradient arrives; from R to B the stage does nothing else. No R where the forward was the stage's last
+    action by then: its graph is kept and the stage waits.
+
+    It cannot stall: all stages take microbatches in rising order, so that the first microbatch which has not ended is
+    the next one of every stage on its way, and none of these is at its limit. Cost: O(distinct times x stages).
+    """
+    step = _Step(graph, limits, forwards_first, recompute)
+    schedule: Schedule = [[] for _ in step.stages_of_rank]
+    free_at = [0] * len(schedule)
+    any_again = any(recompute)
+    wake_ups = [0]
+    while wake_ups:
+        now = heapq.heappop(wake_ups)
+        while wake_ups and wake_ups[0] == now:
+            heapq.heappop(wake_ups)
+        for rank, actions in enumerate(schedule):
+            if free_at[rank] > now:
+                continue
+            action = step.choose(rank, now)
+            if action is None:
+                continue
+            end = free_at[rank] = step.start(action, now)
+            actions.append(action)
+            heapq.heappush(wake_ups, end)
+            if any_again and action.kind == "B":
+                heapq.heappush(wake_ups, end - _COST["R"])
+    return schedule
