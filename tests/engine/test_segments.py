@@ -50,8 +50,9 @@ def differences(results: list[dict[str, Any]], expected: dict[str, Any]) -> list
 
 @pytest.mark.parametrize("seed", range(12))
 def test_any_intervals_give_the_bits_of_one_rank_that_keeps_all(pool: WorkerPool, seed: int) -> None:
-    layout, schedule = with_intervals(random_layout(seed, 11, 4, 4), seed), ["1f1b", "gpipe", "varuna"][seed % 3]
-    if schedule == "gpipe":
+    schedule = ["1f1b", "gpipe", "zb-h1", "varuna", "kfkb", "interleaved"][seed % 6]
+    layout = with_intervals(random_layout(seed, 11, 4, 4), seed)
+    if schedule in ("gpipe", "kfkb"):
         stages = tuple(dataclasses.replace(stage, in_flight=None) for stage in layout.stages)
         layout = dataclasses.replace(layout, stages=stages)
     results = trained(pool, layout, schedule=schedule)

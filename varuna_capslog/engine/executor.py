@@ -46,7 +46,7 @@ class Observer:
         """A context manager that is open while `stage` carries out one action of training.
 
         Args:
-            kind: "F" (forward), "R" (recomputation) or "B" (backward), as in the schedule.
+            kind: "F" (forward), "R" (recomputation), "B" (backward), "I" or "W" (its halves), as in the schedule.
         """
         return _UNOBSERVED
 
@@ -96,11 +96,6 @@ class Executor:
         self._device = next(iter(stages.values())).device
         self._acknowledged = acknowledgements(lowered, communicator.rank)
         actions = [action for action in self._program if isinstance(action, Action)]
-        for action in actions:
-            if action.kind not in "FBRUOL":
-                raise CapslogError(
-                    f"action {action}: the engine runs F, B, R, O, L and U; choose a schedule of these kinds"
-                )
         self._at_once = backwards_at_once(actions)
         self._offloaded = {(action.stage, action.microbatch) for action in actions if action.kind == "O"}
         self._leaving: list[Callable[[], None]] = []
@@ -124,7 +119,7 @@ class Executor:
         Args:
             contexts: by microbatch, of all that the stages here take.
             load: microbatch -> inputs of the chain.
-            after_backward: called after each B with the stage and the microbatch.
+            after_backward: called after each B or W with the stage and the microbatch.
             evaluate: makes this an evaluation: stages keep nothing, and what the chain puts out goes here.
         """
         transfers = _Transfers(self, contexts)
@@ -193,14 +188,17 @@ class Executor:
         elif action.kind == "R":
             with self._working("R", stage, context):
                 stage.recompute(context)
+        elif action.kind == "W":
+            with self._working("W", stage, context):
+                stage.backward_weights(context)
         else:
             gradients = {} if after is None else arrived.pop(Message("gradient", here, after), {})
-            with self._working("B", stage, context):
-                upstream = stage.backward(context, gradients)
+            with self._working(action.kind, stage, context):
+                upstream = stage.backward(context, gradients, action.kind == "I")
             if before is not None and upstream:
                 arrived[Message("gradient", before, here)] = upstream
-            if after_backward is not None:
-                after_backward(stage, microbatch)
+        if action.kind in "BW" and after_backward is not None:
+            after_backward(stage, microbatch)
         # What left beside this action is let go of here and nowhere earlier, so that memory does not depend on time.
         for settle in leaving:
             settle()

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.engine.offload import GradientBox
+from varuna_capslog.engine.halves import WeightHalf, input_half
+from varuna_capslog.engine.offload import GradientBox, laid_out
 from varuna_capslog.engine.statistics import RunningStatistics, tracking_modules
 from varuna_capslog.model.chain import Chain, Layer
 from varuna_capslog.model.trace import autocast_context
@@ -53,19 +54,27 @@ class LayerGraph:
             gradients: in: of the tensors after the last layer; out: of those before the first (a tensor that it read
                 and that others read later has its gradient added).
         """
-        roots, seeds = [], []
-        for name in self.writes:
-            gradient = gradients.pop(name, None)
-            edge = self.edges.get(name)
-            if gradient is not None and edge is not None:
-                roots.append(edge)
-                seeds.append(gradient)
-        if roots:
-            torch.autograd.backward(roots, seeds)
-        for name, leaf in self.leaves.items():
-            if leaf.grad is not None:
+        outputs = self._take_outputs(gradients)
+        if outputs:
+            torch.autograd.backward([edge for edge, _ in outputs], [gradient for _, gradient in outputs])
+        self._hand_back(gradients, {name: leaf.grad for name, leaf in self.leaves.items()})
+
+    def backward_inputs(self, gradients: dict[str, Tensor]) -> WeightHalf:
+        """As `backward`, but the gradients of parameters come with the half that it returns."""
+        found, rest = input_half(self._take_outputs(gradients), self.leaves)
+        self._hand_back(gradients, found)
+        return rest
+
+    def _take_outputs(self, gradients: dict[str, Tensor]) -> list[tuple[GradientEdge, Tensor]]:
+        given = [(self.edges.get(name), gradients.pop(name, None)) for name in self.writes]
+        return [(edge, gradient) for edge, gradient in given if edge is not None and gradient is not None]
+
+    def _hand_back(self, gradients: dict[str, Tensor], found: Mapping[str, Tensor | None]) -> None:
+        """Adds what was found for the leaves, and lets go of the graph."""
+        for name in self.leaves:
+            if (gradient := found.get(name)) is not None:
                 known = gradients.get(name)
-                gradients[name] = leaf.grad if known is None else known + leaf.grad
+                gradients[name] = gradient if known is None else known + gradient
         self.leaves.clear()
         self.edges.clear()
 
@@ -73,13 +82,7 @@ class LayerGraph:
 def keep_layout(tensor: Tensor) -> None:
     """Gives the tensor's gradient the tensor's own layout, as it would have if it crossed a cut there."""
     stride = tensor.stride()
-
-    def hook(gradient: Tensor) -> Tensor | None:
-        if gradient.stride() == stride:
-            return None
-        return torch.empty_strided(gradient.shape, stride, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
-
-    tensor.register_hook(hook)
+    tensor.register_hook(lambda gradient: laid_out(gradient, stride))
 
 
 def mix(*numbers: int) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from varuna_capslog.engine.host_tier import HostRegion, HostTier, Wait
 
-__all__ = ["GradientBox", "OffloadedCall", "OffloadedTensor", "entered"]
+__all__ = ["GradientBox", "OffloadedCall", "OffloadedTensor", "entered", "laid_out"]
 
 
 class _Storage:
@@ -136,11 +136,22 @@ class OffloadedCall:
             self._tier.give_back(self._regions.pop())
 
 
-class GradientBox:
-    """Where the gradient of a tensor arrives that a graph reads and nothing holds; like a leaf's, in `grad`."""
+def laid_out(tensor: Tensor, stride: Sequence[int]) -> Tensor:
+    """The tensor in this memory layout; itself where it has it."""
+    if tensor.stride() == tuple(stride):
+        return tensor
+    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
-    def __init__(self) -> None:
+
+class GradientBox:
+    """Where the gradient of a tensor arrives that a graph reads and nothing holds; like a leaf's, in `grad`.
+
+    stride: of the tensor, which its gradient gets as well.
+    """
+
+    def __init__(self, stride: tuple[int, ...]) -> None:
         self.grad: Tensor | None = None
+        self.stride = stride
 
 
 class _Entry(torch.autograd.Function):
@@ -148,23 +159,17 @@ class _Entry(torch.autograd.Function):
 
     @staticmethod
     def forward(context: Any, anchor: Tensor, tensor: Tensor, box: GradientBox) -> Tensor:
-        context.box, context.stride = box, tensor.stride()
+        context.box = box
         return tensor.detach()
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[None, None, None]:
-        if gradient.stride() != context.stride:
-            kept = torch.empty_strided(
-                gradient.shape, context.stride, dtype=gradient.dtype, device=gradient.device
-            ).copy_(gradient)
-        else:
-            kept = gradient
-        context.box.grad = kept
+        context.box.grad = laid_out(gradient, context.box.stride)
         return None, None, None
 
 
 def entered(tensor: Tensor) -> tuple[Tensor, GradientBox]:
     """A tensor as a graph may read it that is not to hold it, and where its gradient will be."""
-    box = GradientBox()
+    box = GradientBox(tensor.stride())
     with torch.enable_grad():
         return _Entry.apply(torch.empty(0, requires_grad=True), tensor, box), box

@@ -180,6 +180,7 @@ class PipelineEngine:
             self._executor = self._executor_of(
                 _lowered(
                     options.schedule if options.actions is None else options.actions,
+                    options.k,
                     self._graph,
                     tuple(stage.in_flight for stage in self.layout.stages),
                     tuple(stage.recomputes(options) for stage in self.layout.stages),
@@ -309,6 +310,7 @@ def build(parts: EngineParts) -> PipelineEngine:
 @functools.lru_cache(maxsize=16)  # a membership that changes often meets the same layouts again
 def _lowered(
     schedule: str | tuple[tuple[str, ...], ...],
+    k: int,
     graph: StageGraph,
     in_flight: tuple[int | None, ...],
     recompute: tuple[bool, ...],
@@ -318,13 +320,13 @@ def _lowered(
     """The checked program of every rank.
 
     Args:
-        schedule: its name, or the actions of every rank.
+        schedule, k: its name and the microbatches of its groups (`RunShape`), or the actions of every rank.
         in_flight: stage -> its own limit.
         recompute, offload: stage -> whether a part of it runs again, or goes to the host tier in actions of its own.
         carries: stage -> whether gradients cross the cut before it.
     """
     if isinstance(schedule, str):
-        rows = schedule_of(schedule, graph, recompute, in_flight, offload)
+        rows = schedule_of(schedule, graph, recompute, in_flight, offload, k)
     else:
         rows = from_strings(schedule)
     validate(rows, graph, recompute, offload=offload)

@@ -7,13 +7,14 @@ between a forward and its backward: see `segments`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from varuna_capslog.base.errors import CapslogError, StepRefused
+from varuna_capslog.engine.halves import WeightHalf
 from varuna_capslog.engine.host_tier import HostTier
 from varuna_capslog.engine.layers import EngineLayer
 from varuna_capslog.engine.offload import OffloadedCall, OffloadedTensor
@@ -33,12 +34,14 @@ class _Held:
     states: of each segment.
     call: what goes to the host tier; None: nothing does.
     outputs, loss: of the chain, once they were computed with a graph.
+    rests: what is left of a backward whose input half is done.
     """
 
     states: list[SegmentState]
     call: OffloadedCall | None = None
     outputs: dict[str, Tensor] | None = None
     loss: Tensor | None = None
+    rests: list[WeightHalf] = field(default_factory=list)
 
 
 class Stage:
@@ -164,16 +167,21 @@ class Stage:
         held.outputs, held.loss = leaves, parts["loss"]
         self.parts[context.index] = {name: part.detach() for name, part in parts.items()}
 
-    def backward(self, context: MicrobatchContext, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    def backward(
+        self, context: MicrobatchContext, gradients: dict[str, Tensor], inputs_only: bool = False
+    ) -> dict[str, Tensor]:
         """B: differentiates the stage.
 
         Args:
             gradients: of the tensors that cross its last cut and want one (empty on the last stage).
+            inputs_only: I: the gradients of parameters come with `backward_weights`.
 
         Returns:
             The gradient of every input that wants one (zeros where nothing depends on it).
         """
-        held = self._held.pop(context.index)
+        held = self._held[context.index]
+        if not inputs_only:
+            del self._held[context.index]
         if not self.wants_backward(context):
             return {}
         _bring_back(held)
@@ -183,12 +191,22 @@ class Stage:
             if held.loss is not None:
                 gradients = _of_the_loss(held)
             graphs = held.states[place].graphs
+            while graphs and inputs_only:
+                held.rests.append(graphs.pop().backward_inputs(gradients))
             while graphs:
                 graphs.pop().backward(gradients)
-        if held.call is not None:
+        if held.call is not None and not inputs_only:
             held.call.end()
         wanted = {name: spec for name, spec in context.specs[self.first].items() if spec.requires_grad}
         return {name: _as_spec(gradients.get(name), spec, self.device) for name, spec in wanted.items()}
+
+    def backward_weights(self, context: MicrobatchContext) -> None:
+        """W: the gradients of the parameters, after the input half."""
+        held = self._held.pop(context.index)
+        while held.rests:
+            held.rests.pop(0).run()
+        if held.call is not None:
+            held.call.end()
 
     def kept(self, microbatch: int) -> list[Tensor]:
         """What is held of a microbatch between its actions, besides the tensors that autograd saved (for profiling)."""
@@ -196,7 +214,8 @@ class Stage:
         graphs = [graph for state in held.states for graph in state.graphs]
         leaves = [leaf for graph in graphs for leaf in graph.leaves.values()]
         inputs = [kept for state in held.states for kept in (state.inputs or {}).values()]
-        return [one for one in (*leaves, *inputs, *(held.outputs or {}).values()) if isinstance(one, Tensor)]
+        noted = [gradient for rest in held.rests for gradient in rest.gradients]
+        return [one for one in (*leaves, *inputs, *noted, *(held.outputs or {}).values()) if isinstance(one, Tensor)]
 
     def evaluate(self, context: MicrobatchContext, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """Runs the stage without keeping anything (the caller has set evaluation mode)."""

@@ -1,0 +1,193 @@
+"""A backward in two halves: first the gradients of what a graph reads, later those of its parameters.
+
+The first half differentiates only the ways from the outputs to the inputs. On its way it notes the gradient at every
+node from which a way to a parameter branches off; the second half differentiates from these nodes to the parameters.
+Each sum has the terms of a whole backward in the same order, so both ways give the same bits.
+
+The parts of a graph on ways to parameters alone fall into groups that share no node. Where one use of a parameter lies
+on the way from another use to the inputs (a module that applies one weight twice), a gradient could not be told from
+the other's: such a group is differentiated from the outputs once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+from varuna_capslog.engine.offload import GradientBox, laid_out
+
+__all__ = ["WeightHalf", "input_half"]
+
+
+@dataclass
+class _Group:
+    """Parameters, and the nodes from which ways to them branch off; None: to be differentiated from the outputs."""
+
+    nodes: list[Node] | None
+    parameters: list[Tensor]
+
+
+@dataclass
+class WeightHalf:
+    """What is left of a backward. It holds the graph until `run`.
+
+    outputs: those of the graph that have a gradient, each with it.
+    noted: node -> the gradients of its outputs, by number.
+    """
+
+    outputs: list[tuple[GradientEdge, Tensor]]
+    groups: list[_Group] = field(default_factory=list)
+    noted: dict[Node, dict[int, Tensor]] = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Adds the gradients of the parameters to theirs, and lets the graph go."""
+        while self.groups:
+            group = self.groups.pop()
+            later = {node for one in self.groups for node in one.nodes or ()}
+            again = any(one.nodes is None for one in self.groups)
+            if group.nodes is None:
+                starts = self.outputs
+            else:
+                starts = [
+                    (GradientEdge(node, number), gradient)
+                    for node in group.nodes
+                    for number, gradient in self.noted.get(node, {}).items()
+                ]
+            if starts:
+                torch.autograd.backward(
+                    [edge for edge, _ in starts],
+                    [gradient for _, gradient in starts],
+                    inputs=group.parameters,
+                    retain_graph=again or group.nodes is None or not later.isdisjoint(group.nodes),
+                )
+        self.noted.clear()
+        self.outputs.clear()
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """What it holds besides the graph."""
+        return [one for row in self.noted.values() for one in row.values()]
+
+
+def input_half(
+    outputs: list[tuple[GradientEdge, Tensor]], leaves: Mapping[str, Tensor | GradientBox]
+) -> tuple[dict[str, Tensor], WeightHalf]:
+    """Differentiates a graph with respect to its leaves; it stays for the other half.
+
+    outputs: those that have a gradient, each with it.
+
+    Returns the gradients of the leaves that have one, each in the layout of its tensor, and the other half.
+    """
+    graph = _Graph(outputs, leaves.values())
+    rest = WeightHalf(outputs, graph.groups())
+    for edge, gradient in outputs:
+        if edge.node not in graph.on_the_way:
+            rest.noted.setdefault(edge.node, {})[edge.output_nr] = gradient
+    wanted = {name: graph.entries[id(leaf)] for name, leaf in leaves.items() if id(leaf) in graph.entries}
+    if not wanted:
+        return {}, rest
+    hooks = []
+    for node in {node for group in rest.groups for node in group.nodes or ()} & graph.on_the_way:
+
+        def note(gradients: Sequence[Tensor | None], node: Node = node) -> None:
+            rest.noted[node] = {number: one for number, one in enumerate(gradients) if one is not None}
+
+        hooks.append(node.register_prehook(note))
+    found = torch.autograd.grad(
+        [edge for edge, _ in outputs],
+        [GradientEdge(node, 0) for node in wanted.values()],
+        [gradient for _, gradient in outputs],
+        retain_graph=True,
+        allow_unused=True,
+    )
+    for hook in hooks:
+        hook.remove()
+    return {
+        name: laid_out(gradient, leaf.stride() if isinstance(leaf := leaves[name], Tensor) else leaf.stride)
+        for name, gradient in zip(wanted, found, strict=True)
+        if gradient is not None
+    }, rest
+
+
+class _Graph:
+    """The nodes behind some outputs.
+
+    entries: id of a leaf -> the node at which its gradient arrives.
+    on_the_way: nodes from which a way leads to a leaf.
+    """
+
+    def __init__(self, outputs: Iterable[tuple[GradientEdge, Tensor]], leaves: Iterable[Any]) -> None:
+        wanted = {id(leaf) for leaf in leaves}
+        self.entries: dict[int, Node] = {}
+        self.next: dict[Node, list[Node]] = {}  # in an order in which every node stands behind those that it leads to
+        self.outputs = [edge.node for edge, _ in outputs]
+        stack = [(node, False) for node in self.outputs]
+        while stack:
+            node, done = stack.pop()
+            if node in self.next:
+                continue
+            behind = self._behind(node, wanted)
+            if done:
+                self.next[node] = behind
+            else:
+                stack += [(node, True), *((one, False) for one in behind if one not in self.next)]
+        entries = set(self.entries.values())
+        self.on_the_way: set[Node] = set()
+        for node, behind in self.next.items():
+            if node in entries or not self.on_the_way.isdisjoint(behind):
+                self.on_the_way.add(node)
+
+    def _behind(self, node: Node, wanted: set[int]) -> list[Node]:
+        leaf = getattr(node, "variable", None)
+        leaf = getattr(node, "box", None) if leaf is None else leaf
+        if id(leaf) in wanted:
+            self.entries[id(leaf)] = node
+            return []
+        return [one for one, _ in node.next_functions if one is not None]
+
+    def groups(self) -> list[_Group]:
+        """The parameters in groups that are reached from the same nodes."""
+        first: dict[Node, Node] = {}  # a node on ways to parameters alone -> one that stands for all connected with it
+
+        def stands_for(node: Node) -> Node:
+            while first[node] is not node:
+                first[node] = node = first[first[node]]
+            return node
+
+        alone = [node for node in self.next if node not in self.on_the_way]
+        for node in alone:
+            first[node] = node
+        for node in alone:
+            for one in self.next[node]:
+                first[stands_for(one)] = stands_for(node)
+        parameters: dict[Node, list[Tensor]] = {}
+        for node in alone:
+            if (variable := getattr(node, "variable", None)) is not None:
+                parameters.setdefault(stands_for(node), []).append(variable)
+        starts: dict[Node, dict[Node, None]] = {}
+        for node in self.outputs:
+            if node in first:
+                starts.setdefault(stands_for(node), {})[node] = None
+        for node in reversed(self.next):
+            for one in self.next[node]:
+                if node in self.on_the_way and one in first:
+                    starts.setdefault(stands_for(one), {})[node] = None
+        found: dict[tuple[Node, ...], list[Tensor]] = {}
+        for one, tensors in parameters.items():
+            found.setdefault(tuple(starts.get(one, ())), []).extend(tensors)
+        return [_Group(None if self._in_line(nodes) else list(nodes), tensors) for nodes, tensors in found.items()]
+
+    def _in_line(self, nodes: Sequence[Node]) -> bool:
+        """Whether a way leads from one of the nodes to another."""
+        if len(nodes) < 2:
+            return False
+        several, leads = set(nodes), set[Node]()
+        for node, behind in self.next.items():
+            if not several.isdisjoint(behind) or not leads.isdisjoint(behind):
+                leads.add(node)
+        return not several.isdisjoint(leads)
