@@ -200,7 +200,7 @@ def test_no_cut_list_that_fits_unequal_devices_is_faster_than_their_bound() -> N
 def test_every_stage_but_the_last_repeats_at_least_all_forwards_but_one() -> None:
     """What the bound counts on."""
     for schedule, stages, microbatches in itertools.product(("gpipe", "1f1b", "varuna"), range(1, 9), (1, 2, 3, 7, 12)):
-        forwards = step_player(schedule, stages, microbatches, True).forwards
+        forwards = step_player(RunShape(microbatches, schedule), stages).forwards
         assert all(count >= 2 * microbatches - 1 for count in forwards[:-1])
         assert forwards[-1] >= microbatches
 

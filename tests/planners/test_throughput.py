@@ -33,7 +33,7 @@ def test_the_player_of_many_lists_is_the_simulator(schedule: str, recompute: boo
         profile, link = chain(rng, 7), rng.choice(LINKS)
         lists = list(cut_lists(7, stages))
         speeds = [rng.choice([0.5, 1.0, 2.0]) for _ in range(stages)]
-        player, seconds = step_player(schedule, stages, microbatches, recompute), seconds_of(profile, link)
+        player, seconds = step_player(RunShape(microbatches, schedule, recompute), stages), seconds_of(profile, link)
         played = player.step_seconds(*seconds.of_cuts(np.array(lists), speeds))
         for cuts, step in zip(lists, played.tolist(), strict=True):
             assert step == pytest.approx(simulated(profile, cuts, schedule, microbatches, recompute, link, speeds))

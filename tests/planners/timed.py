@@ -88,6 +88,7 @@ def simulated(
             bare_forward=bare,
             transfer=[link.seconds(size) for size in sizes],
             handover=[link.handover_seconds(size) for size in sizes],
+            other={kind: [0.5 * one for one in backward] for kind in "IW"},
         ),
     )
     return timeline.step_seconds

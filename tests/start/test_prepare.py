@@ -13,7 +13,7 @@ from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError, DoesNotFit
 from varuna_capslog.config.reading import Config
 from varuna_capslog.planning.search import plan as search
-from varuna_capslog.plans.plan import latest_plan
+from varuna_capslog.plans.plan import Plan, latest_plan
 from varuna_capslog.schedules import RunShape
 from varuna_capslog.start.given_plan import with_given_plan
 from varuna_capslog.start.prepare import prepare_run, profile_run
@@ -43,6 +43,41 @@ def test_a_run_that_gets_a_plan_of_the_other_form_gets_a_new_plan_file(
         assert found is not None
         assert found[0] == number // 2
         assert found[1].short == ("cuts" in plan)
+
+
+# -- schedules whose plans say more than cuts
+
+
+def planned(folder: Path, **pipeline: Any) -> Plan:
+    sections = {"run_dir": str(folder / "run"), "profile": {"source": "estimated"}}
+    return prepare_run(config_of(None, pipeline=pipeline, **sections), show=False)
+
+
+def test_interleaved_stages_go_round_the_devices(tmp_path: Path) -> None:
+    plan = planned(tmp_path, schedule="interleaved", devices=2, replicas=2, capacity="1GiB")
+    assert plan.placement() == [0, 1, 0, 1, 2, 3, 2, 3]
+    assert plan.fits
+    assert all(rank.bytes for rank in plan.ranks)
+    other = planned(tmp_path, schedule="interleaved", devices=2, stages_per_rank=3, recompute=False)
+    assert other.placement() == [0, 1, 0, 1, 0, 1]
+
+
+def test_1f1b_star_has_the_limits_of_its_stages_in_the_plan(tmp_path: Path) -> None:
+    plan = planned(tmp_path, schedule="1f1b-star", devices=3)
+    limits = [stage.in_flight for stage in plan.stages]
+    assert limits[-1] == 1
+    assert None not in limits
+    assert limits == sorted(limits, reverse=True)
+    found = latest_plan(tmp_path / "run")
+    assert found is not None
+    assert found[1].stages == plan.stages
+
+
+def test_too_many_stages_for_the_layers(tmp_path: Path) -> None:
+    with pytest.raises(CapslogError, match=r"4 devices with 3 stages each, but only 11 layers.*stages_per_rank"):
+        planned(tmp_path, schedule="interleaved", devices=4, stages_per_rank=3)
+    with pytest.raises(CapslogError, match=r"2 stages per device, but pipeline.stages_per_rank is 3"):
+        config_of(None, pipeline={"cuts": [0, 2, 4, 6], "stages_per_rank": 3})
 
 
 # -- the profile that a plan was made for

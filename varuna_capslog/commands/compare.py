@@ -42,7 +42,7 @@ class CompareFlags:
     capacity: Annotated[
         str | None, option("Memory of each device: 16GiB, or one size per device.", "CONFIG's, or no limit")
     ] = None
-    schedule: Annotated[str | None, option("gpipe, 1f1b or varuna.", "CONFIG's, or varuna")] = None
+    schedule: Annotated[str | None, option("Such as 1f1b; see pipeline.schedule.", "CONFIG's, or varuna")] = None
     microbatches: Annotated[int | None, option("Of one pipeline and step.", "CONFIG's, or 4 per device", min=1)] = None
     bandwidth: shared.Bandwidth = None
     latency: shared.Latency = "0s"

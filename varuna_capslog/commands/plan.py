@@ -185,7 +185,7 @@ def _request(config: Config | None, given: PlanFlags) -> PlanRequest:
         return PlanRequest(
             read or [profile_run(config, show=not given.as_json)],
             pipeline.devices,
-            RunShape(None, pipeline.schedule, pipeline.recompute, pipeline.stage_inputs),
+            RunShape(None, pipeline.schedule, pipeline.recompute, pipeline.stage_inputs, k=pipeline.k),
             pipeline.memory,
             pipeline.capacity,
             config.train.minibatch_size,

@@ -43,7 +43,7 @@ class StepFlags:
             "sending costs a rank nothing",
         ),
     ] = None
-    schedule: Annotated[str | None, option("gpipe, 1f1b or varuna.", "the plan's, or varuna")] = None
+    schedule: Annotated[str | None, option("Such as 1f1b; see pipeline.schedule.", "the plan's, or varuna")] = None
     microbatches: Annotated[
         int | None, option("Of one pipeline and step.", "the plan's, or 4 for each stage", min=1)
     ] = None
@@ -113,6 +113,7 @@ def simulate(given: SimulateFlags) -> None:
         num_microbatches=given.microbatches,
         recompute=run.recompute,
         stage_inputs=run.stage_inputs,
+        k=run.k,
         link=link,
         speeds=None if given.cores is None else [1.0] * given.cores,
     )
@@ -142,7 +143,7 @@ def _run(settings: Config | None, costs: Profile, given: StepFlags) -> RunShape:
         run = RunShape.of_conditions(costs.conditions)
     else:
         pipeline = settings.pipeline
-        run = RunShape(None, pipeline.schedule, pipeline.recompute, pipeline.stage_inputs)
+        run = RunShape(None, pipeline.schedule, pipeline.recompute, pipeline.stage_inputs, k=pipeline.k)
     flags = {name: getattr(given, name) for name in ("schedule", "recompute", "stage_inputs")}
     return dataclasses.replace(run, **{name: value for name, value in flags.items() if value is not None})
 

@@ -183,6 +183,13 @@ class Pipeline(Section):
     verify_every: int = Field(100, ge=0)
     """Steps between comparisons of the parameters that several ranks hold; 0 means never."""
 
+    @property
+    def rounds(self) -> int:
+        """How often the stages go round the devices of a pipeline."""
+        if self.cuts is not None:
+            return max(1, len(self.cuts) // self.devices)
+        return self.stages_per_rank or (2 if self.schedule == "interleaved" else 1)
+
     @model_validator(mode="after")
     def _agree(self) -> Pipeline:
         cuts = self.cuts
@@ -196,6 +203,11 @@ class Pipeline(Section):
                 raise ValueError(
                     f"pipeline.cuts={cuts} gives {len(cuts)} stages for pipeline.devices={self.devices}; "
                     "every device must get the same number of stages"
+                )
+            if self.stages_per_rank not in (None, len(cuts) // self.devices):
+                raise ValueError(
+                    f"pipeline.cuts={cuts} gives {len(cuts) // self.devices} stages per device, but "
+                    f"pipeline.stages_per_rank is {self.stages_per_rank}; leave one of them out"
                 )
         if isinstance(self.capacity, list) and len(self.capacity) != self.devices:
             raise ValueError(

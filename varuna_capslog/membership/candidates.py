@@ -277,8 +277,7 @@ class Candidates:
         """The step of one pipeline by the simulator, the exchange with the others, and the slowest update."""
         if self._seconds is None:
             return None
-        microbatches = self.run.microbatches // replicas
-        player = step_player(self.run.schedule, len(cuts), microbatches, self.run.recomputes)
+        player = step_player(self.run.share(replicas), len(cuts))
         seconds = player.seconds_of_one(self._seconds.of_cuts(np.array([cuts])))
         weights = np.diff(self._parameters[[*cuts, self.num_layers]]).max()
         return round((seconds + self._after(replicas, float(weights))) / _TICK)

@@ -14,8 +14,9 @@ from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory import additive, composition, inflight, ranks
 from varuna_capslog.memory.costs import NEVER, StageCosts
+from varuna_capslog.memory.fold import MODEL
 from varuna_capslog.profiles.record import Profile
-from varuna_capslog.schedules import SCHEDULES, RunShape
+from varuna_capslog.schedules import RunShape
 
 __all__ = ["AUTO", "MEMORY_MODELS", "NEVER", "MemoryModel", "StageCosts", "resolve"]
 
@@ -38,12 +39,13 @@ MEMORY_MODELS = {
     "ranks": MemoryModel(ranks.stage_costs, ranks.gap),
 } | {
     name: MemoryModel(functools.partial(inflight.stage_costs, name), functools.partial(inflight.gap, name))
-    for name in SCHEDULES
+    for name in inflight.DESCRIBED
 }
 
 AUTO = "auto"
-"""Stands for the most exact model that a profile can feed: that of the run's schedule where the profile has the
-observations it needs, else `additive`, which every profile can feed (whether it describes the run its `gap` says)."""
+"""Stands for the most exact model that a profile can feed: that of the run's schedule (`ranks` for one that has no
+model of its own) where the profile has the observations it needs; else `additive`, which every profile can feed
+(whether it describes the run its `gap` says)."""
 
 
 def resolve(memory: str, profile: Profile, run: RunShape) -> tuple[str, StageCosts]:
@@ -53,8 +55,9 @@ def resolve(memory: str, profile: Profile, run: RunShape) -> tuple[str, StageCos
     """
     fields.refuse_unknown([memory], [AUTO, *MEMORY_MODELS], "memory model")
     if memory == AUTO:
+        memory = run.schedule if run.schedule in MEMORY_MODELS else MODEL
         try:
-            return run.schedule, MEMORY_MODELS[run.schedule].stage_costs(profile, run)
-        except (CapslogError, KeyError):
+            return memory, MEMORY_MODELS[memory].stage_costs(profile, run)
+        except CapslogError:
             memory = "additive"
     return memory, MEMORY_MODELS[memory].stage_costs(profile, run)

@@ -31,7 +31,13 @@ from varuna_capslog.memory.costs import Bytes, RangeCosts, only_ranges
 from varuna_capslog.profiles.record import Observation, Profile
 from varuna_capslog.schedules import RunShape, in_flight_limits
 
-__all__ = ["InFlight", "InflightCosts", "gap", "one_in_flight", "stage_costs", "waiting"]
+__all__ = ["DESCRIBED", "InFlight", "InflightCosts", "gap", "one_in_flight", "stage_costs", "waiting"]
+
+
+DESCRIBED = ("gpipe", "1f1b", "varuna")
+"""Schedules that have a memory model of this kind. For others these costs guide planners, and the fold says what a
+rank holds.
+"""
 
 
 class InFlight(NamedTuple):
@@ -54,7 +60,7 @@ def waiting(run: RunShape, stages: int, one_memory: bool) -> list[InFlight]:
             "memory model 'gpipe' counts all microbatches of a step, but their number is not known; plan for a CONFIG"
         )
     # Without a number: more than any stage of the other schedules can have in flight.
-    in_flight = in_flight_limits(run.schedule, stages, run.num_microbatches or 3 * stages)
+    in_flight = in_flight_limits(run.schedule, stages, run.num_microbatches or 3 * run.k * stages, run.k)
     recompute = run.recomputes
     kept = one_memory or run.stage_inputs == "device"
     return [

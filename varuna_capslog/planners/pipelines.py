@@ -192,6 +192,7 @@ class _Templates:
     ) -> None:
         self.kinds, self._costs, self._seconds, self._run = kinds, costs, seconds, run
         self._forward, self._both = seconds.of_ranges()
+        self._one_trip, self._ahead = seconds.of_ways(run)
         num_layers = costs.num_layers
         empty: Template = (0,) * len(kinds)
         nothing = np.where(np.arange(num_layers + 1) == num_layers, 0.0, np.inf)
@@ -237,15 +238,16 @@ class _Templates:
         """[P, L, L + 1]: cost and round trip of a first device of this kind before each of P states behind."""
         num_microbatches, speed = self._run.microbatches, self.kinds[kind].speed
         transfer, sends = self._seconds.transfer, self._seconds.handover
-        one, both_ways = self._both / speed, 2 * np.maximum(transfer, sends)
+        one, across = self._both / speed, np.maximum(transfer, sends)
         # The last stage runs no forward twice, and others may keep the graph of one microbatch (`insert_recompute`).
         again = num_microbatches - 1 if self._run.recomputes and behind else 0
         work = one * num_microbatches + self._forward * (again / speed)
         work += num_microbatches * sends + (num_microbatches - 1) * sends[:-1, None]
-        limit = in_flight_limits(self._run.schedule, behind + 1, num_microbatches)[0]
+        limit = in_flight_limits(self._run.schedule, behind + 1, num_microbatches, self._run.k)[0]
         rounds = 1 + (num_microbatches - 1) // limit
-        passed = np.where(self._fits(kind, behind), one + both_ways, np.inf)
-        trips = passed + trip[:, None, :]
+        fits, ways = self._fits(kind, behind), 1 if self._run.splits_backwards else 2
+        passed = np.where(fits, self._ahead / speed + ways * across, np.inf)
+        trips = np.where(fits, self._one_trip / speed + 2 * across, np.inf) + trip[:, None, :]
         cost = np.maximum(rounds * trips, trips + (num_microbatches - 1) * transfer)
         np.maximum(cost, work, out=cost)
         np.maximum(cost, passed + step[:, None, :], out=cost)

@@ -19,6 +19,7 @@ from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import (
     Message,
     Recv,
+    RunShape,
     SendInstruction,
     graph_keeping_forwards,
     in_turn,
@@ -104,6 +105,15 @@ class LayerSeconds:
         forward = self.forward[None, :] - self.forward[:-1, None]
         return forward, forward + self.backward[None, :] - self.backward[:-1, None]
 
+    def of_ways(self, run: RunShape) -> tuple[Floats, Floats]:
+        """Return [L, L + 1]: what a stage of layers first .. end-1 adds to a microbatch's way to the loss and back, and
+        what it adds at least to a step of the stages behind it.
+
+        Where backwards are split, the way back is that of the input halves, and a stage may end before those behind it.
+        """
+        forward, both = self.of_ranges()
+        return (0.5 * (forward + both), forward) if run.splits_backwards else (both, both)
+
     def of_cuts(self, cuts: Cuts, speeds: Sequence[float] | None = None) -> tuple[Floats, Floats, Floats, Floats]:
         """Return forward and backward [K, S], transfer and handover seconds [K, S - 1] of K cut lists [K, S].
 
@@ -120,11 +130,13 @@ class StepPlayer:
     """One step of a schedule, played for many lists of stage seconds at once.
 
     The order in which `schedules.simulate` plays a schedule does not depend on the seconds, so it is found once, and
-    each of its steps is one numpy operation on a vector with one entry per cut list.
+    each of its steps is one numpy operation on a vector with one entry per cut list. Where backwards are split, each
+    half counts as half of it.
     """
 
-    def __init__(self, schedule: str, stages: int, microbatches: int, recompute: bool) -> None:
-        actions = make_schedule(schedule, stages, microbatches, recompute=recompute)
+    def __init__(self, run: RunShape, stages: int) -> None:
+        microbatches = run.microbatches
+        actions = make_schedule(run.schedule, stages, microbatches, recompute=run.recomputes, k=run.k)
         self.stages, self.microbatches = stages, microbatches
         # No stage reads what the last one makes before it makes it again, so the engine leaves such a forward out.
         keeping = graph_keeping_forwards(actions)
@@ -154,6 +166,7 @@ class StepPlayer:
         # lists of rows: taking a row out of an array takes longer than most of the operations here
         of_kind = {"F": list(np.ascontiguousarray(forward.T)), "B": list(np.ascontiguousarray(backward.T))}
         of_kind["R"] = of_kind["F"]
+        of_kind["I"] = of_kind["W"] = [0.5 * row for row in of_kind["B"]]
         cuts, own = list(np.ascontiguousarray(transfer.T)), list(np.ascontiguousarray(handover.T))
         costs_sender = bool(handover.any())
         clock = list(np.zeros((self.stages, count)))
@@ -182,7 +195,8 @@ class StepPlayer:
         it: the same as `step_seconds`, several times faster where there is but one.
         """
         forward, backward, cuts, own = (part[0].tolist() for part in stages)
-        of_kind = {"F": forward, "R": forward, "B": backward}
+        half = [0.5 * one for one in backward]
+        of_kind = {"F": forward, "R": forward, "B": backward, "I": half, "W": half}
         clock = [0.0] * self.stages
         links = [[0.0] * self.stages, [0.0] * self.stages]
         arrival = [0.0] * self._num_messages
@@ -201,9 +215,9 @@ class StepPlayer:
 
 
 @lru_cache(maxsize=256)
-def step_player(schedule: str, stages: int, microbatches: int, recompute: bool) -> StepPlayer:
-    """Return the player of a schedule with stage s on rank s; made once per process."""
-    return StepPlayer(schedule, stages, microbatches, recompute)
+def step_player(run: RunShape, stages: int) -> StepPlayer:
+    """Return the player of a run's schedule with stage s on rank s; made once per process."""
+    return StepPlayer(run, stages)
 
 
 def _running(seconds: Sequence[float]) -> Floats:

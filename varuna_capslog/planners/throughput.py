@@ -159,10 +159,12 @@ class _CutSearch:
         self.capacities, self.speeds = capacities, speeds
         self.num_microbatches = run.microbatches
         self.num_layers = costs.num_layers
-        self.player: StepPlayer = step_player(run.schedule, devices, self.num_microbatches, run.recomputes)
-        limits = in_flight_limits(run.schedule, devices, self.num_microbatches)
+        self.player: StepPlayer = step_player(run, devices)
+        limits = in_flight_limits(run.schedule, devices, self.num_microbatches, run.k)
         self.rounds = [1 + (self.num_microbatches - 1) // limit for limit in limits]
         self._forward, self._both = seconds.of_ranges()
+        self._trip, self._ahead = seconds.of_ways(run)
+        self._ways_across = 1 if run.splits_backwards else 2  # of the transfers that a stage puts before the next one
         self._fits = [self._fitting(stage) for stage in range(devices)]
         # Behind the last stage lies nothing: 0 where all layers are placed.
         nothing = np.where(np.arange(self.num_layers + 1) == self.num_layers, 0.0, np.inf)
@@ -184,7 +186,9 @@ class _CutSearch:
         return fits
 
     def stage_terms(self, stage: int, first: Cuts | slice) -> tuple[Floats, Floats, Floats, NDArray[np.bool_]]:
-        """For stages that begin at `first`: [.., L + 1] work of a step, one microbatch, both transfers, what fits."""
+        """For stages that begin at `first`: [.., L + 1] work of a step, one microbatch there and back with both
+        transfers, what the stages behind come later for it, and what fits.
+        """
         sends = self.seconds.handover
         speed = 1.0 if self.speeds is None else self.speeds[stage]
         one = self._both[first] / speed
@@ -193,11 +197,14 @@ class _CutSearch:
         # What follows the last backward is part of the way back.
         work = work + self.num_microbatches * sends
         work += (self.num_microbatches - 1) * sends[:-1][first][..., None]
-        return work, one, 2 * np.maximum(self.seconds.transfer, sends), self._fits[stage][first]
+        across = np.maximum(self.seconds.transfer, sends)
+        trip = self._trip[first] / speed + 2 * across
+        ahead = self._ahead[first] / speed + self._ways_across * across
+        return work, trip, ahead, self._fits[stage][first]
 
-    def least(self, stage: int, work: Floats, one: Floats, both_ways: Floats) -> Floats:
+    def least(self, stage: int, work: Floats, trip: Floats) -> Floats:
         """What the stage's own work, link and limit of microbatches in flight make of the step, from its begin."""
-        one_trip = one + both_ways + self.round_trip[stage + 1]
+        one_trip = trip + self.round_trip[stage + 1]
         by_limit = self.rounds[stage] * one_trip
         by_link = one_trip + (self.num_microbatches - 1) * self.seconds.transfer
         return np.maximum(work, np.maximum(by_limit, by_link))
@@ -211,7 +218,8 @@ class _CutSearch:
                     microbatch and t the transfer over the cut behind it:
                       all its work, recomputations and what sending costs it included;
                       w + 2 t + the cost of (s + 1, m), since stage s + 1 cannot begin before the first forward has come
-                      over, and its last gradient must come back;
+                      over, and its last gradient must come back (where backwards are split, it ends with weight halves:
+                      the forward and t);
                       the link: w + 2 t + (M - 1) t + the shortest round trip of a microbatch behind;
                       the limit of K microbatches in flight: ceil(M / K) round trips, one after the other.
                     Each rises with the cost behind it, so the smallest of (s, l) needs only the smallest of (s + 1, m):
@@ -219,12 +227,11 @@ class _CutSearch:
         Complexity  O(S L^2) in S numpy steps.
         """
         for stage in reversed(range(self.devices)):
-            work, one, both_ways, fits = self.stage_terms(stage, slice(None))
-            passed = one + both_ways
-            cost = np.maximum(self.least(stage, work, one, both_ways), passed + self.step[stage + 1])
+            work, trip, ahead, fits = self.stage_terms(stage, slice(None))
+            cost = np.maximum(self.least(stage, work, trip), ahead + self.step[stage + 1])
             for bound, part in (
                 (self.step, cost),
-                (self.round_trip, passed + self.round_trip[stage + 1]),
+                (self.round_trip, trip + self.round_trip[stage + 1]),
                 (self.work, np.maximum(work, self.work[stage + 1])),
             ):
                 bound[stage] = np.append(np.where(fits, part, np.inf).min(axis=1), np.inf)
@@ -242,9 +249,9 @@ class _CutSearch:
         passed, least, busiest = np.zeros(1), np.zeros(1), np.zeros(1)
         dropped = np.inf
         for stage in range(self.devices):
-            work, one, both_ways, fits = self.stage_terms(stage, first)
-            own = passed[:, None] + self.least(stage, work, one, both_ways)
-            gone = passed[:, None] + one + both_ways
+            work, trip, ahead, fits = self.stage_terms(stage, first)
+            own = passed[:, None] + self.least(stage, work, trip)
+            gone = passed[:, None] + ahead
             most = np.maximum(least[:, None], own)
             bound = np.maximum(most, gone + self.step[stage + 1])
             busy = np.maximum(busiest[:, None], work)

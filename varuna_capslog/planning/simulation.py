@@ -29,8 +29,9 @@ from varuna_capslog.planning.ranks import fold_plan
 from varuna_capslog.plans.parts import PlanStage, Units, scheduled, with_memory
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.conditions import UPDATE_RATE
-from varuna_capslog.profiles.record import Profile
+from varuna_capslog.profiles.record import LayerProfile, Profile
 from varuna_capslog.schedules import (
+    DEFAULT_K,
     DEFAULT_RUN,
     Action,
     RunShape,
@@ -144,6 +145,7 @@ def simulate_plan(
     num_microbatches: int | None = None,
     recompute: bool | None = None,
     stage_inputs: str = "host",
+    k: int = DEFAULT_K,
     link: Link | None = None,
     speeds: Sequence[float] | None = None,
 ) -> Simulation:
@@ -154,6 +156,7 @@ def simulate_plan(
             `DEFAULT_MICROBATCHES_PER_STAGE` per stage, which the notes say.
         recompute: for stages whose memory the plan leaves open; default: as the profile's conditions say, else True.
         stage_inputs: where inputs kept for recomputation wait, "host" or "device".
+        k: microbatches of a group of the schedule `kfkb`.
         link: between any two ranks; default: transfers take no time.
         speeds: as in `schedules.simulate`, for one pipeline's ranks.
 
@@ -174,7 +177,7 @@ def simulate_plan(
         recompute = said
     elif recompute is None:
         recompute = RunShape.of_conditions(profile.conditions).recompute
-    run = RunShape(None, name, recompute, stage_inputs)
+    run = RunShape(None, name, recompute, stage_inputs, k=k)
     ranges = plan.ranges()
     own = plan.actions if schedule is None and num_microbatches is None else None
     given = None if own is None else from_strings(own)
@@ -245,7 +248,7 @@ def with_step_seconds(profile: Profile, plan: Plan, run: RunShape, link: Link | 
         None in (one.forward_seconds, one.backward_seconds) for one in profile.layers
     ):
         return plan
-    step = simulate_plan(profile, plan, recompute=run.recompute, stage_inputs=run.stage_inputs, link=link)
+    step = simulate_plan(profile, plan, recompute=run.recompute, stage_inputs=run.stage_inputs, k=run.k, link=link)
     return dataclasses.replace(plan, step_seconds=step.step_seconds)
 
 
@@ -268,6 +271,8 @@ def stage_seconds(profile: Profile, stages: Sequence[PlanStage], run: RunShape =
         other["U"] = [float(rate) * sum(part or 0 for part in weights[stage.first : stage.end]) for stage in stages]
     if any(stage.offloads for stage in stages):
         other |= dict.fromkeys("OL", [0.0] * len(stages))
+    inputs = [sum(map(_input_seconds, profile.layers[stage.first : stage.end])) for stage in stages]
+    other |= {"I": inputs, "W": [took - half for took, half in zip(back, inputs, strict=True)]}
     again = [_again(stage, run) for stage in stages]
     seconds = [[sum(forward[first:end]) for first, end in intervals] for intervals in again]
     at_the_end = [bool(intervals) and intervals[-1][1] == profile.num_layers for intervals in again]
@@ -281,6 +286,14 @@ def stage_seconds(profile: Profile, stages: Sequence[PlanStage], run: RunShape =
         backward_again=[took + sum(row[:-1]) for took, row in zip(back, seconds, strict=True)],
         other=other,
     )
+
+
+def _input_seconds(layer: LayerProfile) -> float:
+    """The input half of a layer's backward: its share of the whole by the profile, or half of it."""
+    whole, first, second = layer.backward_seconds or 0.0, layer.input_seconds, layer.weight_seconds
+    if first is None or second is None or not first + second:
+        return 0.5 * whole
+    return whole * first / (first + second)
 
 
 def _again(stage: PlanStage, run: RunShape) -> list[tuple[int, int]]:

@@ -19,6 +19,7 @@ from varuna_capslog.reports.markup import Markup
 from varuna_capslog.reports.run import RunRecord
 from varuna_capslog.reports.wording import duration, plural, significant
 from varuna_capslog.schedules import (
+    DEFAULT_K,
     RunShape,
     Schedule,
     StageGraph,
@@ -95,7 +96,7 @@ def _schedule(run: RunRecord, plan: Plan) -> tuple[Schedule, str, StageGraph]:
         raise CapslogError(f"the plan has no {missing}, and {run.reason('config.yaml')}")
     graph = dataclasses.replace(plan, units=dataclasses.replace(plan.units, per_step=microbatches)).stage_graph()
     recompute = pipeline is not None and pipeline.recompute
-    shape = RunShape(schedule=name, recompute=recompute)
+    shape = RunShape(schedule=name, recompute=recompute, k=DEFAULT_K if pipeline is None else pipeline.k)
     shown = f"{name} with recomputation" if any(stage.recomputes(shape) for stage in plan.stages) else name
     return scheduled(name, plan.stages, graph, shape), shown, graph
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 __all__ = [
     "ALWAYS_RECOMPUTE",
+    "DEFAULT_K",
     "DEFAULT_RUN",
     "KINDS",
     "SCHEDULES",
@@ -60,7 +61,7 @@ from varuna_capslog.schedules.generators import (
 )
 from varuna_capslog.schedules.inserting import insert_offload, insert_recompute
 from varuna_capslog.schedules.lower import Lowered, Message, Recv, SendInstruction, find_deadlock, in_turn, lower
-from varuna_capslog.schedules.shape import ALWAYS_RECOMPUTE, DEFAULT_RUN, RunShape
+from varuna_capslog.schedules.shape import ALWAYS_RECOMPUTE, DEFAULT_K, DEFAULT_RUN, RunShape
 from varuna_capslog.schedules.simulate import StageSeconds, TimedAction, TimedMessage, Timeline, simulate
 from varuna_capslog.schedules.stage_graph import StageGraph
 from varuna_capslog.schedules.validate import validate

@@ -98,6 +98,11 @@ class RunShape:
         return self.num_microbatches
 
     @property
+    def splits_backwards(self) -> bool:
+        """Whether every backward is in two halves, and only the first is on the way of the gradients."""
+        return self.schedule == "zb-h1"
+
+    @property
     def recomputes(self) -> bool:
         """Whether stages recompute: `recompute`, or the schedule always does."""
         return self.recompute or self.schedule in ALWAYS_RECOMPUTE

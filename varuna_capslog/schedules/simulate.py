@@ -54,7 +54,7 @@ class StageSeconds:
     backward_again: per stage, of backwards that an R of the microbatch precedes, since other parts of the stage run
         again inside them (where the backward is split, inside I); default: as the others.
     transfer: per stage, one message in either direction across the cut before it; default 0. Messages of one ordered
-        pair of ranks go one after the other; nothing else is shared.
+        pair of ranks go one after the other; see `simulate` for what else is shared.
     handover: per stage, for the same cut, what sending one message costs the sender's rank (gloo copies into host
         memory and the socket); the transfer begins with it and does not arrive before its end. Counts as idle time;
         default 0.
@@ -117,6 +117,7 @@ def simulate(
     speeds: Sequence[float] | None = None,
     has_gradient: Sequence[bool] | None = None,
     graph: StageGraph | None = None,
+    shared_links: bool = False,
 ) -> Timeline:
     """Plays one step of a (validated) schedule.
 
@@ -127,6 +128,8 @@ def simulate(
             seconds; beyond the list all cores are shared out evenly. So [1.0, 1.0] are two full cores. Default: a
             core for every rank.
         has_gradient, graph: as in `lower`.
+        shared_links: both directions between two ranks share one link, on which messages go one after the other;
+            default: each direction has its own.
 
     Raises `CapslogError` for lists of a wrong length, times that are negative or not finite, and a schedule that
     deadlocks.
@@ -169,10 +172,12 @@ def simulate(
     lowered = lower(schedule, has_gradient, graph)
     if (deadlock := find_deadlock(lowered)) is not None:
         raise CapslogError(f"the schedule deadlocks: {deadlock}; reorder the lists of these ranks")
-    if speeds is None or (len(speeds) >= len(lowered.programs) and all(speed == 1.0 for speed in speeds)):
+    free = speeds is None or (len(speeds) >= len(lowered.programs) and all(speed == 1.0 for speed in speeds))
+    if free and not shared_links:
         timed, messages = _play_alone(lowered, cost, transfers, handovers)
     else:
-        timed, messages = play_contended(lowered, cost, transfers, handovers, speeds)
+        cores = [1.0] * len(lowered.programs) if free or speeds is None else speeds
+        timed, messages = play_contended(lowered, cost, transfers, handovers, cores, shared_links)
 
     in_flight, live_graphs = _courses(timed, num_stages, keeping)
     return Timeline(
@@ -282,6 +287,7 @@ def play_contended(
     transfer_seconds: Sequence[float],
     handover_seconds: Sequence[float],
     speeds: Sequence[float],
+    shared_links: bool = False,
 ) -> Played:
     """Plays the programs from event to event; the next event is the first end of a piece of work or of a wait.
 
@@ -293,6 +299,7 @@ def play_contended(
         cost: action -> seconds of a lone rank.
         transfer_seconds, handover_seconds: as in `simulate`.
         speeds: `speeds[k - 1]` is the speed of each of k working ranks.
+        shared_links: as in `simulate`.
     """
     programs = lowered.programs
     ranks = [_CoreUser() for _ in programs]
@@ -321,6 +328,8 @@ def play_contended(
                         break
                     if isinstance(instruction, SendInstruction):
                         link = (number, instruction.peer)
+                        if shared_links:
+                            link = min(link), max(link)
                         begin = max(rank.begun, link_free.get(link, 0.0))
                         end = max(begin + transfer_seconds[instruction.message.downstream[0]], now)
                         link_free[link] = arrival[instruction.message] = end

@@ -19,6 +19,7 @@ from varuna_capslog.memory import AUTO, MEMORY_MODELS
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planners import JOINT, PLANNER_NAMES
 from varuna_capslog.planners.seconds import Link
+from varuna_capslog.planning.limits import with_limits
 from varuna_capslog.planning.ranks import judged
 from varuna_capslog.planning.search import plan as search
 from varuna_capslog.planning.simulation import with_step_seconds
@@ -102,9 +103,14 @@ def _plan(config: Config, profile: Profile | None, given: Plan | None, link: Lin
     pipeline = config.pipeline
     if given is not None and (profile is None or not given.short):
         return given if profile is None else _judged(given, config, profile, link)
-    if profile is None or len(pipeline.cuts or ()) > pipeline.devices:
-        plan = _given_cuts(config)
-        return plan if profile is None else _judged(plan, config, profile, link)
+    limited = pipeline.schedule == "1f1b-star"  # by the plan
+    if given is None and (profile is None or pipeline.rounds > 1 or limited):
+        plan = _of_cuts(config, profile, link)
+        if profile is None:
+            return plan
+        run = RunShape.of_config(config)
+        return _judged(with_limits(profile, plan, run, link) if limited else plan, config, profile, link)
+    assert profile is not None
     cuts, capacity = pipeline.cuts, pipeline.capacity
     joint = pipeline.planner == JOINT
     if joint and given is None and cuts is None:
@@ -144,7 +150,7 @@ def _needs_profile(config: Config, given: Plan | None) -> bool:
     if given is not None:
         limited = any(one.capacity_bytes is not None for one in given.ranks)
         return limited or (config.elastic.enabled and pipeline.planner in ("throughput", JOINT))
-    return pipeline.cuts is None or pipeline.capacity is not None
+    return pipeline.cuts is None or pipeline.capacity is not None or pipeline.schedule == "1f1b-star"
 
 
 def _checked_plan(config: Config) -> Plan | None:
@@ -213,26 +219,49 @@ def _judged(plan: Plan, config: Config, profile: Profile, link: Link | None) -> 
     return found if found.step_seconds is not None else with_step_seconds(profile, found, run, link)
 
 
-def _given_cuts(config: Config) -> Plan:
-    cuts, devices, chain = config.pipeline.cuts or [0], config.pipeline.devices, _chain(config)
-    chain.check_cuts(cuts)
-    pipeline, train = config.pipeline, config.train
-    if len(cuts) <= devices:
+def _of_cuts(config: Config, profile: Profile | None, link: Link | None) -> Plan:
+    """The plan of the config's cuts, or of those that the planner finds for as many stages, without predictions.
+
+    Stages go round the devices, several times where there are more of them.
+    """
+    pipeline, train, devices = config.pipeline, config.train, config.pipeline.devices
+    stages, planner = devices * pipeline.rounds, None
+    if pipeline.cuts is not None or profile is None:
+        chain, cuts = _chain(config), pipeline.cuts or [0]
+        chain.check_cuts(cuts)
+        num_layers, model = len(chain), chain.name
+    else:
+        if stages > profile.num_layers:
+            raise CapslogError(
+                f"{devices} devices with {pipeline.rounds} stages each, but only {profile.num_layers} layers; every "
+                "stage holds at least one layer, so set pipeline.stages_per_rank or pipeline.devices lower"
+            )
+        run, planner = RunShape.of_config(config).share(pipeline.replicas), pipeline.planner
+        found = search(profile, stages, planner, pipeline.memory, run=run, link=link)
+        cuts, num_layers, model = list(found.cut_list), profile.num_layers, profile.model or ""
+    if profile is None and len(cuts) <= devices:
         return Plan.of_cuts(
-            len(chain),
+            num_layers,
             cuts,
-            model=chain.name,
+            model=model,
             schedule=pipeline.schedule,
             num_microbatches=config.num_microbatches // pipeline.replicas,
             microbatch_size=train.microbatch_size,
         )
-    # stages go round the ranks, as in interleaved schedules
     placement = [number % devices for number in range(len(cuts))]
-    stages = stages_of_pipelines(len(chain), cuts, pipeline.replicas, config.num_blocks, placement)
-    units = Units(config.num_microbatches, train.microbatch_size, config.num_blocks)
-    limits = (capacities_of_devices(pipeline.capacity, devices) or []) * pipeline.replicas
-    ranks = tuple(PlanRank(capacity_bytes=limit) for limit in limits)
-    return Plan(len(chain), stages, units, pipeline.schedule, ranks=ranks, model=chain.name)
+    return Plan(
+        num_layers,
+        stages_of_pipelines(num_layers, cuts, pipeline.replicas, config.num_blocks, placement),
+        Units(config.num_microbatches, train.microbatch_size, config.num_blocks),
+        pipeline.schedule,
+        ranks=tuple(
+            PlanRank(capacity_bytes=limit)
+            for limit in (capacities_of_devices(pipeline.capacity, devices) or []) * pipeline.replicas
+        ),
+        model=model,
+        planner=planner,
+        profile_digest=None if profile is None else profile.digest,
+    )
 
 
 def _same(one: Plan, other: Plan) -> bool:

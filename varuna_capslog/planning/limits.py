@@ -1,0 +1,98 @@
+"""The limits of schedule `1f1b-star`: the fewest microbatches in flight that keep a period.
+
+In the steady state every stage runs one forward and one backward in each period T, at the same places of every period.
+Let D be the seconds from the begin of a microbatch's forward to the begin of its backward on a stage. Forward (f) and
+backward (b) do not overlap on the stage, so that D lies between f + (g - 1) T and g T - b for a whole number g, and g
+microbatches are in flight. D cannot be less than what the stages behind and the links take:
+
+    D(last) = f(last);    D(s) >= D(s + 1) + f(s) + c(s + 1) + b(s + 1) + c(s + 1)
+
+From the last stage to the first, the smallest D in one of these ranges gives the smallest g of every stage at once.
+Whether stages are slower than links or not, T is at least the slowest of them.
+
+MadPipe (Sec. 4.1) gives the same limits where a group of stages ends exactly with a period. Otherwise its groups leave
+the rest of the period unused and ask for more: in 77 of 400 drawn pipelines.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.planners.seconds import LayerSeconds, Link
+from varuna_capslog.planning.simulation import stage_seconds
+from varuna_capslog.plans.plan import Plan
+from varuna_capslog.profiles.record import Profile
+from varuna_capslog.schedules import RunShape
+
+__all__ = ["in_flight_of_period", "with_limits"]
+
+_ROUNDING = 1e-9
+
+
+def in_flight_of_period(
+    forward: Sequence[float], backward: Sequence[float], transfer: Sequence[float], period: float | None = None
+) -> list[int]:
+    """The smallest number of microbatches in flight of every stage of one pipeline, one stage per rank.
+
+    Args:
+        forward, backward: seconds of every stage, the backward with what is computed again for it.
+        transfer: seconds of a message over the cut before each stage, in either direction; that of stage 0 is not used.
+        period: seconds of one microbatch in the steady state; default: the shortest one, that of the slowest stage or
+            link. A longer one needs fewer.
+
+    Raises CapslogError for a period shorter than that.
+    """
+    busy = [one + other for one, other in zip(forward, backward, strict=True)]
+    shortest = max([*busy, *transfer[1:]])
+    period = shortest if period is None else period
+    if period < shortest * (1 - _ROUNDING):
+        raise CapslogError(
+            f"a period of {period:g} s is too short: the slowest stage or link takes {shortest:g} s; give one that is "
+            "not shorter"
+        )
+    if period <= 0:
+        return [1] * len(busy)
+    found, away = [1], forward[-1]
+    for stage in range(len(busy) - 2, -1, -1):
+        away += forward[stage] + 2 * transfer[stage + 1] + backward[stage + 1]
+        count = max(found[-1], math.ceil((away + backward[stage]) / period - _ROUNDING))
+        away = max(away, forward[stage] + (count - 1) * period)
+        found.append(count)
+    return found[::-1]
+
+
+def with_limits(profile: Profile, plan: Plan, run: RunShape, link: Link | None = None) -> Plan:
+    """The plan with the limit of every stage for schedule `1f1b-star`; each way of microbatches for itself.
+
+    Args:
+        run: says whether stages whose memory the plan leaves open compute again.
+        link: between two ranks; default: transfers take no time.
+
+    Raises CapslogError naming the layer whose seconds the profile does not have.
+    """
+    seconds, transfer = stage_seconds(profile, plan.stages, run), LayerSeconds.of_profile(profile, link).transfer
+
+    def _transfer(one: int, other: int) -> float:
+        together = plan.stages[one].rank == plan.stages[other].rank
+        return 0.0 if together else float(transfer[plan.stages[other].first])
+
+    limits: dict[int, int] = {}
+    for path in plan.paths():
+        again = [(seconds.recompute or [0.0])[stage] if plan.stages[stage].recomputes(run) else 0.0 for stage in path]
+        found = in_flight_of_period(
+            [seconds.forward[stage] for stage in path],
+            [seconds.backward[stage] + more for stage, more in zip(path, again, strict=True)],
+            [0.0, *(_transfer(one, other) for one, other in pairwise(path))],
+        )
+        for stage, limit in zip(path, found, strict=True):
+            limits[stage] = max(limit, limits.get(stage, 1))
+    most = plan.num_microbatches
+    stages = [
+        dataclasses.replace(stage, in_flight=limits[number] if most is None else min(most, limits[number]))
+        for number, stage in enumerate(plan.stages)
+    ]
+    return dataclasses.replace(plan, stages=tuple(stages))
