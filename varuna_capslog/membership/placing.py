@@ -140,11 +140,16 @@ class Placer:
         plan = _of_pipelines(self.candidates, found.cuts, found.replicas)
         return self._layout(plan, Choice.of_candidate(found, size), seats, limits)
 
+    @property
+    def proposes(self) -> bool:
+        """Whether plans are searched that two machines might not find alike."""
+        return self._fleets is not None
+
     def propose(self, seats: Sequence[Seat]) -> Plan | None:
         """The plan for the record of a generation of these seats; None where every member computes it alike, which
         joint plans are not left to: their search adds and compares times in ways that two machines may round apart.
         """
-        layout = self(seats) if self._fleets is not None else None
+        layout = self(seats) if self.proposes else None
         return layout.plan if isinstance(layout, MemberLayout) else None
 
     def prepare(self, devices: int, capacity: int = 0) -> None:
