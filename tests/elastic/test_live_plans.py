@@ -147,7 +147,7 @@ def test_from_one_drawn_plan_to_another_in_the_same_processes(
 
 
 def test_what_a_drawn_plan_moves_is_copied_ahead_of_a_leave(cradle: Cradle, truth: Truth, tmp_path: Path) -> None:
-    """The members copied what the planner's layout would have moved, and what the drawn plan moved came in the pause."""
+    """The members copied what the planner's layout would have moved; what the drawn plan moved came in the pause."""
     live = Live(cradle, config_of(tmp_path, 4), faults=[Fault("m0", "compute", "wait", 4, "four")], plans="three")
     live.when("four")
     live.leave("m3")
