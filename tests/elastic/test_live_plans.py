@@ -146,6 +146,20 @@ def test_from_one_drawn_plan_to_another_in_the_same_processes(
         assert plan == plans[number] or pipelines_of(plan) == (pipelines_of(plans[number]) or ((), 0)), number
 
 
+def test_what_a_drawn_plan_moves_is_copied_ahead_of_a_leave(cradle: Cradle, truth: Truth, tmp_path: Path) -> None:
+    """The members copied what the planner's layout would have moved; what the drawn plan moved came in the pause."""
+    live = Live(cradle, config_of(tmp_path, 4), faults=[Fault("m0", "compute", "wait", 4, "four")], plans="three")
+    live.when("four")
+    live.leave("m3")
+    live.until(lambda: live.heard("notice"), "the notice")
+    live.go("four")
+    outcome = live.finish()
+    assert set(outcome.status.values()) == {0}, describe(outcome)
+    check(outcome, truth)
+    (leave,) = [event for event in outcome.events if event["kind"] == "morph"]
+    assert (leave["why"], leave["moved_bytes"]) == (["m3 left"], 0), describe(outcome)
+
+
 def test_a_run_of_joint_plans_uses_every_number_of_devices(cradle: Cradle, truth: Truth, tmp_path: Path) -> None:
     """Three devices in two blocks are a pipeline of one stage and one of two; so are those after a leave and a join.
     The founder's plan travels in the record, and the files hold what was run with its predictions.

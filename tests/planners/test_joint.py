@@ -207,6 +207,9 @@ def test_waiting_blocks_count_as_memory() -> None:
     two = joint_plan(profile, [Device(13)] * 2, 4)
     assert [one.blocks for one in two.pipelines] == [2, 2]
     assert two.plan.peak_bytes == 13
+    # the runs of such a profile had the gradients of a second block, which were counted again
+    profiled = Profile(tuple(rows), conditions={"accumulation_blocks": 4})
+    assert joint_plan(profiled, [Device(13)] * 2, 4).plan.peak_bytes == 10
     single = joint_plan(profile, [Device(12)] * 2, 4)
     assert (single.blocks, [one.blocks for one in single.pipelines]) == (2, [1, 1])
     refused = joint_plan(profile, [Device(12)] * 2, 4, blocks=4)

@@ -49,7 +49,8 @@ def test_every_rank_is_judged_by_all_its_stages() -> None:
     less = judged(profile, plan_with(first - 1, second), RUN)
     assert (less.fits, less.shortfall) == (False, Shortfall(None, 1, rank=0))
     assert less.notes == (
-        f"does not fit: rank 0 needs {format_bytes(first)} of {format_bytes(first - 1)}, 1 B too much",
+        f"does not fit: rank 0 needs {format_bytes(first)} of {format_bytes(first - 1)}, 1 B too much; give that rank "
+        "less to hold, or a device with more",
     )
     # a rank without a capacity has no limit; without any, the plan fits
     assert judged(profile, plan_with(None, second - 1), RUN).shortfall == Shortfall(None, 1, rank=1)
@@ -82,7 +83,9 @@ def test_the_rehearsal_has_the_last_word() -> None:
     found = judged(profile, plan_with(*sizes), RUN, lambda: [sizes[0] - 2, sizes[1] + 3])
     assert [one.bytes for one in found.ranks] == [sizes[0] - 2, sizes[1] + 3]
     assert found.shortfall == Shortfall(None, 3, rank=1)
-    assert found.notes[-1].endswith("when its own program is rehearsed")
+    assert found.notes[-1].endswith(
+        "when its own program is rehearsed; give that rank less to hold, or a device with more"
+    )
 
     def never() -> list[int]:
         raise AssertionError("nothing to confirm")

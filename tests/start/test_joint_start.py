@@ -11,9 +11,9 @@ from tests.start.test_given_plan import REPLICATED_MIDDLE, command, losses, writ
 from varuna_capslog import cli
 from varuna_capslog.config.reading import load_config
 from varuna_capslog.plans.plan import read_plan
+from varuna_capslog.profiling.rehearsal import rehearse_plan
 from varuna_capslog.start.given_plan import with_given_plan
-from varuna_capslog.start.joint_start import plan_devices
-from varuna_capslog.start.prepare import prepare_run, profile_run
+from varuna_capslog.start.prepare import plan_run, prepare_run, profile_run
 
 JOINT = ("pipeline.planner=joint", "pipeline.devices=3", "profile.source=estimated")
 
@@ -44,9 +44,34 @@ def test_an_elastic_run_is_planned_with_its_snapshots_and_told_of_its_copies(tmp
     words = command(tmp_path, "run", *JOINT)
     for elastic, sentences in ((False, 0), (True, 1)):
         config = load_config(Path(words[1]), [*words[2:], f"elastic.enabled={json.dumps(elastic)}"])
-        plan = plan_devices(config, profile_run(config, show=False))
+        plan = plan_run(config, profile_run(config, show=False))
         assert len(plan.notes) == sentences
         assert all("protection takes up to" in note for note in plan.notes)
+
+
+def test_an_elastic_run_that_fits_without_its_snapshots_only_ends_with_3(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No plan with the snapshots was found, and the one without them was begun as if they took nothing."""
+    one_block = "train.accumulation_blocks=1"
+    words = command(tmp_path, "run", *JOINT, "pipeline.devices=2", one_block, "pipeline.capacity=1MiB")
+    config = load_config(Path(words[1]), words[2:])
+    least = plan_run(config, profile_run(config, show=False)).peak_bytes
+    words[-1] = f"pipeline.capacity={least}"
+    config = load_config(Path(words[1]), words[2:])
+    assert plan_run(config, profile_run(config, show=False)).fits is True
+    assert cli._run([*words, "elastic.enabled=true"]) == 3
+    assert "where a snapshot of its layers lies beside it; add devices or capacity" in capsys.readouterr().err
+    assert not list((tmp_path / "run").glob("workers/*.json"))
+
+
+def test_a_joint_plan_has_the_bytes_that_its_ranks_programs_take(tmp_path: Path) -> None:
+    """The search goes by its model of one pipeline; what the plan holds was not looked at again before the run."""
+    words = command(tmp_path, "run", *JOINT, "pipeline.capacity=1MiB")
+    config = load_config(Path(words[1]), words[2:])
+    plan = plan_run(config, profile_run(config, show=False))
+    assert (plan.fits, plan.memory_model, plan.planner) == (True, "ranks", "joint")
+    assert [one.bytes for one in plan.ranks] == rehearse_plan(config, plan)
 
 
 def test_a_planner_that_needs_seconds_gets_its_profile_beside_a_given_plan(tmp_path: Path) -> None:

@@ -11,11 +11,16 @@ import pytest
 from tests.start.test_given_plan import REPLICATED_MIDDLE, config_of
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError, DoesNotFit
+from varuna_capslog.base.units import format_bytes
 from varuna_capslog.config.reading import Config
+from varuna_capslog.membership.placing import state_bytes
+from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planning.search import plan as search
+from varuna_capslog.plans.parts import Shortfall
 from varuna_capslog.plans.plan import Plan, latest_plan
 from varuna_capslog.schedules import RunShape
 from varuna_capslog.start.given_plan import with_given_plan
+from varuna_capslog.start.member_worker import capacity_of
 from varuna_capslog.start.prepare import prepare_run, profile_run
 
 SHORT: dict[str, Any] = {"format": "varuna-capslog/plan/2", "num_layers": 11, "cuts": [0, 5]}
@@ -78,6 +83,51 @@ def test_too_many_stages_for_the_layers(tmp_path: Path) -> None:
         planned(tmp_path, schedule="interleaved", devices=4, stages_per_rank=3)
     with pytest.raises(CapslogError, match=r"2 stages per device, but pipeline.stages_per_rank is 3"):
         config_of(None, pipeline={"cuts": [0, 2, 4, 6], "stages_per_rank": 3})
+
+
+# -- a given plan of any stages, in an elastic run
+
+
+def given_ranks(folder: Path, capacities: list[int | None], **sections: Any) -> Config:
+    path, ranks = folder / "given.json", [{"capacity_bytes": size} for size in capacities]
+    path.write_text(json.dumps(REPLICATED_MIDDLE | {"ranks": ranks}))
+    known = {"run_dir": str(folder / "run"), "profile": {"source": "estimated"}}
+    return with_given_plan(config_of(path, **known, **sections))
+
+
+def test_a_given_plan_of_an_elastic_run_is_judged_with_its_snapshots(tmp_path: Path) -> None:
+    """Only one pipeline was; any other plan began, and its members did not run it."""
+    roomy = given_ranks(tmp_path, [1 << 20] * 3)
+    profile, held = profile_run(roomy, show=False), prepare_run(roomy, show=False).ranks[1].bytes
+    states, headroom = state_bytes(profile), Headroom.of(profile)
+    assert held is not None
+    assert states is not None
+    need = headroom.reserved(held + sum(states[0][3:8]))
+    elastic = {"elastic": {"enabled": True, "redundancy": 0}}
+    fitting = prepare_run(given_ranks(tmp_path, [1 << 20, need, 1 << 20], **elastic), show=False)
+    assert fitting.fits is True
+    assert "protection takes up to" in fitting.notes[0]
+    less: list[int | None] = [1 << 20, need - 1, 1 << 20]
+    assert prepare_run(given_ranks(tmp_path, less), show=False).fits is True
+    sentence = f"with elastic.enabled: rank 1 needs {format_bytes(need)} of {format_bytes(need - 1)} where a snapshot"
+    with pytest.raises(DoesNotFit, match=f"{sentence} .*; add devices or capacity, or set elastic.enabled to false"):
+        prepare_run(given_ranks(tmp_path, less, **elastic), show=False)
+    found = latest_plan(tmp_path / "run")
+    assert found is not None
+    assert found[1].fits is False
+    assert found[1].shortfall == Shortfall(None, 1, rank=1)
+
+
+def test_the_capacities_of_a_given_plan_are_those_of_its_devices(tmp_path: Path) -> None:
+    """They were forgotten at the first change: members said that their devices had no limit."""
+    sizes = [1 << 20, 2 << 20, 3 << 20]
+    config = given_ranks(tmp_path, [*sizes])
+    assert [capacity_of(config.pipeline.capacity, device) for device in range(3)] == [min(sizes)] * 3
+    assert config.pipeline.capacity == sizes
+    assert given_ranks(tmp_path, [*sizes], pipeline={"capacity": "5MiB"}).pipeline.capacity == 5 << 20
+    assert given_ranks(tmp_path, [None, 5, 5]).pipeline.capacity is None
+    with pytest.raises(CapslogError, match=r"ranks\[1\].capacity_bytes is not given, .*; give every rank one, or set"):
+        given_ranks(tmp_path, [5, None, 5], elastic={"enabled": True})
 
 
 # -- the profile that a plan was made for

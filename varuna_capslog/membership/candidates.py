@@ -20,6 +20,7 @@ from varuna_capslog.memory.costs import RangeCosts, raised
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planners import JOINT, PLANNER_NAMES, PLANNERS
 from varuna_capslog.planners.exact import exact_cuts, fewest_devices
+from varuna_capslog.planners.pipelines import waiting_blocks
 from varuna_capslog.planners.seconds import LayerSeconds, Link, step_player
 from varuna_capslog.planners.throughput import fastest_cuts
 from varuna_capslog.planning.simulation import UPDATE_RATE
@@ -129,8 +130,8 @@ class Candidates:
         parameters = [] if profile is None else [layer.parameter_bytes for layer in profile.layers]
         known = [size for size in parameters if size is not None]
         self._parameters = _running(known if len(known) == self.num_layers else [0] * self.num_layers)
-        rate = None if profile is None or len(known) < self.num_layers else profile.conditions.get(UPDATE_RATE)
-        self._update_rate = float(rate) if isinstance(rate, (int, float)) else 0.0
+        told = profile is not None and len(known) == self.num_layers
+        self._update_rate: float = profile.conditions.get(UPDATE_RATE, 0.0) if profile is not None and told else 0.0
         profiled = None if profile is None else profile.conditions.get("microbatch_size")
         same_size = None in (profiled, self.run.microbatch_size) or profiled == self.run.microbatch_size
         self.described = profile is not None and same_size
@@ -162,19 +163,11 @@ class Candidates:
         memory, costs = resolve(self.memory, profile, shape)
         if MEMORY_MODELS[memory].gap(shape) is not None:
             self.described = False
-        more = self._waiting_blocks(replicas) * _ranges([layer.parameter_bytes or 0 for layer in profile.layers], 0)
+        waiting = waiting_blocks(profile, self.run.num_blocks // replicas, self.run.num_blocks)
+        more = waiting * _ranges([layer.parameter_bytes or 0 for layer in profile.layers], 0)
         if self.beside is not None:
             more = more + _ranges(self.beside, 0)
         return raised(costs, more) if more.any() else costs
-
-    def _waiting_blocks(self, replicas: int) -> int:
-        """Gradients that wait beside those the profile has: a single pipeline adds its blocks as they end, several keep
-        all of theirs until the exchange.
-        """
-        share = self.run.num_blocks // replicas
-        here = min(share, 2) - 1 if replicas == 1 else share - 1
-        profiled = self.profile.conditions.get("accumulation_blocks", 1) if self.profile is not None else 1
-        return max(0, here - (1 if isinstance(profiled, int) and profiled > 1 else 0))
 
     # -- the search
 

@@ -41,11 +41,12 @@ class Choice:
         return cls(ways, None if found.stage_bytes is None else found.stage_bytes * found.replicas)
 
     @classmethod
-    def of_plan(cls, plan: Plan, beside: Sequence[int]) -> Choice:
+    def of_plan(cls, plan: Plan, beside: Sequence[int], one_memory: bool = False) -> Choice:
         """Any rectangles; the bytes are those that the plan predicts.
 
         Args:
             beside: bytes on the device beside training, per layer that a rank holds.
+            one_memory: the host tier is the device's own memory.
         """
         layers = [tuple(layer for first, end in stage.layers for layer in range(first, end)) for stage in plan.stages]
         ranks = plan.placement()
@@ -54,8 +55,8 @@ class Choice:
         for rank in range(plan.num_ranks):
             own = [number for number, at in enumerate(ranks) if at == rank]
             sizes = [plan.stages[number].bytes for number in own]
-            if plan.ranks and plan.ranks[rank].bytes is not None:
-                sizes = [plan.ranks[rank].bytes]
+            if plan.ranks and (told := plan.ranks[rank].bytes) is not None:
+                sizes = [told + ((plan.ranks[rank].host_bytes or 0) if one_memory else 0)]
             known = [size for size in sizes if size is not None]
             if len(known) == len(sizes):
                 held.append(sum(known) + sum(beside[layer] for number in own for layer in layers[number]))

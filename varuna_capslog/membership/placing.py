@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.units import format_bytes
 from varuna_capslog.config.settings import Config, Elastic
-from varuna_capslog.membership.candidates import Candidate, Candidates
+from varuna_capslog.membership.candidates import Candidates
 from varuna_capslog.membership.choice import Choice
 from varuna_capslog.membership.fleets import Fleets
 from varuna_capslog.membership.generation import Member, MemberLayout
@@ -21,7 +21,8 @@ from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.membership.redundancy import Copies, Reserve, place_copies, reserves
 from varuna_capslog.memory import NEVER
 from varuna_capslog.memory.headroom import Headroom
-from varuna_capslog.planning.verdict import MemoryVerdict, judge
+from varuna_capslog.planning.ranks import tier_is_device
+from varuna_capslog.planning.verdict import MemoryVerdict, judge, judge_ranks
 from varuna_capslog.plans.parts import Units
 from varuna_capslog.plans.pipelines import pipelines_of, plan_of_pipelines
 from varuna_capslog.plans.plan import Plan
@@ -136,13 +137,19 @@ class Placer:
                 return self._layout(joint, shared, seats, limits)
         if found is None:
             return self._waiting(seats, limits)
-        return self._layout_of_candidate(found, seats, limits)
+        plan = _of_pipelines(self.candidates, found.cuts, found.replicas)
+        return self._layout(plan, Choice.of_candidate(found, size), seats, limits)
+
+    @property
+    def proposes(self) -> bool:
+        """Whether plans are searched that two machines might not find alike."""
+        return self._fleets is not None
 
     def propose(self, seats: Sequence[Seat]) -> Plan | None:
         """The plan for the record of a generation of these seats; None where every member computes it alike, which
         joint plans are not left to: their search adds and compares times in ways that two machines may round apart.
         """
-        layout = self(seats) if self._fleets is not None else None
+        layout = self(seats) if self.proposes else None
         return layout.plan if isinstance(layout, MemberLayout) else None
 
     def prepare(self, devices: int, capacity: int = 0) -> None:
@@ -151,18 +158,12 @@ class Placer:
         if self._fleets is not None:
             self._fleets.prepare(devices, capacity)
 
-    def of_cuts(
-        self, cuts: Sequence[int], replicas: int, seats: Sequence[Seat]
-    ) -> tuple[MemberLayout, tuple[int, ...] | None]:
-        """The layout of given cuts, and the bytes of each stage with the reserves that every stage has; None where no
-        memory model describes the run.
+    def weighed(self, plan: Plan, seats: Sequence[Seat]) -> tuple[MemberLayout, tuple[int, ...] | None]:
+        """The layout of a plan for these seats, and the bytes of each rank with the reserves that every rank has; None
+        where they are not known.
         """
-        found = self.candidates.of_cuts(replicas, tuple(cuts))
-        return self._layout_of_candidate(found, seats, _Limits(seats, self.candidates)), found.stage_bytes
-
-    def _layout_of_candidate(self, found: Candidate, seats: Sequence[Seat], limits: _Limits) -> MemberLayout:
-        plan = _of_pipelines(self.candidates, found.cuts, found.replicas)
-        return self._layout(plan, Choice.of_candidate(found, len(self.layer_bytes)), seats, limits)
+        choice = self._choice_of(plan)
+        return self._layout(plan, choice, seats, _Limits(seats, self.candidates)), choice.rank_bytes
 
     def _layout(self, plan: Plan, choice: Choice, seats: Sequence[Seat], limits: _Limits) -> MemberLayout:
         copies = self._place_copies(choice, seats, limits)
@@ -172,7 +173,9 @@ class Placer:
         """A plan of equal pipelines is weighed like every candidate; of others the plan itself says what they hold."""
         if (alike := pipelines_of(plan)) is not None:
             return Choice.of_candidate(self.candidates.of_cuts(alike[1], alike[0]), plan.num_layers)
-        return Choice.of_plan(plan, self.candidates.beside or [0] * plan.num_layers)
+        profile = self.candidates.profile
+        one_memory = profile is not None and tier_is_device(profile)
+        return Choice.of_plan(plan, self.candidates.beside or [0] * plan.num_layers, one_memory)
 
     def _check(self, plan: Plan) -> None:
         """Raises CapslogError unless a plan from the store's log is one for this run."""
@@ -287,14 +290,15 @@ def describe_reserves(found: Mapping[Member, Reserve]) -> str:
 
 
 def with_reserves(config: Config, profile: Profile, plan: Plan, find: Callable[..., Plan]) -> tuple[Plan, list[int]]:
-    """Before a run: the plan with what protection takes in its notes, and the bytes of each stage's own snapshot.
+    """Before a run: a plan of any form with what protection takes in its notes, and the bytes of each stage's snapshot.
 
     Snapshots and copies lie on the device beside training, so a plan that fits without them may not fit with them.
     Every rank is taken to be on a host of its own. Where a capacity is given that the plan keeps to without snapshots
-    and not with them, it is cut anew with them, unless the config fixes the cuts; where that does not help it does not
-    fit. Copies that find no room are said, not refused: the run trains without that protection.
+    and not with them, one pipeline is cut anew with them, unless the config fixes the cuts; where that does not help it
+    does not fit. Copies that find no room are said, not refused: the run trains without that protection.
 
     Args:
+        plan: with the bytes of its ranks. One of the short form stands in the config's replicas.
         find: `search.plan` for this run, without capacity and cuts.
 
     Raises:
@@ -306,32 +310,33 @@ def with_reserves(config: Config, profile: Profile, plan: Plan, find: Callable[.
         note = "what protection takes is unknown: the profile has no static_bytes or parameter_bytes; profile again"
         Placer.of_config(config, profile, [0] * profile.num_layers)
         return dataclasses.replace(plan, notes=(*plan.notes, note)), [0] * len(plan.stages)
-    placer, headroom = Placer.of_config(config, profile, *sizes), Headroom.of(profile)
-    capacities = plan.capacities_of(plan.placement())
-    seats = [
-        Seat(f"rank {rank}", f"host {rank}", 0 if capacities is None else capacities[rank % len(plan.stages)])
-        for rank in range(len(plan.stages) * replicas)
-    ]
+    placer, width = Placer.of_config(config, profile, *sizes), plan.num_ranks
+    limits = [one.capacity_bytes or 0 for one in plan.ranks] or [0] * width
+    seats = [Seat(f"rank {rank}", f"host {rank}", limits[rank % width]) for rank in range(config.world_size)]
 
-    def judged(cuts: Sequence[int]) -> MemoryVerdict | None:
-        """Whether stages with what lies beside them fit their devices."""
-        return judge(placer.of_cuts(cuts, replicas, seats)[1], capacities, headroom)
+    def placed(one: Plan) -> tuple[MemberLayout, MemoryVerdict | None]:
+        """Who copies what, and whether the ranks with what lies beside training fit their devices."""
+        whole = _of_pipelines(placer.candidates, one.cut_list, replicas) if one.short else one
+        layout, held = placer.weighed(whole, seats)
+        verdict = None if held is None else judge_ranks(one, held[:width], Headroom.of(profile))
+        return layout, verdict and dataclasses.replace(verdict, of="stage" if one.short else "rank")
 
-    lack, verdict = "", judged(plan.cut_list)
+    lack, (layout, verdict) = "", placed(plan)
     if plan.fits and verdict is not None and not verdict.fits:
-        usable = _Limits(seats, placer.candidates).usable(replicas, len(plan.stages))
-        cuts = placer.candidates.candidate(replicas, len(plan.stages), usable).cuts
-        other = judged(cuts)
-        if pipeline.cuts is None and pipeline.plan is None and other is not None and other.fits:
-            found = find(capacity=pipeline.capacity, cuts=list(cuts))
-            plan = dataclasses.replace(found, planner=plan.planner, search_seconds=plan.search_seconds)
+        anew = None
+        if plan.short and pipeline.cuts is None and pipeline.plan is None:
+            usable = _Limits(seats, placer.candidates).usable(replicas, width)
+            cuts = placer.candidates.candidate(replicas, width, usable).cuts
+            anew = find(capacity=pipeline.capacity, cuts=list(cuts))
+        if anew is not None and (other := placed(anew))[1] is not None and other[1].fits:
+            plan = dataclasses.replace(anew, planner=plan.planner, search_seconds=plan.search_seconds)
+            layout = other[0]
         else:
             plan = dataclasses.replace(plan, fits=False, shortfall=verdict.shortfall(None))
             lack = (
                 f"does not fit with elastic.enabled: {verdict.need} where a snapshot of its layers lies beside it; add "
                 "devices or capacity, or set elastic.enabled to false"
             )
-    layout, _ = placer.of_cuts(plan.cut_list, replicas, seats)
     kept = reserves(layout, placer.sync, placer.layer_bytes, placer.gradient_bytes)
     told = [lack, describe_reserves(kept), layout.problem]
     snapshots = [sum(sizes[0][first:end]) for first, end in plan.ranges()]

@@ -11,8 +11,6 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from varuna_capslog.base import fields
-from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.profiles.record import Profile
 
 __all__ = ["Headroom"]
@@ -28,19 +26,9 @@ class Headroom(NamedTuple):
 
     @classmethod
     def of(cls, profile: Profile) -> Headroom:
-        """The headroom in the profile's conditions; without an entry, no headroom."""
-        stated = profile.conditions.get("headroom")
-        if stated is None:
-            return cls()
-        fields.refuse_unknown(stated, [*cls._fields, "parts"], "field of conditions.headroom")
-        fixed = fields.whole(stated.get("fixed_bytes", 0), "conditions.headroom.fixed_bytes")
-        fragmentation = fields.seconds(stated.get("fragmentation", 1.0), "conditions.headroom.fragmentation")
-        if fragmentation < 1:
-            raise CapslogError(
-                f"conditions.headroom.fragmentation is {fragmentation}; a device reserves at least what it allocates, "
-                "so give 1 or more"
-            )
-        return cls(fixed, fragmentation)
+        """The headroom in the profile's conditions, which `profiles.conditions` has checked; without an entry, none."""
+        stated = profile.conditions.get("headroom", {})
+        return cls(**{name: stated[name] for name in cls._fields if name in stated})
 
     def reserved(self, peak_bytes: int) -> int:
         """The bytes that a stage of this peak reserves on its device."""

@@ -62,6 +62,14 @@ class Column:
     stage_bytes: tuple[int, ...]
 
 
+def waiting_blocks(profile: Profile, share: int, blocks: int) -> int:
+    """Gradients that wait, beside those that the runs of the profile had, on a stage of a pipeline with `share` of the
+    blocks: a single pipeline adds its blocks as they end, several keep all of theirs until the exchange.
+    """
+    here = min(share, 2) - 1 if share == blocks else share - 1
+    return max(0, here - (profile.conditions.get("accumulation_blocks", 1) > 1))
+
+
 class Pipelines:
     """Every pipeline that some of the devices could be, for one profile.
 
@@ -97,12 +105,8 @@ class Pipelines:
         return replace(self._run, num_microbatches=share * self.of_block, num_blocks=share)
 
     def costs(self, share: int) -> StageCosts:
-        """The bytes of every stage of a pipeline with `share` blocks, the gradients of blocks that wait included.
-
-        A single pipeline adds its blocks as they end, several keep all of theirs until the exchange.
-        """
-        copies = min(share, 2) - 1 if share == self.blocks else share - 1
-        held = copies * self._parameter_bytes + self.beside_bytes
+        """The bytes of every stage of a pipeline with `share` blocks, the gradients of blocks that wait included."""
+        held = waiting_blocks(self._profile, share, self.blocks) * self._parameter_bytes + self.beside_bytes
         ranges = held[None, :] - held[:-1, None]
         costs = MEMORY_MODELS[self._memory].stage_costs(self._profile, self._of_blocks(share))
         return raised(costs, np.asarray(np.maximum(ranges, 0), dtype=np.int64))

@@ -19,7 +19,7 @@ from varuna_capslog.plans.rules import stage_graph
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape, Schedule, from_strings
 
-__all__ = ["fold_plan", "judged", "with_rank_bytes"]
+__all__ = ["fold_plan", "judged", "tier_is_device", "with_rank_bytes"]
 
 
 def fold_plan(profile: Profile, plan: Plan, run: RunShape) -> list[RankFold]:
@@ -43,6 +43,11 @@ def fold_plan(profile: Profile, plan: Plan, run: RunShape) -> list[RankFold]:
     return fold(profile, plan.stages, units, _actions(plan, units, shape), shape)
 
 
+def tier_is_device(profile: Profile) -> bool:
+    """Whether the host tier is the device's own memory: it is on the CPU."""
+    return bool(profile.observations) and profile.observations[0].device == "cpu"
+
+
 def judged(profile: Profile, plan: Plan, run: RunShape, rehearse: Callable[[], Sequence[int]] | None = None) -> Plan:
     """The plan with the bytes of its ranks, and whether each fits its device.
 
@@ -63,8 +68,7 @@ def judged(profile: Profile, plan: Plan, run: RunShape, rehearse: Callable[[], S
     except CapslogError as error:
         note = f"fits and the ranks' bytes are unknown: {error}"
         return dataclasses.replace(plan, fits=None, shortfall=None, notes=(*plan.notes, note))
-    # on the CPU the host tier is the device's own memory
-    shared = bool(profile.observations) and profile.observations[0].device == "cpu"
+    shared = tier_is_device(profile)
     host = [one.host_bytes for one in folds]
     headroom = Headroom.of(profile)
     found = with_rank_bytes(plan, [one.peak_bytes for one in folds], host, headroom, shared)
@@ -114,7 +118,7 @@ def with_rank_bytes(
     )
     if verdict is None or fits:
         return dataclasses.replace(found, fits=fits)
-    note = f"does not fit: {verdict.lack}{how}"
+    note = f"does not fit: {verdict.lack}{how}; give that rank less to hold, or a device with more"
     return dataclasses.replace(found, fits=False, shortfall=verdict.shortfall(None), notes=(*plan.notes, note))
 
 

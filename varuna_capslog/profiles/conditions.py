@@ -43,14 +43,15 @@ def _headroom(value: Any, name: str) -> Any:
     if not isinstance(value, Mapping):
         raise CapslogError(f'{name} must be an object such as {{"fixed_bytes": 0, "fragmentation": 1.0}}')
     fields.refuse_unknown(value, ["fixed_bytes", "fragmentation", "parts"], f"field of {name}")
-    fields.whole(value.get("fixed_bytes", 0), f"{name}.fixed_bytes")
+    fixed = fields.whole(value.get("fixed_bytes", 0), f"{name}.fixed_bytes")
     fragmentation = fields.seconds(value.get("fragmentation", 1.0), f"{name}.fragmentation")
     if not 1 <= fragmentation <= _MOST_FRAGMENTATION:
         raise CapslogError(
             f"{name}.fragmentation is {fragmentation}; a device reserves at least what it allocates, so give a factor "
             f"from 1 to {_MOST_FRAGMENTATION}"
         )
-    return value
+    numbers = {"fixed_bytes": fixed, "fragmentation": fragmentation}
+    return {key: numbers.get(key, one) for key, one in value.items()}
 
 
 def _texts(value: Any, name: str) -> list[str]:

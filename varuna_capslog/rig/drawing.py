@@ -26,6 +26,7 @@ class DrawingWork(PipelineWork):
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         self._drawn = 0
+        self.proposes = self.proposes or PLANS in os.environ
 
     def propose(self, seats: Sequence[Seat]) -> Plan | None:
         seed = os.environ.get(PLANS)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import load_config, section
@@ -36,18 +37,29 @@ def with_given_plan(config: Config, say: Callable[[str], object] = lambda line: 
     """The config with everything that its `pipeline.plan` decides; the same config where it names no plan.
 
     The plan replaces `pipeline.devices`, `replicas`, `schedule`, `recompute` and `stage_inputs`, and `say` is told so
-    in one line. `train.accumulation_blocks` is taken from the plan where the config leaves it null; it is 1 where the
-    plan leaves it open, too.
+    in one line. Its capacities are those of its devices, also for plans that follow: they are taken where the config
+    has no `pipeline.capacity`. `train.accumulation_blocks` is taken from the plan where the config leaves it null; it
+    is 1 where the plan leaves it open, too.
 
     Raises:
-        CapslogError: the file is no plan, the config's sizes differ from its units, or it has another number of blocks.
+        CapslogError: the file is no plan, the config's sizes differ from its units, it has another number of blocks, or
+            it gives some capacities and not others to an elastic run.
     """
     path = config.pipeline.plan
     if path is None:
         return config
     plan, values = read_plan(path), config.model_dump(mode="json")
     pipeline, train = values["pipeline"], values["train"]
-    given: dict[str, int | str] = {"devices": plan.num_ranks, "replicas": 1}
+    given: dict[str, Any] = {"devices": plan.num_ranks, "replicas": 1}
+    limits = [one.capacity_bytes for one in plan.ranks]
+    if pipeline["capacity"] is None and any(limits):
+        if all(limits):
+            given["capacity"] = limits
+        elif config.elastic.enabled:
+            raise CapslogError(
+                f"{path}: ranks[{limits.index(None)}].capacity_bytes is not given, but that of other ranks is, and the "
+                "later plans of an elastic run must know all of them; give every rank one, or set pipeline.capacity"
+            )
     if plan.schedule is not None:
         given["schedule"] = plan.schedule
     if plan.recomputes is not None:

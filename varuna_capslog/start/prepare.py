@@ -6,6 +6,7 @@ is refused here.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterator
@@ -101,47 +102,52 @@ def plan_run(config: Config, profile: Profile | None, link: Link | None = None) 
 def _plan(config: Config, profile: Profile | None, given: Plan | None, link: Link | None = None) -> Plan:
     """`plan_run`; given: the plan that `pipeline.plan` names, read and checked."""
     pipeline = config.pipeline
-    if given is not None and (profile is None or not given.short):
-        return given if profile is None else _judged(given, config, profile, link)
-    limited = pipeline.schedule == "1f1b-star"  # by the plan
-    if given is None and (profile is None or pipeline.rounds > 1 or limited):
-        plan = _of_cuts(config, profile, link)
-        if profile is None:
-            return plan
-        run = RunShape.of_config(config)
-        return _judged(with_limits(profile, plan, run, link) if limited else plan, config, profile, link)
-    assert profile is not None
+    if profile is None:
+        return given or _of_cuts(config, None, link)
     cuts, capacity = pipeline.cuts, pipeline.capacity
-    joint = pipeline.planner == JOINT
-    if joint and given is None and cuts is None:
-        from varuna_capslog.start.joint_start import plan_devices
-
-        return plan_devices(config, profile, link)
-    if given is not None:
+    limited = pipeline.schedule == "1f1b-star"  # by the plan
+    if given is not None and given.short:
         cuts, capacity = list(given.cut_list), given.capacities_of(given.placement())
     run = RunShape.of_config(config).share(pipeline.replicas)
     find = functools.partial(
         search,
         profile,
         pipeline.devices,
-        planner="exact" if joint else pipeline.planner,
+        planner="exact" if pipeline.planner == JOINT else pipeline.planner,
         memory=pipeline.memory,
         run=run,
         link=link,
         cuts=cuts,
     )
-    plan, snapshots = find(capacity=capacity), [0] * pipeline.devices
+    if given is not None and not given.short:
+        plan = _judged(given, config, profile)
+    elif given is None and (pipeline.rounds > 1 or limited):
+        plan = _of_cuts(config, profile, link)
+        if limited:
+            plan = with_limits(profile, plan, RunShape.of_config(config), link)
+        plan = _judged(plan, config, profile)
+    elif pipeline.planner == JOINT and cuts is None:
+        from varuna_capslog.start.joint_start import plan_devices
+
+        plan = plan_devices(config, profile, link)
+        if not plan.short and (confirmed := _judged(plan, config, profile)).fits is not None:
+            plan = confirmed  # else the search's own memory model has the last word
+    else:
+        plan = find(capacity=capacity)
+    snapshots = [0] * len(plan.stages)
     if config.elastic.enabled:
         from varuna_capslog.membership.placing import with_reserves
 
         plan, snapshots = with_reserves(config, profile, plan, find)
-    if plan.fits and capacity is not None and profile.source == "estimated":
+    if plan.short and plan.fits and capacity is not None and profile.source == "estimated":
         from varuna_capslog.profiling.rehearsal import rehearse_config
 
         plan = rehearsed(plan, rehearse_config(config, plan.cut_list), snapshots, Headroom.of(profile), find)
-    if given is not None:
-        return plan if plan.fits is False else given
-    return with_step_seconds(profile, plan, run, link)
+    if given is not None and given.short:
+        return plan if plan.fits is False else dataclasses.replace(given, notes=plan.notes)
+    if plan.step_seconds is not None:
+        return plan
+    return with_step_seconds(profile, plan, run if plan.short else RunShape.of_config(config), link)
 
 
 def _needs_profile(config: Config, given: Plan | None) -> bool:
@@ -206,7 +212,7 @@ def _chain(config: Config) -> Chain:
     return load_workload(config).build_chain()
 
 
-def _judged(plan: Plan, config: Config, profile: Profile, link: Link | None) -> Plan:
+def _judged(plan: Plan, config: Config, profile: Profile) -> Plan:
     """A plan of any ranks with the bytes of each, and whether they fit."""
 
     def rehearsal() -> list[int]:
@@ -214,9 +220,7 @@ def _judged(plan: Plan, config: Config, profile: Profile, link: Link | None) -> 
 
         return rehearse_plan(config, plan)
 
-    run = RunShape.of_config(config)
-    found = judged(profile, plan, run, rehearsal)
-    return found if found.step_seconds is not None else with_step_seconds(profile, found, run, link)
+    return judged(profile, plan, RunShape.of_config(config), rehearsal)
 
 
 def _of_cuts(config: Config, profile: Profile | None, link: Link | None) -> Plan:
@@ -236,7 +240,8 @@ def _of_cuts(config: Config, profile: Profile | None, link: Link | None) -> Plan
                 f"{devices} devices with {pipeline.rounds} stages each, but only {profile.num_layers} layers; every "
                 "stage holds at least one layer, so set pipeline.stages_per_rank or pipeline.devices lower"
             )
-        run, planner = RunShape.of_config(config).share(pipeline.replicas), pipeline.planner
+        run = RunShape.of_config(config).share(pipeline.replicas)
+        planner = "exact" if pipeline.planner == JOINT else pipeline.planner
         found = search(profile, stages, planner, pipeline.memory, run=run, link=link)
         cuts, num_layers, model = list(found.cut_list), profile.num_layers, profile.model or ""
     if profile is None and len(cuts) <= devices:

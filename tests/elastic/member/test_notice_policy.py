@@ -47,7 +47,8 @@ def member(copies: int = 0, usual: float = 0.5, layers: int = 3) -> Any:
     sent: set[int] = set()
     return SimpleNamespace(
         me="m1", state=state, seats={name: Seat(name, name, 0) for name in MEMBERS}, sent=sent,
-        work=SimpleNamespace(place=place, layer_bytes=(SIZE,) * layers),
+        work=SimpleNamespace(layer_bytes=(SIZE,) * layers),
+        proposals=SimpleNamespace(place=place, known={}),
         training=SimpleNamespace(usual_seconds=usual, is_sent=lambda layer: layer in sent),
     )  # fmt: skip
 

@@ -112,13 +112,13 @@ class Effects:
             return (m.StoreLost(),)
 
     def _with_plan(self, record: Generation) -> Generation:
-        """The record with the plan that this member's work proposes for its members; without one where a member's
-        device is not known here yet.
+        """The record with the plan that is proposed for its members; without one where a member's device is not known
+        here yet.
         """
         seats = [self._parts.seats.get(member) for member in record.members]
         known = [seat for seat in seats if seat is not None]
         began = time.perf_counter()
-        plan = self._parts.work.propose(known) if known and len(known) == len(seats) else None
+        plan = self._parts.proposals.of(known) if known and len(known) == len(seats) else None
         self._parts.report.proposal_seconds = time.perf_counter() - began
         return record if plan is None else dataclasses.replace(record, plan=plan)
 

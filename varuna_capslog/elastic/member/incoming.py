@@ -59,6 +59,9 @@ class Incoming:
                 return True
             case "met":
                 return True
+            case "plan":
+                self._parts.proposals.heard(message.header["members"], message.header["plan"])
+                return True
             case "farewell":
                 self._parts.probe("farewell")
                 events.append(m.Farewell(generation))

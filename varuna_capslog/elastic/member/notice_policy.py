@@ -37,7 +37,7 @@ class NoticePolicy:
         self._me, self._parts, self._training = parts.me, parts, training
         self._mine: Notice | None = None  # with the earliest deadline
         self._gave_up = 0  # the generation in which its deadline was found too close to prepare
-        self._known: tuple[frozenset[m.Change], Member, int, Mapping[int, int]] | None = None
+        self._known: tuple[tuple[frozenset[m.Change], Member, int, int], Mapping[int, int]] | None = None
 
     def heard(self, entry: NoticeEntry | HintEntry, state: State) -> m.ProtocolEvent:
         """The event of the protocol that a notice or hint in the log becomes."""
@@ -86,14 +86,14 @@ class NoticePolicy:
 
     def _moves(self, member: Member, state: State) -> Mapping[int, int]:
         """Layer -> bytes that the member has to send when it leaves."""
-        sizes, seats, place = self._parts.work.layer_bytes, self._parts.seats, self._parts.work.place
+        sizes, seats, proposals = self._parts.work.layer_bytes, self._parts.seats, self._parts.proposals
         # a vote may tell of a joining member before it has asked
         known = {change for change in state.wishes.changes if change[1] in seats}
         changes = frozenset(known | {("leave", member)})
         if state.roles.layout is None or member not in state.record.members:
             return {}
-        if self._known is None or self._known[:3] != (changes, member, state.record.number):
-            ahead = find_ahead(member, state.record, state.roles.layout, changes, seats, place, sizes)
-            moves = {layer: sizes[layer] * len(targets) for layer, targets in ahead.targets.items()}
-            self._known = (changes, member, state.record.number, moves)
-        return self._known[3]
+        key = (changes, member, state.record.number, len(proposals.known))
+        if self._known is None or self._known[0] != key:
+            ahead = find_ahead(member, state.record, state.roles.layout, changes, seats, proposals.place, sizes)
+            self._known = (key, {layer: sizes[layer] * len(targets) for layer, targets in ahead.targets.items()})
+        return self._known[1]

@@ -13,6 +13,7 @@ from typing import Any
 from varuna_capslog.elastic.member.data_path import DataPath
 from varuna_capslog.elastic.member.holdings import Holdings
 from varuna_capslog.elastic.member.peers import Peers
+from varuna_capslog.elastic.member.proposals import Proposals
 from varuna_capslog.elastic.member.work import LayerState, Work
 from varuna_capslog.membership.generation import Generation, Member, MemberLayout, Stamp
 from varuna_capslog.membership.recovery import Place, Seat
@@ -96,6 +97,7 @@ class Parts:
     Attributes:
         probe: called at named points, for faults injected by tests.
         report: of the change that is under way.
+        proposals: what generations that may follow will run.
         seats: of all that took part in the present generation's first round, and of those that asked to be let in.
     """
 
@@ -107,6 +109,7 @@ class Parts:
     path: DataPath
     probe: Callable[[str], None]
     report: ChangeReport
+    proposals: Proposals
     seats: dict[Member, Seat] = field(default_factory=dict)
 
     def send_state(

@@ -145,6 +145,7 @@ class PipelineWork(Work):
         self.chain = self.setup.chain
         self.layer_bytes = tuple(layer_state.size_of(self.chain, index) for index in range(len(self.chain)))
         self.placer = Placer.of_config(run.config, run.profile, self.layer_bytes, plan=run.plan)
+        self.proposes = self.placer.proposes
         self.loop = TrainingLoop(self.setup, device, start.offset, start.stop_wished)
         self.engine: PipelineEngine | None = None
         self.number = 0

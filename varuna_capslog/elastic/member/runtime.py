@@ -23,6 +23,7 @@ from varuna_capslog.elastic.member.inbox import Inbox
 from varuna_capslog.elastic.member.incoming import Incoming
 from varuna_capslog.elastic.member.notice_policy import NoticePolicy
 from varuna_capslog.elastic.member.parts import ChangeReport, Parts
+from varuna_capslog.elastic.member.proposals import Proposals
 from varuna_capslog.elastic.member.start_up import MemberStart, RuntimeOptions
 from varuna_capslog.elastic.member.timeouts import WaitingTime
 from varuna_capslog.elastic.member.training import Training
@@ -66,7 +67,9 @@ class Runtime:
         self.roster = Roster()
         self.inbox = Inbox(start, store)
         path = DataPath(me, self.inbox, store.rendezvous, timeouts, work.knows)
-        self.parts = Parts(me, work, job, Holdings(work), self.inbox.peers, path, options.probe, report)
+        peers = self.inbox.peers
+        proposals = Proposals(me, work, peers, job.place)
+        self.parts = Parts(me, work, job, Holdings(work), peers, path, options.probe, report, proposals)
         self.state = State(me, start.host, options.capacity, checkpoint=start.checkpoint)
         self.training = Training(self.parts, self)
         self._notices = NoticePolicy(self.parts, self.training)
@@ -291,6 +294,7 @@ class Runtime:
         """A newer generation: nothing that was only of the old one is needed any more."""
         record = self.state.record
         self.parts.holdings.adopt()
+        self.parts.proposals.known.clear()
         self.training.adopt()
         inside = self.me in record.participants
         self.inbox.engage(record.number, frozenset(record.participants) if inside else frozenset())

@@ -45,6 +45,7 @@ class Training:
         self.sent_ahead: frozenset[int] = frozenset()
         self.save_all = False
         self._ahead: Ahead | None = None
+        self._awaited = False  # others may copy ahead already, and it is not known yet what comes here
         self._computing: int | None = None
         self._stop = False
         self._began = 0.0
@@ -56,7 +57,7 @@ class Training:
     def adopt(self) -> None:
         """A newer generation: a wish to stop is said again in its first vote, so that new members hear it."""
         self.abort()
-        self._stop = self.save_all = False
+        self._stop = self.save_all = self._awaited = False
         ahead, self._ahead = self._ahead, None
         if ahead is not None:  # else this generation did not come so far: the copies of the one before still count
             self.sent_ahead = frozenset() if ahead.hinted else frozenset(ahead.sent)
@@ -148,7 +149,7 @@ class Training:
         self.sent_ahead = frozenset()
         holdings.advance(self._loop.state.held, effect.generation)
         coming = self._ahead is not None and not self._ahead.mine <= holdings.copies.keys()
-        holdings.prune(effect.step, behind=coming)
+        holdings.prune(effect.step, behind=coming or self._awaited)
         parts.probe("applied")
         self._tell(effect.step)
 
@@ -213,8 +214,8 @@ class Training:
     def prepare(self, changes: frozenset[m.Change], hinted: bool = False) -> bool:
         """Finds out what would move for these changes; False where that is known, or cannot be known yet.
 
-        A vote may name a joining member before the log does; without its seat this member would expect other layers
-        than the others send, for ever.
+        A vote may name a joining member before the log does; without its seat, or the plan that one member has searched
+        for all, this member would expect other layers than the others send, for ever.
 
         Args:
             hinted: they may never be made: what comes here is kept current, and that is all.
@@ -222,11 +223,14 @@ class Training:
         parts, seats, before = self._parts, self._parts.seats, self._ahead
         if before is not None and (before.changes, before.hinted) == (changes, hinted):
             return False
-        state, job = self._loop.state, parts.job
+        state, place, sizes = self._loop.state, parts.proposals.place, parts.job.layer_bytes
         assert state.roles.layout is not None
-        if not seats.keys() >= set(stay_with(state.record, changes)):
+        stay = stay_with(state.record, changes)
+        known = seats.keys() >= set(stay)
+        self._awaited = not known or not parts.proposals.settle(state.record, [seats[member] for member in stay])
+        if self._awaited:
             return False  # Prepare is said again after the next step
-        self._ahead = find_ahead(parts.me, state.record, state.roles.layout, changes, seats, job.place, job.layer_bytes)
+        self._ahead = find_ahead(parts.me, state.record, state.roles.layout, changes, seats, place, sizes)
         self._ahead.hinted = hinted
         if before is not None:  # who follows a layer goes on to follow it: votes may wait for that
             self._ahead.sent = before.sent

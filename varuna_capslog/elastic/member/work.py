@@ -75,6 +75,8 @@ class Work(Protocol):
     layer_bytes: tuple[int, ...]
     asked: bool = False
     """After `finish`: whether a person's wish ended the run."""
+    proposes: bool = False
+    """Whether `propose` gives plans that other members might not find alike."""
 
     def place(self, seats: Sequence[Seat], plan: Plan | None = None) -> MemberLayout | str:
         """See `recovery.Place`."""

@@ -1,0 +1,59 @@
+"""What the next generation will run, known to all members before they copy ahead what moves for it.
+
+A plan of a search that two machines might not end alike (`Work.proposes`) is searched by one member: the first voter of
+the generation at work, while training goes on, or else whoever founds the next one. It travels in the record, and
+before that in a message, or members would send and expect other layers than will move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from varuna_capslog.elastic.member.peers import Peers
+from varuna_capslog.elastic.member.work import Work
+from varuna_capslog.membership.generation import Generation, Member, MemberLayout
+from varuna_capslog.membership.recovery import Place, Seat
+from varuna_capslog.plans.plan import Plan
+
+__all__ = ["Proposals"]
+
+
+class Proposals:
+    """The plans of generations that may follow the present one, by their members. Called by the member's one thread."""
+
+    def __init__(self, me: Member, work: Work, peers: Peers, place: Place) -> None:
+        self._me, self._work, self._peers, self._place = me, work, peers, place
+        self.known: dict[tuple[Member, ...], Plan | None] = {}
+
+    def settle(self, record: Generation, seats: Sequence[Seat]) -> bool:
+        """Whether it is known here what these members would run; the first voter searches it and tells the others."""
+        members = _members(seats)
+        if not self._work.proposes or members in self.known:
+            return True
+        if self._me != record.members[0]:
+            return False
+        plan = self.of(seats)
+        about: dict[str, Any] = {"members": members, "plan": None if plan is None else plan.to_json()}
+        for member in record.members[1:]:
+            self._peers.send(member, "plan", generation=record.number, **about)
+        return True
+
+    def heard(self, members: Sequence[Member], plan: Any) -> None:
+        """What the first voter has told. Raises CapslogError for what is no plan."""
+        self.known[tuple(members)] = None if plan is None else Plan.from_json(plan, "the plan of the next generation")
+
+    def of(self, seats: Sequence[Seat]) -> Plan | None:
+        """The plan for the record of a generation of these seats; searched here where nobody has told it."""
+        members = _members(seats)
+        if members not in self.known:
+            self.known[members] = self._work.propose(seats)
+        return self.known[members]
+
+    def place(self, seats: Sequence[Seat], plan: Plan | None = None) -> MemberLayout | str:
+        """Who would own and copy what, as far as it is known here; see `recovery.Place`."""
+        return self._place(seats, plan or self.known.get(_members(seats)))
+
+
+def _members(seats: Sequence[Seat]) -> tuple[Member, ...]:
+    return tuple(seat.member for seat in seats)
