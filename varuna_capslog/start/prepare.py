@@ -19,10 +19,10 @@ from varuna_capslog.memory import AUTO, MEMORY_MODELS
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planners import JOINT, PLANNER_NAMES
 from varuna_capslog.planners.seconds import Link
-from varuna_capslog.planning.ranks import judged
+from varuna_capslog.planning.ranks import judged, within_tier
 from varuna_capslog.planning.search import plan as search
 from varuna_capslog.planning.simulation import with_step_seconds
-from varuna_capslog.planning.verdict import capacities_of_devices, rehearsed
+from varuna_capslog.planning.verdict import HostMemory, capacities_of_devices, rehearsed
 from varuna_capslog.plans.parts import PlanRank, Units
 from varuna_capslog.plans.pipelines import stages_of_pipelines
 from varuna_capslog.plans.plan import Plan, latest_plan, plan_path, read_plan, write_plan
@@ -133,6 +133,7 @@ def _plan(config: Config, profile: Profile | None, given: Plan | None, link: Lin
         from varuna_capslog.profiling.rehearsal import rehearse_config
 
         plan = rehearsed(plan, rehearse_config(config, plan.cut_list), snapshots, Headroom.of(profile), find)
+    plan = within_tier(profile, plan, run, _tier(config))
     if given is not None:
         return plan if plan.fits is False else given
     return with_step_seconds(profile, plan, run, link)
@@ -143,6 +144,7 @@ def _needs_profile(config: Config, given: Plan | None) -> bool:
     pipeline = config.pipeline
     if given is not None:
         limited = any(one.capacity_bytes is not None for one in given.ranks)
+        limited |= pipeline.host_capacity is not None and any(stage.offloads for stage in given.stages)
         return limited or (config.elastic.enabled and pipeline.planner in ("throughput", JOINT))
     return pipeline.cuts is None or pipeline.capacity is not None
 
@@ -209,8 +211,12 @@ def _judged(plan: Plan, config: Config, profile: Profile, link: Link | None) -> 
         return rehearse_plan(config, plan)
 
     run = RunShape.of_config(config)
-    found = judged(profile, plan, run, rehearsal)
+    found = judged(profile, plan, run, rehearsal, _tier(config))
     return found if found.step_seconds is not None else with_step_seconds(profile, found, run, link)
+
+
+def _tier(config: Config) -> HostMemory:
+    return HostMemory(config.pipeline.host_capacity, config.pipeline.host_tier != "memory")
 
 
 def _given_cuts(config: Config) -> Plan:
