@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from varuna_capslog.engine.probe import CPU_SOURCE, PeakProbe, StageMeter, held_inputs, storage_bytes
+from varuna_capslog.engine.probe import CPU_SOURCE, PeakProbe, StageMeter, held_inputs, storage_bytes, storages_of
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
@@ -138,7 +138,7 @@ def test_the_peak_is_the_largest_of_all_blocks_with_what_is_there_before() -> No
 def test_what_a_forward_saves_counts_without_what_was_there() -> None:
     weight, x = torch.ones(4, 4, requires_grad=True), torch.ones(4, 4)
     meter = StageMeter(CPU, lambda: [weight.detach()])
-    with contextlib.suppress(StopIteration), meter.saving([weight.detach()], lambda: [x]):
+    with contextlib.suppress(StopIteration), meter.saving(storages_of([weight.detach()]), lambda: [x]):
         kept = (x @ weight).exp()  # saves x, weight and its own result
         raise StopIteration
     assert meter.saved_bytes == x.nbytes + kept.nbytes

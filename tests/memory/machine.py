@@ -20,7 +20,7 @@ from varuna_capslog.profiles.runs import stage_runs
 from varuna_capslog.schedules import Action, Message, Recv, SendInstruction, lower
 
 Storage = tuple[str, int, int]
-"""("act" or "grad", microbatch, cut), ("inner", microbatch, layer) or ("sum", block, layer)."""
+"""("act" or "grad", microbatch, cut), ("inner", "hidden" or "statistics", microbatch, layer), ("sum", block, layer)."""
 WORK, BARE = 50, 20
 """Bytes that every layer needs while it works, with a graph or a backward, and without."""
 AGAIN, AWAY = 1000, 2000
@@ -29,11 +29,16 @@ AGAIN, AWAY = 1000, 2000
 
 @dataclass(frozen=True)
 class Model:
-    """Layers with parameters, bytes that a graph keeps inside them, and whether it keeps their output as well."""
+    """Layers with parameters, and the bytes that a graph keeps inside them: those that autograd's hooks see, and hidden
+    ones; whether it saves their inputs and outputs as well; and the statistics that a forward leaves.
+    """
 
     static: list[int]
     gradients: list[int]
     inner: list[int]
+    hidden: list[int]
+    statistics: list[int]
+    keeps_input: list[bool]
     keeps_output: list[bool]
     cuts: list[int]
 
@@ -45,13 +50,22 @@ class Model:
             [draw.randrange(500) * scale for _ in range(size)],
             [draw.randrange(1, 40) * scale for _ in range(size)],
             [draw.randrange(100, 200) * scale for _ in range(size)],
+            [draw.choice([0, 0, 7]) * scale for _ in range(size)],
+            [draw.choice([0, 3]) * scale for _ in range(size)],
+            [draw.random() < 0.7 for _ in range(size)],
             [*(draw.random() < 0.5 for _ in range(size - 1)), True],  # the loss reads the last one
             [cut if even else draw.randrange(1, 30) * scale for _ in range(size + 1)],
         )
 
     def bytes(self, storages: Iterable[Storage]) -> int:
         sizes = {"act": self.cuts, "grad": self.cuts, "inner": self.inner, "sum": self.gradients}
+        sizes |= {"hidden": self.hidden, "statistics": self.statistics}
         return sum(sizes[kind][place] for kind, _, place in set(storages))
+
+    def stays(self, storages: Iterable[Storage]) -> set[Storage]:
+        """Those of a graph that offloading leaves on the device: what the loss reads, and what is hidden."""
+        last = len(self.static)
+        return {one for one in storages if one[0] == "hidden" or (one[0] == "act" and one[2] == last)}
 
 
 @dataclass
@@ -62,7 +76,7 @@ class Rank:
     layers: Sequence[int]
     holding: dict[object, set[Storage]] = field(default_factory=dict)
     peak: int = 0
-    host: dict[object, set[Storage]] = field(default_factory=dict)
+    host: dict[tuple[int, int, int], set[Storage]] = field(default_factory=dict)
     versions: dict[object, tuple[int, int]] = field(default_factory=dict)
 
     def note(self, more: Iterable[Storage] = (), work: int = 0) -> None:
@@ -72,31 +86,41 @@ class Rank:
 
     # -- one call of a stage
 
-    def forward(self, key: object, mb: int, first: int, end: int, graph: bool) -> None:
-        """Layers first .. end-1; the input is held by whoever calls. The output is left in holding["out"]."""
+    def forward(self, key: object, mb: int, first: int, end: int, graph: bool, enters: bool = True) -> None:
+        """Layers first .. end-1; the input is held by whoever calls. The output is left in holding["out"].
+
+        enters: the graph holds its input also where no layer saves it.
+        """
         own = self.holding.setdefault(key, set())
         for layer in range(first, end):
             ends = [self.act(key, mb, cut, first) for cut in (layer, layer + 1)]
             if graph:
-                own |= {ends[0], ("inner", mb, layer)}
+                own |= self._kept(key, mb, layer, first, enters)
                 if self.model.keeps_output[layer]:
                     own.add(ends[1])
             self.note(ends, WORK if graph else BARE)
         self.holding["out"] = {ends[1]}
+
+    def _kept(self, key: object, mb: int, layer: int, first: int, enters: bool) -> set[Storage]:
+        """What the graph of layers from `first` on keeps of one of them, its output apart."""
+        found: set[Storage] = {("inner", mb, layer), ("hidden", mb, layer)}
+        if self.model.keeps_input[layer] or (enters and layer == first):
+            found.add(self.act(key, mb, layer, first))
+        return found
 
     def act(self, key: object, mb: int, cut: int, first: int) -> Storage:
         """The tensor at a cut: made again, or back from the host tier, it is another storage."""
         input_version, version = self.versions.get(key, (0, 0))
         return "act", mb + (input_version if cut == first else version), cut
 
-    def backward(self, key: object, mb: int, first: int, end: int, block: int) -> None:
+    def backward(self, key: object, mb: int, first: int, end: int, block: int, enters: bool = True) -> None:
         """The same layers back; the gradient of the output is held by whoever calls and stays until the end."""
         for layer in range(end - 1, first - 1, -1):
             self.holding.setdefault("sums", set()).add(("sum", block, layer))
             self.note({("grad", mb, layer)} if layer else (), WORK)
-            kept = [self.act(key, mb, cut, first) for cut in range(first, layer)]
-            kept += [self.act(key, mb, cut + 1, first) for cut in range(first, layer) if self.model.keeps_output[cut]]
-            self.holding[key] = {*kept, *(("inner", mb, one) for one in range(first, layer))}
+            before = range(first, layer)
+            kept = {self.act(key, mb, one + 1, first) for one in before if self.model.keeps_output[one]}
+            self.holding[key] = kept.union(*(self._kept(key, mb, one, first, enters) for one in before))
         del self.holding[key]
         self.holding["out"] = {("grad", mb, first)} if first else set()
 
@@ -126,10 +150,12 @@ def profile_of(model: Model, device: str) -> Profile:
         rank.forward("graph", 0, first, end, True)
         forward = most(rank, began)
         del rank.holding["in"]
-        saved = model.bytes(rank.holding["graph"])
+        graph = set(rank.holding["graph"])
+        whole, stays = model.bytes(graph), model.stays(graph)
+        moved = graph - stays - (set() if model.keeps_input[first] else {("act", 0, first)})
         shared = 0 if last else model.bytes(rank.holding["graph"] & rank.holding["out"])
         rank.holding["out"] = set() if last else {("grad", 0, end)}
-        began, graph = level(), set(rank.holding["graph"])
+        began = level()
         rank.holding["seed"] = rank.holding["out"]
         rank.backward("graph", 0, first, end, 0)
         first_backward = most(rank, began)
@@ -138,8 +164,10 @@ def profile_of(model: Model, device: str) -> Profile:
         rank.backward("graph", 0, first, end, 0)
         backward = most(rank, began)
         made = sum(model.gradients[layer] for layer in layers)
-        actions = ActionBytes(forward, bare, backward, first_backward, 0, made, shared)
-        peak = static + made + max(forward + model.cuts[first], backward + saved)
+        statistics, saved = sum(model.statistics[layer] for layer in layers), whole - sum(model.hidden[first:end])
+        parts = statistics, whole, model.bytes(moved), model.bytes(stays)
+        actions = ActionBytes(forward, bare, backward, first_backward, 0, made, shared, *parts)
+        peak = static + made + statistics + max(forward + model.cuts[first], backward + whole)
         rows.append(
             Observation(
                 (first, end), device, 1, [1], peak, static_bytes=static + made, saved_bytes=saved,
@@ -237,12 +265,11 @@ class Machine:
         own = [one for one in self.program if isinstance(one, Action) and one.stage == number and one.kind in "FRBIW"]
         place = next(place for place, one in enumerate(own) if (one.kind, one.microbatch) == ("F", call))
         away = Action(number, "O", call) in self.program
-        if own[place + 1] == Action(number, "B", call) and not away:
-            return [(first, end, "")]
+        whole = own[place + 1] == Action(number, "B", call) and not away
         found, reached = [], first
         for one in self.stages[number].memory or ():
             found += [(reached, one.first, "")] if reached < one.first else []
-            found.append((one.first, one.end, one.kind))
+            found.append((one.first, one.end, "" if whole else one.kind))
             reached = one.end
         return [*found, (reached, end, "")] if reached < end else found
 
@@ -257,6 +284,8 @@ class Machine:
         offload = any(one == Action(number, "O", call) for one in self.program)
         if action.kind == "F":
             self._arrive(before, here, "activation")
+            layers = range(parts[0][0], parts[-1][1])
+            holding.setdefault("statistics", set()).update(("statistics", mb, layer) for layer in layers)
             for part in parts:
                 first, end, kind = part
                 holding["in"] = {("act", mb, first)}
@@ -264,63 +293,78 @@ class Machine:
                     holding.pop(("buffer", before and Message("activation", before, here)), None)
                 if "recompute" in kind:
                     holding[keys[part]] = {("act", mb, first)}
+                    if "offload" in kind and not offload:
+                        self._take_away(keys[part], kind)
+                    if end == len(self.model.static) and not any(self.model.statistics[first:end]):
+                        holding["out"] = set()
+                        continue
                     rank.forward("none", mb, first, end, False)
                     del holding["none"]
                 else:
-                    rank.forward(keys[part], mb, first, end, True)
+                    rank.forward(keys[part], mb, first, end, True, "offload" not in kind)
+                    if "offload" in kind and not offload:
+                        self._take_away(keys[part], kind)
             del holding["in"]
             out = holding.pop("out")
             if after is not None:
                 holding["buffer", Message("activation", here, after)] = out
-            for part in parts:
-                if "offload" in part[2] and not offload:
-                    self._take_away(keys[part])
             rank.note()
         elif action.kind == "O":
             for part in parts:
                 if "offload" in part[2]:
                     leaving = "leaving", keys[part]
                     kept = set(holding[keys[part]])
-                    self._take_away(keys[part])
+                    self._take_away(keys[part], part[2])
                     holding[leaving] = kept
                     self.copies.append(leaving)
             rank.note()
         elif action.kind == "L":
-            for part in parts:
-                self._bring_back(keys[part])
+            self._bring_back(parts, keys, offload)
             rank.note()
         elif action.kind == "R":
+            self._bring_back(parts, keys, offload)
+            rank.note()
             again = [part for part in parts if "recompute" in part[2]]
             if again:
-                self._bring_back(keys[again[-1]])
                 self._rebuild(again[-1], keys, mb)
                 self.ready.add(keys[again[-1]])  # type: ignore[arg-type]
             rank.note()
         elif action.kind == "B":
+            self._bring_back(parts, keys, offload)
+            rank.note()
             self._backward(parts, keys, mb, (here, before, after))
         for leaving in waited:
-            del holding[leaving]
+            holding.pop(leaving, None)
 
     def _arrive(self, source: tuple[int, int] | None, target: tuple[int, int], kind: str) -> None:
         if source is None:
             mb = self.graph.microbatches[target[0]][target[1]]
             self.rank.holding["buffer", None] = {("act", mb, self.stages[target[0]].layers[0][0])}
 
-    def _take_away(self, key: object) -> None:
-        """All but what the loss reads."""
-        holding, last = self.rank.holding, len(self.model.static)
-        if key in holding:
-            kept = holding.pop(key)
-            holding["loss", key] = {one for one in kept if one[0] == "act" and one[2] == last}
-            self.rank.host[key] = kept - holding["loss", key]
-            self.host_bytes = max(self.host_bytes, sum(map(self.model.bytes, self.rank.host.values())))
+    def _take_away(self, key: tuple[int, int, int], kind: str) -> None:
+        """All that moves. What segments of one call share goes once where it goes together."""
+        holding = self.rank.holding
+        kept = holding.pop(key)
+        holding["stays", key] = set() if "recompute" in kind else self.model.stays(kept)
+        self.rank.host[key] = kept - holding["stays", key]
+        calls: dict[object, list[set[Storage]]] = {}
+        for (number, call, first), moved in self.rank.host.items():
+            together = Action(number, "O", call) in self.program
+            calls.setdefault((number, call, None if together else first), []).append(moved)
+        self.host_bytes = max(self.host_bytes, sum(self.model.bytes(set().union(*some)) for some in calls.values()))
 
-    def _bring_back(self, key: object) -> None:
-        if key in self.rank.host and key not in self.rank.holding:
-            self.rank.versions[key] = AWAY, AWAY
-            self.rank.holding[key] = self.rank.holding.pop(("loss", key)) | {
-                (kind, number + AWAY * (kind == "act"), place) for kind, number, place in self.rank.host[key]
-            }
+    def _bring_back(self, parts: list, keys: dict, together: bool) -> None:  # type: ignore[type-arg]
+        """Whatever of the call is away, as other tensors; a copy that has not been waited for is waited for first."""
+        holding = self.rank.holding
+        for place, part in enumerate(parts):
+            key = keys[part]
+            if key in self.rank.host and key not in holding:
+                holding.pop(("leaving", key), None)
+                version = AWAY * (1 + 20 * key[0] + (0 if together else 1 + place))
+                self.rank.versions[key] = version, version
+                holding[key] = holding.pop(("stays", key)) | {
+                    (kind, number + version * (kind == "act"), place) for kind, number, place in self.rank.host[key]
+                }
 
     def _rebuild(self, part: tuple[int, int, str], keys: dict[tuple[int, int, str], object], mb: int) -> None:
         first, end, _ = part
@@ -335,14 +379,11 @@ class Machine:
         rank, holding = self.rank, self.rank.holding
         block = mb // self.units.of_block
         buffer = ("buffer", after and Message("gradient", here, after))
-        for part in parts:
-            self._bring_back(keys[part])
-        rank.note()
         for part in reversed(parts):
             first, end, kind = part
             if "recompute" in kind and keys[part] not in self.ready:
                 self._rebuild(part, keys, mb)
-            rank.backward(keys[part], mb, first, end, block)
+            rank.backward(keys[part], mb, first, end, block, kind != "offload")
             holding.pop(buffer, None)
             holding["seed"] = holding.pop("out")
         gradient = holding.pop("seed")

@@ -13,9 +13,10 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.units import format_bytes
 from varuna_capslog.memory.fold import fold
 from varuna_capslog.memory.headroom import Headroom
-from varuna_capslog.planning.ranks import fold_plan, judged, with_rank_bytes
+from varuna_capslog.planning.ranks import fold_plan, judged, with_rank_bytes, within_tier
 from varuna_capslog.planning.search import plan as search
 from varuna_capslog.planning.simulation import simulate_plan
+from varuna_capslog.planning.verdict import HostMemory
 from varuna_capslog.plans.parts import MemoryInterval, PlanRank, PlanStage, Shortfall, Units
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
@@ -130,6 +131,37 @@ def test_the_host_tier_counts_where_it_is_the_same_memory() -> None:
     for shared, fits in ((True, False), (False, True)):
         found = with_rank_bytes(plan, [90, 80], [11, 0], Headroom(), shared)
         assert (found.fits, [one.host_bytes for one in found.ranks]) == (fits, [11, None])
+
+
+def test_a_host_tier_that_is_too_small_is_named_before_the_run() -> None:
+    """`pipeline.host_capacity` was met in the middle of the first step only."""
+    profile, offloading = profile_of(MODEL, "cpu"), (MemoryInterval(2, 4, "offload"),)
+    stages = (STAGES[0], dataclasses.replace(STAGES[1], memory=offloading), STAGES[2])
+    plan = dataclasses.replace(plan_with(), stages=stages)
+    (_, size) = (one.host_bytes for one in fold_plan(profile, plan, RUN))
+    assert size > 0
+    assert judged(profile, plan, RUN, tier=HostMemory(size)).fits is True
+    found = judged(profile, plan, RUN, tier=HostMemory(size - 1))
+    assert (found.fits, found.shortfall) == (False, Shortfall(None, 1, rank=1))
+    assert found.notes == (
+        f"does not fit: rank 1 needs {format_bytes(size)} of the {format_bytes(size - 1)} that its host tier may hold "
+        "(pipeline.host_capacity), 1 B too much; raise it, or offload fewer layers",
+    )
+    # on the CPU a tier in memory counts against the device's capacity, one in files does not
+    peak = judged(profile, plan, RUN).ranks[1].bytes
+    limited = dataclasses.replace(plan, ranks=(PlanRank(), PlanRank(capacity_bytes=peak)))
+    assert judged(profile, limited, RUN).fits is False
+    assert judged(profile, limited, RUN, tier=HostMemory(in_files=True)).fits is True
+
+
+def test_so_is_one_for_the_inputs_of_stages_that_a_search_has_found() -> None:
+    profile, run = profile_of(MODEL, "cuda"), RunShape(8, "varuna", True, "host")
+    found = search(profile, 2, memory="ranks", run=run)
+    most = max(one.host_bytes for one in fold_plan(profile, found, run))
+    assert within_tier(profile, found, run, HostMemory(most)) == found
+    less = within_tier(profile, found, run, HostMemory(most - 1))
+    assert (less.fits, less.shortfall) == (False, Shortfall(0, 1, None))
+    assert Plan.from_json(less.to_json()).fits is False
 
 
 def test_the_search_and_the_simulation_show_the_fold() -> None:

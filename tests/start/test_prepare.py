@@ -176,3 +176,25 @@ def test_a_run_that_is_profiled_anew_goes_on_with_its_plan(tmp_path: Path, fitti
     files.write_json(tmp_path / "run" / "plan-1.json", SHORT)  # the devices have changed since
     prepare(tmp_path, other)
     assert files.read_json(tmp_path / "run" / "plan-2.json") == other
+
+
+# -- the host tier
+
+
+def test_a_host_tier_that_is_too_small_is_said_before_any_worker_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan without a capacity was not profiled, and the first step ended when the tier was full."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    first, second = {"layers": [[0, 5]], "ranks": [0]}, {"layers": [[5, 11]], "ranks": [1]}
+    offloads = {"memory": [[0, 4, "offload"]]}
+    full = {key: REPLICATED_MIDDLE[key] for key in ("format", "num_layers", "units", "schedule")}
+    config = config_for(tmp_path, full | {"stages": [first | offloads, second]})
+    enough = config.model_copy(update={"pipeline": config.pipeline.model_copy(update={"host_capacity": 2**30})})
+    found = prepare_run(enough, show=False)
+    size = found.ranks[0].host_bytes
+    assert size is not None
+    small = config.model_copy(update={"pipeline": config.pipeline.model_copy(update={"host_capacity": size - 1})})
+    said = r"rank 0 needs .* that its host tier may hold \(pipeline.host_capacity\), 1 B too much; raise it, or offload"
+    with pytest.raises(DoesNotFit, match=said):
+        prepare_run(small, show=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ __all__ = [
     "held_inputs",
     "resident_tensors",
     "storage_bytes",
+    "storages_of",
 ]
 
 CPU_SOURCE = "cpu allocator events"
@@ -98,6 +99,8 @@ class StageMeter:
         peak_bytes, peak_source: the largest of the peaks, and how they were measured; None before the first.
         static_bytes: of what was resident when it was last counted.
         saved_bytes: the most that a forward left behind for its backward.
+        moved_bytes: the part of it that offloading would take: what autograd saved, but not for the loss.
+        entered_bytes: the same with the tensors that graphs begin with.
         seconds: every duration, by name.
     """
 
@@ -105,7 +108,7 @@ class StageMeter:
         self._device, self._resident = device, resident
         self.peak_bytes: int | None = None
         self.peak_source: str | None = None
-        self.static_bytes = self.saved_bytes = 0
+        self.static_bytes = self.saved_bytes = self.moved_bytes = self.entered_bytes = 0
         self.seconds: dict[str, list[float]] = {"forward": [], "backward": []}
 
     @contextlib.contextmanager
@@ -125,19 +128,31 @@ class StageMeter:
         self.static_bytes = storage_bytes(self._resident())
 
     @contextlib.contextmanager
-    def saving(self, own: Sequence[Tensor], kept: Callable[[], Iterable[Tensor] | None]) -> Iterator[None]:
+    def saving(
+        self,
+        own: Collection[int],
+        kept: Callable[[], Iterable[Tensor] | None],
+        entries: Callable[[], Iterable[Tensor]] = tuple,
+        in_loss: Callable[[], bool] = bool,
+    ) -> Iterator[None]:
         """Around one forward, or one recomputation.
 
         Args:
-            own: what was resident before; it is not saved by the forward.
+            own: the storages (`storages_of`) that were resident before; they are not saved by the forward.
             kept: asked at the end for what waits for the backward besides the tensors that autograd saved; None where
                 this forward leaves nothing behind.
+            entries: asked then for those of them that graphs begin with.
+            in_loss: whether what autograd saves is for the loss.
         """
-        saved: list[Tensor] = []
+        saved: dict[int, int] = {}
+        moved: dict[int, int] = {}
 
         def pack(tensor: Tensor) -> Tensor:
-            saved.append(tensor)
+            (saved if in_loss() else moved).update(storages_of([tensor]))
             return tensor
+
+        def size(found: dict[int, int]) -> int:
+            return sum(size for key, size in found.items() if key not in own)
 
         try:
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -145,8 +160,9 @@ class StageMeter:
         finally:  # a forward on Varuna ends by an exception
             waiting = kept()
             if waiting is not None:
-                found = storage_bytes([*own, *saved, *waiting]) - storage_bytes(own)
-                self.saved_bytes = max(self.saved_bytes, found)
+                self.saved_bytes = max(self.saved_bytes, size(saved | moved | storages_of(waiting)))
+                self.moved_bytes = max(self.moved_bytes, size(moved))
+                self.entered_bytes = max(self.entered_bytes, size(moved | storages_of(entries())))
 
     @contextlib.contextmanager
     def timing(self, name: str) -> Iterator[None]:
@@ -186,7 +202,12 @@ def resident_tensors(layers: Sequence[EngineLayer], optimizer: StageOptimizer) -
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the distinct storages behind `tensors`."""
-    return sum(_storages(tensors).values())
+    return sum(storages_of(tensors).values())
+
+
+def storages_of(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Identity -> bytes of each storage, of fake tensors too, which have no address."""
+    return {(storage := tensor.untyped_storage())._cdata: storage.nbytes() for tensor in tensors}
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:

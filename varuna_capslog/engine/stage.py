@@ -52,6 +52,9 @@ class Stage:
         loss: the workload's loss if this is the last stage.
         memory: what is not kept, by memory intervals; see `plans.parts.MemoryInterval`.
         tier: where they offload to; None: nowhere, what they would offload stays.
+
+    Attributes:
+        in_loss: whether the loss is being computed.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class Stage:
         self._tier = tier if any(segment.offloads for segment in self.segments) else None
         self._loss = loss
         self._held: dict[int, _Held] = {}
+        self.in_loss = False
         self.parts: dict[int, dict[str, Tensor]] = {}
         self.refusals: dict[int, str] = {}
         # where a module's own sharding would gather its parameters and reduce its gradients, once per step
@@ -155,6 +159,7 @@ class Stage:
             leaf = live[name].detach()
             leaves[name] = leaf.requires_grad_() if context.specs[self.end][name].requires_grad else leaf
         try:
+            self.in_loss = True
             with torch.enable_grad():
                 parts = self._loss(leaves, context.targets, context.normalisers)
         except StepRefused as refusal:
@@ -162,6 +167,8 @@ class Stage:
             # there
             self.refusals[context.index] = str(refusal)
             parts = {"loss": torch.full((), torch.nan)}
+        finally:
+            self.in_loss = False
         if "loss" not in parts:
             raise CapslogError(f"the workload's loss returned {sorted(parts)}; one of them must be named 'loss'")
         held.outputs, held.loss = leaves, parts["loss"]
@@ -211,11 +218,19 @@ class Stage:
     def kept(self, microbatch: int) -> list[Tensor]:
         """What is held of a microbatch between its actions, besides the tensors that autograd saved (for profiling)."""
         held = self._held[microbatch]
-        graphs = [graph for state in held.states for graph in state.graphs]
-        leaves = [leaf for graph in graphs for leaf in graph.leaves.values()]
         inputs = [kept for state in held.states for kept in (state.inputs or {}).values()]
         noted = [gradient for rest in held.rests for gradient in rest.gradients]
-        return [one for one in (*leaves, *inputs, *noted, *(held.outputs or {}).values()) if isinstance(one, Tensor)]
+        more = (*inputs, *noted, *(held.outputs or {}).values())
+        return [*self.entries(microbatch), *(one for one in more if isinstance(one, Tensor))]
+
+    def entries(self, microbatch: int) -> list[Tensor]:
+        """The part of `kept` with which graphs begin, and which is not held where they are offloaded."""
+        graphs = [graph for state in self._held[microbatch].states for graph in state.graphs]
+        return [leaf for graph in graphs for leaf in graph.leaves.values() if isinstance(leaf, Tensor)]
+
+    def statistics(self, microbatch: int) -> list[Tensor]:
+        """The running statistics that its forward has left until the end of the step (for profiling)."""
+        return [one for layer in self.layers for one in layer.statistics.of(microbatch)]
 
     def evaluate(self, context: MicrobatchContext, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """Runs the stage without keeping anything (the caller has set evaluation mode)."""

@@ -93,6 +93,10 @@ class RunningStatistics:
             self._recording.append(torch.stack([module.running_mean, module.running_var]))
         module.running_mean, module.running_var, module.num_batches_tracked, module.momentum = kept
 
+    def of(self, microbatch: int) -> Sequence[Tensor]:
+        """Those of one microbatch of this step so far."""
+        return self._seen.get(microbatch, ())
+
     def take(self) -> dict[int, list[Tensor]]:
         """The statistics of this step, [2, features] per module call, by microbatch; forgets them."""
         seen, self._seen = self._seen, {}

@@ -21,8 +21,7 @@ from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.membership.redundancy import Copies, Reserve, place_copies, reserves
 from varuna_capslog.memory import NEVER
 from varuna_capslog.memory.headroom import Headroom
-from varuna_capslog.planning.ranks import tier_is_device
-from varuna_capslog.planning.verdict import MemoryVerdict, judge, judge_ranks
+from varuna_capslog.planning.verdict import HostMemory, MemoryVerdict, judge, judge_ranks
 from varuna_capslog.plans.parts import Units
 from varuna_capslog.plans.pipelines import pipelines_of, plan_of_pipelines
 from varuna_capslog.plans.plan import Plan
@@ -48,6 +47,7 @@ class Placer:
             third of the layer's state.
         given: the run's own plan, of any stages, taken where exactly as many devices are there as it is for, and it
             fits them. It need not be what a planner would choose.
+        tier: where the host tier's bytes lie.
     """
 
     def __init__(
@@ -56,7 +56,9 @@ class Placer:
         elastic: Elastic,
         gradient_bytes: Sequence[int] | None = None,
         given: Plan | None = None,
+        tier: HostMemory | None = None,
     ) -> None:
+        self._tier = tier or HostMemory()
         self.candidates, self.elastic, self.sync = candidates, elastic, elastic.protection == "sync"
         self.layer_bytes = tuple(candidates.layer_bytes)
         self.gradient_bytes = tuple(gradient_bytes or (-(-size // 3) for size in self.layer_bytes))
@@ -88,7 +90,7 @@ class Placer:
         if plan is not None and plan.short:
             one_each = len(plan.stages) == pipeline.devices
             plan = _of_pipelines(candidates, plan.cut_list, pipeline.replicas) if one_each else None
-        return cls(candidates, config.elastic, gradient_bytes, plan)
+        return cls(candidates, config.elastic, gradient_bytes, plan, HostMemory.of_config(config))
 
     def __call__(self, seats: Sequence[Seat], plan: Plan | None = None) -> MemberLayout | str:
         """Who owns and copies what, or the sentence that says for what the run waits.
@@ -174,7 +176,7 @@ class Placer:
         if (alike := pipelines_of(plan)) is not None:
             return Choice.of_candidate(self.candidates.of_cuts(alike[1], alike[0]), plan.num_layers)
         profile = self.candidates.profile
-        one_memory = profile is not None and tier_is_device(profile)
+        one_memory = profile is not None and self._tier.is_device(profile)
         return Choice.of_plan(plan, self.candidates.beside or [0] * plan.num_layers, one_memory)
 
     def _check(self, plan: Plan) -> None:

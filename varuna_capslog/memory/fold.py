@@ -2,14 +2,13 @@
 
     bytes(rank, p) = what is resident: parameters, moments, buffers
                    + gradients of parameters, and blocks of them that wait for each other or for the exchange
-                   + for every call in flight at p what it holds (`treatment`)
+                   + for every call in flight at p what it holds (`treatment`), and the statistics that they leave
                    + tensors on their way: received, posted ahead, sent and not yet confirmed (`schedules/traffic`)
                    + what the action at p needs besides
 
 A rank carries out one list, so its peak depends on the list alone and not on time. The models of
 `inflight` are this sum in closed form for one pipeline of one stage per rank. It serves every full plan: several stages
-on a rank, unequal blocks, memory intervals, given lists. What it does not count: running statistics of BatchNorm that
-wait for the commit (two vectors per call), and what a data loader holds.
+on a rank, unequal blocks, memory intervals, given lists. What it does not count: what a data loader holds.
 
 The sum is one array per rank: every event adds to the position from which it counts, and a running sum gives all
 positions at once, so that ten thousand actions take some milliseconds.
@@ -23,9 +22,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from varuna_capslog.memory.exchange import Holders, exchange
+from varuna_capslog.memory.exchange import Holders, exchange, exchanged_statistics
 from varuna_capslog.memory.range_bytes import RangeBytes
-from varuna_capslog.memory.treatment import Treatment, kept_whole, treated
+from varuna_capslog.memory.treatment import Treatment, treated
 from varuna_capslog.plans.parts import PlanStage, Units, with_memory
 from varuna_capslog.plans.rules import paths_of
 from varuna_capslog.profiles.record import Profile
@@ -95,7 +94,7 @@ def fold(
     calls = [_StageCalls(ranges, step, messages, stage, number) for number, stage in enumerate(stages)]
     for one in calls:
         one.add_to(sums[one.rank], calls, holders)
-    return [total.result(rank, holders) for rank, total in enumerate(sums)]
+    return [total.result(rank, holders, units.of_block) for rank, total in enumerate(sums)]
 
 
 def _holders(stages: Sequence[PlanStage], blocks: int) -> Holders:
@@ -112,8 +111,9 @@ class _RankSum:
     def __init__(self, ranges: RangeBytes, row: RankActions) -> None:
         self.ranges, self.row = ranges, row
         self.change, self.need, self.host, self.let_go = (np.zeros(len(row) + 1, dtype=np.int64) for _ in range(4))
+        self.statistics = 0
 
-    def result(self, rank: int, holders: Holders) -> RankFold:
+    def result(self, rank: int, holders: Holders, of_block: int) -> RankFold:
         """The fold of the events."""
         ranges, layers = self.ranges, frozenset(layer for layer, ranks in holders.items() if rank in ranks)
         if not layers:
@@ -121,8 +121,11 @@ class _RankSum:
         resident = ranges.resident(layers)
         during = resident + np.cumsum(self.change) + np.maximum(self.need, self.let_go)
         gradients = sum(int(ranges.gradients[layer]) for layer in layers)
-        at_end = max(exchange(ranges, rank, holders), gradients + ranges.update(layers))
-        end = max(int(during[-1]), resident + at_end)
+        statistics = exchanged_statistics(ranges, rank, holders, of_block)
+        at_end = max(
+            exchange(ranges, rank, holders), gradients + max(statistics[0], statistics[1] + ranges.update(layers))
+        )
+        end = max(int(during[-1]), resident + self.statistics + at_end)
         return RankFold(tuple(during[:-1].tolist()), end, int(np.cumsum(self.host).max(initial=0)))
 
 
@@ -156,6 +159,9 @@ class _StageCalls:
 
         stages: of the plan. holders: layer -> its ranks.
         """
+        statistics = self.ranges.statistics(self.first, self.end)
+        np.add.at(total.change, self.forwards, statistics)
+        total.statistics += statistics * len(self.forwards)
         for calls, one in self.modes:
             self._add(total, calls, one)
             self._add_shared_inputs(total, calls, one, stages)
@@ -168,14 +174,13 @@ class _StageCalls:
 
     def _modes(self, stage: PlanStage) -> list[tuple[Numbers, Treatment]]:
         """The calls that are treated alike, and how."""
-        ranges, intervals = self.ranges, stage.memory or ()
         whole = self._kept_whole(self.step.rows[self.rank])
-        modes = [(np.flatnonzero(whole), kept_whole(ranges, self.first, self.end))]
-        for recomputed in (False, True):
-            calls = np.flatnonzero(~whole & ((self.recomputes >= 0) == recomputed))
-            if len(calls):
-                modes.append((calls, treated(ranges, self.first, self.end, intervals, recomputed)))
-        return modes
+        kinds = 4 * whole + 2 * (self.step.at("O", self.number) >= 0) + (self.recomputes >= 0)
+        layers = self.ranges, self.first, self.end, stage.memory or ()
+        return [
+            (np.flatnonzero(kinds == kind), treated(*layers, bool(kind & 1), bool(kind & 2), bool(kind & 4)))
+            for kind in np.unique(kinds).tolist()
+        ]
 
     def _kept_whole(self, row: RankActions) -> NDArray[np.bool_]:
         """call -> whether it keeps all: `schedules.backwards_at_once`, in arrays."""
@@ -193,23 +198,20 @@ class _StageCalls:
         gradient_out = 0 if self.end == ranges.num_layers else gradient_out
         forward, backward, again = self.forwards[calls], self.backwards[calls], self.recomputes[calls]
         rerun = again >= 0
-        away_ahead = self._away(total, calls, one)
+        loaded = self._away(total, calls, one)
         # F: its input is there; it leaves what the call holds
         arrived = self.messages.begins["F"][self.number][calls]
         np.add.at(change, np.where(arrived >= 0, arrived, forward), np.where(self.local_before[calls], 0, inputs))
         total.need[forward] = one.forward
-        np.add.at(change, forward + 1, one.held - inputs - np.where(away_ahead, 0, one.away))
+        np.add.at(change, forward + 1, one.held - inputs)
         self._add_outputs(total, calls, one, outputs)
         # R
-        loaded = self.loads[calls] >= 0
-        returns = np.where(loaded, 0, one.back_at_recompute)
-        np.add.at(change, again[rerun], returns[rerun])
+        np.add.at(change, again[rerun], np.where(loaded, 0, one.host)[rerun])
         total.need[again[rerun]] = one.recompute
         np.add.at(change, again[rerun] + 1, one.grown)
         # B
-        held = one.held + np.where(rerun, one.grown, 0)
-        returns = np.where(loaded, 0, one.back_at_backward + np.where(rerun, 0, one.back_at_recompute))
-        np.add.at(change, backward, returns)
+        held = one.held - one.away + one.host + np.where(rerun, one.grown, 0)
+        np.add.at(change, backward, np.where(loaded | rerun, 0, one.host))
         if gradient_out:
             arrived = self.messages.begins["B"][self.number][calls]
             np.add.at(
@@ -221,17 +223,19 @@ class _StageCalls:
         self._add_gradients_sent(total, calls, gradient_in)
 
     def _away(self, total: _RankSum, calls: Numbers, one: Treatment) -> NDArray[np.bool_]:
-        """O and L; which calls have an O of their own, so that what leaves stays until that copy is waited for."""
+        """O and L; which calls have an L. What an O takes stays until its copy is waited for."""
         offloads, loads, row = self.step.at("O", self.number)[calls], self.loads[calls], total.row
-        there = offloads >= 0
-        if one.away:
+        there, loaded = offloads >= 0, loads >= 0
+        if one.host:
+            returns = np.where(self.recomputes[calls] >= 0, self.recomputes[calls], self.backwards[calls])
+            returns = np.where(loaded, loads, returns)
             work = np.append(row.where("FBIWR"), len(row) - 1)
-            waited = work[np.searchsorted(work[:-1], offloads[there], side="right")]
-            np.add.at(total.change, waited + 1, -one.away)
-            np.add.at(total.change, loads[loads >= 0], one.away)
-            np.add.at(total.host, np.where(there, offloads, self.forwards[calls]), one.away)
-            np.add.at(total.host, self.backwards[calls] + 1, -one.away)
-        return there
+            waited = work[np.searchsorted(work[:-1], offloads[there], side="right")] + 1
+            np.add.at(total.change, np.minimum(waited, returns[there]), -one.away)
+            np.add.at(total.change, loads[loaded], one.host)
+            np.add.at(total.host, np.where(there, offloads, self.forwards[calls]), one.host)
+            np.add.at(total.host, self.backwards[calls] + 1, -one.host)
+        return loaded
 
     def _add_outputs(self, total: _RankSum, calls: Numbers, one: Treatment, outputs: int) -> None:
         """The outputs, from F until the next stage here takes them, or until it is sure that the peer has them."""
@@ -265,6 +269,8 @@ class _StageCalls:
         again = self.recomputes[own]
         rerun = (again >= 0) & (one.input_kept != one.input_kept_then)
         # the stage before keeps its part when this stage lets its inputs go
+        needed = total.need[self.forwards[own]]
+        total.need[self.forwards[own]] = np.maximum(needed, one.behind + kept_before - both)
         np.add.at(total.change, self.forwards[own] + 1, kept_before - both)
         np.add.at(total.change, again[rerun] + 1, (both - then)[rerun])
         np.add.at(total.change, self.backwards[own] + 1, np.where(rerun, then, both))

@@ -51,11 +51,22 @@ class RangeBytes:
         self.carries = [cut > 0 and (size > 0 or not profile.tensors) for cut, size in enumerate(self.gradient)]
         if not self.told:
             self.gradient = [0] * len(self.gradient)
-        self._saved, more = _column(single, "saved_bytes"), _column(pair, "saved_bytes")
+        self._saved, more = self._graph(single), self._graph(pair)
         self._more_saved = more - self._saved[:-1]
+        last = np.array([*np.zeros(len(single) - 1), self.crossing[-1]], dtype=np.int64)
+        self._staying = self._known_part(single, "staying_bytes", last)
+        self._more_staying = self._known_part(pair, "staying_bytes", last[1:]) - self._staying[:-1]
+        self._moved = self._known_part(single, "moved_bytes", self._saved - self._staying)
+        self._more_moved = self._known_part(pair, "moved_bytes", more - last[1:]) - self._moved[:-1]
+        self._statistics = self._part(single, "statistics_bytes")
         self.gradients = self._part(single, "gradient_bytes") if self.told else _likely_gradients(profile, single)
         self._update, self._shared = self._part(single, "update_bytes"), self._part(single, "shared_bytes")
         self._pair_shared = self._part(pair, "shared_bytes")
+        if self._knows("moved_bytes", rows):
+            # what the layers on both sides of a cut save; rows that run again tell nothing else of their outputs
+            both = self._moved[1:] - self._more_moved
+            self._shared[:-1] = np.maximum(self._shared[:-1], both)
+            self._pair_shared[:-1] = np.maximum(self._pair_shared[:-1], both[1:])
         held = _column(single, "static_bytes") - self.gradients
         self._resident = held
         together = self._part(pair, "gradient_bytes") if self.told else self.gradients[:-1] + self.gradients[1:]
@@ -68,6 +79,22 @@ class RangeBytes:
     def saved(self, first: int, end: int) -> int:
         """What a forward of the range keeps for its backward, its inputs included."""
         return int(self._saved[first] + self._more_saved[first : end - 1].sum())
+
+    def moved(self, first: int, end: int) -> int:
+        """The part of `saved` that goes to the host tier where the range is offloaded."""
+        return max(0, int(self._moved[first] + self._more_moved[first : end - 1].sum()))
+
+    def staying(self, first: int, end: int) -> int:
+        """The part of `saved` that stays on the device then."""
+        return max(0, int(self._staying[first] + self._more_staying[first : end - 1].sum()))
+
+    def only_entered(self, layer: int) -> int:
+        """The part of a layer's `saved` with which its graph begins and which nothing else needs: the rest."""
+        return max(0, int(self._saved[layer] - self._moved[layer] - self._staying[layer]))
+
+    def statistics(self, first: int, end: int) -> int:
+        """Running statistics, which a forward of the range leaves until the end of the step."""
+        return int(self._statistics[first:end].sum())
 
     def forward(self, first: int, end: int) -> int:
         """The most of a forward or recomputation that keeps its graph, its inputs included."""
@@ -177,6 +204,15 @@ class RangeBytes:
             return np.zeros(len(rows), dtype=np.int64)
         return np.array([getattr(row.action_bytes, name) for row in rows], dtype=np.int64)
 
+    def _known_part(self, rows: Sequence[Observation], name: str, otherwise: Bytes) -> Bytes:
+        return self._part(rows, name) if self._knows(name, rows) else otherwise
+
+    def _knows(self, name: str, rows: Sequence[Observation]) -> bool:
+        return all(getattr(row.action_bytes, name, None) is not None for row in rows)
+
+    def _graph(self, rows: Sequence[Observation]) -> Bytes:
+        return self._known_part(rows, "graph_bytes", _column(rows, "saved_bytes"))
+
     def _beside(self, rows: Sequence[Observation], name: str) -> Bytes:
         """The most of an action, with its inputs, or its graph and the gradients of its outputs."""
         if not self.told:
@@ -185,7 +221,7 @@ class RangeBytes:
         begin, end = (np.array([row.layers[side] for row in rows], dtype=np.int64) for side in (0, 1))
         if "backward" in name:
             last = end == self.num_layers
-            there = _column(rows, "saved_bytes") + np.where(last, 0, np.array(self.gradient)[end])
+            there = self._graph(rows) + np.where(last, 0, np.array(self.gradient)[end])
         else:
             there = np.array(self.crossing)[begin]
         return self._part(rows, name) + there

@@ -3,28 +3,30 @@
 A stage's layers fall into segments: those that no interval names keep their graph, the others run again or leave the
 device. `fold` adds these numbers up over the calls of a rank; nothing here knows positions.
 
-Where a profile knows the tensors of every cut, one that several of a call's segments hold counts once.
+Where a profile knows the tensors of every cut, one that several of a call's segments hold counts once, on the device
+and, where a call's O takes them together, in the host tier. What comes back is other tensors than what stayed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from varuna_capslog.memory.range_bytes import RangeBytes
-from varuna_capslog.plans.parts import MemoryInterval, pieces_of
+from varuna_capslog.plans.parts import KEEP, MemoryInterval, pieces_of
 
-__all__ = ["Treatment", "kept_whole", "treated"]
+__all__ = ["Treatment", "treated"]
 
 
 @dataclass(frozen=True)
 class Treatment:
     """Bytes of one call of a stage. "Beside" means: beside what was there when the action began.
 
-    forward: of F, beside; its inputs were there. held: what F leaves, without what it hands on.
+    forward: of F, beside; its inputs were there. behind: the same without its first segment, at whose end what is not
+        kept of the inputs is let go. held: what F leaves, without what it hands on.
     shared: the part of the outputs that is among `held`, and of the inputs (`input_kept`).
-    away: the part of `held` that O takes off the device; back_at_recompute, back_at_backward: what returns at R or B
-        where no L brings it before.
+    away: the part of `held` that O takes off the device; host: what is then in the host tier and comes back, at L or
+        else at the next R or B. Without an O it has left when F ends.
     recompute: of R, beside, after what returns; grown: what R adds to what is held; input_kept_then: as `input_kept`,
         after R.
     backward, first_backward: of B, everything of this call included, the gradients of the outputs as well; the latter
@@ -32,159 +34,192 @@ class Treatment:
     """
 
     forward: int
-    held: int
-    shared: int
-    input_kept: int
-    away: int
-    back_at_recompute: int
-    back_at_backward: int
-    recompute: int
-    grown: int
-    input_kept_then: int
-    backward: int
-    first_backward: int
+    behind: int = 0
+    held: int = 0
+    shared: int = 0
+    input_kept: int = 0
+    away: int = 0
+    host: int = 0
+    recompute: int = 0
+    grown: int = 0
+    input_kept_then: int = 0
+    backward: int = 0
+    first_backward: int = 0
 
 
-def kept_whole(ranges: RangeBytes, first: int, end: int) -> Treatment:
-    """A call that keeps the graph of the whole stage."""
-    if not _wanted(ranges, end):
-        return _without_backward(ranges, first, end)
-    saved = ranges.saved(first, end)
-    kept = _graph_input(ranges, first, end)
-    return Treatment(
-        forward=max(0, ranges.forward(first, end) - ranges.crossing[first]),
-        held=saved,
-        shared=ranges.shared(first, end) if end < ranges.num_layers else 0,
-        input_kept=kept,
-        away=0,
-        back_at_recompute=0,
-        back_at_backward=0,
-        recompute=0,
-        grown=0,
-        input_kept_then=kept,
-        backward=ranges.backward(first, end),
-        first_backward=ranges.backward(first, end, makes_gradients=True),
-    )
+@dataclass
+class _Segment:
+    """Layers that are treated alike, and their bytes in one call.
+
+    kept: whether they have a backward (frozen layers in front have none, and nothing is kept of them).
+    inputs: of all tensors before them; entered: the part that is held.
+    graph: of their whole graph. stays: what is on the device while the call waits; taken: what goes to the host tier.
+    beside_stay, beside_taken: the part of the inputs that segments before hold on the device, or give to the host tier.
+    """
+
+    part: MemoryInterval
+    kept: bool
+    inputs: int
+    entered: int
+    graph: int
+    stays: int
+    taken: int
+    beside_stay: int = 0
+    beside_taken: int = 0
+
+    @property
+    def waits(self) -> int:
+        """What it adds on the device while the call waits."""
+        return self.stays - (0 if self.part.offloads else self.once(self.beside_stay))
+
+    @property
+    def leaving(self) -> int:
+        """What it adds on the device before the call's O."""
+        return self.stays + self.taken - self.once(max(self.beside_stay, self.beside_taken))
+
+    def once(self, beside: int, entered: int | None = None) -> int:
+        """The part of what it holds that counts before, where so much of its inputs does."""
+        entered = self.entered if entered is None else entered
+        return max(0, min(beside, beside + entered - self.inputs))
 
 
 def treated(
-    ranges: RangeBytes, first: int, end: int, intervals: Sequence[MemoryInterval], recomputed: bool
+    ranges: RangeBytes,
+    first: int,
+    end: int,
+    intervals: Sequence[MemoryInterval],
+    recomputed: bool = False,
+    later: bool = False,
+    whole: bool = False,
 ) -> Treatment:
-    """A call of a stage whose intervals apply.
+    """A call of a stage with these intervals.
 
     recomputed: the list has an R for the call, which runs the last recompute interval again; else B does.
+    later: it has an O for the call, until which all stays; else each segment leaves when F has run it.
+    whole: the intervals do not apply, since the backward follows at once. (Graphs end where they would all the same.)
     """
-    if not intervals:
-        return kept_whole(ranges, first, end)
-    if not _wanted(ranges, end):
-        return _without_backward(ranges, first, end)
-    segments = pieces_of(first, end, intervals)
-    overlaps = _overlaps(ranges, segments)
-    held = [
-        ranges.crossing[one.first] - overlap if one.recomputes else _saved(ranges, one, overlap)
-        for one, overlap in zip(segments, overlaps, strict=True)
+    if end < ranges.num_layers and not ranges.carries[end]:  # frozen layers: F keeps nothing, R and B do nothing
+        return Treatment(max(0, ranges.bare(first, end) - ranges.crossing[first]))
+    segments = _segments(ranges, first, end, intervals, whole)
+    after = sum(one.waits for one in segments)
+    together = [one.once(one.beside_taken) if later else 0 for one in segments]
+    host = sum(one.taken - twice for one, twice in zip(segments, together, strict=True) if one.taken)
+    held = sum(one.leaving for one in segments) if later else after
+    sizes = [
+        one.waits + one.taken - (twice if one.part.offloads else 0)
+        for one, twice in zip(segments, together, strict=True)
     ]
-    away = [size if one.offloads else 0 for size, one in zip(held, segments, strict=True)]
-    if end == ranges.num_layers and away[-1] and not segments[-1].recomputes:
-        away[-1] = max(0, away[-1] - ranges.crossing[end])  # what the loss reads stays
-    again = max((number for number, one in enumerate(segments) if one.recomputes), default=-1)
-    forward = before = 0
-    for size, one, overlap in zip(held, segments, overlaps, strict=True):
-        work = ranges.bare(one.first, one.end) if one.recomputes else ranges.forward(one.first, one.end)
-        forward = max(forward, before + work - overlap)
-        before += size
-    last = segments[-1]
+    works, start, last = _forward(ranges, segments, later), segments[0], segments[-1]
     shared = 0
-    if end < ranges.num_layers and not last.offloads:
-        shared = ranges.passed(last.first, end) if last.recomputes else ranges.shared(last.first, end)
+    if end < ranges.num_layers and not last.part.offloads:
+        behind = ranges.passed if last.part.recomputes else ranges.shared
+        shared = behind(last.part.first, end)
     # every tensor that enters a recomputed first segment is kept as it is; what was away is another tensor when back
-    own = 0 if segments[0].offloads else _graph_input(ranges, first, segments[0].end)
-    input_kept = ranges.crossing[first] if segments[0].recomputes and not segments[0].offloads else own
-    rerun = grown = back = 0
-    if recomputed and again >= 0:
+    own = _graph_input(ranges, first, start.part.end) if start.kept and not start.part.offloads else 0
+    input_kept = start.stays if start.part.recomputes else own
+    again = max((number for number, one in enumerate(segments) if one.kept and one.part.recomputes), default=-1)
+    again, rerun, grown = again if recomputed else -1, 0, 0
+    if again >= 0:
         one = segments[again]
-        inputs = ranges.crossing[one.first]
-        rerun = max(0, ranges.forward(one.first, one.end) - inputs)
-        grown = _saved(ranges, one, overlaps[again]) - held[again]
-        back = away[again]
-        held = [*held[:again], held[again] + grown, *held[again + 1 :]]
-    ready = again if recomputed else -1
+        rerun = max(0, ranges.forward(one.part.first, one.part.end) - one.inputs)
+        grown = _rebuilt(ranges, one, later) - sizes[again]
+        sizes[again] += grown
     return Treatment(
-        forward=max(0, forward - ranges.crossing[first]),
-        held=before,
+        forward=max(0, 0, *(size - ranges.crossing[first] for size in works)),
+        behind=max(0, 0, *(size - ranges.crossing[first] for size in works[1:])),
+        held=held,
         shared=shared,
         input_kept=input_kept,
-        away=sum(away),
-        back_at_recompute=back,
-        back_at_backward=sum(away) - back,
+        away=held - after,
+        host=host,
         recompute=rerun,
         grown=grown,
-        input_kept_then=own if recomputed and again == 0 else input_kept,
-        backward=_backward(ranges, segments, (held, overlaps), ready, False),
-        first_backward=_backward(ranges, segments, (held, overlaps), ready, True),
+        input_kept_then=own if again == 0 else input_kept,
+        backward=_backward(ranges, segments, (sizes, again, later), False),
+        first_backward=_backward(ranges, segments, (sizes, again, later), True),
     )
 
 
-def _backward(
-    ranges: RangeBytes,
-    segments: Sequence[MemoryInterval],
-    kept: tuple[Sequence[int], Sequence[int]],
-    ready: int,
-    makes_gradients: bool,
-) -> int:
-    """B goes through the segments from the last to the first; each is rebuilt where it must be.
-
-    kept: what each segment holds, and `_overlaps`.
-    ready: the segment that R has run again.
-    """
-    most = made = 0
-    for number in range(len(segments) - 1, -1, -1):
-        one, rest, overlap = segments[number], sum(kept[0][:number]), kept[1][number]
-        graph = ranges.saved(one.first, one.end) - _saved(ranges, one, overlap)
-        work = ranges.backward(one.first, one.end, makes_gradients) - graph
-        if one.recomputes and number != ready:
-            work = max(work, ranges.forward(one.first, one.end) + _gradient(ranges, one.end) - overlap)
-        most = max(most, rest + made + work)
-        made += ranges.made(one.first, one.end) if makes_gradients else 0
-    return most
-
-
-def _overlaps(ranges: RangeBytes, segments: Sequence[MemoryInterval]) -> list[int]:
-    """For each segment, the part of its inputs that segments before it hold as well."""
-    found, inputs, before = [], -1, None
-    for one in segments:
-        overlap = 0
-        if before is not None and not before.offloads and not before.recomputes:
-            overlap = ranges.shared(before.first, before.end)
-        if inputs >= 0:
-            overlap = max(overlap, ranges.passed(inputs, one.first))
-        found.append(0 if one.offloads else overlap)
-        if one.recomputes and not one.offloads:
-            inputs = one.first
-        before = one
+def _segments(
+    ranges: RangeBytes, first: int, end: int, intervals: Sequence[MemoryInterval], whole: bool
+) -> list[_Segment]:
+    found: list[_Segment] = []
+    for part in pieces_of(first, end, intervals):
+        part = MemoryInterval(part.first, part.end, KEEP) if whole else part
+        inputs, graph = ranges.crossing[part.first], ranges.saved(part.first, part.end)
+        if part.end < ranges.num_layers and not ranges.carries[part.end]:
+            found.append(_Segment(part, False, inputs, 0, 0, 0, 0))
+            continue
+        one = _Segment(part, True, inputs, inputs, graph, inputs, 0)
+        if not part.recomputes:
+            one.entered, one.stays = _graph_input(ranges, part.first, part.end), graph
+        if part.offloads:
+            one.stays, one.taken = 0, inputs
+            if not part.recomputes:
+                one.stays, one.taken = ranges.staying(part.first, part.end), ranges.moved(part.first, part.end)
+                one.entered = max(0, one.entered - ranges.only_entered(part.first))
+        one.beside_stay = _beside(ranges, found, part.first, lambda part: not part.offloads)
+        one.beside_taken = _beside(ranges, found, part.first, lambda part: part.offloads)
+        found.append(one)
     return found
 
 
-def _saved(ranges: RangeBytes, one: MemoryInterval, overlap: int) -> int:
-    """What the graph of a segment keeps, without what segments before it hold."""
-    kept = _graph_input(ranges, one.first, one.end)
-    return ranges.saved(one.first, one.end) - max(0, min(overlap, overlap + kept - ranges.crossing[one.first]))
+def _beside(ranges: RangeBytes, before: Sequence[_Segment], cut: int, counts: Callable[[MemoryInterval], bool]) -> int:
+    """The part of what crosses a cut that some of the segments before it hold: their outputs, or inputs that pass."""
+    found, before = 0, [one for one in before if one.kept]
+    if before and counts(before[-1].part) and not before[-1].part.recomputes:
+        found = ranges.shared(before[-1].part.first, before[-1].part.end)
+    inputs = [one.part.first for one in before if one.part.recomputes and counts(one.part)]
+    return max(found, ranges.passed(inputs[-1], cut)) if inputs else found
 
 
-def _wanted(ranges: RangeBytes, end: int) -> bool:
-    """Whether the stage has a backward: its outputs carry gradients, or it computes the loss."""
-    return end == ranges.num_layers or ranges.carries[end]
+def _forward(ranges: RangeBytes, segments: Sequence[_Segment], later: bool) -> list[int]:
+    """The most of F while each segment is at work, its inputs included."""
+    found, held = [], 0
+    for one in segments:
+        first, end = one.part.first, one.part.end
+        work = ranges.forward(first, end) if one.kept and not one.part.recomputes else ranges.bare(first, end)
+        if one.part.recomputes and end == ranges.num_layers and not ranges.statistics(first, end):
+            work = one.inputs  # nothing reads what it would make
+        found.append(held + work - max(one.beside_stay, later * one.beside_taken))
+        held += one.leaving if later else one.waits
+    return found
 
 
-def _without_backward(ranges: RangeBytes, first: int, end: int) -> Treatment:
-    """Frozen layers: F keeps nothing, R and B do nothing."""
-    forward = max(0, ranges.bare(first, end) - ranges.crossing[first])
-    return Treatment(forward, *([0] * 11))
+def _rebuilt(ranges: RangeBytes, one: _Segment, later: bool) -> int:
+    """What the graph of a segment that has run again adds to what segments before it hold."""
+    entered = _graph_input(ranges, one.part.first, one.part.end)
+    return one.graph - one.once(_returned(one, later), entered)
+
+
+def _returned(one: _Segment, later: bool) -> int:
+    """The part of a segment's inputs, or of what came back of them, that segments before it hold as well."""
+    return later * one.beside_taken if one.part.offloads else one.beside_stay
+
+
+def _backward(
+    ranges: RangeBytes, segments: Sequence[_Segment], call: tuple[Sequence[int], int, bool], makes_gradients: bool
+) -> int:
+    """B goes through the segments from the last to the first; each is rebuilt where it must be.
+
+    call: what each segment holds when all is back, the segment that R has run again, and `later` as above.
+    """
+    sizes, ready, later = call
+    most = made = 0
+    for number in range(len(segments) - 1, -1, -1):
+        one, rest = segments[number], sum(sizes[:number])
+        if not one.kept:
+            break
+        first, end = one.part.first, one.part.end
+        graph = _rebuilt(ranges, one, later) if one.part.recomputes else sizes[number]
+        work = ranges.backward(first, end, makes_gradients) - one.graph + graph
+        if one.part.recomputes and number != ready:
+            gradient = 0 if end == ranges.num_layers else ranges.gradient[end]
+            work = max(work, ranges.forward(first, end) + gradient - _returned(one, later))
+        most = max(most, rest + made + work)
+        made += ranges.made(first, end) if makes_gradients else 0
+    return most
 
 
 def _graph_input(ranges: RangeBytes, first: int, end: int) -> int:
     return min(ranges.read_with_gradient(first, end), ranges.saved(first, end))
-
-
-def _gradient(ranges: RangeBytes, cut: int) -> int:
-    return 0 if cut == ranges.num_layers else ranges.gradient[cut]

@@ -12,14 +12,14 @@ from collections.abc import Callable, Sequence
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory.fold import MODEL, RankFold, fold
 from varuna_capslog.memory.headroom import Headroom
-from varuna_capslog.planning.verdict import judge_ranks, predictable
+from varuna_capslog.planning.verdict import HostMemory, judge_ranks, predictable
 from varuna_capslog.plans.parts import PlanRank, Units, scheduled
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.plans.rules import stage_graph
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape, Schedule, from_strings
 
-__all__ = ["fold_plan", "judged", "tier_is_device", "with_rank_bytes"]
+__all__ = ["fold_plan", "judged", "with_rank_bytes", "within_tier"]
 
 
 def fold_plan(profile: Profile, plan: Plan, run: RunShape) -> list[RankFold]:
@@ -43,12 +43,13 @@ def fold_plan(profile: Profile, plan: Plan, run: RunShape) -> list[RankFold]:
     return fold(profile, plan.stages, units, _actions(plan, units, shape), shape)
 
 
-def tier_is_device(profile: Profile) -> bool:
-    """Whether the host tier is the device's own memory: it is on the CPU."""
-    return bool(profile.observations) and profile.observations[0].device == "cpu"
-
-
-def judged(profile: Profile, plan: Plan, run: RunShape, rehearse: Callable[[], Sequence[int]] | None = None) -> Plan:
+def judged(
+    profile: Profile,
+    plan: Plan,
+    run: RunShape,
+    rehearse: Callable[[], Sequence[int]] | None = None,
+    tier: HostMemory | None = None,
+) -> Plan:
     """The plan with the bytes of its ranks, and whether each fits its device.
 
     Where that cannot be said, `fits` is None and a note says why.
@@ -59,6 +60,7 @@ def judged(profile: Profile, plan: Plan, run: RunShape, rehearse: Callable[[], S
             the last word on ranks that fit by the fold of an estimate, or of any profile of the CPU, and on all ranks
             where the profile does not say what each action takes. A model that it cannot run is named in a note, unless
             the profile itself is an estimate.
+        tier: what the host tiers may hold; None: no limit, in memory.
     """
     gaps = predictable(profile, run.microbatch_size)
     if gaps:
@@ -68,15 +70,14 @@ def judged(profile: Profile, plan: Plan, run: RunShape, rehearse: Callable[[], S
     except CapslogError as error:
         note = f"fits and the ranks' bytes are unknown: {error}"
         return dataclasses.replace(plan, fits=None, shortfall=None, notes=(*plan.notes, note))
-    shared = tier_is_device(profile)
-    host = [one.host_bytes for one in folds]
-    headroom = Headroom.of(profile)
-    found = with_rank_bytes(plan, [one.peak_bytes for one in folds], host, headroom, shared)
+    tier, on_cpu = tier or HostMemory(), bool(profile.observations) and profile.observations[0].device == "cpu"
+    shared, host, headroom = tier.is_device(profile), [one.host_bytes for one in folds], Headroom.of(profile)
+    found = tier.lacks(with_rank_bytes(plan, [one.peak_bytes for one in folds], host, headroom, shared), host)
     if rehearse is None or all(one.capacity_bytes is None for one in found.ranks):
         return found
     estimated = profile.source == "estimated"
     told = all(row.action_bytes is not None for row in profile.observations)
-    if told and not (found.fits and (estimated or shared)):
+    if told and not (found.fits and (estimated or on_cpu)):
         return found
     try:
         sizes = rehearse()
@@ -85,7 +86,18 @@ def judged(profile: Profile, plan: Plan, run: RunShape, rehearse: Callable[[], S
             raise
         note = f"the ranks' bytes are not confirmed by a rehearsal: {error}"
         return dataclasses.replace(found, notes=(*found.notes, note))
-    return with_rank_bytes(plan, sizes, host, headroom, shared, " when its own program is rehearsed")
+    found = with_rank_bytes(plan, sizes, host, headroom, shared, " when its own program is rehearsed")
+    return tier.lacks(found, host)
+
+
+def within_tier(profile: Profile, plan: Plan, run: RunShape, tier: HostMemory) -> Plan:
+    """A plan that a search has found and that fits its devices, judged by its host tiers as well."""
+    if tier.capacity is None or not plan.fits:
+        return plan
+    try:
+        return tier.lacks(plan, [one.host_bytes for one in fold_plan(profile, plan, run)])
+    except CapslogError:  # the profile has not the runs for the fold
+        return plan
 
 
 def with_rank_bytes(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
@@ -20,7 +21,13 @@ from varuna_capslog.plans.parts import Shortfall
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 
+if TYPE_CHECKING:
+    from typing import Self
+
+    from varuna_capslog.config.settings import Config
+
 __all__ = [
+    "HostMemory",
     "MemoryVerdict",
     "capacities_of_devices",
     "judge",
@@ -29,6 +36,40 @@ __all__ = [
     "predictable",
     "rehearsed",
 ]
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """What the host tier of each rank may hold.
+
+    capacity: `pipeline.host_capacity`, in bytes; None: no limit. in_files: it is a folder, and no memory of the host.
+    """
+
+    capacity: int | None = None
+    in_files: bool = False
+
+    @classmethod
+    def of_config(cls, config: Config) -> Self:
+        """As a run's config says."""
+        return cls(config.pipeline.host_capacity, config.pipeline.host_tier != "memory")
+
+    def is_device(self, profile: Profile) -> bool:
+        """Whether its bytes lie in the device's own memory: it is the host's, and the device is the CPU."""
+        return not self.in_files and bool(profile.observations) and profile.observations[0].device == "cpu"
+
+    def lacks(self, plan: Plan, sizes: Sequence[int]) -> Plan:
+        """The plan, which does not fit where the tier of a rank would hold more; sizes: bytes by rank."""
+        worst = max(range(len(sizes)), key=lambda rank: sizes[rank])
+        if self.capacity is None or sizes[worst] <= self.capacity:
+            return plan
+        more = sizes[worst] - self.capacity
+        note = (
+            f"does not fit: rank {worst} needs {format_bytes(sizes[worst])} of the {format_bytes(self.capacity)} that "
+            f"its host tier may hold (pipeline.host_capacity), {format_bytes(more)} too much; raise it, or offload "
+            "fewer layers"
+        )
+        where = Shortfall(worst, more, None) if plan.short else Shortfall(None, more, None, rank=worst)
+        return dataclasses.replace(plan, fits=False, shortfall=plan.shortfall or where, notes=(*plan.notes, note))
 
 
 @dataclass(frozen=True)

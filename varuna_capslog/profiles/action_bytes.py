@@ -26,6 +26,12 @@ class ActionBytes:
     update_bytes: between the last backward and the end of the step, beside static_bytes.
     gradient_bytes: the parameters' gradients, a part of static_bytes.
     shared_bytes: the part of boundary_out_bytes whose storages the graph keeps as well.
+    statistics_bytes: running statistics, which a forward leaves until the end of the step.
+    graph_bytes: what a backward lets go of, the stage's inputs included: `saved_bytes` and what autograd does not show,
+        such as states of random numbers, but nothing that others hold as well, such as targets. None: not known.
+    moved_bytes: the part of it that "offload" takes to the host tier: what the layers saved. None: not known.
+    staying_bytes: the part that stays on the device then: what the loss reads and saves, and what autograd does not
+        show. None: not known.
     """
 
     forward_bytes: int
@@ -35,7 +41,13 @@ class ActionBytes:
     update_bytes: int
     gradient_bytes: int
     shared_bytes: int = 0
+    statistics_bytes: int = 0
+    graph_bytes: int | None = None
+    moved_bytes: int | None = None
+    staying_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for one in dataclasses.fields(self):
-            object.__setattr__(self, one.name, fields.whole(getattr(self, one.name), one.name))
+            value = getattr(self, one.name)
+            if value is not None or one.default is not None:
+                object.__setattr__(self, one.name, fields.whole(value, one.name))

@@ -25,7 +25,7 @@ from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiling.estimate import StageEstimator
 from varuna_capslog.profiling.estimation.allocator import replay, round_up
 from varuna_capslog.profiling.estimation.hollow import SilentCommunicator, StepMeter, fake_step, hollow_ready
-from varuna_capslog.profiling.estimation.lifetimes import Lifetimes, Recipes
+from varuna_capslog.profiling.estimation.lifetimes import Recipes
 from varuna_capslog.profiling.estimation.quirks import Quirks
 from varuna_capslog.profiling.skeleton import with_real_layers
 from varuna_capslog.profiling.trim import KnownShapes
@@ -195,10 +195,6 @@ class _Positions(StepMeter):
     def __init__(self) -> None:
         self.course: list[tuple[str, int]] = []
         self._doing = "begin"
-        self._followed: Lifetimes | None = None
-
-    def begin(self, engine: PipelineEngine, own: set[int], followed: Lifetimes) -> None:
-        self._followed = followed
 
     def instruction(self, position: int, instruction: Instruction) -> None:
         self._next(str(instruction))
@@ -211,7 +207,6 @@ class _Positions(StepMeter):
         self._next("")
 
     def _next(self, doing: str) -> None:
-        assert self._followed is not None
         self.course.append((self._doing, self._followed.lately_bytes))
         self._followed.lately_bytes = self._followed.live_bytes
         self._doing = doing

@@ -24,7 +24,7 @@ from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.executor import Observer
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.pipeline import EngineOptions, PipelineEngine, Ready
-from varuna_capslog.engine.probe import StageMeter, resident_tensors
+from varuna_capslog.engine.probe import StageMeter, resident_tensors, storage_bytes, storages_of
 from varuna_capslog.engine.stage import LossFunction, MicrobatchContext, Stage
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
@@ -316,14 +316,14 @@ def observe(
 
     with measured.weighed_by(probe) as seen, probe:
         train_step(engine, 2, minibatch, load, before_commit=count)
-    for (kind, stage, context), window in zip(seen, probe.windows, strict=True):
-        weights.add(kind, stage, context, window, meter.saved_bytes)
+    for (kind, stage, context, norms), window in zip(seen, probe.windows, strict=True):
+        weights.add(kind, stage, context, window, norms)
     with measured.watching(meter):
         for step in range(3, 3 + _TIMED_STEPS):
             train_step(engine, step, minibatch, load)
     seconds = (statistics.median(meter.seconds["forward"]), statistics.median(meter.seconds["backward"]))
     bytes_ = (probe.peak_bytes, meter.static_bytes, meter.saved_bytes)
-    actions = weights.result(probe.end_bytes - meter.static_bytes)
+    actions = weights.result(probe.end_bytes - meter.static_bytes, meter)
     return conditions.row((run.first, run.end), (run.specs[0], run.specs[-1]), bytes_, seconds, actions)
 
 
@@ -340,6 +340,9 @@ def _dummy(spec: TensorSpec) -> Tensor:
     return tensor.fill_(spec.dtype != torch.bool)
 
 
+_Seen = tuple[str, Stage, MicrobatchContext, int]
+
+
 class MeasuredStage(Observer):
     """Opens a stage meter around the forwards, recomputations and backwards of an engine with one stage.
 
@@ -352,11 +355,13 @@ class MeasuredStage(Observer):
         self._meter: StageMeter | None = None
         self._own: list[Tensor] | None = None
         self._probe: ActionProbe | None = None
-        self._seen: list[tuple[str, Stage, MicrobatchContext]] = []
+        self._seen: list[_Seen] = []
 
     @contextlib.contextmanager
-    def weighed_by(self, probe: ActionProbe) -> Iterator[list[tuple[str, Stage, MicrobatchContext]]]:
-        """While it is open, the probe sees every action; gives what they were, in the order of its windows."""
+    def weighed_by(self, probe: ActionProbe) -> Iterator[list[_Seen]]:
+        """While it is open, the probe sees every action; gives what they were, in the order of its windows, with
+        the bytes of the microbatch's running statistics.
+        """
         self._probe, self._seen = probe, []
         try:
             yield self._seen
@@ -378,8 +383,7 @@ class MeasuredStage(Observer):
 
     def working(self, kind: str, stage: Stage, context: MicrobatchContext) -> AbstractContextManager[None]:
         if self._probe is not None:
-            self._seen.append((kind, stage, context))
-            return self._probe.action()
+            return self._weighing(self._probe, kind, stage, context)
         if self._meter is None:
             return contextlib.nullcontext()
         if self._own is not None:
@@ -387,7 +391,15 @@ class MeasuredStage(Observer):
         return contextlib.nullcontext() if kind == "R" else self._meter.timing("forward" if kind == "F" else "backward")
 
     @contextlib.contextmanager
+    def _weighing(self, probe: ActionProbe, kind: str, stage: Stage, context: MicrobatchContext) -> Iterator[None]:
+        with probe.action():
+            yield
+        self._seen.append((kind, stage, context, storage_bytes(stage.statistics(context.index))))
+
+    @contextlib.contextmanager
     def _saving(self, meter: StageMeter, own: list[Tensor], stage: Stage, context: MicrobatchContext) -> Iterator[None]:
-        with meter.saving(own, lambda: stage.kept(context.index)):
+        here = context.index
+        found = lambda: stage.kept(here), lambda: stage.entries(here), lambda: stage.in_loss
+        with meter.saving(storages_of(own), *found):
             yield
         self.refused = self.refused or stage.refusals.get(context.index, "")

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from varuna_capslog.engine.pipeline import PipelineEngine
-from varuna_capslog.engine.probe import PeakProbe, _allocations
+from varuna_capslog.engine.probe import PeakProbe, StageMeter, _allocations
 from varuna_capslog.engine.stage import MicrobatchContext, Stage
 from varuna_capslog.profiles.action_bytes import ActionBytes
 
@@ -42,23 +42,30 @@ class ActionWeights:
         self._engine = engine
         self._rows = engine.options.actions or ()
         self._most = dict.fromkeys(("forward", "bare", "backward", "first_backward"), 0)
-        self._shared_bytes = self._gradient_bytes = 0
+        self._gradient_bytes = self._statistics_bytes = self._output_bytes = 0
+        self._graph_bytes: int | None = None
+        self._separate_bytes: int | None = None
 
-    def add(self, kind: str, stage: Stage, context: MicrobatchContext, window: Window, saved_bytes: int) -> None:
+    def add(self, kind: str, stage: Stage, context: MicrobatchContext, window: Window, statistics: int) -> None:
         """One action.
 
-        saved_bytes: what a forward of the stage keeps.
+        statistics: bytes of what a forward of this microbatch leaves until the commit.
         """
-        first = context.index == 0
+        first, last = context.index == 0, stage.end == len(context.specs) - 1
         name = "first_backward" if first else "backward"
         if kind != "B":
             again = f"{stage.index}R{context.index}"
             name = "bare" if kind == "F" and any(again in row for row in self._rows) else "forward"
-        self._most[name] = max(self._most[name], window.most - window.before)
-        if first and kind == "F" and name == "forward" and stage.end < len(context.specs) - 1:
-            sizes = [sum(spec.num_bytes for spec in context.specs[cut].values()) for cut in (stage.first, stage.end)]
-            grown = window.after - window.before
-            self._shared_bytes = min(sizes[1], max(0, saved_bytes + sizes[1] - sizes[0] - grown))
+        statistics = statistics if kind == "F" else 0
+        self._statistics_bytes = max(self._statistics_bytes, statistics)
+        self._most[name] = max(self._most[name], window.most - window.before - statistics)
+        ends = [list(context.specs[cut].values()) for cut in (stage.first, stage.end)]
+        if first and kind == "F" and name == "forward" and not last:
+            before, self._output_bytes = (sum(spec.num_bytes for spec in specs) for specs in ends)
+            self._separate_bytes = window.after - window.before - statistics + before
+        elif kind == "B" and self._graph_bytes is None and context.index == 1:
+            before, behind = (sum(spec.num_bytes for spec in specs if spec.requires_grad) for specs in ends)
+            self._graph_bytes = max(0, window.before - window.after + before - (0 if last else behind))
 
     def count_gradients(self) -> None:
         """Between backward and update, when all gradients are there."""
@@ -67,11 +74,14 @@ class ActionWeights:
         # by identity: fake tensors have no address
         self._gradient_bytes = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
-    def result(self, update_bytes: int) -> ActionBytes:
+    def result(self, update_bytes: int, meter: StageMeter) -> ActionBytes:
         """What each action takes.
 
         update_bytes: the most after the last action, beside what is static.
+        meter: has seen what the stage's forwards save.
         """
+        graph = meter.saved_bytes if self._graph_bytes is None else self._graph_bytes
+        shared = 0 if self._separate_bytes is None else graph + self._output_bytes - self._separate_bytes
         # where every forward kept its graph, one that keeps none takes no more; frozen layers have no graph to keep
         bare, kept = self._most["bare"], self._most["forward"]
         most = {f"{name}_bytes": size for name, size in self._most.items()}
@@ -80,7 +90,11 @@ class ActionWeights:
             **most,
             update_bytes=max(0, update_bytes),
             gradient_bytes=self._gradient_bytes,
-            shared_bytes=self._shared_bytes,
+            shared_bytes=min(self._output_bytes, max(0, shared)),
+            statistics_bytes=self._statistics_bytes,
+            graph_bytes=graph,
+            moved_bytes=meter.moved_bytes,
+            staying_bytes=max(0, graph - meter.entered_bytes),
         )
 
 

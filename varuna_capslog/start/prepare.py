@@ -21,10 +21,10 @@ from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planners import JOINT, PLANNER_NAMES
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.limits import with_limits
-from varuna_capslog.planning.ranks import judged
+from varuna_capslog.planning.ranks import judged, within_tier
 from varuna_capslog.planning.search import plan as search
 from varuna_capslog.planning.simulation import with_step_seconds
-from varuna_capslog.planning.verdict import capacities_of_devices, rehearsed
+from varuna_capslog.planning.verdict import HostMemory, capacities_of_devices, rehearsed
 from varuna_capslog.plans.parts import PlanRank, Units
 from varuna_capslog.plans.pipelines import stages_of_pipelines
 from varuna_capslog.plans.plan import Plan, latest_plan, plan_path, read_plan, write_plan
@@ -143,6 +143,8 @@ def _plan(config: Config, profile: Profile | None, given: Plan | None, link: Lin
         from varuna_capslog.profiling.rehearsal import rehearse_config
 
         plan = rehearsed(plan, rehearse_config(config, plan.cut_list), snapshots, Headroom.of(profile), find)
+    if plan.short:
+        plan = within_tier(profile, plan, run, HostMemory.of_config(config))
     if given is not None and given.short:
         return plan if plan.fits is False else dataclasses.replace(given, notes=plan.notes)
     if plan.step_seconds is not None:
@@ -155,6 +157,7 @@ def _needs_profile(config: Config, given: Plan | None) -> bool:
     pipeline = config.pipeline
     if given is not None:
         limited = any(one.capacity_bytes is not None for one in given.ranks)
+        limited |= pipeline.host_capacity is not None and any(stage.offloads for stage in given.stages)
         return limited or (config.elastic.enabled and pipeline.planner in ("throughput", JOINT))
     return pipeline.cuts is None or pipeline.capacity is not None or pipeline.schedule == "1f1b-star"
 
@@ -220,7 +223,7 @@ def _judged(plan: Plan, config: Config, profile: Profile) -> Plan:
 
         return rehearse_plan(config, plan)
 
-    return judged(profile, plan, RunShape.of_config(config), rehearsal)
+    return judged(profile, plan, RunShape.of_config(config), rehearsal, HostMemory.of_config(config))
 
 
 def _of_cuts(config: Config, profile: Profile | None, link: Link | None) -> Plan:

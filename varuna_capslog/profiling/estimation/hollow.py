@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,7 @@ from varuna_capslog.engine.communicator import Communicator, Pending
 from varuna_capslog.engine.executor import Observer
 from varuna_capslog.engine.host_tier import HostRegion, HostTier, Wait
 from varuna_capslog.engine.pipeline import PipelineEngine, Ready
-from varuna_capslog.engine.probe import resident_tensors
+from varuna_capslog.engine.probe import StageMeter, resident_tensors, storage_bytes, storages_of
 from varuna_capslog.engine.stage import LossFunction, MicrobatchContext, Stage
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.chain import Chain, TensorSpec
@@ -145,9 +145,9 @@ def fake_step(
     """
     _begin_optimizer(engine, quirks)
     held = resident_tensors(engine.layers, engine.optimizer)
-    followed = Lifetimes(quirks.temporary, held, recipes)
+    followed = Lifetimes(quirks.temporary, held, recipes, on_host=not quirks.has("host staging"))
     if meter is not None:
-        meter.begin(engine, set(_storages(held)), followed)
+        meter.begin(engine, storages_of(held), followed)
     del held
     with followed:
         try:
@@ -221,13 +221,19 @@ def _no_copy() -> None:
 class StepMeter(Observer):
     """An observer that `fake_step` shows the lifetimes of the step's storages."""
 
-    def begin(self, engine: PipelineEngine, own: set[int], followed: Lifetimes) -> None:
+    _followed: Lifetimes
+
+    def begin(self, engine: PipelineEngine, own: Collection[int], followed: Lifetimes) -> None:
         """Before the step.
 
         Args:
             own: the storages that are there before, which no forward saves.
             followed: shows every operator.
         """
+        self._followed = followed
+
+    def working(self, kind: str, stage: Stage, context: MicrobatchContext) -> AbstractContextManager[None]:
+        return self._followed.with_actual_tensors()
 
     def count_static(self) -> None:
         """Between backward and update, when all gradients are there."""
@@ -242,29 +248,33 @@ class _Meter(StepMeter):
     def __init__(self, speed: Speed) -> None:
         self._speed = speed
         self._engine: PipelineEngine | None = None
-        self._own: set[int] = set()
-        self._followed: Lifetimes | None = None
-        self.saved_bytes = self.static_bytes = 0
+        self._own: Collection[int] = ()
+        self._stage = StageMeter(_CPU, list)
+        self.static_bytes = 0
         self.seconds = {"F": 0.0, "R": 0.0, "B": 0.0}
         self._weights: ActionWeights | None = None
         self.actions: ActionBytes | None = None
         self.attention: set[str] = set()
         self.refused = ""
 
-    def begin(self, engine: PipelineEngine, own: set[int], followed: Lifetimes) -> None:
-        self._engine, self._own, self._followed = engine, own, followed
+    @property
+    def saved_bytes(self) -> int:
+        return self._stage.saved_bytes
+
+    def begin(self, engine: PipelineEngine, own: Collection[int], followed: Lifetimes) -> None:
+        super().begin(engine, own, followed)
+        self._engine, self._own = engine, own
         self._weights = ActionWeights(engine)
 
     def count_static(self) -> None:
         assert self._engine is not None
-        self.static_bytes = sum(_storages(resident_tensors(self._engine.layers, self._engine.optimizer)).values())
+        self.static_bytes = storage_bytes(resident_tensors(self._engine.layers, self._engine.optimizer))
         assert self._weights is not None
         self._weights.count_gradients()
 
     def end(self) -> None:
-        assert self._followed is not None
         assert self._weights is not None
-        self.actions = self._weights.result(self._followed.lately_bytes - self.static_bytes)
+        self.actions = self._weights.result(self._followed.lately_bytes - self.static_bytes, self._stage)
 
     def working(self, kind: str, stage: Stage, context: MicrobatchContext) -> AbstractContextManager[None]:
         reading = self._reading(kind, stage, context) if context.index == 0 else contextlib.nullcontext()
@@ -275,19 +285,17 @@ class _Meter(StepMeter):
         self, kind: str, stage: Stage, context: MicrobatchContext, reading: AbstractContextManager[None]
     ) -> Iterator[None]:
         followed, weights = self._followed, self._weights
-        assert followed is not None
         assert weights is not None
         before = followed.lately_bytes = followed.live_bytes
-        with reading:
+        with super().working(kind, stage, context), reading:
             yield
         window = Window(before, followed.lately_bytes, followed.live_bytes)
-        weights.add(kind, stage, context, window, self.saved_bytes)
+        weights.add(kind, stage, context, window, storage_bytes(stage.statistics(context.index)))
         followed.lately_bytes = followed.live_bytes
 
     @contextlib.contextmanager
     def _reading(self, kind: str, stage: Stage, context: MicrobatchContext) -> Iterator[None]:
         followed = self._followed
-        assert followed is not None
 
         def observe(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
             self.seconds[kind] += operator_seconds(self._speed, func, args, kwargs, result)
@@ -306,25 +314,11 @@ class _Meter(StepMeter):
 
     @contextlib.contextmanager
     def _saving(self, stage: Stage, context: MicrobatchContext) -> Iterator[None]:
-        saved: dict[int, int] = {}
-
-        def pack(tensor: Tensor) -> Tensor:
-            saved.update(_storages([tensor]))
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        here = context.index
+        found = lambda: stage.kept(here), lambda: stage.entries(here), lambda: stage.in_loss
+        with self._stage.saving(self._own, *found):
             yield
-        saved.update(_storages(stage.kept(context.index)))
-        self.saved_bytes = max(self.saved_bytes, sum(size for key, size in saved.items() if key not in self._own))
-        self.refused = self.refused or stage.refusals.get(context.index, "")
-
-
-def _storages(tensors: list[Tensor]) -> dict[int, int]:
-    found = {}
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        found[storage._cdata] = storage.nbytes()
-    return found
+        self.refused = self.refused or stage.refusals.get(here, "")
 
 
 # -- messages that are not sent

@@ -6,10 +6,12 @@ besides their results comes from a function that `quirks` provides. `Recipes` ma
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,6 +48,7 @@ class Lifetimes(TorchDispatchMode):
         temporary: what kernels take while they run; None: nothing.
         held: tensors that are there at the beginning.
         recipes: shared by runs that do alike; None: its own.
+        on_host: the device that is followed is the host, which holds actual tensors too (`with_actual_tensors`).
 
     Attributes:
         events: (key, bytes) of an allocation and (key, 0) of its release, in order; `allocator.replay` reads them.
@@ -59,10 +62,12 @@ class Lifetimes(TorchDispatchMode):
         temporary: Temporary | None = None,
         held: Iterable[Tensor] = (),
         recipes: Recipes | None = None,
+        on_host: bool = False,
     ) -> None:
         super().__init__()
         self._recipes = recipes or Recipes()
         self._temporary = temporary
+        self._on_host = on_host
         self._followed: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._made_by: dict[int, int] = {}
         self._keys = 0
@@ -71,6 +76,27 @@ class Lifetimes(TorchDispatchMode):
         self.observer: Callable[[Any, Sequence[Any], Mapping[str, Any], Any], object] | None = None
         for tensor in held:
             self._follow(tensor, -1)
+
+    @contextlib.contextmanager
+    def with_actual_tensors(self) -> Iterator[None]:
+        """Around some work: follows from its end on what it made in memory and not on fake tensors, and still holds.
+
+        `torch.utils.checkpoint` does so with the state of the random numbers. No operator shows it, so it is looked for
+        among the youngest of Python's objects, which are those of this work: nothing is collected meanwhile.
+        """
+        collects = gc.isenabled()
+        gc.disable()
+        gc.collect(0)
+        try:
+            yield
+        finally:
+            if collects:
+                gc.enable()
+        if self._on_host:
+            for one in gc.get_objects(0):
+                # fake tensors keep actual ones of single numbers, which stand for themselves
+                if type(one) is Tensor and one.numel() > 1:
+                    self._follow(one, -1)
 
     def _allocated(self, num_bytes: int) -> int | None:
         if num_bytes <= 0:

@@ -20,7 +20,7 @@ from varuna_capslog.profiling.estimation.kernels import KERNELS
 
 __all__ = ["LIMITS", "QUIRKS", "QUIRKS_VERSION", "Quirk", "Quirks"]
 
-QUIRKS_VERSION = 5
+QUIRKS_VERSION = 6
 """Raised whenever an entry, or what an estimate tells, changes; a condition of every estimated profile."""
 
 _aten = torch.ops.aten

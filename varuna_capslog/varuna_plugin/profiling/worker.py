@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from varuna_capslog.engine.communicator import connect
-from varuna_capslog.engine.probe import StageMeter, storage_bytes
+from varuna_capslog.engine.probe import StageMeter, storage_bytes, storages_of
 from varuna_capslog.model.chain import TensorSpec
 from varuna_capslog.profiles.record import Observation
 from varuna_capslog.profiling.conditions import RunConditions
@@ -191,7 +191,7 @@ def observe(trainer: Any, inputs: Microbatches, layers: tuple[int, int], conditi
     stage = trainer.partitioned_model.capslog
     stage.bundle_type = _OffDevice
     measured = _MeasuredStage(trainer)
-    meter, own = measured.meter, measured.resident()
+    meter, own = measured.meter, storages_of(measured.resident())
     # what every forward leaves behind for its backward
     measured.around_forward = lambda: meter.saving(own, measured.received)
     measured.step(inputs)
