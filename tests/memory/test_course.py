@@ -45,15 +45,6 @@ def test_two_stages_with_recomputation_and_inputs_on_the_device() -> None:
     assert last == [(0.0, 1000), (1.0, 1130), (10.0, 1000)]
 
 
-def test_what_is_offloaded_is_not_there() -> None:
-    schedule = parse_csv("0F0,0O0,0F1,0L0,0B0,0B1")
-    other = {"O": [1.0], "L": [1.0]}
-    (course,) = memory_courses(simulate(schedule, StageSeconds([1.0], [1.0], other=other)).actions, schedule, [PARTS])
-    assert course == [
-        (0.0, 1000), (0.0, 1130), (1.0, 1100), (2.0, 1130), (3.0, 1200), (4.0, 1230), (5.0, 1130), (6.0, 1000),
-    ]  # fmt: skip
-
-
 def _profile(recompute: bool) -> Profile:
     """Four layers whose runs were estimated on CUDA: singles and pairs, every part another number."""
     action = "recompute" if recompute else "none"

@@ -72,7 +72,8 @@ def test_every_position_of_random_plans(device: str, even: bool, kinds: Sequence
     leaves the device shares storages with what stays.
     """
     draw, exact = random.Random(f"{device} {even}"), even and "offload" not in kinds
-    for _ in range(40):
+    equal: list[bool] = []
+    for _ in range(100):
         size = draw.randrange(2, 7)
         model = Model.random(draw, size, even, draw.choice([1, 20_000]))
         stages, units, rows = plan_of(draw, size, kinds)
@@ -85,6 +86,8 @@ def test_every_position_of_random_plans(device: str, even: bool, kinds: Sequence
             assert all(ours >= real for ours, real in zip(one.bytes, machine.bytes, strict=True))
             assert one.host_bytes == machine.host_bytes
             assert one.peak_bytes >= max(machine.bytes, default=0)
+            equal += [ours == real for ours, real in zip(one.bytes, machine.bytes, strict=True)]
+    assert sum(equal) >= (0.85 if even else 0.0) * len(equal)
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])

@@ -5,8 +5,9 @@
 The simulation calls `stage_memory` for the parts of this sum and `memory_courses` for its course. Between actions a
 stage holds graphs (from the F or R that built them to B) and the inputs that wait for an R; while an action builds or
 consumes a graph, that graph counts with all it needs: `working_bytes`, so that a stage with one graph peaks at exactly
-what its memory model says. It is the course of the equation in `memory.inflight`, less the outputs sent ahead, which
-wait beside the stage only where the device is the CPU. Levels change at begins and ends of actions.
+what its memory model says. It is the course of the equation in `memory.inflight`, for stages that are kept or
+recomputed as a whole, less the outputs sent ahead, which wait beside the stage only where the device is the CPU.
+Levels change at begins and ends of actions.
 """
 
 from __future__ import annotations
@@ -101,7 +102,6 @@ def peak_of(course: Course) -> int:
 def _course(actions: Sequence[TimedAction], keeping: set[tuple[int, int]], parts: StageMemory) -> Course:
     graphs: set[int] = set()
     inputs: set[int] = set()
-    away: set[int] = set()  # graphs that were offloaded
     course: Course = [(0.0, parts.static_bytes)]
     ended: float | None = None  # when the last action ended, where it took any time
 
@@ -130,13 +130,6 @@ def _course(actions: Sequence[TimedAction], keeping: set[tuple[int, int]], parts
                 during = held() + parts.working_bytes
                 if kind == "I":
                     graphs.add(microbatch)
-            elif kind == "O" and microbatch in graphs:
-                graphs.discard(microbatch)
-                away.add(microbatch)
-            elif kind == "L" and microbatch in away:
-                away.discard(microbatch)
-                graphs.add(microbatch)
-                during = held()
         note(one.start_seconds, during, after_end=one.start_seconds == ended)
         note(one.end_seconds, held())
         ended = one.end_seconds if one.end_seconds > one.start_seconds else None

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from varuna_capslog.memory.range_bytes import RangeBytes
 
-__all__ = ["Holders", "exchange", "exchanged_statistics"]
+__all__ = ["Holders", "exchange"]
 
 Holders = dict[int, dict[int, Sequence[int]]]
 """layer -> its ranks -> the blocks that each of them serves, rising."""
@@ -32,19 +32,6 @@ def exchange(ranges: RangeBytes, rank: int, holders: Holders) -> int:
         # the blocks of the last layer are let go when all is done
         waiting += (sum(map(len, holders[layers[-1]].values())) - 1) * size[layers[-1]]
     return max([most, *(waiting + more for more in _uses(ranges, rank, holders))])
-
-
-def exchanged_statistics(ranges: RangeBytes, rank: int, holders: Holders, of_block: int) -> tuple[int, int]:
-    """Bytes of the running statistics that a rank gets from the other holders of its layers: the most while they are
-    exchanged, and what is there until the commit. Its own are not among them.
-    """
-    most = there = 0
-    for layer, ranks in sorted(holders.items()):
-        if rank in ranks and len(ranks) > 1:
-            each = ranges.statistics(layer, layer + 1) * of_block
-            there += each * sum(len(blocks) for peer, blocks in ranks.items() if peer != rank)
-            most = max(most, there + each * len(ranks[rank]))
-    return most, there
 
 
 def _copies(own: int, others: Sequence[int]) -> int:

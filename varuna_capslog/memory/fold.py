@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from varuna_capslog.memory.exchange import Holders, exchange, exchanged_statistics
+from varuna_capslog.memory.exchange import Holders, exchange
 from varuna_capslog.memory.range_bytes import RangeBytes
 from varuna_capslog.memory.treatment import Treatment, treated
 from varuna_capslog.plans.parts import PlanStage, Units, with_memory
@@ -111,7 +111,6 @@ class _RankSum:
     def __init__(self, ranges: RangeBytes, row: RankActions) -> None:
         self.ranges, self.row = ranges, row
         self.change, self.need, self.host, self.let_go = (np.zeros(len(row) + 1, dtype=np.int64) for _ in range(4))
-        self.statistics = 0
 
     def result(self, rank: int, holders: Holders, of_block: int) -> RankFold:
         """The fold of the events."""
@@ -121,11 +120,11 @@ class _RankSum:
         resident = ranges.resident(layers)
         during = resident + np.cumsum(self.change) + np.maximum(self.need, self.let_go)
         gradients = sum(int(ranges.gradients[layer]) for layer in layers)
-        statistics = exchanged_statistics(ranges, rank, holders, of_block)
-        at_end = max(
-            exchange(ranges, rank, holders), gradients + max(statistics[0], statistics[1] + ranges.update(layers))
-        )
-        end = max(int(during[-1]), resident + self.statistics + at_end)
+        # all holders of a layer get the statistics of all
+        calls = {layer: of_block * sum(map(len, holders[layer].values())) for layer in layers}
+        statistics = sum(ranges.statistics(layer, layer + 1) * count for layer, count in calls.items())
+        at_end = statistics + max(exchange(ranges, rank, holders), gradients + ranges.update(layers))
+        end = max(int(during[-1]), resident + at_end)
         return RankFold(tuple(during[:-1].tolist()), end, int(np.cumsum(self.host).max(initial=0)))
 
 
@@ -144,7 +143,7 @@ class _StageCalls:
         self.rank, self.first, self.end = stage.rank, stage.first, stage.end
         self.forwards, self.backwards = step.forwards[number], step.backwards[number]
         self.recomputes, self.loads = step.at("R", number), step.at("L", number)
-        self.modes = self._modes(stage)
+        self.modes, self.statistics = self._modes(stage), ranges.statistics(self.first, self.end)
         self.shared = np.zeros(len(self.forwards), dtype=np.int64)
         for calls, one in self.modes:
             self.shared[calls] = one.shared
@@ -159,9 +158,6 @@ class _StageCalls:
 
         stages: of the plan. holders: layer -> its ranks.
         """
-        statistics = self.ranges.statistics(self.first, self.end)
-        np.add.at(total.change, self.forwards, statistics)
-        total.statistics += statistics * len(self.forwards)
         for calls, one in self.modes:
             self._add(total, calls, one)
             self._add_shared_inputs(total, calls, one, stages)
@@ -202,8 +198,8 @@ class _StageCalls:
         # F: its input is there; it leaves what the call holds
         arrived = self.messages.begins["F"][self.number][calls]
         np.add.at(change, np.where(arrived >= 0, arrived, forward), np.where(self.local_before[calls], 0, inputs))
-        total.need[forward] = one.forward
-        np.add.at(change, forward + 1, one.held - inputs)
+        total.need[forward] = one.forward + self.statistics
+        np.add.at(change, forward + 1, one.held - inputs + self.statistics)
         self._add_outputs(total, calls, one, outputs)
         # R
         np.add.at(change, again[rerun], np.where(loaded, 0, one.host)[rerun])
@@ -270,7 +266,7 @@ class _StageCalls:
         rerun = (again >= 0) & (one.input_kept != one.input_kept_then)
         # the stage before keeps its part when this stage lets its inputs go
         needed = total.need[self.forwards[own]]
-        total.need[self.forwards[own]] = np.maximum(needed, one.behind + kept_before - both)
+        total.need[self.forwards[own]] = np.maximum(needed, self.statistics + one.behind + kept_before - both)
         np.add.at(total.change, self.forwards[own] + 1, kept_before - both)
         np.add.at(total.change, again[rerun] + 1, (both - then)[rerun])
         np.add.at(total.change, self.backwards[own] + 1, np.where(rerun, then, both))

@@ -102,13 +102,9 @@ def treated(
         return Treatment(max(0, ranges.bare(first, end) - ranges.crossing[first]))
     segments = _segments(ranges, first, end, intervals, whole)
     after = sum(one.waits for one in segments)
-    together = [one.once(one.beside_taken) if later else 0 for one in segments]
-    host = sum(one.taken - twice for one, twice in zip(segments, together, strict=True) if one.taken)
     held = sum(one.leaving for one in segments) if later else after
-    sizes = [
-        one.waits + one.taken - (twice if one.part.offloads else 0)
-        for one, twice in zip(segments, together, strict=True)
-    ]
+    returned = [max(0, one.taken - later * one.once(one.beside_taken)) for one in segments]
+    sizes = [one.waits + size for one, size in zip(segments, returned, strict=True)]
     works, start, last = _forward(ranges, segments, later), segments[0], segments[-1]
     shared = 0
     if end < ranges.num_layers and not last.part.offloads:
@@ -131,7 +127,7 @@ def treated(
         shared=shared,
         input_kept=input_kept,
         away=held - after,
-        host=host,
+        host=sum(returned),
         recompute=rerun,
         grown=grown,
         input_kept_then=own if again == 0 else input_kept,
