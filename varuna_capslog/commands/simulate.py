@@ -112,8 +112,7 @@ def simulate(given: SimulateFlags) -> None:
         schedule=given.schedule,
         num_microbatches=given.microbatches,
         recompute=run.recompute,
-        stage_inputs=run.stage_inputs,
-        k=run.k,
+        run=run,
         link=link,
         speeds=None if given.cores is None else [1.0] * given.cores,
     )

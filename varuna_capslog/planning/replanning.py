@@ -92,7 +92,9 @@ class Replanner:
         if found.fits is False:
             return None
         count = self.minibatch_size // self.microbatch_size
-        step = simulate_plan(self.profile, found, num_microbatches=count, recompute=self.run.recompute, link=self.link)
+        step = simulate_plan(
+            self.profile, found, num_microbatches=count, recompute=self.run.recompute, run=self.run, link=self.link
+        )
         return self._deployment(found, step.step_seconds, len(found.stages), [len(found.stages)])
 
     def _deployment(self, found: Plan, step_seconds: float, used: int, stages: Sequence[int]) -> Deployment:

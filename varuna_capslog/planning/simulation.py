@@ -31,7 +31,6 @@ from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.conditions import UPDATE_RATE
 from varuna_capslog.profiles.record import LayerProfile, Profile
 from varuna_capslog.schedules import (
-    DEFAULT_K,
     DEFAULT_RUN,
     Action,
     RunShape,
@@ -144,8 +143,7 @@ def simulate_plan(
     schedule: str | None = None,
     num_microbatches: int | None = None,
     recompute: bool | None = None,
-    stage_inputs: str = "host",
-    k: int = DEFAULT_K,
+    run: RunShape = DEFAULT_RUN,
     link: Link | None = None,
     speeds: Sequence[float] | None = None,
 ) -> Simulation:
@@ -155,8 +153,7 @@ def simulate_plan(
         schedule, num_microbatches (of one pipeline): override the plan's; without either `varuna` and
             `DEFAULT_MICROBATCHES_PER_STAGE` per stage, which the notes say.
         recompute: for stages whose memory the plan leaves open; default: as the profile's conditions say, else True.
-        stage_inputs: where inputs kept for recomputation wait, "host" or "device".
-        k: microbatches of a group of the schedule `kfkb`.
+        run: its stage_inputs and k are read.
         link: between any two ranks; default: transfers take no time.
         speeds: as in `schedules.simulate`, for one pipeline's ranks.
 
@@ -177,7 +174,7 @@ def simulate_plan(
         recompute = said
     elif recompute is None:
         recompute = RunShape.of_conditions(profile.conditions).recompute
-    run = RunShape(None, name, recompute, stage_inputs, k=k)
+    run = RunShape(None, name, recompute, run.stage_inputs, k=run.k)
     ranges = plan.ranges()
     own = plan.actions if schedule is None and num_microbatches is None else None
     given = None if own is None else from_strings(own)
@@ -248,7 +245,7 @@ def with_step_seconds(profile: Profile, plan: Plan, run: RunShape, link: Link | 
         None in (one.forward_seconds, one.backward_seconds) for one in profile.layers
     ):
         return plan
-    step = simulate_plan(profile, plan, recompute=run.recompute, stage_inputs=run.stage_inputs, k=run.k, link=link)
+    step = simulate_plan(profile, plan, recompute=run.recompute, run=run, link=link)
     return dataclasses.replace(plan, step_seconds=step.step_seconds)
 
 
