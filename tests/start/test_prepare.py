@@ -78,6 +78,17 @@ def test_1f1b_star_has_the_limits_of_its_stages_in_the_plan(tmp_path: Path) -> N
     assert found[1].stages == plan.stages
 
 
+def test_split_backwards_are_judged_by_a_rehearsal(tmp_path: Path) -> None:
+    free = planned(tmp_path, schedule="zb-h1", recompute=False)
+    assert (free.fits, free.peak_bytes) == (None, None)
+    assert "no profile says yet what the halves of a split backward take" in free.notes[-1]
+    plan = planned(tmp_path, schedule="zb-h1", recompute=False, capacity="1GiB")
+    assert plan.fits
+    assert plan.peak_bytes is not None
+    with pytest.raises(DoesNotFit, match=r"rank \d needs .* when its own program is rehearsed"):
+        planned(tmp_path, schedule="zb-h1", recompute=False, capacity=plan.peak_bytes - 1)
+
+
 def test_too_many_stages_for_the_layers(tmp_path: Path) -> None:
     with pytest.raises(CapslogError, match=r"4 devices with 3 stages each, but only 11 layers.*stages_per_rank"):
         planned(tmp_path, schedule="interleaved", devices=4, stages_per_rank=3)

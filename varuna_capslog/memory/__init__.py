@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.memory import additive, composition, inflight
+from varuna_capslog.memory import additive, composition, fold, inflight
 from varuna_capslog.memory.costs import NEVER, StageCosts
 from varuna_capslog.memory.fold import MODEL
 from varuna_capslog.profiles.record import Profile
@@ -36,8 +36,8 @@ class MemoryModel(NamedTuple):
 MEMORY_MODELS = {
     "additive": MemoryModel(additive.stage_costs, functools.partial(additive.gap, "additive")),
     "composition": MemoryModel(composition.stage_costs, functools.partial(additive.gap, "composition")),
-    # cut lists are searched with the fold's closed form; a list of actions says all that the fold must know
-    MODEL: MemoryModel(functools.partial(inflight.stage_costs, MODEL), lambda run: None),
+    # cut lists are searched with the fold's closed form
+    MODEL: MemoryModel(functools.partial(inflight.stage_costs, MODEL), fold.gap),
 } | {
     name: MemoryModel(functools.partial(inflight.stage_costs, name), functools.partial(inflight.gap, name))
     for name in inflight.DESCRIBED

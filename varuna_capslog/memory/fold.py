@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory.exchange import Holders, exchange
 from varuna_capslog.memory.range_bytes import RangeBytes
 from varuna_capslog.memory.treatment import Treatment, treated
@@ -31,9 +32,10 @@ from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import Action, RunShape
 from varuna_capslog.schedules.traffic import Messages, Numbers, RankActions, StepActions, messages_of
 
-__all__ = ["MODEL", "RankFold", "fold"]
+__all__ = ["MODEL", "RankFold", "fold", "gap"]
 
 MODEL = "ranks"
+_SPLIT = "no profile says yet what the halves of a split backward take; a rehearsal with a capacity does"
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,11 @@ def fold(
         actions: each rank's list.
         run: where the inputs of stages wait whose `memory` is None; their list says whether they recompute.
 
-    Raises CapslogError naming what the profile lacks.
+    Raises CapslogError naming what the profile lacks, and for backwards in two halves: no profile says yet what each of
+    them takes.
     """
+    if any(action.kind == "W" for row in actions for action in row):
+        raise CapslogError(_SPLIT)
     ranges = profile if isinstance(profile, RangeBytes) else RangeBytes(profile, MODEL, run.recomputes)
     stages = with_memory(stages, run, actions, "cpu" if ranges.one_memory else "cuda")
     ranks = [stage.rank for stage in stages]
@@ -95,6 +100,11 @@ def fold(
     for one in calls:
         one.add_to(sums[one.rank], calls, holders)
     return [total.result(rank, holders, units.of_block) for rank, total in enumerate(sums)]
+
+
+def gap(run: RunShape) -> str | None:
+    """Why the fold does not describe a run, or None: a list of actions says all else that it must know."""
+    return _SPLIT if run.splits_backwards else None
 
 
 def _holders(stages: Sequence[PlanStage], blocks: int) -> Holders:

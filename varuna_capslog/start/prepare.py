@@ -121,7 +121,7 @@ def _plan(config: Config, profile: Profile | None, given: Plan | None, link: Lin
     )
     if given is not None and not given.short:
         plan = _judged(given, config, profile)
-    elif given is None and (pipeline.rounds > 1 or limited):
+    elif given is None and (pipeline.rounds > 1 or limited or run.splits_backwards):
         plan = _of_cuts(config, profile, link)
         if limited:
             plan = with_limits(profile, plan, RunShape.of_config(config), link)
