@@ -51,7 +51,7 @@ def through_a_file(layout: Layout, schedule: str, model: str, folder: Path) -> L
 def drawn(draw: random.Random, model: str, blocks: int, ranks: int, schedule: str) -> Layout:
     """A random layout with memory intervals; gpipe holds all microbatches, whatever limits in flight would say."""
     layout = random_layout(draw.randrange(1 << 30), LENGTHS[model], blocks, ranks)
-    if schedule == "gpipe":
+    if schedule in ("gpipe", "kfkb"):
         stages = tuple(dataclasses.replace(stage, in_flight=None) for stage in layout.stages)
         layout = dataclasses.replace(layout, stages=stages)
     return with_intervals(layout, draw.randrange(1 << 30))
