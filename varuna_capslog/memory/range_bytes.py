@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,6 +20,20 @@ from varuna_capslog.memory.inflight import one_in_flight
 from varuna_capslog.profiles.record import Observation, Profile
 
 __all__ = ["RangeBytes"]
+
+
+class _Sums(NamedTuple):
+    """Bytes of each layer alone [L], and by how much they rise beside the layer before [L - 1]."""
+
+    alone: Bytes
+    more: Bytes
+
+    @classmethod
+    def of(cls, single: Bytes, pair: Bytes) -> _Sums:
+        return cls(single, pair - single[:-1])
+
+    def range(self, first: int, end: int) -> int:
+        return max(0, int(self.alone[first] + self.more[first : end - 1].sum()))
 
 
 class RangeBytes:
@@ -51,46 +66,45 @@ class RangeBytes:
         self.carries = [cut > 0 and (size > 0 or not profile.tensors) for cut, size in enumerate(self.gradient)]
         if not self.told:
             self.gradient = [0] * len(self.gradient)
-        self._saved, more = self._graph(single), self._graph(pair)
-        self._more_saved = more - self._saved[:-1]
+        more = self._graph(pair)
+        self._saved = _Sums.of(self._graph(single), more)
         last = np.array([*np.zeros(len(single) - 1), self.crossing[-1]], dtype=np.int64)
-        self._staying = self._known_part(single, "staying_bytes", last)
-        self._more_staying = self._known_part(pair, "staying_bytes", last[1:]) - self._staying[:-1]
-        self._moved = self._known_part(single, "moved_bytes", self._saved - self._staying)
-        self._more_moved = self._known_part(pair, "moved_bytes", more - last[1:]) - self._moved[:-1]
+        rest = self._known_part(single, "staying_bytes", last), self._known_part(pair, "staying_bytes", last[1:])
+        self._staying = _Sums.of(*rest)
+        moved = self._known_part(pair, "moved_bytes", more - rest[1])
+        self._moved = _Sums.of(self._known_part(single, "moved_bytes", self._saved.alone - rest[0]), moved)
         self._statistics = self._part(single, "statistics_bytes")
         self.gradients = self._part(single, "gradient_bytes") if self.told else _likely_gradients(profile, single)
         self._update, self._shared = self._part(single, "update_bytes"), self._part(single, "shared_bytes")
         self._pair_shared = self._part(pair, "shared_bytes")
         if self._knows("moved_bytes", rows):
             # what the layers on both sides of a cut save; rows that run again tell nothing else of their outputs
-            both = self._moved[1:] - self._more_moved
+            both = self._moved.alone[1:] - self._moved.more
             self._shared[:-1] = np.maximum(self._shared[:-1], both)
             self._pair_shared[:-1] = np.maximum(self._pair_shared[:-1], both[1:])
         held = _column(single, "static_bytes") - self.gradients
-        self._resident = held
         together = self._part(pair, "gradient_bytes") if self.told else self.gradients[:-1] + self.gradients[1:]
-        self._more_resident = _column(pair, "static_bytes") - together - held[:-1]
+        self._resident = _Sums.of(held, _column(pair, "static_bytes") - together)
         actions = ("forward_bytes", "bare_bytes", "backward_bytes", "first_backward_bytes")
         self._single = {name: self._beside(single, name) for name in actions}
-        self._pair = {name: self._beside(pair, name) - self._saved[:-1] for name in actions}
+        self._pair = {name: self._beside(pair, name) - self._saved.alone[:-1] for name in actions}
         self._known: dict[tuple[object, ...], int] = {}
 
     def saved(self, first: int, end: int) -> int:
         """What a forward of the range keeps for its backward, its inputs included."""
-        return int(self._saved[first] + self._more_saved[first : end - 1].sum())
+        return self._saved.range(first, end)
 
     def moved(self, first: int, end: int) -> int:
         """The part of `saved` that goes to the host tier where the range is offloaded."""
-        return max(0, int(self._moved[first] + self._more_moved[first : end - 1].sum()))
+        return self._moved.range(first, end)
 
     def staying(self, first: int, end: int) -> int:
         """The part of `saved` that stays on the device then."""
-        return max(0, int(self._staying[first] + self._more_staying[first : end - 1].sum()))
+        return self._staying.range(first, end)
 
     def only_entered(self, layer: int) -> int:
         """The part of a layer's `saved` with which its graph begins and which nothing else needs: the rest."""
-        return max(0, int(self._saved[layer] - self._moved[layer] - self._staying[layer]))
+        return max(0, int(self._saved.alone[layer] - self._moved.alone[layer] - self._staying.alone[layer]))
 
     def statistics(self, first: int, end: int) -> int:
         """Running statistics, which a forward of the range leaves until the end of the step."""
@@ -149,7 +163,8 @@ class RangeBytes:
     def resident(self, layers: Collection[int]) -> int:
         """What a rank of these layers always holds: parameters, moments, buffers (and gradients, see `gradients`)."""
         total = sum(
-            int(self._more_resident[layer - 1] if layer - 1 in layers else self._resident[layer]) for layer in layers
+            int(self._resident.more[layer - 1] if layer - 1 in layers else self._resident.alone[layer])
+            for layer in layers
         )
         for one in self._profile.shared:
             uses = [layer for layer in one.layers if layer in layers]
@@ -170,7 +185,7 @@ class RangeBytes:
 
     def _prefixes(self, name: str, first: int, end: int) -> Bytes:
         """The most while each layer of the range is at work, what the layers before it saved included."""
-        held = self._saved[first] + np.append(0, np.cumsum(self._more_saved[first : max(first, end - 2)]))
+        held = self._saved.alone[first] + np.append(0, np.cumsum(self._saved.more[first : max(first, end - 2)]))
         found = np.empty(end - first, dtype=np.int64)
         found[0] = self._single[name][first]
         found[1:] = held[: end - first - 1] + self._pair[name][first : end - 1]
