@@ -81,21 +81,40 @@ def join(rows: list[Row]) -> str:
 
 def equality(rows: list[Row]) -> str:
     head = ["run", "morphs", "layouts", "steps", "losses that differ", "tensors that differ", "steps off once"]
-    return table(
-        head,
+
+    def layouts(row: Row) -> str:
+        if "plans" not in row:
+            return f"{row['layouts']} ({row['layouts_with_replicas']} of several replicas)"
+        kinds = [f"{count} {name.replace('_', ' ')}" for name, count in row["plans"].items() if name != "plans"]
+        return f"{row['plans']['plans']} drawn plans ({', '.join(kinds)})"
+
+    lines: list[list[object]] = [
         [
-            [
-                when(row),
-                f"{row['morphs']} ({', '.join(f'{count} {kind}' for kind, count in sorted(row['kinds'].items()))})",
-                f"{row['layouts']} ({row['layouts_with_replicas']} of several replicas)",
-                row["steps"],
-                row["losses_that_differ"],
-                f"{row['tensors_that_differ']} of {row['tensors']}",
-                row["steps_with_a_sample_not_used_once"],
-            ]
-            for row in rows
-        ],
-    )
+            when(row),
+            f"{row['morphs']} ({', '.join(f'{count} {kind}' for kind, count in sorted(row['kinds'].items()))})",
+            layouts(row),
+            row["steps"],
+            row["losses_that_differ"],
+            f"{row['tensors_that_differ']} of {row['tensors']}",
+            row["steps_with_a_sample_not_used_once"],
+        ]
+        for row in rows
+    ]
+    names = [
+        ("pause of a leave, net of a step", "leave_net_ms"),
+        ("of a join", "join_net_ms"),
+        ("of both", "planned_net_ms"),
+        ("of a kill", "kill_net_ms"),
+        ("search", "search_ms"),
+        ("transfer", "transfer_ms"),
+    ]
+    pauses: list[list[object]] = [
+        [when(row) if not number else "", name, *quantiles(row[key])]
+        for row in rows
+        if "plans" in row
+        for number, (name, key) in enumerate(entry for entry in names if entry[1] in row)
+    ]
+    return table(head, lines) + ("\n" + table(["run", "ms", *QUANTILES], pauses) if pauses else "")
 
 
 def steady(rows: list[Row]) -> str:

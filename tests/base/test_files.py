@@ -132,6 +132,16 @@ def test_a_line_that_is_no_object_is_refused(tmp_path: Path) -> None:
         files.read_jsonl(path)
 
 
+@pytest.mark.parametrize("line", ["[" * 10_000, '{"a": "\\ud800"}', '{"a": NaN}', "\xff\xfe", '{"a": 1} 2', '"{'])
+def test_what_is_no_json_or_no_text_is_a_torn_line_for_every_reader(tmp_path: Path, line: str) -> None:
+    """Brackets without end were a RecursionError; half of a surrogate pair could not be written to any page."""
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b'{"n": 1}\n' + line.encode("latin-1") + b'\n{"n": "\\ud83d\\ude00"}\n')
+    expected = [{"n": 1}, {"n": "\N{GRINNING FACE}"}]
+    assert files.read_jsonl(path) == expected
+    assert files.last_lines(path) == expected
+
+
 def _append_many(path: str, worker: int) -> None:
     for n in range(500):
         files.append_jsonl(path, {"worker": worker, "n": n, "text": "x" * 300})

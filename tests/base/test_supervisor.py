@@ -18,7 +18,7 @@ import pytest
 from tests.waiting import alive, wait_until
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.processes import write_unless_there
-from varuna_capslog.base.supervisor import Supervisor, WorkerFailed, reserve
+from varuna_capslog.base.supervisor import Supervisor, WorkerFailed, last_step, reserve
 
 PRELUDE = """
 import json, os, signal, sys, time
@@ -105,6 +105,12 @@ def test_a_killed_worker_whose_step_nobody_reports_is_placed_after_the_last_metr
     """
     error, _ = failed(tmp_path, body)
     assert "rank 2 (stage 4) was killed by SIGKILL after step 6" in str(error)
+
+
+def test_a_damaged_line_of_metrics_is_no_step(tmp_path):
+    lines = ({"step": 7}, {"step": None}, {"step": [8]}, {"step": "9"}, {})
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert last_step(tmp_path) == 7
 
 
 def test_an_error_file_gives_the_sentence(tmp_path):

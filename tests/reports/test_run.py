@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import random
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.reports.runs import write_run
+from varuna_capslog.reports.changes import changes_in_short
+from varuna_capslog.reports.page import write_report
 from varuna_capslog.reports.run import Evaluation, Event, StepLine, read_run, shapes_of
 
 
@@ -40,6 +45,69 @@ def test_scores_and_events_hold_what_is_valid(tmp_path: Path) -> None:
         Evaluation(2, {"AP": 0.5}, {"a": 0.25, "b": None, "c": None}),
     )
     assert run.events == (Event("stop", None, 4, None, {"why": ["w"]}),)
+
+
+def damaged(dice: random.Random, data: bytes) -> bytes:
+    """Lines of which some are cut, have other bytes or values of other kinds, or stand twice."""
+    odd = [
+        None,
+        "",
+        "x",
+        [],
+        {},
+        [[]],
+        True,
+        -1,
+        0.5,
+        1e308,
+        10**30,
+        "\ud800",
+        ["b lost", 3],
+        {"a": None},
+        -253402300800,
+    ]
+    lines = data.splitlines()
+    for _ in range(dice.randint(1, 5)):
+        at = dice.randrange(len(lines))
+        if dice.random() < 0.6 and lines[at].endswith(b"}") and isinstance(value := json.loads(lines[at]), dict):
+            value[dice.choice([*value, "why"])] = dice.choice(odd)
+            lines[at] = json.dumps(value).encode()
+        elif dice.random() < 0.3:
+            lines[at] = json.dumps(dice.choice(odd)).encode()
+        elif dice.random() < 0.5:
+            lines[at] = lines[at][: dice.randrange(len(lines[at]) + 1)]
+        else:
+            lines.insert(at, dice.randbytes(40).replace(b"\n", b""))
+    return b"\n".join(lines) + dice.choice((b"", b"\n"))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_damaged_lines_end_no_report(tmp_path: Path, seed: int) -> None:
+    """Values of other kinds, a year that no calendar has, and text that cannot be written ended `capslog report` in a
+    traceback; what can be read is shown, and what is left out is said in a sentence.
+    """
+    dice = random.Random(seed)
+    write_run(tmp_path / "run", num_layers=6, stages=2, steps=12, evaluations=2)
+    events = [
+        {"kind": "start", "time": 1.7e9, "generation": 0, "members": ["a", "b"], "why": ["2 begin"], "cuts": [0, 3]},
+        {"kind": "notice", "time": 1.7e9, "generation": 0, "member": "b", "source": "person", "deadline": 20.0},
+        {"kind": "morph", "time": 1.7e9, "generation": 1, "members": ["a"], "why": ["b left"], "step": 6, "cuts": [0],
+         "ways": [[0], [0, 3]], "pause_seconds": 0.2, "search_seconds": 0.1, "moved_bytes": 50},
+        {"kind": "waiting", "time": 1.7e9, "generation": 1, "why": "too few"},
+    ]  # fmt: skip
+    write_lines(tmp_path / "run" / "events.jsonl", *events)
+    undamaged = read_run(tmp_path / "run")
+    for _ in range(12):
+        for name in ("metrics", "events", "evaluations"):
+            path = tmp_path / "run" / f"{name}.jsonl"
+            if not (kept := path.with_suffix(".kept")).exists():
+                shutil.copy(path, kept)
+            path.write_bytes(damaged(dice, kept.read_bytes()))
+        run = read_run(tmp_path / "run")
+        assert all("\n" not in problem for problem in run.problems.values())
+        assert len(run.steps) >= len(undamaged.steps) - 5 or "not a JSON object" in run.problems["metrics.jsonl"]
+        changes_in_short(run)
+    write_report(tmp_path / "run")
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ def test_words() -> None:
     assert plural(2, "microbatch", "es") == "2 microbatches"
     assert percent(-0.048) == "-4.8 %"
     assert moment(0) == "1970-01-01 00:00:00"
+    assert [moment(seconds) for seconds in (-1e12, 1e15, 1e308)] == ["\N{EN DASH}"] * 3
     assert plain({"shape": [1, 3], "lr": 0.5, "name": None}) == "shape [1, 3], lr 0.5, name \N{EN DASH}"
 
 

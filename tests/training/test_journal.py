@@ -42,6 +42,8 @@ def test_what_the_file_lacks_is_missing_and_no_more(tmp_path: Path) -> None:
     files.append_jsonl(metrics, {"step": 3})
     assert recent.missing(9) == ["line 2", "line 4"]
     assert recent.missing(3) == ["line 2"], "step 4 was taken back: it is made again"
+    files.append_jsonl(metrics, {"step": [2]})
+    assert recent.missing(9) == ["line 2", "line 4"], "a damaged line is no step"
 
 
 def test_a_rank_that_begins_to_write_adds_the_lines_of_the_one_that_is_lost(tmp_path: Path) -> None:

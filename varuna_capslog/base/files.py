@@ -156,9 +156,20 @@ def objects_in(data: bytes) -> Iterator[dict[str, Any]]:
     """The objects in a part of a line file; incomplete lines are left out."""
     for line in data.splitlines():
         with contextlib.suppress(ValueError):
-            value = json.loads(line)
+            value = _value_of(line)
             if isinstance(value, dict):
                 yield value
+
+
+def _value_of(line: bytes) -> Any:
+    """The value that a line holds. Raises ValueError where it is damaged: no JSON, or text that cannot be written."""
+    try:
+        value = json.loads(line, parse_constant=_refuse_constant)
+        if b"\\ud" in line.lower():  # half of a surrogate pair is no text
+            json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError as error:
+        raise ValueError(str(error)) from error
+    return value
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -175,7 +186,7 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            record = json.loads(line, parse_constant=_refuse_constant)
+            record = _value_of(line)
         except ValueError:
             # A line is one object, and no proper beginning of an object is JSON: what does not parse was torn.
             _log.warning("%s: line %d is torn and left out", path, number)

@@ -336,7 +336,7 @@ def last_step(run_dir: Path) -> int | None:
     """The last step in a run's metrics: where the run stands, or stood."""
     with contextlib.suppress(CapslogError):
         lines = files.last_lines(run_dir / "metrics.jsonl", _TAIL_BYTES)
-        return next((int(line["step"]) for line in reversed(lines) if "step" in line), None)
+        return next((step for line in reversed(lines) if isinstance(step := line.get("step"), int)), None)
     return None
 
 

@@ -59,6 +59,7 @@ def plural(number: int, noun: str, ending: str = "s") -> str:
 
 def moment(seconds: float | None) -> str:
     """A time since 1970 as date and time of day in UTC."""
-    if seconds is None:
+    try:
+        return UNKNOWN if seconds is None else f"{datetime.fromtimestamp(seconds, tz=timezone.utc):%Y-%m-%d %H:%M:%S}"
+    except (OverflowError, OSError, ValueError):  # no calendar has it
         return UNKNOWN
-    return datetime.fromtimestamp(seconds, tz=timezone.utc).strftime("%Y-%m-%d %H:%M:%S")

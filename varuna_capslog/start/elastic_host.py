@@ -186,7 +186,9 @@ def _starting_point_of_script(run_dir: Path) -> Beginning:
     """The newest checkpoint; the generations follow all that the run's files count."""
     saved, metrics = saved_states(run_dir), run_dir / "metrics.jsonl"
     lines = files.last_lines(metrics) if metrics.exists() else []
-    numbers = [stamp.generation for stamp, _ in saved] + [int(line.get("generation", 0)) for line in lines]
+    numbers = [stamp.generation for stamp, _ in saved] + [
+        number for line in lines if isinstance(number := line.get("generation"), int)
+    ]
     first = max(numbers, default=0) + 1
     return Beginning(first, saved[-1][0].step, saved[-1][1]) if saved else Beginning(first)
 

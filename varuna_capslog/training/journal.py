@@ -81,9 +81,9 @@ class RecentSteps(Generic[Line]):
     def missing(self, last: int) -> list[Line]:
         """What the file lacks of these steps up to step `last`, the oldest first."""
         if not self._lines or not self._metrics.exists():
-            written = set()
+            written = []
         else:
-            written = {line.get("step") for line in files.last_lines(self._metrics)}
+            written = [line.get("step") for line in files.last_lines(self._metrics)]
         return [line for step, line in self._lines if step <= last and step not in written]
 
 

@@ -1,9 +1,10 @@
 """Losses and weights after many random morphs beside those of an uninterrupted run: equal to the last bit, or not.
 
 Members leave with notice, are killed and join at random; every set of members gets a layout of its own (cuts and
-replicas drawn from the members' names), so that layouts differ far more than a placer's would. The model has dropout,
-running statistics and a shared parameter; `accumulation_blocks` is 4. Every step's microbatches are counted over all
-members, too: each exactly once.
+replicas drawn from the members' names), so that layouts differ far more than a placer's would. With `--plans` every
+generation runs a plan drawn at random (`rig/drawn_plans`): memory intervals, several stages on a member, pipelines and
+replicas of unequal length and shares; the pauses are told, too. The model has dropout, running statistics and a shared
+parameter; `accumulation_blocks` is 4. Every step's microbatches are counted over all members, too: each exactly once.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from live import HERE, Clock, Live, Mark, append_result
+from live import HERE, Clock, Live, Mark, append_result, pauses, quantiles
 from live import main as marked
 
 BLOCKS = 4
@@ -37,18 +38,22 @@ def cuts_for(members: Sequence[str], num_layers: int) -> tuple[tuple[int, ...], 
 
 def main(arguments: Sequence[str]) -> int:
     """The entry of a member: random layouts, and its share of every computed step in `<run_dir>/shares/<member>`."""
-    from varuna_capslog.elastic.member.pipeline_work import PipelineWork
+    from varuna_capslog.plans.parts import Units
+    from varuna_capslog.plans.pipelines import plan_of_pipelines
+    from varuna_capslog.rig.drawing import PLANS, DrawingWork
 
     folder = Path(arguments[0]) / "shares"
     folder.mkdir(exist_ok=True)
     file = os.open(folder / os.environ["CAPSLOG_MEMBER"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
-    class Counted(PipelineWork):
-        def place(self, seats):  # type: ignore[no-untyped-def]
-            if not seats:
-                return self.placer(seats)
-            cuts, replicas = cuts_for([seat.member for seat in seats], len(self.chain))
-            return self.placer.of_cuts(cuts, replicas, seats)[0]
+    class Counted(DrawingWork):
+        def place(self, seats, plan=None):  # type: ignore[no-untyped-def]
+            if seats and plan is None and PLANS not in os.environ:
+                cuts, replicas = cuts_for([seat.member for seat in seats], len(self.chain))
+                run = self.placer.candidates.run
+                units = Units(run.num_microbatches, run.microbatch_size, run.num_blocks)
+                plan = plan_of_pipelines(len(self.chain), cuts, replicas, units, run.schedule)
+            return self.placer(seats, plan)
 
         def compute(self, step):  # type: ignore[no-untyped-def]
             done = super().compute(step)
@@ -132,6 +137,22 @@ def count_shares(folder: Path, applied: Sequence[Mark]) -> dict[str, int]:
     return {"steps_counted": max(newest), "steps_with_a_sample_not_used_once": len(wrong)}
 
 
+def plans_of(folder: Path) -> dict[str, int]:
+    """What the plans of the generations that trained were like."""
+    from varuna_capslog.plans.plan import read_plan
+
+    found: Counter[str] = Counter()
+    for path in folder.glob("plan-*.json"):
+        plan = read_plan(path)
+        ranks, blocks = plan.placement(), [len(stage.blocks or range(BLOCKS)) for stage in plan.stages]
+        found["plans"] += 1
+        found["with_memory_intervals"] += any(stage.memory for stage in plan.stages)
+        found["with_several_stages_on_a_member"] += len(set(ranks)) < len(ranks)
+        found["with_unequal_replicas"] += len(plan.paths()) > 1 and len({stage.layers for stage in plan.stages}) > 1
+        found["with_unequal_shares"] += len(set(blocks)) > 1
+    return dict(found)
+
+
 def run() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     size = parser.add_mutually_exclusive_group()
@@ -141,6 +162,7 @@ def run() -> None:
     parser.add_argument("--minutes", type=float, default=0.0, help="and no more than fit into so many")
     parser.add_argument("--most", type=int, default=6, help="devices")
     parser.add_argument("--kills", type=float, default=0.2, help="share of the losses that come without notice")
+    parser.add_argument("--plans", action="store_true", help="every generation runs a plan drawn at random")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--config", type=Path, default=HERE / "small.yaml")
     parser.add_argument("overrides", nargs="*", help="of the config's keys")
@@ -149,9 +171,13 @@ def run() -> None:
     dice, clock, done = random.Random(given.seed), Clock(given.minutes), 0
     stuck: str | None = None
     overrides = [f"train.accumulation_blocks={BLOCKS}", *given.overrides]
+    least = 6 if given.plans else 1  # steps of a generation: the pauses are told less a step
+    causes: dict[int, str] = {}
     what: Counter[str] = Counter()
     with tempfile.TemporaryDirectory(prefix="capslog-equality-") as holder:
         folder, truth = Path(holder) / "morphed", Path(holder) / "truth"
+        if given.plans:
+            os.environ["CAPSLOG_CHAOS_PLANS"] = str(given.seed)
         os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
         layouts: set[tuple[tuple[int, ...], int]] = set()
         with Live(given.config, overrides, 3, "equality:main", folder) as live:
@@ -170,19 +196,30 @@ def run() -> None:
                 what[kind] += 1
                 done += 1
                 try:
-                    newest = live.wait_steps(count, dice.randint(1, 4), 90, after=newest)
+                    newest = live.wait_steps(count, least + dice.randint(0, 3), 90, after=newest)
                 except TimeoutError as error:  # the run goes on without this change: compared is what it did
                     stuck = f"{kind} after generation {newest}: {error}"[:300]
                     break
+                causes[newest] = kind
                 layouts.add(cuts_for(live.members, 10))
                 if number % 10 == 9:
                     sys.stderr.write(f"{number + 1} morphs, generation {newest}, {clock.seconds:.0f} s\n")
             live.host.stop()
             live._thread.join(60)
             applied, said = live.marks(), list(live.said)
+            morphs = [event for event in live.events() if event["kind"] == "morph"]
+        os.environ.pop("CAPSLOG_CHAOS_PLANS", None)
         shares = count_shares(folder, applied)
         with Live(given.config, [*overrides, f"train.max_steps={shares['steps_counted']}"], 2, folder=truth) as live:
             live.finish(600)
+        net = [(causes.get(pause.generation), pause.net) for pause in pauses(applied)]
+        drawn = {
+            "plans": plans_of(folder),
+            **{f"{kind}_net_ms": quantiles([value for cause, value in net if cause == kind]) for kind in sorted(what)},
+            "planned_net_ms": quantiles([value for cause, value in net if cause in ("join", "leave")]),
+            "search_ms": quantiles([event["search_seconds"] for event in morphs], digits=2),
+            "transfer_ms": quantiles([event["transfer_seconds"] for event in morphs], digits=2),
+        }
         result = {
             "config": given.config.name,
             "overrides": overrides,
@@ -196,6 +233,7 @@ def run() -> None:
             "layouts_with_replicas": sum(replicas > 1 for _, replicas in layouts),
             "most_devices": given.most,
             "said": [line for line in said if "SIGKILL" not in line][:5],
+            **(drawn if given.plans else {}),
             **shares,
             **compare(folder, truth),
         }

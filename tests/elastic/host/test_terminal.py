@@ -63,6 +63,20 @@ def test_the_last_step_and_all_scores_are_said_whenever_the_run_ends(tmp_path, c
     ]
 
 
+def test_a_damaged_line_is_passed_over_and_the_next_one_said(tmp_path, capsys):
+    """One value of another kind ended the thread that draws, and at its end the command in a traceback."""
+    events = [MORPH | {"cuts": [0, 3]} | {name: odd} for name in ("why", "pause_seconds", "moved_bytes", "replicas")
+              for odd in ([[]], {"a": 1}, "x", None, 1e308)]  # fmt: skip
+    metrics = [{"step": odd, "world_size": 2} for odd in (None, "x", [])] + [{"step": 3}, {"step": 2, "loss": "x"}]
+    scores = [{"step": 3}, {"scores": {}}, {"step": 3, "scores": "x"}, {"step": 3, "scores": {"AP": 0.5}}]
+    with Terminal(tmp_path, None):
+        for name, lines in (("events", [*events, MORPH]), ("metrics", metrics), ("evaluations", scores)):
+            (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    said = capsys.readouterr().out
+    assert "generation 4: vm-2 lost; vm-4 joined, paused 61 ms, moved 3 MiB" in said
+    assert "step 3: AP 0.500" in said
+
+
 def test_why_all_was_written_is_said_once_and_again_when_it_happens_again(tmp_path, capsys):
     why = "2 device(s) are left; waiting for 1 more"
     written = [

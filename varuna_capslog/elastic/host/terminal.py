@@ -5,6 +5,7 @@ The worker that writes the journal may leave, so the host's process draws, and r
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -20,6 +21,9 @@ __all__ = ["Terminal", "describe"]
 
 _LOOK_SECONDS = 0.2
 _LINE_SECONDS = 10.0
+
+_DAMAGED = (AttributeError, KeyError, OverflowError, TypeError, ValueError)
+"""What a line with a value of another kind ends in; it is passed over."""
 
 
 class Terminal:
@@ -66,12 +70,15 @@ class Terminal:
 
     def _look(self, last: bool = False) -> None:
         for event in self._events.new():
-            line = describe(event)
-            if line and self._is_new(event, line):
-                self.say(line)
-        self._step(last)
+            with contextlib.suppress(*_DAMAGED):
+                line = describe(event)
+                if line and self._is_new(event, line):
+                    self.say(line)
+        with contextlib.suppress(*_DAMAGED):
+            self._step(last)
         for evaluation in self._evaluations.new():
-            self.say(score_line(evaluation["step"], evaluation["scores"]))
+            with contextlib.suppress(*_DAMAGED):
+                self.say(score_line(evaluation["step"], evaluation["scores"]))
 
     def _is_new(self, event: Mapping[str, Any], line: str) -> bool:
         """Whether the line is to be said: every member gives the reason of a pause, but it is said once each time."""
@@ -92,7 +99,7 @@ class Terminal:
         if record is None:
             return
         text = "  ".join([*step_numbers(record), _members(record["world_size"])])
-        self._progress.update(self._task, completed=record["step"], description=text)
+        self._progress.update(self._task, completed=int(record["step"]), description=text)
         now = time.monotonic()
         self._unsaid = record
         if not self._live and (now >= self._quiet_until or last or record["step"] == self._total):
