@@ -1,0 +1,59 @@
+"""What torch reads from an exported schedule, and that it runs it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from torch.distributed.pipelining.schedules import _Action, _add_send_recv
+
+from varuna_capslog import cli
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.planning.export import torch_csv
+from varuna_capslog.plans.parts import PlanStage, Units
+from varuna_capslog.plans.pipelines import stages_of_pipelines
+from varuna_capslog.plans.plan import Plan, write_plan
+from varuna_capslog.schedules import RunShape, make_schedule, to_strings
+
+KEEPS = RunShape(recompute=False)
+
+
+def plan_of(schedule: str, placement: list[int], replicas: int = 1) -> Plan:
+    cuts = list(range(len(placement)))
+    return Plan(len(cuts), stages_of_pipelines(len(cuts), cuts, replicas, 2, placement), Units(4, 1, 2), schedule)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "kfkb", "zb-h1"])
+def test_torch_reads_the_actions_and_finds_no_deadlock(name: str) -> None:
+    placement = [0, 1, 0, 1]
+    text = torch_csv(plan_of(name, placement), KEEPS)
+    rows = [[_Action.from_str(cell) for cell in line.split(",")] for line in text.splitlines()]
+    expected = to_strings(make_schedule(name, 4, 4, placement))
+    assert [[str(one) for one in row] for row in rows] == expected
+    # torch adds the messages itself, and raises where that comes to no end
+    lowered = _add_send_recv(dict(enumerate(rows)), lambda stage: placement[stage], 4)
+    assert [[str(one) for one in lowered[rank] if "_" not in str(one)] for rank in range(2)] == expected
+
+
+def test_what_torch_does_not_have_is_refused() -> None:
+    with pytest.raises(CapslogError, match=r"rank 0: torch's schedules have no recompute \(0R0\)"):
+        torch_csv(plan_of("varuna", [0, 1]), KEEPS)
+    with pytest.raises(CapslogError, match="the plan has 2 ways through its stages"):
+        torch_csv(plan_of("1f1b", [0, 1], 2), KEEPS)
+    stages = (PlanStage(((0, 1),), (0,), memory=None), PlanStage(((1, 2),), (1,), memory=None))
+    with pytest.raises(CapslogError, match="units"):
+        torch_csv(Plan(2, stages, Units(), "1f1b"), KEEPS)
+
+
+def test_the_command_writes_the_file_and_keeps_to_the_runs_own_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_plan(tmp_path / "plan.json", plan_of("kfkb", [0, 1]))
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["export", str(tmp_path / "plan.json"), "--k", "4", "-o", str(tmp_path / "schedule.csv")])
+    expected = torch_csv(plan_of("kfkb", [0, 1]), RunShape(recompute=False, k=4))
+    assert (tmp_path / "schedule.csv").read_text() == expected
+    assert expected.startswith("0F0,0F1,0F2,0F3,0B0")
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["export", str(tmp_path / "plan.json"), "--to", "torch-cvs"])
+    assert "did you mean 'torch-csv'?" in capsys.readouterr().err
