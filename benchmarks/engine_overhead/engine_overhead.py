@@ -1,4 +1,4 @@
-"""Step time of the engine beside torch.distributed.pipelining's Schedule1F1B, and beside the bubble bound.
+"""Step time of the engine beside torch.distributed.pipelining's schedules, and beside the bubble bound.
 
 The same transformer, cuts, ranks, optimizer and data; both runs share one process per rank and take turns. Prints the
 table of README.md.
@@ -15,7 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -43,6 +48,7 @@ SIZES = {
     "medium": TransformerSize(blocks=8, dim=256, sequence=64, microbatch_size=4),
 }
 RATE, DECAY = 1e-3, 1e-4
+TORCHS = {"interleaved": ScheduleInterleaved1F1B, "zero-bubble": ScheduleInterleavedZeroBubble}
 
 
 def even_cuts(num_layers: int, stages: int) -> tuple[int, ...]:
@@ -50,23 +56,39 @@ def even_cuts(num_layers: int, stages: int) -> tuple[int, ...]:
     return tuple(round(stage * num_layers / stages) for stage in range(stages))
 
 
-def measure(communicator: Communicator, size: TransformerSize, rounds: int) -> dict[str, Any]:
+def measure(communicator: Communicator, size: TransformerSize, rounds: int, schedule_name: str) -> dict[str, Any]:
     """One rank's times of both engines, and on rank 0 of the unsplit model while the others sleep."""
-    rank, stages, device = communicator.rank, communicator.world_size, torch.device("cpu")
+    rank, ranks, device = communicator.rank, communicator.world_size, torch.device("cpu")
     chain = transformer_chain(size)
     minibatch, tokens, targets = token_minibatch(size)
-    cuts = even_cuts(len(chain), stages)
-    mine = chain.layers[cuts[rank] : (*cuts, len(chain))[rank + 1]]
+    stages = ranks if schedule_name == "1f1b" else 2 * ranks
+    cuts, placement = even_cuts(len(chain), stages), [stage % ranks for stage in range(stages)]
+    own = range(rank, stages, ranks)
     # copies, since both engines train their own weights
-    stage_module = nn.Sequential(*[copy.deepcopy(layer.module) for layer in mine])
+    stage_modules = nn.ModuleList(
+        nn.Sequential(*[copy.deepcopy(layer.module) for layer in chain.layers[cuts[n] : (*cuts, len(chain))[n + 1]]])
+        for n in own
+    )
     whole = nn.Sequential(*[copy.deepcopy(layer.module) for layer in chain.layers])
 
     def share(output: Tensor, target: Tensor) -> Tensor:
         return token_loss({"x": output}, target, minibatch.normalisers)["loss"]
 
-    layout = Layout.pipelines(cuts, len(chain))
+    parts = [PipelineStage(module, n, stages, device) for module, n in zip(stage_modules, own, strict=True)]
+    if schedule_name == "1f1b":
+        schedule = Schedule1F1B(parts[0], size.num_microbatches, loss_fn=share, scale_grads=False)
+    else:
+        schedule = TORCHS[schedule_name](parts, size.num_microbatches, loss_fn=share, scale_grads=False)
+    # torch's own order of split backwards, so that both do the same
+    order = schedule.pipeline_order if schedule_name == "zero-bubble" else None
+    layout = Layout.pipelines(cuts, len(chain), placement)
     options = EngineOptions(
-        size.num_microbatches, schedule="1f1b", recompute=False, rate=LearningRate(RATE), weight_decay=DECAY
+        size.num_microbatches,
+        schedule="1f1b" if order else schedule_name,
+        recompute=False,
+        actions=order and tuple(tuple(str(one) for one in order[n] if one is not None) for n in range(ranks)),
+        rate=LearningRate(RATE),
+        weight_decay=DECAY,
     )
     engine = PipelineEngine(chain, token_loss, layout, options, communicator, device)
     ours: list[float] = []
@@ -75,16 +97,13 @@ def measure(communicator: Communicator, size: TransformerSize, rounds: int) -> d
         result = train_step(engine, len(ours) + 1, minibatch, lambda index: {"x": tokens[index]})
         ours.append(result.parts["loss"])
 
-    schedule = Schedule1F1B(
-        PipelineStage(stage_module, rank, stages, device), size.num_microbatches, loss_fn=share, scale_grads=False
-    )
-    optimizer = torch.optim.AdamW(stage_module.parameters(), lr=RATE, weight_decay=DECAY, fused=True)
+    optimizer = torch.optim.AdamW(stage_modules.parameters(), lr=RATE, weight_decay=DECAY, fused=True)
     theirs: list[float] = []
 
     def step_theirs() -> None:
         losses: list[Tensor] = []
         inputs = {"arg_mbs": [(part,) for part in tokens]} if rank == 0 else {}
-        wanted = {"target_mbs": targets, "losses": losses} if rank == stages - 1 else {}
+        wanted = {"target_mbs": targets, "losses": losses} if rank == ranks - 1 else {}
         schedule.step(**inputs, **wanted, return_outputs=False)
         optimizer.step()
         optimizer.zero_grad()
@@ -103,9 +122,9 @@ def measure(communicator: Communicator, size: TransformerSize, rounds: int) -> d
     return {"times": interleave(runs, rounds, communicator.barrier), "losses": {"ours": ours, "torch": theirs}}
 
 
-def report(size: TransformerSize, name: str, ranks: int, rounds: int) -> dict[str, Any]:
+def report(size: TransformerSize, name: str, ranks: int, rounds: int, schedule: str) -> dict[str, Any]:
     """Runs one case and prints its row."""
-    results = run_ranks(measure, ranks, size, rounds)
+    results = run_ranks(measure, ranks, size, rounds, schedule)
     ours, theirs = results[0]["losses"]["ours"], results[-1]["losses"]["torch"]
     apart = max(abs(a - b) / b for a, b in zip(ours[:3], theirs[:3], strict=True))
     if apart > 1e-5:
@@ -122,6 +141,7 @@ def report(size: TransformerSize, name: str, ranks: int, rounds: int) -> dict[st
     bubble = (size.num_microbatches + ranks - 1) / size.num_microbatches
     row = {
         "model": name,
+        "schedule": schedule,
         "ranks": ranks,
         "rounds": rounds,
         **{f"{run}_seconds": statistics.median(values) for run, values in seconds.items()},
@@ -135,6 +155,7 @@ def report(size: TransformerSize, name: str, ranks: int, rounds: int) -> dict[st
     bounds = [row[key] for key in ("unsplit_seconds", "bubble_bound_seconds", "cores_bound_seconds")]
     cells = [
         name,
+        schedule,
         str(ranks),
         *(f"{1e3 * value:.1f}" for value in times),
         *(f"{middle:.3f} ({low:.3f}-{high:.3f})" for middle, low, high in (row["ratio"], row["cpu_ratio"])),
@@ -149,18 +170,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=list(SIZES), choices=list(SIZES))
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
+    parser.add_argument("--schedules", nargs="+", default=["1f1b", *TORCHS], choices=["1f1b", *TORCHS])
     parser.add_argument("--rounds", type=int, default=40, help="pairs of steps per case")
     parser.add_argument("--output", type=Path, help="write the result as JSON")
     arguments = parser.parse_args()
     for name in arguments.models:
         print(f"{name}: {SIZES[name]}")
     print(
-        "| model | ranks | ours ms | torch ms | ours / torch (quartiles) | processor time ours / torch | unsplit ms | "
-        "bubble bound ms | bound with these cores ms |"
+        "| model | schedule | ranks | ours ms | torch ms | ours / torch (quartiles) | processor time ours / torch | "
+        "unsplit ms | bubble bound ms | bound with these cores ms |"
     )
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     rows = [
-        report(SIZES[name], name, ranks, arguments.rounds) for name in arguments.models for ranks in arguments.ranks
+        report(SIZES[name], name, ranks, arguments.rounds, schedule)
+        for name in arguments.models
+        for schedule in arguments.schedules
+        for ranks in arguments.ranks
     ]
     write_json(arguments.output, {"rows": rows})
 
