@@ -179,6 +179,23 @@ def test_fewer_cores_never_help_and_work_is_conserved(name: str, shape: tuple, c
     assert [[one.action for one in row] for row in shared.actions] == schedule
 
 
+def test_both_directions_may_share_one_link() -> None:
+    """By hand: activations cross at 1-4 and 4-7; the first gradient, ready at 6, waits for the second of them."""
+    seconds = StageSeconds([1.0, 1.0], [1.0, 1.0], transfer=[0.0, 3.0])
+    schedule = make_schedule("1f1b", 2, 2)
+    apart, shared = (simulate(schedule, seconds, shared_links=both) for both in (False, True))
+    assert [one.start_seconds for one in apart.messages] == [1.0, 4.0, 6.0, 9.0]
+    assert [one.start_seconds for one in shared.messages] == [1.0, 4.0, 7.0, 10.0]
+    assert (apart.step_seconds, shared.step_seconds) == (13.0, 14.0)
+
+
+def test_a_recomputation_inside_a_split_backward_is_a_part_of_its_input_half() -> None:
+    seconds = StageSeconds([1.0], [4.0], backward_again=[5.5], other={"I": [3.0], "W": [1.0]})
+    timeline = simulate(parse_csv("0F0,0F1,0R0,0I0,0W0,0R1,0I1,0W1"), seconds)
+    took = {str(one.action): one.end_seconds - one.start_seconds for one in timeline.actions[0]}
+    assert (took["0I0"], took["0W0"], took["0R0"]) == (4.5, 1.0, 1.0)
+
+
 def test_forwards_without_a_graph_may_cost_less() -> None:
     schedule = make_schedule("gpipe", 1, 2, recompute=True)
     # F0, F1, R0 B0 R1 B1: F0 and F1 keep no graph.
