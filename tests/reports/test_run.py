@@ -27,12 +27,12 @@ def test_invalid_values_of_a_step_are_none_and_a_line_without_step_is_left_out(t
         tmp_path / "metrics.jsonl",
         {"step": 1.0, "loss": 2, "generation": 3, "peak_bytes": [5, 6.0], "peak_source": "s", "peak_input": {"x": [2]}},
         {"step": 2, "parts": parts, "peak_input": {"x": [1.5]}, "unknown": 1, **odd},
-        *({"step": step} for step in (True, 2.5, "3", None)),
+        *({"step": step} for step in (True, 2.5, "3", None, 10**30)),
     )
     run = read_run(tmp_path)
     first = StepLine(1, 2.0, generation=3, peak_bytes=(5, 6), peak_source="s", peak_input={"x": (2,)})
     assert run.steps == (first, StepLine(2, parts={"a": 1.0}))
-    assert run.problems["metrics.jsonl"] == "metrics.jsonl: 4 lines without step or kind left out"
+    assert run.problems["metrics.jsonl"] == "metrics.jsonl: 5 lines without step or kind left out"
 
 
 def test_scores_and_events_hold_what_is_valid(tmp_path: Path) -> None:

@@ -48,6 +48,9 @@ class Placer:
         given: the run's own plan, of any stages, taken where exactly as many devices are there as it is for, and it
             fits them. It need not be what a planner would choose.
         tier: where the host tier's bytes lie.
+
+    Attributes:
+        proposes: plans are searched that two machines might not find alike.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class Placer:
         self.gradient_bytes = tuple(gradient_bytes or (-(-size // 3) for size in self.layer_bytes))
         self._given = None if given is None else (given, self._choice_of(given))
         self._fleets = Fleets.of(candidates)
+        self.proposes = self._fleets is not None
         # A copy's two boundaries, and the gradients that wait for the vote.
         self._copy_bytes = [
             2 * state + (gradient if self.sync else 0)
@@ -141,11 +145,6 @@ class Placer:
             return self._waiting(seats, limits)
         plan = _of_pipelines(self.candidates, found.cuts, found.replicas)
         return self._layout(plan, Choice.of_candidate(found, size), seats, limits)
-
-    @property
-    def proposes(self) -> bool:
-        """Whether plans are searched that two machines might not find alike."""
-        return self._fleets is not None
 
     def propose(self, seats: Sequence[Seat]) -> Plan | None:
         """The plan for the record of a generation of these seats; None where every member computes it alike, which

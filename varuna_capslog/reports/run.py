@@ -49,7 +49,7 @@ def _object(value: Any) -> dict[str, Any]:
 
 _OR_NONE = WrapValidator(_valid_or_none)
 _Number = Annotated[Annotated[float, Strict(), AllowInfNan(False)] | None, _OR_NONE]
-_Whole = Annotated[int, Strict(), BeforeValidator(_integer)]
+_Whole = Annotated[int, Strict(), Field(gt=-(2**63), lt=2**63), BeforeValidator(_integer)]
 _WholeOrNone = Annotated[_Whole | None, _OR_NONE]
 _Numbers = Annotated[Mapping[str, _Number], BeforeValidator(_object)]
 _NUMBERS: TypeAdapter[Mapping[str, float | None]] = TypeAdapter(_Numbers)

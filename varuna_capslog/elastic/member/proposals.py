@@ -1,8 +1,7 @@
 """What the next generation will run, known to all members before they copy ahead what moves for it.
 
-A plan of a search that two machines might not end alike (`Work.proposes`) is searched by one member: the first voter of
-the generation at work, while training goes on, or else whoever founds the next one. It travels in the record, and
-before that in a message, or members would send and expect other layers than will move.
+A plan that two machines might not find alike (`Work.proposes`) is searched by one member: the first voter, while
+training goes on, who tells the others in a message, or else whoever founds the generation. The record carries it.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ class Proposals:
         if self._me != record.members[0]:
             return False
         plan = self.of(seats)
-        about: dict[str, Any] = {"members": members, "plan": None if plan is None else plan.to_json()}
+        text = None if plan is None else plan.to_json()
         for member in record.members[1:]:
-            self._peers.send(member, "plan", generation=record.number, **about)
+            self._peers.send(member, "plan", generation=record.number, members=members, plan=text)
         return True
 
     def heard(self, members: Sequence[Member], plan: Any) -> None:
