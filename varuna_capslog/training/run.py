@@ -77,8 +77,8 @@ class Run:
         freed = len(self.setup.chain) - len(self.engine.layers) if config.engine == "capslog" else 0
         if freed and self.setup.chain.factories is None and communicator.rank == 0:
             sys.stdout.write(
-                f"rank 0 has built the whole model and freed {freed} layers of other ranks, and so has every rank its "
-                "others; a chain of factories (docs/your-model.md) builds a rank's own only\n"
+                f"rank 0 has built the whole model and freed {freed} layers of others, as every rank has; see "
+                "Chain.from_factories\n"
             )
         self.loop = TrainingLoop(self.setup, device, generation - 1, stop_wished)
         self.loop.run_began = began
