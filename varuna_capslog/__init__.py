@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from varuna_capslog.base.version import __version__
     from varuna_capslog.config.reading import Config, load_config
     from varuna_capslog.elastic import on_notice, request_morph
-    from varuna_capslog.model.chain import Chain, Layer
+    from varuna_capslog.model.chain import Chain, Layer, LayerFactory
     from varuna_capslog.model.workload import DataSource, Workload
     from varuna_capslog.plans.plan import Plan, read_plan, write_plan
     from varuna_capslog.profiles.record import LayerProfile, Profile, read_profile, write_profile
@@ -29,6 +29,7 @@ __all__ = [
     "Config",
     "DataSource",
     "Layer",
+    "LayerFactory",
     "LayerProfile",
     "Plan",
     "Profile",
@@ -48,7 +49,7 @@ _NAMES = {
     "base.version": ("__version__",),
     "config.reading": ("Config", "load_config"),
     "elastic": ("on_notice", "request_morph"),
-    "model.chain": ("Chain", "Layer"),
+    "model.chain": ("Chain", "Layer", "LayerFactory"),
     "model.workload": ("DataSource", "Workload"),
     "plans.plan": ("Plan", "read_plan", "write_plan"),
     "profiles.record": ("LayerProfile", "Profile", "read_profile", "write_profile"),

@@ -28,7 +28,7 @@ for _sample in range(6):  # sizes follow from the index of a microbatch's first 
 
 
 class CheckedRuntime(Runtime):
-    """Raises AssertionError where memory and protocol differ, in either direction."""
+    """Raises AssertionError where memory and protocol differ, in either direction, or the chain has values, too."""
 
     def feed(self, *events: ProtocolEvent) -> None:
         outer = not self._feeding
@@ -37,6 +37,11 @@ class CheckedRuntime(Runtime):
             return
         for layer, stamp in self.state.held:
             self.parts.holdings.at(layer, stamp)  # KeyError where it is not there
+        work = self.parts.work
+        assert isinstance(work, pipeline_work.PipelineWork)
+        if work.engine is not None:
+            own = work.chain.named_parameters().items()
+            assert not (real := [name for name, one in own if not one.is_meta]), f"held twice: {real}"
         surplus = self.parts.holdings._kept.keys() - self.state.held
         assert not surplus, f"kept without need: {sorted(surplus)} beside {sorted(self.state.held)}"
 

@@ -87,12 +87,12 @@ def kill_in_a_change(cause: str, member: str, point: str, devices: int = 3, **el
     return scenario
 
 
-def kill_several_at_once(redundancy: int, *members: str) -> Scenario:
+def kill_several_at_once(redundancy: int, *members: str, **sections: Any) -> Scenario:
     """Several of four die in the same step: no settled step is lost where the copies cover it, else all begin anew."""
 
     def scenario(cradle: Cradle, truth: Truth, folder: Path) -> Outcome:
         faults = [Fault(member, "compute", "wait", 6, member) for member in members]
-        config = config_of(folder, 4, elastic={"redundancy": redundancy})
+        config = config_of(folder, 4, elastic={"redundancy": redundancy}, **sections)
         live = Live(cradle, config, faults=faults)
         for member in members:
             live.when(member)

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.engine import models
 from tests.engine.layouts import Cuts, layout_for
@@ -24,7 +24,9 @@ from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.optimizer import LearningRate
 from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pipeline import PipelineEngine, Ready, build
+from varuna_capslog.engine.probe import PeakProbe
 from varuna_capslog.engine.step import train_step
+from varuna_capslog.model.chain import Chain, Layer, LayerFactory
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.training import checkpoint
 from varuna_capslog.training.boundaries import verify_copies
@@ -42,16 +44,18 @@ def train(
     dtype: torch.dtype = torch.float32,
     twist: str | None = None,
     copies: str | None = None,
+    made: str = "build_chain",
 ) -> dict[str, Any]:
     """Some steps of the tiny chain.
 
     Args:
+        made: the function of `models` that gives the chain.
         twist: "pair groups" sends over one group per ordered pair, as NCCL does; the others break the engine on
             purpose, to see that a comparison notices: "drop" loses a gradient, "swap" gives two microbatches each
             other's targets, "reseed" draws other dropout masks.
         copies: how those to and from the host tier go; see `copying`.
     """
-    chain = models.build_chain(dtype=dtype)
+    chain = getattr(models, made)(dtype=dtype)
     settings = EngineOptions(**(SETTINGS | options))
     placed = layout_for(layout, len(chain), settings.num_blocks)
     tier = None if copies is None else copying(copies, settings)
@@ -244,9 +248,9 @@ def train_run(
         run.loop.close()
 
 
-def bytes_of_parameters(communicator: Communicator, layout: Cuts) -> int:
+def bytes_of_parameters(communicator: Communicator, layout: Cuts, made: str = "build_chain") -> int:
     """What this rank's parameters take, those of the chain included, once a run has its engine and made two steps."""
-    chain, settings = models.build_chain(), EngineOptions(**SETTINGS)
+    chain, settings = getattr(models, made)(), EngineOptions(**SETTINGS)
     placed, cpu = layout_for(layout, len(chain), settings.num_blocks), torch.device("cpu")
     minibatch, inputs = models.make_minibatch(4, 1)
     example = lambda: (inputs[0], minibatch.targets[0], minibatch.normalisers)  # noqa: E731
@@ -256,3 +260,18 @@ def bytes_of_parameters(communicator: Communicator, layout: Cuts) -> int:
     held = [*chain.named_parameters().values(), *(p for one in engine.layers for p in one.parameters.values())]
     storages = {p.untyped_storage().data_ptr(): p.nbytes for p in held if p.device.type != "meta"}
     return sum(storages.values())
+
+
+BULK_BYTES = 4 << 20
+
+
+def peak_of_building(communicator: Communicator, factories: bool) -> int:
+    """The most bytes that are alive while four layers of `BULK_BYTES` become the engines of four ranks."""
+    options = EngineOptions(**SETTINGS)
+    layout, cpu = Layout.pipelines((0, 1, 2, 3), 4, None, 1, options.num_blocks), torch.device("cpu")
+    makers = [LayerFactory(f"layer.{k}", lambda: nn.Linear(1024, 1024, bias=False)) for k in range(4)]
+    with PeakProbe(cpu) as probe:
+        made = Chain.from_factories(makers) if factories else Chain([Layer(one.name, one.make()) for one in makers])
+        engine = build(EngineParts(made, models.loss, layout, options, communicator, cpu, lambda: ({}, None, {}), 30.0))
+        assert sum(parameter.nbytes for layer in engine.layers for parameter in layer.parameters.values()) == BULK_BYTES
+    return probe.peak_bytes

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from varuna_capslog.base.seeds import mix
 from varuna_capslog.engine.layers import seed_layer
-from varuna_capslog.model.chain import Chain, Layer, TensorSpec
+from varuna_capslog.model.chain import Chain, Layer, LayerFactory, TensorSpec
 from varuna_capslog.model.workload import Minibatch
 
 DIM = 8
@@ -87,25 +89,64 @@ class Decoder(nn.Module):
         return state, torch.cat([outputs, self.head(state)[None]])
 
 
-def build_chain(dropout: float = 0.1, dtype: torch.dtype = torch.float32, seed: int = 0) -> Chain:
-    """11 layers: frozen, BatchNorm, without parameters, three tensors per cut, dropout, one head shared by three."""
-    torch.manual_seed(seed)
-    head = nn.Sequential(nn.Linear(DIM, DIM), nn.ReLU(), nn.Linear(DIM, 3))
+def layer_factories(
+    dropout: float = 0.1, dtype: torch.dtype = torch.float32, head: Callable[[], nn.Module] | None = None
+) -> list[LayerFactory]:
+    """11 layers: frozen, BatchNorm, without parameters, three tensors per cut, dropout, a head for each of three.
+
+    Args:
+        head: gives the decoders' heads; None: makes a new one for each.
+    """
+    head = head or make_head
     decoded = ("state", "memory", "outputs"), ("state", "outputs")
     layers = [
-        Layer("stem", FrozenStem()),
-        Layer("conv1", ConvNorm()),
-        Layer("pool", nn.AvgPool2d(2)),
-        Layer("conv2", ConvNorm()),
-        Layer("sequence", ToSequence(), ("x", "sizes"), ("memory", "mask", "positions")),
-        Layer("encoder.0", Encoder(dropout), ("memory", "mask"), ("memory",)),
-        Layer("encoder.1", Encoder(dropout), ("memory", "mask"), ("memory",)),
-        Layer("queries", Queries(), ("positions",), ("state", "outputs")),
-        *(Layer(f"decoder.{i}", Decoder(head, dropout), *decoded) for i in range(3)),
+        LayerFactory("stem", FrozenStem),
+        LayerFactory("conv1", ConvNorm),
+        LayerFactory("pool", lambda: nn.AvgPool2d(2)),
+        LayerFactory("conv2", ConvNorm),
+        LayerFactory("sequence", ToSequence, ("x", "sizes"), ("memory", "mask", "positions")),
+        LayerFactory("encoder.0", lambda: Encoder(dropout), ("memory", "mask"), ("memory",)),
+        LayerFactory("encoder.1", lambda: Encoder(dropout), ("memory", "mask"), ("memory",)),
+        LayerFactory("queries", Queries, ("positions",), ("state", "outputs")),
+        *(LayerFactory(f"decoder.{i}", lambda: Decoder(head(), dropout), *decoded) for i in range(3)),
     ]
-    for layer in layers:
-        layer.module.to(dtype)
-    return Chain(layers, ("x", "sizes"), ("outputs",), "tiny")
+    return [dataclasses.replace(one, make=lambda make=one.make: make().to(dtype)) for one in layers]
+
+
+def make_head() -> nn.Module:
+    return nn.Sequential(nn.Linear(DIM, DIM), nn.ReLU(), nn.Linear(DIM, 3))
+
+
+def _ready_made(layers: Sequence[LayerFactory], seeds: Sequence[int] | None = None) -> Chain:
+    made = []
+    for index, one in enumerate(layers):
+        if seeds is not None:
+            torch.manual_seed(seeds[index])
+        made.append(Layer(one.name, one.make(), one.reads, one.writes))
+    return Chain(made, ("x", "sizes"), ("outputs",), "tiny")
+
+
+def build_chain(dropout: float = 0.1, dtype: torch.dtype = torch.float32, seed: int = 0) -> Chain:
+    """The layers made one after the other, with one head shared by three."""
+    torch.manual_seed(seed)
+    head = make_head()
+    return _ready_made(layer_factories(dropout, dtype, lambda: head))
+
+
+def factory_chain(dropout: float = 0.1, dtype: torch.dtype = torch.float32, seed: int = 0) -> Chain:
+    """The layers from factories, their heads tied."""
+    heads = tuple(f"decoder.{i}.head" for i in range(3))
+    factories = layer_factories(dropout, dtype)
+    return Chain.from_factories(factories, ("x", "sizes"), ("outputs",), "tiny", tied=[heads], seed=seed)
+
+
+def factory_chain_by_hand(dropout: float = 0.1, dtype: torch.dtype = torch.float32, seed: int = 0) -> Chain:
+    """The oracle of `factory_chain`: every layer made in this process as its factory's seed says, heads shared."""
+    layers = layer_factories(dropout, dtype)
+    chain = _ready_made(layers, [mix(seed, index) for index in range(len(layers))])
+    for layer in chain.layers[9:]:
+        layer.module.head = chain.layers[8].module.head
+    return chain
 
 
 def make_minibatch(

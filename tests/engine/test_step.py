@@ -297,6 +297,34 @@ def test_a_rank_holds_its_own_layers_only(pool: WorkerPool) -> None:
     held = pool.run(cases.bytes_of_parameters, 3, Cuts((0, 5, 8), (0, 1, 2)))
     assert sum(held) == whole
     # a head that three layers share is held where it is used, whatever the others do
+    assert sum(pool.run(cases.bytes_of_parameters, 3, Cuts((0, 5, 8), (0, 1, 2)), "factory_chain")) == whole
     held = pool.run(cases.bytes_of_parameters, 2, Cuts((0, 9), (0, 1)))
     head = sum(p.nbytes for n, p in models.build_chain().named_parameters().items() if ".head." in n)
     assert sum(held) == whole + head
+
+
+@pytest.mark.parametrize("seed", [None, 0, 3])
+def test_layers_of_factories_have_the_bits_of_those_that_one_process_builds(pool: WorkerPool, seed: int | None) -> None:
+    """Whichever ranks build them; the heads are tied, and with one layer per stage no rank has two of them."""
+    each = Layout.pipelines(tuple(range(11)), 11, tuple(k % 6 for k in range(11)), 1, 4)
+    layout = each if seed is None else random_layout(seed, 11, 4, 5)
+    settings = {"num_blocks": 4}
+    results = pool.run(cases.train, layout.world_size, layout, settings, 2, torch.float32, None, None, "factory_chain")
+    (alone,) = pool.run(
+        cases.train, 1, Cuts((0,), (0,)), settings, 2, torch.float32, None, None, "factory_chain_by_hand"
+    )
+    for result in results:
+        assert result["parts"] == alone["parts"]
+    for kind in ("gradients", "state", "buffers"):
+        found, expected = merged(results, kind), alone[kind]
+        assert found.keys() == expected.keys()
+        assert not [name for name in expected if not torch.equal(found[name], expected[name])]
+
+
+def test_a_rank_never_has_more_than_its_own_layers_of_factories(pool: WorkerPool) -> None:
+    """The chain of one factory per layer beside the ready-made one, by the allocator's events while both are built."""
+    bulk, slack = cases.BULK_BYTES, 1 << 16
+    for peak in pool.run(cases.peak_of_building, 4, True):
+        assert bulk <= peak <= bulk + slack
+    for peak in pool.run(cases.peak_of_building, 4, False):
+        assert 4 * bulk <= peak <= 4 * bulk + slack

@@ -69,7 +69,9 @@ class MeanOutput:
 
 
 class TinyWorkload(Workload):
-    """`model.dropout`, `data.samples`, `data.poison` and `data.pause_seconds` are its only keys."""
+    """Its keys: `model.chain` (a function of `models`), `model.dropout`, `data.samples`, `data.poison` and
+    `data.pause_seconds`.
+    """
 
     name = "tiny"
 
@@ -77,7 +79,9 @@ class TinyWorkload(Workload):
         self._config = config
 
     def build_chain(self) -> Chain:
-        return models.build_chain(self._config.model.get("dropout", 0.1), seed=self._config.train.seed)
+        model = self._config.model
+        build = getattr(models, model.get("chain", "build_chain"))
+        return build(model.get("dropout", 0.1), seed=self._config.train.seed)
 
     def loss(self, outputs: Mapping[str, Tensor], targets: Any, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
         return models.loss(outputs, targets, normalisers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from collections.abc import Callable, Mapping
@@ -11,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.engine.workload import TinyWorkload
 from tests.profiling.test_trim import Tiny
 from tests.profiling.workloads import Equal, Megabytes
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.config.reading import load_config
+from varuna_capslog.config.reading import Config, load_config
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 from varuna_capslog.model.workload import Workload
 from varuna_capslog.planning.search import plan
@@ -26,6 +28,7 @@ from varuna_capslog.profiling.estimation.allocator import replay
 from varuna_capslog.profiling.estimation.lifetimes import Recipes
 from varuna_capslog.profiling.estimation.quirks import LIMITS, QUIRKS, Quirk, Quirks
 from varuna_capslog.profiling.measure import profile_workload
+from varuna_capslog.profiling.rehearsal import rehearse
 from varuna_capslog.start.prepare import profile_run
 
 PAPER, PLAIN = "configs/paper/rn50_d_e6.yaml", "configs/paper/rn50_e6.yaml"
@@ -282,3 +285,18 @@ def test_a_loss_that_fails_is_named_and_random_numbers_stay_as_they_were() -> No
 def test_an_unknown_device_is_refused() -> None:
     with pytest.raises(CapslogError, match="no table of quirks for the device 'tpu'"):
         StageEstimator(Equal(), RunConditions(device="tpu"))
+
+
+def test_layers_of_factories_cost_what_ready_made_ones_cost() -> None:
+    made = [
+        TinyWorkload(Config(workload="tests.engine.workload:workload", run_dir="-", model={"chain": name}))
+        for name in ("factory_chain", "factory_chain_by_hand")
+    ]
+    conditions = RunConditions(microbatch_size=2)
+    # the seconds of a CPU are measured anew for every estimate
+    estimated = [estimate_workload(one, dataclasses.replace(conditions, device="cuda")) for one in made]
+    assert estimated[0] == estimated[1]
+    ranks = [rehearse(StageEstimator(one, conditions), (0, 4, 9), "1f1b", 4) for one in made]
+    assert ranks[0] == ranks[1]
+    rows = [profile_workload(one, conditions).column("isolated_bytes") for one in made]
+    assert rows[0] == rows[1]

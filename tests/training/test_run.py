@@ -168,3 +168,43 @@ def test_peaks_are_recorded_for_every_stage(whole: Path) -> None:
     assert min(measured[0]["peak_bytes"]) > 0
     assert measured[0]["peak_source"] == "cpu allocator events"
     assert measured[0]["peak_input"] == {"x": [2, 3, 8, 8], "sizes": [2, 2]}
+
+
+BY_HAND, FACTORIES = {"chain": "factory_chain_by_hand"}, {"chain": "factory_chain"}
+
+
+@pytest.fixture(scope="module")
+def by_hand(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six steps and an evaluation on one rank, whose layers are built one after the other in this process."""
+    run_dir = tmp_path_factory.mktemp("by-hand")
+    assert train(pool, run_dir, (0,), model=BY_HAND, train={"evaluate_every": 6})["step"] == 6
+    return run_dir
+
+
+def assert_same_end(one: Path, other: Path) -> None:
+    found, expected = (open_checkpoint(folder / "checkpoints" / "step-00000006") for folder in (one, other))
+    for name in expected.manifest["layers"]:
+        _assert_same(found.layer(name), expected.layer(name))
+    assert found.manifest["shared"] == expected.manifest["shared"]
+
+
+def test_a_run_of_factories_is_stopped_resumed_and_evaluated(pool: WorkerPool, by_hand: Path, tmp_path: Path) -> None:
+    assert train(pool, tmp_path, THREE, model=FACTORIES, stop_after=3)["step"] == 3
+    end = train(pool, tmp_path, (0, 9), model=FACTORIES, train={"evaluate_every": 6})
+    assert (end["resumed"], end["step"]) == (3, 6)
+    assert_same_end(tmp_path, by_hand)
+    scores = [files.read_jsonl(folder / "evaluations.jsonl")[-1]["scores"] for folder in (tmp_path, by_hand)]
+    assert scores[0] == scores[1]
+    chain = TinyWorkload(cases.run_config(str(tmp_path), model=FACTORIES)).build_chain()
+    load_chain(open_checkpoint(tmp_path / "checkpoints" / "step-00000006"), chain)
+    assert not any(parameter.is_meta for parameter in chain.named_parameters().values())
+
+
+def test_layers_of_factories_begin_from_a_checkpoint(pool: WorkerPool, by_hand: Path, tmp_path: Path) -> None:
+    """One that their chain did not write; what is skipped is as the factory makes it."""
+    given = {"init_from": str(by_hand), "init_skip": ["encoder.0", "head.2"], "train": {"seed": 12}}
+    for name, cuts, model in (("one", (0,), BY_HAND), ("three", (0, 6, 9), FACTORIES)):
+        assert train(pool, tmp_path / name, cuts, model=model, **given)["step"] == 6
+    assert_same_end(tmp_path / "three", tmp_path / "one")
+    assert losses(tmp_path / "three") == losses(tmp_path / "one")
+    assert losses(tmp_path / "one") != losses(by_hand)

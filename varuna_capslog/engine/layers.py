@@ -16,15 +16,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.seeds import mix
 from varuna_capslog.engine.halves import WeightHalf, input_half
 from varuna_capslog.engine.offload import GradientBox, laid_out
 from varuna_capslog.engine.statistics import RunningStatistics, tracking_modules
 from varuna_capslog.model.chain import Chain, Layer
 from varuna_capslog.model.trace import autocast_context
 
-__all__ = ["EngineLayer", "LayerGraph", "keep_layout", "mix", "persistent_buffers", "seed_layer", "take_layers"]
-
-_MASK = (1 << 64) - 1
+__all__ = ["EngineLayer", "LayerGraph", "keep_layout", "persistent_buffers", "seed_layer", "take_layers"]
 
 
 @dataclass
@@ -83,17 +82,6 @@ def keep_layout(tensor: Tensor) -> None:
     """Gives the tensor's gradient the tensor's own layout, as it would have if it crossed a cut there."""
     stride = tensor.stride()
     tensor.register_hook(lambda gradient: laid_out(gradient, stride))
-
-
-def mix(*numbers: int) -> int:
-    """One well-spread 63-bit number from several integers (splitmix64 steps: each input is added, then scrambled)."""
-    state = 0x9E3779B97F4A7C15
-    for number in numbers:
-        state = (state + (number & _MASK) * 0xD1342543DE82EF95 + 0x9E3779B97F4A7C15) & _MASK
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
-        state ^= state >> 31
-    return state >> 1
 
 
 def seed_layer(device: torch.device, seed: int, step: int, microbatch: int, layer: int) -> None:
@@ -205,36 +193,36 @@ def take_layers(
     Args:
         ready: layers of an earlier engine of this process, by index: they are taken as they are, except those with
             shared parameters, whose storage depends on which layers live together. Whatever is not among them is
-            copied, and the chain stays as it is. None: the first engine of a process takes the chain's own modules.
+            made anew, for a state that is put into it, and the chain stays as it is. None: the first engine of a
+            process takes the chain's own modules; layers of factories are built first.
 
     Raises:
         CapslogError: layers share a module that keeps running statistics.
     """
-    storage: dict[int, Tensor] = {}
+    if ready is None:
+        chain.fill(indices)
+    storage: dict[nn.Parameter, Tensor] = {}
     taken = []
     for index in indices:
         layer = chain.layers[index]
-        module = layer.module
         shared = chain.shared_names(index)
         found = None if shared or ready is None else ready.get(index)
         if found is not None:
             found.reset()
             taken.append(found)
             continue
+        module = layer.module if ready is None else chain.new_module(index)
         if shared:
             _refuse_shared_statistics(chain, index)
-            parameters = dict(module.named_parameters())
-            memo: dict[int, object] = {}
-            if ready is None:  # the chain's own tensors are taken, here too, but for the shared ones
-                memo = {id(tensor): tensor for tensor in (*parameters.values(), *module.buffers())}
+            own, originals = dict(module.named_parameters()), dict(layer.module.named_parameters())
+            # all tensors but the shared ones are taken as they are
+            memo: dict[int, object] = {id(tensor): tensor for tensor in (*own.values(), *module.buffers())}
             for name in shared:
-                original = parameters[name]
-                if id(original) not in storage:
-                    storage[id(original)] = original.detach().to(device, copy=True)
-                memo[id(original)] = nn.Parameter(storage[id(original)], requires_grad=original.requires_grad)
+                original = originals[name]
+                if original not in storage:
+                    storage[original] = own[name].detach().to(device, copy=True)
+                memo[id(own[name])] = nn.Parameter(storage[original], requires_grad=original.requires_grad)
             module = copy.deepcopy(module, memo)
-        elif ready is not None:
-            module = copy.deepcopy(module)
         if any(tensor.device != device for tensor in (*module.parameters(), *module.buffers())):
             module.to(
                 device

@@ -6,6 +6,7 @@ knows names and parameters but never runs anything; shapes come from `varuna_cap
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,9 +19,11 @@ from torch import Tensor, nn
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.capture import capture_layers
+from varuna_capslog.model.factories import Factories, LayerFactory
+from varuna_capslog.model.hollow import hollow_parameter, replace_parameters
 from varuna_capslog.model.layer import Layer
 
-__all__ = ["Chain", "Layer", "TensorSpec", "TiedParameter"]
+__all__ = ["Chain", "Layer", "LayerFactory", "TensorSpec", "TiedParameter"]
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,7 @@ class Chain:
         layers: the layers, in a topological order of the model's graph.
         inputs: names of the tensors that enter before layer 0 (they travel on as far as a layer reads them).
         outputs: names of the tensors that leave after layer L-1; the loss reads them.
+        factories: what builds the layers, whose modules are hollow; see `from_factories`.
 
     Raises:
         CapslogError: two layers of one name, a layer that reads, or an output that names, what no layer wrote.
@@ -118,8 +122,11 @@ class Chain:
         inputs: Sequence[str] = ("x",),
         outputs: Sequence[str] = ("x",),
         name: str = "model",
+        factories: Factories | None = None,
     ) -> None:
         self.layers = tuple(layers)
+        self.factories = factories
+        self._unbuilt = set() if factories is None else set(range(len(self.layers)))
         self.inputs = tuple(inputs)
         self.outputs = tuple(outputs)
         self.name = name
@@ -155,6 +162,34 @@ class Chain:
     ) -> Chain:
         """A chain of an ordinary module, without edits to it; see `varuna_capslog.model.capture.capture_layers`."""
         return cls(*capture_layers(model, cut_points, example_inputs, outputs), name or type(model).__name__)
+
+    @classmethod
+    def from_factories(
+        cls,
+        layers: Iterable[LayerFactory],
+        inputs: Sequence[str] = ("x",),
+        outputs: Sequence[str] = ("x",),
+        name: str = "model",
+        *,
+        tied: Sequence[Sequence[str]] = (),
+        seed: int | None = None,
+    ) -> Chain:
+        """A chain whose layers are built only where they are needed: an engine builds its own ones, `run` all.
+
+        Until then a layer's module has parameters without memory and real buffers. Its weights depend on (seed, layer
+        index) alone.
+
+        Args:
+            tied: groups of addresses `<layer>.<name inside the layer>` of parameters, or of modules with parameters,
+                that are one; the factory of the first of these layers gives their values.
+            seed: None: the one that torch was seeded with last (`torch.initial_seed`), as before `build_chain`.
+
+        Raises:
+            CapslogError: as for a chain; a factory gives no module, or one with a parameter of another layer's; `tied`
+                names no parameter, or some of different shapes.
+        """
+        factories = Factories(layers, torch.initial_seed() if seed is None else seed)
+        return cls(factories.hollow_layers(tied), inputs, outputs, name, factories)
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -229,23 +264,67 @@ class Chain:
             if parameter.requires_grad or not trainable_only
         )
 
+    def fill(self, indices: Iterable[int] | None = None) -> None:
+        """Builds layers of factories, by default all, with the values that they begin from; others stay as they are.
+
+        With a layer of tied parameters that layer is built whose factory gives their values.
+        """
+        wanted = set(range(len(self)) if indices is None else indices)
+        wanted |= {shared.layers[0] for shared in self.shared if wanted & set(shared.layers)}
+        for index in sorted(wanted & self._unbuilt):
+            assert self.factories is not None
+            old, module = self.layers[index], self.factories.build(index)
+            for first, name in [(one.layers[0], name) for one in self.shared for use, name in one.uses if use == index]:
+                known, own = old.module.get_parameter(name), module.get_parameter(name)
+                if first == index:
+                    replace_parameters((layer.module for layer in self.layers), {known: own})
+                else:  # its first layer is built, and has put the value here
+                    replace_parameters([module], {own: known})
+            new = Layer(old.name, module, old.reads, old.writes)
+            self.layers = (*self.layers[:index], new, *self.layers[index + 1 :])
+            self._unbuilt.discard(index)
+
     def release(self, kept: Iterable[nn.Parameter]) -> None:
         """Frees the memory of all other parameters; in their places stand such of the same shapes without values.
 
         A parameter that several layers share stays one. Buffers stay: some are no part of a layer's state.
         """
-        alive = {id(parameter) for parameter in kept}
-        # with the parameter itself, so that no address is given away before all are replaced
-        hollow: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-        for layer in self.layers:
-            for module in layer.module.modules():
-                for name, parameter in module._parameters.items():
-                    if parameter is None or id(parameter) in alive:
-                        continue
-                    if id(parameter) not in hollow:
-                        new = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-                        hollow[id(parameter)] = parameter, new
-                    module._parameters[name] = hollow[id(parameter)][1]
+        alive = set(kept)
+        freed = {
+            one: hollow_parameter(one) for one in self.named_parameters().values() if not (one in alive or one.is_meta)
+        }
+        if self.factories is not None:
+            self.factories.values.clear()
+            for index, layer in enumerate(self.layers):
+                if any(parameter in freed for parameter in layer.module.parameters()):
+                    self._unbuilt.add(index)
+        replace_parameters((layer.module for layer in self.layers), freed)
+
+    def new_module(self, index: int) -> nn.Module:
+        """A layer's module with memory of its own, for a state that is put into it: where the chain's parameters were
+        released, they have no values. The chain stays as it is.
+        """
+        if self.factories is not None:
+            return self.factories.build(index)
+        module = self.layers[index].module
+        empty = {
+            id(one): nn.Parameter(torch.empty_like(one, device="cpu"), requires_grad=one.requires_grad)
+            for one in module.parameters()
+            if one.is_meta
+        }
+        return copy.deepcopy(module, empty)
+
+    def begin_with(self, values: Mapping[str, Tensor]) -> None:
+        """Gives parameters and buffers (by address, as in `named_tensors`) other values than those they were made with.
+
+        Layers of factories take them when they are built; until then, or `release`, the chain keeps `values`.
+        """
+        if self.factories is not None:
+            self.factories.values |= values
+        with torch.no_grad():
+            for address, target in self.named_tensors().items():
+                if address in values and not target.is_meta:
+                    target.copy_(values[address])
 
     def run(self, inputs: Mapping[str, Tensor], after_layer: Callable[[int], None] | None = None) -> dict[str, Tensor]:
         """Runs the whole chain in one autograd graph: the plain, unsplit model (the oracle of every engine test).
@@ -254,6 +333,7 @@ class Chain:
             inputs: the tensors named by `self.inputs`.
             after_layer: called with each layer's index when it is done (progress, seeding).
         """
+        self.fill()
         values = {name: inputs[name] for name in self.inputs}
         for index, layer in enumerate(self.layers):
             values.update(layer(values))

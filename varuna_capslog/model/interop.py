@@ -52,6 +52,7 @@ class StageModule(nn.Module):
 
     def __init__(self, chain: Chain, first: int, end: int) -> None:
         super().__init__()
+        chain.fill(range(first, end))
         self._layers = chain.layers[first:end]
         self.layers = nn.ModuleList(layer.module for layer in self._layers)
         self.reads = chain.inputs if first == 0 else chain.crossing(first)

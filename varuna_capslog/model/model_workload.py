@@ -317,7 +317,7 @@ class ModelWorkload(Workload):
                     "there is nothing to train"
                 )
             output = found[0]
-        return Chain(chain.layers, chain.inputs, (output,), chain.name)
+        return Chain(chain.layers, chain.inputs, (output,), chain.name, chain.factories)
 
 
 def _above(value: Tensor) -> int:

@@ -7,89 +7,24 @@ changes the workload's own modules.
 from __future__ import annotations
 
 import copy
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from varuna_capslog.model.chain import Chain, Layer
+from varuna_capslog.model.hollow import built_hollow
 from varuna_capslog.model.workload import Workload
 
-__all__ = ["hollow_module", "real_parameter", "real_tensors", "skeleton", "with_real_layers"]
-
-_Built = TypeVar("_Built")
-_Stripped = dict[int, tuple["weakref.ref[nn.Parameter]", nn.Parameter]]
+__all__ = ["real_parameter", "real_tensors", "skeleton", "with_real_layers"]
 
 
 def skeleton(workload: Workload) -> Chain:
-    """The workload's chain with real buffers but all parameters on the meta device.
-
-    While it is built every parameter is moved there as soon as a module registers it, so that a model larger than the
-    host can be profiled; a model that needs its weights while it is built is built whole and then stripped.
-    """
-    chain, stripped = _built(workload.build_chain)
-    modules = [layer.module for layer in chain.layers]
-    return _with_modules(chain, copy.deepcopy(modules, _hollow_memo(modules, stripped)))
-
-
-def hollow_module(build: Callable[[], nn.Module]) -> nn.Module:
-    """The same for one module: what `build` gives, with real buffers and all parameters on the meta device."""
-    module, stripped = _built(build)
-    hollow: nn.Module = copy.deepcopy(module, _hollow_memo([module], stripped))
-    return hollow
-
-
-def _built(build: Callable[[], _Built]) -> tuple[_Built, _Stripped]:
+    """The workload's chain with real buffers but all parameters on the meta device; see `built_hollow`."""
     torch.manual_seed(0)
-    stripped: _Stripped = {}
-    try:
-        with _parameters_on_meta(stripped):
-            return build(), stripped
-    except Exception:
-        # whatever went wrong: if it was not for the missing weights, this raises it again
-        return build(), stripped
-
-
-def _hollow_memo(modules: Sequence[nn.Module], stripped: _Stripped) -> dict[int, object]:
-    """What a deep copy puts in place of parameters and buffers."""
-    memo: dict[int, object] = {}
-    for module in modules:
-        for parameter in module.parameters():
-            memo[id(parameter)] = _on_meta(parameter, stripped)
-        for buffer in module.buffers():
-            memo[id(buffer)] = buffer
-    return memo
-
-
-@contextmanager
-def _parameters_on_meta(stripped: _Stripped) -> Iterator[None]:
-    """For modules that are built while it is open, by torch's own hook for it."""
-
-    def strip(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        return None if parameter is None else _on_meta(parameter, stripped)
-
-    # what the hook returns takes the parameter's place; torch's annotation knows only None
-    handle = register_module_parameter_registration_hook(strip)  # type: ignore[arg-type]
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def _on_meta(parameter: nn.Parameter, stripped: _Stripped) -> nn.Parameter:
-    """One parameter of shape only per parameter, so that tied ones stay tied."""
-    if parameter.is_meta:
-        return parameter
-    known = stripped.get(id(parameter))
-    # weakly: weights that the model has let go must leave memory, and their identity may come again
-    if known is None or known[0]() is not parameter:
-        hollow = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-        known = stripped[id(parameter)] = (weakref.ref(parameter), hollow)
-    return known[1]
+    chain, modules = built_hollow(workload.build_chain, lambda built: [layer.module for layer in built.layers])
+    return _with_modules(chain, modules)
 
 
 def _with_modules(chain: Chain, modules: Sequence[nn.Module]) -> Chain:

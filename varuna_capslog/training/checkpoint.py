@@ -62,8 +62,11 @@ class Checkpoint:
         """The last optimizer step that it contains."""
         return int(self.manifest["step"])
 
-    def layer(self, name: str) -> dict[str, Any]:
+    def layer(self, name: str, mapped: bool = False) -> dict[str, Any]:
         """One layer's {"parameters", "buffers", "optimizer"}, on the CPU; its digest is checked.
+
+        Args:
+            mapped: leave the tensors in the file until they are read.
 
         Raises:
             CapslogError: the layer is not there, or its file is damaged.
@@ -75,16 +78,17 @@ class Checkpoint:
                 f"{', '.join(list(self.manifest['layers'])[:8])}, ...)"
             )
         file = self.path / entry["file"]
-        loaded: dict[str, Any] = read_file(file, "resume from an older checkpoint", entry["digest"])
+        loaded: dict[str, Any] = read_file(file, "resume from an older checkpoint", entry["digest"], mapped)
         return loaded
 
 
-def read_file(path: Path, advice: str, digest: str | None = None) -> Any:
+def read_file(path: Path, advice: str, digest: str | None = None, mapped: bool = False) -> Any:
     """What `torch.save` wrote into a file, on the CPU.
 
     Args:
         advice: how the error's sentence ends.
         digest: that the manifest has of the file.
+        mapped: leave the tensors in the file until they are read.
 
     Raises:
         CapslogError: the file is missing or damaged.
@@ -92,7 +96,7 @@ def read_file(path: Path, advice: str, digest: str | None = None) -> Any:
     try:
         if digest is not None and digest_of(path) != digest:
             raise CapslogError(f"{path}: damaged (its digest differs from the manifest's); {advice}")
-        return torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
         raise CapslogError(f"{path}: cannot be read ({error}); {advice}") from error
 
@@ -379,6 +383,7 @@ def load_layers(checkpoint: Checkpoint, layers: Sequence[EngineLayer], optimizer
 
 def load_chain(checkpoint: Checkpoint, chain: Chain) -> None:
     """Loads a whole chain's parameters and buffers on one device (prediction, export)."""
+    chain.fill()
     for layer in chain.layers:
         state = checkpoint.layer(layer.name)
         parameters = dict(layer.module.named_parameters())

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.engine.layers import mix
+from varuna_capslog.base.seeds import mix
 from varuna_capslog.model.workload import DataSource, Minibatch
 
 __all__ = ["Feed", "evaluation_groups"]

@@ -150,6 +150,7 @@ def install(layer: EngineLayer, optimizer: StageOptimizer, state: Mapping[str, T
 
 def initial(chain: Chain, index: int) -> LayerState:
     """The state before step 1, copied from the chain, which must not have been trained: see `take_layers`."""
+    chain.fill([index])
     return cloned(model_state(chain, index))
 
 

@@ -74,6 +74,12 @@ class Run:
             sys.stdout.write(f"init_from: {len(self.setup.left_out)} entries are not taken over: {shown}\n")
         check_plan(self.setup, plan)
         self.engine = self._make_engine(engines or Engines({"capslog": EngineKind(build)}))
+        freed = len(self.setup.chain) - len(self.engine.layers) if config.engine == "capslog" else 0
+        if freed and self.setup.chain.factories is None and communicator.rank == 0:
+            sys.stdout.write(
+                f"rank 0 has built the whole model and freed {freed} layers of others, as every rank has; see "
+                "Chain.from_factories\n"
+            )
         self.loop = TrainingLoop(self.setup, device, generation - 1, stop_wished)
         self.loop.run_began = began
         self._found: Checkpoint | None = None

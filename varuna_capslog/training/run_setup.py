@@ -32,7 +32,7 @@ class RunSetup:
     """The parts of a run.
 
     Attributes:
-        chain: whole, with the weights that the run begins from; alike on every rank.
+        chain: with the weights that the run begins from, alike on every rank; layers of factories are not built yet.
         source: the training data.
         total_steps: number of the last step; None where only time limits the run.
         left_out: one line per entry of `init_from` that was not taken over.
@@ -140,7 +140,7 @@ def read_weights(path: Path, workload: Workload) -> tuple[dict[str, Tensor], lis
     checkpoint = open_checkpoint(folder)
     weights: dict[str, Tensor] = {}
     for layer in checkpoint.manifest["layers"]:
-        state = checkpoint.layer(layer)
+        state = checkpoint.layer(layer, mapped=True)
         weights |= {f"{layer}.{name}": tensor for name, tensor in (state["parameters"] | state["buffers"]).items()}
     return weights, []
 
@@ -155,7 +155,7 @@ def initialise(chain: Chain, workload: Workload, path: Path, skip: Sequence[str]
         CapslogError: a shape that does not match and is not skipped, or a file that shares no name with the model.
     """
     weights, skipped = read_weights(path, workload)
-    taken = 0
+    taken: dict[str, Tensor] = {}
     for address, target in chain.named_tensors().items():
         value = weights.pop(address, None)
         if any(text in address for text in skip):
@@ -169,9 +169,8 @@ def initialise(chain: Chain, workload: Workload, path: Path, skip: Sequence[str]
                 f"init_from={str(path)!r}: {address!r} has shape {list(value.shape)}, the model wants "
                 f"{list(target.shape)}; add a part of its name to init_skip to begin it afresh"
             )
-        with torch.no_grad():
-            target.copy_(value)
-        taken += 1
-    if taken == 0:
+        taken[address] = value
+    if not taken:
         raise CapslogError(f"init_from={str(path)!r} shares no parameter name with the model; is it the right file?")
+    chain.begin_with(taken)
     return [*skipped, *(f"{address}: unknown to the model" for address in weights)]

@@ -50,6 +50,7 @@ class ChainModule(nn.Module):
 
     def __init__(self, chain: Chain, cut: type[nn.Module], loss: LossFunction, seed: int = 0) -> None:
         super().__init__()
+        chain.fill()
         self.layers = nn.ModuleList(layer.module for layer in chain.layers)
         self.points = nn.ModuleList(cut() for _ in chain.layers[1:])
         self._wiring = [(layer.reads, layer.writes) for layer in chain.layers]

@@ -35,6 +35,7 @@ from varuna_capslog.engine.step import train_step
 from varuna_capslog.membership.generation import Generation, MemberLayout, Stamp
 from varuna_capslog.membership.placing import Placer
 from varuna_capslog.membership.recovery import Seat
+from varuna_capslog.model.chain import Chain
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Workload
 from varuna_capslog.planning.search import plan as planned
@@ -46,7 +47,7 @@ from varuna_capslog.training import layer_state
 from varuna_capslog.training.checkpoint import from_checkpoint, open_checkpoint
 from varuna_capslog.training.constants import run_constants
 from varuna_capslog.training.loop import TrainingLoop
-from varuna_capslog.training.run_setup import check_plan, set_up_run
+from varuna_capslog.training.run_setup import build_chain, check_plan, set_up_run
 
 __all__ = ["PipelineRun", "PipelineWork"]
 
@@ -143,6 +144,8 @@ class PipelineWork(Work):
         self.setup = set_up_run(run.config, run.workload)
         check_plan(self.setup, run.plan)
         self.chain = self.setup.chain
+        # a chain with the weights that the run begins from; None: no longer needed, and made anew where it is
+        self._fresh: Chain | None = self.chain
         self.layer_bytes = tuple(layer_state.size_of(self.chain, index) for index in range(len(self.chain)))
         self.placer = Placer.of_config(run.config, run.profile, self.layer_bytes, plan=run.plan)
         self.proposes = self.placer.proposes
@@ -203,6 +206,9 @@ class PipelineWork(Work):
         self._by_index = {layer.index: layer for layer in engine.layers}
         for index, state in states.items():
             layer_state.install(self._by_index[index], engine.optimizer, state)
+        if self._fresh is not None:
+            self.chain.release(())  # what this member owns or copies has tensors of its own
+            self._fresh = None
         self._shelved = {}
         self.engine, self.number = engine, opening.number
         writes = opening.members[0] == self.start.me
@@ -269,7 +275,10 @@ class PipelineWork(Work):
         return layer_state.Follower(self.chain, layer, self.setup.options, self.device, state)
 
     def initial(self, layer: int) -> LayerState:
-        return layer_state.initial(self.chain, layer)
+        if self._fresh is None:  # the run's seed gives the same weights again
+            with torch.random.fork_rng(devices=[]):
+                self._fresh, _ = build_chain(self._run.config, self._run.workload)
+        return layer_state.initial(self._fresh, layer)
 
     def load(self, layer: int, stamp: Stamp) -> LayerState:
         path = self.start.resumed.get(stamp, self.setup.checkpoints / f"step-{stamp.step:08d}")

@@ -24,9 +24,10 @@ from torch.utils import _pytree as pytree
 from varuna_capslog.engine.communicator import connect
 from varuna_capslog.engine.probe import StageMeter, storage_bytes, storages_of
 from varuna_capslog.model.chain import TensorSpec
+from varuna_capslog.model.hollow import built_hollow
 from varuna_capslog.profiles.record import Observation
 from varuna_capslog.profiling.conditions import RunConditions
-from varuna_capslog.profiling.skeleton import hollow_module, real_parameter
+from varuna_capslog.profiling.skeleton import real_parameter
 from varuna_capslog.profiling.trim import MICROBATCHES, TrimmedRun
 from varuna_capslog.profiling.worker import Role
 from varuna_capslog.varuna_plugin.inputs import Microbatches
@@ -89,7 +90,8 @@ def varuna_roles(
     """The measured stage on Varuna, and one neighbour before it and one behind it."""
     subject = source()
     with silent():
-        model = hollow_module(subject.build)
+        torch.manual_seed(0)
+        _, (model,) = built_hollow(subject.build, lambda built: [built])
 
     def role(place: int, device: torch.device) -> Role:
         count = itertools.count(1)

@@ -1,0 +1,121 @@
+"""A factory for every layer of a chain, so that a process builds only the layers that it needs.
+
+`Chain.from_factories` keeps a `Factories`. Whatever is asked of a layer that was never built (names, shapes, buffers)
+is answered by a hollow module of the same code. Weights depend on the seed and the layer's index alone: neither on
+which layers are built, nor on their order, nor on torch's generator, which stays as it was.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.base.seeds import mix
+from varuna_capslog.model.hollow import Stripped, built_hollow, replace_parameters
+from varuna_capslog.model.layer import Layer
+
+__all__ = ["Factories", "LayerFactory"]
+
+
+@dataclass(frozen=True)
+class LayerFactory:
+    """A layer that is built where it is needed.
+
+    Attributes:
+        name, reads, writes: as in `Layer`.
+        make: makes a new module at every call, on the CPU, by torch's random numbers only.
+    """
+
+    name: str
+    make: Callable[[], nn.Module]
+    reads: tuple[str, ...] = ("x",)
+    writes: tuple[str, ...] = ("x",)
+
+
+class Factories:
+    """The factories of a chain's layers.
+
+    Args:
+        layers: in the order of the chain.
+        seed: of all of them; layer k is made with (seed, k).
+
+    Attributes:
+        values: by address `<layer>.<name>`, what parameters and buffers hold instead of what the factory gave them.
+    """
+
+    def __init__(self, layers: Iterable[LayerFactory], seed: int) -> None:
+        self._layers, self._seed = tuple(layers), seed
+        self.values: dict[str, Tensor] = {}
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Factories:
+        return self  # a copied chain is built alike
+
+    def build(self, index: int) -> nn.Module:
+        """A new module of one layer with the values that it begins from; tied parameters have their own here."""
+        module = self._made(index)
+        with torch.no_grad():
+            for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+                value = self.values.get(f"{self._layers[index].name}.{name}")
+                if value is not None:
+                    tensor.copy_(value)
+        return module
+
+    def hollow_layers(self, tied: Sequence[Sequence[str]]) -> list[Layer]:
+        """The layers with parameters that have shapes only; see `Chain.from_factories` for `tied`."""
+        stripped: Stripped = {}
+        layers: list[Layer] = []
+        users: dict[nn.Parameter, str] = {}
+        for index, layer in enumerate(self._layers):
+            _, (module,) = built_hollow(functools.partial(self._made, index), lambda made: [made], stripped)
+            for name, parameter in module.named_parameters():
+                if users.setdefault(parameter, layer.name) != layer.name:
+                    raise CapslogError(
+                        f"the factories of {users[parameter]!r} and {layer.name!r} give out one parameter, {name!r} in "
+                        "the latter; let each make its own, and name both in tied"
+                    )
+            layers.append(Layer(layer.name, module, layer.reads, layer.writes))
+        for group in tied:
+            _tie(layers, group)
+        return layers
+
+    def _made(self, index: int) -> nn.Module:
+        layer = self._layers[index]
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(mix(self._seed, index))
+            module = layer.make()
+        if not isinstance(module, nn.Module):
+            raise CapslogError(
+                f"the factory of layer {layer.name!r} returned {type(module).__name__}; it must return an nn.Module"
+            )
+        return module
+
+
+def _tie(layers: Sequence[Layer], group: Sequence[str]) -> None:
+    """Makes one parameter of those of the same name under all these addresses."""
+    found = [_parameters_under(layers, address) for address in group]
+    shapes = [
+        {name: (tuple(one.shape), one.dtype, one.requires_grad) for name, one in under.items()} for under in found
+    ]
+    for address, under, own in zip(group[1:], found[1:], shapes[1:], strict=True):
+        if own != shapes[0]:
+            raise CapslogError(f"tied: {group[0]!r} has {shapes[0]}, but {address!r} has {own}; tie what is alike")
+        replace_parameters((layer.module for layer in layers), {under[name]: one for name, one in found[0].items()})
+
+
+def _parameters_under(layers: Sequence[Layer], address: str) -> Mapping[str, nn.Parameter]:
+    """The parameter at an address, or those of the module there by their names in it."""
+    for layer in sorted(layers, key=lambda layer: -len(layer.name)):
+        if f"{address}.".startswith(f"{layer.name}."):
+            inner = address[len(layer.name) + 1 :]
+            named = layer.module.named_parameters(remove_duplicate=False)
+            found = {name: one for name, one in named if not inner or f"{name}.".startswith(f"{inner}.")}
+            if found:
+                return {name[len(inner) :]: one for name, one in found.items()}
+    raise CapslogError(
+        f"tied: no layer has a parameter, or a module with some, at {address!r}; give <layer>.<name inside the layer>"
+    )

@@ -1,0 +1,100 @@
+"""Modules without memory: real buffers, and parameters that have shapes only.
+
+Profiles are made of such modules, and a chain of factories keeps one in the place of every layer that is not built. All
+of a module is built by its own code; each parameter leaves memory as soon as it is registered.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+__all__ = ["Stripped", "built_hollow", "hollow_parameter", "replace_parameters"]
+
+_Built = TypeVar("_Built")
+Stripped = dict[int, tuple["weakref.ref[nn.Parameter]", nn.Parameter]]
+"""Which parameter of shape only stands for which parameter, by the latter's identity."""
+
+
+def built_hollow(
+    build: Callable[[], _Built], modules: Callable[[_Built], Sequence[nn.Module]], stripped: Stripped | None = None
+) -> tuple[_Built, list[nn.Module]]:
+    """What `build` gives, and its modules with real buffers but all parameters on the meta device.
+
+    While it is built every parameter is moved there as soon as a module registers it, so that a model larger than the
+    host can be built; one that needs its weights while it is built is built whole and then stripped.
+
+    Args:
+        modules: those of what was built. They are not changed.
+        stripped: from earlier calls, so that a parameter that they had, too, is the same one here.
+    """
+    stripped = {} if stripped is None else stripped
+    try:
+        with _parameters_on_meta(stripped):
+            built = build()
+        found = modules(built)
+        needs_weights = any(buffer.is_meta for module in found for buffer in module.buffers())
+    except Exception:
+        needs_weights = True  # whatever went wrong: if it was not for the missing weights, this raises it again
+    if needs_weights:
+        built = build()
+        found = modules(built)
+    return built, copy.deepcopy(list(found), _hollow_memo(found, stripped))
+
+
+def hollow_parameter(parameter: nn.Parameter) -> nn.Parameter:
+    """A parameter of the same shape that takes no memory."""
+    return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+
+
+def replace_parameters(modules: Iterable[nn.Module], replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    """Puts each parameter that is a value of `replaced` in the place of its key, under all its names."""
+    for module in modules:
+        for part in module.modules():
+            for name, parameter in part._parameters.items():
+                if parameter is not None and parameter in replaced:
+                    part._parameters[name] = replaced[parameter]
+
+
+def _hollow_memo(modules: Sequence[nn.Module], stripped: Stripped) -> dict[int, object]:
+    """What a deep copy puts in place of parameters and buffers."""
+    memo: dict[int, object] = {}
+    for module in modules:
+        for parameter in module.parameters():
+            memo[id(parameter)] = _on_meta(parameter, stripped)
+        for buffer in module.buffers():
+            memo[id(buffer)] = buffer
+    return memo
+
+
+@contextmanager
+def _parameters_on_meta(stripped: Stripped) -> Iterator[None]:
+    """For modules that are built while it is open, by torch's own hook for it."""
+
+    def strip(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        return None if parameter is None else _on_meta(parameter, stripped)
+
+    # what the hook returns takes the parameter's place; torch's annotation knows only None
+    handle = register_module_parameter_registration_hook(strip)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _on_meta(parameter: nn.Parameter, stripped: Stripped) -> nn.Parameter:
+    """One parameter of shape only per parameter, so that tied ones stay tied."""
+    if parameter.is_meta:
+        return parameter
+    known = stripped.get(id(parameter))
+    # weakly: weights that the model has let go must leave memory, and their identity may come again
+    if known is None or known[0]() is not parameter:
+        hollow = hollow_parameter(parameter)
+        known = stripped[id(parameter)] = (weakref.ref(parameter), hollow)
+    return known[1]
