@@ -89,6 +89,14 @@ def test_split_backwards_are_judged_by_a_rehearsal(tmp_path: Path) -> None:
         planned(tmp_path, schedule="zb-h1", recompute=False, capacity=plan.peak_bytes - 1)
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "kfkb"])
+def test_limits_that_a_schedule_cannot_keep_are_refused_before_any_worker(tmp_path: Path, schedule: str) -> None:
+    """They were refused at the first step."""
+    stages = [REPLICATED_MIDDLE["stages"][0] | {"in_flight": 1}, *REPLICATED_MIDDLE["stages"][1:]]
+    with pytest.raises(CapslogError, match=r"given.json: stage 0 takes 4 microbatches and may have 1 in flight, but"):
+        prepare(tmp_path, REPLICATED_MIDDLE | {"schedule": schedule, "stages": stages})
+
+
 def test_too_many_stages_for_the_layers(tmp_path: Path) -> None:
     with pytest.raises(CapslogError, match=r"4 devices with 3 stages each, but only 11 layers.*stages_per_rank"):
         planned(tmp_path, schedule="interleaved", devices=4, stages_per_rank=3)

@@ -25,7 +25,7 @@ from varuna_capslog.planning.ranks import judged, within_tier
 from varuna_capslog.planning.search import plan as search
 from varuna_capslog.planning.simulation import with_step_seconds
 from varuna_capslog.planning.verdict import HostMemory, capacities_of_devices, rehearsed
-from varuna_capslog.plans.parts import PlanRank, Units
+from varuna_capslog.plans.parts import PlanRank, Units, scheduled
 from varuna_capslog.plans.pipelines import stages_of_pipelines
 from varuna_capslog.plans.plan import Plan, latest_plan, plan_path, read_plan, write_plan
 from varuna_capslog.profiles.record import write_profile
@@ -189,7 +189,10 @@ def _checked_plan(config: Config) -> Plan | None:
 
         cuts_of(plan)
     fields.within(where, lambda: plan.check_graph(chain.edges))
-    layout_of(plan, config)
+    layout = layout_of(plan, config)
+    if plan.actions is None:  # refuses limits that the schedule cannot keep
+        run, graph = RunShape.of_config(config), layout.graph(config.num_microbatches)
+        fields.within(where, lambda: scheduled(run.schedule, layout.stages, graph, run))
     return plan
 
 
