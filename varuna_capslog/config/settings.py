@@ -175,7 +175,8 @@ class Pipeline(Section):
 
     memory: str = "auto"
     """Memory model that predicts a stage's peak: additive, composition, gpipe, 1f1b, varuna or ranks. auto uses the
-    schedule's own model if the profile has the fields for it (every profile made by capslog has), else additive."""
+    schedule's own model (ranks for schedules without one) if the profile has the fields for it (every profile made by
+    capslog has), else additive."""
 
     timeout_seconds: float = Field(30.0, gt=0)
     """Longest wait for another rank before the step is given up with an error."""
