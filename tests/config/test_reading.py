@@ -123,7 +123,7 @@ def test_what_only_a_run_with_changing_members_needs_is_asked_of_no_other(tmp_pa
         ("train: {lr_multipliers: {backbone: x}}", 'train.lr_multipliers.backbone is "x" but must be a valid number'),
         ("train: 3", "train is 3 but must be a section of keys"),
         ("pipeline: {recompute: 1}", "pipeline.recompute is 1 but must be a valid boolean"),
-        ("pipeline: {schedule: 1f1c}", "pipeline.schedule is \"1f1c\" but must be 'gpipe', '1f1b' or 'varuna'"),
+        ("pipeline: {schedule: 1f1c}", "pipeline.schedule is \"1f1c\" but must be 'gpipe', '1f1b', '1f1b-star', 'in"),
         ("pipeline: {cuts: [0, x]}", 'pipeline.cuts[1] is "x" but must be a valid integer'),
         ("pipeline: {cuts: [1, 2]}", "pipeline.cuts is [1, 2]; it must begin with 0"),
         ("pipeline: {cuts: [0, 2, 2, 3]}", "pipeline.cuts is [0, 2, 2, 3]; 2 follows 2, but cuts must rise"),
