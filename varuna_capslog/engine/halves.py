@@ -6,7 +6,9 @@ Each sum has the terms of a whole backward in the same order, so both ways give 
 
 The parts of a graph on ways to parameters alone fall into groups that share no node. Where one use of a parameter lies
 on the way from another use to the inputs (a module that applies one weight twice), a gradient could not be told from
-the other's: such a group is differentiated from the outputs once more.
+the other's: such a group is differentiated from the outputs once more. A graph with a part that torch refuses to
+differentiate for some inputs alone (`torch.utils.checkpoint` with `use_reentrant`) is differentiated as a whole in the
+first half, and nothing is left for the other.
 """
 
 from __future__ import annotations
@@ -84,6 +86,9 @@ def input_half(
     Returns the gradients of the leaves that have one, each in the layout of its tensor, and the other half.
     """
     graph = _Graph(outputs, leaves.values())
+    if graph.refuses_halves:
+        torch.autograd.backward([edge for edge, _ in outputs], [gradient for _, gradient in outputs])
+        return {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}, WeightHalf([])
     rest = WeightHalf(outputs, graph.groups())
     for edge, gradient in outputs:
         if edge.node not in graph.on_the_way:
@@ -149,6 +154,11 @@ class _Graph:
             self.entries[id(leaf)] = node
             return []
         return [one for one, _ in node.next_functions if one is not None]
+
+    @property
+    def refuses_halves(self) -> bool:
+        """Whether a part of it computes again, and differentiates by itself what it has computed."""
+        return any(node.name() == "CheckpointFunctionBackward" for node in self.next)
 
     def groups(self) -> list[_Group]:
         """The parameters in groups that are reached from the same nodes."""
