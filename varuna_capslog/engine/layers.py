@@ -56,32 +56,36 @@ class LayerGraph:
         outputs = self._take_outputs(gradients)
         if outputs:
             torch.autograd.backward([edge for edge, _ in outputs], [gradient for _, gradient in outputs])
-        self._hand_back(gradients, {name: leaf.grad for name, leaf in self.leaves.items()})
+        for name, leaf in self.leaves.items():
+            if leaf.grad is not None:
+                known = gradients.get(name)
+                gradients[name] = leaf.grad if known is None else known + leaf.grad
+        self.leaves.clear()
+        self.edges.clear()
 
     def backward_inputs(self, gradients: dict[str, Tensor]) -> WeightHalf:
         """As `backward`, but the gradients of parameters come with the half that it returns."""
         found, rest = input_half(self._take_outputs(gradients), self.leaves)
-        self._hand_back(gradients, found)
+        for name, gradient in found.items():
+            gradients[name] = gradients[name] + gradient if name in gradients else gradient
+        self.leaves.clear()
+        self.edges.clear()
         return rest
 
     def _take_outputs(self, gradients: dict[str, Tensor]) -> list[tuple[GradientEdge, Tensor]]:
-        given = [(self.edges.get(name), gradients.pop(name, None)) for name in self.writes]
-        return [(edge, gradient) for edge, gradient in given if edge is not None and gradient is not None]
-
-    def _hand_back(self, gradients: dict[str, Tensor], found: Mapping[str, Tensor | None]) -> None:
-        """Adds what was found for the leaves, and lets go of the graph."""
-        for name in self.leaves:
-            if (gradient := found.get(name)) is not None:
-                known = gradients.get(name)
-                gradients[name] = gradient if known is None else known + gradient
-        self.leaves.clear()
-        self.edges.clear()
+        found = []
+        for name in self.writes:
+            gradient, edge = gradients.pop(name, None), self.edges.get(name)
+            if gradient is not None and edge is not None:
+                found.append((edge, gradient))
+        return found
 
 
 def keep_layout(tensor: Tensor) -> None:
     """Gives the tensor's gradient the tensor's own layout, as it would have if it crossed a cut there."""
     stride = tensor.stride()
-    tensor.register_hook(lambda gradient: laid_out(gradient, stride))
+    # None is cheaper than the gradient itself
+    tensor.register_hook(lambda gradient: None if gradient.stride() == stride else laid_out(gradient, stride))
 
 
 def seed_layer(device: torch.device, seed: int, step: int, microbatch: int, layer: int) -> None:
