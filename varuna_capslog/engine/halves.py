@@ -38,7 +38,7 @@ class _Group:
 class WeightHalf:
     """What is left of a backward. It holds the graph until `run`.
 
-    outputs: those of the graph that have a gradient, each with it.
+    outputs: those of the graph that have a gradient, each with it, if a group must be differentiated from them.
     noted: node -> the gradients of its outputs, by number.
     """
 
@@ -93,6 +93,8 @@ def input_half(
     for edge, gradient in outputs:
         if edge.node not in graph.on_the_way:
             rest.noted.setdefault(edge.node, {})[edge.output_nr] = gradient
+    if all(group.nodes is not None for group in rest.groups):
+        rest.outputs = []  # what lies between them and the noted nodes is let go with the first half
     wanted = {name: graph.entries[id(leaf)] for name, leaf in leaves.items() if id(leaf) in graph.entries}
     if not wanted:
         return {}, rest
