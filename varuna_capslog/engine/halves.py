@@ -115,7 +115,7 @@ def input_half(
     for hook in hooks:
         hook.remove()
     return {
-        name: laid_out(gradient, leaf.stride() if isinstance(leaf := leaves[name], Tensor) else leaf.stride)
+        name: laid_out(gradient, leaves[name].stride())
         for name, gradient in zip(wanted, found, strict=True)
         if gradient is not None
     }, rest
@@ -133,16 +133,14 @@ class _Graph:
         self.entries: dict[int, Node] = {}
         self.next: dict[Node, list[Node]] = {}  # in an order in which every node stands behind those that it leads to
         self.outputs = [edge.node for edge, _ in outputs]
-        stack = [(node, False) for node in self.outputs]
+        stack: list[tuple[Node, list[Node] | None]] = [(node, None) for node in self.outputs]
         while stack:
-            node, done = stack.pop()
-            if node in self.next:
-                continue
-            behind = self._behind(node, wanted)
-            if done:
+            node, behind = stack.pop()
+            if behind is not None:  # all of them have been passed
                 self.next[node] = behind
-            else:
-                stack += [(node, True), *((one, False) for one in behind if one not in self.next)]
+            elif node not in self.next:
+                behind = self._behind(node, wanted)
+                stack += [(node, behind), *((one, None) for one in behind if one not in self.next)]
         entries = set(self.entries.values())
         self.on_the_way: set[Node] = set()
         for node, behind in self.next.items():

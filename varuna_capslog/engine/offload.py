@@ -144,14 +144,15 @@ def laid_out(tensor: Tensor, stride: Sequence[int]) -> Tensor:
 
 
 class GradientBox:
-    """Where the gradient of a tensor arrives that a graph reads and nothing holds; like a leaf's, in `grad`.
-
-    stride: of the tensor, which its gradient gets as well.
-    """
+    """Where the gradient of a tensor arrives that a graph reads and nothing holds; like a leaf's, in `grad`."""
 
     def __init__(self, stride: tuple[int, ...]) -> None:
         self.grad: Tensor | None = None
-        self.stride = stride
+        self._stride = stride
+
+    def stride(self) -> tuple[int, ...]:
+        """That of the tensor, which its gradient gets as well."""
+        return self._stride
 
 
 class _Entry(torch.autograd.Function):
@@ -164,7 +165,7 @@ class _Entry(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[None, None, None]:
-        context.box.grad = laid_out(gradient, context.box.stride)
+        context.box.grad = laid_out(gradient, context.box.stride())
         return None, None, None
 
 
