@@ -185,7 +185,7 @@ def _request(config: Config | None, given: PlanFlags) -> PlanRequest:
         return PlanRequest(
             read or [profile_run(config, show=not given.as_json)],
             pipeline.devices,
-            RunShape(None, pipeline.schedule, pipeline.recompute, pipeline.stage_inputs, k=pipeline.k),
+            RunShape.of_config(config).unsized(),
             pipeline.memory,
             pipeline.capacity,
             config.train.minibatch_size,

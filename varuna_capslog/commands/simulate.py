@@ -138,11 +138,7 @@ def _run(settings: Config | None, costs: Profile, given: StepFlags) -> RunShape:
     """How a step is run: as the flags say, else the config, else as the profile was taken."""
     from varuna_capslog.schedules import RunShape
 
-    if settings is None:
-        run = RunShape.of_conditions(costs.conditions)
-    else:
-        pipeline = settings.pipeline
-        run = RunShape(None, pipeline.schedule, pipeline.recompute, pipeline.stage_inputs, k=pipeline.k)
+    run = RunShape.of_conditions(costs.conditions) if settings is None else RunShape.of_config(settings).unsized()
     flags = {name: getattr(given, name) for name in ("schedule", "recompute", "stage_inputs")}
     return dataclasses.replace(run, **{name: value for name, value in flags.items() if value is not None})
 

@@ -14,7 +14,6 @@ from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory import additive, composition, fold, inflight
 from varuna_capslog.memory.costs import NEVER, StageCosts
-from varuna_capslog.memory.fold import MODEL
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
 
@@ -37,7 +36,7 @@ MEMORY_MODELS = {
     "additive": MemoryModel(additive.stage_costs, functools.partial(additive.gap, "additive")),
     "composition": MemoryModel(composition.stage_costs, functools.partial(additive.gap, "composition")),
     # cut lists are searched with the fold's closed form
-    MODEL: MemoryModel(functools.partial(inflight.stage_costs, MODEL), fold.gap),
+    fold.MODEL: MemoryModel(functools.partial(inflight.stage_costs, fold.MODEL), fold.gap),
 } | {
     name: MemoryModel(functools.partial(inflight.stage_costs, name), functools.partial(inflight.gap, name))
     for name in inflight.DESCRIBED
@@ -56,7 +55,7 @@ def resolve(memory: str, profile: Profile, run: RunShape) -> tuple[str, StageCos
     """
     fields.refuse_unknown([memory], [AUTO, *MEMORY_MODELS], "memory model")
     if memory == AUTO:
-        memory = run.schedule if run.schedule in MEMORY_MODELS else MODEL
+        memory = run.schedule if run.schedule in MEMORY_MODELS else fold.MODEL
         try:
             return memory, MEMORY_MODELS[memory].stage_costs(profile, run)
         except CapslogError:

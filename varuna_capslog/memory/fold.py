@@ -81,14 +81,13 @@ def fold(
     Raises CapslogError naming what the profile lacks, and for backwards in two halves: no profile says yet what each of
     them takes.
     """
-    if any(action.kind == "W" for row in actions for action in row):
+    rows = [RankActions.of(row) for row in actions]
+    if any(len(row.where("W")) for row in rows):
         raise CapslogError(_SPLIT)
     ranges = profile if isinstance(profile, RangeBytes) else RangeBytes(profile, MODEL, run.recomputes)
     stages = with_memory(stages, run, actions, "cpu" if ranges.one_memory else "cuda")
     ranks = [stage.rank for stage in stages]
-    step = StepActions(
-        [RankActions.of(row) for row in actions], ranks, paths_of(stages, units.blocks or 1), units.of_block
-    )
+    step = StepActions(rows, ranks, paths_of(stages, units.blocks or 1), units.of_block)
     first = [stage.first for stage in stages]
     gradients = [ranges.gradient[cut] if ranges.carries[cut] else -1 for cut in first]
     sizes = {"F": [ranges.crossing[cut] for cut in first], "B": gradients}

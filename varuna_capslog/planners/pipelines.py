@@ -196,7 +196,7 @@ class _Templates:
     ) -> None:
         self.kinds, self._costs, self._seconds, self._run = kinds, costs, seconds, run
         self._forward, self._both = seconds.of_ranges()
-        self._one_trip, self._ahead = seconds.of_ways(run)
+        self._one_trip, self._ahead, self._transfers = seconds.of_ways(run)
         num_layers = costs.num_layers
         empty: Template = (0,) * len(kinds)
         nothing = np.where(np.arange(num_layers + 1) == num_layers, 0.0, np.inf)
@@ -249,8 +249,8 @@ class _Templates:
         work += num_microbatches * sends + (num_microbatches - 1) * sends[:-1, None]
         limit = in_flight_limits(self._run.schedule, behind + 1, num_microbatches, self._run.k)[0]
         rounds = 1 + (num_microbatches - 1) // limit
-        fits, ways = self._fits(kind, behind), 1 if self._run.splits_backwards else 2
-        passed = np.where(fits, self._ahead / speed + ways * across, np.inf)
+        fits = self._fits(kind, behind)
+        passed = np.where(fits, self._ahead / speed + self._transfers * across, np.inf)
         trips = np.where(fits, self._one_trip / speed + 2 * across, np.inf) + trip[:, None, :]
         cost = np.maximum(rounds * trips, trips + (num_microbatches - 1) * transfer)
         np.maximum(cost, work, out=cost)

@@ -105,14 +105,14 @@ class LayerSeconds:
         forward = self.forward[None, :] - self.forward[:-1, None]
         return forward, forward + self.backward[None, :] - self.backward[:-1, None]
 
-    def of_ways(self, run: RunShape) -> tuple[Floats, Floats]:
+    def of_ways(self, run: RunShape) -> tuple[Floats, Floats, int]:
         """Return [L, L + 1]: what a stage of layers first .. end-1 adds to a microbatch's way to the loss and back, and
-        what it adds at least to a step of the stages behind it.
+        what it adds at least to a step of the stages behind it; and how many transfers come to the latter.
 
         Where backwards are split, the way back is that of the input halves, and a stage may end before those behind it.
         """
         forward, both = self.of_ranges()
-        return (0.5 * (forward + both), forward) if run.splits_backwards else (both, both)
+        return (0.5 * (forward + both), forward, 1) if run.splits_backwards else (both, both, 2)
 
     def of_cuts(self, cuts: Cuts, speeds: Sequence[float] | None = None) -> tuple[Floats, Floats, Floats, Floats]:
         """Return forward and backward [K, S], transfer and handover seconds [K, S - 1] of K cut lists [K, S].

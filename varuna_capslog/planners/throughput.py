@@ -163,8 +163,7 @@ class _CutSearch:
         limits = in_flight_limits(run.schedule, devices, self.num_microbatches, run.k)
         self.rounds = [1 + (self.num_microbatches - 1) // limit for limit in limits]
         self._forward, self._both = seconds.of_ranges()
-        self._trip, self._ahead = seconds.of_ways(run)
-        self._ways_across = 1 if run.splits_backwards else 2  # of the transfers that a stage puts before the next one
+        self._trip, self._ahead, self._transfers = seconds.of_ways(run)
         self._fits = [self._fitting(stage) for stage in range(devices)]
         # Behind the last stage lies nothing: 0 where all layers are placed.
         nothing = np.where(np.arange(self.num_layers + 1) == self.num_layers, 0.0, np.inf)
@@ -199,7 +198,7 @@ class _CutSearch:
         work += (self.num_microbatches - 1) * sends[:-1][first][..., None]
         across = np.maximum(self.seconds.transfer, sends)
         trip = self._trip[first] / speed + 2 * across
-        ahead = self._ahead[first] / speed + self._ways_across * across
+        ahead = self._ahead[first] / speed + self._transfers * across
         return work, trip, ahead, self._fits[stage][first]
 
     def least(self, stage: int, work: Floats, trip: Floats) -> Floats:

@@ -69,7 +69,7 @@ def judged(
         folds = fold_plan(profile, plan, run)
     except CapslogError as error:
         return _by_rehearsal_alone(profile, plan, rehearse, str(error))
-    tier, on_cpu = tier or HostMemory(), bool(profile.observations) and profile.observations[0].device == "cpu"
+    tier, on_cpu = tier or HostMemory(), HostMemory().is_device(profile)
     shared, host, headroom = tier.is_device(profile), [one.host_bytes for one in folds], Headroom.of(profile)
     found = tier.lacks(with_rank_bytes(plan, [one.peak_bytes for one in folds], host, headroom, shared), host)
     if rehearse is None or all(one.capacity_bytes is None for one in found.ranks):

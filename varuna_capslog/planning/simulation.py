@@ -174,7 +174,7 @@ def simulate_plan(
         recompute = said
     elif recompute is None:
         recompute = RunShape.of_conditions(profile.conditions).recompute
-    run = RunShape(None, name, recompute, run.stage_inputs, k=run.k)
+    run = dataclasses.replace(run.unsized(), schedule=name, recompute=recompute)
     ranges = plan.ranges()
     own = plan.actions if schedule is None and num_microbatches is None else None
     given = None if own is None else from_strings(own)

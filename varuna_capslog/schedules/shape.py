@@ -84,6 +84,10 @@ class RunShape:
             stage_inputs=str(conditions.get("stage_inputs", "host")),
         )
 
+    def unsized(self) -> RunShape:
+        """The same run where the number and the size of its microbatches are not known."""
+        return replace(self, num_microbatches=None, microbatch_size=None, num_blocks=1)
+
     def share(self, pipelines: int) -> RunShape:
         """The part of one of so many equal pipelines, which share the blocks evenly."""
         return replace(
@@ -96,6 +100,11 @@ class RunShape:
         if self.num_microbatches is None:
             raise CapslogError("the number of microbatches of a step is not known; give num_microbatches")
         return self.num_microbatches
+
+    @property
+    def limits_by_plan(self) -> bool:
+        """Whether the limits of its stages follow from seconds, and stand in the plan."""
+        return self.schedule == "1f1b-star"
 
     @property
     def splits_backwards(self) -> bool:

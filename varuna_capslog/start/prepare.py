@@ -105,7 +105,6 @@ def _plan(config: Config, profile: Profile | None, given: Plan | None, link: Lin
     if profile is None:
         return given or _of_cuts(config, None, link)
     cuts, capacity = pipeline.cuts, pipeline.capacity
-    limited = pipeline.schedule == "1f1b-star"  # by the plan
     if given is not None and given.short:
         cuts, capacity = list(given.cut_list), given.capacities_of(given.placement())
     run = RunShape.of_config(config).share(pipeline.replicas)
@@ -113,7 +112,7 @@ def _plan(config: Config, profile: Profile | None, given: Plan | None, link: Lin
         search,
         profile,
         pipeline.devices,
-        planner="exact" if pipeline.planner == JOINT else pipeline.planner,
+        planner=_planner_of_one(config),
         memory=pipeline.memory,
         run=run,
         link=link,
@@ -121,9 +120,9 @@ def _plan(config: Config, profile: Profile | None, given: Plan | None, link: Lin
     )
     if given is not None and not given.short:
         plan = _judged(given, config, profile)
-    elif given is None and (pipeline.rounds > 1 or limited or run.splits_backwards):
+    elif given is None and (pipeline.rounds > 1 or run.limits_by_plan or run.splits_backwards):
         plan = _of_cuts(config, profile, link)
-        if limited:
+        if run.limits_by_plan:
             plan = with_limits(profile, plan, RunShape.of_config(config), link)
         plan = _judged(plan, config, profile)
     elif pipeline.planner == JOINT and cuts is None:
@@ -152,6 +151,11 @@ def _plan(config: Config, profile: Profile | None, given: Plan | None, link: Lin
     return with_step_seconds(profile, plan, run if plan.short else RunShape.of_config(config), link)
 
 
+def _planner_of_one(config: Config) -> str:
+    """Who cuts one pipeline; joint plans are of several."""
+    return "exact" if config.pipeline.planner == JOINT else config.pipeline.planner
+
+
 def _needs_profile(config: Config, given: Plan | None) -> bool:
     """Given cuts and plans are run without a prediction, unless there is a capacity that they must keep to."""
     pipeline = config.pipeline
@@ -159,7 +163,7 @@ def _needs_profile(config: Config, given: Plan | None) -> bool:
         limited = any(one.capacity_bytes is not None for one in given.ranks)
         limited |= pipeline.host_capacity is not None and any(stage.offloads for stage in given.stages)
         return limited or (config.elastic.enabled and pipeline.planner in ("throughput", JOINT))
-    return pipeline.cuts is None or pipeline.capacity is not None or pipeline.schedule == "1f1b-star"
+    return pipeline.cuts is None or pipeline.capacity is not None or RunShape.of_config(config).limits_by_plan
 
 
 def _checked_plan(config: Config) -> Plan | None:
@@ -247,7 +251,7 @@ def _of_cuts(config: Config, profile: Profile | None, link: Link | None) -> Plan
                 "stage holds at least one layer, so set pipeline.stages_per_rank or pipeline.devices lower"
             )
         run = RunShape.of_config(config).share(pipeline.replicas)
-        planner = "exact" if pipeline.planner == JOINT else pipeline.planner
+        planner = _planner_of_one(config)
         found = search(profile, stages, planner, pipeline.memory, run=run, link=link)
         cuts, num_layers, model = list(found.cut_list), profile.num_layers, profile.model or ""
     if profile is None and len(cuts) <= devices:
