@@ -44,6 +44,20 @@ def test_an_edge_leads_from_the_last_writer_of_a_name_to_its_reader() -> None:
     assert models.build_chain().edges == (*stem, *encoders, *decoders)
 
 
+def test_a_value_is_a_name_and_its_writer_and_the_loss_is_the_last_reader() -> None:
+    """By hand: the `x` that layer b writes is another tensor than the input of that name."""
+    chain = skip_chain()
+    assert chain.reads == ((("x", -1),), (("early", 0),), (("x", 1),), (("x", 2), ("early", 0)), (("x", 3),))
+    assert chain.readers == {("x", -1): (0,), ("early", 0): (1, 3), ("x", 1): (2,), ("x", 2): (3,), ("x", 3): (4,)}
+    for cut in range(5):
+        assert tuple(value.name for value in chain.values_at(cut)) == chain.crossing(cut)
+
+
+def test_what_the_loss_reads_from_an_earlier_layer_is_an_edge_to_the_last_layer() -> None:
+    layers = [Layer("a", nn.Identity(), ("x",), ("y",)), Layer("b", nn.Identity(), ("x",), ("x",))]
+    assert Chain(layers, ("x",), ("x", "y")).edges == ((0, 1),)
+
+
 def test_an_input_that_is_read_late_travels() -> None:
     chain = models.build_chain()
     assert all("sizes" in chain.crossing(cut) for cut in range(5))

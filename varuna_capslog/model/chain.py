@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from varuna_capslog.model.factories import Factories, LayerFactory
 from varuna_capslog.model.hollow import hollow_parameter, replace_parameters
 from varuna_capslog.model.layer import Layer
 
-__all__ = ["Chain", "Layer", "LayerFactory", "TensorSpec", "TiedParameter"]
+__all__ = ["Chain", "Layer", "LayerFactory", "TensorSpec", "TiedParameter", "Value"]
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,16 @@ def _is_dense(tensor: Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+class Value(NamedTuple):
+    """One tensor of a chain: its name, and the layer that writes it (-1: an input of the chain).
+
+    Names are reused along a chain, so a name alone says which tensor is meant only at one cut.
+    """
+
+    name: str
+    writer: int
 
 
 @dataclass(frozen=True)
@@ -210,17 +220,44 @@ class Chain:
         return self._crossing[cut]
 
     @cached_property
-    def edges(self) -> tuple[tuple[int, int], ...]:
-        """(layer that writes a tensor, layer that reads it), each pair once, rising.
+    def reads(self) -> tuple[tuple[Value, ...], ...]:
+        """layer -> the values that it reads, in the order of its `reads`; the last entry is what the loss reads."""
+        writer, found = dict.fromkeys(self.inputs, -1), []
+        for index, layer in enumerate(self.layers):
+            found.append(tuple(Value(name, writer[name]) for name in layer.reads))
+            writer |= dict.fromkeys(layer.writes, index)
+        return (*found, tuple(Value(name, writer[name]) for name in self.outputs))
 
-        Names are reused along a chain: the writer is the last one before the reader. Nobody writes the inputs.
+    @cached_property
+    def readers(self) -> dict[Value, tuple[int, ...]]:
+        """Every value that is read -> the layers that read it, rising; the loss is layer L."""
+        found: dict[Value, tuple[int, ...]] = {}
+        for reader, values in enumerate(self.reads):
+            for value in dict.fromkeys(values):
+                found[value] = (*found.get(value, ()), reader)
+        return found
+
+    @cached_property
+    def _values_at(self) -> tuple[tuple[Value, ...], ...]:
+        alive = sorted(self.readers)
+        return tuple(
+            tuple(value for value in alive if value.writer < cut <= self.readers[value][-1])
+            for cut in range(len(self) + 1)
+        )
+
+    def values_at(self, cut: int) -> tuple[Value, ...]:
+        """`crossing`, as values."""
+        return self._values_at[cut]
+
+    @cached_property
+    def edges(self) -> tuple[tuple[int, int], ...]:
+        """(layer that writes a value, layer that reads it), each pair once, rising. Nobody writes the inputs.
+
+        The loss stands for the last layer here: it is computed where that layer is.
         """
-        writer: dict[str, int] = {}
-        pairs = set()
-        for reader, layer in enumerate(self.layers):
-            pairs |= {(writer[name], reader) for name in layer.reads if name in writer}
-            writer |= dict.fromkeys(layer.writes, reader)
-        return tuple(sorted(pairs))
+        last = len(self) - 1
+        pairs = {(value.writer, min(reader, last)) for value, row in self.readers.items() for reader in row}
+        return tuple(sorted((writer, reader) for writer, reader in pairs if 0 <= writer < reader))
 
     @cached_property
     def shared(self) -> tuple[TiedParameter, ...]:

@@ -251,17 +251,13 @@ class Profile:
     @property
     def edges(self) -> list[tuple[int, int]]:
         """(layer that writes a tensor, layer that reads it), each pair once; without `tensors` every layer reads the
-        one before it only.
+        one before it only. The last layer stands for the loss, which is computed where it is.
         """
+        last = self.num_layers - 1
         if not self.tensors:
-            return [(layer, layer + 1) for layer in range(self.num_layers - 1)]
-        pairs = {
-            (one.writer, reader)
-            for one in self.tensors
-            for reader in one.readers
-            if one.writer is not None and reader < self.num_layers
-        }
-        return sorted(pairs)
+            return [(layer, layer + 1) for layer in range(last)]
+        pairs = {(one.writer, min(reader, last)) for one in self.tensors for reader in one.readers}
+        return sorted((writer, reader) for writer, reader in pairs if writer is not None and writer < reader)
 
     @property
     def digest(self) -> str:

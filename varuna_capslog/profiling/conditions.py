@@ -144,21 +144,11 @@ def profile_of(
 
 def _tensors(chain: Chain, specs: Sequence[Inputs]) -> tuple[TensorRecord, ...]:
     """What the layers hand on: one entry per name and writer, with all readers; what nobody reads has none."""
-    readers: dict[tuple[str, int | None], list[int]] = {(name, None): [] for name in chain.inputs}
-    writer: dict[str, int | None] = dict.fromkeys(chain.inputs)
-    for index, layer in enumerate(chain.layers):
-        for name in layer.reads:
-            readers[name, writer[name]].append(index)
-        for name in layer.writes:
-            writer[name] = index
-            readers[name, index] = []
-    for name in chain.outputs:
-        readers[name, writer[name]].append(len(chain))
     found = []
-    for (name, made_by), read_by in readers.items():
-        if read_by:
-            spec = specs[0 if made_by is None else made_by + 1][name]
-            found.append(TensorRecord(name, spec.num_bytes, spec.requires_grad, made_by, tuple(read_by)))
+    for (name, writer), readers in sorted(chain.readers.items(), key=lambda item: item[0].writer):
+        spec = specs[writer + 1][name]
+        made_by = None if writer < 0 else writer
+        found.append(TensorRecord(name, spec.num_bytes, spec.requires_grad, made_by, readers))
     return tuple(found)
 
 
