@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from varuna_capslog.engine.layers import keep_layout, take_layers
 from varuna_capslog.engine.stage import MicrobatchContext, Stage
-from varuna_capslog.model.chain import Chain, Layer, TensorSpec
+from varuna_capslog.model.chain import Chain, Layer, TensorSpec, Value
 
 
 class Scale(nn.Module):
@@ -23,12 +23,9 @@ def graphs_kept(chain: Chain) -> tuple[int, Stage, MicrobatchContext]:
     """How many graphs one forward of the whole chain leaves."""
     device = torch.device("cpu")
     stage = Stage(0, chain, take_layers(chain, range(len(chain)), device), lambda out, *_: {"loss": out["x"].sum()})
-    specs = [
-        {name: TensorSpec((3, 4), requires_grad=cut > 0) for name in chain.crossing(cut)}
-        for cut in range(len(chain) + 1)
-    ]
+    specs = {value: TensorSpec((3, 4), requires_grad=value.writer >= 0) for value in chain.readers}
     context = MicrobatchContext(0, specs, None, {}, (1, 1))
-    stage.forward(context, {"x": torch.ones(3, 4)}, whole=True)
+    stage.forward(context, {Value("x", -1): torch.ones(3, 4)}, whole=True)
     return len(stage._held[0].states[0].graphs), stage, context
 
 

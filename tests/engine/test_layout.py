@@ -61,14 +61,20 @@ def test_memory_intervals_are_the_plans_whatever_the_config_says(memory: tuple[M
     assert layout.stages[1] == dataclasses.replace(SECOND, memory=memory)  # predictions are not what a stage does
 
 
+def test_stages_of_several_pieces_are_ordered_by_what_they_read() -> None:
+    """By hand: layers 0 and 2 make one branch, layer 1 another, and layer 3 joins them."""
+    stages = PlanStage(((1, 2),), (1,)), PlanStage(((3, 4),), (0,)), PlanStage(((0, 1), (2, 3)), (2,))
+    layout = layout_of(Plan(4, stages, Units(4, 2, 2), "varuna", routes="direct"), config_of(2))
+    graph = layout.graph(4, ((0, 2), (1, 3), (2, 3)))
+    assert graph.routes == ((2, 0, 1),) * 4
+    assert sorted(graph.edges) == [(0, 1), (2, 1)]
+    assert (layout.layers_of(2), layout.owner(2, 0), layout.holders(2)) == ([0, 2], 2, [2])
+
+
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        # Pieces, a size of its own and another schedule were once dropped without a word, and another plan was trained.
-        (
-            full(PlanStage(((0, 1), (2, 3)), (0,)), PlanStage(((1, 2),), (1,)), routes="direct"),
-            r"routes is 'direct' in the plan, which this engine does not run yet",
-        ),
+        # A size of its own and another schedule were once dropped without a word, and another plan was trained.
         (full(FIRST, SECOND, variants={"1": "sdpa"}), r"variants is \{'1': 'sdpa'\}"),
         (full(dataclasses.replace(FIRST, grain=2), SECOND), r"stages\[0\]\.grain is 2"),
         (

@@ -61,7 +61,7 @@ def test_transfers_delay_and_take_turns_on_a_link() -> None:
     ]
     assert timeline.step_seconds == 18.0
     seconds = StageSeconds([1.0, 1.0], [2.0, 2.0], transfer=[0.0, 3.0])
-    assert simulate(schedule, seconds, has_gradient=[True, False]).step_seconds == 12.0
+    assert simulate(schedule, seconds, gradients=[]).step_seconds == 12.0
     # Two stages on one rank: nothing is transferred.
     assert simulate(make_schedule("gpipe", 2, 2, [0, 0]), seconds).step_seconds == 12.0
 
@@ -159,7 +159,9 @@ def test_a_core_for_every_rank_is_the_plain_simulation(name: str, shape: tuple, 
         schedule, StageSeconds(forward, backward, transfer=transfer, handover=handover, other=halves(backward))
     )
     cost = {one.action: one.end_seconds - one.start_seconds for row in plain.actions for one in row}
-    played, messages = play_contended(lower(schedule), cost, transfer, handover, [1.0] * len(schedule))
+    links = [(stage - 1, stage) for stage in range(1, num_stages)]
+    times = [{link: row[link[1]] for link in links} for row in (transfer, handover)]
+    played, messages = play_contended(lower(schedule), cost, *times, [1.0] * len(schedule))
     assert played == plain.actions
     arrivals = {one.message: one.end_seconds for one in plain.messages}
     assert {one.message: one.end_seconds for one in messages} == arrivals

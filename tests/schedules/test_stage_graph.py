@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise, permutations
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,6 +24,7 @@ from varuna_capslog.schedules import (
     to_strings,
     validate,
 )
+from varuna_capslog.schedules.in_flight import in_flight_microbatches
 
 THREE_AND_TWO = StageGraph((0, 1, 2, 3, 4), ((0, 1, 2), (3, 4), (0, 1, 2), (3, 4), (0, 1, 2)))
 """Two pipelines of unequal length on five ranks; the longer one takes three of the five microbatches."""
@@ -33,16 +36,16 @@ def test_neighbours_are_named_by_their_own_calls() -> None:
     graph = REPLICATED_MIDDLE
     assert graph.microbatches == [[0, 1, 2, 3], [0, 2, 3], [1], [0, 1, 2, 3]]
     assert graph.downstream == [
-        [(1, 0), (2, 0), (1, 1), (1, 2)],
-        [(3, 0), (3, 2), (3, 3)],
-        [(3, 1)],
-        [None] * 4,
+        [((1, 0),), ((2, 0),), ((1, 1),), ((1, 2),)],
+        [((3, 0),), ((3, 2),), ((3, 3),)],
+        [((3, 1),)],
+        [()] * 4,
     ]
-    assert graph.upstream[0] == [None] * 4
-    assert graph.upstream[3] == [(1, 0), (2, 0), (1, 1), (1, 2)]
+    assert graph.upstream[0] == [()] * 4
+    assert graph.upstream[3] == [((1, 0),), ((2, 0),), ((1, 1),), ((1, 2),)]
     assert graph.depths == [3, 2, 2, 1]
     assert THREE_AND_TWO.depths == [3, 2, 1, 2, 1]
-    assert sorted(graph.edges()) == [(0, 1), (0, 2), (1, 3), (2, 3)]
+    assert sorted(graph.edges) == [(0, 1), (0, 2), (1, 3), (2, 3)]
 
 
 @pytest.mark.parametrize("route", [(), (0, 0), (0, 2)])
@@ -66,24 +69,84 @@ def test_replicas_of_one_stage_take_turns_in_the_order_of_microbatches() -> None
     assert find_deadlock(lowered) is None
     sent = [str(message) for message in lowered.channels[2, 0]]
     assert sent == [
-        "the activation of microbatch 1 across the cut before stage 3",
-        "the gradient of microbatch 0 across the cut before stage 2",
+        "the activation of microbatch 1 from stage 2 to stage 3",
+        "the gradient of microbatch 0 from stage 2 to stage 0",
     ]
+
+
+FORK_AND_JOIN = frozenset({(0, 1), (0, 3), (1, 2), (2, 4), (3, 4)})
+"""Stage 0 hands on to two branches, 1 and 2, and 3, which stage 4 joins."""
+
+
+def test_the_depth_of_a_fork_is_that_of_its_longer_branch() -> None:
+    graph = StageGraph((0, 1, 2, 3, 4), ((0, 1, 2, 3, 4),) * 2, FORK_AND_JOIN)
+    assert graph.depths == [4, 3, 2, 2, 1]
+    assert graph.upstream[4] == [((2, 0), (3, 0)), ((2, 1), (3, 1))]
+    assert graph.downstream[0] == [((1, 0), (3, 0)), ((1, 1), (3, 1))]
+    assert sorted(graph.edges) == sorted(FORK_AND_JOIN)
+    assert in_flight_microbatches(graph) == graph.depths
+
+
+def test_two_towers_of_one_stage_each_are_as_deep_as_one() -> None:
+    """GraphPipe, Sec. 3.5: the limits of 1F1B follow the longest way to the loss, not the number of stages."""
+    towers = StageGraph((0, 1, 2), ((0, 1, 2),) * 4, frozenset({(0, 2), (1, 2)}))
+    rows = to_strings(schedule_of("1f1b", towers))
+    assert rows[0][:4] == ["0F0", "0F1", "0B0", "0F2"]
+    assert [row[1:] for row in rows[0]] == [row[1:] for row in rows[1]]
+
+
+def test_a_link_that_leads_backwards_is_refused() -> None:
+    with pytest.raises(CapslogError, match=r"stage 0 takes what stage 1 makes, but comes before it on the route"):
+        StageGraph((0, 1), ((0, 1),), frozenset({(1, 0)}))
+
+
+def test_a_stage_of_a_larger_grain_waits_for_all_its_microbatches() -> None:
+    """By hand: stage 1 takes two microbatches at once, stages 0 and 2 one."""
+    graph = StageGraph((0, 1, 2), ((0, 1, 2),) * 4, grains=(1, 2, 1))
+    assert graph.calls == [[(0,), (1,), (2,), (3,)], [(0, 1), (2, 3)], [(0,), (1,), (2,), (3,)]]
+    assert graph.upstream[1] == [((0, 0), (0, 1)), ((0, 2), (0, 3))]
+    assert graph.upstream[2] == [((1, 0),), ((1, 0),), ((1, 1),), ((1, 1),)]
+    assert in_flight_microbatches(graph) == [6, 4, 1]
+    assert to_strings(schedule_of("1f1b", graph))[1] == ["1F0", "1F1", "1B0", "1B1"]
+
+
+def test_a_grain_divides_the_microbatches_of_its_stage() -> None:
+    with pytest.raises(CapslogError, match="stage 1 takes 4 microbatches, 3 per call; choose a grain that divides"):
+        StageGraph((0, 1), ((0, 1),) * 4, grains=(1, 3))
+
+
+def test_a_limit_below_what_a_larger_grain_waits_for_is_refused() -> None:
+    graph = StageGraph((0, 1), ((0, 1),) * 4, grains=(1, 4))
+    with pytest.raises(CapslogError, match="stage 0 may have 3 calls in flight, which is less than a stage behind it"):
+        schedule_of("1f1b", graph, in_flight=[3])
+    validate(schedule_of("1f1b", graph, in_flight=[4]), graph, max_in_flight=[4])
 
 
 @st.composite
 def graphs(draw: st.DrawFn) -> StageGraph:
-    """Layers in two to four columns; every column has its own stages, each microbatch takes one of each column."""
+    """Layers in two to four columns; every column has its own stages, each microbatch takes one of each column.
+
+    Half of them have links of their own, and some larger grains, which all powers of two divide evenly.
+    """
     columns = draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
     first = [sum(columns[:place]) for place in range(len(columns))]
-    count = draw(st.integers(1, 6))
+    grains: tuple[int, ...] = ()
+    size = 1
+    if draw(st.booleans()):
+        size = 4
+        grains = tuple(draw(st.sampled_from([1, 1, 2, 4])) for _ in range(sum(columns)))
     routes = []
-    for _ in range(count):
+    for _ in range(draw(st.integers(1, 6 if size == 1 else 3))):
         kept = draw(st.lists(st.booleans(), min_size=len(columns), max_size=len(columns)))
         places = [place for place in range(len(columns)) if kept[place]] or [0]
-        routes.append(tuple(first[place] + draw(st.integers(0, columns[place] - 1)) for place in places))
+        route = tuple(first[place] + draw(st.integers(0, columns[place] - 1)) for place in places)
+        routes += [route] * size
+    links = None
+    if draw(st.booleans()):
+        pairs = [(a, b) for a in range(sum(columns)) for b in range(a + 1, sum(columns))]
+        links = frozenset(pair for pair in pairs if draw(st.booleans()))
     ranks = draw(st.lists(st.integers(0, 4), min_size=sum(columns), max_size=sum(columns)))
-    return StageGraph(tuple(ranks), tuple(routes))
+    return StageGraph(tuple(ranks), tuple(routes), links, grains)
 
 
 def _edges(schedule: Schedule, graph: StageGraph) -> dict[object, set[object]]:
@@ -94,14 +157,16 @@ def _edges(schedule: Schedule, graph: StageGraph) -> dict[object, set[object]]:
         before: Action | None = None
         for action in row:
             assert action.microbatch is not None
-            microbatch = taken[action.stage][action.microbatch]
-            route = graph.routes[microbatch]
-            place = (
-                route.index(action.stage) + {"F": -1, "B": 1, "I": 1, "R": -len(route), "W": -len(route)}[action.kind]
-            )
             edges[action] = set() if before is None else {before}
-            if 0 <= place < len(route):
-                edges[action].add(Action(route[place], action.kind, taken[route[place]].index(microbatch)))
+            grain = graph.grains[action.stage]
+            for microbatch in taken[action.stage][action.microbatch * grain : (action.microbatch + 1) * grain]:
+                route = graph.routes[microbatch]
+                pairs = list(pairwise(route)) if graph.pairs is None else graph.pairs & set(permutations(route, 2))
+                wanted = {"F": [a for a, b in pairs if b == action.stage]}
+                wanted |= {kind: [b for a, b in pairs if a == action.stage] for kind in "BI"}
+                for other in wanted.get(action.kind, []):
+                    call = taken[other].index(microbatch) // graph.grains[other]
+                    edges[action].add(Action(other, action.kind, call))
             before = action
     return edges
 
@@ -124,7 +189,7 @@ def test_every_graph_has_a_schedule_that_ends(name: str, graph: StageGraph, aske
     assert done == {
         Action(stage, kind, call)
         for stage, row in enumerate(graph.microbatches)
-        for call in range(len(row))
+        for call in range(len(row) // graph.grains[stage])
         for kind in ("FIW" if name == "zb-h1" else "FB")
     }
     ends = {one.action: one.end_seconds for row in timeline.actions for one in row}
@@ -137,9 +202,11 @@ def test_every_graph_has_a_schedule_that_ends(name: str, graph: StageGraph, aske
 @given(st.sampled_from(["1f1b", "1f1b-star", "interleaved", "varuna", "zb-h1"]), graphs(), st.data())
 def test_any_limits_in_flight_are_kept(name: str, graph: StageGraph, data: st.DataObject) -> None:
     limits = data.draw(st.lists(st.none() | st.integers(1, 3), max_size=len(graph.ranks)))
+    if max(graph.grains) > 1:  # a limit of at least all that a larger grain waits for
+        limits = [None if limit is None else limit + 7 for limit in limits]
     schedule = schedule_of(name, graph, in_flight=limits)
     most = [limits[n] if n < len(limits) else None for n in range(len(graph.ranks))]
-    known = [max(1, len(row)) if limit is None else limit for limit, row in zip(most, graph.microbatches, strict=True)]
+    known = [max(1, len(row)) if limit is None else limit for limit, row in zip(most, graph.calls, strict=True)]
     validate(schedule, graph, name in ALWAYS_RECOMPUTE, max_in_flight=known)
 
 

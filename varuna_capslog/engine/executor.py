@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from itertools import accumulate
+from typing import Any
 
 from torch import Tensor
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.communicator import Communicator, Pending
+from varuna_capslog.engine.routes import GradientKey, Routes
 from varuna_capslog.engine.stage import MicrobatchContext, Stage
-from varuna_capslog.model.chain import TensorSpec
+from varuna_capslog.model.chain import TensorSpec, Value
 from varuna_capslog.schedules import Action, Lowered, Message, Recv, SendInstruction, backwards_at_once
 from varuna_capslog.schedules.lower import Instruction
 from varuna_capslog.schedules.traffic import POSTED_AHEAD, POSTED_AHEAD_BYTES
@@ -73,8 +75,7 @@ class Executor:
 
     Args:
         stages: the stages that live here, by number.
-        firsts: stage -> its first layer.
-        crossing: stage -> the names of what crosses the cut before it.
+        routes: what travels between the stages.
         observer: sees every instruction and the work of the stages.
     """
 
@@ -83,15 +84,15 @@ class Executor:
         communicator: Communicator,
         lowered: Lowered,
         stages: Mapping[int, Stage],
-        firsts: Sequence[int],
-        crossing: Sequence[Sequence[str]],
+        routes: Routes,
         observer: Observer | None = None,
     ) -> None:
         self._communicator, self._stages = communicator, stages
         self._program = lowered.programs[communicator.rank]
-        self._firsts, self._crossing = firsts, crossing
-        self._graph = lowered.graph
-        self._first_call = [0, *accumulate(len(row) for row in self._graph.microbatches)]
+        self._routes, self._graph = routes, lowered.graph
+        calls = [len(self._graph.calls[other]) for _, other in self._graph.edges]
+        # the messages over each edge in one direction, counted over all edges
+        self._first_message = dict(zip(self._graph.edges, accumulate([0, *calls]), strict=False))
         self._observer = observer
         self._device = next(iter(stages.values())).device
         self._acknowledged = acknowledgements(lowered, communicator.rank)
@@ -123,7 +124,7 @@ class Executor:
             evaluate: makes this an evaluation: stages keep nothing, and what the chain puts out goes here.
         """
         transfers = _Transfers(self, contexts)
-        arrived: dict[Message, dict[str, Tensor]] = {}
+        arrived: dict[Message, dict[Any, Tensor]] = {}
         observer = self._observer
         for position, instruction in enumerate(self._program):
             if observer is not None:
@@ -150,7 +151,7 @@ class Executor:
         self,
         action: Action,
         contexts: Mapping[int, MicrobatchContext],
-        arrived: dict[Message, dict[str, Tensor]],
+        arrived: dict[Message, dict[Any, Tensor]],
         load: Callable[[int], dict[str, Tensor]],
         after_backward: Callable[[Stage, int], None] | None,
         evaluate: Callable[[MicrobatchContext, dict[str, Tensor]], None] | None,
@@ -169,22 +170,21 @@ class Executor:
         leaving, self._leaving = self._leaving, []
         before, after = self._graph.upstream[number][call], self._graph.downstream[number][call]
         if action.kind == "F":
-            if before is None:
-                values = {name: tensor.to(self._device, non_blocking=True) for name, tensor in load(microbatch).items()}
-                values = {name: values[name] for name in self._crossing[number]}
-            else:
-                values = arrived.pop(Message("activation", before, here))
+            values = self._entering(stage, microbatch, load)
+            for other in before:
+                values |= arrived.pop(Message("activation", other, here))
             if evaluate is not None:
-                outputs = stage.evaluate(context, values)
-                if after is None:
+                made, outputs = stage.evaluate(context, values)
+                if outputs is not None:
                     evaluate(context, outputs)
             else:
                 with self._working("F", stage, context):
-                    outputs = stage.forward(
+                    made = stage.forward(
                         context, values, (number, call) in self._at_once, (number, call) in self._offloaded
                     )
-            if after is not None:
-                arrived[Message("activation", here, after)] = outputs
+            for other in after:
+                names = self._routes.activations[number, other[0]]
+                arrived[Message("activation", here, other)] = {value: made[value] for value in names}
         elif action.kind == "R":
             with self._working("R", stage, context):
                 stage.recompute(context)
@@ -192,16 +192,28 @@ class Executor:
             with self._working("W", stage, context):
                 stage.backward_weights(context)
         else:
-            gradients = {} if after is None else arrived.pop(Message("gradient", here, after), {})
+            gradients: dict[GradientKey, Tensor] = {}
+            for other in after:
+                gradients |= arrived.pop(Message("gradient", here, other), {})
             with self._working(action.kind, stage, context):
-                upstream = stage.backward(context, gradients, action.kind == "I")
-            if before is not None and upstream:
-                arrived[Message("gradient", before, here)] = upstream
+                found = stage.backward(context, gradients, action.kind == "I")
+            for other in before:
+                keys = self._routes.gradients[other[0], number]
+                handed_back = {key: found[key] for key in keys if key in found}
+                if handed_back:
+                    arrived[Message("gradient", other, here)] = handed_back
         if action.kind in "BW" and after_backward is not None:
             after_backward(stage, microbatch)
         # What left beside this action is let go of here and nowhere earlier, so that memory does not depend on time.
         for settle in leaving:
             settle()
+
+    def _entering(self, stage: Stage, microbatch: int, load: Callable[[int], dict[str, Tensor]]) -> dict[Value, Tensor]:
+        """The inputs of the chain that a stage takes, on its device."""
+        if not stage.ports.inputs:
+            return {}
+        tensors = load(microbatch)
+        return {value: tensors[value.name].to(self._device, non_blocking=True) for value in stage.ports.inputs}
 
     def _working(self, kind: str, stage: Stage, context: MicrobatchContext) -> AbstractContextManager[None]:
         return _UNOBSERVED if self._observer is None else self._observer.working(kind, stage, context)
@@ -214,22 +226,22 @@ class _Transfers:
         self._of = executor
         self._contexts = contexts
         self._pending = deque(item for item in executor._program if isinstance(item, Recv))
-        self._posted: dict[Message, list[tuple[str, Pending]]] = {}
+        self._posted: dict[Message, list[tuple[Any, Pending]]] = {}
         self._posted_bytes = 0
         self._under_way: dict[int, deque[list[Pending]]] = {}
         self._confirmed: dict[int, int] = {}
         self._post()
 
-    def _specs(self, message: Message) -> list[tuple[str, TensorSpec]]:
-        """What a message carries, in order: all tensors of the cut, or the gradients of those that want one."""
+    def _specs(self, message: Message) -> list[tuple[Any, TensorSpec]]:
+        """What a message carries, in order: values, or those gradients whose values want one."""
         stage, call = message.downstream
-        microbatch = self._of._graph.microbatches[stage][call]
-        cut, names = self._contexts[microbatch].specs[self._of._firsts[stage]], self._of._crossing[stage]
-        return [(name, cut[name]) for name in names if message.kind == "activation" or cut[name].requires_grad]
+        routes, specs = self._of._routes, self._contexts[self._of._graph.microbatches[stage][call]].specs
+        if message.kind == "activation":
+            return [(value, specs[value]) for value in routes.activations[message.edge]]
+        return [(key, specs[key[0]]) for key in routes.gradients[message.edge] if specs[key[0]].requires_grad]
 
     def _tag(self, message: Message) -> int:
-        stage, call = message.downstream
-        number = self._of._first_call[stage] + call
+        number = self._of._first_message[message.edge] + message.downstream[1]
         return (number * 2 + (message.kind == "gradient") + 1) * _TENSORS_PER_MESSAGE
 
     def _post(self) -> None:
@@ -247,7 +259,7 @@ class _Transfers:
                 for position, (name, spec) in enumerate(self._specs(message))
             ]
 
-    def receive(self, instruction: Recv) -> dict[str, Tensor]:
+    def receive(self, instruction: Recv) -> dict[Any, Tensor]:
         posted = self._posted[instruction.message]
         tensors = {name: receive.wait() for name, receive in posted}
         del self._posted[instruction.message]
@@ -264,15 +276,15 @@ class _Transfers:
                 send.wait()
             self._confirmed[peer] = self._confirmed.get(peer, 0) + 1
 
-    def send(self, instruction: SendInstruction, tensors: Mapping[str, Tensor]) -> None:
+    def send(self, instruction: SendInstruction, tensors: Mapping[Any, Tensor]) -> None:
         message, peer = instruction.message, instruction.peer
         tag = self._tag(message)
         sends = []
-        for position, (name, spec) in enumerate(self._specs(message)):
-            tensor = tensors[name]
+        for position, (key, spec) in enumerate(self._specs(message)):
+            tensor = tensors[key]
             if tensor.dtype != spec.dtype or tuple(tensor.shape) != spec.shape:
                 raise CapslogError(
-                    f"{name!r} crosses the cut before stage {message.downstream[0]} as "
+                    f"{(key if isinstance(key, Value) else key[0]).name!r} goes to stage {message.downstream[0]} as "
                     f"{tensor.dtype}{list(tensor.shape)}, but the trace of the model says {spec.dtype}"
                     f"{list(spec.shape)}: shapes must follow from the input shapes alone"
                 )

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from torch.autograd.graph import GradientEdge, Node
 from varuna_capslog.engine.offload import GradientBox, laid_out
 
 __all__ = ["WeightHalf", "input_half"]
+
+_Name = TypeVar("_Name")
 
 
 @dataclass
@@ -77,8 +79,8 @@ class WeightHalf:
 
 
 def input_half(
-    outputs: list[tuple[GradientEdge, Tensor]], leaves: Mapping[str, Tensor | GradientBox]
-) -> tuple[dict[str, Tensor], WeightHalf]:
+    outputs: list[tuple[GradientEdge, Tensor]], leaves: Mapping[_Name, Tensor | GradientBox]
+) -> tuple[dict[_Name, Tensor], WeightHalf]:
     """Differentiates a graph with respect to its leaves; it stays for the other half.
 
     outputs: those that have a gradient, each with it.

@@ -19,8 +19,9 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.seeds import mix
 from varuna_capslog.engine.halves import WeightHalf, input_half
 from varuna_capslog.engine.offload import GradientBox, laid_out
+from varuna_capslog.engine.routes import Gradients
 from varuna_capslog.engine.statistics import RunningStatistics, tracking_modules
-from varuna_capslog.model.chain import Chain, Layer
+from varuna_capslog.model.chain import Chain, Layer, Value
 from varuna_capslog.model.trace import autocast_context
 
 __all__ = ["EngineLayer", "LayerGraph", "keep_layout", "persistent_buffers", "seed_layer", "take_layers"]
@@ -31,51 +32,51 @@ class LayerGraph:
     """The autograd graph of one forward of some consecutive layers.
 
     Attributes:
+        first: the first of them.
         leaves: what the first of them reads and wants a gradient for, or where that gradient arrives.
-        writes: names that the last of them writes.
+        writes: what the last of them writes.
         edges: of those of `writes` that carry a gradient.
     """
 
-    leaves: dict[str, Tensor | GradientBox]
-    writes: tuple[str, ...] = ()
-    edges: dict[str, GradientEdge] = field(default_factory=dict)
+    first: int
+    leaves: dict[Value, Tensor | GradientBox] = field(default_factory=dict)
+    writes: tuple[Value, ...] = ()
+    edges: dict[Value, GradientEdge] = field(default_factory=dict)
 
-    def close(self, written: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def close(self, written: Mapping[Value, Tensor]) -> dict[Value, Tensor]:
         """Ends the graph after the layer that wrote these tensors; returns them detached."""
         self.writes = tuple(written)
-        self.edges = {name: get_gradient_edge(tensor) for name, tensor in written.items() if tensor.requires_grad}
-        return {name: tensor.detach() for name, tensor in written.items()}
+        self.edges = {value: get_gradient_edge(tensor) for value, tensor in written.items() if tensor.requires_grad}
+        return {value: tensor.detach() for value, tensor in written.items()}
 
-    def backward(self, gradients: dict[str, Tensor]) -> None:
+    def backward(self, gradients: Gradients) -> None:
         """Differentiates the layers; gradients of parameters accumulate in `.grad`. Consumes the graph.
 
         Args:
-            gradients: in: of the tensors after the last layer; out: of those before the first (a tensor that it read
-                and that others read later has its gradient added).
+            gradients: gives those of what the last layer wrote, and takes those of what the first one read.
         """
         outputs = self._take_outputs(gradients)
         if outputs:
             torch.autograd.backward([edge for edge, _ in outputs], [gradient for _, gradient in outputs])
-        for name, leaf in self.leaves.items():
+        for value, leaf in self.leaves.items():
             if leaf.grad is not None:
-                known = gradients.get(name)
-                gradients[name] = leaf.grad if known is None else known + leaf.grad
+                gradients.add(value, self.first, leaf.grad)
         self.leaves.clear()
         self.edges.clear()
 
-    def backward_inputs(self, gradients: dict[str, Tensor]) -> WeightHalf:
+    def backward_inputs(self, gradients: Gradients) -> WeightHalf:
         """As `backward`, but the gradients of parameters come with the half that it returns."""
         found, rest = input_half(self._take_outputs(gradients), self.leaves)
-        for name, gradient in found.items():
-            gradients[name] = gradients[name] + gradient if name in gradients else gradient
+        for value, gradient in found.items():
+            gradients.add(value, self.first, gradient)
         self.leaves.clear()
         self.edges.clear()
         return rest
 
-    def _take_outputs(self, gradients: dict[str, Tensor]) -> list[tuple[GradientEdge, Tensor]]:
+    def _take_outputs(self, gradients: Gradients) -> list[tuple[GradientEdge, Tensor]]:
         found = []
-        for name in self.writes:
-            gradient, edge = gradients.pop(name, None), self.edges.get(name)
+        for value in self.writes:
+            gradient, edge = gradients.take(value), self.edges.get(value)
             if gradient is not None and edge is not None:
                 found.append((edge, gradient))
         return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.plans.parts import PlanStage, Units
 from varuna_capslog.plans.pipelines import stages_of_pipelines
 from varuna_capslog.plans.plan import Plan
-from varuna_capslog.plans.rules import Path, check_cover, paths_of, stage_graph
+from varuna_capslog.plans.rules import Path, check_cover, check_runnable, paths_of, stage_graph
 from varuna_capslog.schedules import StageGraph
 
 if TYPE_CHECKING:
@@ -23,10 +23,12 @@ __all__ = ["Layout", "layout_of"]
 
 @dataclass(frozen=True)
 class Layout:
-    """The stages of a step, numbered by their place, each one range of layers on one rank.
+    """The stages of a step, numbered by their place, each some layers on one rank.
 
     num_blocks: accumulation blocks of a step.
     replicas: how often the same pipeline stands in `stages`, one after the other; it says nothing more than they do.
+    direct: whether tensors go straight from the stage that writes them to those that read them; else through all
+        stages between, which are one range of layers each.
 
     Raises CapslogError unless every block finds every layer once, and no rank holds a layer twice.
     """
@@ -34,6 +36,7 @@ class Layout:
     stages: tuple[PlanStage, ...]
     num_blocks: int = 1
     replicas: int = 1
+    direct: bool = False
 
     def __post_init__(self) -> None:
         check_cover(self.stages, self.num_layers, self.num_blocks)
@@ -71,7 +74,7 @@ class Layout:
 
     @cached_property
     def paths(self) -> list[Path]:
-        """block -> the stages that serve it, in the order of the chain."""
+        """block -> the stages that serve it, by their first layer."""
         return paths_of(self.stages, self.num_blocks)
 
     @cached_property
@@ -99,9 +102,12 @@ class Layout:
         """stage -> rank, for the stages of the first of the equal pipelines; for all stages where there is one."""
         return self.ranks[: len(self.ranks) // self.replicas]
 
-    def graph(self, num_microbatches: int) -> StageGraph:
-        """The stages and the way of every microbatch of a step through them."""
-        return stage_graph(self.stages, Units(num_microbatches, None, self.num_blocks))
+    def graph(self, num_microbatches: int, edges: Iterable[tuple[int, int]] = ()) -> StageGraph:
+        """The stages and the way of every microbatch of a step through them.
+
+        edges: of the chain's graph; see `Chain.edges`.
+        """
+        return stage_graph(self.stages, Units(num_microbatches, None, self.num_blocks), edges if self.direct else None)
 
     def microbatches_of(self, rank: int, layer: int, num_microbatches: int) -> list[int]:
         """The microbatches of a step for which a rank runs a layer, rising."""
@@ -119,7 +125,7 @@ class Layout:
     def layers_of(self, rank: int) -> list[int]:
         """The layers that a rank holds, rising."""
         own = (self.stages[number] for number in self.stages_of(rank))
-        return sorted(layer for stage in own for layer in range(stage.first, stage.end))
+        return sorted(layer for stage in own for layer in stage.numbers)
 
     def blocks_of(self, rank: int, layer: int) -> Sequence[int]:
         """The blocks for which a rank holds a layer, rising."""
@@ -168,7 +174,7 @@ class Layout:
         for path in self.paths:
             for number in path:
                 stage = self.stages[number]
-                for layer in range(stage.first, stage.end):
+                for layer in stage.numbers:
                     found[layer].append(stage.rank)
         return found
 
@@ -180,9 +186,8 @@ def layout_of(plan: Plan, config: Config) -> Layout:
         CapslogError: the plan says something that the engine cannot run, or would run otherwise; it names the field.
     """
     pipeline, train = config.pipeline, config.train
-    for name, there in (("variants", plan.variants), ("routes", plan.routes != "relay")):
-        if there:
-            raise CapslogError(f"{name} is {getattr(plan, name)!r} in the plan, which this engine does not run yet")
+    if plan.variants:
+        raise CapslogError(f"variants is {plan.variants!r} in the plan, which this engine does not run yet")
     if plan.actions is None and plan.schedule not in (None, pipeline.schedule):
         raise CapslogError(
             f"schedule is {plan.schedule!r} in the plan, but pipeline.schedule is {pipeline.schedule!r}; "
@@ -203,8 +208,7 @@ def layout_of(plan: Plan, config: Config) -> Layout:
     if plan.short:
         cuts, placement = plan.cut_list, plan.placement()
         return Layout.pipelines(cuts, plan.num_layers, placement, pipeline.replicas, config.num_blocks)
-    whole = dataclasses.replace(plan.units, per_step=config.num_microbatches, blocks=config.num_blocks)
-    stage_graph(plan.stages, whole)  # refuses by name what schedules do not describe
+    check_runnable(plan.stages)
     # What is predicted of them is no part of what they do.
     stages = tuple(dataclasses.replace(one, bytes=None, seconds=None) for one in plan.stages)
-    return Layout(stages, config.num_blocks)
+    return Layout(stages, config.num_blocks, direct=plan.routes == "direct")

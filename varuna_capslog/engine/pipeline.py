@@ -25,15 +25,17 @@ from varuna_capslog.engine.layers import EngineLayer, take_layers
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.optimizer import StageOptimizer
 from varuna_capslog.engine.options import EngineOptions
+from varuna_capslog.engine.routes import Routes
 from varuna_capslog.engine.stage import LossFunction, MicrobatchContext, Stage
 from varuna_capslog.engine.statistics import StatisticsBook
 from varuna_capslog.engine.step import Poll, Verdict, check_minibatch
-from varuna_capslog.model.chain import Chain
+from varuna_capslog.model.chain import Chain, TensorSpec, Value
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.plans.parts import with_memory
 from varuna_capslog.schedules import (
     Action,
+    Edge,
     Lowered,
     StageGraph,
     find_deadlock,
@@ -115,17 +117,19 @@ class PipelineEngine:
         self.layers = take_layers(chain, layout.layers_of(self.rank), device, options.precision, ready.layers)
         by_index = {layer.index: layer for layer in self.layers}
         tier = ready.tier or HostTier(device, options.tier)
+        self._graph = layout.graph(options.num_microbatches, chain.edges)
+        self._routes = Routes(chain, layout, self._graph.edges)
         self.stages: dict[int, Stage] = {}
         for number in layout.stages_of(self.rank):
             place = layout.stages[number]
-            layers = [by_index[index] for index in range(place.first, place.end)]
+            layers = [by_index[index] for index in place.numbers]
             end = loss if place.end == len(chain) else None
-            self.stages[number] = Stage(number, chain, layers, end, place.memory or (), tier)
-        self._crossing = [chain.crossing(stage.first) for stage in layout.stages]
-        self._graph = layout.graph(options.num_microbatches)
+            ports = self._routes.ports[number]
+            self.stages[number] = Stage(number, chain, layers, end, place.memory or (), tier, ports)
         self._local = sorted({microbatch for stage in self.stages for microbatch in self._graph.microbatches[stage]})
-        self.loaded_microbatches = layout.microbatches_of(self.rank, 0, options.num_microbatches)
-        self._last = [stage for stage in self.stages.values() if stage.end == len(chain)]
+        loading = [number for number, stage in self.stages.items() if stage.ports.inputs]
+        self.loaded_microbatches = sorted({one for stage in loading for one in self._graph.microbatches[stage]})
+        self._last = [stage for stage in self.stages.values() if stage.ends_in_loss]
         self._reported = [layer.index for layer in self.layers if layout.reporter(layer.index) == self.rank]
         self._gradients = GradientBook(chain, self.layers, communicator, layout)
         self._statistics = StatisticsBook(self.layers, communicator, layout, options.num_microbatches)
@@ -135,6 +139,7 @@ class PipelineEngine:
         self._observer = observer
         self._executor: Executor | None = None
         self._evaluators: dict[tuple[int, ...], Executor] = {}
+        self._specs: dict[int, tuple[object, dict[Value, TensorSpec]]] = {}  # by the table's row, which is kept here
         self._poll = Poll(chain, communicator, options, ready.part_names)
 
     @property
@@ -145,7 +150,7 @@ class PipelineEngine:
     def pairs(self) -> set[tuple[int, int]]:
         """Every ordered pair of ranks between which tensors travel: over cuts, shared parameters and replicas."""
         layout = self.layout
-        groups = [{layout.ranks[one], layout.ranks[other]} for one, other in self._graph.edges()]
+        groups = [{layout.ranks[one], layout.ranks[other]} for one, other in self._graph.edges]
         groups += [set(layout.holders(layer)) for layer in range(len(self.chain))]
         for shared in self.chain.shared:
             groups += [{rank, peer} for rank, row in layout.uses_from(shared.layers).items() for peer in row.values()]
@@ -156,15 +161,24 @@ class PipelineEngine:
     def _context(self, index: int, minibatch: Minibatch, microbatch: int, step: int) -> MicrobatchContext:
         return MicrobatchContext(
             index,
-            self.table.boundaries(minibatch.inputs[microbatch]),
+            self._specs_of(minibatch.inputs[microbatch]),
             minibatch.targets[microbatch],
             minibatch.normalisers,
             (self.options.seed, step),
         )
 
+    def _specs_of(self, inputs: Mapping[str, TensorSpec]) -> dict[Value, TensorSpec]:
+        """The specs of all values for these inputs."""
+        cuts = self.table.boundaries(inputs)
+        known = self._specs.get(id(cuts))
+        if known is None or known[0] is not cuts:
+            places = enumerate(cuts)
+            specs = {value: specs[value.name] for cut, specs in places for value in self.chain.values_at(cut)}
+            known = self._specs[id(cuts)] = cuts, specs
+        return known[1]
+
     def _executor_of(self, lowered: Lowered) -> Executor:
-        firsts = [stage.first for stage in self.layout.stages]
-        return Executor(self.communicator, lowered, self.stages, firsts, self._crossing, self._observer)
+        return Executor(self.communicator, lowered, self.stages, self._routes, self._observer)
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -175,8 +189,13 @@ class PipelineEngine:
             return
         contexts = {index: self._context(index, minibatch, index, step) for index in self._local}
         if self._executor is None:
-            # the first minibatch shows which cuts carry gradients
+            # the first minibatch shows which edges carry gradients
             options, specs = self.options, contexts[self._local[0]].specs
+            carrying = (
+                edge
+                for edge, keys in self._routes.gradients.items()
+                if any(specs[value].requires_grad for value, _ in keys)
+            )
             self._executor = self._executor_of(
                 _lowered(
                     options.schedule if options.actions is None else options.actions,
@@ -185,9 +204,7 @@ class PipelineEngine:
                     tuple(stage.in_flight for stage in self.layout.stages),
                     tuple(stage.recomputes(options) for stage in self.layout.stages),
                     tuple(stage.offloads for stage in self.layout.stages),
-                    tuple(
-                        any(spec.requires_grad for spec in specs[stage.first].values()) for stage in self.layout.stages
-                    ),
+                    frozenset(carrying),
                 )
             )
         per_block = self.options.num_microbatches // self.options.num_blocks
@@ -269,13 +286,15 @@ class PipelineEngine:
         turns = sorted((microbatch, way) for way, count in enumerate(counts) for microbatch in range(count))
         executor = self._evaluators.get(counts)
         if executor is None:
-            graph = StageGraph(self.layout.ranks, tuple(self.layout.ways[way] for _, way in turns))
+            ordered = {frozenset(route): route for route in self._graph.routes}
+            ways = [ordered[frozenset(way)] for way in self.layout.ways]
+            graph = StageGraph(self.layout.ranks, tuple(ways[way] for _, way in turns), self._graph.pairs)
             rows: list[list[Action]] = [[] for _ in range(graph.num_ranks)]
             calls = [0] * len(graph.ranks)
             for number in (number for route in graph.routes for number in route):
                 rows[graph.ranks[number]].append(Action(number, "F", calls[number]))
                 calls[number] += 1
-            lowered = lower(rows, [False] * len(calls), graph)
+            lowered = lower(rows, (), graph)
             executor = self._evaluators[counts] = self._executor_of(lowered)
         contexts = {
             index: self._context(index, minibatches[way], microbatch, 0)
@@ -315,7 +334,7 @@ def _lowered(
     in_flight: tuple[int | None, ...],
     recompute: tuple[bool, ...],
     offload: tuple[bool, ...],
-    carries: tuple[bool, ...],
+    carrying: frozenset[Edge],
 ) -> Lowered:
     """The checked program of every rank.
 
@@ -323,14 +342,14 @@ def _lowered(
         schedule, k: its name and the microbatches of its groups (`RunShape`), or the actions of every rank.
         in_flight: stage -> its own limit.
         recompute, offload: stage -> whether a part of it runs again, or goes to the host tier in actions of its own.
-        carries: stage -> whether gradients cross the cut before it.
+        carrying: the edges over which gradients travel.
     """
     if isinstance(schedule, str):
         rows = schedule_of(schedule, graph, recompute, in_flight, offload, k)
     else:
         rows = from_strings(schedule)
     validate(rows, graph, recompute, offload=offload)
-    lowered = lower(rows, carries, graph)
+    lowered = lower(rows, carrying, graph)
     stuck = find_deadlock(lowered)
     if stuck is not None:
         raise CapslogError(f"the schedule would wait for ever: {stuck}")

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from varuna_capslog.engine.layers import EngineLayer, LayerGraph, keep_layout
 from varuna_capslog.engine.offload import OffloadedCall, OffloadedTensor, entered
-from varuna_capslog.model.chain import Chain, TensorSpec
-from varuna_capslog.plans.parts import MemoryInterval, pieces_of
+from varuna_capslog.engine.routes import Ports
+from varuna_capslog.model.chain import Chain, TensorSpec, Value
+from varuna_capslog.plans.parts import MemoryInterval, pieces_of, ranges_of
 
 __all__ = ["MicrobatchContext", "SegmentState", "StageSegment", "segments_of"]
 
@@ -27,13 +28,13 @@ class MicrobatchContext:
 
     Attributes:
         index: global index in the minibatch.
-        specs: specs at cut 0..L for this microbatch.
+        specs: of every value of the chain, for this microbatch.
         targets, normalisers: for the loss.
         key: (run seed, step) of the random numbers.
     """
 
     index: int
-    specs: Sequence[Mapping[str, TensorSpec]]
+    specs: Mapping[Value, TensorSpec]
     targets: Any
     normalisers: Mapping[str, float]
     key: tuple[int, int]
@@ -43,7 +44,7 @@ class MicrobatchContext:
 class SegmentState:
     """What is kept of one microbatch: the graphs, or the inputs from which they are built again."""
 
-    inputs: Mapping[str, Tensor | OffloadedTensor] | None = None
+    inputs: Mapping[Value, Tensor | OffloadedTensor] | None = None
     graphs: list[LayerGraph] = field(default_factory=list)
 
 
@@ -51,108 +52,145 @@ class StageSegment:
     """Layers [first, end) of a stage.
 
     piece: these layers and the kind of their memory interval, or KEEP.
+    enters: what it needs to run, of all that is alive before it.
+    alive: what is alive in the stage behind each layer.
     ends_in_loss: whether the last one is the chain's last.
     """
 
-    def __init__(self, chain: Chain, layers: Sequence[EngineLayer], piece: MemoryInterval) -> None:
+    def __init__(
+        self,
+        chain: Chain,
+        layers: Sequence[EngineLayer],
+        piece: MemoryInterval,
+        enters: Sequence[Value],
+        alive: Sequence[frozenset[Value]],
+    ) -> None:
         self.layers = list(layers)
         self.first, self.end = piece.first, piece.end
         self.ends_in_loss = self.end == len(chain)
         self.recomputes, self.offloads = piece.recomputes, piece.offloads
-        self._outputs = chain.crossing(self.end)
-        self._live = [set(chain.crossing(layer.index + 1)) for layer in layers]
+        self.enters = tuple(enters)
+        written = {value for layer in layers for value in chain.written(layer.index)}
+        self._outputs = tuple(value for value in sorted(alive[-1]) if value in written or value in set(enters))
+        self._alive = list(alive)
+        self._reads = [chain.reads[layer.index] for layer in layers]
         # a graph ends where the segment ends
         self._handed_on = [*(_handed_on(chain, layer.index) for layer in layers[:-1]), frozenset()]
 
     def wants_backward(self, context: MicrobatchContext) -> bool:
         """False where what leaves it carries no gradient (frozen layers only): nothing need be kept of it."""
-        return self.ends_in_loss or any(context.specs[self.end][name].requires_grad for name in self._outputs)
+        return self.ends_in_loss or any(context.specs[value].requires_grad for value in self._outputs)
 
-    def keep_inputs(self, state: SegmentState, values: Mapping[str, Tensor], call: OffloadedCall | None) -> None:
-        """Keeps what crosses the cut before the segment, for `run` to begin with once more."""
+    def keep_inputs(self, state: SegmentState, values: Mapping[Value, Tensor], call: OffloadedCall | None) -> None:
+        """Keeps what the segment needs to run, for `run` to begin with once more."""
+        kept = {value: values[value] for value in self.enters}
         if call is not None and self.offloads:
-            state.inputs = {name: call.take(tensor) for name, tensor in values.items()}
+            state.inputs = {value: call.take(tensor) for value, tensor in kept.items()}
         else:
-            state.inputs = dict(values)
+            state.inputs = kept
 
     def run(
         self,
         context: MicrobatchContext,
-        values: dict[str, Tensor],
+        values: dict[Value, Tensor],
         state: SegmentState,
         graph: bool,
         record: bool,
         call: OffloadedCall | None = None,
-    ) -> dict[str, Tensor]:
+    ) -> dict[Value, Tensor]:
         """Runs the layers.
 
         Args:
-            values: what crosses the cut before the segment; taken out, so that no tensor lives longer than it must.
+            values: what is alive before the segment; taken out, so that no tensor lives longer than it must.
             graph: build the graphs, into `state`.
             record: count running statistics.
             call: takes what the graphs save; None: it stays on the device.
 
         Returns:
-            What crosses the cut behind it.
+            What is alive behind it.
         """
         live = dict(values)
         # The callers' frames last as long as this one; a frozen first layer's input would too.
         values.clear()
         open_graph: LayerGraph | None = None
-        for layer, alive, handed_on in zip(self.layers, self._live, self._handed_on, strict=True):
-            reads: Mapping[str, Tensor] = live
+        for layer, read, alive, handed_on in zip(self.layers, self._reads, self._alive, self._handed_on, strict=True):
             if graph and open_graph is None:
-                open_graph = LayerGraph({})
-                reads = self._enter(open_graph, layer, context, live, call)
+                open_graph = LayerGraph(layer.index)
+                reads = self._enter(open_graph, read, context, live, call)
+            else:
+                reads = {value.name: live[value] for value in read}
             key = (*context.key, context.index)
             if call is None:
-                written = layer.forward(reads, key, graph, record)
+                found = layer.forward(reads, key, graph, record)
             else:
                 with _taken(call, layer):
-                    written = layer.forward(reads, key, graph, record)
+                    found = layer.forward(reads, key, graph, record)
             del reads
+            written = {Value(name, layer.index): tensor for name, tensor in found.items()}
+            del found
             if open_graph is not None:
-                crossing = context.specs[layer.index + 1]
-                if any(spec.requires_grad and name not in handed_on for name, spec in crossing.items()):
+                if any(context.specs[value].requires_grad for value in alive - handed_on):
                     written = open_graph.close(written)
                     state.graphs.append(open_graph)
                     open_graph = None
                 else:
-                    for name in handed_on:
-                        if written[name].requires_grad:
-                            keep_layout(written[name])
+                    for value in handed_on:
+                        if written[value].requires_grad:
+                            keep_layout(written[value])
             live.update(written)
-            live = {name: tensor for name, tensor in live.items() if name in alive}
+            del written
+            live = {value: tensor for value, tensor in live.items() if value in alive}
         return live
 
     def _enter(
         self,
         graph: LayerGraph,
-        layer: EngineLayer,
+        read: Sequence[Value],
         context: MicrobatchContext,
-        live: dict[str, Tensor],
+        live: dict[Value, Tensor],
         call: OffloadedCall | None,
     ) -> Mapping[str, Tensor]:
         """What the first layer of a graph reads; those that want a gradient begin it."""
-        wanted = [name for name in layer.layer.reads if context.specs[layer.index][name].requires_grad]
+        wanted = [value for value in dict.fromkeys(read) if context.specs[value].requires_grad]
         if call is None:
-            for name in wanted:
-                live[name] = graph.leaves[name] = live[name].detach().requires_grad_()
-            return live
-        reads = dict(live)
-        for name in wanted:
-            reads[name], box = entered(live[name])
-            graph.leaves[name] = box
+            for value in wanted:
+                live[value] = graph.leaves[value] = live[value].detach().requires_grad_()
+            return {value.name: live[value] for value in read}
+        reads = {value.name: live[value] for value in read}
+        for value in wanted:
+            reads[value.name], box = entered(live[value])
+            graph.leaves[value] = box
         return reads
 
 
-def segments_of(chain: Chain, layers: Sequence[EngineLayer], intervals: Sequence[MemoryInterval]) -> list[StageSegment]:
-    """The segments of a stage of these layers."""
-    first, end = layers[0].index, layers[-1].index + 1
-    return [
-        StageSegment(chain, layers[piece.first - first : piece.end - first], piece)
-        for piece in pieces_of(first, end, intervals)
-    ]
+def segments_of(
+    chain: Chain, layers: Sequence[EngineLayer], intervals: Sequence[MemoryInterval], ports: Ports
+) -> list[StageSegment]:
+    """The segments of a stage of these layers, in the order of the chain."""
+    places = {layer.index: place for place, layer in enumerate(layers)}
+    found, alive = [], _alive(chain, [layer.index for layer in layers], ports)
+    for first, end in ranges_of(list(places)):
+        for piece in pieces_of(first, end, [one for one in intervals if first <= one.first and one.end <= end]):
+            part = slice(places[piece.first], places[piece.end - 1] + 1)
+            before = alive[part.start]
+            inside = {value for index in range(piece.first, piece.end) for value in chain.reads[index]}
+            if piece.end == len(chain):
+                inside |= {*chain.reads[len(chain)]}
+            enters = sorted(before if ports.passing else {value for value in before if value in inside})
+            found.append(StageSegment(chain, layers[part], piece, enters, alive[part.start + 1 : part.stop + 1]))
+    return found
+
+
+def _alive(chain: Chain, layers: Sequence[int], ports: Ports) -> list[frozenset[Value]]:
+    """What is alive in a stage before its first layer, and behind each."""
+    after = set(ports.leaves)
+    if layers[-1] == len(chain) - 1:
+        after |= {*chain.reads[len(chain)]}
+    found = [frozenset(after)]
+    for layer in reversed(layers):
+        after = (after - set(chain.written(layer))) | set(chain.reads[layer])
+        found.append(frozenset(after))
+    return found[::-1]
 
 
 def _taken(call: OffloadedCall, layer: EngineLayer) -> AbstractContextManager[Any]:
@@ -160,8 +198,6 @@ def _taken(call: OffloadedCall, layer: EngineLayer) -> AbstractContextManager[An
     return call.taking_what_is_saved([*module.parameters(), *module.buffers()])
 
 
-def _handed_on(chain: Chain, index: int) -> frozenset[str]:
-    """Names that layer `index` writes and only the next layer reads: there one graph may hold both layers."""
-    after = chain.layers[index + 1]
-    passing = set(chain.crossing(index + 2)) - set(after.writes)
-    return frozenset(name for name in chain.layers[index].writes if name in after.reads and name not in passing)
+def _handed_on(chain: Chain, index: int) -> frozenset[Value]:
+    """What layer `index` writes and only the next layer reads: there one graph may hold both layers."""
+    return frozenset(value for value in chain.written(index) if chain.readers.get(value) == (index + 1,))

@@ -1,7 +1,7 @@
 """One pipeline stage at work: forwards, recomputations and backwards of microbatches, not who asks for them.
 
-A stage is a run of layers and, if it is the last one, the loss. Its memory intervals say what it keeps per microbatch
-between a forward and its backward: see `segments`.
+A stage is some layers of a chain and, if it holds the last one, the loss. Its memory intervals say what it keeps per
+microbatch between a forward and its backward: see `segments`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from varuna_capslog.engine.halves import WeightHalf
 from varuna_capslog.engine.host_tier import HostTier
 from varuna_capslog.engine.layers import EngineLayer
 from varuna_capslog.engine.offload import OffloadedCall, OffloadedTensor
+from varuna_capslog.engine.routes import GradientKey, Gradients, Ports, ports_of
 from varuna_capslog.engine.segments import MicrobatchContext, SegmentState, segments_of
-from varuna_capslog.model.chain import Chain, TensorSpec
+from varuna_capslog.model.chain import Chain, TensorSpec, Value
 from varuna_capslog.plans.parts import MemoryInterval
 
 __all__ = ["LossFunction", "MicrobatchContext", "Stage"]
@@ -45,11 +46,12 @@ class _Held:
 
 
 class Stage:
-    """Layers `[first, end)` of a chain.
+    """Some layers of a chain.
 
     Args:
-        layers: from `take_layers`, consecutive.
-        loss: the workload's loss if this is the last stage.
+        layers: from `take_layers`, rising.
+        loss: the workload's loss, which the stage of the last layer computes.
+        ports: what enters and leaves it; None: all that crosses its cuts, for consecutive layers.
         memory: what is not kept, by memory intervals; see `plans.parts.MemoryInterval`.
         tier: where they offload to; None: nowhere, what they would offload stays.
 
@@ -65,15 +67,19 @@ class Stage:
         loss: LossFunction | None,
         memory: Sequence[MemoryInterval] = (),
         tier: HostTier | None = None,
+        ports: Ports | None = None,
     ) -> None:
         self.index = index
         self.layers = list(layers)
         self.first = layers[0].index
         self.end = layers[-1].index + 1
         self.device = layers[0].device
-        self.inputs = chain.crossing(self.first)
-        self.outputs = chain.crossing(self.end)
-        self.segments = segments_of(chain, layers, memory)
+        self.ports = ports or ports_of(chain, [layer.index for layer in layers])
+        self.ends_in_loss = self.end == len(chain)
+        self.segments = segments_of(chain, layers, memory, self.ports)
+        self._outputs = chain.reads[len(chain)]
+        # with relayed tensors the values that the loss reads leave the last stage, and nobody takes them
+        self._sent = () if self.ends_in_loss and self.ports.passing else self.ports.leaves
         self._tier = tier if any(segment.offloads for segment in self.segments) else None
         self._loss = loss
         self._held: dict[int, _Held] = {}
@@ -86,16 +92,16 @@ class Stage:
 
     def wants_backward(self, context: MicrobatchContext) -> bool:
         """False for a stage whose outputs carry no gradient (frozen layers only): its R and B have nothing to do."""
-        return self.segments[-1].wants_backward(context)
+        return self.ends_in_loss or any(context.specs[value].requires_grad for value in self.ports.leaves)
 
     def forward(
-        self, context: MicrobatchContext, values: dict[str, Tensor], whole: bool, later: bool = False
-    ) -> dict[str, Tensor]:
+        self, context: MicrobatchContext, values: dict[Value, Tensor], whole: bool, later: bool = False
+    ) -> dict[Value, Tensor]:
         """F: runs the stage once.
 
         Args:
-            values: the tensors that cross its first cut, on its device; taken out, so that they live no longer than
-                the stage needs them.
+            values: those that enter it, on its device; taken out, so that they live no longer than the stage needs
+                them.
             whole: keep the graph of all layers, since the backward follows at once; else do as the intervals say.
             later: whether `offload` is called later; else what goes to the host tier leaves as a part of this.
         """
@@ -109,14 +115,16 @@ class Stage:
                 segment.keep_inputs(state, values, held.call)
                 _leave_at_once(held, later)
                 if segment.ends_in_loss and not any(layer.statistics for layer in segment.layers):
-                    values.clear()
-                    break  # these outputs are not read before the recomputation makes them again
+                    sent = {value: values[value] for value in self._sent if value in values}
+                    if len(sent) == len(self._sent):
+                        values.clear()
+                        return sent  # what this segment makes is not read before the recomputation makes it again
             call = held.call if segment.offloads and not again else None
             values = segment.run(context, values, state, wanted and not again, record=True, call=call)
             _leave_at_once(held, later)
         if self.segments[-1].ends_in_loss and held.states[-1].inputs is None:
             self._evaluate_loss(context, values, held)
-        return {name: values[name] for name in self.outputs if name in values}
+        return {value: values[value] for value in self._sent}
 
     def offload(self, context: MicrobatchContext) -> Callable[[], None]:
         """O: begins to move what the intervals offload to the host tier; returns the wait for it."""
@@ -152,12 +160,12 @@ class Stage:
         if segment.ends_in_loss:
             self._evaluate_loss(context, values, held)
 
-    def _evaluate_loss(self, context: MicrobatchContext, live: Mapping[str, Tensor], held: _Held) -> None:
+    def _evaluate_loss(self, context: MicrobatchContext, live: Mapping[Value, Tensor], held: _Held) -> None:
         assert self._loss is not None
         leaves = {}
-        for name in self.outputs:
-            leaf = live[name].detach()
-            leaves[name] = leaf.requires_grad_() if context.specs[self.end][name].requires_grad else leaf
+        for value in self._outputs:
+            leaf = live[value].detach()
+            leaves[value.name] = leaf.requires_grad_() if context.specs[value].requires_grad else leaf
         try:
             self.in_loss = True
             with torch.enable_grad():
@@ -175,16 +183,16 @@ class Stage:
         self.parts[context.index] = {name: part.detach() for name, part in parts.items()}
 
     def backward(
-        self, context: MicrobatchContext, gradients: dict[str, Tensor], inputs_only: bool = False
-    ) -> dict[str, Tensor]:
+        self, context: MicrobatchContext, gradients: dict[GradientKey, Tensor], inputs_only: bool = False
+    ) -> dict[GradientKey, Tensor]:
         """B: differentiates the stage.
 
         Args:
-            gradients: of the tensors that cross its last cut and want one (empty on the last stage).
+            gradients: from the stages behind it; taken out (empty on the last stage).
             inputs_only: I: the gradients of parameters come with `backward_weights`.
 
         Returns:
-            The gradient of every input that wants one (zeros where nothing depends on it).
+            The gradients that its ports name and whose values want one (zeros where nothing depends on a value).
         """
         held = self._held[context.index]
         if not inputs_only:
@@ -192,20 +200,32 @@ class Stage:
         if not self.wants_backward(context):
             return {}
         _bring_back(held)
+        sums = Gradients(gradients, self.ports.apart)
         for place in reversed(range(len(self.segments))):
             if held.states[place].inputs is not None:
                 self._run_again(context, held, place)
             if held.loss is not None:
-                gradients = _of_the_loss(held)
+                self._differentiate_loss(held, sums)
             graphs = held.states[place].graphs
             while graphs and inputs_only:
-                held.rests.append(graphs.pop().backward_inputs(gradients))
+                held.rests.append(graphs.pop().backward_inputs(sums))
             while graphs:
-                graphs.pop().backward(gradients)
+                graphs.pop().backward(sums)
         if held.call is not None and not inputs_only:
             held.call.end()
-        wanted = {name: spec for name, spec in context.specs[self.first].items() if spec.requires_grad}
-        return {name: _as_spec(gradients.get(name), spec, self.device) for name, spec in wanted.items()}
+        specs = [(key, context.specs[key[0]]) for key in self.ports.wanted]
+        return {key: _as_spec(sums.of(key), spec, self.device) for key, spec in specs if spec.requires_grad}
+
+    def _differentiate_loss(self, held: _Held, gradients: Gradients) -> None:
+        """Begins the backward with the gradients of what the loss reads."""
+        assert held.loss is not None
+        assert held.outputs is not None
+        if held.loss.requires_grad:
+            torch.autograd.backward(held.loss)
+        for value in self._outputs:
+            if (gradient := held.outputs[value.name].grad) is not None:
+                gradients.add(value, self.end, gradient)
+        held.loss = held.outputs = None
 
     def backward_weights(self, context: MicrobatchContext) -> None:
         """W: the gradients of the parameters, after the input half."""
@@ -232,11 +252,17 @@ class Stage:
         """The running statistics that its forward has left until the end of the step (for profiling)."""
         return [one for layer in self.layers for one in layer.statistics.of(microbatch)]
 
-    def evaluate(self, context: MicrobatchContext, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Runs the stage without keeping anything (the caller has set evaluation mode)."""
+    def evaluate(
+        self, context: MicrobatchContext, values: dict[Value, Tensor]
+    ) -> tuple[dict[Value, Tensor], dict[str, Tensor] | None]:
+        """Runs the stage without keeping anything (the caller has set evaluation mode).
+
+        Returns what leaves it, and on the last stage what the loss would read, by name.
+        """
         for segment in self.segments:
             values = segment.run(context, values, SegmentState(), graph=False, record=False)
-        return values
+        outputs = {value.name: values[value] for value in self._outputs} if self.ends_in_loss else None
+        return {value: values[value] for value in self._sent}, outputs
 
     def forget(self) -> None:
         """Drops what a broken-off step left, gradients included."""
@@ -260,17 +286,6 @@ def _bring_back(held: _Held) -> None:
     """Before a recomputation or a backward: what left and was not loaded comes back as a part of it."""
     if held.call is not None:
         held.call.come_back(beside=False)
-
-
-def _of_the_loss(held: _Held) -> dict[str, Tensor]:
-    """The gradients of what the loss reads."""
-    assert held.loss is not None
-    assert held.outputs is not None
-    if held.loss.requires_grad:
-        torch.autograd.backward(held.loss)
-    gradients = {name: leaf.grad for name, leaf in held.outputs.items() if leaf.grad is not None}
-    held.loss = held.outputs = None
-    return gradients
 
 
 def _nothing() -> None:

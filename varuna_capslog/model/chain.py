@@ -228,6 +228,10 @@ class Chain:
             writer |= dict.fromkeys(layer.writes, index)
         return (*found, tuple(Value(name, writer[name]) for name in self.outputs))
 
+    def written(self, layer: int) -> tuple[Value, ...]:
+        """The values that a layer writes."""
+        return tuple(Value(name, layer) for name in self.layers[layer].writes)
+
     @cached_property
     def readers(self) -> dict[Value, tuple[int, ...]]:
         """Every value that is read -> the layers that read it, rising; the loss is layer L."""

@@ -26,6 +26,7 @@ __all__ = [
     "Units",
     "intervals_of",
     "pieces_of",
+    "ranges_of",
     "scheduled",
     "with_memory",
 ]
@@ -174,6 +175,11 @@ class PlanStage:
         return self.layers[-1][1]
 
     @property
+    def numbers(self) -> list[int]:
+        """Its layers, rising."""
+        return [layer for first, end in self.layers for layer in range(first, end)]
+
+    @property
     def rank(self) -> int:
         """The rank, or the first of those that split the stage."""
         return self.ranks[0]
@@ -273,6 +279,12 @@ def _split(value: Any) -> dict[str, Any]:
     if kind == "none" and degree != 1:
         raise CapslogError(f"parallel.degree is {degree} with kind none; it must be 1")
     return {"kind": kind, "degree": degree}
+
+
+def ranges_of(layers: Sequence[int]) -> list[tuple[int, int]]:
+    """The ranges [first, end) that layers in rising order make."""
+    borders = [n for n in range(1, len(layers)) if layers[n] != layers[n - 1] + 1]
+    return [(layers[a], layers[b - 1] + 1) for a, b in pairwise([0, *borders, len(layers)])]
 
 
 def pieces_of(first: int, end: int, intervals: Sequence[MemoryInterval]) -> list[MemoryInterval]:

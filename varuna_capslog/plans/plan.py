@@ -250,14 +250,21 @@ class Plan:
             found.setdefault(path, []).append(block)
         return found
 
-    def stage_graph(self) -> StageGraph:
+    def stage_graph(self, edges: Iterable[tuple[int, int]] | None = None) -> StageGraph:
         """The stages and the way of every unit through them, for schedules.
 
-        Raises CapslogError where the units are not known, and for what schedules do not describe yet (pieces, splits,
-        grains above 1).
+        edges: of the graph of the layers (`Chain.edges`, `Profile.edges`); a plan with routes "direct" needs them.
+
+        Raises CapslogError where the units or these edges are not known, and for what schedules do not describe yet
+        (splits, grains above 1).
         """
         units = self.units if self.units.blocks is not None else dataclasses.replace(self.units, blocks=self._blocks())
-        return rules.stage_graph(self.stages, units)
+        if self.routes == "direct" and edges is None:
+            raise CapslogError(
+                "routes is 'direct' in the plan, and it is not known which layers read from which; give a profile with "
+                "tensors, as capslog profile writes it"
+            )
+        return rules.stage_graph(self.stages, units, edges if self.routes == "direct" else None)
 
     def capacities_of(self, ranks: Iterable[int]) -> list[int] | None:
         """The bytes of these ranks' devices; None where there is no limit, or none is known for one of them."""
@@ -326,7 +333,8 @@ class Plan:
         set_field(self, "actions", actions)
         if self.units.per_step is None:
             raise CapslogError("actions are given, but not the units of a step; give units")
-        fields.within("actions", lambda: rules.check_actions(actions, self.stage_graph(), self.stages))
+        # which stages wait for which under direct routes only the chain says, whose owner checks the lists once more
+        fields.within("actions", lambda: rules.check_actions(actions, self.stage_graph(()), self.stages))
 
 
 def read_plan(path: str | os.PathLike[str]) -> Plan:

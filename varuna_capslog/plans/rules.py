@@ -32,6 +32,7 @@ __all__ = [
     "check_graph",
     "check_ranks",
     "check_routes",
+    "check_runnable",
     "check_variants",
     "paths_of",
     "stage_graph",
@@ -111,15 +112,14 @@ def check_graph(stages: Sequence[PlanStage], blocks: int, edges: Iterable[tuple[
     """
     if all(len(stage.layers) == 1 for stage in stages):
         return  # no edge leads back to a lower range, and thus none into a stage that it left
+    pairs = set(edges)
     after: dict[int, set[int]] = defaultdict(set)
-    for writer, reader in edges:
+    for writer, reader in pairs:
         after[writer].add(reader)
     for path in dict.fromkeys(paths_of(stages, blocks)):
-        stage_of = {
-            layer: number for number in path for first, end in stages[number].layers for layer in range(first, end)
-        }
+        stage_of = {layer: number for number in path for layer in stages[number].numbers}
         for number in path:
-            own = [layer for first, end in stages[number].layers for layer in range(first, end)]
+            own = stages[number].numbers
             outside = {reader for layer in own for reader in after[layer] if stage_of[reader] != number}
             reached = set(outside)
             while outside:
@@ -132,25 +132,7 @@ def check_graph(stages: Sequence[PlanStage], blocks: int, edges: Iterable[tuple[
                     "of other stages; a stage must be convex: give the later layers a stage of "
                     "their own"
                 )
-        _check_cycle(stages, {(stage_of[a], stage_of[b]) for a in after for b in after[a]})
-
-
-def _check_cycle(stages: Sequence[PlanStage], edges: set[tuple[int, int]]) -> None:
-    waits = defaultdict(set)
-    for one, other in edges:
-        if one != other:
-            waits[other].add(one)
-    left = set(waits)
-    while left:
-        free = {number for number in left if not waits[number] & left}
-        if not free:
-            number = min(left)
-            other = min(waits[number] & left)
-            raise CapslogError(
-                f"stages {number} ({stages[number].describe()}) and {other} ({stages[other].describe()}) wait for each "
-                "other; cut the layers so that the stages can be put in an order"
-            )
-        left -= free
+        _in_order(stages, path, _links(stages, path, pairs))
 
 
 def check_grains(stages: Sequence[PlanStage], units: Units) -> None:
@@ -173,23 +155,63 @@ def check_grains(stages: Sequence[PlanStage], units: Units) -> None:
                 )
 
 
-def stage_graph(stages: Sequence[PlanStage], units: Units) -> StageGraph:
-    """The stages and the way of every unit through them. Raises CapslogError for pieces, splits and grains above 1."""
+def stage_graph(
+    stages: Sequence[PlanStage], units: Units, edges: Iterable[tuple[int, int]] | None = None
+) -> StageGraph:
+    """The stages and the way of every unit through them.
+
+    edges: (layer that writes a tensor, layer that reads it): tensors go straight from stage to stage. None: through
+        all stages between.
+
+    Raises CapslogError for splits and grains above 1, and where the stages wait for each other.
+    """
+    check_runnable(stages)
+    per_block, links = units.of_block, None
+    paths = paths_of(stages, units.blocks or 1)
+    if edges is not None:
+        ordered = {path: _links(stages, path, edges) for path in dict.fromkeys(paths)}
+        links = frozenset(link for found in ordered.values() for link in found)
+        paths = [_in_order(stages, path, ordered[path]) for path in paths]
+    return StageGraph(
+        tuple(stage.rank for stage in stages), tuple(path for path in paths for _ in range(per_block)), links
+    )
+
+
+def check_runnable(stages: Sequence[PlanStage]) -> None:
+    """Raises CapslogError for what schedules and the engine do not know yet: splits, and grains above 1."""
     for number, stage in enumerate(stages):
-        if len(stage.layers) != 1:
-            raise CapslogError(
-                f"stages[{number}].layers is {[list(piece) for piece in stage.layers]}; stages of several pieces "
-                "of the chain are not run yet, so give each range a stage of its own"
-            )
         if stage.grain != 1:
             raise CapslogError(f"stages[{number}].grain is {stage.grain}; grains above 1 are not run yet, choose 1")
         if stage.parallel["kind"] != "none":
             raise CapslogError(
                 f"stages[{number}].parallel is {dict(stage.parallel)}; splits of a stage over ranks are not run yet"
             )
-    per_block = units.of_block
-    paths = paths_of(stages, units.blocks or 1)
-    return StageGraph(tuple(stage.rank for stage in stages), tuple(path for path in paths for _ in range(per_block)))
+
+
+def _links(stages: Sequence[PlanStage], path: Path, edges: Iterable[tuple[int, int]]) -> set[tuple[int, int]]:
+    """The pairs of a path's stages of which the second reads what the first writes."""
+    stage_of = {layer: number for number in path for layer in stages[number].numbers}
+    found = {(stage_of[writer], stage_of[reader]) for writer, reader in edges}
+    return {(one, other) for one, other in found if one != other}
+
+
+def _in_order(stages: Sequence[PlanStage], path: Path, links: set[tuple[int, int]]) -> Path:
+    """The stages of a path so that each stands behind those that it reads from, else by their first layers."""
+    waits: dict[int, set[int]] = {number: set() for number in path}
+    for one, other in links:
+        waits[other].add(one)
+    found: list[int] = []
+    while len(found) < len(path):
+        free = [number for number in path if number not in found and waits[number] <= set(found)]
+        if not free:
+            number = next(number for number in path if number not in found)
+            other = min(waits[number] - set(found))
+            raise CapslogError(
+                f"stages {number} ({stages[number].describe()}) and {other} ({stages[other].describe()}) wait for each "
+                "other; cut the layers so that the stages can be put in an order"
+            )
+        found.append(free[0])
+    return tuple(found)
 
 
 def check_variants(variants: Any, num_layers: int) -> None:

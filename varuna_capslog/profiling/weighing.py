@@ -51,7 +51,7 @@ class ActionWeights:
 
         statistics: bytes of what a forward of this microbatch leaves until the commit.
         """
-        first, last = context.index == 0, stage.end == len(context.specs) - 1
+        first, last = context.index == 0, stage.ends_in_loss
         name = "first_backward" if first else "backward"
         if kind != "B":
             again = f"{stage.index}R{context.index}"
@@ -59,7 +59,7 @@ class ActionWeights:
         statistics = statistics if kind == "F" else 0
         self._statistics_bytes = max(self._statistics_bytes, statistics)
         self._most[name] = max(self._most[name], window.most - window.before - statistics)
-        ends = [list(context.specs[cut].values()) for cut in (stage.first, stage.end)]
+        ends = [[context.specs[value] for value in row] for row in (stage.ports.enters, stage.ports.leaves)]
         if first and kind == "F" and name == "forward" and not last:
             before, self._output_bytes = (sum(spec.num_bytes for spec in specs) for specs in ends)
             self._separate_bytes = window.after - window.before - statistics + before

@@ -13,6 +13,7 @@ __all__ = [
     "KINDS",
     "SCHEDULES",
     "Action",
+    "Edge",
     "Lowered",
     "Message",
     "Recv",
@@ -63,5 +64,5 @@ from varuna_capslog.schedules.inserting import insert_offload, insert_recompute
 from varuna_capslog.schedules.lower import Lowered, Message, Recv, SendInstruction, find_deadlock, in_turn, lower
 from varuna_capslog.schedules.shape import ALWAYS_RECOMPUTE, DEFAULT_K, DEFAULT_RUN, RunShape
 from varuna_capslog.schedules.simulate import StageSeconds, TimedAction, TimedMessage, Timeline, simulate
-from varuna_capslog.schedules.stage_graph import StageGraph
+from varuna_capslog.schedules.stage_graph import Edge, StageGraph
 from varuna_capslog.schedules.validate import validate

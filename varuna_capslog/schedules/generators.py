@@ -34,11 +34,13 @@ from __future__ import annotations
 __all__ = ["SCHEDULES", "in_flight_limits", "make_schedule", "schedule_of"]
 
 import difflib
+import math
 from collections.abc import Sequence
 from itertools import groupby, zip_longest
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.schedules.actions import Action, Schedule
+from varuna_capslog.schedules.in_flight import in_flight_microbatches
 from varuna_capslog.schedules.inserting import insert_offload, insert_recompute, split_backwards
 from varuna_capslog.schedules.interleaved import interleaved
 from varuna_capslog.schedules.list_scheduler import list_schedule
@@ -83,9 +85,10 @@ def schedule_of(
     """
     _known(name)
     always = name in ALWAYS_RECOMPUTE
-    calls = [len(row) for row in graph.microbatches]
-    deepest = max(graph.depths)
-    limits = [_limit(name, depth, count, deepest, k) for depth, count in zip(graph.depths, calls, strict=True)]
+    calls, in_flight_of = [len(row) for row in graph.calls], in_flight_microbatches(graph)
+    depths = [-(-count // grain) for count, grain in zip(in_flight_of, graph.grains, strict=True)]
+    deepest = [-(-max(in_flight_of) // grain) for grain in graph.grains]
+    limits = [_limit(name, *stage, k) for stage in zip(depths, calls, deepest, strict=True)]
     for stage, (limit, given) in enumerate(zip(limits, in_flight, strict=False)):
         least = {"gpipe": limit, "kfkb": min(k, calls[stage])}.get(name, 1)
         if given is not None and given < least:
@@ -102,7 +105,7 @@ def schedule_of(
     if name == "kfkb":
         schedule = _in_groups(graph, limits, k)
     elif name == "zb-h1":
-        kept = [min(depth, limit) for depth, limit in zip(graph.depths, limits, strict=True)]
+        kept = [min(depth, limit) for depth, limit in zip(depths, limits, strict=True)]
         delays = [limit - here for limit, here in zip(limits, kept, strict=True)]
         schedule = split_backwards(list_schedule(graph, kept), delays)
     else:
@@ -126,7 +129,8 @@ def _limit(name: str, depth: int, calls: int, deepest: int, k: int) -> int:
     is away from a stage for up to three units per deeper stage (one forward, one backward of two). In unit costs a
     smaller limit makes the step longer, and a larger one does not make it shorter.
 
-    depth: stages from it to the loss, S - s in one pipeline. deepest: the largest depth. calls: microbatches it takes.
+    depth: calls that it has in flight under 1F1B: the stages from it to the loss, S - s in one pipeline, where all
+        grains are alike. calls: of a step. deepest: the largest depth, in its calls.
     """
     own = {"gpipe": calls, "kfkb": k * depth, "zb-h1": deepest, "varuna": max(1, 3 * (depth - 1))}.get(name, depth)
     return min(own, calls)
@@ -140,20 +144,21 @@ def _known(name: str) -> None:
 
 
 def _in_groups(graph: StageGraph, limits: Sequence[int], k: int) -> Schedule:
-    """1F1B of groups: up to k consecutive microbatches that pass the same stages act as one."""
+    """1F1B of groups: up to k consecutive calls of the largest size that pass the same stages act as one."""
     sizes: list[int] = []
     routes: list[tuple[int, ...]] = []
     for route, same in groupby(graph.routes):
-        count = len(list(same))
-        sizes += [min(k, count - done) for done in range(0, count, k)]
-        routes += [route] * -(-count // k)
-    groups = StageGraph(graph.ranks, tuple(routes))
+        count, size = len(list(same)), k * math.lcm(*(graph.grains[stage] for stage in route))
+        sizes += [min(size, count - done) for done in range(0, count, size)]
+        routes += [route] * -(-count // size)
+    groups = StageGraph(graph.ranks, tuple(routes), graph.pairs)
     firsts: list[list[int]] = []  # stage -> the first call of each of its groups, and the number of its calls
-    for row in groups.microbatches:
+    for row, grain in zip(groups.calls, graph.grains, strict=True):
         firsts.append([0])
-        for group in row:
-            firsts[-1].append(firsts[-1][-1] + sizes[group])
-    schedule = list_schedule(groups, [max(1, limit // k) for limit in limits])
+        for (group,) in row:
+            firsts[-1].append(firsts[-1][-1] + sizes[group] // grain)
+    within = [k * max(graph.grains) // grain for grain in graph.grains]
+    schedule = list_schedule(groups, [max(1, limit // size) for limit, size in zip(limits, within, strict=True)])
     return [
         [
             Action(action.stage, action.kind, call)

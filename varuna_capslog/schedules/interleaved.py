@@ -17,12 +17,14 @@ from varuna_capslog.schedules.stage_graph import StageGraph
 
 
 def interleaved(graph: StageGraph) -> Schedule | None:
-    """The order of every rank; None unless every way of microbatches has ranks of its own, which its stages go round in
-    one order, equally often.
+    """The order of every rank; None unless every way of microbatches is a line of stages and has ranks of its own,
+    which its stages go round in one order, equally often.
 
     The number of ranks P need not divide the microbatches: there are M // P rounds (at least one), of sizes that differ
     by at most one.
     """
+    if graph.pairs is not None or max(graph.grains) > 1:
+        return None
     schedule: Schedule = [[] for _ in range(graph.num_ranks)]
     taken: set[int] = set()
     for route in dict.fromkeys(graph.routes):
@@ -31,8 +33,8 @@ def interleaved(graph: StageGraph) -> Schedule | None:
         if taken & set(own) or len(ranks) % len(own) or ranks != own * (len(ranks) // len(own)):
             return None
         taken.update(own)
-        calls = len(graph.microbatches[route[0]])
-        if any(len(graph.microbatches[stage]) != calls for stage in route):
+        calls = len(graph.calls[route[0]])
+        if any(len(graph.calls[stage]) != calls for stage in route):
             return None
         for place, rank in enumerate(own):
             schedule[rank] = _order(route[place :: len(own)], place, len(own), calls)

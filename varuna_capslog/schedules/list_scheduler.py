@@ -1,7 +1,7 @@
 """One list scheduler: it plays a step in unit costs and lets every idle rank take the best action that is ready.
 
-A forward and a recomputation take 1, a backward 2, messages 0. The order in which a rank took its actions is its list.
-Real durations never enter, so that a schedule depends only on stages, microbatches and placement.
+A forward and a recomputation of a microbatch take 1, a backward 2, messages 0. The order in which a rank took its
+actions is its list. Real durations never enter, so that a schedule depends only on stages, microbatches and placement.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import heapq
 import math
 from collections.abc import Sequence
 
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.schedules.actions import Action, Schedule
 from varuna_capslog.schedules.stage_graph import StageGraph
 
@@ -27,7 +28,7 @@ class _Step:
         self.limits, self.forwards_first = limits, forwards_first
         self.recompute = recompute or [False] * len(limits)
         self.upstream, self.downstream = graph.upstream, graph.downstream
-        self.calls = [len(row) for row in graph.microbatches]
+        self.calls, self.grains = [len(row) for row in graph.calls], graph.grains
         # Deepest stage first: it shortens the way of the oldest microbatch and frees what it holds.
         deepest = sorted(range(len(graph.ranks)), key=lambda stage: (graph.depths[stage], -stage))
         self.stages_of_rank = [
@@ -59,8 +60,8 @@ class _Step:
 
     def start(self, action: Action, now: int) -> int:
         """Books the action and returns its end."""
-        end = now + _COST[action.kind]
         stage = action.stage
+        end = now + _COST[action.kind] * self.grains[stage]
         if action.kind == "F":
             self.forward_ends[stage].append(end)
         elif action.kind == "B":
@@ -75,8 +76,11 @@ class _Step:
         if call >= self.calls[stage]:
             return math.inf
         after = self.downstream[stage][call]
-        ends, place = (self.forward_ends[stage], call) if after is None else (self.backward_ends[after[0]], after[1])
-        return ends[place] if place < len(ends) else math.inf
+        if not after:
+            ends = self.forward_ends[stage]
+            return ends[call] if call < len(ends) else math.inf
+        rows = [(self.backward_ends[other], place) for other, place in after]
+        return max(ends[place] if place < len(ends) else math.inf for ends, place in rows)
 
     def _backward_ready(self, stage: int, now: int) -> bool:
         has_graph = not self.recompute[stage] or self.graph_of[stage] == len(self.backward_ends[stage])
@@ -84,7 +88,7 @@ class _Step:
 
     def _gradient_due(self, stage: int, now: int) -> bool:
         """The next gradient is here or comes before an R would end: earlier would hold up forwards that still fit."""
-        return self._gradient_end(stage) <= now + _COST["R"]
+        return self._gradient_end(stage) <= now + _COST["R"] * self.grains[stage]
 
     def _keep_graph_if_due(self, stage: int, now: int) -> None:
         """Where nothing of the stage came after the forward, its graph is kept and the stage waits, instead of an R."""
@@ -100,11 +104,24 @@ class _Step:
         in_flight = call - len(self.backward_ends[stage])
         if call == self.calls[stage] or in_flight >= self.limits[stage] or self.graph_of[stage] is not None:
             return False
-        before = self.upstream[stage][call]
-        if before is None:
-            return True
-        ends = self.forward_ends[before[0]]
-        return before[1] < len(ends) and ends[before[1]] <= now
+        rows = [(self.forward_ends[other], place) for other, place in self.upstream[stage][call]]
+        return all(place < len(ends) and ends[place] <= now for ends, place in rows)
+
+    def check_complete(self) -> None:
+        """Raises CapslogError where a stage could not do all its calls."""
+        for stage, ends in enumerate(self.backward_ends):
+            if len(ends) < self.calls[stage]:
+                rows = enumerate(self.backward_ends)
+                full = next((one for one, done in rows if self._is_full(one, len(done))), stage)
+                raise CapslogError(
+                    f"stage {full} may have {self.limits[full]} calls in flight, which is less than a stage behind it "
+                    "takes at once; raise its in_flight"
+                )
+
+    def _is_full(self, stage: int, ended: int) -> bool:
+        return len(self.forward_ends[stage]) < self.calls[stage] and (
+            len(self.forward_ends[stage]) - ended >= self.limits[stage]
+        )
 
 
 def list_schedule(
@@ -117,8 +134,11 @@ def list_schedule(
     ends when the gradient arrives; from R to B the stage does nothing else. No R where the forward was the stage's last
     action by then: its graph is kept and the stage waits.
 
-    It cannot stall: all stages take microbatches in rising order, so that the first microbatch which has not ended is
-    the next one of every stage on its way, and none of these is at its limit. Cost: O(distinct times x stages).
+    Where all grains are alike it cannot stall: all stages take microbatches in rising order, so that the first
+    microbatch which has not ended is the next one of every stage on its way, and none of these is at its limit. Cost:
+    O(distinct times x stages).
+
+    Raises CapslogError where a limit keeps back what a stage with a larger grain waits for.
     """
     step = _Step(graph, limits, forwards_first, recompute)
     schedule: Schedule = [[] for _ in step.stages_of_rank]
@@ -139,5 +159,7 @@ def list_schedule(
             actions.append(action)
             heapq.heappush(wake_ups, end)
             if any_again and action.kind == "B":
-                heapq.heappush(wake_ups, end - _COST["R"])
+                for grain in set(graph.grains):
+                    heapq.heappush(wake_ups, max(now, end - _COST["R"] * grain))
+    step.check_complete()
     return schedule

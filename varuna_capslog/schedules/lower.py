@@ -2,7 +2,7 @@
 
 The engine executes the result as it stands. Each ordered pair of ranks has one order of messages, the sender's, and the
 receiver takes them in that order, so that a transport without tags (NCCL) pairs them correctly. Nothing here knows
-tensors: a message stands for all that crosses one cut for one microbatch in one direction.
+tensors: a message stands for all that goes from one call of a stage to one call of another in one direction.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from __future__ import annotations
 __all__ = ["Lowered", "Message", "Recv", "SendInstruction", "find_deadlock", "in_turn", "lower"]
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.schedules.actions import Action, placement_of
-from varuna_capslog.schedules.stage_graph import StageGraph
+from varuna_capslog.schedules.stage_graph import Edge, StageGraph
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What crosses the cut between two stages for one microbatch.
+    """What goes from one stage to another for one call of each.
 
     kind: "activation" (from `upstream` to `downstream`) or "gradient" (the other way).
     upstream, downstream: the two stages, each with the number of its own call.
@@ -31,13 +31,18 @@ class Message:
     upstream: tuple[int, int]
     downstream: tuple[int, int]
 
+    @property
+    def edge(self) -> Edge:
+        """The two stages."""
+        return self.upstream[0], self.downstream[0]
+
     def end(self, sends: bool) -> tuple[int, int]:
         """Stage and call that send it, or those that receive it."""
         return self.upstream if sends == (self.kind == "activation") else self.downstream
 
     def __str__(self) -> str:
-        stage, call = self.downstream
-        return f"the {self.kind} of microbatch {call} across the cut before stage {stage}"
+        (source, _), (target, _) = self.end(sends=True), self.end(sends=False)
+        return f"the {self.kind} of microbatch {self.downstream[1]} from stage {source} to stage {target}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +90,7 @@ class Lowered:
 
 
 def lower(
-    schedule: Sequence[Sequence[Action]], has_gradient: Sequence[bool] | None = None, graph: StageGraph | None = None
+    schedule: Sequence[Sequence[Action]], gradients: Collection[Edge] | None = None, graph: StageGraph | None = None
 ) -> Lowered:
     """Adds the messages to a (validated) schedule.
 
@@ -96,41 +101,37 @@ def lower(
 
     Args:
         schedule: one list of actions per rank.
-        has_gradient: stage -> does a gradient cross the cut before it? Default: every cut. It means nothing for a stage
-            that takes the inputs of the step.
+        gradients: the edges over which gradients travel. Default: all.
         graph: the stages of the step; default: one pipeline of all stages of the schedule in order.
 
-    Raises `CapslogError` when `has_gradient` has another length or when an action needs a message that no rank sends.
+    Raises `CapslogError` when an action needs a message that no rank sends.
     """
     if graph is None:
         placement = placement_of(schedule)
         found = [action.microbatch for actions in schedule for action in actions if action.microbatch is not None]
         graph = StageGraph(tuple(placement), (tuple(range(len(placement))),) * (1 + max(found, default=-1)))
-    ranks, num_stages = graph.ranks, len(graph.ranks)
-    gradient = [True] * num_stages if has_gradient is None else list(has_gradient)
-    if len(gradient) != num_stages:
-        raise CapslogError(f"has_gradient has {len(gradient)} entries for {num_stages} stages; give one per stage")
+    ranks = graph.ranks
 
-    def message_of(action: Action, sends: bool) -> tuple[Message, int] | None:
-        """The message that the action makes, or the one that it needs, and the rank on the other side of the cut."""
+    def messages_of(action: Action, sends: bool) -> list[tuple[Message, int]]:
+        """The messages that the action makes, or those that it needs, each with the rank on the other side."""
         if action.kind not in "FBI":
-            return None
+            return []
         assert action.microbatch is not None
         forward, here = action.kind == "F", (action.stage, action.microbatch)
         neighbours = graph.downstream if forward == sends else graph.upstream
-        other = neighbours[action.stage][action.microbatch]
-        if other is None or ranks[other[0]] == ranks[action.stage]:
-            return None
-        above, below = (here, other) if forward == sends else (other, here)
-        if not forward and not gradient[below[0]]:
-            return None
-        return Message("activation" if forward else "gradient", above, below), ranks[other[0]]
+        found = []
+        for other in neighbours[action.stage][action.microbatch]:
+            above, below = (here, other) if forward == sends else (other, here)
+            travels = forward or gradients is None or (above[0], below[0]) in gradients
+            if travels and ranks[other[0]] != ranks[action.stage]:
+                found.append((Message("activation" if forward else "gradient", above, below), ranks[other[0]]))
+        return found
 
     channels: dict[tuple[int, int], list[Message]] = {}
     for rank, actions in enumerate(schedule):
         for action in actions:
-            if sent := message_of(action, sends=True):
-                channels.setdefault((rank, sent[1]), []).append(sent[0])
+            for message, peer in messages_of(action, sends=True):
+                channels.setdefault((rank, peer), []).append(message)
     index_of = {message: index for messages in channels.values() for index, message in enumerate(messages)}
 
     programs: list[list[Instruction]] = []
@@ -138,8 +139,7 @@ def lower(
         program: list[Instruction] = []
         received: dict[int, int] = {}  # per peer, how many messages of its channel were received so far
         for position, action in enumerate(actions):
-            if needed := message_of(action, sends=False):
-                message, peer = needed
+            for message, peer in messages_of(action, sends=False):
                 if message not in index_of:
                     raise CapslogError(
                         f"rank {rank}, position {position}: {action} needs {message}, which no action sends; "
@@ -150,8 +150,7 @@ def lower(
                 program.extend(Recv(early, peer) for early in channels[peer, rank][first:end])
                 received[peer] = end
             program.append(action)
-            if sent := message_of(action, sends=True):
-                program.append(SendInstruction(*sent))
+            program.extend(SendInstruction(message, peer) for message, peer in messages_of(action, sends=True))
         for (source, destination), messages in channels.items():
             if destination == rank and received.get(source, 0) < len(messages):
                 lost = messages[received.get(source, 0)]

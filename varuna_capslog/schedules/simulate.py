@@ -13,14 +13,14 @@ from __future__ import annotations
 
 __all__ = ["StageSeconds", "TimedAction", "TimedMessage", "Timeline", "play_contended", "simulate", "speed_of"]
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.schedules.actions import KINDS, Action, graph_keeping_forwards, placement_of
 from varuna_capslog.schedules.lower import Lowered, Message, Recv, SendInstruction, find_deadlock, in_turn, lower
-from varuna_capslog.schedules.stage_graph import StageGraph
+from varuna_capslog.schedules.stage_graph import Edge, StageGraph
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +53,9 @@ class StageSeconds:
     bare_forward: per stage, of forwards that keep no graph, since a recomputation follows; default: as the others.
     backward_again: per stage, of backwards that an R of the microbatch precedes, since other parts of the stage run
         again inside them (where the backward is split, inside I); default: as the others.
-    transfer: per stage, one message in either direction across the cut before it; default 0. Messages of one ordered
-        pair of ranks go one after the other; see `simulate` for what else is shared.
-    handover: per stage, for the same cut, what sending one message costs the sender's rank (gloo copies into host
+    transfer: of one message in either direction, per edge between two stages, or per stage for all edges to it;
+        default 0. Messages of one ordered pair of ranks go one after the other; see `simulate` for what else is shared.
+    handover: per edge or stage likewise, what sending one message costs the sender's rank (gloo copies into host
         memory and the socket); the transfer begins with it and does not arrive before its end. Counts as idle time;
         default 0.
     other: per stage, for the kinds I, W, O, L and U (once per step); a schedule with a kind that has no seconds is
@@ -67,8 +67,8 @@ class StageSeconds:
     recompute: Sequence[float] | None = None
     bare_forward: Sequence[float] | None = None
     backward_again: Sequence[float] | None = None
-    transfer: Sequence[float] | None = None
-    handover: Sequence[float] | None = None
+    transfer: Sequence[float] | Mapping[Edge, float] | None = None
+    handover: Sequence[float] | Mapping[Edge, float] | None = None
     other: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
@@ -115,7 +115,7 @@ def simulate(
     schedule: Sequence[Sequence[Action]],
     seconds: StageSeconds,
     speeds: Sequence[float] | None = None,
-    has_gradient: Sequence[bool] | None = None,
+    gradients: Collection[Edge] | None = None,
     graph: StageGraph | None = None,
     shared_links: bool = False,
 ) -> Timeline:
@@ -127,7 +127,7 @@ def simulate(
         speeds: `speeds[k - 1]` is the speed of each of k ranks that compute at the same time, 1 being that of the given
             seconds; beyond the list all cores are shared out evenly. So [1.0, 1.0] are two full cores. Default: a
             core for every rank.
-        has_gradient, graph: as in `lower`.
+        gradients, graph: as in `lower`.
         shared_links: both directions between two ranks share one link, on which messages go one after the other;
             default: each direction has its own.
 
@@ -143,15 +143,10 @@ def simulate(
     }
     bare = seconds.forward if seconds.bare_forward is None else seconds.bare_forward
     inside = seconds.backward if seconds.backward_again is None else seconds.backward_again
-    none = [0.0] * num_stages
-    transfers = none if seconds.transfer is None else seconds.transfer
-    handovers = none if seconds.handover is None else seconds.handover
     for kind, values in of_kind.items():
         _check_times(f"seconds of kind {kind}", values, num_stages)
     _check_times("bare_forward_seconds", bare, num_stages)
     _check_times("backward_again_seconds", inside, num_stages)
-    _check_times("transfer_seconds", transfers, num_stages)
-    _check_times("handover_seconds", handovers, num_stages)
     if speeds is not None and (not speeds or not all(0.0 < speed <= 1.0 for speed in speeds)):
         raise CapslogError(f"speeds is {list(speeds)}; give one or more numbers above 0 and at most 1")
     keeping = graph_keeping_forwards(schedule)
@@ -169,7 +164,9 @@ def simulate(
                 found = bare[action.stage] if action.kind == "F" else found + again
             cost[action] = found
 
-    lowered = lower(schedule, has_gradient, graph)
+    lowered = lower(schedule, gradients, graph)
+    transfers = _of_edges("transfer_seconds", seconds.transfer, lowered.graph)
+    handovers = _of_edges("handover_seconds", seconds.handover, lowered.graph)
     if (deadlock := find_deadlock(lowered)) is not None:
         raise CapslogError(f"the schedule deadlocks: {deadlock}; reorder the lists of these ranks")
     free = speeds is None or (len(speeds) >= len(lowered.programs) and all(speed == 1.0 for speed in speeds))
@@ -195,6 +192,17 @@ def _check_times(name: str, values: Sequence[float], length: int) -> None:
     for index, value in enumerate(values):
         if not 0.0 <= value < float("inf"):
             raise CapslogError(f"{name}[{index}] is {value}; give a finite number of seconds, 0 or more")
+
+
+def _of_edges(name: str, values: Sequence[float] | Mapping[Edge, float] | None, graph: StageGraph) -> dict[Edge, float]:
+    """Seconds of every edge."""
+    if isinstance(values, Mapping):
+        found = {edge: values.get(edge, 0.0) for edge in graph.edges}
+        _check_times(name, list(found.values()), len(graph.edges))
+        return found
+    row = [0.0] * len(graph.ranks) if values is None else values
+    _check_times(name, row, len(graph.ranks))
+    return {edge: row[edge[1]] for edge in graph.edges}
 
 
 def _courses(
@@ -241,7 +249,7 @@ Played: TypeAlias = tuple[list[list[TimedAction]], list[TimedMessage]]
 
 
 def _play_alone(
-    lowered: Lowered, cost: Mapping[Action, float], transfers: Sequence[float], handovers: Sequence[float]
+    lowered: Lowered, cost: Mapping[Action, float], transfers: Mapping[Edge, float], handovers: Mapping[Edge, float]
 ) -> Played:
     """Every rank has a core of its own, so that one pass over the programs tells when everything happens."""
     clock = [0.0] * len(lowered.programs)
@@ -253,11 +261,11 @@ def _play_alone(
         if isinstance(instruction, Recv):
             clock[rank] = max(clock[rank], arrival[instruction.message])
         elif isinstance(instruction, SendInstruction):
-            link, stage = (rank, instruction.peer), instruction.message.downstream[0]
-            begin = max(clock[rank], link_free.get(link, 0.0))
-            clock[rank] += handovers[stage]
-            end = max(begin + transfers[stage], clock[rank])
-            link_free[link] = arrival[instruction.message] = end
+            pair, edge = (rank, instruction.peer), instruction.message.edge
+            begin = max(clock[rank], link_free.get(pair, 0.0))
+            clock[rank] += handovers[edge]
+            end = max(begin + transfers[edge], clock[rank])
+            link_free[pair] = arrival[instruction.message] = end
             messages.append(TimedMessage(rank, instruction.peer, instruction.message, begin, end))
         else:
             end = clock[rank] + cost[instruction]
@@ -284,8 +292,8 @@ class _CoreUser:
 def play_contended(
     lowered: Lowered,
     cost: Mapping[Action, float],
-    transfer_seconds: Sequence[float],
-    handover_seconds: Sequence[float],
+    transfer_seconds: Mapping[Edge, float],
+    handover_seconds: Mapping[Edge, float],
     speeds: Sequence[float],
     shared_links: bool = False,
 ) -> Played:
@@ -297,7 +305,7 @@ def play_contended(
     Args:
         lowered: programs that do not deadlock (`find_deadlock`).
         cost: action -> seconds of a lone rank.
-        transfer_seconds, handover_seconds: as in `simulate`.
+        transfer_seconds, handover_seconds: of every edge.
         speeds: `speeds[k - 1]` is the speed of each of k working ranks.
         shared_links: as in `simulate`.
     """
@@ -321,18 +329,18 @@ def play_contended(
                             if arrival.get(instruction.message, float("inf")) > now:
                                 break
                         elif isinstance(instruction, SendInstruction):
-                            rank.left, rank.begun = handover_seconds[instruction.message.downstream[0]], now
+                            rank.left, rank.begun = handover_seconds[instruction.message.edge], now
                         else:
                             rank.left, rank.begun = cost[instruction], now
                     if rank.left is not None and rank.left > 0.0:
                         break
                     if isinstance(instruction, SendInstruction):
-                        link = (number, instruction.peer)
+                        pair = (number, instruction.peer)
                         if shared_links:
-                            link = min(link), max(link)
-                        begin = max(rank.begun, link_free.get(link, 0.0))
-                        end = max(begin + transfer_seconds[instruction.message.downstream[0]], now)
-                        link_free[link] = arrival[instruction.message] = end
+                            pair = min(pair), max(pair)
+                        begin = max(rank.begun, link_free.get(pair, 0.0))
+                        end = max(begin + transfer_seconds[instruction.message.edge], now)
+                        link_free[pair] = arrival[instruction.message] = end
                         messages.append(TimedMessage(number, instruction.peer, instruction.message, begin, end))
                     elif isinstance(instruction, Action):
                         timed[number].append(TimedAction(number, instruction, rank.begun, now))

@@ -1,8 +1,9 @@
 """The stages of one step as a graph: where each runs, which microbatches it takes, and which stage hands on to which.
 
 Generators, validator, lowering and simulator read it, and so does the engine. One pipeline of stages in order is the
-plain case (`StageGraph.line`); equal pipelines, pipelines of unequal length and replicas of single stages differ only
-in the route that each microbatch takes through the stages.
+plain case (`StageGraph.line`). Equal pipelines, pipelines of unequal length and replicas of single stages differ in the
+route that each microbatch takes through the stages; where tensors go straight from the stage that writes them to those
+that read them, stages of parallel branches differ in what they wait for.
 """
 
 from __future__ import annotations
@@ -14,24 +15,33 @@ from itertools import pairwise
 
 from varuna_capslog.base.errors import CapslogError
 
-__all__ = ["StageGraph"]
+__all__ = ["Edge", "StageGraph"]
+
+Edge = tuple[int, int]
+"""A stage, and one that takes what it makes."""
 
 
 @dataclass(frozen=True)
 class StageGraph:
     """The stages of one step, numbered from 0, and the way of every microbatch through them.
 
-    A stage takes its microbatches in rising order, one per call, and its calls are counted from 0: where a stage takes
-    microbatches 2 and 5 only, its call 1 is microbatch 5. An `Action` names the call.
+    A stage takes its microbatches in rising order, `grain` of them per call, and its calls are counted from 0: where a
+    stage takes microbatches 2 and 5 only, one per call, its call 1 is microbatch 5. An `Action` names the call.
 
     ranks: stage -> rank. Several stages may share a rank.
-    routes: microbatch -> its stages, from the one that takes the inputs to the one that computes the loss.
+    routes: microbatch -> its stages, in an order in which each stands behind those that it takes something from.
+    pairs: those of stages of which the second takes what the first makes, for every microbatch that passes both.
+        None: each stage of a route hands on to the next one of the route.
+    grains: stage -> microbatches of a call; default: 1.
 
-    Raises CapslogError where a route is empty, names an unknown stage, or passes a stage twice.
+    Raises CapslogError where a route is empty, names an unknown stage, or passes a stage twice, where a pair leads
+    backwards on a route, and where a grain does not divide the microbatches of its stage.
     """
 
     ranks: tuple[int, ...]
     routes: tuple[tuple[int, ...], ...]
+    pairs: frozenset[Edge] | None = None
+    grains: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for microbatch, route in enumerate(self.routes):
@@ -39,6 +49,21 @@ class StageGraph:
                 raise CapslogError(
                     f"microbatch {microbatch} takes the stages {list(route)}; it must pass one or more of the stages "
                     f"0 to {len(self.ranks) - 1}, each once"
+                )
+        for route in dict.fromkeys(self.routes):
+            places = {stage: place for place, stage in enumerate(route)}
+            for one, other in self.pairs or ():
+                if places.get(one, -1) > places.get(other, len(route)):
+                    raise CapslogError(
+                        f"stage {other} takes what stage {one} makes, but comes before it on the route {list(route)}; "
+                        "order the stages of a route so that none waits for a later one"
+                    )
+        if not self.grains:
+            object.__setattr__(self, "grains", (1,) * len(self.ranks))
+        for stage, (grain, row) in enumerate(zip(self.grains, self.microbatches, strict=True)):
+            if grain < 1 or len(row) % grain:
+                raise CapslogError(
+                    f"stage {stage} takes {len(row)} microbatches, {grain} per call; choose a grain that divides them"
                 )
 
     @classmethod
@@ -73,7 +98,7 @@ class StageGraph:
 
     @cached_property
     def microbatches(self) -> list[list[int]]:
-        """stage -> the microbatches of its calls, rising."""
+        """stage -> the microbatches that it takes, rising."""
         found: list[list[int]] = [[] for _ in self.ranks]
         for microbatch, route in enumerate(self.routes):
             for stage in route:
@@ -81,39 +106,57 @@ class StageGraph:
         return found
 
     @cached_property
-    def upstream(self) -> list[list[tuple[int, int] | None]]:
-        """stage, call -> the stage and call that make its input; None where it takes the inputs of the step."""
-        return self._neighbours(-1)
+    def calls(self) -> list[list[tuple[int, ...]]]:
+        """stage -> call -> its microbatches, rising."""
+        return [
+            [tuple(row[first : first + grain]) for first in range(0, len(row), grain)]
+            for row, grain in zip(self.microbatches, self.grains, strict=True)
+        ]
 
     @cached_property
-    def downstream(self) -> list[list[tuple[int, int] | None]]:
-        """stage, call -> the stage and call that take its output; None where it computes the loss."""
-        return self._neighbours(1)
+    def upstream(self) -> list[list[tuple[tuple[int, int], ...]]]:
+        """stage, call -> the stages and calls that make what it takes; empty where it takes inputs of the step only."""
+        return self._neighbours(backwards=True)
+
+    @cached_property
+    def downstream(self) -> list[list[tuple[tuple[int, int], ...]]]:
+        """stage, call -> the stages and calls that take what it makes; empty where it computes the loss."""
+        return self._neighbours(backwards=False)
 
     @cached_property
     def depths(self) -> list[int]:
         """stage -> the most stages on a way from it to the loss, itself included; 0 for one without microbatches."""
         found = [0] * len(self.ranks)
         for route in dict.fromkeys(self.routes):
-            for place, stage in enumerate(route):
-                found[stage] = max(found[stage], len(route) - place)
+            after = self._after(route)
+            lengths: dict[int, int] = {}
+            for stage in reversed(route):
+                lengths[stage] = 1 + max((lengths[other] for other in after[stage]), default=0)
+                found[stage] = max(found[stage], lengths[stage])
         return found
 
-    def edges(self) -> list[tuple[int, int]]:
-        """(stage, next stage) of every pair between which microbatches travel, each once."""
-        return list(dict.fromkeys(pair for route in dict.fromkeys(self.routes) for pair in pairwise(route)))
+    @cached_property
+    def edges(self) -> list[Edge]:
+        """(stage, stage that takes what it makes) of every pair between which microbatches travel, each once."""
+        rows = [self._after(route) for route in dict.fromkeys(self.routes)]
+        return list(dict.fromkeys((one, other) for after in rows for one, others in after.items() for other in others))
 
-    def _neighbours(self, step: int) -> list[list[tuple[int, int] | None]]:
-        """For each call the next stage of the route in one direction, and the number of its call."""
-        call_of = [{microbatch: call for call, microbatch in enumerate(row)} for row in self.microbatches]
-        place_of = {route: {stage: place for place, stage in enumerate(route)} for route in set(self.routes)}
-        found: list[list[tuple[int, int] | None]] = []
-        for stage, row in enumerate(self.microbatches):
-            calls: list[tuple[int, int] | None] = []
-            for microbatch in row:
-                route = self.routes[microbatch]
-                place = place_of[route][stage] + step
-                other = route[place] if 0 <= place < len(route) else None
-                calls.append(None if other is None else (other, call_of[other][microbatch]))
-            found.append(calls)
-        return found
+    def _after(self, route: tuple[int, ...]) -> dict[int, list[int]]:
+        """stage of a route -> the stages of the route that take what it makes, in the order of the route."""
+        if self.pairs is None:
+            return {one: [other] for one, other in pairwise(route)} | {route[-1]: []}
+        return {one: [other for other in route if (one, other) in self.pairs] for one in route}
+
+    def _neighbours(self, backwards: bool) -> list[list[tuple[tuple[int, int], ...]]]:
+        """For each call the calls on the other side of its edges that have one of its microbatches."""
+        call_of = [
+            {microbatch: place // grain for place, microbatch in enumerate(row)}
+            for row, grain in zip(self.microbatches, self.grains, strict=True)
+        ]
+        found: list[list[set[tuple[int, int]]]] = [[set() for _ in calls] for calls in self.calls]
+        edges = {route: [(a, b) for a, row in self._after(route).items() for b in row] for route in set(self.routes)}
+        for microbatch, route in enumerate(self.routes):
+            for edge in edges[route]:
+                here, there = reversed(edge) if backwards else edge
+                found[here][call_of[here][microbatch]].add((there, call_of[there][microbatch]))
+        return [[tuple(sorted(row)) for row in calls] for calls in found]

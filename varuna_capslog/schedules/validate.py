@@ -28,7 +28,7 @@ def validate(
 
     The error names rank, position in the rank's list, stage, microbatch and rule. The rules: a stage acts on its own
     rank only; every stage runs F once and either B or I and then W once for every microbatch that it takes, each in
-    ascending microbatch order (gradients are added in that order); on a rank that holds both stages of a cut, the
+    ascending microbatch order (gradients are added in that order); on a rank that holds both stages of an edge, the
     producer comes first; O then L at most once, between F or R and the backward, and no R between the two; U at most
     once, after the stage's last backward.
 
@@ -43,7 +43,7 @@ def validate(
         offload: stage -> whether it has something to offload; False refuses every O. Default: every stage.
     """
     again = [recompute] * len(graph.ranks) if isinstance(recompute, bool) else recompute
-    calls = [len(row) for row in graph.microbatches]
+    calls = [len(row) for row in graph.calls]
     acting = set()
     for rank, actions in enumerate(schedule):
         for position, action in enumerate(actions):
@@ -200,17 +200,17 @@ class _StageState:
 
 
 def _broken_order_between(graph: StageGraph, stages: dict[int, _StageState], action: Action) -> str | None:
-    """On one rank the neighbour that makes this action's input must have run before it."""
+    """On one rank the stages that make this action's input must have run before it."""
     if action.microbatch is None:
         return None
-    if action.kind == "F" and (before := graph.upstream[action.stage][action.microbatch]) is not None:
-        stage, call = before
-        if stage in stages and ("F", call) not in stages[stage].done:
-            return f"forward before {stage}F{call}, which makes its input on the same rank"
-    if action.kind in "BI" and (after := graph.downstream[action.stage][action.microbatch]) is not None:
-        stage, call = after
-        if stage in stages and not stages[stage].done & {("B", call), ("I", call)}:
-            return f"backward before {stage}B{call}, which makes its gradient on the same rank"
+    if action.kind == "F":
+        for stage, call in graph.upstream[action.stage][action.microbatch]:
+            if stage in stages and ("F", call) not in stages[stage].done:
+                return f"forward before {stage}F{call}, which makes its input on the same rank"
+    if action.kind in "BI":
+        for stage, call in graph.downstream[action.stage][action.microbatch]:
+            if stage in stages and not stages[stage].done & {("B", call), ("I", call)}:
+                return f"backward before {stage}B{call}, which makes its gradient on the same rank"
     return None
 
 

@@ -28,6 +28,7 @@ from varuna_capslog.planning.verdict import HostMemory, capacities_of_devices, r
 from varuna_capslog.plans.parts import PlanRank, Units, scheduled
 from varuna_capslog.plans.pipelines import stages_of_pipelines
 from varuna_capslog.plans.plan import Plan, latest_plan, plan_path, read_plan, write_plan
+from varuna_capslog.plans.rules import check_actions
 from varuna_capslog.profiles.record import write_profile
 from varuna_capslog.schedules import RunShape
 from varuna_capslog.start import ENGINES
@@ -194,9 +195,11 @@ def _checked_plan(config: Config) -> Plan | None:
         cuts_of(plan)
     fields.within(where, lambda: plan.check_graph(chain.edges))
     layout = layout_of(plan, config)
-    if plan.actions is None:  # refuses limits that the schedule cannot keep
-        run, graph = RunShape.of_config(config), layout.graph(config.num_microbatches)
+    run, graph, actions = RunShape.of_config(config), layout.graph(config.num_microbatches, chain.edges), plan.actions
+    if actions is None:  # refuses limits that the schedule cannot keep
         fields.within(where, lambda: scheduled(run.schedule, layout.stages, graph, run))
+    else:
+        fields.within(f"{where}: actions", lambda: check_actions(actions, graph, layout.stages))
     return plan
 
 

@@ -1,0 +1,132 @@
+"""What each stage takes and makes, and what travels over each edge between two stages.
+
+With routes "relay" everything that a later layer reads goes through all stages between. With "direct" a value goes from
+the stage that writes it to each stage that reads it, once, and one gradient per reading layer comes back, so that the
+stage that wrote the value adds them from the last reader to the first, as everywhere (engine rule 8).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from torch import Tensor
+
+from varuna_capslog.engine.layout import Layout
+from varuna_capslog.model.chain import Chain, Value
+from varuna_capslog.schedules import Edge
+
+__all__ = ["GradientKey", "Gradients", "Ports", "Routes", "ports_of"]
+
+GradientKey: TypeAlias = "tuple[Value, int | None]"
+"""A value, and the layer whose gradient it is; None: the sum over all layers behind a cut."""
+
+
+@dataclass(frozen=True)
+class Ports:
+    """What goes into a stage and comes out of it.
+
+    enters: the values that a forward takes. inputs: those of them that are inputs of the chain and come from the data.
+    leaves: the values that it hands on.
+    wanted: the gradients that a backward hands back, as far as their values carry one.
+    passing: whether values enter and leave that no layer of the stage reads or writes.
+    """
+
+    enters: tuple[Value, ...]
+    inputs: tuple[Value, ...]
+    leaves: tuple[Value, ...]
+    wanted: tuple[GradientKey, ...]
+    passing: bool = True
+
+    @property
+    def apart(self) -> frozenset[Value]:
+        """Values of which the gradient of every reading layer travels by itself."""
+        return frozenset(value for value, reader in self.wanted if reader is not None)
+
+
+def ports_of(chain: Chain, layers: Sequence[int], direct: bool = False) -> Ports:
+    """The ports of a stage of these layers.
+
+    layers: rising; consecutive ones unless `direct`.
+    """
+    if not direct:
+        enters = chain.values_at(layers[0])
+        inputs = enters if layers[0] == 0 else ()
+        return Ports(enters, inputs, chain.values_at(layers[-1] + 1), tuple((value, None) for value in enters))
+    own = {*layers, *([len(chain)] if layers[-1] == len(chain) - 1 else [])}
+    enters = tuple(
+        value for value, readers in sorted(chain.readers.items()) if value.writer not in own and own & set(readers)
+    )
+    leaves = tuple(
+        value for value, readers in sorted(chain.readers.items()) if value.writer in own and set(readers) - own
+    )
+    wanted = tuple((value, reader) for value in enters for reader in chain.readers[value] if reader in own)
+    return Ports(enters, tuple(value for value in enters if value.writer < 0), leaves, wanted, passing=False)
+
+
+class Routes:
+    """What travels between the stages of a layout.
+
+    ports: of every stage.
+    activations, gradients: of every edge, in the order in which they are sent.
+    """
+
+    def __init__(self, chain: Chain, layout: Layout, edges: Sequence[Edge]) -> None:
+        self.ports = [ports_of(chain, stage.numbers, layout.direct) for stage in layout.stages]
+        self.activations: dict[Edge, tuple[Value, ...]] = {}
+        self.gradients: dict[Edge, tuple[GradientKey, ...]] = {}
+        for one, other in edges:
+            made, taken = set(self.ports[one].leaves), self.ports[other]
+            self.activations[one, other] = tuple(value for value in taken.enters if value in made)
+            self.gradients[one, other] = tuple(key for key in taken.wanted if key[0] in made)
+
+
+class Gradients:
+    """The gradients of values in one call of a stage, while its layers are differentiated from the last to the first.
+
+    Args:
+        arrived: from the stages behind; taken out, so that no tensor lives longer than it must.
+        apart: as in `Ports`.
+
+    Attributes:
+        handed_back: those for the stages before, where they travel one by one.
+    """
+
+    def __init__(self, arrived: dict[GradientKey, Tensor], apart: frozenset[Value] = frozenset()) -> None:
+        self._sums: dict[Value, Tensor] = {}
+        self._waiting: dict[Value, list[tuple[int, Tensor]]] = {}
+        self._apart = apart
+        self.handed_back: dict[GradientKey, Tensor] = {}
+        for value, reader in sorted(arrived, key=lambda key: -1 if key[1] is None else key[1]):
+            gradient = arrived.pop((value, reader))
+            if reader is None:
+                self._sums[value] = gradient
+            else:
+                self._waiting.setdefault(value, []).append((reader, gradient))
+
+    def add(self, value: Value, reader: int, gradient: Tensor) -> None:
+        """The gradient that a layer of this stage, or the loss, has for what it reads."""
+        if value in self._apart:
+            self.handed_back[value, reader] = gradient
+            return
+        self._add_later_ones(value, reader)
+        self._sum(value, gradient)
+
+    def take(self, value: Value) -> Tensor | None:
+        """The sum over all readers of a value, for the layer that wrote it."""
+        self._add_later_ones(value, value.writer)
+        return self._sums.pop(value, None)
+
+    def _add_later_ones(self, value: Value, reader: int) -> None:
+        waiting = self._waiting.get(value, [])
+        while waiting and waiting[-1][0] > reader:
+            self._sum(value, waiting.pop()[1])
+
+    def _sum(self, value: Value, gradient: Tensor) -> None:
+        known = self._sums.get(value)
+        self._sums[value] = gradient if known is None else known + gradient
+
+    def of(self, key: GradientKey) -> Tensor | None:
+        """What goes to the stage before under this name; None where nothing depends on it."""
+        return self._sums.get(key[0]) if key[1] is None else self.handed_back.get(key)
