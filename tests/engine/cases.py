@@ -49,17 +49,18 @@ def train(
     """Some steps of the tiny chain.
 
     Args:
-        made: the function of `models` that gives the chain.
+        made: the function of `models` that gives the chain, or the name of one of its graphs.
         twist: "pair groups" sends over one group per ordered pair, as NCCL does; the others break the engine on
             purpose, to see that a comparison notices: "drop" loses a gradient, "swap" gives two microbatches each
             other's targets, "reseed" draws other dropout masks.
         copies: how those to and from the host tier go; see `copying`.
     """
-    chain = getattr(models, made)(dtype=dtype)
+    model: Any = models.GRAPHS.get(made, models)
+    chain = model.build_chain(dtype=dtype) if made in models.GRAPHS else getattr(models, made)(dtype=dtype)
     settings = EngineOptions(**(SETTINGS | options))
     placed = layout_for(layout, len(chain), settings.num_blocks)
     tier = None if copies is None else copying(copies, settings)
-    engine = PipelineEngine(chain, models.loss, placed, settings, communicator, torch.device("cpu"), Ready(tier=tier))
+    engine = PipelineEngine(chain, model.loss, placed, settings, communicator, torch.device("cpu"), Ready(tier=tier))
     first: dict[str, Tensor] = {}
     results = []
 
@@ -78,7 +79,7 @@ def train(
         victims = [p for layer in engine.layers for p in layer.parameters.values() if p.requires_grad]
         victims[0].register_hook(torch.zeros_like)
     for step in range(1, steps + 1):
-        minibatch, inputs = models.make_minibatch(settings.num_microbatches, step, dtype)
+        minibatch, inputs = model.make_minibatch(settings.num_microbatches, step, dtype)
         if twist == "swap":
             minibatch.targets[0], minibatch.targets[3] = minibatch.targets[3], minibatch.targets[0]
         if twist == "reseed":

@@ -41,14 +41,17 @@ def layout_for(layout: Layout | Cuts, num_layers: int, num_blocks: int = 1) -> L
     return Layout.pipelines(layout.cuts, num_layers, layout.placement, layout.replicas, num_blocks)
 
 
-def random_layout(seed: int, num_layers: int, num_blocks: int, ranks: int) -> Layout:
+def random_layout(
+    seed: int, num_layers: int, num_blocks: int, ranks: int, edges: Sequence[tuple[int, int]] | None = None
+) -> Layout:
     """Stages of any shape on at most so many ranks, all of which have work: several stages on a rank, single stages in
-    replicas of unequal shares, pipelines of unequal length and cuts. What they keep is left to the run."""
-    stages = draw_plan(random.Random(seed), num_layers, Units(num_blocks, 1, num_blocks), ranks).stages
+    replicas of unequal shares, pipelines of unequal length and cuts. What they keep is left to the run.
+
+    edges: of the chain's graph: direct routes, and stages of any layers that can be put in an order."""
+    stages = draw_plan(random.Random(seed), num_layers, Units(num_blocks, 1, num_blocks), ranks, None, edges).stages
     used = sorted({stage.rank for stage in stages})
-    return Layout(
-        tuple(dataclasses.replace(one, ranks=(used.index(one.rank),), memory=None) for one in stages), num_blocks
-    )
+    placed = tuple(dataclasses.replace(one, ranks=(used.index(one.rank),), memory=None) for one in stages)
+    return Layout(placed, num_blocks, direct=edges is not None)
 
 
 def with_intervals(layout: Layout, seed: int, kinds: Sequence[str] = (KEEP, *INTERVAL_KINDS)) -> Layout:

@@ -340,7 +340,7 @@ class _FleetSearch:
             for stage, (first, end, rank) in enumerate(zip(one.cuts, ends, one.devices, strict=True)):
                 size = max(0, one.stage_bytes[stage] - int(lies[end] - lies[first]))
                 took = float(forward[0, stage] + backward[0, stage])
-                memory = intervals_of(self.run, first, end, str(self.profile.conditions.get("device", "cpu")))
+                memory = intervals_of(self.run, [(first, end)], str(self.profile.conditions.get("device", "cpu")))
                 stages.append(PlanStage(((first, end),), (rank,), blocks, memory=memory, bytes=size, seconds=took))
                 of_rank[rank] = size, took
             begin += one.blocks

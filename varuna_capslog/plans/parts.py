@@ -105,15 +105,15 @@ class MemoryInterval:
         return cls(first, end, fields.choice(entries[2], f"{name}[2]", INTERVAL_KINDS))
 
 
-def intervals_of(run: RunShape, first: int, end: int, device: str = "cpu") -> tuple[MemoryInterval, ...]:
-    """The memory intervals of a stage of the layers [first, end) in a run that recomputes whole stages, or nothing.
+def intervals_of(run: RunShape, pieces: Iterable[tuple[int, int]], device: str = "cpu") -> tuple[MemoryInterval, ...]:
+    """The memory intervals of a stage of these ranges of layers in a run that recomputes whole stages, or nothing.
 
     device: on "cpu" the inputs of a stage wait in place, also where the run keeps them on the host.
     """
     if not run.recomputes:
         return ()
     away = run.stage_inputs == "host" and not device.startswith("cpu")
-    return (MemoryInterval(first, end, "recompute+offload" if away else "recompute"),)
+    return tuple(MemoryInterval(*piece, "recompute+offload" if away else "recompute") for piece in pieces)
 
 
 @dataclass(frozen=True)
@@ -321,7 +321,7 @@ def with_memory(
             found.append(stage)
             continue
         does = run.recomputes if again is None else number in again
-        memory = intervals_of(replace(run, recompute=True), stage.first, stage.end, device) if does else ()
+        memory = intervals_of(replace(run, recompute=True), stage.layers, device) if does else ()
         found.append(replace(stage, memory=memory))
     return found
 

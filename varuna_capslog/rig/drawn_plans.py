@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from varuna_capslog.plans.parts import INTERVAL_KINDS, KEEP, MemoryInterval, PlanStage, Units
+from varuna_capslog.plans.parts import INTERVAL_KINDS, KEEP, MemoryInterval, PlanStage, Units, ranges_of
 from varuna_capslog.plans.plan import Plan
+from varuna_capslog.schedules import Edge
 
 __all__ = ["draw_memory", "draw_plan"]
 
@@ -16,18 +17,27 @@ _TRIES = 200
 _MOST_WAYS, _MOST_STAGES = 3, 5
 
 
-def draw_plan(dice: random.Random, num_layers: int, units: Units, ranks: int, schedule: str | None = None) -> Plan:
+def draw_plan(
+    dice: random.Random,
+    num_layers: int,
+    units: Units,
+    ranks: int,
+    schedule: str | None = None,
+    edges: Sequence[Edge] | None = None,
+) -> Plan:
     """A valid plan of a chain on at most so many ranks.
 
     Pipelines of unequal length, cuts and shares of the blocks, replicas of single stages, several stages on a rank in
     any order, limits in flight, ranks without a stage, also between others, and memory intervals; for half of the
     stages the config says what they keep.
+
+    edges: of the chain's graph: the plan has direct routes, and stages of any layers that can be put in an order.
     """
     for _ in range(_TRIES):
-        drawn = _draw_stages(dice, num_layers, units.blocks or 1, ranks)
+        drawn = _draw_stages(dice, num_layers, units.blocks or 1, ranks, edges)
         if drawn is not None:
             stages = [one if dice.random() < 0.5 else replace(one, memory=draw_memory(dice, one)) for one in drawn]
-            return Plan(num_layers, tuple(stages), units, schedule)
+            return Plan(num_layers, tuple(stages), units, schedule, routes="relay" if edges is None else "direct")
     whole = PlanStage(((0, num_layers),), (dice.randrange(ranks),), memory=None)
     return Plan(num_layers, (whole,), units, schedule)
 
@@ -36,28 +46,46 @@ def draw_memory(
     dice: random.Random, stage: PlanStage, kinds: Sequence[str] = (KEEP, *INTERVAL_KINDS)
 ) -> tuple[MemoryInterval, ...]:
     """Memory intervals of these kinds over the layers of a stage; "keep" leaves some out."""
-    inner = sorted(dice.sample(range(stage.first + 1, stage.end), dice.randint(0, min(3, stage.end - stage.first - 1))))
-    pieces = [(first, end, dice.choice(kinds)) for first, end in pairwise([stage.first, *inner, stage.end])]
+    pieces = []
+    for begin, end in stage.layers:
+        inner = sorted(dice.sample(range(begin + 1, end), dice.randint(0, min(3, end - begin - 1))))
+        pieces += [(first, last, dice.choice(kinds)) for first, last in pairwise([begin, *inner, end])]
     return tuple(MemoryInterval(*piece) for piece in pieces if piece[2] != KEEP)
 
 
-def _draw_stages(dice: random.Random, num_layers: int, blocks: int, ranks: int) -> list[PlanStage] | None:
+def _draw_order(dice: random.Random, num_layers: int, edges: Sequence[Edge]) -> list[int]:
+    """The layers in an order in which each stands behind those that it reads from. Cut anywhere, it gives sets of
+    layers that are convex and wait for each other in no circle, and every such partition has such an order.
+    """
+    left, found = set(range(num_layers)), list[int]()
+    while left:
+        waiting = {reader for writer, reader in edges if writer in left}
+        found.append(dice.choice(sorted(left - waiting)))
+        left.remove(found[-1])
+    return found
+
+
+def _draw_stages(
+    dice: random.Random, num_layers: int, blocks: int, ranks: int, edges: Sequence[Edge] | None
+) -> list[PlanStage] | None:
     """Stages in any order; None where no rank was left that could hold one of them."""
     stages: list[PlanStage] = []
     free = [set(range(ranks)) for _ in range(num_layers)]
     for group in _shares(dice, range(blocks), dice.randint(1, min(_MOST_WAYS, blocks))):
         count = dice.randint(1, min(_MOST_STAGES, num_layers))
         cuts = [0, *sorted(dice.sample(range(1, num_layers), count - 1)), num_layers]
+        order = list(range(num_layers)) if edges is None else _draw_order(dice, num_layers, edges)
         for first, end in pairwise(cuts):
+            layers = sorted(order[first:end])
             for part in _shares(dice, group, dice.choice((1, 1, 1, min(2, len(group))))):
-                left = sorted(set.intersection(*free[first:end]))
+                left = sorted(set.intersection(*(free[layer] for layer in layers)))
                 if not left:
                     return None
                 rank, limit = dice.choice(left), dice.choice((None, None, 1, 2))
-                for layer in range(first, end):
+                for layer in layers:
                     free[layer].remove(rank)
                 served = None if len(part) == blocks else tuple(part)
-                stages.append(PlanStage(((first, end),), (rank,), served, in_flight=limit, memory=None))
+                stages.append(PlanStage(tuple(ranges_of(layers)), (rank,), served, in_flight=limit, memory=None))
     dice.shuffle(stages)
     return stages
 

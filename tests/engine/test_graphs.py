@@ -1,0 +1,113 @@
+"""Models whose layers form branches: direct routes, and stages of several pieces of the chain, change no bit."""
+
+from __future__ import annotations
+
+import functools
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine import cases, models
+from tests.engine.compare import gradient_error, merged
+from tests.engine.layouts import Cuts, random_layout, with_intervals
+from tests.engine.pool import WorkerPool
+from varuna_capslog.engine import routes
+from varuna_capslog.engine.layout import Layout
+from varuna_capslog.model.chain import Value
+from varuna_capslog.plans.parts import PlanStage
+
+TOWERS = Layout(
+    (
+        PlanStage(((0, 2),), (0,), memory=None),
+        PlanStage(((2, 4),), (1,), memory=None),
+        PlanStage(((4, 7),), (2,), memory=None),
+        PlanStage(((7, 8),), (3,), memory=None),
+    ),
+    2,
+    direct=True,
+)
+CROSSED = Layout(
+    (
+        PlanStage(((0, 1), (4, 5)), (0,), memory=None),
+        PlanStage(((1, 3), (5, 6)), (1,), memory=None),
+        PlanStage(((3, 4), (6, 8)), (2,), memory=None),
+    ),
+    2,
+    direct=True,
+)
+"""Every stage holds parts of both towers."""
+
+
+@functools.cache
+def alone(pool: WorkerPool, name: str, blocks: int) -> dict[str, Any]:
+    """One rank and one stage, which keeps everything."""
+    options = {"schedule": "1f1b", "recompute": False, "num_blocks": blocks}
+    return pool.run(cases.train, 1, Cuts((0,), (0,)), options, 2, torch.float32, None, None, name)[0]
+
+
+def check(pool: WorkerPool, name: str, layout: Layout, **options: Any) -> list[dict[str, Any]]:
+    """Runs two steps and compares every bit."""
+    settings = options | {"num_blocks": layout.num_blocks}
+    results = pool.run(cases.train, layout.world_size, layout, settings, 2, torch.float32, None, None, name)
+    expected = alone(pool, name, layout.num_blocks)
+    for result in results:
+        assert result["parts"] == expected["parts"]
+        assert result["norms"] == expected["norms"]
+    for kind in ("gradients", "state", "buffers"):
+        found = merged(results, kind)
+        assert found.keys() == expected[kind].keys()
+        assert not [key for key in found if not torch.equal(found[key], expected[kind][key])]
+    return results
+
+
+@pytest.mark.parametrize("name", models.GRAPHS)
+def test_one_stage_is_the_plain_model(pool: WorkerPool, name: str) -> None:
+    graph = models.GRAPHS[name]
+    chain = graph.build_chain()
+    minibatch, inputs = graph.make_minibatch(4, 1)
+    models.plain_step(chain, minibatch, inputs, seed=7, step=1, loss=graph.loss)
+    gradients = {key: p.grad for key, p in chain.named_parameters().items() if p.grad is not None}
+    error, worst = gradient_error(alone(pool, name, 2)["gradients"], gradients)
+    assert error <= 1e-5, f"{worst}: {error:.2e}"
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "kfkb", "zb-h1", "varuna"])
+@pytest.mark.parametrize("layout", [TOWERS, CROSSED])
+def test_stages_of_towers_give_the_bits_of_one_rank(pool: WorkerPool, layout: Layout, schedule: str) -> None:
+    check(pool, "towers", layout, schedule=schedule, recompute=schedule == "varuna")
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("name", models.GRAPHS)
+def test_any_stages_of_a_graph_give_the_bits_of_one_rank(pool: WorkerPool, name: str, seed: int) -> None:
+    chain, dice = models.GRAPHS[name].build_chain(), random.Random(seed)
+    layout = with_intervals(random_layout(seed, len(chain), 2, 5, chain.edges), seed)
+    check(pool, name, layout, schedule=dice.choice(["1f1b", "1f1b-star", "zb-h1", "varuna"]))
+
+
+def test_a_value_with_many_readers_travels_once_and_its_gradients_one_by_one() -> None:
+    """By hand: layer 1 reads the encoder's output on another stage twice, layers 2 and 4."""
+    chain = models.GRAPHS["translation"].build_chain()
+    many = max(chain.readers, key=lambda value: len(chain.readers[value]))
+    writer, readers = many.writer, chain.readers[many]
+    assert len(readers) > 2
+    ports = routes.ports_of(chain, [layer for layer in range(len(chain)) if layer > writer], direct=True)
+    assert ports.enters.count(many) == 1
+    assert [reader for value, reader in ports.wanted if value == many] == list(readers)
+
+
+def test_gradients_are_added_from_the_last_reader_to_the_first_wherever_they_come_from() -> None:
+    """Three numbers whose sum depends on the order: 1e8 + 1 is 1e8 in float32."""
+    value = Value("x", 0)
+    parts = {1: torch.tensor(1.0), 2: torch.tensor(-1e8), 3: torch.tensor(1e8)}
+    for local in ((), (1,), (2,), (3,), (1, 3), (1, 2, 3)):
+        arrived: dict[routes.GradientKey, torch.Tensor] = {
+            (value, reader): part for reader, part in parts.items() if reader not in local
+        }
+        sums = routes.Gradients(arrived)
+        for reader in sorted(local, reverse=True):
+            sums.add(value, reader, parts[reader])
+        assert not arrived
+        assert float(sums.take(value)) == 1.0  # type: ignore[arg-type]
