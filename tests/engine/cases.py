@@ -50,13 +50,15 @@ def train(
 
     Args:
         made: the function of `models` that gives the chain, or the name of one of its graphs.
-        twist: "pair groups" sends over one group per ordered pair, as NCCL does; the others break the engine on
-            purpose, to see that a comparison notices: "drop" loses a gradient, "swap" gives two microbatches each
-            other's targets, "reseed" draws other dropout masks.
+        twist: "even" gives a graph's microbatches one size, and no dropout; "pair groups" sends over one group per
+            ordered pair, as NCCL does; the others break the engine on purpose, to see that a comparison notices: "drop"
+            loses a gradient, "swap" gives two microbatches each other's targets, "reseed" draws other dropout masks.
         copies: how those to and from the host tier go; see `copying`.
     """
     model: Any = models.GRAPHS.get(made, models)
-    chain = model.build_chain(dtype=dtype) if made in models.GRAPHS else getattr(models, made)(dtype=dtype)
+    chain = getattr(model, "build_chain" if made in models.GRAPHS else made)(
+        dtype=dtype, dropout=0.0 if twist == "even" else 0.1
+    )
     settings = EngineOptions(**(SETTINGS | options))
     placed = layout_for(layout, len(chain), settings.num_blocks)
     tier = None if copies is None else copying(copies, settings)
@@ -79,7 +81,8 @@ def train(
         victims = [p for layer in engine.layers for p in layer.parameters.values() if p.requires_grad]
         victims[0].register_hook(torch.zeros_like)
     for step in range(1, steps + 1):
-        minibatch, inputs = model.make_minibatch(settings.num_microbatches, step, dtype)
+        even = {"even": True} if twist == "even" else {}
+        minibatch, inputs = model.make_minibatch(settings.num_microbatches, step, dtype, **even)
         if twist == "swap":
             minibatch.targets[0], minibatch.targets[3] = minibatch.targets[3], minibatch.targets[0]
         if twist == "reseed":

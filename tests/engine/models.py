@@ -363,11 +363,12 @@ class Graph:
         return Chain(layers, self.inputs, self.outputs, "graph")
 
     def make_minibatch(
-        self, microbatches: int, step: int, dtype: torch.dtype = torch.float32
+        self, microbatches: int, step: int, dtype: torch.dtype = torch.float32, even: bool = False
     ) -> tuple[Minibatch, list[dict[str, Tensor]]]:
-        """As `make_minibatch` of this module: two samples each, of a size that changes from one to the next."""
+        """As `make_minibatch` of this module: two samples each, of a size that changes from one to the next unless
+        `even`."""
         generator = torch.Generator().manual_seed(100 + step)
-        drawn = [self.draw((index + step) % 3, generator) for index in range(microbatches)]
+        drawn = [self.draw(0 if even else (index + step) % 3, generator) for index in range(microbatches)]
         inputs = [
             {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in values.items()}
             for values, _ in drawn

@@ -24,7 +24,7 @@ def graphs_kept(chain: Chain) -> tuple[int, Stage, MicrobatchContext]:
     device = torch.device("cpu")
     stage = Stage(0, chain, take_layers(chain, range(len(chain)), device), lambda out, *_: {"loss": out["x"].sum()})
     specs = {value: TensorSpec((3, 4), requires_grad=value.writer >= 0) for value in chain.readers}
-    context = MicrobatchContext(0, specs, None, {}, (1, 1))
+    context = MicrobatchContext((0,), specs, [None], {}, (1, 1))
     stage.forward(context, {Value("x", -1): torch.ones(3, 4)}, whole=True)
     return len(stage._held[0].states[0].graphs), stage, context
 

@@ -76,7 +76,6 @@ def test_stages_of_several_pieces_are_ordered_by_what_they_read() -> None:
     [
         # A size of its own and another schedule were once dropped without a word, and another plan was trained.
         (full(FIRST, SECOND, variants={"1": "sdpa"}), r"variants is \{'1': 'sdpa'\}"),
-        (full(dataclasses.replace(FIRST, grain=2), SECOND), r"stages\[0\]\.grain is 2"),
         (
             full(dataclasses.replace(FIRST, ranks=(1, 2), parallel={"kind": "tensor", "degree": 2}), SECOND),
             r"stages\[0\]\.parallel is \{'kind': 'tensor', 'degree': 2\}",

@@ -7,17 +7,19 @@ and their memory is released as soon as a later message proves that the peer has
 from __future__ import annotations
 
 import contextlib
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.communicator import Communicator, Pending
-from varuna_capslog.engine.routes import GradientKey, Routes
+from varuna_capslog.engine.grains import Joining
+from varuna_capslog.engine.routes import Routes
 from varuna_capslog.engine.stage import MicrobatchContext, Stage
 from varuna_capslog.model.chain import TensorSpec, Value
 from varuna_capslog.schedules import Action, Lowered, Message, Recv, SendInstruction, backwards_at_once
@@ -27,6 +29,8 @@ from varuna_capslog.schedules.traffic import POSTED_AHEAD, POSTED_AHEAD_BYTES
 __all__ = ["Executor", "Observer"]
 
 _TENSORS_PER_MESSAGE = 64
+Contexts: TypeAlias = "Callable[[tuple[int, ...]], MicrobatchContext]"
+"""What a call must know of its microbatches."""
 _UNOBSERVED: AbstractContextManager[None] = contextlib.nullcontext()
 
 
@@ -77,6 +81,7 @@ class Executor:
         stages: the stages that live here, by number.
         routes: what travels between the stages.
         observer: sees every instruction and the work of the stages.
+        joining: joins and parts what goes between calls of different sizes, where there are some.
     """
 
     def __init__(
@@ -86,14 +91,15 @@ class Executor:
         stages: Mapping[int, Stage],
         routes: Routes,
         observer: Observer | None = None,
+        joining: Joining | None = None,
     ) -> None:
         self._communicator, self._stages = communicator, stages
         self._program = lowered.programs[communicator.rank]
         self._routes, self._graph = routes, lowered.graph
-        calls = [len(self._graph.calls[other]) for _, other in self._graph.edges]
+        counts = [max(len(self._graph.calls[stage]) for stage in edge) for edge in self._graph.edges]
         # the messages over each edge in one direction, counted over all edges
-        self._first_message = dict(zip(self._graph.edges, accumulate([0, *calls]), strict=False))
-        self._observer = observer
+        self._first_message = dict(zip(self._graph.edges, accumulate([0, *counts]), strict=False))
+        self._observer, self._joining = observer, joining or Joining({})
         self._device = next(iter(stages.values())).device
         self._acknowledged = acknowledgements(lowered, communicator.rank)
         actions = [action for action in self._program if isinstance(action, Action)]
@@ -110,7 +116,7 @@ class Executor:
 
     def run(
         self,
-        contexts: Mapping[int, MicrobatchContext],
+        contexts: Contexts,
         load: Callable[[int], dict[str, Tensor]],
         after_backward: Callable[[Stage, int], None] | None = None,
         evaluate: Callable[[MicrobatchContext, dict[str, Tensor]], None] | None = None,
@@ -118,12 +124,12 @@ class Executor:
         """Runs the program once.
 
         Args:
-            contexts: by microbatch, of all that the stages here take.
+            contexts: of the microbatches of a call.
             load: microbatch -> inputs of the chain.
-            after_backward: called after each B or W with the stage and the microbatch.
+            after_backward: called after each B or W with the stage and the last microbatch of the call.
             evaluate: makes this an evaluation: stages keep nothing, and what the chain puts out goes here.
         """
-        transfers = _Transfers(self, contexts)
+        transfers, load = _Transfers(self, contexts), self._loaded_once(load)
         arrived: dict[Message, dict[Any, Tensor]] = {}
         observer = self._observer
         for position, instruction in enumerate(self._program):
@@ -150,7 +156,7 @@ class Executor:
     def _act(
         self,
         action: Action,
-        contexts: Mapping[int, MicrobatchContext],
+        contexts: Contexts,
         arrived: dict[Message, dict[Any, Tensor]],
         load: Callable[[int], dict[str, Tensor]],
         after_backward: Callable[[Stage, int], None] | None,
@@ -159,8 +165,8 @@ class Executor:
         if action.microbatch is None:
             return  # U: the update is the caller's, after the vote
         number, call = here = action.stage, action.microbatch
-        stage, microbatch = self._stages[number], self._graph.microbatches[number][call]
-        context = contexts[microbatch]
+        stage, microbatches = self._stages[number], self._graph.calls[number][call]
+        context = contexts(microbatches)
         if action.kind == "O":
             self._leaving.append(stage.offload(context))
             return
@@ -170,9 +176,8 @@ class Executor:
         leaving, self._leaving = self._leaving, []
         before, after = self._graph.upstream[number][call], self._graph.downstream[number][call]
         if action.kind == "F":
-            values = self._entering(stage, microbatch, load)
-            for other in before:
-                values |= arrived.pop(Message("activation", other, here))
+            values = self._inputs(stage, context, load)
+            values |= self._joined(arrived, [Message("activation", other, here) for other in before], context)
             if evaluate is not None:
                 made, outputs = stage.evaluate(context, values)
                 if outputs is not None:
@@ -182,9 +187,7 @@ class Executor:
                     made = stage.forward(
                         context, values, (number, call) in self._at_once, (number, call) in self._offloaded
                     )
-            for other in after:
-                names = self._routes.activations[number, other[0]]
-                arrived[Message("activation", here, other)] = {value: made[value] for value in names}
+            self._parted(arrived, [Message("activation", here, other) for other in after], made, contexts)
         elif action.kind == "R":
             with self._working("R", stage, context):
                 stage.recompute(context)
@@ -192,28 +195,91 @@ class Executor:
             with self._working("W", stage, context):
                 stage.backward_weights(context)
         else:
-            gradients: dict[GradientKey, Tensor] = {}
-            for other in after:
-                gradients |= arrived.pop(Message("gradient", here, other), {})
+            gradients = self._joined(arrived, [Message("gradient", here, other) for other in after], context)
             with self._working(action.kind, stage, context):
                 found = stage.backward(context, gradients, action.kind == "I")
-            for other in before:
-                keys = self._routes.gradients[other[0], number]
-                handed_back = {key: found[key] for key in keys if key in found}
-                if handed_back:
-                    arrived[Message("gradient", other, here)] = handed_back
+            self._parted(arrived, [Message("gradient", other, here) for other in before], found, contexts)
         if action.kind in "BW" and after_backward is not None:
-            after_backward(stage, microbatch)
+            after_backward(stage, microbatches[-1])
         # What left beside this action is let go of here and nowhere earlier, so that memory does not depend on time.
         for settle in leaving:
             settle()
 
-    def _entering(self, stage: Stage, microbatch: int, load: Callable[[int], dict[str, Tensor]]) -> dict[Value, Tensor]:
+    def _inputs(
+        self, stage: Stage, context: MicrobatchContext, load: Callable[[int], dict[str, Tensor]]
+    ) -> dict[Any, Tensor]:
         """The inputs of the chain that a stage takes, on its device."""
         if not stage.ports.inputs:
             return {}
-        tensors = load(microbatch)
+        rows = [load(microbatch) for microbatch in context.microbatches]
+        names = [value.name for value in stage.ports.inputs]
+        tensors = rows[0] if len(rows) == 1 else {name: torch.cat([row[name] for row in rows]) for name in names}
         return {value: tensors[value.name].to(self._device, non_blocking=True) for value in stage.ports.inputs}
+
+    def _loaded_once(self, load: Callable[[int], dict[str, Tensor]]) -> Callable[[int], dict[str, Tensor]]:
+        """Gives all stages here that take inputs of a microbatch the same ones."""
+        loading = [number for number, stage in self._stages.items() if stage.ports.inputs]
+        if len(loading) < 2:
+            return load
+        left = Counter(one for stage in loading for one in self._graph.microbatches[stage])
+        kept: dict[int, dict[str, Tensor]] = {}
+
+        def give(microbatch: int) -> dict[str, Tensor]:
+            left[microbatch] -= 1
+            found = kept.pop(microbatch, None) or load(microbatch)
+            if left[microbatch]:
+                kept[microbatch] = found
+            return found
+
+        return give
+
+    def _joined(
+        self,
+        arrived: dict[Message, dict[Any, Tensor]],
+        messages: Sequence[Message],
+        context: MicrobatchContext,
+    ) -> dict[Any, Tensor]:
+        """What a call gets from the calls of other stages; taken out of `arrived`."""
+        found: dict[Any, Tensor] = {}
+        pieces: dict[Any, list[Tensor]] = {}
+        for message in messages:
+            tensors = arrived.pop(message, {})
+            if len(self.microbatches_of(message)) == len(context.microbatches):
+                found |= tensors
+                continue
+            for key in list(tensors):
+                pieces.setdefault(key, []).append(tensors.pop(key))
+        for key in list(pieces):
+            spec = context.specs[key if isinstance(key, Value) else key[0]]
+            found[key] = self._joining.join(key, pieces.pop(key), spec)
+        return found
+
+    def _parted(
+        self,
+        arrived: dict[Message, dict[Any, Tensor]],
+        messages: Sequence[Message],
+        made: Mapping[Any, Tensor],
+        contexts: Contexts,
+    ) -> None:
+        """Puts what a call made into its messages to the calls of other stages."""
+        for message in messages:
+            gradient = message.kind == "gradient"
+            keys = self._routes.gradients[message.edge] if gradient else self._routes.activations[message.edge]
+            tensors = {key: made[key] for key in keys if key in made}
+            own, common = self._graph.calls[message.end(True)[0]][message.end(True)[1]], self.microbatches_of(message)
+            if len(common) < len(own):
+                specs, place = contexts(common).specs, own.index(common[0]) // len(common)
+                tensors = {
+                    key: self._joining.part(key, tensor, place, specs[key if isinstance(key, Value) else key[0]])
+                    for key, tensor in tensors.items()
+                }
+            if tensors:
+                arrived[message] = tensors
+
+    def microbatches_of(self, message: Message) -> tuple[int, ...]:
+        """The microbatches that a message carries: those of the smaller of the two calls."""
+        calls = self._graph.calls
+        return min((calls[stage][call] for stage, call in (message.upstream, message.downstream)), key=len)
 
     def _working(self, kind: str, stage: Stage, context: MicrobatchContext) -> AbstractContextManager[None]:
         return _UNOBSERVED if self._observer is None else self._observer.working(kind, stage, context)
@@ -222,7 +288,7 @@ class Executor:
 class _Transfers:
     """The messages of one step on one rank."""
 
-    def __init__(self, executor: Executor, contexts: Mapping[int, MicrobatchContext]) -> None:
+    def __init__(self, executor: Executor, contexts: Contexts) -> None:
         self._of = executor
         self._contexts = contexts
         self._pending = deque(item for item in executor._program if isinstance(item, Recv))
@@ -234,14 +300,14 @@ class _Transfers:
 
     def _specs(self, message: Message) -> list[tuple[Any, TensorSpec]]:
         """What a message carries, in order: values, or those gradients whose values want one."""
-        stage, call = message.downstream
-        routes, specs = self._of._routes, self._contexts[self._of._graph.microbatches[stage][call]].specs
+        routes, specs = self._of._routes, self._contexts(self._of.microbatches_of(message)).specs
         if message.kind == "activation":
             return [(value, specs[value]) for value in routes.activations[message.edge]]
         return [(key, specs[key[0]]) for key in routes.gradients[message.edge] if specs[key[0]].requires_grad]
 
     def _tag(self, message: Message) -> int:
-        number = self._of._first_message[message.edge] + message.downstream[1]
+        # the call of the smaller size has one message over this edge
+        number = self._of._first_message[message.edge] + max(message.upstream[1], message.downstream[1])
         return (number * 2 + (message.kind == "gradient") + 1) * _TENSORS_PER_MESSAGE
 
     def _post(self) -> None:

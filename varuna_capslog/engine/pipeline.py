@@ -17,8 +17,9 @@ from torch import Tensor
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.communicator import Communicator
-from varuna_capslog.engine.executor import Executor, Observer
+from varuna_capslog.engine.executor import Contexts, Executor, Observer
 from varuna_capslog.engine.gradients import GradientBook
+from varuna_capslog.engine.grains import Joining, check_grains, joined_inputs, sample_dimensions
 from varuna_capslog.engine.host_tier import HostTier
 from varuna_capslog.engine.interface import EngineParts, Load
 from varuna_capslog.engine.layers import EngineLayer, take_layers
@@ -106,6 +107,7 @@ class PipelineEngine:
                 f"the layout needs {layout.world_size} ranks ({layout.devices} devices x {layout.replicas} replicas), "
                 f"but {communicator.world_size} are connected"
             )
+        check_grains(chain, layout)
         given = None if options.actions is None else from_strings(options.actions)
         stages = with_memory(layout.stages, options, given, ready.device_type or device.type)
         layout = dataclasses.replace(layout, stages=tuple(stages))
@@ -126,7 +128,7 @@ class PipelineEngine:
             end = loss if place.end == len(chain) else None
             ports = self._routes.ports[number]
             self.stages[number] = Stage(number, chain, layers, end, place.memory or (), tier, ports)
-        self._local = sorted({microbatch for stage in self.stages for microbatch in self._graph.microbatches[stage]})
+        self._local = tuple(sorted({one for stage in self.stages for one in self._graph.microbatches[stage]}))
         loading = [number for number, stage in self.stages.items() if stage.ports.inputs]
         self.loaded_microbatches = sorted({one for stage in loading for one in self._graph.microbatches[stage]})
         self._last = [stage for stage in self.stages.values() if stage.ends_in_loss]
@@ -158,14 +160,18 @@ class PipelineEngine:
 
     # -- microbatches ------------------------------------------------------------------------------------------------
 
-    def _context(self, index: int, minibatch: Minibatch, microbatch: int, step: int) -> MicrobatchContext:
-        return MicrobatchContext(
-            index,
-            self._specs_of(minibatch.inputs[microbatch]),
-            minibatch.targets[microbatch],
-            minibatch.normalisers,
-            (self.options.seed, step),
-        )
+    def _contexts(self, minibatch: Minibatch, step: int) -> Contexts:
+        """What every call must know of its microbatches, made once."""
+
+        @functools.cache
+        def context(microbatches: tuple[int, ...]) -> MicrobatchContext:
+            inputs = joined_inputs([minibatch.inputs[one] for one in microbatches], microbatches)
+            targets = [minibatch.targets[one] for one in microbatches]
+            return MicrobatchContext(
+                microbatches, self._specs_of(inputs), targets, minibatch.normalisers, (self.options.seed, step)
+            )
+
+        return context
 
     def _specs_of(self, inputs: Mapping[str, TensorSpec]) -> dict[Value, TensorSpec]:
         """The specs of all values for these inputs."""
@@ -177,8 +183,24 @@ class PipelineEngine:
             known = self._specs[id(cuts)] = cuts, specs
         return known[1]
 
-    def _executor_of(self, lowered: Lowered) -> Executor:
-        return Executor(self.communicator, lowered, self.stages, self._routes, self._observer)
+    def _executor_of(self, lowered: Lowered, joining: Joining | None = None) -> Executor:
+        return Executor(self.communicator, lowered, self.stages, self._routes, self._observer, joining)
+
+    def _joining(self, contexts: Contexts) -> Joining | None:
+        """What joins and parts calls of different sizes; None where all take one microbatch."""
+        large = [number for number, grain in enumerate(self._graph.grains) if grain > 1]
+        if not large:
+            return None
+        stages = self.layout.stages
+        layers = {layer for number in large for layer in stages[number].numbers}
+        layers |= {len(self.chain)} if any(stages[number].end == len(self.chain) for number in large) else set()
+        most = self._graph.calls[max(large, key=self._graph.grains.__getitem__)][0]
+        specs = contexts(most[:1]).specs, contexts(most).specs
+        passing = {value for number in large for value in self._routes.ports[number].enters}
+        samples = sample_dimensions(self.chain, layers, passing, specs, len(most))
+        for stage in self.stages.values():
+            stage.samples = samples
+        return Joining(samples)
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -187,10 +209,13 @@ class PipelineEngine:
         check_minibatch(minibatch, self.options)
         if self.idle:
             return
-        contexts = {index: self._context(index, minibatch, index, step) for index in self._local}
+        contexts = self._contexts(minibatch, step)
+        for calls in self._graph.calls:
+            for call in calls if len(calls[0]) > 1 else ():
+                contexts(call)  # all ranks refuse microbatches of unequal sizes, before any message
         if self._executor is None:
             # the first minibatch shows which edges carry gradients
-            options, specs = self.options, contexts[self._local[0]].specs
+            options, specs = self.options, contexts(self._local[:1]).specs
             carrying = (
                 edge
                 for edge, keys in self._routes.gradients.items()
@@ -205,7 +230,8 @@ class PipelineEngine:
                     tuple(stage.recomputes(options) for stage in self.layout.stages),
                     tuple(stage.offloads for stage in self.layout.stages),
                     frozenset(carrying),
-                )
+                ),
+                self._joining(contexts),
             )
         per_block = self.options.num_microbatches // self.options.num_blocks
 
@@ -296,11 +322,11 @@ class PipelineEngine:
                 calls[number] += 1
             lowered = lower(rows, (), graph)
             executor = self._evaluators[counts] = self._executor_of(lowered)
-        contexts = {
-            index: self._context(index, minibatches[way], microbatch, 0)
-            for index, (microbatch, way) in enumerate(turns)
-            if any(stage in self.stages for stage in self.layout.ways[way])
-        }
+        own = [self._contexts(minibatch, 0) for minibatch in minibatches]
+
+        def context(microbatches: tuple[int, ...]) -> MicrobatchContext:
+            microbatch, way = turns[microbatches[0]]
+            return dataclasses.replace(own[way]((microbatch,)), microbatches=microbatches)
 
         def loaded(index: int) -> dict[str, Tensor]:
             microbatch, way = turns[index]
@@ -313,7 +339,7 @@ class PipelineEngine:
         for layer in self.layers:
             layer.layer.module.eval()
         try:
-            executor.run(contexts, loaded, evaluate=taken)
+            executor.run(context, loaded, evaluate=taken)
         finally:
             for layer in self.layers:
                 layer.layer.module.train()

@@ -24,20 +24,25 @@ __all__ = ["MicrobatchContext", "SegmentState", "StageSegment", "segments_of"]
 
 @dataclass(frozen=True)
 class MicrobatchContext:
-    """What a stage must know of the microbatch it works on.
+    """What a stage must know of the microbatches of one call, of which most often there is one.
 
     Attributes:
-        index: global index in the minibatch.
-        specs: of every value of the chain, for this microbatch.
-        targets, normalisers: for the loss.
+        microbatches: their global indices in the minibatch, rising.
+        specs: of every value of the chain, for all of them together.
+        targets: of each; normalisers: for the loss.
         key: (run seed, step) of the random numbers.
     """
 
-    index: int
+    microbatches: tuple[int, ...]
     specs: Mapping[Value, TensorSpec]
-    targets: Any
+    targets: Sequence[Any]
     normalisers: Mapping[str, float]
     key: tuple[int, int]
+
+    @property
+    def index(self) -> int:
+        """The first of them, by which the call is known."""
+        return self.microbatches[0]
 
 
 @dataclass

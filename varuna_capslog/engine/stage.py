@@ -57,6 +57,7 @@ class Stage:
 
     Attributes:
         in_loss: whether the loss is being computed.
+        samples: value -> the dimension of the samples, where a call has several microbatches; see `grains`.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Stage:
         self._loss = loss
         self._held: dict[int, _Held] = {}
         self.in_loss = False
+        self.samples: Mapping[Value, int | None] = {}
         self.parts: dict[int, dict[str, Tensor]] = {}
         self.refusals: dict[int, str] = {}
         # where a module's own sharding would gather its parameters and reduce its gradients, once per step
@@ -161,26 +163,43 @@ class Stage:
             self._evaluate_loss(context, values, held)
 
     def _evaluate_loss(self, context: MicrobatchContext, live: Mapping[Value, Tensor], held: _Held) -> None:
-        assert self._loss is not None
         leaves = {}
         for value in self._outputs:
             leaf = live[value].detach()
             leaves[value.name] = leaf.requires_grad_() if context.specs[value].requires_grad else leaf
+        total: Tensor | None = None
+        for place, microbatch in enumerate(context.microbatches):
+            part = self._loss_of(microbatch, self._samples(leaves, place, context), context.targets[place], context)
+            total = part if total is None else total + part
+        held.outputs, held.loss = leaves, total
+
+    def _samples(self, outputs: dict[str, Tensor], place: int, context: MicrobatchContext) -> dict[str, Tensor]:
+        """The part of the outputs that belongs to one of the call's microbatches."""
+        if len(context.microbatches) == 1:
+            return outputs
+        with torch.enable_grad():
+            return {
+                value.name: outputs[value.name].tensor_split(len(context.microbatches), self.samples[value] or 0)[place]
+                for value in self._outputs
+            }
+
+    def _loss_of(self, microbatch: int, outputs: dict[str, Tensor], targets: Any, context: MicrobatchContext) -> Tensor:
+        assert self._loss is not None
         try:
             self.in_loss = True
             with torch.enable_grad():
-                parts = self._loss(leaves, context.targets, context.normalisers)
+                parts = self._loss(outputs, targets, context.normalisers)
         except StepRefused as refusal:
             # the step goes on without this microbatch's gradient, so that every rank reaches the vote and refuses it
             # there
-            self.refusals[context.index] = str(refusal)
+            self.refusals[microbatch] = str(refusal)
             parts = {"loss": torch.full((), torch.nan)}
         finally:
             self.in_loss = False
         if "loss" not in parts:
             raise CapslogError(f"the workload's loss returned {sorted(parts)}; one of them must be named 'loss'")
-        held.outputs, held.loss = leaves, parts["loss"]
-        self.parts[context.index] = {name: part.detach() for name, part in parts.items()}
+        self.parts[microbatch] = {name: part.detach() for name, part in parts.items()}
+        return parts["loss"]
 
     def backward(
         self, context: MicrobatchContext, gradients: dict[GradientKey, Tensor], inputs_only: bool = False

@@ -97,7 +97,7 @@ class Plan:
         rules.check_routes(self.stages, self.routes)
         blocks = self._blocks()
         rules.check_cover(self.stages, self.num_layers, blocks)
-        rules.check_grains(self.stages, self.units)
+        rules.check_grains(self.stages, self.units, self.routes)
         if self.ranks:
             rules.check_ranks(self.stages, self.ranks)
         if self.shortfall is not None:

@@ -135,8 +135,8 @@ def check_graph(stages: Sequence[PlanStage], blocks: int, edges: Iterable[tuple[
         _in_order(stages, path, _links(stages, path, pairs))
 
 
-def check_grains(stages: Sequence[PlanStage], units: Units) -> None:
-    """Rule 3."""
+def check_grains(stages: Sequence[PlanStage], units: Units, routes: str) -> None:
+    """Rule 3, for direct routes without the neighbours, which only the chain tells (`stage_graph`)."""
     if all(stage.grain == 1 for stage in stages):
         return
     for number, stage in enumerate(stages):
@@ -145,14 +145,19 @@ def check_grains(stages: Sequence[PlanStage], units: Units) -> None:
                 f"stage {number} ({stage.describe()}) has grain {stage.grain}, which does not divide the "
                 f"{units.of_block} units of a block; choose a grain that does"
             )
-    for path in dict.fromkeys(paths_of(stages, units.blocks or 1)):
-        for one, other in pairwise(path):
-            small, large = sorted((stages[one].grain, stages[other].grain))
-            if large % small:
-                raise CapslogError(
-                    f"stages {one} ({stages[one].describe()}) and {other} ({stages[other].describe()}) have the grains "
-                    f"{stages[one].grain} and {stages[other].grain}; of two neighbours one must divide the other"
-                )
+    if routes == "relay":
+        for path in dict.fromkeys(paths_of(stages, units.blocks or 1)):
+            _check_neighbours(stages, pairwise(path))
+
+
+def _check_neighbours(stages: Sequence[PlanStage], edges: Iterable[tuple[int, int]]) -> None:
+    for one, other in edges:
+        small, large = sorted((stages[one].grain, stages[other].grain))
+        if large % small:
+            raise CapslogError(
+                f"stages {one} ({stages[one].describe()}) and {other} ({stages[other].describe()}) have the grains "
+                f"{stages[one].grain} and {stages[other].grain}; of two neighbours one must divide the other"
+            )
 
 
 def stage_graph(
@@ -163,25 +168,30 @@ def stage_graph(
     edges: (layer that writes a tensor, layer that reads it): tensors go straight from stage to stage. None: through
         all stages between.
 
-    Raises CapslogError for splits and grains above 1, and where the stages wait for each other.
+    Raises CapslogError for splits, where the stages wait for each other, and for grains of neighbours that do not go
+    together.
     """
     check_runnable(stages)
+    check_grains(stages, units, "direct")
     per_block, links = units.of_block, None
     paths = paths_of(stages, units.blocks or 1)
     if edges is not None:
         ordered = {path: _links(stages, path, edges) for path in dict.fromkeys(paths)}
         links = frozenset(link for found in ordered.values() for link in found)
         paths = [_in_order(stages, path, ordered[path]) for path in paths]
-    return StageGraph(
-        tuple(stage.rank for stage in stages), tuple(path for path in paths for _ in range(per_block)), links
+    graph = StageGraph(
+        tuple(stage.rank for stage in stages),
+        tuple(path for path in paths for _ in range(per_block)),
+        links,
+        tuple(stage.grain for stage in stages),
     )
+    _check_neighbours(stages, graph.edges)
+    return graph
 
 
 def check_runnable(stages: Sequence[PlanStage]) -> None:
-    """Raises CapslogError for what schedules and the engine do not know yet: splits, and grains above 1."""
+    """Raises CapslogError for what schedules and the engine do not know yet: splits."""
     for number, stage in enumerate(stages):
-        if stage.grain != 1:
-            raise CapslogError(f"stages[{number}].grain is {stage.grain}; grains above 1 are not run yet, choose 1")
         if stage.parallel["kind"] != "none":
             raise CapslogError(
                 f"stages[{number}].parallel is {dict(stage.parallel)}; splits of a stage over ranks are not run yet"

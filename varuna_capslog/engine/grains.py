@@ -1,0 +1,138 @@
+"""Stages that take several microbatches in one call: what they may hold, and how tensors are joined and parted.
+
+Between two stages a message carries the microbatches of the smaller call. The stage of the larger call joins what
+arrives along the dimension of the samples, and parts what it hands back. A value without such a dimension (it does not
+depend on the samples) is handed on as it is, and its gradients are added.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.engine.layout import Layout
+from varuna_capslog.engine.routes import GradientKey
+from varuna_capslog.model.chain import Chain, TensorSpec, Value
+
+__all__ = ["Joining", "check_grains", "joined_inputs", "sample_dimensions"]
+
+
+def check_grains(chain: Chain, layout: Layout) -> None:
+    """Raises CapslogError where a stage takes several microbatches at once and holds a layer whose result depends on
+    which samples are together.
+    """
+    for number, stage in enumerate(layout.stages):
+        for layer in stage.numbers if stage.grain > 1 else ():
+            for module in chain.layers[layer].module.modules():
+                if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                    raise CapslogError(
+                        f"stages[{number}].grain is {stage.grain}, but layer {chain.layers[layer].name!r} has a "
+                        f"{type(module).__name__}, whose statistics are those of one microbatch; choose grain 1 for "
+                        "the stage of this layer, or another normalisation"
+                    )
+
+
+def joined_inputs(rows: Sequence[Mapping[str, TensorSpec]], microbatches: Sequence[int]) -> dict[str, TensorSpec]:
+    """The specs of the inputs of several microbatches, one behind the other in their first dimension.
+
+    Raises CapslogError where they are not alike.
+    """
+    first, count = dict(rows[0]), len(rows)
+    for row, microbatch in zip(rows, microbatches, strict=True):
+        if dict(row) != first:
+            name = next(name for name in first if row.get(name) != first[name])
+            found = "none" if row.get(name) is None else list(row[name].shape)
+            raise CapslogError(
+                f"microbatches {microbatches[0]} and {microbatch} are to be taken in one call, but their input "
+                f"{name!r} is {list(first[name].shape)} and {found}; choose grain 1, or data of one size"
+            )
+    return first if count == 1 else {name: _times(name, spec, count) for name, spec in first.items()}
+
+
+def _times(name: str, spec: TensorSpec, count: int) -> TensorSpec:
+    if not spec.shape:
+        raise CapslogError(f"the input {name!r} has no dimension of samples; choose grain 1")
+    stride = spec.stride if spec.stride[0] == max(spec.stride) else ()
+    return TensorSpec((count * spec.shape[0], *spec.shape[1:]), spec.dtype, stride, spec.requires_grad)
+
+
+def sample_dimensions(
+    chain: Chain,
+    layers: Collection[int],
+    passing: Collection[Value],
+    specs: tuple[Mapping[Value, TensorSpec], Mapping[Value, TensorSpec]],
+    count: int,
+) -> dict[Value, int | None]:
+    """value -> the dimension in which the samples of several microbatches stand; None: it has none.
+
+    layers: those that take several at once; only what they read and write is looked at. Number L is the loss.
+    passing: what else goes through their stages.
+    specs: for one microbatch, and for `count` of them.
+
+    Raises CapslogError for a value that grows in several dimensions, or that holds numbers of all samples but no
+    dimension of them: such layers give something else for several microbatches than for each.
+    """
+    found: dict[Value, int | None] = {}
+    for value in sorted(chain.readers, key=lambda value: value.writer):
+        if value not in passing and value.writer not in layers and not set(chain.readers[value]) & set(layers):
+            continue
+        small, large = specs[0][value].shape, specs[1][value].shape
+        grown = [place for place, (a, b) in enumerate(zip(small, large, strict=True)) if a != b]
+        if len(grown) > 1 or any(large[place] != count * small[place] for place in grown):
+            raise CapslogError(
+                f"{_named(chain, value)} is {list(small)} for one microbatch and {list(large)} for {count}: it has not "
+                "one dimension of samples; choose grain 1 for the stages that write or read it"
+            )
+        found[value] = grown[0] if grown else None
+        reads = chain.reads[value.writer] if value.writer in layers else ()
+        mixed = specs[0][value].requires_grad and any(found[read] is not None for read in reads)
+        if not grown and (mixed or len(chain) in {*layers} & {*chain.readers[value]}):
+            raise CapslogError(
+                f"{_named(chain, value)} has no dimension of samples, so that it is another one for {count} "
+                "microbatches together than for each; choose grain 1 for the stages that write or read it"
+            )
+    return found
+
+
+def _named(chain: Chain, value: Value) -> str:
+    where = "an input" if value.writer < 0 else f"written by layer {chain.layers[value.writer].name!r}"
+    return f"{value.name!r} ({where})"
+
+
+class Joining:
+    """Joins and parts what goes over one edge.
+
+    dimensions: of the samples of every value that a stage of a larger grain reads or writes.
+    """
+
+    def __init__(self, dimensions: Mapping[Value, int | None]) -> None:
+        self._dimensions = dimensions
+
+    def part(self, key: Value | GradientKey, tensor: Tensor, place: int, spec: TensorSpec) -> Tensor:
+        """The part of a smaller call, in memory of its own and the layout of `spec`.
+
+        place: which of the smaller calls it is. The gradient of a value without samples goes to the first one.
+        """
+        value = key if isinstance(key, Value) else key[0]
+        dimension = self._dimensions[value]
+        if dimension is None:
+            return torch.zeros_like(tensor) if key is not value and place else tensor
+        size = spec.shape[dimension]
+        with torch.no_grad():  # a stage on this rank may have handed on a leaf of its own
+            return spec.empty(tensor.device).copy_(tensor.narrow(dimension, place * size, size))
+
+    def join(self, key: Value | GradientKey, tensors: Sequence[Tensor], spec: TensorSpec) -> Tensor:
+        """What a larger call gets of the smaller ones, in the layout of `spec`.
+
+        The gradients of a value without samples are added in the order of the calls.
+        """
+        value = key if isinstance(key, Value) else key[0]
+        dimension = self._dimensions[value]
+        if dimension is not None:
+            with torch.no_grad():
+                return torch.cat(list(tensors), dimension, out=spec.empty(tensors[0].device))
+        return tensors[0] if key is value else functools.reduce(torch.add, tensors)
