@@ -2,14 +2,18 @@
 
 Losses, norms, gradients, weights and statistics are compared. Every plan is written as a file, read again and turned
 into the engine's layout, as a training run does it. The models are those of the tests: a small chain with frozen
-layers, dropout, BatchNorm and a parameter that three layers share, and DETR in three layouts. Prints the table of
-README.md; exit status 1 where a bit differs.
+layers, dropout, BatchNorm and a parameter that three layers share, DETR in three layouts, and three graphs: two towers,
+an Inception block, and decoders that all read the encoder. Graphs have direct routes half of the time, with stages of
+any layers that can be put in an order, and grains where nothing forbids them; then the one rank has a stage for every
+layer, of the same grain, and gradients are compared with plain autograd as well. Prints the table of README.md; exit
+status 1 where a bit differs.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import random
 import sys
 import tempfile
@@ -21,27 +25,32 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.engine import cases, detr
-from tests.engine.compare import merged
+from tests.engine import cases, detr, models
+from tests.engine.compare import gradient_error, merged
 from tests.engine.layouts import Cuts, random_layout, with_intervals
 from tests.engine.pool import WorkerPool
 from varuna_capslog.config.reading import Config, section
 from varuna_capslog.engine.layout import Layout, layout_of
-from varuna_capslog.plans.parts import Units
+from varuna_capslog.plans.parts import PlanStage, Units
 from varuna_capslog.plans.plan import Plan, read_plan, write_plan
 from varuna_capslog.schedules import SCHEDULES
 
 KEEPS = {"schedule": "1f1b", "recompute": False}
 KINDS = ("gradients", "state", "buffers")
+EDGES = {name: graph.build_chain().edges for name, graph in models.GRAPHS.items()}
 LENGTHS = {"tiny": 11, **{name: len(detr.build(name)[1]) for name in detr.MODELS}}
-UNITS = {"tiny": (4, 2), **dict.fromkeys(detr.MODELS, (4, 2))}
+LENGTHS |= {name: len(graph.build_chain()) for name, graph in models.GRAPHS.items()}
+UNITS = {"tiny": (4, 2), **dict.fromkeys(detr.MODELS, (4, 2)), **dict.fromkeys(models.GRAPHS, (8, 2))}
+JOINS = {"towers": {7}}
+"""Layers whose result depends on which samples are together."""
 """Microbatches of a step, and samples of one as far as the plan says it."""
 
 
 def through_a_file(layout: Layout, schedule: str, model: str, folder: Path) -> Layout:
     """The layout that the engine makes of a plan file which says this layout."""
     count, samples = UNITS[model]
-    plan = Plan(LENGTHS[model], layout.stages, Units(count, samples, layout.num_blocks), schedule)
+    units, routes = Units(count, samples, layout.num_blocks), "direct" if layout.direct else "relay"
+    plan = Plan(LENGTHS[model], layout.stages, units, schedule, routes=routes)
     write_plan(folder / "plan.json", plan)
     train = {"minibatch_size": count * samples, "microbatch_size": samples, "accumulation_blocks": layout.num_blocks}
     values = {"workload": "a.b:c", "train": train, "pipeline": {"schedule": schedule}}
@@ -50,16 +59,52 @@ def through_a_file(layout: Layout, schedule: str, model: str, folder: Path) -> L
 
 def drawn(draw: random.Random, model: str, blocks: int, ranks: int, schedule: str) -> Layout:
     """A random layout with memory intervals; gpipe holds all microbatches, whatever limits in flight would say."""
-    layout = random_layout(draw.randrange(1 << 30), LENGTHS[model], blocks, ranks)
+    edges = EDGES[model] if model in EDGES and draw.random() < 0.5 else None
+    layout = random_layout(draw.randrange(1 << 30), LENGTHS[model], blocks, ranks, edges)
     if schedule in ("gpipe", "kfkb"):
         stages = tuple(dataclasses.replace(stage, in_flight=None) for stage in layout.stages)
         layout = dataclasses.replace(layout, stages=stages)
     return with_intervals(layout, draw.randrange(1 << 30))
 
 
+def grained(draw: random.Random, model: str, layout: Layout) -> Layout:
+    """The layout with a grain for every stage, where one way through the stages fixes those of the layers."""
+    if model not in ("towers", "translation") or len(layout.ways) > 1 or draw.random() < 0.5:
+        return layout
+    of_block, stages = UNITS[model][0] // layout.num_blocks, []
+    for stage in layout.stages:
+        grain = draw.choice([size for size in (1, 2, 4, 8) if of_block % size == 0])
+        grain = 1 if JOINS.get(model, set()) & set(stage.numbers) else grain
+        stages.append(dataclasses.replace(stage, grain=grain, in_flight=None))
+    return dataclasses.replace(layout, stages=tuple(stages))
+
+
+def by_layers(layout: Layout) -> Layout | Cuts:
+    """One rank that keeps everything: one stage, or one for every layer where their grains differ."""
+    grains = {layer: stage.grain for stage in layout.stages for layer in stage.numbers}
+    if set(grains.values()) == {1}:
+        return Cuts((0,), (0,))
+    stages = (PlanStage(((layer, layer + 1),), (0,), grain=grains[layer]) for layer in range(layout.num_layers))
+    return Layout(tuple(stages), layout.num_blocks)
+
+
+@functools.cache
+def plain(model: str) -> dict[str, torch.Tensor]:
+    """The gradients of a graph's first step by plain autograd."""
+    graph = models.GRAPHS[model]
+    chain = graph.build_chain(dropout=0.0)
+    minibatch, inputs = graph.make_minibatch(UNITS[model][0], 1, even=True)
+    models.plain_step(chain, minibatch, inputs, seed=7, step=1, loss=graph.loss)
+    return {name: p.grad for name, p in chain.named_parameters().items() if p.grad is not None}
+
+
 def run(pool: WorkerPool, model: str, layout: Layout | Cuts, options: dict[str, Any]) -> list[dict[str, Any]]:
     if model == "tiny":
         return pool.run(cases.train, layout.world_size, layout, options, 2, torch.float32, None, "reordered")
+    if model in models.GRAPHS:
+        even = "even" if isinstance(layout, Layout) and any(stage.grain > 1 for stage in layout.stages) else None
+        options = options | {"num_microbatches": UNITS[model][0]}
+        return pool.run(cases.train, layout.world_size, layout, options, 2, torch.float32, even, "reordered", model)
     return pool.run(detr.step, layout.world_size, model, layout, options)
 
 
@@ -80,25 +125,32 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     pool, draw, began = WorkerPool(), random.Random(arguments.seed), time.perf_counter()
-    models = ["tiny", "tiny", "tiny", *detr.MODELS]
-    oracles: dict[tuple[str, int], dict[str, Any]] = {}
-    shapes = ("several stages on a rank", "several ways", "a rank on several ways")
+    names = ["tiny", "tiny", *detr.MODELS, *models.GRAPHS, *models.GRAPHS]
+    oracles: dict[object, dict[str, Any]] = {}
+    shapes = ("several stages on a rank", "several ways", "a rank on several ways", "direct", "pieces", "grains")
     counts = dict.fromkeys(("plans", *shapes, "recompute", "offload", "differ"), 0)
     try:
         with tempfile.TemporaryDirectory() as folder:
             for number in range(arguments.plans):
-                model, blocks = draw.choice(models), draw.choice([1, 2, 4])
+                model, blocks = draw.choice(names), draw.choice([1, 2, 4])
                 schedule = draw.choice(SCHEDULES)
                 layout = drawn(draw, model, blocks, draw.randint(1, arguments.ranks), schedule)
-                layout = through_a_file(layout, schedule, model, Path(folder))
-                key = (model, blocks)
+                layout = through_a_file(grained(draw, model, layout), schedule, model, Path(folder))
+                alone = by_layers(layout)
+                key = (model, blocks, None if isinstance(alone, Cuts) else tuple(one.grain for one in alone.stages))
                 if key not in oracles:
-                    oracles[key] = run(pool, model, Cuts((0,), (0,)), KEEPS | {"num_blocks": blocks})[0]
+                    oracles[key] = run(pool, model, alone, KEEPS | {"num_blocks": blocks})[0]
                 wrong = differences(
                     run(pool, model, layout, {"schedule": schedule, "num_blocks": blocks}),
                     oracles[key],
                 )
+                grains = any(stage.grain > 1 for stage in layout.stages)
+                if grains and gradient_error(oracles[key]["gradients"], plain(model))[0] > 1e-5:
+                    wrong.append("plain autograd")
                 counts["plans"] += 1
+                counts["direct"] += layout.direct
+                counts["pieces"] += any(len(stage.layers) > 1 for stage in layout.stages)
+                counts["grains"] += grains
                 own = [layout.stages_of(rank) for rank in range(layout.world_size)]
                 counts["several stages on a rank"] += any(len(stages) > 1 for stages in own)
                 kinds = [{one.kind for one in stage.memory or ()} for stage in layout.stages]

@@ -48,14 +48,14 @@ def trim_all(
 
 
 def real_peak(
-    communicator: Communicator, workload: Workload, cuts: tuple[int, ...], size: int, microbatches: int
+    communicator: Communicator, workload: Workload, cuts: tuple[int, ...] | Layout, size: int, microbatches: int
 ) -> tuple[int, dict[str, Any]]:
-    """This rank's peak in the second step of an ordinary training run, one stage per rank."""
+    """This rank's peak in the second step of an ordinary training run, one stage per rank or as a layout says."""
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     torch.manual_seed(0)
     chain = workload.build_chain()
-    layout = Layout.pipelines(cuts, len(chain))
+    layout = cuts if isinstance(cuts, Layout) else Layout.pipelines(cuts, len(chain))
     engine = PipelineEngine(chain, workload.loss, layout, EngineOptions(microbatches, clip_norm=1.0), communicator, CPU)
     inputs = workload.profile_inputs(size)
     targets, normalisers = workload.profile_targets(size)

@@ -40,6 +40,19 @@ def test_one_rank_alone() -> None:
     assert rehearsed == pytest.approx(peak, rel=0.002)
 
 
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("grains", [(1, 1, 1), (2, 4, 1)])
+def test_stages_of_several_microbatches_and_direct_routes(grains: tuple[int, ...], direct: bool) -> None:
+    """Three stages on one rank; under direct routes the mask goes straight from the first to the last."""
+    spans = ((0, 2), (2, 5), (5, 7))
+    stages = (PlanStage((span,), (0,), grain=grain, memory=None) for span, grain in zip(spans, grains, strict=True))
+    layout = Layout(tuple(stages), 1, direct=direct)
+    peak, _ = cases.real_peak(Communicator(0, 1, 0, datetime.timedelta(0)), Megabytes(), layout, SIZE, 8)
+    estimator = StageEstimator(Megabytes(), RunConditions(microbatch_size=SIZE))
+    (rehearsed,) = rehearse_layout(estimator, layout, EngineOptions(8, clip_norm=1.0))
+    assert rehearsed.peak_bytes == pytest.approx(peak, rel=0.002)
+
+
 def test_what_waits_depends_on_schedule_place_and_device() -> None:
     estimator = StageEstimator(Megabytes(), RunConditions(microbatch_size=SIZE, recompute=False))
     one = rehearse(estimator, (0, 3), "1f1b", 6)

@@ -37,6 +37,14 @@ def fold_plan(profile: Profile, plan: Plan, run: RunShape) -> list[RankFold]:
             f"the profile has {profile.num_layers} layers, the plan {plan.num_layers}; give the profile that the plan "
             "was made for"
         )
+    for number, stage in enumerate(plan.stages):
+        if stage.grain > 1:
+            raise CapslogError(
+                f"stages[{number}].grain is {stage.grain}, and the rows of a profile are of one microbatch; a "
+                "rehearsal with a capacity says what such a stage holds"
+            )
+    if plan.routes != "relay":
+        raise CapslogError("the fold does not know routes 'direct' yet; a rehearsal with a capacity does")
     units = Units(plan.units.per_step or run.num_microbatches, None, plan.units.blocks or run.num_blocks)
     name = plan.schedule or run.schedule
     shape = dataclasses.replace(run, schedule=name, num_microbatches=units.per_step, num_blocks=units.blocks or 1)

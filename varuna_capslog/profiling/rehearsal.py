@@ -9,6 +9,7 @@ On the CPU these share one memory. It takes a few seconds and therefore confirms
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,9 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import Config
+from varuna_capslog.engine.grains import joined_inputs
 from varuna_capslog.engine.layout import Layout, layout_of
 from varuna_capslog.engine.pipeline import EngineOptions, PipelineEngine
 from varuna_capslog.model.chain import TensorSpec
+from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiling.estimate import StageEstimator
@@ -78,12 +81,24 @@ def rehearse_layout(estimator: StageEstimator, layout: Layout, options: EngineOp
     targets, normalisers = estimator.workload.profile_targets(estimator.conditions.microbatch_size)
     inputs = [dict(estimator.specs[0])] * options.num_microbatches
     minibatch = Minibatch(inputs, [targets] * options.num_microbatches, dict(normalisers))
+    table = _table(estimator, layout)
     mode, recipes = FakeTensorMode(allow_non_fake_inputs=True), Recipes()
     options = dataclasses.replace(options, refuses=False)
     return [
-        _rehearse_rank(estimator, layout, options, rank, minibatch, (mode, recipes))
+        _rehearse_rank(estimator, layout, options, rank, minibatch, (mode, recipes), table)
         for rank in range(layout.world_size)
     ]
+
+
+def _table(estimator: StageEstimator, layout: Layout) -> ShapeTable:
+    """The shapes of one microbatch, and of as many as the calls of the stages take together."""
+    grains = {stage.grain for stage in layout.stages}
+    if grains == {1}:
+        return KnownShapes(estimator.specs)
+    table = ShapeTable(estimator.chain, "cpu", estimator.conditions.precision)
+    for grain in {1, *grains}:  # now, since nothing can be traced while the ranks run on fake tensors
+        table.boundaries(joined_inputs([estimator.specs[0]] * grain, range(grain)))
+    return table
 
 
 def rehearse_plan(config: Config, plan: Plan, shapes: Mapping[str, Sequence[int]] | None = None) -> list[int]:
@@ -102,7 +117,8 @@ def rehearse_plan(config: Config, plan: Plan, shapes: Mapping[str, Sequence[int]
     blocks, count = config.num_blocks, config.num_microbatches
     if plan.actions is None and config.pipeline.schedule != "gpipe":
         # more microbatches of a block than any stage has in flight show nothing new; GPipe has all of them
-        count = blocks * min(count // blocks, 3 * len(layout.stages) + 2)
+        together = math.lcm(*(stage.grain for stage in layout.stages))
+        count = blocks * min(count // blocks, together * (3 * len(layout.stages) + 2))
     options = _options(estimator, count, config.pipeline.schedule, blocks, plan.actions)
     return [rank.peak_bytes for rank in rehearse_layout(estimator, layout, options)]
 
@@ -164,6 +180,7 @@ def _rehearse_rank(
     rank: int,
     minibatch: Minibatch,
     fake: tuple[FakeTensorMode, Recipes],
+    table: ShapeTable,
 ) -> RankRehearsal:
     own = layout.layers_of(rank)
     if not own:
@@ -178,7 +195,7 @@ def _rehearse_rank(
             options,
             SilentCommunicator(rank, layout.world_size, quirks.has("host staging")),
             _CPU,
-            hollow_ready(KnownShapes(estimator.specs), estimator.conditions),
+            hollow_ready(table, estimator.conditions),
             positions,
         )
         who = layout.describe(rank), "its layers"
