@@ -7,7 +7,7 @@ and their memory is released as soon as a later message proves that the peer has
 from __future__ import annotations
 
 import contextlib
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import accumulate
@@ -129,7 +129,7 @@ class Executor:
             after_backward: called after each B or W with the stage and the last microbatch of the call.
             evaluate: makes this an evaluation: stages keep nothing, and what the chain puts out goes here.
         """
-        transfers, load = _Transfers(self, contexts), self._loaded_once(load)
+        transfers = _Transfers(self, contexts)
         arrived: dict[Message, dict[Any, Tensor]] = {}
         observer = self._observer
         for position, instruction in enumerate(self._program):
@@ -215,23 +215,6 @@ class Executor:
         names = [value.name for value in stage.ports.inputs]
         tensors = rows[0] if len(rows) == 1 else {name: torch.cat([row[name] for row in rows]) for name in names}
         return {value: tensors[value.name].to(self._device, non_blocking=True) for value in stage.ports.inputs}
-
-    def _loaded_once(self, load: Callable[[int], dict[str, Tensor]]) -> Callable[[int], dict[str, Tensor]]:
-        """Gives all stages here that take inputs of a microbatch the same ones."""
-        loading = [number for number, stage in self._stages.items() if stage.ports.inputs]
-        if len(loading) < 2:
-            return load
-        left = Counter(one for stage in loading for one in self._graph.microbatches[stage])
-        kept: dict[int, dict[str, Tensor]] = {}
-
-        def give(microbatch: int) -> dict[str, Tensor]:
-            left[microbatch] -= 1
-            found = kept.pop(microbatch, None) or load(microbatch)
-            if left[microbatch]:
-                kept[microbatch] = found
-            return found
-
-        return give
 
     def _joined(
         self,

@@ -1,10 +1,10 @@
 """How many microbatches a stage must have in flight so that the stages behind it never wait for it.
 
 Where every stage takes one microbatch per call that is the number of stages on the longest way to the loss. Where calls
-have different sizes it is GraphPipe's Table 3.2 (Jeon et al., 2025), with one change: for what a stage takes at once the
-largest call of the stages behind it counts, since gradients come back as many at a time. Applied to each pair of
-neighbours by itself, as printed, the table is right for two stages and too little for three: before calls of 1 and 2,
-calls of 1 need 6 microbatches in flight, it says 5, and a step takes a third longer
+have different sizes it is GraphPipe's Table 3.2 (Jeon et al., 2025) with one change: a stage's neighbour stands there
+with the largest call of the stages from it to the loss, since gradients come back as many at a time. Applied to each
+pair of neighbours by itself, as printed, the table is right for two stages and too little for three: before calls of 1
+and 2, calls of 1 need 6 microbatches in flight, it says 5, and a step takes a third longer
 (`benchmarks/schedules/in_flight.py`).
 """
 
