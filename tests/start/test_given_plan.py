@@ -14,11 +14,12 @@ from varuna_capslog import cli
 from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import Config, load_config, section
-from varuna_capslog.plans.parts import Units
+from varuna_capslog.plans.parts import Units, grains_of
 from varuna_capslog.plans.plan import read_plan
 from varuna_capslog.profiles.record import LayerProfile, Profile, read_profile, write_profile
 from varuna_capslog.start.given_plan import given_plan, with_given_plan
 from varuna_capslog.start.prepare import _same, prepare_run
+from varuna_capslog.training.constants import check_continues, run_constants
 
 RECOMPUTED = [[0, 3, "recompute"], [3, 8, "recompute"], [8, 11, "recompute"]]
 REPLICATED_MIDDLE: dict[str, Any] = {
@@ -353,3 +354,20 @@ def test_machines_that_begin_together_have_as_many_workers_as_the_plan(
     assert cli._run([*words, "--nnodes", "2", "--nproc", "2"]) == 2
     assert "--nnodes 2 x --nproc 2 is given, but pipeline.plan=" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_grains_are_constants_of_a_run(tmp_path: Path) -> None:
+    """Other grains give other bits, and after a membership change the planner would choose none."""
+    stages = [{"layers": [[0, 4]], "ranks": [0]}, {"layers": [[4, 11]], "ranks": [1], "grain": 2}]
+    config = config_of(write(tmp_path, REPLICATED_MIDDLE | {"units": {"per_step": 4, "blocks": 1}, "stages": stages}))
+    config = with_given_plan(config, lambda _: None)
+    grains = grains_of(read_plan(tmp_path / "given.json").stages)
+    assert grains == [1] * 4 + [2] * 7
+    manifest = {"constants": run_constants(config, grains)}
+    check_continues(config, None, manifest, tmp_path, grains)
+    for before, now in ((manifest, []), ({"constants": run_constants(config)}, grains)):
+        with pytest.raises(CapslogError, match="grains.* of its layers, the plan has .*run a plan of the same grains"):
+            check_continues(config, None, before, tmp_path, now)
+    elastic = config.elastic.model_copy(update={"enabled": True})
+    with pytest.raises(CapslogError, match="a stage has grain 2, but after a membership change the planner chooses"):
+        prepare_run(config.model_copy(update={"elastic": elastic, "run_dir": tmp_path / "run"}), False)

@@ -24,6 +24,7 @@ __all__ = [
     "PlanStage",
     "Shortfall",
     "Units",
+    "grains_of",
     "intervals_of",
     "pieces_of",
     "ranges_of",
@@ -279,6 +280,15 @@ def _split(value: Any) -> dict[str, Any]:
     if kind == "none" and degree != 1:
         raise CapslogError(f"parallel.degree is {degree} with kind none; it must be 1")
     return {"kind": kind, "degree": degree}
+
+
+def grains_of(stages: Iterable[PlanStage]) -> list[int]:
+    """layer -> the units of a call that it takes part in, where some layer has more than one; else nothing.
+
+    It is a constant of a run, since several units in one call give other bits than each by itself.
+    """
+    found = {layer: stage.grain for stage in stages for layer in stage.numbers}
+    return [found[layer] for layer in sorted(found)] if max(found.values()) > 1 else []
 
 
 def ranges_of(layers: Sequence[int]) -> list[tuple[int, int]]:

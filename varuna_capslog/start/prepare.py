@@ -25,7 +25,7 @@ from varuna_capslog.planning.ranks import judged, within_tier
 from varuna_capslog.planning.search import plan as search
 from varuna_capslog.planning.simulation import with_step_seconds
 from varuna_capslog.planning.verdict import HostMemory, capacities_of_devices, rehearsed
-from varuna_capslog.plans.parts import PlanRank, Units, scheduled
+from varuna_capslog.plans.parts import PlanRank, Units, grains_of, scheduled
 from varuna_capslog.plans.pipelines import stages_of_pipelines
 from varuna_capslog.plans.plan import Plan, latest_plan, plan_path, read_plan, write_plan
 from varuna_capslog.plans.rules import check_actions
@@ -60,7 +60,7 @@ def prepare_run(config: Config, show: bool = True) -> Plan:
     if given is not None and profile is not None:
         _check_digest(given, profile, config)
     plan = _plan(config, profile, given)
-    check_folder(config, plan.model)
+    check_folder(config, plan.model, grains_of(plan.stages))
     files.write_text(config.run_dir / "config.yaml", dump_config(config))
     if profile is not None:
         write_profile(config.run_dir / "profile.json", profile)
@@ -173,6 +173,7 @@ def _checked_plan(config: Config) -> Plan | None:
     Raises CapslogError for one of another model or of other ranks than the config has, and for one that the engine does
     not run.
     """
+    from varuna_capslog.engine.grains import check_grains
     from varuna_capslog.engine.layout import layout_of
 
     plan = given_plan(config)
@@ -193,8 +194,14 @@ def _checked_plan(config: Config) -> Plan | None:
         from varuna_capslog.varuna_plugin.plan_fields import cuts_of
 
         cuts_of(plan)
+    if config.elastic.enabled and (grains := grains_of(plan.stages)):
+        raise CapslogError(
+            f"{where}: a stage has grain {max(grains)}, but after a membership change the planner chooses stages that "
+            "take one microbatch per call, which gives other bits; set elastic.enabled=false, or choose grain 1"
+        )
     fields.within(where, lambda: plan.check_graph(chain.edges))
     layout = layout_of(plan, config)
+    fields.within(where, lambda: check_grains(chain, layout))
     run, graph, actions = RunShape.of_config(config), layout.graph(config.num_microbatches, chain.edges), plan.actions
     if actions is None:  # refuses limits that the schedule cannot keep
         fields.within(where, lambda: scheduled(run.schedule, layout.stages, graph, run))

@@ -16,6 +16,7 @@ from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.interface import Engine
 from varuna_capslog.model.workload import Minibatch
+from varuna_capslog.plans.parts import grains_of
 from varuna_capslog.training.checkpoint import prune, save_checkpoint
 from varuna_capslog.training.constants import run_constants
 from varuna_capslog.training.feed import evaluation_groups
@@ -92,7 +93,10 @@ class Boundaries:
         if self._saved >= step:
             return False
         began, engine = time.monotonic(), self._engine
-        extra = {"constants": run_constants(self._setup.config), "cuts": list(engine.layout.cuts)}
+        extra = {
+            "constants": run_constants(self._setup.config, grains_of(engine.layout.stages)),
+            "cuts": list(engine.layout.cuts),
+        }
         save_checkpoint(self._setup.checkpoints, step, self._generation, engine, extra)
         self._saved = step
         if self._log.writes:

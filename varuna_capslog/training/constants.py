@@ -6,7 +6,7 @@ before it loads. Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,14 @@ from varuna_capslog.config.settings import Config
 __all__ = ["check_continues", "check_folder", "run_constants"]
 
 
-def run_constants(config: Config) -> dict[str, Any]:
-    """The keys of `train` that fix the losses, and their values."""
+def run_constants(config: Config, grains: Sequence[int] = ()) -> dict[str, Any]:
+    """The keys of `train` that fix the losses, and their values; and the grains of the plan's layers, if there are any.
+
+    grains: see `plans.parts.grains_of`.
+    """
     train = config.train
     return {
+        **({"grains": list(grains)} if grains else {}),
         "seed": train.seed,
         "minibatch_size": train.minibatch_size,
         "microbatch_size": train.microbatch_size,
@@ -29,12 +33,15 @@ def run_constants(config: Config) -> dict[str, Any]:
     }
 
 
-def check_continues(config: Config, model: str | None, manifest: Mapping[str, Any], path: Path) -> None:
+def check_continues(
+    config: Config, model: str | None, manifest: Mapping[str, Any], path: Path, grains: Sequence[int] = ()
+) -> None:
     """Raises CapslogError if the checkpoint at `path` is not one that a run of `config` can continue.
 
     Args:
         model: the chain's name, None where it is not known.
         manifest: the checkpoint's.
+        grains: of the layers of this run's plan; see `plans.parts.grains_of`.
     """
     if model is not None and manifest.get("model") != model:
         raise CapslogError(
@@ -42,6 +49,12 @@ def check_continues(config: Config, model: str | None, manifest: Mapping[str, An
             "run_dir, or begin from it with init_from"
         )
     before = manifest.get("constants", {})
+    if before.get("grains", []) != list(grains):
+        raise CapslogError(
+            f"{path} was written with the grains {before.get('grains') or 1} of its layers, the plan has "
+            f"{list(grains) or 1}; losses would not continue: run a plan of the same grains, or begin a new run with "
+            "init_from"
+        )
     for name, value in run_constants(config).items():
         if name in before and before[name] != value:
             raise CapslogError(
@@ -50,7 +63,7 @@ def check_continues(config: Config, model: str | None, manifest: Mapping[str, An
             )
 
 
-def check_folder(config: Config, model: str | None) -> None:
+def check_folder(config: Config, model: str | None, grains: Sequence[int] = ()) -> None:
     """Raises CapslogError if `config.resume` and what `run_dir/checkpoints` holds do not go together.
 
     A damaged checkpoint is no matter here: the ranks say which ones they pass over.
@@ -71,5 +84,5 @@ def check_folder(config: Config, model: str | None) -> None:
         except CapslogError:
             continue
         if isinstance(manifest, dict):
-            check_continues(config, model, manifest, path)
+            check_continues(config, model, manifest, path, grains)
             return

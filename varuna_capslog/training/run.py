@@ -22,6 +22,7 @@ from varuna_capslog.engine.interface import Engine, EngineKind, EngineParts, Eng
 from varuna_capslog.engine.layout import layout_of
 from varuna_capslog.engine.pipeline import build
 from varuna_capslog.model.workload import Workload
+from varuna_capslog.plans.parts import grains_of
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.training.checkpoint import Checkpoint, latest_checkpoint, load_layers, open_checkpoint
 from varuna_capslog.training.constants import check_continues, check_folder
@@ -107,7 +108,7 @@ class Run:
         """
         wish = self.config.resume
         if wish == "never":
-            check_folder(self.config, self.engine.chain.name)
+            check_folder(self.config, self.engine.chain.name, grains_of(self.engine.layout.stages))
             self.communicator.barrier()  # no rank writes before all have looked
             return None
         found: Checkpoint | None = None
@@ -126,7 +127,8 @@ class Run:
             found = open_checkpoint(Path(wish))
         if found is None:
             return None
-        check_continues(self.config, self.engine.chain.name, found.manifest, found.path)
+        grains = grains_of(self.engine.layout.stages)
+        check_continues(self.config, self.engine.chain.name, found.manifest, found.path, grains)
         self.take_weights(found)
         self._found, self.loop.step = found, found.step
         return found
