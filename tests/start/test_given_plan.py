@@ -366,7 +366,7 @@ def test_grains_are_constants_of_a_run(tmp_path: Path) -> None:
     manifest = {"constants": run_constants(config, grains)}
     check_continues(config, None, manifest, tmp_path, grains)
     for before, now in ((manifest, []), ({"constants": run_constants(config)}, grains)):
-        with pytest.raises(CapslogError, match="grains.* of its layers, the plan has .*run a plan of the same grains"):
+        with pytest.raises(CapslogError, match=r"grains.* of its layers, the plan has .*run a plan of the same grains"):
             check_continues(config, None, before, tmp_path, now)
     elastic = config.elastic.model_copy(update={"enabled": True})
     with pytest.raises(CapslogError, match="a stage has grain 2, but after a membership change the planner chooses"):

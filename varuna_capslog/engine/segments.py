@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -53,12 +53,27 @@ class SegmentState:
     graphs: list[LayerGraph] = field(default_factory=list)
 
 
+class _Work(NamedTuple):
+    """One layer of a segment.
+
+    writes: by name. handed_on: what only the next layer reads; beside: what is alive behind it besides.
+    dead: what is not alive any more behind it.
+    """
+
+    layer: EngineLayer
+    reads: tuple[Value, ...]
+    writes: Mapping[str, Value]
+    handed_on: tuple[Value, ...]
+    beside: tuple[Value, ...]
+    dead: tuple[Value, ...]
+
+
 class StageSegment:
     """Layers [first, end) of a stage.
 
     piece: these layers and the kind of their memory interval, or KEEP.
     enters: what it needs to run, of all that is alive before it.
-    alive: what is alive in the stage behind each layer.
+    alive: what is alive in the stage before the first layer, and behind each.
     ends_in_loss: whether the last one is the chain's last.
     """
 
@@ -70,17 +85,29 @@ class StageSegment:
         enters: Sequence[Value],
         alive: Sequence[frozenset[Value]],
     ) -> None:
-        self.layers = list(layers)
         self.first, self.end = piece.first, piece.end
         self.ends_in_loss = self.end == len(chain)
         self.recomputes, self.offloads = piece.recomputes, piece.offloads
         self.enters = tuple(enters)
-        written = {value for layer in layers for value in chain.written(layer.index)}
-        self._outputs = tuple(value for value in sorted(alive[-1]) if value in written or value in set(enters))
-        self._alive = list(alive)
-        self._reads = [chain.reads[layer.index] for layer in layers]
-        # a graph ends where the segment ends
-        self._handed_on = [*(_handed_on(chain, layer.index) for layer in layers[:-1]), frozenset()]
+        self.layers = list(layers)
+        written = [chain.written(layer.index) for layer in layers]
+        here = {*enters, *(value for values in written for value in values)}
+        self._outputs = tuple(value for value in sorted(alive[-1]) if value in here)
+        self._works = []
+        for place, layer in enumerate(layers):
+            before, after = alive[place], alive[place + 1]
+            # a graph ends where the segment ends
+            handed_on = frozenset() if layer is layers[-1] else _handed_on(chain, layer.index)
+            self._works.append(
+                _Work(
+                    layer,
+                    chain.reads[layer.index],
+                    {value.name: value for value in written[place]},
+                    tuple(handed_on),
+                    tuple(after - handed_on),
+                    tuple((before | {*written[place]}) - after),
+                )
+            )
 
     def wants_backward(self, context: MicrobatchContext) -> bool:
         """False where what leaves it carries no gradient (frozen layers only): nothing need be kept of it."""
@@ -118,12 +145,13 @@ class StageSegment:
         # The callers' frames last as long as this one; a frozen first layer's input would too.
         values.clear()
         open_graph: LayerGraph | None = None
-        for layer, read, alive, handed_on in zip(self.layers, self._reads, self._alive, self._handed_on, strict=True):
+        for work in self._works:
+            layer = work.layer
             if graph and open_graph is None:
                 open_graph = LayerGraph(layer.index)
-                reads = self._enter(open_graph, read, context, live, call)
+                reads = self._enter(open_graph, work.reads, context, live, call)
             else:
-                reads = {value.name: live[value] for value in read}
+                reads = {value.name: live[value] for value in work.reads}
             key = (*context.key, context.index)
             if call is None:
                 found = layer.forward(reads, key, graph, record)
@@ -131,20 +159,21 @@ class StageSegment:
                 with _taken(call, layer):
                     found = layer.forward(reads, key, graph, record)
             del reads
-            written = {Value(name, layer.index): tensor for name, tensor in found.items()}
+            written = {work.writes[name]: tensor for name, tensor in found.items()}
             del found
             if open_graph is not None:
-                if any(context.specs[value].requires_grad for value in alive - handed_on):
+                if any(context.specs[value].requires_grad for value in work.beside):
                     written = open_graph.close(written)
                     state.graphs.append(open_graph)
                     open_graph = None
                 else:
-                    for value in handed_on:
+                    for value in work.handed_on:
                         if written[value].requires_grad:
                             keep_layout(written[value])
             live.update(written)
             del written
-            live = {value: tensor for value, tensor in live.items() if value in alive}
+            for value in work.dead:
+                live.pop(value, None)
         return live
 
     def _enter(
@@ -182,7 +211,7 @@ def segments_of(
             if piece.end == len(chain):
                 inside |= {*chain.reads[len(chain)]}
             enters = sorted(before if ports.passing else {value for value in before if value in inside})
-            found.append(StageSegment(chain, layers[part], piece, enters, alive[part.start + 1 : part.stop + 1]))
+            found.append(StageSegment(chain, layers[part], piece, enters, alive[part.start : part.stop + 1]))
     return found
 
 
