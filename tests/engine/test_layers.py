@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from varuna_capslog.engine.layers import keep_layout, take_layers
+from varuna_capslog.engine.routes import Reach
 from varuna_capslog.engine.stage import MicrobatchContext, Stage
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec, Value
 
@@ -24,7 +25,7 @@ def graphs_kept(chain: Chain) -> tuple[int, Stage, MicrobatchContext]:
     device = torch.device("cpu")
     stage = Stage(0, chain, take_layers(chain, range(len(chain)), device), lambda out, *_: {"loss": out["x"].sum()})
     specs = {value: TensorSpec((3, 4), requires_grad=value.writer >= 0) for value in chain.readers}
-    context = MicrobatchContext((0,), specs, [None], {}, (1, 1))
+    context = MicrobatchContext((0,), specs, Reach(chain, specs), [None], {}, (1, 1))
     stage.forward(context, {Value("x", -1): torch.ones(3, 4)}, whole=True)
     return len(stage._held[0].states[0].graphs), stage, context
 

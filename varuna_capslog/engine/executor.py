@@ -282,16 +282,16 @@ class _Transfers:
         self._post()
 
     def _specs(self, message: Message) -> list[tuple[Any, TensorSpec]]:
-        """What a message carries, in order: values, or those gradients whose values want one."""
-        routes, specs = self._of._routes, self._contexts(self._of.microbatches_of(message)).specs
+        """What a message carries, in order: values, or the gradients that there are."""
+        routes, context = self._of._routes, self._contexts(self._of.microbatches_of(message))
         if message.kind == "activation":
-            return [(value, specs[value]) for value in routes.activations[message.edge]]
-        return [(key, specs[key[0]]) for key in routes.gradients[message.edge] if specs[key[0]].requires_grad]
+            return [(value, context.specs[value]) for value in routes.activations[message.edge]]
+        return [(key, context.specs[key[0]]) for key in routes.carried(message.edge, context.reach)]
 
     def _tag(self, message: Message) -> int:
         # the call of the smaller size has one message over this edge
         number = self._of._first_message[message.edge] + max(message.upstream[1], message.downstream[1])
-        return (number * 2 + (message.kind == "gradient") + 1) * _TENSORS_PER_MESSAGE
+        return (number * 2 + (message.kind == "gradient") + 1) * max(_TENSORS_PER_MESSAGE, self._of._routes.most)
 
     def _post(self) -> None:
         while self._pending:

@@ -26,7 +26,7 @@ from varuna_capslog.engine.layers import EngineLayer, take_layers
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.optimizer import StageOptimizer
 from varuna_capslog.engine.options import EngineOptions
-from varuna_capslog.engine.routes import Routes
+from varuna_capslog.engine.routes import Reach, Routes
 from varuna_capslog.engine.stage import LossFunction, MicrobatchContext, Stage
 from varuna_capslog.engine.statistics import StatisticsBook
 from varuna_capslog.engine.step import Poll, Verdict, check_minibatch
@@ -141,7 +141,9 @@ class PipelineEngine:
         self._observer = observer
         self._executor: Executor | None = None
         self._evaluators: dict[tuple[int, ...], Executor] = {}
-        self._specs: dict[int, tuple[object, dict[Value, TensorSpec]]] = {}  # by the table's row, which is kept here
+        self._specs: dict[
+            int, tuple[object, dict[Value, TensorSpec], Reach]
+        ] = {}  # by the table's row, which is kept here
         self._poll = Poll(chain, communicator, options, ready.part_names)
 
     @property
@@ -167,21 +169,22 @@ class PipelineEngine:
         def context(microbatches: tuple[int, ...]) -> MicrobatchContext:
             inputs = joined_inputs([minibatch.inputs[one] for one in microbatches], microbatches)
             targets = [minibatch.targets[one] for one in microbatches]
+            specs, reach = self._specs_of(inputs)
             return MicrobatchContext(
-                microbatches, self._specs_of(inputs), targets, minibatch.normalisers, (self.options.seed, step)
+                microbatches, specs, reach, targets, minibatch.normalisers, (self.options.seed, step)
             )
 
         return context
 
-    def _specs_of(self, inputs: Mapping[str, TensorSpec]) -> dict[Value, TensorSpec]:
-        """The specs of all values for these inputs."""
+    def _specs_of(self, inputs: Mapping[str, TensorSpec]) -> tuple[dict[Value, TensorSpec], Reach]:
+        """The specs of all values for these inputs, and what gradients come back."""
         cuts = self.table.boundaries(inputs)
         known = self._specs.get(id(cuts))
         if known is None or known[0] is not cuts:
             places = enumerate(cuts)
             specs = {value: specs[value.name] for cut, specs in places for value in self.chain.values_at(cut)}
-            known = self._specs[id(cuts)] = cuts, specs
-        return known[1]
+            known = self._specs[id(cuts)] = cuts, specs, Reach(self.chain, specs)
+        return known[1:]
 
     def _executor_of(self, lowered: Lowered, joining: Joining | None = None) -> Executor:
         return Executor(self.communicator, lowered, self.stages, self._routes, self._observer, joining)
@@ -215,12 +218,8 @@ class PipelineEngine:
                 contexts(call)  # all ranks refuse microbatches of unequal sizes, before any message
         if self._executor is None:
             # the first minibatch shows which edges carry gradients
-            options, specs = self.options, contexts(self._local[:1]).specs
-            carrying = (
-                edge
-                for edge, keys in self._routes.gradients.items()
-                if any(specs[value].requires_grad for value, _ in keys)
-            )
+            options, reach = self.options, contexts(self._local[:1]).reach
+            carrying = (edge for edge in self._graph.edges if self._routes.carried(edge, reach))
             self._executor = self._executor_of(
                 _lowered(
                     options.schedule if options.actions is None else options.actions,

@@ -7,17 +7,17 @@ stage that wrote the value adds them from the last reader to the first, as every
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from torch import Tensor
 
 from varuna_capslog.engine.layout import Layout
-from varuna_capslog.model.chain import Chain, Value
+from varuna_capslog.model.chain import Chain, TensorSpec, Value
 from varuna_capslog.schedules import Edge
 
-__all__ = ["GradientKey", "Gradients", "Ports", "Routes", "ports_of"]
+__all__ = ["GradientKey", "Gradients", "Ports", "Reach", "Routes", "ports_of"]
 
 GradientKey: TypeAlias = "tuple[Value, int | None]"
 """A value, and the layer whose gradient it is; None: the sum over all layers behind a cut."""
@@ -65,11 +65,38 @@ def ports_of(chain: Chain, layers: Sequence[int], direct: bool = False) -> Ports
     return Ports(enters, tuple(value for value in enters if value.writer < 0), leaves, wanted, passing=False)
 
 
+class Reach:
+    """Over which values gradients come back: those from which the loss can be reached through layers that carry one.
+
+    Args:
+        specs: of all values, which say what carries a gradient.
+
+    Attributes:
+        pairs: (value, layer that has a gradient for it); the loss is layer L.
+    """
+
+    def __init__(self, chain: Chain, specs: Mapping[Value, TensorSpec]) -> None:
+        self._last: dict[Value, int] = {}
+        found: set[tuple[Value, int]] = set()
+        for reader in reversed(range(len(chain) + 1)):
+            if reader == len(chain) or any(value in self._last for value in chain.written(reader)):
+                for value in chain.reads[reader]:
+                    if specs[value].requires_grad:
+                        found.add((value, reader))
+                        self._last.setdefault(value, reader)
+        self.pairs = frozenset(found)
+
+    def has(self, key: GradientKey, cut: int) -> bool:
+        """Whether this gradient comes from the layers behind a cut."""
+        return key in self.pairs if key[1] is not None else self._last.get(key[0], -1) >= cut
+
+
 class Routes:
     """What travels between the stages of a layout.
 
     ports: of every stage.
     activations, gradients: of every edge, in the order in which they are sent.
+    most: entries of a message.
     """
 
     def __init__(self, chain: Chain, layout: Layout, edges: Sequence[Edge]) -> None:
@@ -80,6 +107,12 @@ class Routes:
             made, taken = set(self.ports[one].leaves), self.ports[other]
             self.activations[one, other] = tuple(value for value in taken.enters if value in made)
             self.gradients[one, other] = tuple(key for key in taken.wanted if key[0] in made)
+        self._cuts = [stage.first for stage in layout.stages]
+        self.most = max(map(len, (*self.activations.values(), *self.gradients.values())), default=0)
+
+    def carried(self, edge: Edge, reach: Reach) -> list[GradientKey]:
+        """The gradients that travel over an edge, in the order in which they are sent."""
+        return [key for key in self.gradients[edge] if reach.has(key, self._cuts[edge[1]])]
 
 
 class Gradients:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from varuna_capslog.engine.layers import EngineLayer, LayerGraph, keep_layout
 from varuna_capslog.engine.offload import OffloadedCall, OffloadedTensor, entered
-from varuna_capslog.engine.routes import Ports
+from varuna_capslog.engine.routes import Ports, Reach
 from varuna_capslog.model.chain import Chain, TensorSpec, Value
 from varuna_capslog.plans.parts import MemoryInterval, pieces_of, ranges_of
 
@@ -28,13 +28,14 @@ class MicrobatchContext:
 
     Attributes:
         microbatches: their global indices in the minibatch, rising.
-        specs: of every value of the chain, for all of them together.
+        specs: of every value of the chain, for all of them together. reach: the gradients that come back.
         targets: of each; normalisers: for the loss.
         key: (run seed, step) of the random numbers.
     """
 
     microbatches: tuple[int, ...]
     specs: Mapping[Value, TensorSpec]
+    reach: Reach
     targets: Sequence[Any]
     normalisers: Mapping[str, float]
     key: tuple[int, int]

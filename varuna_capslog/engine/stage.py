@@ -81,6 +81,9 @@ class Stage:
         self._outputs = chain.reads[len(chain)]
         # with relayed tensors the values that the loss reads leave the last stage, and nobody takes them
         self._sent = () if self.ends_in_loss and self.ports.passing else self.ports.leaves
+        own = {layer.index for layer in layers}
+        leaving = [(value, reader) for value in self.ports.leaves for reader in chain.readers[value]]
+        self._behind = frozenset((value, reader) for value, reader in leaving if reader not in own)
         self._tier = tier if any(segment.offloads for segment in self.segments) else None
         self._loss = loss
         self._held: dict[int, _Held] = {}
@@ -93,8 +96,10 @@ class Stage:
         self.after_step: list[Callable[[], None]] = []
 
     def wants_backward(self, context: MicrobatchContext) -> bool:
-        """False for a stage whose outputs carry no gradient (frozen layers only): its R and B have nothing to do."""
-        return self.ends_in_loss or any(context.specs[value].requires_grad for value in self.ports.leaves)
+        """False for a stage whose outputs get no gradient (frozen layers only, or no way to the loss): its R and B have
+        nothing to do.
+        """
+        return self.ends_in_loss or not self._behind.isdisjoint(context.reach.pairs)
 
     def forward(
         self, context: MicrobatchContext, values: dict[Value, Tensor], whole: bool, later: bool = False
@@ -217,7 +222,7 @@ class Stage:
         if not inputs_only:
             del self._held[context.index]
         if not self.wants_backward(context):
-            return {}
+            return {}  # nothing that it reads has a gradient from here either
         _bring_back(held)
         sums = Gradients(gradients, self.ports.apart)
         for place in reversed(range(len(self.segments))):
@@ -232,8 +237,8 @@ class Stage:
                 graphs.pop().backward(sums)
         if held.call is not None and not inputs_only:
             held.call.end()
-        specs = [(key, context.specs[key[0]]) for key in self.ports.wanted]
-        return {key: _as_spec(sums.of(key), spec, self.device) for key, spec in specs if spec.requires_grad}
+        wanted = [key for key in self.ports.wanted if context.reach.has(key, self.first)]
+        return {key: _as_spec(sums.of(key), context.specs[key[0]], self.device) for key in wanted}
 
     def _differentiate_loss(self, held: _Held, gradients: Gradients) -> None:
         """Begins the backward with the gradients of what the loss reads."""
