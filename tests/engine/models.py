@@ -1,4 +1,7 @@
-"""Tiny chains that hold every kind of layer the engine must get right, and data whose microbatches differ in size."""
+"""Tiny chains that hold every kind of layer the engine must get right, and data whose microbatches differ in size.
+
+`build_chain` is the one of most tests; `GRAPHS` has those whose layers form branches.
+"""
 
 from __future__ import annotations
 
@@ -58,9 +61,11 @@ class Encoder(nn.Module):
         self.norm = nn.LayerNorm(DIM)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, memory: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, memory: Tensor, mask: Tensor | None = None) -> Tensor:
         scores = self.query(memory) @ self.key(memory).transpose(1, 2) / DIM**0.5
-        weights = scores.masked_fill(mask[:, None], -1e9).softmax(-1)
+        if mask is not None:
+            scores = scores.masked_fill(mask[:, None], -1e9)
+        weights = scores.softmax(-1)
         return self.norm(memory + self.dropout(weights @ self.value(memory)))
 
 
@@ -161,13 +166,16 @@ def make_minibatch(
         cells = (height // 2) * (width // 2)
         inputs.append({"x": x, "sizes": torch.tensor([[cells, 1], [cells - 2, 1]])})
         targets.append(torch.randn(2, 4, 3, generator=generator).to(dtype))
-    minibatch = Minibatch(
+    return _described(inputs, targets), inputs
+
+
+def _described(inputs: Sequence[Mapping[str, Tensor]], targets: list[Any]) -> Minibatch:
+    return Minibatch(
         [{name: TensorSpec.of(tensor) for name, tensor in values.items()} for values in inputs],
         targets,
-        {"count": float(microbatches * 2)},
-        [[f"image-{index}"] for index in range(microbatches)],
+        {"count": float(len(inputs) * 2)},
+        [[f"image-{index}"] for index in range(len(inputs))],
     )
-    return minibatch, inputs
 
 
 def loss(outputs: Mapping[str, Tensor], targets: Any, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
@@ -178,7 +186,12 @@ def loss(outputs: Mapping[str, Tensor], targets: Any, normalisers: Mapping[str, 
 
 
 def plain_step(
-    chain: Chain, minibatch: Minibatch, inputs: Sequence[Mapping[str, Tensor]], seed: int, step: int
+    chain: Chain,
+    minibatch: Minibatch,
+    inputs: Sequence[Mapping[str, Tensor]],
+    seed: int,
+    step: int,
+    loss: Callable[..., dict[str, Tensor]] = loss,
 ) -> dict[str, float]:
     """The oracle: the unsplit model in one autograd graph per microbatch; gradients in `.grad`, loss parts returned."""
     device, total = torch.device("cpu"), {}
@@ -192,3 +205,181 @@ def plain_step(
         for name, part in parts.items():
             total[name] = total.get(name, 0.0) + float(part.detach())
     return total
+
+
+class Tokens(nn.Module):
+    """Embeds (batch, length) token ids; a 0 is padding, which the mask names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, DIM)
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        return self.embedding(ids), ids == 0
+
+
+class Contrast(nn.Module):
+    """Where two towers meet: how alike every image and every text of the batch are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.text = nn.Linear(DIM, DIM, bias=False), nn.Linear(DIM, DIM, bias=False)
+
+    def forward(self, image: Tensor, text: Tensor) -> Tensor:
+        return self.image(image.mean(1)) @ self.text(text.mean(1)).T
+
+
+class ConvBlock(nn.Sequential):
+    def __init__(self, size: int, channels: int = DIM) -> None:
+        super().__init__(nn.Conv2d(channels, DIM, size, padding=size // 2), nn.ReLU())
+
+
+class Concatenate(nn.Module):
+    """Where the branches of an Inception block meet."""
+
+    def __init__(self, branches: int) -> None:
+        super().__init__()
+        self.mix = nn.Conv2d(branches * DIM, DIM, 1)
+
+    def forward(self, *branches: Tensor) -> Tensor:
+        return self.mix(torch.cat(branches, 1))
+
+
+class MeanHead(nn.Module):
+    """Three numbers of the mean over some dimensions."""
+
+    def __init__(self, over: Sequence[int]) -> None:
+        super().__init__()
+        self.linear, self.over = nn.Linear(DIM, 3), tuple(over)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.mean(self.over))
+
+
+class CrossDecoder(nn.Module):
+    """Self-attention, then attention over the encoder's output, which every decoder reads."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.own, self.cross, self.norm = Encoder(dropout), nn.Linear(DIM, DIM), nn.LayerNorm(DIM)
+
+    def forward(self, state: Tensor, memory: Tensor, mask: Tensor) -> Tensor:
+        state = self.own(state)
+        scores = (self.cross(state) @ memory.transpose(1, 2)).masked_fill(mask[:, None], -1e9)
+        return self.norm(state + scores.softmax(-1) @ memory)
+
+
+def _tower_layers(dropout: float) -> list[Layer]:
+    return [
+        Layer("image.stem", nn.Linear(3, DIM), ("pixels",), ("image",)),
+        *(Layer(f"image.{i}", Encoder(dropout), ("image",), ("image",)) for i in range(3)),
+        Layer("text.embed", Tokens(), ("tokens",), ("text", "padding")),
+        *(Layer(f"text.{i}", Encoder(dropout), ("text", "padding"), ("text",)) for i in range(2)),
+        Layer("join", Contrast(), ("image", "text"), ("logits",)),
+    ]
+
+
+def _inception_layers(dropout: float) -> list[Layer]:
+    return [
+        Layer("stem", ConvBlock(3, 3)),
+        Layer("norm", ConvNorm(), ("x",), ("a",)),
+        Layer("deep.0", ConvBlock(1), ("x",), ("b",)),
+        Layer("deep.1", nn.Sequential(ConvBlock(3), nn.Dropout(dropout)), ("b",), ("b",)),
+        Layer("pool", nn.Sequential(nn.AvgPool2d(3, 1, 1), ConvBlock(1)), ("x",), ("c",)),
+        Layer("join", Concatenate(3), ("a", "b", "c"), ("x",)),
+        Layer("head", MeanHead([2, 3]), ("x",), ("scores",)),
+    ]
+
+
+def _translation_layers(dropout: float) -> list[Layer]:
+    return [
+        Layer("encoder.embed", Tokens(), ("source",), ("memory", "padding")),
+        *(Layer(f"encoder.{i}", Encoder(dropout), ("memory", "padding"), ("memory",)) for i in range(2)),
+        Layer("decoder.embed", nn.Embedding(16, DIM), ("target",), ("state",)),
+        *(Layer(f"decoder.{i}", CrossDecoder(dropout), ("state", "memory", "padding"), ("state",)) for i in range(3)),
+        Layer("head", MeanHead([1]), ("state",), ("scores",)),
+    ]
+
+
+def _ids(length: int, generator: torch.Generator) -> Tensor:
+    ids = torch.randint(1, 16, (2, length), generator=generator)
+    ids[1, -2:] = 0
+    return ids
+
+
+def _draw_towers(size: int, generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+    pixels = torch.randn(2, 4 + size, 3, generator=generator)
+    return {"pixels": pixels, "tokens": _ids(5 + size, generator)}, torch.randn(2, 2, generator=generator)
+
+
+def _draw_inception(size: int, generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+    x = torch.randn(2, 3, 4 + size, 6, generator=generator)
+    return {"x": x}, torch.randn(2, 3, generator=generator)
+
+
+def _draw_translation(size: int, generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+    source, target = _ids(5 + size, generator), torch.randint(1, 16, (2, 4 + size), generator=generator)
+    return {"source": source, "target": target}, torch.randn(2, 3, generator=generator)
+
+
+def _errors(found: Tensor, targets: Tensor, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
+    error = found - targets
+    square, absolute = error.square().sum() / normalisers["count"], error.abs().sum() / normalisers["count"]
+    return {"loss": square + 0.1 * absolute, "square": square, "absolute": absolute}
+
+
+def _towers_loss(outputs: Mapping[str, Tensor], targets: Any, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
+    parts = _errors(outputs["logits"], targets, normalisers)
+    image = outputs["image"].mean(1).square().sum() / normalisers["count"]
+    return {**parts, "loss": parts["loss"] + 0.05 * image, "image": image}
+
+
+def _scores_loss(outputs: Mapping[str, Tensor], targets: Any, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
+    return _errors(outputs["scores"], targets, normalisers)
+
+
+@dataclasses.dataclass(frozen=True)
+class Graph:
+    """A model whose layers form branches, with its data and its loss.
+
+    Attributes:
+        layers: makes them, with this probability of dropout.
+        draw: the inputs and the target of one microbatch, by its size (0 to 2).
+        loss: takes outputs, a microbatch's target and normalisers, as `loss` does.
+    """
+
+    layers: Callable[[float], list[Layer]]
+    draw: Callable[[int, torch.Generator], tuple[dict[str, Tensor], Tensor]]
+    loss: Callable[..., dict[str, Tensor]]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    def build_chain(self, dropout: float = 0.1, dtype: torch.dtype = torch.float32, seed: int = 0) -> Chain:
+        """As `build_chain` of this module."""
+        torch.manual_seed(seed)
+        layers = self.layers(dropout)
+        for layer in layers:
+            layer.module.to(dtype)
+        return Chain(layers, self.inputs, self.outputs, "graph")
+
+    def make_minibatch(
+        self, microbatches: int, step: int, dtype: torch.dtype = torch.float32
+    ) -> tuple[Minibatch, list[dict[str, Tensor]]]:
+        """As `make_minibatch` of this module: two samples each, of a size that changes from one to the next."""
+        generator = torch.Generator().manual_seed(100 + step)
+        drawn = [self.draw((index + step) % 3, generator) for index in range(microbatches)]
+        inputs = [
+            {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in values.items()}
+            for values, _ in drawn
+        ]
+        return _described(inputs, [target.to(dtype) for _, target in drawn]), inputs
+
+
+GRAPHS = {
+    # two towers of 4 and 3 layers without an edge between them; the loss reads their join and the first one's output
+    "towers": Graph(_tower_layers, _draw_towers, _towers_loss, ("pixels", "tokens"), ("logits", "image")),
+    # a fork into three branches, one with BatchNorm, one of two layers, joined by a concatenation
+    "inception": Graph(_inception_layers, _draw_inception, _scores_loss, ("x",), ("scores",)),
+    # every decoder reads the encoder's output and its mask: two values with many readers
+    "translation": Graph(_translation_layers, _draw_translation, _scores_loss, ("source", "target"), ("scores",)),
+}

@@ -44,6 +44,27 @@ def test_an_edge_leads_from_the_last_writer_of_a_name_to_its_reader() -> None:
     assert models.build_chain().edges == (*stem, *encoders, *decoders)
 
 
+def test_the_graphs_for_engine_tests_have_the_branches_that_they_promise() -> None:
+    edges = {name: graph.build_chain().edges for name, graph in models.GRAPHS.items()}
+    # layer 7 is the join, and the last layer, which computes the loss
+    assert edges["towers"] == ((0, 1), (1, 2), (2, 3), (3, 7), (4, 5), (4, 6), (5, 6), (6, 7))
+    assert edges["inception"] == ((0, 1), (0, 2), (0, 4), (1, 5), (2, 3), (3, 5), (4, 5), (5, 6))
+    encoder = ((0, 1), (0, 2), (0, 4), (0, 5), (0, 6), (1, 2), (2, 4), (2, 5), (2, 6))
+    assert edges["translation"] == (*encoder, (3, 4), (4, 5), (5, 6), (6, 7))
+
+
+@pytest.mark.parametrize("name", models.GRAPHS)
+def test_every_parameter_of_a_graph_for_engine_tests_has_a_gradient(name: str) -> None:
+    graph = models.GRAPHS[name]
+    chain = graph.build_chain(dtype=torch.float64)
+    minibatch, inputs = graph.make_minibatch(3, 1, torch.float64)
+    assert len({tuple(spec.shape for spec in specs.values()) for specs in minibatch.inputs}) == 3
+    assert models.plain_step(chain, minibatch, inputs, seed=7, step=1, loss=graph.loss)["loss"] > 0
+    for address, parameter in chain.named_parameters().items():
+        assert parameter.grad is not None, address
+        assert parameter.grad.abs().sum() > 1e-8, address
+
+
 def test_a_value_is_a_name_and_its_writer_and_the_loss_is_the_last_reader() -> None:
     """By hand: the `x` that layer b writes is another tensor than the input of that name."""
     chain = skip_chain()
