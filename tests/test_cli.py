@@ -192,6 +192,23 @@ def test_a_schedule_that_the_memory_model_does_not_describe_gives_cuts_but_no_nu
     assert "fits and peak_bytes are unknown" in captured.err
 
 
+def test_profile_shows_what_layers_read_from_where_they_are_no_plain_chain(toy, capsys, monkeypatch):
+    assert run("profile", toy) == 0
+    assert "reads from" not in capsys.readouterr().out
+    handed = ((0, [1, 2]), (1, [3]), (2, [3]), (3, [4]))  # the body and the neck are two branches
+    tensors = [
+        {"name": f"t{writer}", "bytes": 4, "gradient": True, "writer": writer, "readers": readers}
+        for writer, readers in handed
+    ]
+    branched = Profile.from_json(PROFILE | {"format": "varuna-capslog/profile/2", "tensors": tensors})
+    measure = sys.modules["varuna_capslog.profiling.measure"]
+    monkeypatch.setattr(measure, "profile_config", lambda config, workers, progress: branched)
+    assert run("profile", toy) == 0
+    table = [[cell.strip() for cell in line.split("│")] for line in capsys.readouterr().out.splitlines()]
+    found = {cells[2]: cells[-2] for cells in table if len(cells) > 3}
+    assert found == {"stem": "", "body": "0", "neck": "0", "head": "1, 2"}
+
+
 def test_profile_writes_into_the_run_dir(toy, tmp_path, capsys):
     assert run("profile", toy, "--json") == 0
     assert json.loads(capsys.readouterr().out) == json.loads((tmp_path / "runs/toy/profile.json").read_text())

@@ -53,6 +53,11 @@ def profile(
         sizes = ["" if size is None else format_bytes(size) for size in (layer.isolated_bytes, layer.added_bytes)]
         times = ["" if t is None else f"{t * 1e3:.1f} ms" for t in (layer.forward_seconds, layer.backward_seconds)]
         rows.append([str(index), layer.name, *sizes, *times])
+    headings = ["", "layer", "alone (M_i)", "added (M_a)", "forward", "backward"]
+    if result.edges != [(index, index + 1) for index in range(result.num_layers - 1)]:
+        headings.append("reads from")
+        for reader, row in enumerate(rows):
+            row.append(", ".join(str(writer) for writer, other in result.edges if other == reader))
     if "input_sizes" in result.conditions:
         notes.append(_sizes(result.conditions["input_sizes"]))
     if "headroom" in result.conditions:
@@ -65,8 +70,7 @@ def profile(
     if "profiling" in result.conditions:
         notes.append(_launches(result.conditions["profiling"]))
     title = f"{result.model or 'model'}: {result.num_layers} layers, {result.source}"
-    headings = ("", "layer", "alone (M_i)", "added (M_a)", "forward", "backward")
-    shared.print_table(title, headings, rows, left=(1,), notes=[*notes, f"written to {path}"])
+    shared.print_table(title, headings, rows, left=(1, 6), notes=[*notes, f"written to {path}"])
 
 
 def _sizes(sizes: Mapping[str, Any]) -> str:

@@ -17,6 +17,7 @@ from torch import nn
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.capture.collapse import collapse_modules
 from varuna_capslog.model.capture.export import export_model
+from varuna_capslog.model.capture.forks import forked_modules
 from varuna_capslog.model.capture.modes import merge_modes
 from varuna_capslog.model.capture.runtime import SequentialSlice
 from varuna_capslog.model.capture.split import split_graph
@@ -42,8 +43,10 @@ def capture_layers(
     Args:
         model: stays as it is; the chain's layers hold its own parameters and submodules.
         cut_points: qualified names of submodules (`"layer3.0"`, `"model.layers.2"`); a cut lies *before* each. The
-            layer that begins there has that name; the first layer has the name of the first module that runs. None
-            takes `automatic_cut_points`, less those that never run, and what follows the last block (norm and head).
+            layer that begins there has that name; the first layer has the name of the first module that runs. One
+            layer waits for another only where the model's own modules do (`assign`). None takes `automatic_cut_points`,
+            less those that never run, what follows the last block (norm and head), and modules outside the blocks that
+            read one tensor side by side, such as the branches of an Inception block (`forks`).
         example_inputs: a dict of keyword arguments or a tuple of positional ones. Entries that are not tensors
             (`use_cache=False`) are fixed in the captured model.
         outputs: which of the model's output tensors leave the chain (default: all). They are named by their place in
@@ -59,7 +62,7 @@ def capture_layers(
         )
     lenient = cut_points is None
     if cut_points is None:
-        cut_points = automatic_cut_points(model)
+        cut_points = list(_list_children(model))
     _check_names(model, cut_points)
     if isinstance(model, nn.Sequential) and not any("." in cut for cut in cut_points):
         return _sequential_layers(model, cut_points), ("x",), ("x",)
@@ -77,6 +80,8 @@ def capture_layers(
     try:
         model.train()
         captured = export_model(model, arguments, keywords)
+        if lenient:
+            cut_points = [*forked_modules(captured, model, cut_points), *cut_points] or automatic_cut_points(model)
         collapse_modules(captured, model, cut_points)
         model.eval()
         try:
@@ -93,7 +98,8 @@ def capture_layers(
 
 
 def automatic_cut_points(model: nn.Module) -> list[str]:
-    """Every repeated block: the children of the model's outermost ModuleLists and Sequentials.
+    """Every repeated block, as far as it is known without an example: the children of the model's outermost ModuleLists
+    and Sequentials.
 
     A child that is itself a list of modules of one class (`layer1` of a ResNet within `features`) gives its own
     children; a model that is an nn.Sequential gives its direct children only, which needs no capture.
@@ -101,16 +107,19 @@ def automatic_cut_points(model: nn.Module) -> list[str]:
     Raises:
         CapslogError: the model has no such list.
     """
-    if isinstance(model, nn.Sequential):
-        found = [name for name, _ in model.named_children()]
-    else:
-        found = list(_blocks(model, ""))
+    found = _list_children(model)
     if not found:
         raise CapslogError(
             f"{type(model).__name__} has no ModuleList or Sequential of two or more modules to cut at; "
             "name the cut points"
         )
     return found
+
+
+def _list_children(model: nn.Module) -> list[str]:
+    if isinstance(model, nn.Sequential):
+        return [name for name, _ in model.named_children()]
+    return list(_blocks(model, ""))
 
 
 def _blocks(module: nn.Module, prefix: str) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """Cuts a captured graph into the layers of a chain.
 
-Called last by `capture_layers`. A layer is a run of consecutive nodes; what later layers need of it crosses the cut
+Called last by `capture_layers`. `assign` says which nodes are whose; what later layers need of a layer crosses the cut
 under a readable name. In-place operations never reach a tensor that crossed a cut.
 """
 
@@ -13,8 +13,9 @@ import torch
 from torch import fx, nn
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.model.capture.assign import assign_layers
 from varuna_capslog.model.capture.collapse import mutated_arguments
-from varuna_capslog.model.capture.export import Captured, follow_device, module_calls, module_path, same_storage
+from varuna_capslog.model.capture.export import Captured, follow_device, module_path, same_storage
 from varuna_capslog.model.capture.runtime import Guard
 from varuna_capslog.model.layer import Layer
 
@@ -45,7 +46,7 @@ def split_graph(
             change of a value of which two views cross a cut.
     """
     wanted = _choose_outputs(captured, outputs)
-    layer_of, names = _assign_layers(captured, model, cut_points, lenient)
+    layer_of, names = assign_layers(captured, model, cut_points, lenient)
     _protect_boundaries(captured, wanted, layer_of)
     value_names = _name_values(captured, wanted, layer_of)
     parts: list[list[fx.Node]] = [[] for _ in names]
@@ -84,75 +85,6 @@ def _choose_outputs(captured: Captured, outputs: Sequence[str] | None) -> dict[s
                 f"outputs={list(outputs or ())} names {output!r}; the model returns {list(captured.outputs)}"
             )
     return {output: captured.outputs[output] for output in (captured.outputs if outputs is None else outputs)}
-
-
-def _assign_layers(
-    captured: Captured, model: nn.Module, cut_points: Sequence[str], lenient: bool
-) -> tuple[dict[fx.Node, int], list[str]]:
-    nodes = [node for node in captured.graph.nodes if node.op in ("call_function", "call_module")]
-    starts: dict[int, str] = {}
-    for cut in cut_points:
-        first = next((index for index, node in enumerate(nodes) if _runs_in(node, cut)), None)
-        if lenient and (first is None or first in starts):
-            continue
-        if first is None:
-            hidden = any(
-                _path_in(path, cut)
-                for node in nodes
-                for stack in node.meta.get("inner_stacks", ())
-                for path, _ in stack.values()
-            )
-            why = (
-                "runs inside a torch.no_grad() or autocast block of the model's code; cut before what holds the block"
-                if hidden
-                else "does nothing in this model's forward (never called, or it returns its input); choose another"
-            )
-            raise CapslogError(f"cut point {cut!r} {why}")
-        if first in starts:
-            raise CapslogError(
-                f"cut points {starts[first]!r} and {cut!r} begin at the same operation; keep one of them"
-            )
-        starts[first] = cut
-    if lenient:
-        _cut_after_blocks(nodes, starts, model)
-    if 0 not in starts:
-        first_name = next((path for node in nodes if (path := module_path(node))), "start")
-        while first_name in starts.values():
-            first_name = "start" if first_name != "start" else "start_"
-        starts[0] = first_name
-    names = [starts[begin] for begin in sorted(starts)]
-    layer_of: dict[fx.Node, int] = {}
-    index = -1
-    for position, node in enumerate(nodes):
-        index += position in starts
-        # what unpacks a tuple stays with what made it: only tensors cross a cut
-        source = node.args[0] if node.args and node.target is operator.getitem else None
-        layer_of[node] = layer_of[source] if isinstance(source, fx.Node) and source in layer_of else index
-    return layer_of, names
-
-
-def _cut_after_blocks(nodes: Sequence[fx.Node], starts: dict[int, str], model: nn.Module) -> None:
-    begins = sorted(starts)
-    for begin, following in zip(begins, [*begins[1:], len(nodes)], strict=True):
-        end = 1 + max(index for index in range(begin, following) if _runs_in(nodes[index], starts[begin]))
-        rest = nodes[end:following]
-        name = next((path for node in rest if (path := module_path(node))), None)
-        if name and name not in starts.values() and any(_has_weights(node, model) for node in rest):
-            starts[end] = name
-
-
-def _has_weights(node: fx.Node, model: nn.Module) -> bool:
-    if node.op == "call_module" and module_calls(node):
-        return next(model.get_submodule(module_path(node)).parameters(), None) is not None
-    return any(source.op == "get_attr" for source in node.all_input_nodes)
-
-
-def _path_in(path: str, cut: str) -> bool:
-    return path == cut or path.startswith(cut + ".")
-
-
-def _runs_in(node: fx.Node, cut: str) -> bool:
-    return any(_path_in(path, cut) for path in module_calls(node).values())
 
 
 def _protect_boundaries(captured: Captured, wanted: dict[str, fx.Node], layer_of: dict[fx.Node, int]) -> None:

@@ -1,0 +1,368 @@
+"""Says to which layer every operation of a captured graph belongs, so that parallel branches stay parallel.
+
+Called by `split_graph`. What runs in a cut point's module is that cut point's layer. Of every other operation two
+things are asked: which cut points it waits for, and after which one it was executed. It goes into the layer of the
+latter if that layer already waits for all that the operation waits for, and if whatever needs the operation already
+waits for that layer: so it is in a plain chain, always. Other operations form layers of their own. Therefore a cut
+point never waits for one that it does not need, and the layers have a topological order.
+"""
+
+from __future__ import annotations
+
+import heapq
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from torch import Tensor, fx, nn
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.model.capture.collapse import mutated_arguments
+from varuna_capslog.model.capture.export import Captured, module_calls, module_path
+
+__all__ = ["assign_layers"]
+
+
+@dataclass
+class _Cut:
+    """A place to cut before.
+
+    Attributes:
+        name: of the module, and of the layer.
+        position: of the first operation, in the order of execution.
+        end: where the operations of the module end that are its layer's in any case.
+        rest_of: the other cut point's number, where it is the rest behind that one's module that begins here.
+        behind: the cut points that its layer waits for, itself included.
+    """
+
+    name: str
+    position: int
+    end: int
+    rest_of: int | None = None
+    behind: int = 0
+
+
+@dataclass(eq=False)
+class _Unit:
+    """Operations that stay together: one with what unpacks its tuple, or those of a cut point's module.
+
+    Sets of cut points are integers, with one bit for each.
+
+    Attributes:
+        position: of its first operation.
+        cut: the last cut point before it, -1 for none.
+        own: whether it is that cut point's module.
+        behind: the cut points that it waits for, its own included.
+        ahead: the cut points that wait for it.
+    """
+
+    position: int
+    cut: int
+    own: bool
+    nodes: list[fx.Node] = field(default_factory=list)
+    sources: set[_Unit] = field(default_factory=set)
+    users: set[_Unit] = field(default_factory=set)
+    behind: int = 0
+    ahead: int = 0
+
+
+@dataclass(eq=False)
+class _Layer:
+    """`rest`: whether it is what follows a cut point's module where automatic cut points end with their modules."""
+
+    units: list[_Unit]
+    name: str = ""
+    rest: bool = False
+
+    @property
+    def position(self) -> int:
+        return self.units[0].position
+
+    @property
+    def nodes(self) -> Iterator[fx.Node]:
+        return (node for unit in self.units for node in unit.nodes)
+
+
+def assign_layers(
+    captured: Captured, model: nn.Module, cut_points: Sequence[str], lenient: bool
+) -> tuple[dict[fx.Node, int], list[str]]:
+    """The layer of every operation, and the layers' names. The graph's operations are put into the layers' order.
+
+    Args:
+        lenient: see `split_graph`.
+
+    Raises:
+        CapslogError: a cut point that never runs or begins where another one does.
+    """
+    nodes = [node for node in captured.graph.nodes if node.op in ("call_function", "call_module")]
+    cuts = _find_cuts(nodes, model, cut_points, lenient)
+    units = _make_units(nodes, cuts)
+    _find_dependences(units, cuts)
+    found: dict[tuple[int, int], list[_Unit]] = {}
+    for unit in units:
+        found.setdefault((unit.behind, unit.cut), []).append(unit)
+    layers, loose = [], []
+    for (behind, cut), group in found.items():
+        if cut >= 0 and behind == cuts[cut].behind:
+            rest = cuts[cut].rest_of is not None
+            layers.append(_Layer(group, "" if rest else cuts[cut].name, rest))
+        else:
+            loose += [_Layer(part) for part in _apart(group, model)]
+    layers = sorted([*layers, *loose], key=lambda layer: layer.position)
+    _join_readers([layer for layer in loose if layer.position and not _weigh(layer, model)], layers)
+    _name_layers(layers, nodes, model)
+    layers = _topological(layers)
+    layer_of = {node: index for index, layer in enumerate(layers) for node in layer.nodes}
+    _put_in_order(sorted(nodes, key=layer_of.__getitem__))
+    return layer_of, [layer.name for layer in layers]
+
+
+def _find_cuts(nodes: Sequence[fx.Node], model: nn.Module, cut_points: Sequence[str], lenient: bool) -> list[_Cut]:
+    starts: dict[int, str] = {}
+    for cut in cut_points:
+        first = next((at for at, node in enumerate(nodes) if not _unpacks(node) and _runs_in(node, cut)), None)
+        if lenient and (first is None or first in starts):
+            continue
+        if first is None:
+            hidden = any(
+                _path_in(path, cut)
+                for node in nodes
+                for stack in node.meta.get("inner_stacks", ())
+                for path, _ in stack.values()
+            )
+            why = (
+                "runs inside a torch.no_grad() or autocast block of the model's code; cut before what holds the block"
+                if hidden
+                else "does nothing in this model's forward (never called, or it returns its input); choose another"
+            )
+            raise CapslogError(f"cut point {cut!r} {why}")
+        if first in starts:
+            raise CapslogError(
+                f"cut points {starts[first]!r} and {cut!r} begin at the same operation; keep one of them"
+            )
+        starts[first] = cut
+    cuts: list[_Cut] = []
+    begins = sorted(starts)
+    for begin, following in zip(begins, [*begins[1:], len(nodes)], strict=True):
+        name = starts[begin]
+        call = next(key for key, path in module_calls(nodes[begin]).items() if _path_in(path, name))
+        inside = [at for at in range(begin, following) if call in module_calls(nodes[at])]
+        cuts.append(_Cut(name, begin, 1 + inside[-1]))
+        if not lenient:
+            continue
+        end = 1 + max(at for at in range(begin, following) if _runs_in(nodes[at], name))
+        rest = nodes[end:following]
+        name = next((path for node in rest if (path := module_path(node))), "")
+        if name and name not in starts.values() and any(_has_weights(node, model) for node in rest):
+            cuts.append(_Cut(name, end, end, rest_of=len(cuts) - 1))
+            starts[end] = name
+    return cuts
+
+
+def _make_units(nodes: Sequence[fx.Node], cuts: Sequence[_Cut]) -> list[_Unit]:
+    """The units in the order of execution, with what each must wait for and what must wait for it."""
+    unit_of: dict[fx.Node, _Unit] = {}
+    units: list[_Unit] = []
+    begins = {cut.position: number for number, cut in enumerate(cuts)}
+    number = -1
+    for position, node in enumerate(nodes):
+        number = begins.get(position, number)
+        source = node.args[0] if _unpacks(node) else None
+        if isinstance(source, fx.Node) and source in unit_of:
+            unit = unit_of[source]  # only tensors cross a cut
+        elif number >= 0 and cuts[number].position < position < cuts[number].end:
+            unit = unit_of[nodes[cuts[number].position]]
+        else:
+            unit = _Unit(position, number, number >= 0 and position < cuts[number].end)
+            units.append(unit)
+        unit.nodes.append(node)
+        unit_of[node] = unit
+    for before, after in [*_data_order(nodes), *_order_of_changes(nodes)]:
+        first, second = unit_of.get(before), unit_of[after]
+        if first is not None and first is not second:
+            first.users.add(second)
+            second.sources.add(first)
+    return units
+
+
+def _data_order(nodes: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
+    return ((source, node) for node in nodes for source in node.all_input_nodes)
+
+
+def _order_of_changes(nodes: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """An operation that writes into memory comes after all that used the memory before, and before all that does so
+    later.
+    """
+    users: dict[int, list[fx.Node]] = {}
+    changes: list[tuple[int, fx.Node]] = []
+    for node in nodes:
+        for memory in dict.fromkeys(map(_memory, [node, *node.all_input_nodes])):
+            if memory is not None:
+                users.setdefault(memory, []).append(node)
+        changes += [(memory, node) for memory in map(_memory, mutated_arguments(node)) if memory is not None]
+    for memory, change in changes:
+        at = users[memory].index(change)
+        yield from ((before, change) for before in users[memory][:at])
+        yield from ((change, after) for after in users[memory][at + 1 :])
+
+
+def _memory(node: fx.Node) -> int | None:
+    value = node.meta.get("val")
+    return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
+
+
+def _find_dependences(units: Sequence[_Unit], cuts: Sequence[_Cut]) -> None:
+    """Fills in `behind` and `ahead` of units, and `behind` of cut points.
+
+    An operation that joins the layer of the cut point before it has what that one has behind it.
+    """
+    for unit in units:
+        for source in unit.sources:
+            unit.behind |= source.behind
+        if unit.own:
+            unit.behind |= 1 << unit.cut
+            cuts[unit.cut].behind = unit.behind
+            for number, cut in enumerate(cuts):
+                if cut.rest_of == unit.cut:
+                    cut.behind = unit.behind | 1 << number
+        elif unit.cut >= 0 and (rest_of := cuts[unit.cut].rest_of) is not None and unit.behind >> rest_of & 1:
+            unit.behind |= 1 << unit.cut
+    for unit in reversed(units):
+        for user in unit.users:
+            unit.ahead |= user.ahead | (1 << user.cut if user.own else 0)
+        if unit.cut < 0 or unit.own:
+            continue
+        level = cuts[unit.cut].behind
+        if unit.behind | level == level and all(user.behind & level == level for user in unit.users):
+            unit.behind = level
+
+
+def _apart(group: Sequence[_Unit], model: nn.Module) -> list[list[_Unit]]:
+    """Operations that wait for the same cut points, in parts without an edge between them.
+
+    Parts with weights are apart if other cut points wait for them. A part without weights goes with one with weights if
+    whatever waits for the first waits for the second.
+    """
+    part_of: dict[_Unit, list[_Unit]] = {}
+    for unit in group:
+        part_of[unit] = [unit]
+        for source in unit.sources & part_of.keys():
+            if part_of[source] is not part_of[unit]:
+                small, large = sorted((part_of[source], part_of[unit]), key=len)
+                large += small
+                part_of |= dict.fromkeys(small, large)
+    parts = [
+        sorted(part, key=lambda unit: unit.position) for part in {id(part): part for part in part_of.values()}.values()
+    ]
+    parts.sort(key=lambda part: (not _weigh(_Layer(part), model), part[0].position))
+    found: list[tuple[int, list[_Unit]]] = []
+    for part in parts:
+        ahead = 0
+        for unit in part:
+            ahead |= unit.ahead
+        weighs = _weigh(_Layer(part), model)
+        for known, others in found:
+            if known == ahead or (not weighs and known | ahead == known):
+                others += part
+                break
+        else:
+            found.append((ahead, list(part)))
+    return [sorted(part, key=lambda unit: unit.position) for _, part in found]
+
+
+def _name_layers(layers: Sequence[_Layer], nodes: Sequence[fx.Node], model: nn.Module) -> None:
+    """Names the layers that no cut point began: the first one, and what follows a cut point's module, after the first
+    module that runs there, others after the innermost module around all their weights.
+    """
+    taken = {layer.name for layer in layers}
+    for layer in layers:
+        if layer.name:
+            continue
+        weighted = [module_path(node) for node in layer.nodes if _has_weights(node, model)]
+        base = "" if layer.rest or layer.position == 0 else _common_path(weighted)
+        base = base or next((path for node in layer.nodes if (path := module_path(node))), "")
+        if not base and layer.position == 0:
+            first = next((path for node in nodes if (path := module_path(node))), "start")
+            base = "start" if first in taken else first
+        layer.name = base = base or "join"
+        number = 1
+        while layer.name in taken:
+            number += 1
+            layer.name = f"{base}_{number}"
+        taken.add(layer.name)
+
+
+def _common_path(paths: Sequence[str]) -> str:
+    common: list[str] = []
+    for parts in zip(*(path.split(".") for path in paths), strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    return ".".join(common)
+
+
+def _join_readers(weightless: Sequence[_Layer], layers: list[_Layer]) -> None:
+    """A layer without weights that one other layer reads becomes that one's beginning; changes `layers`."""
+    layer_of = {unit: layer for layer in layers for unit in layer.units}
+    for layer in sorted(weightless, key=lambda layer: layer.position, reverse=True):
+        readers = {layer_of[user] for unit in layer.units for user in unit.users} - {layer}
+        if len(readers) != 1:
+            continue
+        reader = readers.pop()
+        layer_of |= dict.fromkeys(layer.units, reader)
+        reader.units += layer.units
+        layers.remove(layer)
+
+
+def _topological(layers: Sequence[_Layer]) -> list[_Layer]:
+    """The layers behind all that they wait for, and otherwise in the order of execution."""
+    layer_of = {unit: layer for layer in layers for unit in layer.units}
+    sources = {
+        layer: {layer_of[source] for unit in layer.units for source in unit.sources} - {layer} for layer in layers
+    }
+    readers: dict[_Layer, list[_Layer]] = {layer: [] for layer in layers}
+    for layer, needed in sources.items():
+        for source in needed:
+            readers[source].append(layer)
+    ready = [(layer.position, at) for at, layer in enumerate(layers) if not sources[layer]]
+    heapq.heapify(ready)
+    numbers = {layer: at for at, layer in enumerate(layers)}
+    ordered = []
+    while ready:
+        layer = layers[heapq.heappop(ready)[1]]
+        ordered.append(layer)
+        for reader in readers[layer]:
+            sources[reader].discard(layer)
+            if not sources[reader]:
+                heapq.heappush(ready, (reader.position, numbers[reader]))
+    assert len(ordered) == len(layers), "the layers' dependences form a circle"
+    return ordered
+
+
+def _put_in_order(ordered: Sequence[fx.Node]) -> None:
+    for before, node in pairwise(ordered):
+        if before.next is not node:
+            before.append(node)
+
+
+def _weigh(layer: _Layer, model: nn.Module) -> bool:
+    return any(_has_weights(node, model) for node in layer.nodes)
+
+
+def _has_weights(node: fx.Node, model: nn.Module) -> bool:
+    if node.op == "call_module" and module_calls(node):
+        return next(model.get_submodule(module_path(node)).parameters(), None) is not None
+    return any(source.op == "get_attr" for source in node.all_input_nodes)
+
+
+def _unpacks(node: fx.Node) -> bool:
+    return bool(node.args) and node.target is operator.getitem
+
+
+def _path_in(path: str, cut: str) -> bool:
+    return path == cut or path.startswith(cut + ".")
+
+
+def _runs_in(node: fx.Node, cut: str) -> bool:
+    return any(_path_in(path, cut) for path in module_calls(node).values())
