@@ -291,6 +291,34 @@ def _inception_layers(dropout: float) -> list[Layer]:
     ]
 
 
+class Gate(nn.Linear):
+    """Zeros and ones, which carry no gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (super().forward(x) > 0).to(x.dtype)
+
+
+class Gated(nn.Linear):
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        return super().forward(x * gate)
+
+
+def _dead_end_layers(dropout: float) -> list[Layer]:
+    return [
+        Layer("stem", nn.Linear(3, DIM), ("x",), ("h",)),
+        Layer("unread", nn.Linear(DIM, DIM), ("h",), ("unread",)),
+        Layer("side.0", nn.Linear(DIM, DIM), ("h",), ("side",)),
+        Layer("gate", Gate(DIM, DIM), ("h",), ("gate",)),
+        Layer("side.1", nn.Linear(DIM, DIM), ("side",), ("lost",)),
+        Layer("gated", Gated(DIM, DIM), ("h", "gate"), ("h",)),
+        Layer("head", MeanHead([1]), ("h",), ("scores",)),
+    ]
+
+
+def _draw_dead_ends(size: int, generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+    return {"x": torch.randn(2, 3 + size, 3, generator=generator)}, torch.randn(2, 3, generator=generator)
+
+
 def _translation_layers(dropout: float) -> list[Layer]:
     return [
         Layer("encoder.embed", Tokens(), ("source",), ("memory", "padding")),
@@ -381,6 +409,9 @@ GRAPHS = {
     "towers": Graph(_tower_layers, _draw_towers, _towers_loss, ("pixels", "tokens"), ("logits", "image")),
     # a fork into three branches, one with BatchNorm, one of two layers, joined by a concatenation
     "inception": Graph(_inception_layers, _draw_inception, _scores_loss, ("x",), ("scores",)),
+    # layers from which no way leads to the loss: an output that nobody reads, two layers in a row, and a gate without a
+    # gradient; their parameters have no gradient under any plan
+    "dead ends": Graph(_dead_end_layers, _draw_dead_ends, _scores_loss, ("x",), ("scores",)),
     # every decoder reads the encoder's output and its mask: two values with many readers
     "translation": Graph(_translation_layers, _draw_translation, _scores_loss, ("source", "target"), ("scores",)),
 }

@@ -87,6 +87,18 @@ def test_any_stages_of_a_graph_give_the_bits_of_one_rank(pool: WorkerPool, name:
     check(pool, name, layout, schedule=dice.choice(["1f1b", "1f1b-star", "zb-h1", "varuna"]))
 
 
+def test_a_parameter_that_the_loss_does_not_reach_has_no_gradient(pool: WorkerPool) -> None:
+    """With a gradient of zeros, weight decay would change it where a cut lies between it and the loss."""
+    chain = models.GRAPHS["dead ends"].build_chain()
+    for direct in (False, True):
+        spans = [(n, n + 1) for n in range(len(chain))]
+        layout = Layout(
+            tuple(PlanStage((span,), (n % 3,), memory=None) for n, span in enumerate(spans)), 2, direct=direct
+        )
+        found = merged(check(pool, "dead ends", layout, schedule="1f1b"), "gradients")
+        assert {name.rsplit(".", 1)[0] for name in found} == {"stem", "gated", "head.linear"}
+
+
 def test_a_value_with_many_readers_travels_once_and_its_gradients_one_by_one() -> None:
     """By hand: layer 1 reads the encoder's output on another stage twice, layers 2 and 4."""
     chain = models.GRAPHS["translation"].build_chain()
