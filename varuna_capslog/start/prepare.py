@@ -194,7 +194,7 @@ def _checked_plan(config: Config) -> Plan | None:
 
         cuts_of(plan)
     fields.within(where, lambda: plan.check_graph(chain.edges))
-    layout = layout_of(plan, config)
+    layout = fields.within(where, lambda: layout_of(plan, config))
     run, graph, actions = RunShape.of_config(config), layout.graph(config.num_microbatches, chain.edges), plan.actions
     if actions is None:  # refuses limits that the schedule cannot keep
         fields.within(where, lambda: scheduled(run.schedule, layout.stages, graph, run))
