@@ -48,7 +48,7 @@ class Choice:
             beside: bytes on the device beside training, per layer that a rank holds.
             one_memory: the host tier is the device's own memory.
         """
-        layers = [tuple(layer for first, end in stage.layers for layer in range(first, end)) for stage in plan.stages]
+        layers = [tuple(stage.numbers) for stage in plan.stages]
         ranks = plan.placement()
         ways = [[(ranks[number], layers[number]) for number in path] for path in plan.paths()]
         held: list[int] = []

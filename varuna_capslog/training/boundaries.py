@@ -92,7 +92,7 @@ class Boundaries:
         if self._saved >= step:
             return False
         began, engine = time.monotonic(), self._engine
-        extra = {"constants": run_constants(self._setup.config), "cuts": list(engine.layout.cuts)}
+        extra = {"constants": run_constants(self._setup.config), "cuts": engine.layout.layers_of_ways[0]}
         save_checkpoint(self._setup.checkpoints, step, self._generation, engine, extra)
         self._saved = step
         if self._log.writes:

@@ -305,9 +305,10 @@ class PipelineWork(Work):
         if self.engine is not None and kind in ("begin", "morph"):
             layout = self.engine.layout
             idle = self.engine.communicator.world_size - len(set(layout.ranks))
-            details |= {"cuts": list(layout.cuts), "replicas": layout.replicas, "idle": idle}
-            if len(layout.ways) > layout.replicas:
-                details["ways"] = [[layout.stages[stage].first for stage in way] for way in layout.ways]
+            ways = layout.layers_of_ways
+            details |= {"cuts": ways[0], "replicas": layout.replicas, "idle": idle}
+            if len(ways) > layout.replicas:
+                details["ways"] = ways
         generation = int(details.pop("generation", 0)) + self.start.offset
         if kind == "begin":
             details["step"] -= 1  # told after the first step, of the boundary before it
