@@ -522,6 +522,39 @@ def test_the_runs_own_plan_may_be_of_any_rectangles() -> None:
     assert shape_of(of_rectangles()(seats_of([0] * 2)), seats_of([0] * 2))[1:] in ((2, 1), (1, 2))
 
 
+CROSSED = Plan(
+    6,
+    (
+        PlanStage(((0, 2),), (0,), memory=None),
+        PlanStage(((2, 3), (4, 5)), (1,), memory=None),
+        PlanStage(((3, 4), (5, 6)), (2,), memory=None),
+    ),
+    Units(8, 1, 4),
+    "varuna",
+    routes="direct",
+)
+
+
+@pytest.mark.parametrize(
+    ("edges", "keeper"),
+    [([(0, 1), (1, 5), (2, 4), (3, 5), (4, 5)], "m1"), ([(0, 1), (1, 4), (2, 4), (3, 5), (4, 5)], "m2")],
+    ids=["the first stage feeds the third", "the first stage feeds the second"],
+)
+def test_under_direct_routes_those_are_neighbours_between_which_tensors_travel(
+    edges: list[tuple[int, int]], keeper: str
+) -> None:
+    """The copy of the first stage goes to the device that takes nothing from it, the second or the third of them."""
+    config = {"workload": "a:b", "train": {"minibatch_size": 8, "accumulation_blocks": 4}, "pipeline": {"devices": 3}}
+    placer = Placer.of_config(section(Config, config, ""), plain(6), [30] * 6, plan=CROSSED, edges=edges)
+    layout = placer(seats_of([0] * 3))
+    assert isinstance(layout, MemberLayout)
+    assert layout.plan == CROSSED
+    assert layout.owned == {"m0": (0, 1), "m1": (2, 4), "m2": (3, 5)}
+    assert [member for member, kept in layout.copied.items() if 0 in kept] == [keeper]
+    for lost in layout.owned:
+        assert layout.covers(layout.owned.keys() - {lost})
+
+
 def test_bytes_of_a_plans_ranks_count_before_those_of_its_stages() -> None:
     ranks = tuple(PlanRank(size) for size in (330, 310, 350))
     plan = dataclasses.replace(RECTANGLES, ranks=ranks)

@@ -67,4 +67,4 @@ def _with_lists(dice: random.Random, plan: Plan, chain: Chain, run: RunShape) ->
     limited = any(stage.in_flight is not None for stage in plan.stages)
     names = [name for name in SCHEDULES if not (limited and name in WITHOUT_LIMITS)]
     rows = scheduled(dice.choice(names), plan.stages, plan.stage_graph(chain.edges), run)
-    return replace(plan, schedule=None, actions=to_strings(rows))
+    return replace(plan, schedule=None, actions=tuple(map(tuple, to_strings(rows))))
