@@ -21,6 +21,7 @@ from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.membership.redundancy import Copies, Reserve, place_copies, reserves
 from varuna_capslog.memory import NEVER
 from varuna_capslog.memory.headroom import Headroom
+from varuna_capslog.planning.limits import with_limits
 from varuna_capslog.planning.verdict import HostMemory, MemoryVerdict, judge, judge_ranks
 from varuna_capslog.plans.parts import Units
 from varuna_capslog.plans.pipelines import pipelines_of, plan_of_pipelines
@@ -259,10 +260,13 @@ class _Limits:
 
 
 def _of_pipelines(candidates: Candidates, cuts: Sequence[int], replicas: int) -> Plan:
-    """The plan of a run's equal pipelines."""
-    run = candidates.run
+    """The plan of a run's equal pipelines, with the limits of its stages where these follow from seconds."""
+    run, profile = candidates.run, candidates.profile
     units = Units(run.num_microbatches, run.microbatch_size, run.num_blocks)
-    return plan_of_pipelines(len(candidates.layer_bytes), cuts, replicas, units, run.schedule)
+    plan = plan_of_pipelines(len(candidates.layer_bytes), cuts, replicas, units, run.schedule)
+    if not run.limits_by_plan or profile is None or not candidates.timed:
+        return plan
+    return with_limits(profile, plan, run, candidates.link)
 
 
 def state_bytes(profile: Profile) -> tuple[list[int], list[int]] | None:
