@@ -39,9 +39,12 @@ def test_a_run_on_two_machines_comes_through_a_kill_a_cut_and_a_loss_inside_appl
 
 
 def test_every_generation_may_run_a_plan_that_its_founder_drew(tmp_path):
-    """Rectangles of any kind, through a kill and a notice: all that the verdict asks holds for them, too."""
+    """Stages of any kind, direct routes and orders among them, through a kill and a notice: all that the verdict asks
+    holds for them, too.
+    """
     folder = tmp_path / "run"
-    words = ["chaos", "train.accumulation_blocks=4", "--plans", "--network", "loopback", "--faults", "2", "--seed", "5"]
+    words = ["chaos", "model.towers=true", "train.accumulation_blocks=4", "pipeline.schedule=zb-h1", "--plans"]
+    words += ["--network", "loopback", "--faults", "2", "--seed", "5"]
     words += ["--mean", "50ms", "--kinds", "kill,notice", "-o", str(folder), "--json"]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
@@ -51,6 +54,8 @@ def test_every_generation_may_run_a_plan_that_its_founder_drew(tmp_path):
     carried = [entry["record"]["plan"] for entry in log if entry["kind"] == "generation" and "plan" in entry["record"]]
     assert len(carried) >= 3
     assert len({json.dumps(plan) for plan in carried}) == len(carried)
+    assert {plan["routes"] for plan in carried} == {"relay", "direct"}
+    assert {plan["actions"] is None for plan in carried} == {True, False}
 
 
 def test_a_run_loses_a_server_of_its_store_together_with_a_worker_and_goes_on(tmp_path):

@@ -28,6 +28,7 @@ from varuna_capslog.elastic.host.fork_server import PRELOADED, ForkServer
 from varuna_capslog.elastic.store.opening import StoreGone, StoreServer, open_store
 from varuna_capslog.engine.communicator import connect_group
 from varuna_capslog.membership.generation import Generation
+from varuna_capslog.model.workload import load_workload
 from varuna_capslog.rig.drawing import PLANS, draw_for
 from varuna_capslog.rig.faults import VARIABLE, Fault
 from varuna_capslog.schedules import RunShape
@@ -240,7 +241,10 @@ class Live:
         self._late = [f"m{first + number}" for number in range(size - late, size)]
         names = [self._fork() for _ in range(size - late)] + self._late
         self._count += late
-        drawn = None if plans is None else draw_for(RunShape.of_config(config), 11, len(names), plans)
+        drawn = None
+        if plans is not None:
+            chain = load_workload(config).build_chain()
+            drawn = draw_for(RunShape.of_config(config), chain, len(names), plans)
         self.store.compare_and_set(0, Generation(1, tuple(names), checkpoint=stamp, plan=drawn))
 
     # -- members -------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tests.engine import models
 from tests.engine.layouts import Cuts, layout_for
-from tests.engine.workload import TinyWorkload
+from tests.engine.workload import workload
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.settings import Config
 from varuna_capslog.engine.communicator import Communicator
@@ -204,23 +204,23 @@ def run_config(run_dir: str, **sections: Any) -> Config:
 def train_run(
     communicator: Communicator,
     config: Config,
-    cuts: tuple[int, ...],
+    plan: tuple[int, ...] | Plan,
     stop_after: int | None = None,
     full_disk_at: int | None = None,
 ) -> dict[str, Any]:
     """A whole `Run` on these ranks.
 
     Args:
+        plan: of any form, or the cuts of one pipeline of the tiny chain.
         stop_after: the last rank wishes to stop once this step is committed.
         full_disk_at: rank 1 finds the disk full when it writes the checkpoint of this step.
     """
-    plan = Plan.of_cuts(num_layers=11, cuts=cuts, model="tiny")
     asked: dict[str, Any] = {}
     last = communicator.world_size - 1
     run = Run(
         config,
-        plan,
-        TinyWorkload(config),
+        plan if isinstance(plan, Plan) else Plan.of_cuts(num_layers=11, cuts=plan, model="tiny"),
+        workload(config),
         communicator,
         torch.device("cpu"),
         stop_wished=lambda: (

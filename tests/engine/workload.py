@@ -1,4 +1,4 @@
-"""A complete small workload around the tiny chain: data by index, loss, scores. Also
+"""A complete small workload around the tiny chain, or around one of the graphs: data by index, loss, scores. Also
 `tests.engine.workload:workload`.
 """
 
@@ -54,11 +54,37 @@ class TinyData:
         return {"x": torch.randn(spec.shape, generator=generator), "sizes": sizes}
 
 
+class GraphData:
+    """Microbatches of two samples for one of `models.GRAPHS`, drawn from the index of the first."""
+
+    def __init__(self, graph: models.Graph, count: int) -> None:
+        self._graph, self._count = graph, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def draw(self, first: int) -> tuple[dict[str, Tensor], Tensor]:
+        return self._graph.draw(first % 3, torch.Generator().manual_seed(first))
+
+    def minibatch(self, groups: Sequence[Sequence[int]], epoch: int) -> Minibatch:
+        drawn = [self.draw(group[0]) for group in groups]
+        names = [list(group) for group in groups]
+        inputs = [{name: TensorSpec.of(tensor) for name, tensor in values.items()} for values, _ in drawn]
+        return Minibatch(inputs, [target for _, target in drawn], {"count": float(2 * len(groups))}, names, names)
+
+    def load(self, minibatch: Minibatch, microbatch: int) -> dict[str, Tensor]:
+        return self.draw(minibatch.recipes[microbatch][0])[0]
+
+
 class MeanOutput:
     """Scores a set by the mean of all outputs, so that a test can compute it in one line."""
 
+    def __init__(self, name: str = "outputs") -> None:
+        self._name = name
+
     def collect(self, outputs: Mapping[str, Tensor], minibatch: Minibatch, microbatch: int) -> list[Any]:
-        mean = outputs["outputs"][-1].mean(dim=(1, 2)).tolist()
+        found = outputs[self._name]
+        mean = (found[-1] if found.dim() > 3 else found).flatten(1).mean(dim=1).tolist()
         return list(zip(minibatch.sample_ids[microbatch], mean, strict=True))
 
     def summarize(self, results: list[Any]) -> dict[str, Any]:
@@ -103,6 +129,40 @@ class TinyWorkload(Workload):
         return MeanOutput()
 
 
-def workload(config: Config) -> TinyWorkload:
+class GraphWorkload(Workload):
+    """Its key `model.graph` names one of `models.GRAPHS`; `model.dropout` and `data.samples` are as in `TinyWorkload`.
+    Microbatches are of two samples.
+    """
+
+    name = "graph"
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._graph = models.GRAPHS[config.model["graph"]]
+
+    def build_chain(self) -> Chain:
+        return self._graph.build_chain(self._config.model.get("dropout", 0.1), seed=self._config.train.seed)
+
+    def loss(self, outputs: Mapping[str, Tensor], targets: Any, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
+        return self._graph.loss(outputs, targets, normalisers)
+
+    def profile_inputs(self, microbatch_size: int) -> dict[str, TensorSpec]:
+        inputs, _ = GraphData(self._graph, 2).draw(0)
+        return {name: TensorSpec.of(tensor) for name, tensor in inputs.items()}
+
+    def profile_targets(self, microbatch_size: int) -> tuple[Any, dict[str, float]]:
+        return GraphData(self._graph, 2).draw(0)[1], {"count": 2.0}
+
+    def train_data(self) -> GraphData:
+        return GraphData(self._graph, self._config.data.get("samples", 24))
+
+    def val_data(self) -> GraphData:
+        return GraphData(self._graph, 14)
+
+    def evaluator(self) -> MeanOutput:
+        return MeanOutput(self._graph.outputs[0])
+
+
+def workload(config: Config) -> Workload:
     """What a config's `workload: tests.engine.workload:workload` calls."""
-    return TinyWorkload(config)
+    return GraphWorkload(config) if "graph" in config.model else TinyWorkload(config)

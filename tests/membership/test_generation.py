@@ -88,6 +88,16 @@ def test_a_record_carries_the_plan_that_its_founder_chose() -> None:
         dataclasses.replace(record, members=("a", "b"), plan=PLAN)
 
 
+def test_pieces_and_direct_routes_travel_in_the_record() -> None:
+    stages = (PlanStage(((0, 1), (3, 4)), (1,)), PlanStage(((1, 3),), (0,)))
+    plan = Plan(4, stages, Units(2, 1, 1), actions=(("1F0", "1B0", "1F1", "1B1"), ("0F0", "0B0", "0F1", "0B1")),
+                routes="direct")  # fmt: skip
+    record = dataclasses.replace(EMPTY.successor(["a", "b"]), plan=plan)
+    read = Generation.from_json(json.loads(json.dumps(record.to_json()))).plan
+    assert read == plan
+    assert MemberLayout.of_plan(plan, ["a", "b"], {}).owned == {"a": (1, 2), "b": (0, 3)}
+
+
 def test_who_owns_what_under_a_plan() -> None:
     layout = MemberLayout.of_plan(PLAN, ["x", "y", "z"], {})
     assert layout.owned == {"x": (0, 1), "y": (0, 1, 2, 3), "z": (2, 3)}

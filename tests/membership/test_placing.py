@@ -522,6 +522,54 @@ def test_the_runs_own_plan_may_be_of_any_rectangles() -> None:
     assert shape_of(of_rectangles()(seats_of([0] * 2)), seats_of([0] * 2))[1:] in ((2, 1), (1, 2))
 
 
+CROSSED = Plan(
+    6,
+    (
+        PlanStage(((0, 2),), (0,), memory=None),
+        PlanStage(((2, 3), (4, 5)), (1,), memory=None),
+        PlanStage(((3, 4), (5, 6)), (2,), memory=None),
+    ),
+    Units(8, 1, 4),
+    "varuna",
+    routes="direct",
+)
+
+
+@pytest.mark.parametrize(
+    ("edges", "keeper"),
+    [([(0, 1), (1, 5), (2, 4), (3, 5), (4, 5)], "m1"), ([(0, 1), (1, 4), (2, 4), (3, 5), (4, 5)], "m2")],
+    ids=["the first stage feeds the third", "the first stage feeds the second"],
+)
+def test_under_direct_routes_those_are_neighbours_between_which_tensors_travel(
+    edges: list[tuple[int, int]], keeper: str
+) -> None:
+    """The copy of the first stage goes to the device that takes nothing from it, the second or the third of them."""
+    config = {"workload": "a:b", "train": {"minibatch_size": 8, "accumulation_blocks": 4}, "pipeline": {"devices": 3}}
+    placer = Placer.of_config(section(Config, config, ""), plain(6), [30] * 6, plan=CROSSED, edges=edges)
+    layout = placer(seats_of([0] * 3))
+    assert isinstance(layout, MemberLayout)
+    assert layout.plan == CROSSED
+    assert layout.owned == {"m0": (0, 1), "m1": (2, 4), "m2": (3, 5)}
+    assert [member for member, kept in layout.copied.items() if 0 in kept] == [keeper]
+    for lost in layout.owned:
+        assert layout.covers(layout.owned.keys() - {lost})
+
+
+@pytest.mark.parametrize("schedule", ["1f1b-star", "1f1b"])
+def test_what_follows_a_change_has_the_limits_that_keep_its_period(schedule: str) -> None:
+    """They are in the plan, as those of the run's first plan are. By hand, for four layers on three devices: the last
+    stage has two of them and sets the period of 6 s. From the begin of a forward of the second stage to the end of its
+    backward it takes 1 + 6 + 2 s, of the first one 1 + 9 + 2 s. `1f1b` would have three in flight there.
+    """
+    placer = placer_of(plain(4), steps_of(8, schedule=schedule, recompute=False), layer_bytes=[30] * 4)
+    layout = placer(seats_of([0] * 3))
+    assert isinstance(layout, MemberLayout)
+    assert layout.plan is not None
+    assert layout.owned == {"m0": (0,), "m1": (1,), "m2": (2, 3)}
+    told = [stage.in_flight for stage in layout.plan.stages]
+    assert told == ([2, 2, 1] if schedule == "1f1b-star" else [None] * 3)
+
+
 def test_bytes_of_a_plans_ranks_count_before_those_of_its_stages() -> None:
     ranks = tuple(PlanRank(size) for size in (330, 310, 350))
     plan = dataclasses.replace(RECTANGLES, ranks=ranks)

@@ -9,6 +9,8 @@ import pytest
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import Config, section
+from varuna_capslog.membership.placing import with_reserves
+from varuna_capslog.plans.parts import PlanStage, Units
 from varuna_capslog.plans.plan import Plan, write_plan
 from varuna_capslog.profiles.record import LayerProfile, Profile
 from varuna_capslog.start.prepare import plan_run
@@ -95,6 +97,16 @@ def test_the_cuts_of_a_given_plan_are_not_replaced(tmp_path: Path) -> None:
     given = planned(chain(states), capacity=800, workload="tests.engine.workload:workload", plan=str(path))
     assert (given.cuts, given.fits) == ((0, 6), False)
     assert given.notes[0].startswith("does not fit with elastic.enabled")
+
+
+def test_the_snapshot_of_a_stage_of_several_pieces_is_that_of_all_of_them() -> None:
+    """Ranges of layers were asked for, and such a plan ended in an error."""
+    stages = tuple(PlanStage(layers, (rank,)) for rank, layers in enumerate([((0, 1), (3, 4)), ((1, 3), (4, 5))]))
+    plan, profile = Plan(5, stages, Units(2, 1, 1), "1f1b", routes="direct"), chain([3, 6, 30, 300, 9])
+    config = section(Config, {"workload": "a:b", "elastic": {"enabled": True, "redundancy": 0}}, "")
+    noted, snapshots = with_reserves(config, profile, plan, lambda **_: plan)
+    assert snapshots == [303, 45]
+    assert "up to 303 B of a rank's memory on the device beside training" in noted.notes[0]
 
 
 def test_copies_without_room_are_said_and_not_refused() -> None:

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
-from varuna_capslog.plans.parts import Units
+import pytest
+
+from varuna_capslog.engine.layout import layout_of
+from varuna_capslog.plans.parts import Units, scheduled
+from varuna_capslog.plans.rules import check_actions
+from varuna_capslog.rig.drawing import draw_for, has_branches
 from varuna_capslog.rig.drawn_plans import draw_plan
+from varuna_capslog.rig.toy import toy_config, workload
+from varuna_capslog.schedules import RunShape
 
 
 def test_plans_that_are_drawn_are_of_every_kind() -> None:
@@ -24,3 +32,29 @@ def test_plans_that_are_drawn_are_of_every_kind() -> None:
 def test_one_rank_runs_everything() -> None:
     dice = random.Random(3)
     assert all(set(draw_plan(dice, 5, Units(4, 1, 4), 1).placement()) == {0} for _ in range(50))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b-star", "kfkb", "zb-h1", "interleaved"])
+@pytest.mark.parametrize("towers", [True, False])
+def test_what_is_drawn_for_a_run_can_be_run_and_is_of_every_kind(tmp_path: Path, schedule: str, towers: bool) -> None:
+    """The engine's own checks hold for each; where the layers form branches direct routes and pieces are among them."""
+    config = toy_config(
+        tmp_path, [f"model.towers={towers}", f"pipeline.schedule={schedule}", "train.accumulation_blocks=4"]
+    )
+    chain, run = workload(config).build_chain(), RunShape.of_config(config)
+    drawn = [draw_for(run, chain, 1 + number % 5, "seed", number) for number in range(80)]
+    for plan in drawn:
+        plan.check_graph(chain.edges)
+        layout = layout_of(plan, config)
+        graph = layout.graph(config.num_microbatches, chain.edges)
+        if plan.actions is None:
+            scheduled(schedule, layout.stages, graph, run)
+        else:
+            check_actions(plan.actions, graph, layout.stages)
+    direct = [plan for plan in drawn if plan.routes == "direct"]
+    assert has_branches(chain) == towers
+    assert (len(direct) > 20) == towers
+    assert (sum(any(len(stage.layers) > 1 for stage in plan.stages) for plan in direct) > 10) == towers
+    kinds = {action[-2] for plan in drawn for row in plan.actions or () for action in row if len(action) == 3}
+    assert kinds >= set("FBRIW")
+    assert 20 < sum(plan.actions is not None for plan in drawn) < 60

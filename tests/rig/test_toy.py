@@ -24,6 +24,18 @@ def test_first_and_last_layer_share_a_parameter_and_blocks_have_statistics_and_d
     assert {torch.nn.BatchNorm1d, torch.nn.Dropout} <= kinds
 
 
+def test_towers_are_two_branches_with_inputs_of_their_own(tmp_path):
+    toy = workload(toy_config(tmp_path, ["model.blocks=4", "model.towers=true"]))
+    chain = toy.build_chain()
+    names = [layer.name for layer in chain.layers]
+    assert names == ["stem", "block.0", "block.1", "side.stem", "side.0", "side.1", "join", "head"]
+    assert chain.edges == ((0, 1), (1, 2), (2, 6), (3, 4), (3, 5), (4, 5), (5, 6), (6, 7))
+    assert chain.shared[0].layers == (0, 7)
+    inputs = toy.train_data().load(toy.train_data().minibatch([[1, 2]], 0), 0)
+    assert list(inputs) == ["x", "y"] == list(toy.profile_inputs(2))
+    assert not torch.equal(inputs["x"], inputs["y"])
+
+
 def test_pauses_take_time_and_change_no_number(tmp_path):
     def step(*overrides):
         began = time.monotonic()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from torch import Tensor
 
 from tests.engine.workload import TinyData
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.training.feed import Feed, evaluation_groups
 
 
@@ -37,6 +39,27 @@ def test_loading_ahead_gives_the_right_tensors() -> None:
         for microbatch in (2, 3):
             assert load(microbatch)["x"].equal(TinyData(22).load(minibatch, microbatch)["x"])
     plan.close()
+
+
+class Noted(TinyData):
+    """Remembers what it has loaded."""
+
+    def load(self, minibatch: Minibatch, microbatch: int) -> dict[str, Tensor]:
+        self.loaded = [*getattr(self, "loaded", []), tuple(minibatch.recipes[microbatch])]
+        return super().load(minibatch, microbatch)
+
+
+def test_what_several_stages_of_a_rank_take_is_loaded_once_and_none_of_it_stays() -> None:
+    """Two stages of which one takes half of the microbatches, and comes to them after the other one has taken all."""
+    data = Noted(64)
+    plan = Feed(data, minibatch_size=8, microbatch_size=2, seed=0, local=[0, 0, 1, 1, 2, 3])
+    for step in range(1, 7):
+        load, minibatch = plan.loader(step), plan.minibatch(step)
+        for microbatch in (0, 1, 2, 3, 0, 1):
+            assert load(microbatch)["x"].equal(TinyData(64).load(minibatch, microbatch)["x"])
+    plan.close()
+    assert len(set(data.loaded)) == len(data.loaded)
+    assert {step for step, _ in plan._loads} <= {7}
 
 
 def test_too_few_samples_are_refused() -> None:

@@ -52,14 +52,14 @@ def test_resume_continues_to_the_last_bit(pool: WorkerPool, whole: Path, tmp_pat
     assert one is not None
     assert other is not None
     for name in one.manifest["layers"]:
-        _assert_same(one.layer(name), other.layer(name))
+        assert_same(one.layer(name), other.layer(name))
 
 
-def _assert_same(one: Any, other: Any) -> None:
+def assert_same(one: Any, other: Any) -> None:
     if isinstance(one, dict):
         assert one.keys() == other.keys()
         for key in one:
-            _assert_same(one[key], other[key])
+            assert_same(one[key], other[key])
     else:
         assert torch.equal(one, other)
 
@@ -184,7 +184,7 @@ def by_hand(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def assert_same_end(one: Path, other: Path) -> None:
     found, expected = (open_checkpoint(folder / "checkpoints" / "step-00000006") for folder in (one, other))
     for name in expected.manifest["layers"]:
-        _assert_same(found.layer(name), expected.layer(name))
+        assert_same(found.layer(name), expected.layer(name))
     assert found.manifest["shared"] == expected.manifest["shared"]
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # the module that names the engines imports this one, and no 
 __all__ = ["Engine", "EngineKind", "EngineParts", "Engines", "Example", "Load"]
 
 Load: TypeAlias = "Callable[[int], dict[str, Tensor]]"
-"""Global index of a microbatch -> the chain's inputs; called on the ranks that hold the first stage."""
+"""Global index of a microbatch -> the chain's inputs; called on the ranks whose stages take some."""
 
 Example: TypeAlias = "Callable[[], tuple[Mapping[str, Tensor], Any, Mapping[str, float]]]"
 """Inputs, targets and normalisers of one microbatch, for an engine that traces the model on real tensors."""
@@ -54,7 +54,9 @@ class Engine(Protocol):
 
     @property
     def loaded_microbatches(self) -> Sequence[int]:
-        """The microbatches of a step whose inputs this rank loads, rising; none for most ranks."""
+        """The microbatches of a step whose inputs this rank loads, rising; one that several of its stages take stands
+        there as often. None for most ranks.
+        """
 
     @property
     def doing(self) -> str:
@@ -97,7 +99,7 @@ class Engine(Protocol):
         """Runs minibatches forward, in evaluation mode: number w over `layout.ways[w]`. Every rank calls it alike.
 
         Args:
-            load: (way, microbatch) -> the chain's inputs; called on the ranks that hold the first layer.
+            load: (way, microbatch) -> the chain's inputs; called on the ranks whose stages take some.
             take: called with (way, microbatch, outputs) on the ranks that hold the last layer.
         """
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.plans.parts import PlanStage, Units
@@ -86,6 +86,12 @@ class Layout:
     def cuts(self) -> tuple[int, ...]:
         """The first layer of each stage of the first way."""
         return tuple(self.stages[stage].first for stage in self.paths[0])
+
+    @property
+    def layers_of_ways(self) -> list[list[Any]]:
+        """Way -> the first layer of each of its stages; of a stage of several pieces of the chain all pieces."""
+        rows = [[self.stages[number] for number in way] for way in self.ways]
+        return [[one.first if len(one.layers) == 1 else [list(x) for x in one.layers] for one in row] for row in rows]
 
     @property
     def devices(self) -> int:

@@ -130,7 +130,7 @@ class PipelineEngine:
             self.stages[number] = Stage(number, chain, layers, end, place.memory or (), tier, ports)
         self._local = tuple(sorted({one for stage in self.stages for one in self._graph.microbatches[stage]}))
         loading = [number for number, stage in self.stages.items() if stage.ports.inputs]
-        self.loaded_microbatches = sorted({one for stage in loading for one in self._graph.microbatches[stage]})
+        self.loaded_microbatches = sorted(one for stage in loading for one in self._graph.microbatches[stage])
         self._last = [stage for stage in self.stages.values() if stage.ends_in_loss]
         self._reported = [layer.index for layer in self.layers if layout.reporter(layer.index) == self.rank]
         self._gradients = GradientBook(chain, self.layers, communicator, layout)

@@ -1,15 +1,16 @@
 """What some devices become, as the placement of copies looks at it: ways through the stages, bytes of the ranks.
 
-A `Candidate` of equal pipelines and a plan of any rectangles are both read as a `Choice`. Pure; no torch.
+A `Candidate` of equal pipelines and a plan of any stages are both read as a `Choice`. Pure; no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from varuna_capslog.membership.candidates import Candidate
 from varuna_capslog.plans.plan import Plan
+from varuna_capslog.schedules import Edge
 
 __all__ = ["Choice"]
 
@@ -25,10 +26,13 @@ class Choice:
         ways: every way through the stages once.
         rank_bytes: by rank, what its device holds with what lies beside training, 0 for a rank without stages; None
             where that is not known.
+        links: (rank, rank that takes what its stages make) where tensors go straight to the stages that read them; None
+            where the stages of a way hand on to each other in their order.
     """
 
     ways: list[Way]
     rank_bytes: tuple[int, ...] | None
+    links: frozenset[Edge] | None = None
 
     @classmethod
     def of_candidate(cls, found: Candidate, num_layers: int) -> Choice:
@@ -41,14 +45,15 @@ class Choice:
         return cls(ways, None if found.stage_bytes is None else found.stage_bytes * found.replicas)
 
     @classmethod
-    def of_plan(cls, plan: Plan, beside: Sequence[int], one_memory: bool = False) -> Choice:
-        """Any rectangles; the bytes are those that the plan predicts.
+    def of_plan(cls, plan: Plan, beside: Sequence[int], one_memory: bool = False, edges: Iterable[Edge] = ()) -> Choice:
+        """Any stages; the bytes are those that the plan predicts.
 
         Args:
             beside: bytes on the device beside training, per layer that a rank holds.
             one_memory: the host tier is the device's own memory.
+            edges: of the chain's graph, which direct routes follow.
         """
-        layers = [tuple(layer for first, end in stage.layers for layer in range(first, end)) for stage in plan.stages]
+        layers = [tuple(stage.numbers) for stage in plan.stages]
         ranks = plan.placement()
         ways = [[(ranks[number], layers[number]) for number in path] for path in plan.paths()]
         held: list[int] = []
@@ -60,7 +65,10 @@ class Choice:
             known = [size for size in sizes if size is not None]
             if len(known) == len(sizes):
                 held.append(sum(known) + sum(beside[layer] for number in own for layer in layers[number]))
-        return cls(ways, tuple(held) if len(held) == plan.num_ranks else None)
+        links = None
+        if plan.routes == "direct":
+            links = frozenset((ranks[one], ranks[other]) for one, other in plan.stage_graph(edges).edges)
+        return cls(ways, tuple(held) if len(held) == plan.num_ranks else None, links)
 
     @property
     def used(self) -> set[int]:

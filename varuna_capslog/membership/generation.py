@@ -201,7 +201,7 @@ class MemberLayout:
         owned: dict[int, list[int]] = {}
         for stage in plan.stages:
             for rank in stage.ranks:
-                owned.setdefault(rank, []).extend(layer for first, end in stage.layers for layer in range(first, end))
+                owned.setdefault(rank, []).extend(stage.numbers)
         of_member = {members[rank]: tuple(sorted(layers)) for rank, layers in sorted(owned.items())}
         return cls(plan.num_layers, of_member, copied, problem, plan)
 

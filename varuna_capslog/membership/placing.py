@@ -21,12 +21,13 @@ from varuna_capslog.membership.recovery import Seat
 from varuna_capslog.membership.redundancy import Copies, Reserve, place_copies, reserves
 from varuna_capslog.memory import NEVER
 from varuna_capslog.memory.headroom import Headroom
+from varuna_capslog.planning.limits import with_limits
 from varuna_capslog.planning.verdict import HostMemory, MemoryVerdict, judge, judge_ranks
 from varuna_capslog.plans.parts import Units
 from varuna_capslog.plans.pipelines import pipelines_of, plan_of_pipelines
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
-from varuna_capslog.schedules import RunShape
+from varuna_capslog.schedules import Edge, RunShape
 
 __all__ = ["Placer", "describe_reserves", "state_bytes", "with_reserves"]
 
@@ -48,6 +49,7 @@ class Placer:
         given: the run's own plan, of any stages, taken where exactly as many devices are there as it is for, and it
             fits them. It need not be what a planner would choose.
         tier: where the host tier's bytes lie.
+        edges: of the chain's graph, by which members are neighbours under direct routes.
 
     Attributes:
         proposes: plans are searched that two machines might not find alike.
@@ -60,8 +62,9 @@ class Placer:
         gradient_bytes: Sequence[int] | None = None,
         given: Plan | None = None,
         tier: HostMemory | None = None,
+        edges: Sequence[Edge] = (),
     ) -> None:
-        self._tier = tier or HostMemory()
+        self._tier, self._edges = tier or HostMemory(), edges
         self.candidates, self.elastic, self.sync = candidates, elastic, elastic.protection == "sync"
         self.layer_bytes = tuple(candidates.layer_bytes)
         self.gradient_bytes = tuple(gradient_bytes or (-(-size // 3) for size in self.layer_bytes))
@@ -82,6 +85,7 @@ class Placer:
         layer_bytes: Sequence[int],
         gradient_bytes: Sequence[int] | None = None,
         plan: Plan | None = None,
+        edges: Sequence[Edge] = (),
     ) -> Placer:
         """The placer of a run; `plan` is the run's own. One of the short form stands in the config's replicas.
 
@@ -94,7 +98,7 @@ class Placer:
         if plan is not None and plan.short:
             one_each = len(plan.stages) == pipeline.devices
             plan = _of_pipelines(candidates, plan.cut_list, pipeline.replicas) if one_each else None
-        return cls(candidates, config.elastic, gradient_bytes, plan, HostMemory.of_config(config))
+        return cls(candidates, config.elastic, gradient_bytes, plan, HostMemory.of_config(config), edges)
 
     def __call__(self, seats: Sequence[Seat], plan: Plan | None = None) -> MemberLayout | str:
         """Who owns and copies what, or the sentence that says for what the run waits.
@@ -176,7 +180,7 @@ class Placer:
             return Choice.of_candidate(self.candidates.of_cuts(alike[1], alike[0]), plan.num_layers)
         profile = self.candidates.profile
         one_memory = profile is not None and self._tier.is_device(profile)
-        return Choice.of_plan(plan, self.candidates.beside or [0] * plan.num_layers, one_memory)
+        return Choice.of_plan(plan, self.candidates.beside or [0] * plan.num_layers, one_memory, self._edges)
 
     def _check(self, plan: Plan) -> None:
         """Raises CapslogError unless a plan from the store's log is one for this run."""
@@ -203,7 +207,10 @@ class Placer:
             held = [*choice.rank_bytes, *[0] * (len(seats) - len(choice.rank_bytes))]
             left = [max(0, usable - taken) for usable, taken in zip(limits.of_rank, held, strict=True)]
             room = {seat.member: size for seat, size in zip(seats, left, strict=True)}
-        return place_copies(ways, hosts, self.elastic.redundancy, self._copy_bytes, spare, room)
+        links = None
+        if choice.links is not None:
+            links = [(seats[one].member, seats[other].member) for one, other in choice.links]
+        return place_copies(ways, hosts, self.elastic.redundancy, self._copy_bytes, spare, room, links)
 
     # -- what is lacking
 
@@ -253,10 +260,13 @@ class _Limits:
 
 
 def _of_pipelines(candidates: Candidates, cuts: Sequence[int], replicas: int) -> Plan:
-    """The plan of a run's equal pipelines."""
-    run = candidates.run
+    """The plan of a run's equal pipelines, with the limits of its stages where these follow from seconds."""
+    run, profile = candidates.run, candidates.profile
     units = Units(run.num_microbatches, run.microbatch_size, run.num_blocks)
-    return plan_of_pipelines(len(candidates.layer_bytes), cuts, replicas, units, run.schedule)
+    plan = plan_of_pipelines(len(candidates.layer_bytes), cuts, replicas, units, run.schedule)
+    if not run.limits_by_plan or profile is None or not candidates.timed:
+        return plan
+    return with_limits(profile, plan, run, candidates.link)
 
 
 def state_bytes(profile: Profile) -> tuple[list[int], list[int]] | None:
@@ -311,7 +321,8 @@ def with_reserves(config: Config, profile: Profile, plan: Plan, find: Callable[.
         note = "what protection takes is unknown: the profile has no static_bytes or parameter_bytes; profile again"
         Placer.of_config(config, profile, [0] * profile.num_layers)
         return dataclasses.replace(plan, notes=(*plan.notes, note)), [0] * len(plan.stages)
-    placer, width = Placer.of_config(config, profile, *sizes), plan.num_ranks
+    edges = profile.edges if profile.tensors else ()
+    placer, width = Placer.of_config(config, profile, *sizes, edges=edges), plan.num_ranks
     limits = [one.capacity_bytes or 0 for one in plan.ranks] or [0] * width
     seats = [Seat(f"rank {rank}", f"host {rank}", limits[rank % width]) for rank in range(config.world_size)]
 
@@ -340,5 +351,5 @@ def with_reserves(config: Config, profile: Profile, plan: Plan, find: Callable[.
             )
     kept = reserves(layout, placer.sync, placer.layer_bytes, placer.gradient_bytes)
     told = [lack, describe_reserves(kept), layout.problem]
-    snapshots = [sum(sizes[0][first:end]) for first, end in plan.ranges()]
+    snapshots = [sum(sizes[0][layer] for layer in stage.numbers) for stage in plan.stages]
     return dataclasses.replace(plan, notes=(*plan.notes, *filter(None, told))), snapshots

@@ -7,7 +7,7 @@ in a pipeline hold all copies of a layer. Pure arithmetic on names and bytes, fo
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -42,6 +42,7 @@ def place_copies(
     layer_bytes: Sequence[int],
     spare: Sequence[Member] = (),
     room_bytes: Mapping[Member, int] | None = None,
+    links: Iterable[tuple[Member, Member]] | None = None,
 ) -> Copies:
     """Places copies so that every layer has holders on redundancy + 1 hosts, and not only on two neighbours.
 
@@ -58,6 +59,7 @@ def place_copies(
         layer_bytes: state of each layer (one version).
         spare: members without a stage that may hold copies as well.
         room_bytes: bytes for copies per member, for one version; None: no limit.
+        links: pairs of members that are neighbours; None: those whose stages follow each other in a way.
 
     Raises:
         CapslogError: redundancy is negative, or a layer has no owner.
@@ -65,9 +67,10 @@ def place_copies(
     if redundancy < 0:
         raise CapslogError(f"redundancy is {redundancy}; it counts host losses, so give 0 or more")
     owners: dict[int, tuple[Member, ...]] = {}
-    neighbours: set[frozenset[Member]] = set()
+    if links is None:
+        links = [pair for stages in pipelines for pair in pairwise(member for member, _ in stages)]
+    neighbours = {frozenset(pair) for pair in links if pair[0] != pair[1]}
     for stages in pipelines:
-        neighbours.update(frozenset(pair) for pair in pairwise(member for member, _ in stages) if pair[0] != pair[1])
         for member, layers in stages:
             for layer in layers:
                 if member not in owners.get(layer, ()):  # a stage may serve several pipelines

@@ -8,10 +8,14 @@ from dataclasses import replace
 from itertools import pairwise
 
 from varuna_capslog.plans.parts import INTERVAL_KINDS, KEEP, MemoryInterval, PlanStage, Units, ranges_of
+from varuna_capslog.plans.pipelines import stages_of_pipelines
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.schedules import Edge
 
-__all__ = ["draw_memory", "draw_plan"]
+__all__ = ["WITHOUT_LIMITS", "draw_memory", "draw_plan", "draw_round"]
+
+WITHOUT_LIMITS = ("gpipe", "kfkb")
+"""Schedules that keep no limit of a stage below their own."""
 
 _TRIES = 200
 _MOST_WAYS, _MOST_STAGES = 3, 5
@@ -29,7 +33,7 @@ def draw_plan(
 
     Pipelines of unequal length, cuts and shares of the blocks, replicas of single stages, several stages on a rank in
     any order, limits in flight, ranks without a stage, also between others, and memory intervals; for half of the
-    stages the config says what they keep.
+    stages the config says what they keep. Where the schedule keeps no limits, none is drawn.
 
     edges: of the chain's graph: the plan has direct routes, and stages of any layers that can be put in an order.
     """
@@ -37,9 +41,21 @@ def draw_plan(
         drawn = _draw_stages(dice, num_layers, units.blocks or 1, ranks, edges)
         if drawn is not None:
             stages = [one if dice.random() < 0.5 else replace(one, memory=draw_memory(dice, one)) for one in drawn]
+            if schedule in WITHOUT_LIMITS:
+                stages = [replace(one, in_flight=None) for one in stages]
             return Plan(num_layers, tuple(stages), units, schedule, routes="relay" if edges is None else "direct")
     whole = PlanStage(((0, num_layers),), (dice.randrange(ranks),), memory=None)
     return Plan(num_layers, (whole,), units, schedule)
+
+
+def draw_round(dice: random.Random, num_layers: int, units: Units, ranks: int, schedule: str | None = None) -> Plan:
+    """One pipeline whose stages go round some of the ranks, as often as there are layers for, at most three times."""
+    devices = dice.randint(1, min(ranks, num_layers))
+    stages = devices * dice.randint(1, min(3, num_layers // devices))
+    cuts = [0, *sorted(dice.sample(range(1, num_layers), stages - 1))]
+    placement = [number % devices for number in range(stages)]
+    drawn = stages_of_pipelines(num_layers, cuts, 1, units.blocks or 1, placement)
+    return Plan(num_layers, drawn, units, schedule)
 
 
 def draw_memory(

@@ -1,8 +1,8 @@
 """The training that chaos is let loose on by default: a few small layers with all that makes equality hard.
 
-Running statistics, dropout and a parameter that the first and the last layer share; a step takes milliseconds. The data
-are made from the samples' numbers. `data.pause_seconds` and `model.block_seconds` make a step as long as wished without
-costing a processor; they change no number.
+Running statistics, dropout and a parameter that the first and the last layer share; a step takes milliseconds. With
+`model.towers` the blocks are two branches. The data are made from the samples' numbers. `data.pause_seconds` and
+`model.block_seconds` make a step as long as wished without costing a processor; they change no number.
 """
 
 from __future__ import annotations
@@ -51,6 +51,10 @@ class _Model(Section):
     blocks: int = 6
     """Layers between the first and the last."""
 
+    towers: bool = False
+    """Half of the blocks are a second tower, with a stem and inputs of its own, and all of them read what this stem
+    makes besides; a layer before the last one joins the two."""
+
     dim: int = 16
     """Width of all of them."""
 
@@ -84,10 +88,28 @@ class _ToyBlock(nn.Module):
         self.linear, self.norm, self.dropout = nn.Linear(dim, dim), nn.BatchNorm1d(dim), nn.Dropout(dropout)
         self.seconds = seconds
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         if self.seconds:
             time.sleep(self.seconds)
-        return x + self.dropout(F.gelu(self.norm(self.linear(x))))
+        found = x + self.dropout(F.gelu(self.norm(self.linear(x))))
+        return found if context is None else found + 0.5 * context
+
+
+class _SideStem(_Stem):
+    """The second tower's: its state, and what all of its blocks read."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        found = super().forward(x)
+        return found, found.tanh()
+
+
+class _Join(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2 * dim, dim)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.linear(torch.cat([x, y], -1))
 
 
 class _Head(nn.Module):
@@ -102,15 +124,15 @@ class _Head(nn.Module):
 
 
 class _Numbers:
-    def __init__(self, data: _Data) -> None:
-        self._data = data
+    def __init__(self, data: _Data, inputs: Sequence[str]) -> None:
+        self._data, self._inputs = data, inputs
 
     def __len__(self) -> int:
         return self._data.samples
 
     def minibatch(self, groups: Sequence[Sequence[int]], epoch: int) -> Minibatch:
         return Minibatch(
-            [{"x": TensorSpec((len(group), INPUTS))} for group in groups],
+            [{name: TensorSpec((len(group), INPUTS)) for name in self._inputs} for group in groups],
             [_rows(group).roll(1, 1) for group in groups],
             {"samples": float(sum(len(group) for group in groups))},
             [list(group) for group in groups],
@@ -120,7 +142,8 @@ class _Numbers:
     def load(self, minibatch: Minibatch, microbatch: int) -> dict[str, Tensor]:
         if self._data.pause_seconds:
             time.sleep(self._data.pause_seconds)
-        return {"x": _rows(minibatch.recipes[microbatch])}
+        rows = _rows(minibatch.recipes[microbatch])
+        return {name: rows.roll(2 * place, 1) for place, name in enumerate(self._inputs)}
 
 
 def _rows(samples: Sequence[int]) -> Tensor:
@@ -137,26 +160,33 @@ class Toy(Workload):
         self.model = section(_Model, config.model, "model")
         self.data = section(_Data, config.data, "data")
 
+        self.inputs = ("x", "y") if self.model.towers else ("x",)
+
     def build_chain(self) -> Chain:
-        stem = _Stem(self.model.dim)
-        model = self.model
-        blocks = [
-            Layer(f"block.{k}", _ToyBlock(model.dim, model.dropout, model.block_seconds)) for k in range(model.blocks)
-        ]
-        return Chain([Layer("stem", stem), *blocks, Layer("head", _Head(model.dim, stem))], name=self.name)
+        model, stem = self.model, _Stem(self.model.dim)
+        second = model.blocks // 2 if model.towers else 0
+        layers = [Layer("stem", stem), *(Layer(f"block.{k}", self._block()) for k in range(model.blocks - second))]
+        if model.towers:
+            layers.append(Layer("side.stem", _SideStem(model.dim), ("y",), ("y", "context")))
+            layers += [Layer(f"side.{k}", self._block(), ("y", "context"), ("y",)) for k in range(second)]
+            layers.append(Layer("join", _Join(model.dim), ("x", "y"), ("x",)))
+        return Chain([*layers, Layer("head", _Head(model.dim, stem))], self.inputs, name=self.name)
+
+    def _block(self) -> _ToyBlock:
+        return _ToyBlock(self.model.dim, self.model.dropout, self.model.block_seconds)
 
     def loss(self, outputs: Mapping[str, Tensor], targets: Any, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
         (found,) = outputs.values()
         return {"loss": F.mse_loss(found, targets, reduction="sum") / (INPUTS * normalisers["samples"])}
 
     def profile_inputs(self, microbatch_size: int) -> dict[str, TensorSpec]:
-        return {"x": TensorSpec((microbatch_size, INPUTS))}
+        return {name: TensorSpec((microbatch_size, INPUTS)) for name in self.inputs}
 
     def profile_targets(self, microbatch_size: int) -> tuple[Any, dict[str, float]]:
         return torch.zeros(microbatch_size, INPUTS), {"samples": float(microbatch_size)}
 
     def train_data(self) -> DataSource:
-        return _Numbers(self.data)
+        return _Numbers(self.data, self.inputs)
 
 
 def workload(config: Config) -> Toy:

@@ -57,7 +57,7 @@ class WatchedWork(DrawingWork):
     def open(self, opening: Opening, communicator: Communicator, states: Mapping[int, LayerState]) -> None:
         super().open(opening, communicator, states)
         self._opened, self._own = opening.number, sorted(states)
-        ways = [[self._running.layout.stages[stage].first for stage in way] for way in self._running.layout.ways]
+        ways = self._running.layout.layers_of_ways
         self._record(
             "open", generation=opening.number, base=list(opening.base), members=list(opening.members), ways=ways
         )

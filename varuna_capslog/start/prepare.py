@@ -200,7 +200,7 @@ def _checked_plan(config: Config) -> Plan | None:
             "take one microbatch per call, which gives other bits; set elastic.enabled=false, or choose grain 1"
         )
     fields.within(where, lambda: plan.check_graph(chain.edges))
-    layout = layout_of(plan, config)
+    layout = fields.within(where, lambda: layout_of(plan, config))
     fields.within(where, lambda: check_grains(chain, layout))
     run, graph, actions = RunShape.of_config(config), layout.graph(config.num_microbatches, chain.edges), plan.actions
     if actions is None:  # refuses limits that the schedule cannot keep

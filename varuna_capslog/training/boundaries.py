@@ -95,7 +95,7 @@ class Boundaries:
         began, engine = time.monotonic(), self._engine
         extra = {
             "constants": run_constants(self._setup.config, grains_of(engine.layout.stages)),
-            "cuts": list(engine.layout.cuts),
+            "cuts": engine.layout.layers_of_ways[0],
         }
         save_checkpoint(self._setup.checkpoints, step, self._generation, engine, extra)
         self._saved = step

@@ -1,12 +1,13 @@
 """Which samples make which step, and their tensors ahead of time.
 
 The order is a pure function of (seed, step): resuming is asking for the next step. Every rank derives the description
-of a minibatch itself; only ranks that hold the first stage load tensors, in background threads.
+of a minibatch itself; only ranks with a stage that takes inputs of the chain load tensors, in background threads.
 """
 
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -29,7 +30,7 @@ class Feed:
 
     Args:
         minibatch_size, microbatch_size: samples.
-        local: global indices of the microbatches that this rank loads (empty: none).
+        local: global indices of the microbatches that this rank loads (empty: none), each as often as it is asked for.
 
     Raises:
         CapslogError: fewer samples than one minibatch.
@@ -46,7 +47,8 @@ class Feed:
                 f"the training data has {len(source)} samples, fewer than train.minibatch_size={minibatch_size}; "
                 "lower it"
             )
-        self._local = list(local)
+        self._asked = Counter(local)
+        self._local = sorted(self._asked)
         self._described = functools.lru_cache(maxsize=4)(self._describe)
         self._ordered = functools.lru_cache(maxsize=1)(self._order)
         self._loads: dict[tuple[int, int], Future[dict[str, Tensor]]] = {}
@@ -72,18 +74,24 @@ class Feed:
         return order
 
     def loader(self, step: int) -> Callable[[int], dict[str, Tensor]]:
-        """A function that gives the inputs of this step's microbatches; the next ones are loaded meanwhile."""
+        """A function that gives the inputs of this step's microbatches; the next ones are loaded meanwhile.
+
+        A microbatch that several stages ask for is loaded once, and kept until the last of them has it.
+        """
+        left = self._asked.copy()
 
         def load(microbatch: int) -> dict[str, Tensor]:
             assert self._pool is not None
             position = self._local.index(microbatch)
-            upcoming = ((step, index) for index in self._local[position:])
+            upcoming = ((step, index) for index in self._local[position:] if left[index])
             following = ((step + 1, index) for index in self._local)
             for key in [*upcoming, *following][:_AHEAD]:
                 if key not in self._loads:
                     minibatch = self.minibatch(key[0])
                     self._loads[key] = self._pool.submit(self._source.load, minibatch, key[1])
-            return self._loads.pop((step, microbatch)).result()
+            left[microbatch] -= 1
+            loaded = self._loads[step, microbatch] if left[microbatch] else self._loads.pop((step, microbatch))
+            return loaded.result()
 
         return load
 

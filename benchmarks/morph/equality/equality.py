@@ -58,8 +58,9 @@ def main(arguments: Sequence[str]) -> int:
         def compute(self, step):  # type: ignore[no-untyped-def]
             done = super().compute(step)
             engine, ids = self.engine, self.loop.minibatch.sample_ids
-            if loaded := engine.loaded_microbatches:
-                samples = [sample for index in loaded for sample in ids[index]]
+            last, count = len(self.chain) - 1, engine.options.num_microbatches
+            if judged := engine.layout.microbatches_of(engine.rank, last, count):
+                samples = [sample for index in judged for sample in ids[index]]
                 os.write(file, (json.dumps([self.number, step, samples]) + "\n").encode())
             return done
 
@@ -146,6 +147,9 @@ def plans_of(folder: Path) -> dict[str, int]:
         plan = read_plan(path)
         ranks, blocks = plan.placement(), [len(stage.blocks or range(BLOCKS)) for stage in plan.stages]
         found["plans"] += 1
+        found["with_direct_routes"] += plan.routes == "direct"
+        found["with_stages_of_several_pieces"] += any(len(stage.layers) > 1 for stage in plan.stages)
+        found["with_an_order_of_their_own"] += plan.actions is not None
         found["with_memory_intervals"] += any(stage.memory for stage in plan.stages)
         found["with_several_stages_on_a_member"] += len(set(ranks)) < len(ranks)
         found["with_unequal_replicas"] += len(plan.paths()) > 1 and len({stage.layers for stage in plan.stages}) > 1

@@ -25,6 +25,7 @@ MORPH = {
         ({"cuts": [0], "replicas": 1, "idle": 1}, "cuts [0], 1 member for copies only"),
         ({"cuts": [0, 3], "replicas": 2, "idle": 2}, "cuts [0, 3] in 2 replicas, 2 members for copies only"),
         ({"cuts": [0], "ways": [[0], [0, 4]], "replicas": 1, "idle": 0}, "cuts [0] + [0, 4]"),
+        ({"cuts": [[[0, 1], [4, 6]], 1]}, "stages of layers [[[0, 1], [4, 6]], 1]"),
         ({"cuts": [0, 3]}, "cuts [0, 3]"),  # as earlier versions wrote it
     ],
 )

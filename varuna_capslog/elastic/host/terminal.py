@@ -133,8 +133,10 @@ def describe(event: Mapping[str, Any]) -> str | None:
 
 def _shape(event: Mapping[str, Any]) -> str:
     replicas, idle = event.get("replicas", 1), event.get("idle", 0)
-    cuts = " + ".join(map(str, event.get("ways", [event["cuts"]])))
-    text = f"cuts {cuts}" + (f" in {replicas} replicas" if replicas > 1 else "")
+    ways = event.get("ways", [event["cuts"]])
+    whole = all(isinstance(first, int) for way in ways for first in way)
+    text = ("cuts " if whole else "stages of layers ") + " + ".join(map(str, ways))
+    text += f" in {replicas} replicas" if replicas > 1 else ""
     return text + (f", {_members(idle)} for copies only" if idle else "")
 
 

@@ -147,7 +147,8 @@ class PipelineWork(Work):
         # a chain with the weights that the run begins from; None: no longer needed, and made anew where it is
         self._fresh: Chain | None = self.chain
         self.layer_bytes = tuple(layer_state.size_of(self.chain, index) for index in range(len(self.chain)))
-        self.placer = Placer.of_config(run.config, run.profile, self.layer_bytes, plan=run.plan)
+        edges = self.chain.edges
+        self.placer = Placer.of_config(run.config, run.profile, self.layer_bytes, plan=run.plan, edges=edges)
         self.proposes = self.placer.proposes
         self.loop = TrainingLoop(self.setup, device, start.offset, start.stop_wished)
         self.engine: PipelineEngine | None = None
@@ -305,9 +306,10 @@ class PipelineWork(Work):
         if self.engine is not None and kind in ("begin", "morph"):
             layout = self.engine.layout
             idle = self.engine.communicator.world_size - len(set(layout.ranks))
-            details |= {"cuts": list(layout.cuts), "replicas": layout.replicas, "idle": idle}
-            if len(layout.ways) > layout.replicas:
-                details["ways"] = [[layout.stages[stage].first for stage in way] for way in layout.ways]
+            ways = layout.layers_of_ways
+            details |= {"cuts": ways[0], "replicas": layout.replicas, "idle": idle}
+            if len(ways) > layout.replicas:
+                details["ways"] = ways
         generation = int(details.pop("generation", 0)) + self.start.offset
         if kind == "begin":
             details["step"] -= 1  # told after the first step, of the boundary before it

@@ -7,6 +7,7 @@ of `strikes` and `preemptions`, which call its methods.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import queue
@@ -22,7 +23,9 @@ from varuna_capslog.config.settings import Config
 from varuna_capslog.elastic.host.fork_server import PRELOADED, ForkServer
 from varuna_capslog.membership.entries import NoticeEntry, RequestEntry
 from varuna_capslog.membership.generation import Generation, Member, Stamp
-from varuna_capslog.plans.plan import Plan, latest_plan
+from varuna_capslog.model.chain import Chain
+from varuna_capslog.model.workload import load_workload
+from varuna_capslog.plans.plan import Plan
 from varuna_capslog.rig.drawing import PLANS, draw_for
 from varuna_capslog.rig.judge import Stepped
 from varuna_capslog.rig.machines.agenda import Agenda
@@ -206,13 +209,17 @@ class Machines:
             members = tuple(roster.members)
             self.store.found(Generation(1, members, checkpoint=Stamp(self._first.step, 0), plan=self._draw(members)))
 
+    @functools.cached_property
+    def _chain(self) -> Chain:
+        """As every member builds it; its edges say what can be drawn."""
+        return load_workload(self.config).build_chain()
+
     def _draw(self, members: Sequence[Member]) -> Plan | None:
         """What the first generation runs; None where nothing is drawn."""
-        planned = latest_plan(self.run_dir)
-        if self._plans is None or planned is None:
+        if self._plans is None:
             return None
         run = RunShape.of_config(self.config)
-        return draw_for(run, planned[1].num_layers, len(members), self._plans, "first", self.records.number)
+        return draw_for(run, self._chain, len(members), self._plans, "first", self.records.number)
 
     def _replace(self) -> None:
         """Machines come back, and the run asks for as many workers as it should have."""

@@ -15,6 +15,7 @@ from varuna_capslog.membership.state import Job
 from varuna_capslog.plans.parts import Units
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.rig.drawn_plans import draw_plan
+from varuna_capslog.schedules import Edge
 
 __all__ = ["even_places", "make_job", "with_drawn_plan"]
 
@@ -35,10 +36,13 @@ def even_places(num_layers: int, redundancy: int, fewest: int = 1, replicas: int
             return f"{len(seats)} device(s); {fewest} are needed"
         hosts = {seat.member: seat.host for seat in seats}
         if plan is not None:
-            ways = Choice.of_plan(plan, [0] * num_layers).ways
-            placed = [[(seats[rank].member, layers) for rank, layers in way] for way in ways]
+            choice = Choice.of_plan(plan, [0] * num_layers, edges=_edges(num_layers))
+            placed = [[(seats[rank].member, layers) for rank, layers in way] for way in choice.ways]
             idle = [seat.member for seat in seats if all(seat.member != name for way in placed for name, _ in way)]
-            copies = place_copies(placed, hosts, redundancy, [1] * num_layers, idle)
+            links = None
+            if choice.links is not None:
+                links = [(seats[one].member, seats[other].member) for one, other in choice.links]
+            copies = place_copies(placed, hosts, redundancy, [1] * num_layers, idle, links=links)
             return MemberLayout.of_plan(plan, [seat.member for seat in seats], copies.kept, copies.problem)
         pipelines = min(replicas, max(1, len(seats) // fewest))
         owned: dict[Member, tuple[int, ...]] = {}
@@ -63,8 +67,15 @@ def with_drawn_plan(effect: CompareAndSet, num_layers: int, dice: random.Random)
     record = effect.record
     if not record.members:
         return effect
-    plan = draw_plan(dice, num_layers, _UNITS, len(record.members))
+    edges = _edges(num_layers) if dice.random() < 0.5 else None
+    plan = draw_plan(dice, num_layers, _UNITS, len(record.members), edges=edges)
     return replace(effect, record=replace(record, plan=plan))
+
+
+def _edges(num_layers: int) -> list[Edge]:
+    """Two branches that the last layer joins."""
+    last, half = num_layers - 1, num_layers // 2
+    return [(layer, last if layer == half - 1 else layer + 1) for layer in range(last)]
 
 
 def make_job(
