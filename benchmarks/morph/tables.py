@@ -86,7 +86,8 @@ def equality(rows: list[Row]) -> str:
         if "plans" not in row:
             return f"{row['layouts']} ({row['layouts_with_replicas']} of several replicas)"
         kinds = [f"{count} {name.replace('_', ' ')}" for name, count in row["plans"].items() if name != "plans"]
-        model = "" if row["config"] == "small.yaml" else f" of {Path(row['config']).stem}, {', '.join(row['overrides'][1:])}"
+        other = f" of {Path(row['config']).stem}, {', '.join(row['overrides'][1:])}"
+        model = "" if row["config"] == "small.yaml" else other
         return f"{row['plans']['plans']} drawn plans{model} ({', '.join(kinds)})"
 
     lines: list[list[object]] = [
