@@ -340,5 +340,5 @@ def with_reserves(config: Config, profile: Profile, plan: Plan, find: Callable[.
             )
     kept = reserves(layout, placer.sync, placer.layer_bytes, placer.gradient_bytes)
     told = [lack, describe_reserves(kept), layout.problem]
-    snapshots = [sum(sizes[0][first:end]) for first, end in plan.ranges()]
+    snapshots = [sum(sizes[0][layer] for layer in stage.numbers) for stage in plan.stages]
     return dataclasses.replace(plan, notes=(*plan.notes, *filter(None, told))), snapshots

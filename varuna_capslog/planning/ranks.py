@@ -29,13 +29,18 @@ def fold_plan(profile: Profile, plan: Plan, run: RunShape) -> list[RankFold]:
         run: what the plan leaves to the config: in the short form the microbatches and blocks of the pipeline, and for
             stages whose memory is null, whether they recompute.
 
-    Raises CapslogError for what schedules do not describe (pieces, splits, grains), units that are not known, and what
-    the profile lacks.
+    Raises CapslogError for what schedules do not describe (splits, grains), direct routes, units that are not known,
+    and what the profile lacks.
     """
     if profile.num_layers != plan.num_layers:
         raise CapslogError(
             f"the profile has {profile.num_layers} layers, the plan {plan.num_layers}; give the profile that the plan "
             "was made for"
+        )
+    if plan.routes == "direct":
+        raise CapslogError(
+            "the bytes of ranks are not computed yet where tensors go straight to the stages that read them (routes "
+            "'direct')"
         )
     units = Units(plan.units.per_step or run.num_microbatches, None, plan.units.blocks or run.num_blocks)
     name = plan.schedule or run.schedule
