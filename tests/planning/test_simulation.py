@@ -304,6 +304,9 @@ def test_a_plan_is_given_the_seconds_of_its_step() -> None:
     assert with_step_seconds(make_profile(), make_plan(num_microbatches=None), run).step_seconds is None
     bare = Profile(tuple(LayerProfile(f"l{n}", 9, 1 if n else None) for n in range(4)))
     assert with_step_seconds(bare, plan, run) is plan
+    direct = towers_plan(routes="direct")
+    assert with_step_seconds(towers_profile(), direct, run).step_seconds == pytest.approx(22.0 + 20 * 0.05)
+    assert with_step_seconds(replace(towers_profile(), tensors=()), direct, run) is direct
 
 
 def test_a_plans_own_actions_are_played() -> None:

@@ -249,12 +249,12 @@ def simulate_plan(
 
 
 def with_step_seconds(profile: Profile, plan: Plan, run: RunShape, link: Link | None = None) -> Plan:
-    """The plan with the seconds of its simulated step; as it is where its microbatches or the profile's seconds are not
-    known. A plan of the short form counts one pipeline, without the exchange between replicas.
+    """The plan with the seconds of its simulated step; as it is where its microbatches, the profile's seconds or, for
+    direct routes, its tensors are not known. A plan of the short form counts one pipeline, without the exchange between
+    replicas.
     """
-    if plan.num_microbatches is None or any(
-        None in (one.forward_seconds, one.backward_seconds) for one in profile.layers
-    ):
+    timed = all(None not in (one.forward_seconds, one.backward_seconds) for one in profile.layers)
+    if plan.num_microbatches is None or not timed or (plan.routes == "direct" and not profile.tensors):
         return plan
     step = simulate_plan(profile, plan, recompute=run.recompute, run=run, link=link)
     return dataclasses.replace(plan, step_seconds=step.step_seconds)
