@@ -222,6 +222,19 @@ def test_two_towers_by_hand() -> None:
     assert simulate_plan(profile, towers_plan(routes="direct")).step_seconds == 2 + 6 + 2 + 8 + 2 + 2
 
 
+def test_parallel_stages_hold_no_more_than_their_own_way_to_the_loss_asks_for() -> None:
+    """Equal layers: three stages instead of four on the longest way, so a step of M takes M + 2 periods, not M + 3."""
+    layers = tuple(
+        replace(one, forward_seconds=float(n < 4), backward_seconds=2.0 * (n < 4))
+        for n, one in enumerate(towers_profile().layers)
+    )
+    profile = Profile(layers, tensors=towers_profile().tensors)
+    for routes, in_flight, periods in (("direct", [3, 2, 2, 1], 8 + 2), ("relay", [4, 3, 2, 1], 8 + 3)):
+        found = simulate_plan(profile, towers_plan(routes=routes, schedule="1f1b", units=Units(8, 2, 1)))
+        assert found.pipelines[0].timeline.max_in_flight == in_flight
+        assert found.step_seconds == 3 * periods
+
+
 def test_where_no_gradient_travels_nobody_waits_for_one() -> None:
     profile = towers_profile()
     frozen = tuple(replace(one, gradient=one.gradient and one.writer != 2) for one in profile.tensors)
