@@ -86,7 +86,15 @@ def test_a_step_is_played_drawn_and_traced(
     value = json.loads((out / "simulation.json").read_text())
     assert value["step_seconds"] == trace["otherData"]["step_seconds"]
     assert value["peak_bytes"] == max(json.loads(plan.read_text())["stage_bytes"])
-    assert value["link"] == {"bandwidth": 2**30, "latency_seconds": 0.0001, "copy_bandwidth": None}
+    link = {"bandwidth": 2**30, "latency_seconds": 0.0001, "copy_bandwidth": None}
+    assert value["link"] == {**link, "shared": False, "host_bandwidth": None, "copies_beside": None}
+    (sent,) = [event for event in trace["traceEvents"] if event["name"] == "activation 0" and event["pid"] == 0]
+    assert sent["args"] == {"from_stage": 0, "to_stage": 1, "microbatch": 0}
+    whole = ("--shared-links", "--host-bandwidth", "1GB/s", "--copies-beside", "--json")
+    assert run("simulate", "--profile", profile, "--plan", plan, *flags, *whole) == 0
+    shared = printed(capsys)
+    assert shared["link"] == {**link, "shared": True, "host_bandwidth": 1e9, "copies_beside": True}
+    assert shared["step_seconds"] > value["step_seconds"]
 
 
 def test_flags_change_what_is_played(profile: Path, plan: Path, capsys: pytest.CaptureFixture[str]) -> None:

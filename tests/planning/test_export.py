@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,17 @@ def test_what_torch_does_not_have_is_refused() -> None:
     stages = (PlanStage(((0, 1),), (0,), memory=None), PlanStage(((1, 2),), (1,), memory=None))
     with pytest.raises(CapslogError, match="units"):
         torch_csv(Plan(2, stages, Units(), "1f1b"), KEEPS)
+
+
+def test_direct_routes_are_exported_where_the_stages_are_a_line() -> None:
+    stages = tuple(PlanStage(((n, n + 1),), (n,)) for n in range(3))
+    plan = Plan(3, stages, Units(4, 1, 1), "1f1b", routes="direct")
+    line, skipping = [(0, 1), (1, 2)], [(0, 1), (0, 2), (1, 2)]
+    assert torch_csv(plan, KEEPS, line) == torch_csv(replace(plan, routes="relay"), KEEPS)
+    with pytest.raises(CapslogError, match=r"routes is 'direct' and stage 0 hands on to stage 2"):
+        torch_csv(plan, KEEPS, skipping)
+    with pytest.raises(CapslogError, match="it is not known which layers read from which"):
+        torch_csv(plan, KEEPS)
 
 
 def test_the_command_writes_the_file_and_keeps_to_the_runs_own_settings(

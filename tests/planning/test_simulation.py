@@ -12,12 +12,13 @@ import pytest
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.planners.seconds import Link
-from varuna_capslog.planning.simulation import Simulation, simulate_plan, stage_seconds, with_step_seconds
+from varuna_capslog.planning.simulation import Simulation, simulate_plan, with_step_seconds
+from varuna_capslog.planning.stage_seconds import copy_seconds, stage_seconds
 from varuna_capslog.plans.parts import MemoryInterval, PlanStage, Units
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.conditions import UPDATE_RATE
 from varuna_capslog.profiles.record import LayerProfile, Profile, TensorRecord
-from varuna_capslog.reports.perfetto import trace_events
+from varuna_capslog.reports.perfetto import COPY_THREAD, trace_events
 from varuna_capslog.schedules import RunShape
 
 
@@ -157,10 +158,155 @@ def test_pieces_of_one_stage_must_follow_each_other_in_the_graph_that_the_profil
     plan = Plan(4, around, Units(2, 2, 1), "gpipe", routes="direct")
     with pytest.raises(CapslogError, match=r"stage 0 \(rank 0, layers 0 and 3\) reaches its layer 3 only through"):
         simulate_plan(whole, plan)
-    with pytest.raises(CapslogError, match="stage 0 holds 2 pieces of the chain"):
+    with pytest.raises(CapslogError, match="it is not known which layers read from which; give a profile with tensors"):
         simulate_plan(make_profile(), plan)  # which does not know the graph
     sides = (PlanStage(((0, 2),), (0,)), PlanStage(((2, 4),), (1,)))
     assert simulate_plan(whole, Plan(4, sides, Units(2, 2, 1), "gpipe")).notes
+
+
+def towers_profile() -> Profile:
+    """Layers 0 and 1 are a tower, 2 and 3 another one, and 4 reads both; so does 3 what the first tower makes.
+
+    Forwards take 2, 3, 1, 1 and 1 s, backwards 2 s each. Tensors have 100 bytes; layer 2 also hands on 50 bytes without
+    a gradient.
+    """
+    known = ((None, (0, 2)), (0, (1,)), (1, (3, 4)), (2, (3,)), (3, (4,)), (4, (5,)))
+    tensors = [
+        TensorRecord(f"t{n}", 100, writer is not None, writer, readers) for n, (writer, readers) in enumerate(known)
+    ]
+    tensors.append(TensorRecord("mask", 50, False, 2, (3,)))
+    rows = zip(make_profile(5).layers, (2.0, 3.0, 1.0, 1.0, 1.0), strict=True)
+    layers = tuple(replace(layer, forward_seconds=took) for layer, took in rows)
+    return Profile(layers, conditions={"microbatch_size": 2, UPDATE_RATE: 0.05}, tensors=tuple(tensors))
+
+
+def towers_plan(**parts: Any) -> Plan:
+    """A stage for each layer but the last, which shares the stage of the one before it."""
+    pieces = (((0, 1),), ((1, 2),), ((2, 3),), ((3, 5),))
+    stages = tuple(PlanStage(layers, (rank,)) for rank, layers in enumerate(pieces))
+    return Plan(**{"num_layers": 5, "stages": stages, "units": Units(2, 2, 1), "schedule": "gpipe", **parts})
+
+
+def test_two_towers_by_hand() -> None:
+    """Stage 1 and stage 2 hand on to stage 3, and stage 2 waits for nobody. Links carry 100 bytes/s.
+
+    What stage 1 makes travels once, 1 s, and two gradients come back, 2 s. Stage 2 sends 150 bytes, and 100 come back.
+    """
+    profile = replace(towers_profile(), conditions={"microbatch_size": 2})
+    found = simulate_plan(profile, towers_plan(routes="direct"), link=Link(100.0))
+    spans = {
+        str(one.action): (one.start_seconds, one.end_seconds)
+        for row in found.pipelines[0].timeline.actions
+        for one in row
+    }
+    assert spans == {
+        "0F0": (0, 2), "0F1": (2, 4), "1F0": (3, 6), "1F1": (6, 9),
+        "2F0": (0, 1), "2F1": (1, 2), "3F0": (7, 9), "3F1": (10, 12),
+        "3B0": (12, 16), "3B1": (16, 20), "1B0": (18, 20), "1B1": (22, 24),
+        "2B0": (17, 19), "2B1": (21, 23), "0B0": (21, 23), "0B1": (25, 27),
+    }  # fmt: skip
+    arrivals = {(one.message.kind, one.message.way): one.end_seconds for one in found.pipelines[0].timeline.messages}
+    assert arrivals["activation", (2, 3)] == 4.0, "the second message waits for the first"
+    assert (arrivals["gradient", (3, 1)], arrivals["gradient", (3, 2)]) == (22.0, 21.0)
+    assert found.step_seconds == 27.0
+    assert found.pipelines[0].memory is None
+    assert any("the ranks' bytes are unknown" in note and "'direct'" in note for note in found.notes)
+    # Microbatches that the plan does not say, and a profile without the graph.
+    again = simulate_plan(profile, towers_plan(routes="direct"), num_microbatches=2, link=Link(100.0))
+    assert again.step_seconds == 27.0
+    with pytest.raises(CapslogError, match="give a profile with tensors"):
+        simulate_plan(replace(profile, tensors=()), towers_plan(routes="direct"))
+    # Relayed, stage 2 waits for stage 1: 0F0 0-2, 1F0 2-5, 2F0 5-6, 3F0 6-8, 3F1 9-11, then 4, 2, 2, and two times 2.
+    relayed = simulate_plan(profile, towers_plan())
+    assert relayed.step_seconds == 11 + 4 + 4 + 2 + 2 + 2
+    assert simulate_plan(profile, towers_plan(routes="direct")).step_seconds == 2 + 6 + 2 + 8 + 2 + 2
+
+
+def test_parallel_stages_hold_no_more_than_their_own_way_to_the_loss_asks_for() -> None:
+    """Equal layers: three stages instead of four on the longest way, so a step of M takes M + 2 periods, not M + 3."""
+    layers = tuple(
+        replace(one, forward_seconds=float(n < 4), backward_seconds=2.0 * (n < 4))
+        for n, one in enumerate(towers_profile().layers)
+    )
+    profile = Profile(layers, tensors=towers_profile().tensors)
+    for routes, in_flight, periods in (("direct", [3, 2, 2, 1], 8 + 2), ("relay", [4, 3, 2, 1], 8 + 3)):
+        found = simulate_plan(profile, towers_plan(routes=routes, schedule="1f1b", units=Units(8, 2, 1)))
+        assert found.pipelines[0].timeline.max_in_flight == in_flight
+        assert found.step_seconds == 3 * periods
+
+
+def test_where_no_gradient_travels_nobody_waits_for_one() -> None:
+    profile = towers_profile()
+    frozen = tuple(replace(one, gradient=one.gradient and one.writer != 2) for one in profile.tensors)
+    found = simulate_plan(replace(profile, tensors=frozen), towers_plan(routes="direct"))
+    messages = found.pipelines[0].timeline.messages
+    assert {one.message.way for one in messages if one.message.kind == "gradient"} == {(1, 0), (3, 1)}
+
+
+def test_a_stage_of_several_pieces_takes_the_sums_of_its_own_layers() -> None:
+    """Stage 0 holds layers 0 and 2, stage 1 the layers 1, 3 and 4."""
+    stages = (PlanStage(((0, 1), (2, 3)), (0,), memory=None), PlanStage(((1, 2), (3, 5)), (1,), memory=None))
+    plan = towers_plan(stages=stages, routes="direct")
+    seconds = stage_seconds(towers_profile(), stages, RunShape(2, "gpipe", recompute=True))
+    assert (seconds.forward, seconds.backward) == ([3.0, 5.0], [4.0, 6.0])
+    assert seconds.other["U"] == [20 * 0.05, 30 * 0.05]
+    # R runs the last piece again, the backward the first one; the end of the chain is left out of F.
+    assert (seconds.recompute, seconds.backward_again) == ([1.0, 2.0], [4.0 + 2.0, 6.0 + 3.0])
+    assert seconds.bare_forward == [3.0, 3.0]
+    kept = simulate_plan(towers_profile(), plan, recompute=False, link=Link(100.0))
+    # 0F 0-3-6; both values and the mask travel together, 2.5 s: 1F 5.5-10.5-15.5; 1B 15.5-21.5-27.5; t0 and t2 have a
+    # gradient each, 2 s: 0B ends at 27.5 + 2 + 4; the update of stage 1 takes 1.5 s.
+    assert kept.step_seconds == pytest.approx(33.5 + 1.5)
+
+
+def test_own_actions_are_checked_against_the_graph_that_the_profile_knows() -> None:
+    """The reader of the file alone cannot know that stage 3 waits for stage 2."""
+    stages = tuple(replace(one, ranks=(rank,)) for one, rank in zip(towers_plan().stages, (0, 1, 2, 2), strict=True))
+
+    def step(last: tuple[str, ...]) -> Simulation:
+        rows = (("0F0", "0F1", "0B0", "0B1"), ("1F0", "1F1", "1B0", "1B1"), last)
+        return simulate_plan(towers_profile(), towers_plan(stages=stages, schedule=None, routes="direct", actions=rows))
+
+    assert step(("2F0", "3F0", "3B0", "2B0", "2F1", "3F1", "3B1", "2B1")).step_seconds > 0
+    with pytest.raises(CapslogError, match=r"3F0.*2F0"):
+        step(("3F0", "2F0", "3B0", "2B0", "2F1", "3F1", "3B1", "2B1"))
+
+
+def test_copies_run_beside_the_computation_or_take_its_time() -> None:
+    """Two microbatches of 10 s forward and 8 s backward; each offloads 400 bytes, 4 s there and 4 s back."""
+    plan = Plan(4, (PlanStage(((0, 4),), (0,), memory=(MemoryInterval(0, 4, "offload"),)),), Units(2, 2, 1), "gpipe")
+    link = Link(host_bandwidth=100.0)
+    blocked = simulate_plan(make_profile(), plan, link=link)
+    names = [str(one.action) for one in blocked.pipelines[0].timeline.actions[0]]
+    copies = [name for name in names if name[1] in "OL"]
+    assert blocked.step_seconds == 2 * (10 + 8) + 4 * len(copies)
+    beside = simulate_plan(make_profile(device="cuda:0"), plan, link=link)
+    timeline = beside.pipelines[0].timeline
+    assert [str(one.action) for one in timeline.copies] == copies
+    assert timeline.busy_seconds == [2 * (10 + 8)]
+    assert 2 * (10 + 8) <= beside.step_seconds < blocked.step_seconds
+    forced = simulate_plan(make_profile(), plan, link=replace(link, copies_beside=True))
+    assert forced.step_seconds == beside.step_seconds
+    assert {event["tid"] for event in trace_events(beside)["traceEvents"] if event.get("cat") == "copy"} == {
+        COPY_THREAD
+    }
+    inputs = (replace(plan.stages[0], memory=(MemoryInterval(0, 4, "recompute+offload"),)),)
+    with pytest.raises(CapslogError, match="the profile has no tensors"):
+        simulate_plan(make_profile(), replace(plan, stages=inputs), link=link)
+    with pytest.raises(CapslogError, match="host_bandwidth is 0"):
+        Link(host_bandwidth=0.0)
+
+
+def test_what_an_interval_moves_is_what_it_begins_with() -> None:
+    profile = towers_profile()
+    stage = PlanStage(((3, 5),), (0,), memory=(MemoryInterval(3, 5, "recompute+offload"),))
+    # Layers 3 and 4 read t1 (of layer 1), t2 and the mask: 250 bytes.
+    for routes in ("relay", "direct"):
+        assert copy_seconds(profile, [stage], routes, 10.0) == {"O": [25.0], "L": [25.0]}
+    first = replace(stage, layers=((1, 2),), memory=(MemoryInterval(1, 2, "recompute+offload"),))
+    # Layer 1 reads 100 bytes; relayed, the input that layer 2 reads passes through it too.
+    assert copy_seconds(profile, [first], "direct", 10.0)["O"] == [10.0]
+    assert copy_seconds(profile, [first], "relay", 10.0)["O"] == [20.0]
 
 
 def test_a_plan_is_given_the_seconds_of_its_step() -> None:
@@ -171,6 +317,9 @@ def test_a_plan_is_given_the_seconds_of_its_step() -> None:
     assert with_step_seconds(make_profile(), make_plan(num_microbatches=None), run).step_seconds is None
     bare = Profile(tuple(LayerProfile(f"l{n}", 9, 1 if n else None) for n in range(4)))
     assert with_step_seconds(bare, plan, run) is plan
+    direct = towers_plan(routes="direct")
+    assert with_step_seconds(towers_profile(), direct, run).step_seconds == pytest.approx(22.0 + 20 * 0.05)
+    assert with_step_seconds(replace(towers_profile(), tensors=()), direct, run) is direct
 
 
 def test_a_plans_own_actions_are_played() -> None:
@@ -186,7 +335,7 @@ def test_a_plans_own_actions_are_played() -> None:
 # -- the trace
 
 
-@pytest.fixture(params=["one", "interleaved", "two pipelines", "a replicated stage"])
+@pytest.fixture(params=["one", "interleaved", "two pipelines", "a replicated stage", "two towers"])
 def simulation(request: pytest.FixtureRequest) -> Simulation:
     profile = make_profile(**{UPDATE_RATE: 0.05})
     plan = make_plan(num_microbatches=4, schedule="varuna")
@@ -201,6 +350,8 @@ def simulation(request: pytest.FixtureRequest) -> Simulation:
         pieces = [(None, (0, 2), 0), ((0,), (2, 3), 1), ((1,), (2, 3), 2), (None, (3, 4), 0)]
         stages = tuple(PlanStage((layers,), (rank,), blocks, memory=None) for blocks, layers, rank in pieces)
         plan = Plan(4, stages, Units(4, 2, 2), "varuna")
+    elif request.param == "two towers":
+        profile, plan = towers_profile(), towers_plan(routes="direct")
     return simulate_plan(profile, plan, link=Link(1000.0, 0.001))
 
 

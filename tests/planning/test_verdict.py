@@ -88,6 +88,9 @@ def test_the_table_of_a_plan_says_what_is_not_kept(capsys: pytest.CaptureFixture
     assert "recompute 1-1" in shown
     print_plan(Plan.of_cuts(4, (0, 2)))
     assert "memory" not in capsys.readouterr().out
+    pieces = (PlanStage(((0, 2), (3, 4)), (0,)), PlanStage(((2, 3),), (1,)))
+    print_plan(Plan(4, pieces, Units(2, 1, 1), "gpipe", routes="direct"))
+    assert "0-1, 3" in capsys.readouterr().out
 
 
 def test_a_plan_that_its_rehearsal_exceeds_does_not_fit() -> None:

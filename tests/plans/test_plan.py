@@ -103,7 +103,7 @@ def one_pipeline(**more: Any) -> dict[str, Any]:
 
 def test_a_number_and_a_cut_list_are_a_plan() -> None:
     plan = Plan.from_json({"format": "varuna-capslog/plan/2", "num_layers": 5, "cuts": [0, 2]})
-    assert plan.ranges() == [(0, 2), (2, 5)]
+    assert [stage.layers for stage in plan.stages] == [((0, 2),), ((2, 5),)]
     assert plan.placement() == [0, 1]
     assert (plan.cuts, plan.fits, plan.stage_bytes, plan.num_microbatches) == ((0, 2), None, None, None)
     assert plan.stages[0].memory is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import statistics
@@ -19,9 +20,10 @@ from varuna_capslog.base import files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.plans.parts import PlanRank, PlanStage, Units
 from varuna_capslog.plans.plan import Plan, write_plan
-from varuna_capslog.profiles.record import Profile, SharedParameter, write_profile
+from varuna_capslog.profiles.record import Profile, SharedParameter, TensorRecord, read_profile, write_profile
 from varuna_capslog.reports.page import write_report
-from varuna_capslog.reports.wording import UNKNOWN
+from varuna_capslog.reports.wording import UNKNOWN, duration
+from varuna_capslog.schedules import StageGraph, StageSeconds, schedule_of, simulate
 
 GIB = 2**30
 PICTURES = {"stage-memory.png", "schedule.png", "layer-memory.png", "training.png", "scores.png"}
@@ -343,6 +345,30 @@ def test_a_plan_without_units_is_drawn_on_its_own_ranks_with_the_units_of_the_co
         assert "stage.microbatch" in page.texts["schedule"], "several stages share a rank"
         shown.append(page.facts("step-table"))
     assert shown[0] == shown[1]
+
+
+def test_stages_of_several_pieces_are_shown_with_the_graph_of_the_profile(small: Path) -> None:
+    """Layers 1 and 2 read layer 0, and 3 reads both; stage 0 holds the layers 0 and 2."""
+    stages = (PlanStage(((0, 1), (2, 3)), (0,)), PlanStage(((1, 2),), (1,)), PlanStage(((3, 6),), (2,)))
+    write_plan(small / "plan-1.json", Plan(6, stages, Units(2, 1, 1), "gpipe", routes="direct", model="m"))
+    page = Page(write_report(small))
+    assert page.column("stage-table", "layers") == ["0, 2", "1", "3-5"]
+    assert "its stages are not one pipeline in the order of the layers" in page.texts["layers"]
+    assert "it is not known which layers read from which; give a profile with tensors" in page.texts["schedule"]
+    readers = ((1, 2), (3,), (3,), (4,), (5,), (6,))
+    tensors = tuple(TensorRecord(f"t{writer}", 4, True, writer, read) for writer, read in enumerate(readers))
+    profile = dataclasses.replace(read_profile(small / "profile.json"), tensors=tensors)
+    write_profile(small / "profile.json", profile)
+    page = Page(write_report(small))
+    facts = page.facts("step-table")
+    # By hand: stage 2 begins when stage 1, which waits for stage 0, has ended; stage 0 does not wait between F and F.
+    assert facts["Most microbatches in flight"] == "2, 2, 2 (by stage)"
+    forward = [sum(profile.layers[n].forward_seconds or 0 for n in stage.numbers) for stage in stages]
+    backward = [sum(profile.layers[n].backward_seconds or 0 for n in stage.numbers) for stage in stages]
+    whole = StageSeconds(forward, backward)
+    graph = StageGraph((0, 1, 2), ((0, 1, 2),) * 2, frozenset({(0, 1), (0, 2), (1, 2)}))
+    expected = simulate(schedule_of("gpipe", graph), whole, graph=graph).step_seconds
+    assert facts["Simulated step"] == duration(expected)
 
 
 def test_a_plan_that_does_not_fit_says_by_how_much(small: Path) -> None:

@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 
 from tests.schedules.cases import compute_edges, halves, names, parse_csv, shapes
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.schedules import Action, Message, Schedule, StageSeconds, lower, make_schedule, simulate
+from varuna_capslog.schedules import (
+    Action,
+    Message,
+    Schedule,
+    StageSeconds,
+    insert_offload,
+    lower,
+    make_schedule,
+    simulate,
+)
 from varuna_capslog.schedules.simulate import play_contended, speed_of
 
 
@@ -160,7 +169,7 @@ def test_a_core_for_every_rank_is_the_plain_simulation(name: str, shape: tuple, 
     )
     cost = {one.action: one.end_seconds - one.start_seconds for row in plain.actions for one in row}
     links = [(stage - 1, stage) for stage in range(1, num_stages)]
-    times = [{link: row[link[1]] for link in links} for row in (transfer, handover)]
+    times = [{way: row[link[1]] for link in links for way in (link, link[::-1])} for row in (transfer, handover)]
     played, messages = play_contended(lower(schedule), cost, *times, [1.0] * len(schedule))
     assert played == plain.actions
     arrivals = {one.message: one.end_seconds for one in plain.messages}
@@ -189,6 +198,55 @@ def test_both_directions_may_share_one_link() -> None:
     assert [one.start_seconds for one in apart.messages] == [1.0, 4.0, 6.0, 9.0]
     assert [one.start_seconds for one in shared.messages] == [1.0, 4.0, 7.0, 10.0]
     assert (apart.step_seconds, shared.step_seconds) == (13.0, 14.0)
+
+
+def test_messages_may_take_different_times_in_both_directions() -> None:
+    """By hand: 0F 0-1, its message 1-3, 1F 3-4, 1B 4-5, its message 5-10, 0B 10-11."""
+    schedule = make_schedule("1f1b", 2, 1)
+    both = {(0, 1): 2.0, (1, 0): 5.0}
+    found = simulate(schedule, StageSeconds([1.0] * 2, [1.0] * 2, transfer=both, handover={(1, 0): 1.0, (0, 1): 0.0}))
+    assert [(one.start_seconds, one.end_seconds) for one in found.messages] == [(1.0, 3.0), (5.0, 10.0)]
+    assert found.step_seconds == 11.0
+    one = simulate(schedule, StageSeconds([1.0] * 2, [1.0] * 2, transfer={(0, 1): 2.0}))
+    assert one.step_seconds == 8.0, "the other direction takes as long"
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_copies_beside_the_computation_by_hand(shared: bool) -> None:
+    """F 1 s, B 2 s, O 3 s, L 2 s. O0 leaves 1-4, and behind the forward beside it the rank waits; L0 is 4-6."""
+    schedule = parse_csv("0F0,0O0,0F1,0L0,0B0,0B1")
+    seconds = StageSeconds([1.0], [2.0], other={"O": [3.0], "L": [2.0]})
+    blocking = simulate(schedule, seconds, shared_links=shared)
+    assert (blocking.step_seconds, blocking.busy_seconds, blocking.copies) == (11.0, [11.0], [])
+    beside = simulate(schedule, seconds, shared_links=shared, copies_beside=True)
+    assert [(str(one.action), one.start_seconds, one.end_seconds) for one in beside.actions[0]] == [
+        ("0F0", 0, 1), ("0O0", 1, 1), ("0F1", 1, 2), ("0L0", 4, 4), ("0B0", 6, 8), ("0B1", 8, 10),
+    ]  # fmt: skip
+    assert [(one.start_seconds, one.end_seconds) for one in beside.copies] == [(1, 4), (4, 6)]
+    assert beside.busy_seconds == [6.0]
+
+
+@settings(max_examples=40, deadline=None)
+@given(names, shapes(), st.data())
+def test_copies_beside_are_played_alike_with_and_without_shared_cores(
+    name: str, shape: tuple[int, int, list[int]], data: st.DataObject
+) -> None:
+    num_stages, num_microbatches, placement = shape
+    schedule = insert_offload(make_schedule(name, num_stages, num_microbatches, placement), [True] * num_stages)
+    whole = st.lists(st.integers(0, 9).map(float), min_size=num_stages, max_size=num_stages)
+    backward = data.draw(whole)
+    other = {**halves(backward), "O": data.draw(whole), "L": data.draw(whole)}
+    seconds = StageSeconds(data.draw(whole), backward, other=other)
+    alone = simulate(schedule, seconds, copies_beside=True)
+    shared = simulate(schedule, seconds, copies_beside=True, shared_links=True)
+    # links that take no time may be shared without any difference
+    assert (shared.actions, shared.copies) == (alone.actions, alone.copies)
+    back = {
+        (one.action.stage, one.action.microbatch): one.end_seconds for one in alone.copies if one.action.kind == "L"
+    }
+    for one in (one for row in alone.actions for one in row):
+        if one.action.kind in "BI":
+            assert one.start_seconds >= back.get((one.action.stage, one.action.microbatch), 0.0)
 
 
 def test_a_recomputation_inside_a_split_backward_is_a_part_of_its_input_half() -> None:

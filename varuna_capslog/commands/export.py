@@ -23,6 +23,9 @@ def export(
         bool | None,
         typer.Option("--recompute/--no-recompute", help="For stages whose memory the plan leaves open."),
     ] = None,
+    profile: Annotated[
+        Path | None, shared.option("Says which layers read which, for a plan with routes direct.", "the run's, or none")
+    ] = None,
     k: Annotated[int | None, shared.option("Microbatches of a group of the schedule kfkb.", "the run's, or 2")] = None,
 ) -> None:
     """Write a plan in the form of another system."""
@@ -30,6 +33,7 @@ def export(
     from varuna_capslog.base.errors import CapslogError
     from varuna_capslog.planning.export import torch_csv
     from varuna_capslog.plans.plan import latest_plan, read_plan
+    from varuna_capslog.profiles.record import read_profile
     from varuna_capslog.schedules import RunShape
 
     fields.refuse_unknown([to], ["torch-csv"], "form")
@@ -39,11 +43,14 @@ def export(
         if found is None:
             raise CapslogError(f"{plan} holds no plan-<generation>.json; give a plan file, or the folder of a run")
         run, read = RunShape.of_config(shared.run_config(plan)), found[1]
+        if profile is None and (plan / "profile.json").is_file():
+            profile = plan / "profile.json"
     else:
         read = read_plan(plan)
     given: dict[str, Any] = {"recompute": recompute, "k": k}
     run = dataclasses.replace(run, **{name: value for name, value in given.items() if value is not None})
-    text = torch_csv(read, run)
+    known = None if profile is None or read.routes == "relay" else read_profile(profile)
+    text = torch_csv(read, run, known.edges if known is not None and known.tensors else None)
     if output is None:
         typer.echo(text, nl=False)
     else:

@@ -150,8 +150,10 @@ def blocks_of(config: Config | None) -> int | None:
     return config.num_blocks
 
 
-def link_of(bandwidth: str | None, latency: str, copy_bandwidth: str | None = None) -> Link:
-    """The link that --bandwidth, --latency and --copy-bandwidth describe."""
+def link_of(
+    bandwidth: str | None, latency: str, copy_bandwidth: str | None = None, host_bandwidth: str | None = None
+) -> Link:
+    """The link that --bandwidth, --latency, --copy-bandwidth and --host-bandwidth describe."""
     from varuna_capslog.base import units
     from varuna_capslog.planners.seconds import Link
 
@@ -159,6 +161,7 @@ def link_of(bandwidth: str | None, latency: str, copy_bandwidth: str | None = No
         None if bandwidth is None else units.parse_rate(bandwidth, "--bandwidth"),
         units.parse_seconds(latency, "--latency"),
         None if copy_bandwidth is None else units.parse_rate(copy_bandwidth, "--copy-bandwidth"),
+        host_bandwidth=None if host_bandwidth is None else units.parse_rate(host_bandwidth, "--host-bandwidth"),
     )
 
 
@@ -190,29 +193,30 @@ def print_table(
 
 
 def print_plan(plan: Plan, profile: Profile | None = None) -> None:
-    """Prints the stages: layers (by name where a profile knows them), predicted peak and what is left of the device
-    beside it and its headroom; the blocks where stages share them out, and what is not kept where the plan says so.
+    """Prints the stages: layers (the first and the last also by name where a profile knows it), predicted peak and what
+    is left of the device beside it and its headroom; the blocks where stages share them out, and what is not kept where
+    the plan says so.
     """
     from varuna_capslog.base.units import format_bytes
     from varuna_capslog.planning.verdict import judge_plan
 
     title = f"{plan.planner or 'given cuts'}: {len(plan.stages)} stages of {plan.num_layers} layers"
     ranks, verdict, rows = plan.placement(), judge_plan(plan, profile), []
-    for stage, (first, end) in enumerate(plan.ranges()):
-        names = [profile.layers[index].name for index in (first, end - 1)] if profile else [str(first), str(end - 1)]
-        peak = None if plan.stage_bytes is None else plan.stage_bytes[stage]
-        margin = "" if verdict is None else format_bytes(verdict.margins[stage])
+    for number, stage in enumerate(plan.stages):
+        names = [profile.layers[index].name for index in (stage.first, stage.end - 1)] if profile else ["", ""]
+        peak = None if plan.stage_bytes is None else plan.stage_bytes[number]
+        margin = "" if verdict is None else format_bytes(verdict.margins[number])
         shown = "unknown" if peak is None else format_bytes(peak)
-        blocks = plan.stages[stage].blocks
-        served = "all" if blocks is None else ", ".join(map(str, blocks))
-        rows.append([str(stage), str(ranks[stage]), str(end - first), *names, shown, margin, served])
-        rows[-1].append(", ".join(f"{one.kind} {one.first}-{one.end - 1}" for one in plan.stages[stage].memory or ()))
+        served = "all" if stage.blocks is None else ", ".join(map(str, stage.blocks))
+        rows.append([str(number), str(ranks[number]), stage.spans, *names, shown, margin, served])
+        rows[-1].append(", ".join(f"{one.kind} {one.first}-{one.end - 1}" for one in stage.memory or ()))
     notes = [] if plan.search_seconds is None else [f"found in {plan.search_seconds * 1e3:.3g} ms"]
     if plan.stage_bytes is None and any(one.bytes is not None for one in plan.ranks):
         sizes = ["unknown" if one.bytes is None else format_bytes(one.bytes) for one in plan.ranks]
         notes.append(f"peak of each rank: {', '.join(sizes)}")
     headings = ("stage", "rank", "layers", "from", "to", "peak", "margin", "blocks", "memory")
-    absent = {7: not any(stage.blocks for stage in plan.stages), 8: not any(stage.memory for stage in plan.stages)}
+    absent = dict.fromkeys((3, 4), profile is None)
+    absent |= {7: not any(stage.blocks for stage in plan.stages), 8: not any(stage.memory for stage in plan.stages)}
     kept = [place for place in range(len(headings)) if not absent.get(place)]
     left = [place for place, column in enumerate(kept) if column in (3, 4, 7, 8)]
     shown_rows = [[row[place] for place in kept] for row in rows]

@@ -43,6 +43,21 @@ class StepFlags:
             "sending costs a rank nothing",
         ),
     ] = None
+    shared_links: Annotated[
+        bool,
+        typer.Option("--shared-links", help="Both directions between two ranks share one link, in turn."),
+    ] = False
+    host_bandwidth: Annotated[
+        str | None, option("Of copies between a rank and its host tier, such as 12GB/s.", "copies take no time")
+    ] = None
+    copies_beside: Annotated[
+        bool | None,
+        option(
+            "Copies run beside the computation, or take their rank's time.",
+            "beside, but not on a CPU",
+            "--copies-beside/--copies-block",
+        ),
+    ] = None
     schedule: Annotated[str | None, option("Such as 1f1b; see pipeline.schedule.", "the plan's, or varuna")] = None
     microbatches: Annotated[
         int | None, option("Of one pipeline and step.", "the plan's, or 4 for each stage", min=1)
@@ -94,7 +109,11 @@ def simulate(given: SimulateFlags) -> None:
         )
     if given.config is None and given.plan is None and given.trace is None:
         raise CapslogError("--profile without a CONFIG needs --plan FILE, or --trace FILE to replay; give one of them")
-    link = shared.link_of(given.bandwidth, given.latency, given.copy_bandwidth)
+    link = dataclasses.replace(
+        shared.link_of(given.bandwidth, given.latency, given.copy_bandwidth, given.host_bandwidth),
+        shared=given.shared_links,
+        copies_beside=given.copies_beside,
+    )
     settings = None
     if given.config is not None:
         aside = () if given.plan is None else ("pipeline.plan=null",)  # --plan is played in its place

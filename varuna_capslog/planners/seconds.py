@@ -42,11 +42,21 @@ class Link:
     copy_bandwidth: bytes per second at which the sender's rank itself copies what it sends, and cannot compute
         meanwhile (gloo: into host memory and the socket); `latency_seconds` is then the rank's own time too. None:
         sending costs the rank nothing.
+
+    Only a simulated step (`planning/simulation`) knows the rest:
+
+    shared: both directions between two ranks share one link, on which messages go one after the other.
+    host_bandwidth: bytes per second of the copies between a rank and its host tier; None: they take no time.
+    copies_beside: such copies run beside the computation, else they take their rank's time; None: the latter where the
+        profile's device is a CPU.
     """
 
     bandwidth: float | None = None
     latency_seconds: float = 0.0
     copy_bandwidth: float | None = None
+    shared: bool = False
+    host_bandwidth: float | None = None
+    copies_beside: bool | None = None
 
     def __post_init__(self) -> None:
         if self.bandwidth is not None and not 0 < self.bandwidth < float("inf"):
@@ -54,6 +64,8 @@ class Link:
         fields.seconds(self.latency_seconds, "latency_seconds")
         if self.copy_bandwidth is not None and not 0 < self.copy_bandwidth < float("inf"):
             raise CapslogError(f"copy_bandwidth is {self.copy_bandwidth}; give bytes per second above 0, or none")
+        if self.host_bandwidth is not None and not 0 < self.host_bandwidth < float("inf"):
+            raise CapslogError(f"host_bandwidth is {self.host_bandwidth}; give bytes per second above 0, or none")
 
     def seconds(self, count: int) -> float:
         """Return the seconds that `count` bytes take."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.plans.parts import scheduled
@@ -14,26 +15,35 @@ __all__ = ["torch_csv"]
 _TORCH_KINDS = "FBIW"
 
 
-def torch_csv(plan: Plan, run: RunShape) -> str:
+def torch_csv(plan: Plan, run: RunShape, edges: Iterable[tuple[int, int]] | None = None) -> str:
     """The lists of actions as `torch.distributed.pipelining` reads them from a file, one line per rank.
 
     Its multi-stage schedules load it with `_load_csv(FILE, format="compute_only")` and add the messages themselves.
 
     run: what the plan leaves to the config.
+    edges: (layer that writes a tensor, layer that reads it), for a plan with routes "direct".
 
     Raises CapslogError for a plan whose microbatches are not known, and for what torch's schedules do not have: several
-    ways through the stages, recomputation and offloading as actions.
+    ways through the stages, stages that hand on to others than the next one, recomputation and offloading as actions.
     """
     if len(plan.paths()) > 1:
         raise CapslogError(
             f"the plan has {len(plan.paths())} ways through its stages, but a schedule of torch has one pipeline; "
             "export a plan of one pipeline, and replicate it with torch's data parallelism"
         )
+    graph = plan.stage_graph(edges)
+    others = [edge for edge in graph.edges if edge[1] != edge[0] + 1]
+    if others:
+        one, other = others[0]
+        raise CapslogError(
+            f"routes is {plan.routes!r} and stage {one} hands on to stage {other}, but in a schedule of torch each "
+            "stage hands on to the next one; export a plan whose stages are a line"
+        )
     if plan.actions is not None:
         rows = from_strings(plan.actions)
     else:
         run = dataclasses.replace(run, schedule=plan.schedule or run.schedule)
-        rows = scheduled(run.schedule, plan.stages, plan.stage_graph(), run)
+        rows = scheduled(run.schedule, plan.stages, graph, run)
     rows = [[action for action in row if action.kind != "U"] for row in rows]
     for rank, row in enumerate(rows):
         for action in row:

@@ -23,7 +23,7 @@ from itertools import pairwise
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.planners.seconds import LayerSeconds, Link
-from varuna_capslog.planning.simulation import stage_seconds
+from varuna_capslog.planning.stage_seconds import stage_seconds
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape

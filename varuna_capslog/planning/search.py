@@ -22,7 +22,7 @@ from varuna_capslog.planners.exact import fewest_devices
 from varuna_capslog.planners.joint import JointPlan, NoFleet, best_fleet
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.ranks import fold_plan
-from varuna_capslog.planning.simulation import stage_seconds
+from varuna_capslog.planning.stage_seconds import stage_seconds
 from varuna_capslog.planning.verdict import capacities_of_devices, judge, predictable
 from varuna_capslog.plans.parts import Shortfall
 from varuna_capslog.plans.plan import Plan

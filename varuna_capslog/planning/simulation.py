@@ -12,12 +12,12 @@ __all__ = [
     "PipelineStep",
     "Simulation",
     "simulate_plan",
-    "stage_seconds",
     "with_step_seconds",
 ]
 
 import dataclasses
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,16 +26,18 @@ from varuna_capslog.memory.course import Course, StageMemory, memory_courses, pe
 from varuna_capslog.planners import DEFAULT_MICROBATCHES_PER_STAGE
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.ranks import fold_plan
+from varuna_capslog.planning.stage_seconds import copy_seconds, gradient_edges, message_bytes, stage_seconds
 from varuna_capslog.plans.parts import PlanStage, Units, scheduled, with_memory
 from varuna_capslog.plans.plan import Plan
+from varuna_capslog.plans.rules import check_actions, check_runnable
 from varuna_capslog.profiles.conditions import UPDATE_RATE
-from varuna_capslog.profiles.record import LayerProfile, Profile
+from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import (
     DEFAULT_RUN,
     Action,
+    Edge,
     RunShape,
     StageGraph,
-    StageSeconds,
     TimedAction,
     Timeline,
     from_strings,
@@ -154,11 +156,11 @@ def simulate_plan(
             `DEFAULT_MICROBATCHES_PER_STAGE` per stage, which the notes say.
         recompute: for stages whose memory the plan leaves open; default: as the profile's conditions say, else True.
         run: its stage_inputs and k are read.
-        link: between any two ranks; default: transfers take no time.
+        link: between any two ranks, and to the host tiers; default: transfers and copies take no time.
         speeds: as in `schedules.simulate`, for one pipeline's ranks.
 
-    Raises CapslogError where profile and plan do not belong together, the profile has no seconds, or the schedule is
-    impossible.
+    Raises CapslogError where profile and plan do not belong together, the profile has no seconds, or no tensors for a
+    plan with routes "direct", or the schedule is impossible.
     """
     if profile.num_layers != plan.num_layers:
         raise CapslogError(
@@ -175,33 +177,40 @@ def simulate_plan(
     elif recompute is None:
         recompute = RunShape.of_conditions(profile.conditions).recompute
     run = dataclasses.replace(run.unsized(), schedule=name, recompute=recompute)
-    ranges = plan.ranges()
     own = plan.actions if schedule is None and num_microbatches is None else None
     given = None if own is None else from_strings(own)
     filled = with_memory(plan.stages, run, given)
+    beside = link.copies_beside
+    if beside is None:  # on a CPU a copy takes its rank's core
+        beside = not str(profile.conditions.get("device", "cpu")).startswith("cpu")
 
     steps = []
-    for part in _parts(plan, num_microbatches, given is not None, notes):
+    for part in _parts(profile, plan, num_microbatches, given is not None, notes):
         chosen = [filled[number] for number in part.stages]
         if given is None:
             actions = scheduled(name, chosen, part.graph, run)
         else:
             actions = [[action for action in row if action.kind != "U"] for row in given]
         seconds = stage_seconds(profile, chosen, run)
-        crossing = _crossing_bytes(profile, [ranges[number] for number in part.stages], link, notes)
+        copies = copy_seconds(profile, chosen, plan.routes, link.host_bandwidth)
+        crossing = _known_bytes(message_bytes(profile, chosen, part.graph, plan.routes), link, notes)
         timeline = simulate(
             actions,
             dataclasses.replace(
                 seconds,
-                transfer=[link.seconds(size) for size in crossing],
-                handover=[link.handover_seconds(size) for size in crossing],
+                transfer={way: link.seconds(size) for way, size in crossing.items()},
+                handover={way: link.handover_seconds(size) for way, size in crossing.items()},
+                other={**seconds.other, **copies},
             ),
             speeds,
-            graph=part.graph,
+            gradient_edges(crossing, part.graph),
+            part.graph,
+            link.shared,
+            beside,
         )
         steps.append((part, actions, timeline, seconds, chosen))
 
-    exchange = _exchange_seconds(profile, ranges, link, notes)
+    exchange = _exchange_seconds(profile, plan.stages, link, notes)
     together = max(timeline.step_seconds for _, _, timeline, _, _ in steps) + exchange
     update = None
     if all("U" in seconds.other for _, _, _, seconds, _ in steps):
@@ -211,11 +220,13 @@ def simulate_plan(
     step_seconds = together + (update or 0.0)
     pipelines: list[PipelineStep] = []
     total = sum(len(part.graph.routes) for part, *_ in steps)
-    of_rank = _rank_bytes(profile, plan, run, given is None, total)
+    of_rank = _rank_bytes(profile, plan, run, given is None, total, notes)
     for part, actions, timeline, seconds, chosen in steps:
         whole = _with_updates(timeline, seconds.other.get("U", ()), together, step_seconds)
         count = max(len(row) for row in part.graph.microbatches)
-        parts = _course_parts(profile, chosen, dataclasses.replace(run, num_microbatches=count), notes)
+        parts = None
+        if plan.routes == "relay":
+            parts = _course_parts(profile, chosen, dataclasses.replace(run, num_microbatches=count), notes)
         memory = None if parts is None else memory_courses(whole.actions, actions, parts)
         found = None if of_rank is None else [of_rank[rank] for rank in part.ranks]
         pipelines.append(PipelineStep(part.ranks, whole, memory, found))
@@ -238,66 +249,15 @@ def simulate_plan(
 
 
 def with_step_seconds(profile: Profile, plan: Plan, run: RunShape, link: Link | None = None) -> Plan:
-    """The plan with the seconds of its simulated step; as it is where its microbatches or the profile's seconds are not
-    known. A plan of the short form counts one pipeline, without the exchange between replicas.
+    """The plan with the seconds of its simulated step; as it is where its microbatches, the profile's seconds or, for
+    direct routes, its tensors are not known. A plan of the short form counts one pipeline, without the exchange between
+    replicas.
     """
-    if plan.num_microbatches is None or any(
-        None in (one.forward_seconds, one.backward_seconds) for one in profile.layers
-    ):
+    timed = all(None not in (one.forward_seconds, one.backward_seconds) for one in profile.layers)
+    if plan.num_microbatches is None or not timed or (plan.routes == "direct" and not profile.tensors):
         return plan
     step = simulate_plan(profile, plan, recompute=run.recompute, run=run, link=link)
     return dataclasses.replace(plan, step_seconds=step.step_seconds)
-
-
-def stage_seconds(profile: Profile, stages: Sequence[PlanStage], run: RunShape = DEFAULT_RUN) -> StageSeconds:
-    """What stages of one range of layers take, as sums over their layers; U where the profile knows it.
-
-    A forward that keeps no graph takes as long as one that does, except at the end of the chain: nothing reads what the
-    last layers make before the recomputation makes it again, so the engine leaves them out. The copies of O and L run
-    beside the computation and take no time here.
-
-    Raises CapslogError naming the layer whose seconds the profile does not have.
-    """
-    forward, backward = profile.column("forward_seconds"), profile.column("backward_seconds")
-    whole = [sum(forward[stage.first : stage.end]) for stage in stages]
-    back = [sum(backward[stage.first : stage.end]) for stage in stages]
-    rate = profile.conditions.get(UPDATE_RATE)
-    weights = [layer.parameter_bytes for layer in profile.layers]
-    other = {}
-    if isinstance(rate, (int, float)) and None not in weights:
-        other["U"] = [float(rate) * sum(part or 0 for part in weights[stage.first : stage.end]) for stage in stages]
-    if any(stage.offloads for stage in stages):
-        other |= dict.fromkeys("OL", [0.0] * len(stages))
-    inputs = [sum(map(_input_seconds, profile.layers[stage.first : stage.end])) for stage in stages]
-    other |= {"I": inputs, "W": [took - half for took, half in zip(back, inputs, strict=True)]}
-    again = [_again(stage, run) for stage in stages]
-    seconds = [[sum(forward[first:end]) for first, end in intervals] for intervals in again]
-    at_the_end = [bool(intervals) and intervals[-1][1] == profile.num_layers for intervals in again]
-    return StageSeconds(
-        whole,
-        back,
-        recompute=[row[-1] if row else 0.0 for row in seconds],
-        bare_forward=[
-            took - row[-1] if left_out else took for took, row, left_out in zip(whole, seconds, at_the_end, strict=True)
-        ],
-        backward_again=[took + sum(row[:-1]) for took, row in zip(back, seconds, strict=True)],
-        other=other,
-    )
-
-
-def _input_seconds(layer: LayerProfile) -> float:
-    """The input half of a layer's backward: its share of the whole by the profile, or half of it."""
-    whole, first, second = layer.backward_seconds or 0.0, layer.input_seconds, layer.weight_seconds
-    if first is None or second is None or not first + second:
-        return 0.5 * whole
-    return whole * first / (first + second)
-
-
-def _again(stage: PlanStage, run: RunShape) -> list[tuple[int, int]]:
-    """The layers (first, end) of each part of a stage that runs again before its backward."""
-    if stage.memory is None:
-        return [(stage.first, stage.end)] if run.recomputes else []
-    return [(one.first, one.end) for one in stage.memory if one.recomputes]
 
 
 def _conditions(profile: Profile, plan: Plan) -> list[str]:
@@ -326,42 +286,55 @@ class _PlanPart:
     graph: StageGraph
 
 
-def _parts(plan: Plan, given: int | None, whole: bool, notes: list[str]) -> list[_PlanPart]:
+def _parts(profile: Profile, plan: Plan, given: int | None, whole: bool, notes: list[str]) -> list[_PlanPart]:
     """The pipelines of a plan, each for itself.
 
     given: microbatches of each pipeline, whatever the plan says.
     whole: the plan's action lists are played, which are counted over all stages and ranks.
     """
-    paths, placement = _microbatch_paths(plan, given, notes), plan.placement()
+    graph = _graph(profile, plan, given, notes)
     if whole:
-        return [
-            _PlanPart(list(range(len(placement))), list(range(max(placement) + 1)), StageGraph(tuple(placement), paths))
-        ]
+        assert plan.actions is not None
+        if plan.routes == "direct":  # the plan alone did not know which stages wait for which
+            check_actions(plan.actions, graph, plan.stages)
+        return [_PlanPart(list(range(len(graph.ranks))), list(range(graph.num_ranks)), graph)]
     groups: list[set[tuple[int, ...]]] = []
-    for path in dict.fromkeys(paths):
-        used = {placement[stage] for stage in path}
-        touching = [group for group in groups if used & {placement[stage] for one in group for stage in one}]
+    for path in dict.fromkeys(graph.routes):
+        used = {graph.ranks[stage] for stage in path}
+        touching = [group for group in groups if used & {graph.ranks[stage] for one in group for stage in one}]
         groups = [group for group in groups if group not in touching] + [{path}.union(*touching)]
     parts = []
-    for group in sorted(groups, key=lambda group: paths.index(min(group, key=paths.index))):
+    for group in sorted(groups, key=lambda group: graph.routes.index(min(group, key=graph.routes.index))):
         stages = sorted({stage for path in group for stage in path}, key=lambda stage: plan.stages[stage].layers[0])
-        ranks = sorted({placement[stage] for stage in stages})
-        routes = tuple(tuple(stages.index(stage) for stage in path) for path in paths if path in group)
-        parts.append(_PlanPart(stages, ranks, StageGraph(tuple(ranks.index(placement[one]) for one in stages), routes)))
+        ranks = sorted({graph.ranks[stage] for stage in stages})
+        place = {stage: number for number, stage in enumerate(stages)}
+        pairs = None
+        if graph.pairs is not None:
+            pairs = frozenset(
+                (place[one], place[other]) for one, other in graph.pairs if one in place and other in place
+            )
+        routes = tuple(tuple(place[stage] for stage in path) for path in graph.routes if path in group)
+        own = StageGraph(tuple(ranks.index(graph.ranks[one]) for one in stages), routes, pairs)
+        parts.append(_PlanPart(stages, ranks, own))
     return parts
 
 
-def _microbatch_paths(plan: Plan, given: int | None, notes: list[str]) -> tuple[tuple[int, ...], ...]:
-    """The stages of every microbatch of the step, in the microbatches' order."""
+def _graph(profile: Profile, plan: Plan, given: int | None, notes: list[str]) -> StageGraph:
+    """All stages, and the way of every microbatch of the step through them."""
     if given is not None and given < 1:
         raise CapslogError(f"{given} microbatches; a step has at least one")
+    edges = profile.edges if profile.tensors else None
     if given is None and plan.num_microbatches is not None:
-        return plan.stage_graph().routes
+        return plan.stage_graph(edges)
+    check_runnable(plan.stages)
     paths = plan.paths()
     if given is None:
         given = DEFAULT_MICROBATCHES_PER_STAGE * max(map(len, paths))
         notes.append(f"the plan has no num_microbatches: {given} per pipeline are assumed")
-    return tuple(paths) * given
+    blocks = sum(map(len, paths.values()))
+    one_each = dataclasses.replace(plan, units=Units(blocks, plan.units.samples, blocks), actions=None)
+    graph = one_each.stage_graph(edges)
+    return dataclasses.replace(graph, routes=tuple(dict.fromkeys(graph.routes)) * given)
 
 
 def _course_parts(
@@ -378,7 +351,9 @@ def _course_parts(
     return found
 
 
-def _rank_bytes(profile: Profile, plan: Plan, run: RunShape, named: bool, count: int) -> list[int] | None:
+def _rank_bytes(
+    profile: Profile, plan: Plan, run: RunShape, named: bool, count: int, notes: list[str]
+) -> list[int] | None:
     """The most bytes of every rank in the step that is played; None where they cannot be folded.
 
     named: the schedule's name is played, not the plan's own actions.
@@ -394,33 +369,33 @@ def _rank_bytes(profile: Profile, plan: Plan, run: RunShape, named: bool, count:
     )
     try:
         return [one.peak_bytes for one in fold_plan(profile, played, run)]
-    except CapslogError:
+    except CapslogError as error:
+        if plan.routes == "direct":  # else the stages' own bytes are shown
+            notes.append(f"the ranks' bytes are unknown: {error}")
         return None
 
 
-def _crossing_bytes(profile: Profile, stages: Sequence[tuple[int, int]], link: Link, notes: list[str]) -> list[int]:
-    """Bytes across the cut before each stage, 0 for the first; a gradient is taken to be as large as its activation."""
-    sizes = [profile.layers[first - 1].boundary_bytes if first else 0 for first, _ in stages]
-    if None in sizes and link != Link(latency_seconds=link.latency_seconds):
+def _known_bytes(sizes: Mapping[Edge, int | None], link: Link, notes: list[str]) -> dict[Edge, int]:
+    """Bytes of every message; 0, and a note where it matters, where the profile does not know them."""
+    if None in sizes.values() and (link.bandwidth, link.copy_bandwidth) != (None, None):
         notes.append("the profile has no boundary_bytes: transfers take the latency only")
-    return [size or 0 for size in sizes]
+    return {way: size or 0 for way, size in sizes.items()}
 
 
-def _exchange_seconds(profile: Profile, stages: Sequence[tuple[int, int]], link: Link, notes: list[str]) -> float:
+def _exchange_seconds(profile: Profile, stages: Sequence[PlanStage], link: Link, notes: list[str]) -> float:
     """The slowest stage's time to send its gradients to all other stages that hold some of its layers."""
-    holders = [sum(1 for first, end in stages if first <= layer < end) for layer in range(profile.num_layers)]
-    if max(holders) == 1:
+    holders = Counter(layer for stage in stages for layer in stage.numbers)
+    if max(holders.values()) == 1:
         return 0.0
     if any(layer.parameter_bytes is None for layer in profile.layers):
         notes.append("the profile has no parameter_bytes: the exchange of gradients between pipelines is not counted")
         return 0.0
     found = []
-    for first, end in stages:
-        others = [count - 1 for count in holders[first:end]]
-        weights = [layer.parameter_bytes or 0 for layer in profile.layers[first:end]]
-        size = sum(count * weight for count, weight in zip(others, weights, strict=True))
-        if max(others):
-            found.append(link.seconds(size) + (max(others) - 1) * link.latency_seconds)
+    for stage in stages:
+        others = {layer: holders[layer] - 1 for layer in stage.numbers}
+        size = sum(count * (profile.layers[layer].parameter_bytes or 0) for layer, count in others.items())
+        if most := max(others.values()):
+            found.append(link.seconds(size) + (most - 1) * link.latency_seconds)
     return max(found)
 
 

@@ -181,6 +181,11 @@ class PlanStage:
         return [layer for first, end in self.layers for layer in range(first, end)]
 
     @property
+    def spans(self) -> str:
+        """Its layers for people, such as 0-3, 8."""
+        return ", ".join(str(first) if end == first + 1 else f"{first}-{end - 1}" for first, end in self.layers)
+
+    @property
     def rank(self) -> int:
         """The rank, or the first of those that split the stage."""
         return self.ranks[0]

@@ -218,16 +218,6 @@ class Plan:
         times = [stage.seconds for stage in self.stages if stage.seconds is not None]
         return tuple(times) if len(times) == len(self.stages) else None
 
-    def ranges(self) -> list[tuple[int, int]]:
-        """The layers (first, end) of each stage, `end` not included.
-
-        Raises CapslogError where a stage holds several pieces of the chain.
-        """
-        for number, stage in enumerate(self.stages):
-            if len(stage.layers) != 1:
-                raise CapslogError(f"stage {number} holds {len(stage.layers)} pieces of the chain; one is needed here")
-        return [stage.layers[0] for stage in self.stages]
-
     def placement(self) -> list[int]:
         """The rank of each stage. Raises CapslogError where several ranks split a stage."""
         for number, stage in enumerate(self.stages):

@@ -82,7 +82,8 @@ def _layers(run: RunRecord, folder: Path) -> list[Markup]:
     if run.profile is None:
         return [markup.note(f"No memory of layers is known: {run.reason('profile.json')}.")]
     layers = run.profile.layers
-    cuts = run.plan.cuts if run.plan is not None and run.plan.num_layers == len(layers) else None
+    plan = run.plan if run.plan is not None and run.plan.num_layers == len(layers) else None
+    cuts = None if plan is None else plan.cuts
     draw_layers(
         folder / "layer-memory.png",
         [layer.name for layer in layers],
@@ -96,6 +97,7 @@ def _layers(run: RunRecord, folder: Path) -> list[Markup]:
     )
     if cuts is None:
         why = "it is for another number of layers" if run.plan is not None else run.reason("plan")
+        why = why if plan is None else "its stages are not one pipeline in the order of the layers"
         caption += f" The plan's cuts are not drawn: {why}."
     else:
         caption += " Dashed lines are the plan's cuts."

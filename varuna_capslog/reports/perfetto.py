@@ -1,13 +1,14 @@
 """A simulated step as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
 `capslog simulate -o` calls it. The form is the Chrome trace event format: a process per rank with one thread for what
-it computes and one per rank it sends to, a counter of bytes per stage, and an arrow per message from the action that
-made it to the action that waits for it. It draws what was simulated and adds nothing.
+it computes, one per rank it sends to and one for copies that run beside the computation, a counter of bytes per stage,
+and an arrow per message from the action that made it to the action that waits for it. It draws what was simulated and
+adds nothing.
 """
 
 from __future__ import annotations
 
-__all__ = ["COMPUTE_THREAD", "trace_events"]
+__all__ = ["COMPUTE_THREAD", "COPY_THREAD", "trace_events"]
 
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +18,9 @@ from varuna_capslog.schedules import KINDS, Action, TimedAction, TimedMessage
 
 COMPUTE_THREAD = 0
 """Thread of a rank's actions; transfers to rank r stand on thread r + 1."""
+
+COPY_THREAD = 1_000_000
+"""Thread of a rank's copies to and from the host tier."""
 
 _MICROSECONDS = 1e6
 _INSIDE = 1e-3
@@ -54,6 +58,9 @@ def _names(pipeline: PipelineStep, number: int | None) -> Iterator[dict[str, Any
     for source, destination in sorted({_ends(pipeline, one) for one in pipeline.timeline.messages}):
         yield _named("thread_name", source, destination + 1, {"name": f"to rank {destination}"})
         yield _named("thread_sort_index", source, destination + 1, {"sort_index": destination + 1})
+    for rank in sorted({pipeline.ranks[one.rank] for one in pipeline.timeline.copies}):
+        yield _named("thread_name", rank, COPY_THREAD, {"name": "host tier"})
+        yield _named("thread_sort_index", rank, COPY_THREAD, {"sort_index": COPY_THREAD})
 
 
 def _named(name: str, pid: int, tid: int, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -70,11 +77,17 @@ def _slices(pipeline: PipelineStep) -> Iterator[dict[str, Any]]:
             action = one.action
             place = {"name": str(action), "cat": KINDS[action.kind], "pid": rank, "tid": COMPUTE_THREAD}
             yield _slice(one, place, {"stage": action.stage, "microbatch": action.microbatch})
+    for one in pipeline.timeline.copies:
+        action = one.action
+        place = {"name": str(action), "cat": "copy", "pid": pipeline.ranks[one.rank], "tid": COPY_THREAD}
+        yield _slice(one, place, {"stage": action.stage, "microbatch": action.microbatch})
     for sent in pipeline.timeline.messages:
         message, (source, destination) = sent.message, _ends(pipeline, sent)
         name = f"{message.kind} {message.downstream[1]}"
         place = {"name": name, "cat": "transfer", "pid": source, "tid": destination + 1}
-        yield _slice(sent, place, {"cut_before_stage": message.downstream[0], "microbatch": message.downstream[1]})
+        source_stage, target_stage = message.way
+        arguments = {"from_stage": source_stage, "to_stage": target_stage, "microbatch": message.downstream[1]}
+        yield _slice(sent, place, arguments)
 
 
 def _slice(one: TimedAction | TimedMessage, place: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:

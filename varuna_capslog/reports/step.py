@@ -10,7 +10,7 @@ import dataclasses
 from pathlib import Path
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.planning.simulation import stage_seconds
+from varuna_capslog.planning.stage_seconds import gradient_edges, message_bytes, stage_seconds
 from varuna_capslog.plans.parts import scheduled
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.reports import markup
@@ -20,6 +20,7 @@ from varuna_capslog.reports.run import RunRecord
 from varuna_capslog.reports.wording import duration, plural, significant
 from varuna_capslog.schedules import (
     DEFAULT_K,
+    Edge,
     RunShape,
     Schedule,
     StageGraph,
@@ -40,7 +41,7 @@ def step_parts(run: RunRecord, folder: Path) -> list[Markup]:
     try:
         schedule, name, graph = _schedule(run, run.plan)
         seconds, why_uniform = _stage_seconds(run, run.plan)
-        timeline = simulate(schedule, seconds, graph=graph)
+        timeline = simulate(schedule, seconds, gradients=_gradients(run, run.plan, graph), graph=graph)
     except CapslogError as error:
         return [markup.note(f"No picture: {str(error).rstrip('.')}.")]
     numbered = draw_schedule(folder / _PICTURE, timeline, in_seconds=why_uniform is None)
@@ -87,25 +88,40 @@ def _schedule(run: RunRecord, plan: Plan) -> tuple[Schedule, str, StageGraph]:
     pipeline = None if run.config is None else run.config.pipeline
     name = plan.schedule or (None if pipeline is None else pipeline.schedule)
     if plan.actions is not None:
-        return from_strings(plan.actions), name or "the plan's own actions", plan.stage_graph()
+        return from_strings(plan.actions), name or "the plan's own actions", plan.stage_graph(_edges(run))
     microbatches = plan.num_microbatches
     if microbatches is None and run.config is not None:
         microbatches = run.config.num_microbatches // run.config.pipeline.replicas
     if name is None or microbatches is None:
         missing = "schedule" if name is None else "num_microbatches"
         raise CapslogError(f"the plan has no {missing}, and {run.reason('config.yaml')}")
-    graph = dataclasses.replace(plan, units=dataclasses.replace(plan.units, per_step=microbatches)).stage_graph()
+    graph = dataclasses.replace(plan, units=dataclasses.replace(plan.units, per_step=microbatches)).stage_graph(
+        _edges(run)
+    )
     recompute = pipeline is not None and pipeline.recompute
     shape = RunShape(schedule=name, recompute=recompute, k=DEFAULT_K if pipeline is None else pipeline.k)
     shown = f"{name} with recomputation" if any(stage.recomputes(shape) for stage in plan.stages) else name
     return scheduled(name, plan.stages, graph, shape), shown, graph
 
 
+def _edges(run: RunRecord) -> list[tuple[int, int]] | None:
+    """Which layers read from which; None where the run's profile does not say it."""
+    return run.profile.edges if run.profile is not None and run.profile.tensors else None
+
+
+def _gradients(run: RunRecord, plan: Plan, graph: StageGraph) -> list[Edge] | None:
+    """The edges over which gradients come back; None: all."""
+    if run.profile is None or plan.routes == "relay":
+        return None
+    return gradient_edges(message_bytes(run.profile, plan.stages, graph, plan.routes), graph)
+
+
 def _stage_seconds(run: RunRecord, plan: Plan) -> tuple[StageSeconds, str | None]:
     """The seconds of each stage, or units (forward 1, backward 2) and why there are no seconds."""
-    ones, last = [1.0] * len(plan.stages), len(plan.stages) - 1
+    ones = [1.0] * len(plan.stages)
+    bare = [0.0 if stage.end == plan.num_layers else 1.0 for stage in plan.stages]
     copies = dict.fromkeys("OL", [0.0] * len(plan.stages))
-    uniform = StageSeconds(ones, [2.0] * len(plan.stages), bare_forward=[*ones[:last], 0.0], other=copies)
+    uniform = StageSeconds(ones, [2.0] * len(plan.stages), bare_forward=bare, other=copies)
     if run.profile is None:
         return uniform, run.reason("profile.json")
     if run.profile.num_layers != plan.num_layers:

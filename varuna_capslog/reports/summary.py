@@ -47,11 +47,10 @@ def stage_parts(run: RunRecord) -> list[Markup]:
     if plan is None:
         return [markup.note(f"No stages are known: {run.reason('plan')}.")]
     rows = []
-    for stage, (pieces, ranks) in enumerate((one.layers, one.ranks) for one in plan.stages):
-        members = [index for first, end in pieces for index in range(first, end)]
-        spans = ", ".join(str(first) if end == first + 1 else f"{first}-{end - 1}" for first, end in pieces)
+    for number, stage in enumerate(plan.stages):
+        members = stage.numbers
         listed = UNKNOWN if names is None else _listed([names[index] for index in members])
-        rows.append([str(stage), ", ".join(map(str, ranks)), spans, str(len(members)), listed])
+        rows.append([str(number), ", ".join(map(str, stage.ranks)), stage.spans, str(len(members)), listed])
     cuts = markup.join("Cut list (first layer of each stage): ", markup.code(_cuts(plan)), ".")
     parts = [
         markup.paragraph(cuts),

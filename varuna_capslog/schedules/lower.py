@@ -36,6 +36,11 @@ class Message:
         """The two stages."""
         return self.upstream[0], self.downstream[0]
 
+    @property
+    def way(self) -> Edge:
+        """The stage that sends it, and the one that takes it."""
+        return self.end(sends=True)[0], self.end(sends=False)[0]
+
     def end(self, sends: bool) -> tuple[int, int]:
         """Stage and call that send it, or those that receive it."""
         return self.upstream if sends == (self.kind == "activation") else self.downstream

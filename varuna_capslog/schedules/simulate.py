@@ -53,11 +53,11 @@ class StageSeconds:
     bare_forward: per stage, of forwards that keep no graph, since a recomputation follows; default: as the others.
     backward_again: per stage, of backwards that an R of the microbatch precedes, since other parts of the stage run
         again inside them (where the backward is split, inside I); default: as the others.
-    transfer: of one message in either direction, per edge between two stages, or per stage for all edges to it;
-        default 0. Messages of one ordered pair of ranks go one after the other; see `simulate` for what else is shared.
-    handover: per edge or stage likewise, what sending one message costs the sender's rank (gloo copies into host
-        memory and the socket); the transfer begins with it and does not arrive before its end. Counts as idle time;
-        default 0.
+    transfer: of one message, by (stage that sends it, stage that takes it), or per stage for all edges to it, in either
+        direction. A direction that is not there takes what the other one takes; default 0. Messages of one ordered pair
+        of ranks go one after the other; see `simulate` for what else is shared.
+    handover: likewise, what sending one message costs the sender's rank (gloo copies into host memory and the socket);
+        the transfer begins with it and does not arrive before its end. Counts as idle time; default 0.
     other: per stage, for the kinds I, W, O, L and U (once per step); a schedule with a kind that has no seconds is
         refused.
     """
@@ -81,6 +81,7 @@ class Timeline:
     step_seconds: end of the last action.
     in_flight, live_graphs: per stage, the course of the number of microbatches between begin of F and end of B (or W),
         and of graphs alive, as (seconds, number from then on), in the order in which the stage acts.
+    copies: O and L that run beside the computation, from begin to end; in `actions` they take no time.
     """
 
     actions: list[list[TimedAction]]
@@ -88,6 +89,7 @@ class Timeline:
     step_seconds: float
     in_flight: list[list[tuple[float, int]]]
     live_graphs: list[list[tuple[float, int]]]
+    copies: list[TimedAction] = field(default_factory=list)
 
     @property
     def busy_seconds(self) -> list[float]:
@@ -118,6 +120,7 @@ def simulate(
     gradients: Collection[Edge] | None = None,
     graph: StageGraph | None = None,
     shared_links: bool = False,
+    copies_beside: bool = False,
 ) -> Timeline:
     """Plays one step of a (validated) schedule.
 
@@ -130,6 +133,9 @@ def simulate(
         gradients, graph: as in `lower`.
         shared_links: both directions between two ranks share one link, on which messages go one after the other;
             default: each direction has its own.
+        copies_beside: O and L run beside the computation of their rank, one after the other. The R, B or I that needs
+            what an L brings back waits for it; and as in the engine, the first computation behind an O ends when that
+            copy has ended. Default: they take the time of their rank, as any action.
 
     Raises `CapslogError` for lists of a wrong length, times that are negative or not finite, and a schedule that
     deadlocks.
@@ -165,16 +171,17 @@ def simulate(
             cost[action] = found
 
     lowered = lower(schedule, gradients, graph)
-    transfers = _of_edges("transfer_seconds", seconds.transfer, lowered.graph)
-    handovers = _of_edges("handover_seconds", seconds.handover, lowered.graph)
+    transfers = _of_messages("transfer_seconds", seconds.transfer, lowered.graph)
+    handovers = _of_messages("handover_seconds", seconds.handover, lowered.graph)
     if (deadlock := find_deadlock(lowered)) is not None:
         raise CapslogError(f"the schedule deadlocks: {deadlock}; reorder the lists of these ranks")
     free = speeds is None or (len(speeds) >= len(lowered.programs) and all(speed == 1.0 for speed in speeds))
+    copies = [_Copies(rank, copies_beside) for rank in range(len(lowered.programs))]
     if free and not shared_links:
-        timed, messages = _play_alone(lowered, cost, transfers, handovers)
+        timed, messages = _play_alone(lowered, cost, transfers, handovers, copies)
     else:
         cores = [1.0] * len(lowered.programs) if free or speeds is None else speeds
-        timed, messages = play_contended(lowered, cost, transfers, handovers, cores, shared_links)
+        timed, messages = play_contended(lowered, cost, transfers, handovers, cores, shared_links, copies)
 
     in_flight, live_graphs = _courses(timed, num_stages, keeping)
     return Timeline(
@@ -183,6 +190,7 @@ def simulate(
         step_seconds=max((row[-1].end_seconds for row in timed if row), default=0.0),
         in_flight=in_flight,
         live_graphs=live_graphs,
+        copies=sorted((one for row in copies for one in row.timed), key=lambda one: one.start_seconds),
     )
 
 
@@ -194,15 +202,18 @@ def _check_times(name: str, values: Sequence[float], length: int) -> None:
             raise CapslogError(f"{name}[{index}] is {value}; give a finite number of seconds, 0 or more")
 
 
-def _of_edges(name: str, values: Sequence[float] | Mapping[Edge, float] | None, graph: StageGraph) -> dict[Edge, float]:
-    """Seconds of every edge."""
+def _of_messages(
+    name: str, values: Sequence[float] | Mapping[Edge, float] | None, graph: StageGraph
+) -> dict[Edge, float]:
+    """Seconds of a message by (stage that sends it, stage that takes it), for both directions of every edge."""
     if isinstance(values, Mapping):
-        found = {edge: values.get(edge, 0.0) for edge in graph.edges}
-        _check_times(name, list(found.values()), len(graph.edges))
+        ways = [way for edge in graph.edges for way in (edge, edge[::-1])]
+        found = {way: values.get(way, values.get(way[::-1], 0.0)) for way in ways}
+        _check_times(name, list(found.values()), len(found))
         return found
     row = [0.0] * len(graph.ranks) if values is None else values
     _check_times(name, row, len(graph.ranks))
-    return {edge: row[edge[1]] for edge in graph.edges}
+    return {way: row[edge[1]] for edge in graph.edges for way in (edge, edge[::-1])}
 
 
 def _courses(
@@ -248,8 +259,50 @@ Played: TypeAlias = tuple[list[list[TimedAction]], list[TimedMessage]]
 """Per rank its actions, and every message."""
 
 
+class _Copies:
+    """The copies of one rank to and from the host tier that run beside its computation, one after the other.
+
+    beside: whether O and L run so; else they are actions like others, and there is nothing to wait for here.
+
+    Attributes:
+        timed: the copies.
+    """
+
+    def __init__(self, rank: int, beside: bool) -> None:
+        self.timed: list[TimedAction] = []
+        self._rank, self._beside, self._free = rank, beside, 0.0
+        self._back: dict[tuple[int, int | None], float] = {}
+        self._leaving = 0.0
+
+    def begin(self, action: Action, now: float, seconds: float) -> bool:
+        """Begins the copy of an O or L; False where the action is none that runs beside the computation."""
+        if not self._beside or action.kind not in "OL":
+            return False
+        begin = max(now, self._free)
+        self._free = begin + seconds
+        self.timed.append(TimedAction(self._rank, action, begin, self._free))
+        if action.kind == "L":
+            self._back[action.stage, action.microbatch] = self._free
+        else:
+            self._leaving = self._free
+        return True
+
+    def back(self, action: Action) -> float:
+        """The moment from which an action may begin: when what it needs is back."""
+        return self._back.get((action.stage, action.microbatch), 0.0) if action.kind in "RBI" else 0.0
+
+    def away(self) -> float:
+        """The moment before which the rank does not go on behind a computation: what left beside it must be away."""
+        found, self._leaving = self._leaving, 0.0
+        return found
+
+
 def _play_alone(
-    lowered: Lowered, cost: Mapping[Action, float], transfers: Mapping[Edge, float], handovers: Mapping[Edge, float]
+    lowered: Lowered,
+    cost: Mapping[Action, float],
+    transfers: Mapping[Edge, float],
+    handovers: Mapping[Edge, float],
+    copies: Sequence[_Copies],
 ) -> Played:
     """Every rank has a core of its own, so that one pass over the programs tells when everything happens."""
     clock = [0.0] * len(lowered.programs)
@@ -261,16 +314,19 @@ def _play_alone(
         if isinstance(instruction, Recv):
             clock[rank] = max(clock[rank], arrival[instruction.message])
         elif isinstance(instruction, SendInstruction):
-            pair, edge = (rank, instruction.peer), instruction.message.edge
+            pair, way = (rank, instruction.peer), instruction.message.way
             begin = max(clock[rank], link_free.get(pair, 0.0))
-            clock[rank] += handovers[edge]
-            end = max(begin + transfers[edge], clock[rank])
+            clock[rank] += handovers[way]
+            end = max(begin + transfers[way], clock[rank])
             link_free[pair] = arrival[instruction.message] = end
             messages.append(TimedMessage(rank, instruction.peer, instruction.message, begin, end))
+        elif copies[rank].begin(instruction, clock[rank], cost[instruction]):
+            timed[rank].append(TimedAction(rank, instruction, clock[rank], clock[rank]))
         else:
-            end = clock[rank] + cost[instruction]
-            timed[rank].append(TimedAction(rank, instruction, clock[rank], end))
-            clock[rank] = end
+            begin = max(clock[rank], copies[rank].back(instruction))
+            end = begin + cost[instruction]
+            timed[rank].append(TimedAction(rank, instruction, begin, end))
+            clock[rank] = max(end, copies[rank].away())
     return timed, messages
 
 
@@ -282,11 +338,17 @@ def speed_of(active: int, speeds: Sequence[float]) -> float:
 
 @dataclass
 class _CoreUser:
-    """Where a rank stands: the instruction it works on, the work left in it (seconds of a lone rank), and its begin."""
+    """Where a rank stands: the instruction it works on, the work left in it (seconds of a lone rank), and its begin.
+
+    ready: where no work has begun, the moment from which the instruction can; it may not be known yet.
+    held: the moment before which nothing can.
+    """
 
     at: int = 0
     left: float | None = None
     begun: float = 0.0
+    ready: float = 0.0
+    held: float = 0.0
 
 
 def play_contended(
@@ -296,6 +358,7 @@ def play_contended(
     handover_seconds: Mapping[Edge, float],
     speeds: Sequence[float],
     shared_links: bool = False,
+    copies: Sequence[_Copies] | None = None,
 ) -> Played:
     """Plays the programs from event to event; the next event is the first end of a piece of work or of a wait.
 
@@ -305,11 +368,13 @@ def play_contended(
     Args:
         lowered: programs that do not deadlock (`find_deadlock`).
         cost: action -> seconds of a lone rank.
-        transfer_seconds, handover_seconds: of every edge.
+        transfer_seconds, handover_seconds: of a message, by (stage that sends it, stage that takes it).
         speeds: `speeds[k - 1]` is the speed of each of k working ranks.
         shared_links: as in `simulate`.
+        copies: of every rank; None: O and L are actions like others.
     """
     programs = lowered.programs
+    copies = copies or [_Copies(rank, beside=False) for rank in range(len(programs))]
     ranks = [_CoreUser() for _ in programs]
     timed: list[list[TimedAction]] = [[] for _ in programs]
     messages: list[TimedMessage] = []
@@ -325,13 +390,18 @@ def play_contended(
                 while rank.at < len(program):
                     instruction = program[rank.at]
                     if rank.left is None:
+                        rank.ready = rank.held
                         if isinstance(instruction, Recv):
-                            if arrival.get(instruction.message, float("inf")) > now:
-                                break
-                        elif isinstance(instruction, SendInstruction):
-                            rank.left, rank.begun = handover_seconds[instruction.message.edge], now
-                        else:
-                            rank.left, rank.begun = cost[instruction], now
+                            rank.ready = max(rank.held, arrival.get(instruction.message, float("inf")))
+                        elif isinstance(instruction, Action):
+                            rank.ready = max(rank.held, copies[number].back(instruction))
+                        if rank.ready > now:
+                            break
+                        if isinstance(instruction, SendInstruction):
+                            rank.left, rank.begun = handover_seconds[instruction.message.way], now
+                        elif isinstance(instruction, Action):
+                            beside = copies[number].begin(instruction, now, cost[instruction])
+                            rank.left, rank.begun = 0.0 if beside else cost[instruction], now
                     if rank.left is not None and rank.left > 0.0:
                         break
                     if isinstance(instruction, SendInstruction):
@@ -339,22 +409,21 @@ def play_contended(
                         if shared_links:
                             pair = min(pair), max(pair)
                         begin = max(rank.begun, link_free.get(pair, 0.0))
-                        end = max(begin + transfer_seconds[instruction.message.edge], now)
+                        end = max(begin + transfer_seconds[instruction.message.way], now)
                         link_free[pair] = arrival[instruction.message] = end
                         messages.append(TimedMessage(number, instruction.peer, instruction.message, begin, end))
                     elif isinstance(instruction, Action):
                         timed[number].append(TimedAction(number, instruction, rank.begun, now))
+                        if instruction.kind not in "OL":
+                            rank.held = copies[number].away()
                     rank.left = None
                     rank.at += 1
                     moved = True
         working = [rank for rank in ranks if rank.left is not None]
         waited = [
-            arrival[instruction.message]
+            rank.ready
             for rank, program in zip(ranks, programs, strict=True)
-            if rank.left is None
-            and rank.at < len(program)
-            and isinstance(instruction := program[rank.at], Recv)
-            and instruction.message in arrival
+            if rank.left is None and rank.at < len(program) and rank.ready < float("inf")
         ]
         if not working and not waited:
             return timed, messages

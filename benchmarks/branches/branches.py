@@ -1,0 +1,160 @@
+"""Two towers on four ranks, stages that sleep: direct routes beside relay, measured and played.
+
+Engine, schedule and gloo are real; only the layers' work is not there, so that ranks do not compete for cores. Both
+plans are there at once and take turns. Prints the table of README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from common import Sleeping, interleave, median_ratio, run_ranks, write_json
+
+from varuna_capslog.engine.communicator import Communicator
+from varuna_capslog.engine.layout import Layout
+from varuna_capslog.engine.options import EngineOptions
+from varuna_capslog.engine.pipeline import PipelineEngine
+from varuna_capslog.engine.step import train_step
+from varuna_capslog.model.chain import Chain, Layer, TensorSpec
+from varuna_capslog.model.workload import Minibatch
+from varuna_capslog.planning.simulation import Simulation, simulate_plan
+from varuna_capslog.plans.parts import PlanStage, Units
+from varuna_capslog.plans.plan import Plan
+from varuna_capslog.profiles.record import LayerProfile, Profile, TensorRecord
+
+SHAPE = (1, 64)
+SCHEDULE = "1f1b"
+ROUTES = ("direct", "relay")
+
+
+class Join(nn.Module):
+    """The sum of what both towers make."""
+
+    def forward(self, image: Tensor, text: Tensor) -> Tensor:
+        return image + text
+
+
+def towers(seconds: float) -> Chain:
+    """Layers 0 and 1 are the image tower, 2 and 3 the text tower, and layer 4 joins them. A backward takes twice as
+    long as a forward; the join takes no time.
+    """
+
+    def layer(name: str, reads: str, writes: str) -> Layer:
+        return Layer(name, Sleeping(seconds, 2 * seconds), (reads,), (writes,))
+
+    layers = [
+        layer("image.0", "pixels", "image"),
+        layer("image.1", "image", "image"),
+        layer("text.0", "tokens", "text"),
+        layer("text.1", "text", "text"),
+        Layer("join", Join(), ("image", "text"), ("x",)),
+    ]
+    return Chain(layers, inputs=("pixels", "tokens"), name="two-towers")
+
+
+STAGES = tuple(PlanStage((piece,), (rank,)) for rank, piece in enumerate([(0, 1), (1, 2), (2, 3), (3, 5)]))
+"""The image tower on ranks 0 and 1, the text tower and the join on ranks 2 and 3; all graphs are kept."""
+
+
+def profile_of(chain: Chain, seconds: float) -> Profile:
+    """What the sleeping layers take, and which of them read which tensors."""
+    own = [seconds] * (len(chain) - 1) + [0.0]
+    size = 4 * SHAPE[0] * SHAPE[1]
+    rows = [
+        LayerProfile(layer.name, 0, 0 if n else None, forward_seconds=own[n], backward_seconds=2 * own[n])
+        for n, layer in enumerate(chain.layers)
+    ]
+    tensors = [
+        TensorRecord(value.name, size, value.writer >= 0, value.writer if value.writer >= 0 else None, readers)
+        for value, readers in chain.readers.items()
+    ]
+    return Profile(tuple(rows), tensors=tuple(tensors))
+
+
+def play(seconds: float, microbatches: int) -> dict[str, Simulation]:
+    """Both plans as `capslog simulate` plays them."""
+    chain = towers(seconds)
+    profile = profile_of(chain, seconds)
+    return {
+        routes: simulate_plan(
+            profile, Plan(len(chain), STAGES, Units(microbatches, 1, 1), SCHEDULE, routes=routes), recompute=False
+        )
+        for routes in ROUTES
+    }
+
+
+def measure(communicator: Communicator, seconds: float, microbatches: int, rounds: int) -> dict[str, list[float]]:
+    """One rank's seconds of every round of each plan."""
+    runs = {}
+    for routes in ROUTES:
+        options = EngineOptions(microbatches, schedule=SCHEDULE, recompute=False)
+        layout = Layout(STAGES, direct=routes == "direct")
+        engine = PipelineEngine(towers(seconds), _loss, layout, options, communicator, torch.device("cpu"))
+        runs[routes] = _step(engine, microbatches)
+    found = interleave(runs, rounds, communicator.barrier, warmup=1)
+    return {name: [wall for wall, _ in row] for name, row in found.items()}
+
+
+def _step(engine: PipelineEngine, microbatches: int) -> Callable[[], object]:
+    values, numbers = {name: torch.zeros(*SHAPE) for name in ("pixels", "tokens")}, itertools.count(1)
+    specs = {name: TensorSpec.of(value) for name, value in values.items()}
+    minibatch = Minibatch([specs] * microbatches, [None] * microbatches, {})
+    return lambda: train_step(engine, next(numbers), minibatch, lambda _: values)
+
+
+def _loss(outputs: Mapping[str, Tensor], targets: Any, normalisers: Mapping[str, float]) -> dict[str, Tensor]:
+    return {"loss": outputs["x"].mean()}
+
+
+def compare(seconds: float, microbatches: int, rounds: int) -> dict[str, Any]:
+    """Direct routes beside relay: measured and played."""
+    played = play(seconds, microbatches)
+    rows = run_ranks(measure, len(STAGES), seconds, microbatches, rounds)
+    # a step ends when its last rank ends
+    steps = {name: [max(one) for one in zip(*(row[name] for row in rows), strict=True)] for name in ROUTES}
+    row = {
+        "microbatches": microbatches,
+        "rounds": rounds,
+        "measured_seconds": {name: statistics.median(row) for name, row in steps.items()},
+        "played_seconds": {name: one.step_seconds for name, one in played.items()},
+        "ratio": median_ratio(steps["direct"], steps["relay"]),
+        "played_ratio": played["direct"].step_seconds / played["relay"].step_seconds,
+        "in_flight": {name: one.pipelines[0].timeline.max_in_flight for name, one in played.items()},
+    }
+    middle, low, high = row["ratio"]
+    measured, in_flight = row["measured_seconds"], row["in_flight"]
+    print(
+        f"| {microbatches} | {1e3 * measured['direct']:.0f} | {1e3 * measured['relay']:.0f} | "
+        f"{middle:.3f} ({low:.3f}-{high:.3f}) | {row['played_ratio']:.3f} | "
+        f"{100 * (middle / row['played_ratio'] - 1):+.1f} % | {in_flight['direct']} | {in_flight['relay']} |",
+        flush=True,
+    )
+    return row
+
+
+def main() -> None:
+    """Measures steps of 4, 8 and 16 microbatches."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=10, help="pairs of steps per case")
+    parser.add_argument("--unit", type=float, default=0.1, help="seconds of a forward")
+    parser.add_argument("--output", type=Path, help="write the result as JSON")
+    arguments = parser.parse_args()
+    print("| microbatches | direct ms | relay ms | ratio (quartiles) | played ratio | off by | in flight | of relay |")
+    print("|---|---|---|---|---|---|---|---|")
+    rows = [compare(arguments.unit, microbatches, arguments.rounds) for microbatches in (4, 8, 16)]
+    write_json(arguments.output, {"rows": rows})
+
+
+if __name__ == "__main__":
+    main()

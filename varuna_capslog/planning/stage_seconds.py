@@ -1,0 +1,137 @@
+"""What the stages of a plan take by a profile, what travels between them, and what goes to the host tier.
+
+`simulation` plays a step with it; the search, the limits of `1f1b-star` and the report ask it for the seconds alone. A
+stage is any set of layers, in one piece of the chain or in several.
+"""
+
+from __future__ import annotations
+
+__all__ = ["copy_seconds", "gradient_edges", "message_bytes", "stage_seconds"]
+
+from collections.abc import Mapping, Sequence
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.plans.parts import MemoryInterval, PlanStage
+from varuna_capslog.profiles.conditions import UPDATE_RATE
+from varuna_capslog.profiles.record import LayerProfile, Profile
+from varuna_capslog.schedules import DEFAULT_RUN, Edge, RunShape, StageGraph, StageSeconds
+
+
+def stage_seconds(profile: Profile, stages: Sequence[PlanStage], run: RunShape = DEFAULT_RUN) -> StageSeconds:
+    """What stages take, as sums over their layers; U where the profile knows it. Copies (O, L) take no time here.
+
+    A forward that keeps no graph takes as long as one that does, except at the end of the chain: nothing reads what the
+    last layers make before the recomputation makes it again, so the engine leaves them out.
+
+    Raises CapslogError naming the layer whose seconds the profile does not have.
+    """
+    forward, backward = profile.column("forward_seconds"), profile.column("backward_seconds")
+    whole = [sum(forward[layer] for layer in stage.numbers) for stage in stages]
+    back = [sum(backward[layer] for layer in stage.numbers) for stage in stages]
+    rate = profile.conditions.get(UPDATE_RATE)
+    weights = [layer.parameter_bytes for layer in profile.layers]
+    other = {}
+    if isinstance(rate, (int, float)) and None not in weights:
+        other["U"] = [float(rate) * sum(weights[layer] or 0 for layer in stage.numbers) for stage in stages]
+    if any(stage.offloads for stage in stages):
+        other |= dict.fromkeys("OL", [0.0] * len(stages))
+    inputs = [sum(_input_seconds(profile.layers[layer]) for layer in stage.numbers) for stage in stages]
+    other |= {"I": inputs, "W": [took - half for took, half in zip(back, inputs, strict=True)]}
+    again = [_again(stage, run) for stage in stages]
+    seconds = [[sum(forward[first:end]) for first, end in intervals] for intervals in again]
+    at_the_end = [bool(intervals) and intervals[-1][1] == profile.num_layers for intervals in again]
+    return StageSeconds(
+        whole,
+        back,
+        recompute=[row[-1] if row else 0.0 for row in seconds],
+        bare_forward=[
+            took - row[-1] if left_out else took for took, row, left_out in zip(whole, seconds, at_the_end, strict=True)
+        ],
+        backward_again=[took + sum(row[:-1]) for took, row in zip(back, seconds, strict=True)],
+        other=other,
+    )
+
+
+def _input_seconds(layer: LayerProfile) -> float:
+    """The input half of a layer's backward: its share of the whole by the profile, or half of it."""
+    whole, first, second = layer.backward_seconds or 0.0, layer.input_seconds, layer.weight_seconds
+    if first is None or second is None or not first + second:
+        return 0.5 * whole
+    return whole * first / (first + second)
+
+
+def _again(stage: PlanStage, run: RunShape) -> list[tuple[int, int]]:
+    """The layers (first, end) of each part of a stage that runs again before its backward."""
+    if stage.memory is None:
+        return list(stage.layers) if run.recomputes else []
+    return [(one.first, one.end) for one in stage.memory if one.recomputes]
+
+
+def message_bytes(
+    profile: Profile, stages: Sequence[PlanStage], graph: StageGraph, routes: str
+) -> Mapping[Edge, int | None]:
+    """(stage that sends, stage that takes) -> bytes of one message; a direction in which nothing travels is absent.
+
+    With routes "direct" a value travels once to each stage that reads it, and a gradient comes back for each layer that
+    reads it there; the profile must have tensors. With "relay" a message holds what crosses the cut before the later
+    stage, and its gradient is taken to be as large. None: the profile does not know.
+    """
+    if routes == "relay":
+        rows = {edge: profile.layers[stages[edge[1]].first - 1].boundary_bytes for edge in graph.edges}
+        return rows | {edge[::-1]: size for edge, size in rows.items()}
+    readers = [_with_loss(profile, stage.numbers) for stage in stages]
+    found: dict[Edge, int] = {}
+    for one, other in graph.edges:
+        for tensor in profile.tensors:
+            read = len(readers[other].intersection(tensor.readers)) if tensor.writer in readers[one] else 0
+            if read:
+                found[one, other] = found.get((one, other), 0) + tensor.bytes
+            if read and tensor.gradient:
+                found[other, one] = found.get((other, one), 0) + read * tensor.bytes
+    return found
+
+
+def gradient_edges(sizes: Mapping[Edge, int | None], graph: StageGraph) -> list[Edge]:
+    """The edges over which gradients come back, by `message_bytes`."""
+    return [edge for edge in graph.edges if edge[::-1] in sizes]
+
+
+def copy_seconds(
+    profile: Profile, stages: Sequence[PlanStage], routes: str, bandwidth: float | None
+) -> dict[str, list[float]]:
+    """The seconds of O and L of each stage: what it offloads of one microbatch, at so many bytes per second.
+
+    An interval "offload" moves what its layers save, one of "recompute+offload" the tensors that it begins with.
+
+    bandwidth: None: copies take no time.
+
+    Raises CapslogError where the profile does not know these bytes.
+    """
+    if bandwidth is None:
+        return dict.fromkeys("OL", [0.0] * len(stages))
+    moved = [[one for one in stage.memory or () if one.offloads] for stage in stages]
+    seconds = [sum(_moved_bytes(profile, one, routes) for one in row) / bandwidth for row in moved]
+    return {"O": seconds, "L": seconds}
+
+
+def _moved_bytes(profile: Profile, one: MemoryInterval, routes: str) -> int:
+    if not one.recomputes:
+        return sum(profile.column("saved_bytes")[one.first : one.end])
+    if not profile.tensors:
+        raise CapslogError(
+            f"the profile has no tensors, so that the bytes which the interval {one.first} to {one.end - 1} offloads "
+            "are not known; profile again, or leave out the bandwidth of the copies"
+        )
+    inside = _with_loss(profile, range(one.first, one.end))
+    return sum(
+        tensor.bytes
+        for tensor in profile.tensors
+        if (-1 if tensor.writer is None else tensor.writer) < one.first <= tensor.readers[-1]
+        and (routes == "relay" or inside.intersection(tensor.readers))
+    )
+
+
+def _with_loss(profile: Profile, layers: Sequence[int]) -> set[int]:
+    """The layers, and the loss where the last one is among them."""
+    last = profile.num_layers
+    return {*layers, *([last] if last - 1 in layers else [])}
