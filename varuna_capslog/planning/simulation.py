@@ -171,6 +171,8 @@ def simulate_plan(
         plan.check_graph(profile.edges)
     link = link or Link()
     notes = _conditions(profile, plan)
+    if any(stage.grain > 1 for stage in plan.stages):
+        notes.append("calls of several microbatches are taken to last as long as these one after the other")
     name = schedule or plan.schedule or "varuna"
     if (said := plan.recomputes) is not None:
         recompute = said
@@ -314,7 +316,8 @@ def _parts(profile: Profile, plan: Plan, given: int | None, whole: bool, notes: 
                 (place[one], place[other]) for one, other in graph.pairs if one in place and other in place
             )
         routes = tuple(tuple(place[stage] for stage in path) for path in graph.routes if path in group)
-        own = StageGraph(tuple(ranks.index(graph.ranks[one]) for one in stages), routes, pairs)
+        grains = tuple(graph.grains[one] for one in stages)
+        own = StageGraph(tuple(ranks.index(graph.ranks[one]) for one in stages), routes, pairs, grains)
         parts.append(_PlanPart(stages, ranks, own))
     return parts
 
@@ -332,16 +335,22 @@ def _graph(profile: Profile, plan: Plan, given: int | None, notes: list[str]) ->
         given = DEFAULT_MICROBATCHES_PER_STAGE * max(map(len, paths))
         notes.append(f"the plan has no num_microbatches: {given} per pipeline are assumed")
     blocks = sum(map(len, paths.values()))
-    one_each = dataclasses.replace(plan, units=Units(blocks, plan.units.samples, blocks), actions=None)
-    graph = one_each.stage_graph(edges)
-    return dataclasses.replace(graph, routes=tuple(dict.fromkeys(graph.routes)) * given)
+    stages = tuple(dataclasses.replace(stage, grain=1) for stage in plan.stages)
+    one_each = dataclasses.replace(plan, stages=stages, units=Units(blocks, plan.units.samples, blocks), actions=None)
+    graph, grains = one_each.stage_graph(edges), tuple(stage.grain for stage in plan.stages)
+    return dataclasses.replace(graph, routes=tuple(dict.fromkeys(graph.routes)) * given, grains=grains)
 
 
 def _course_parts(
     profile: Profile, stages: Sequence[PlanStage], run: RunShape, notes: list[str]
 ) -> list[StageMemory] | None:
     """What `memory.course` needs of stages that are all kept or all recomputed; else None, and a note."""
-    whole = all(stage.whole and (stage.memory is None or stage.recomputes(run) == run.recomputes) for stage in stages)
+    whole = all(
+        stage.whole
+        and len(stage.layers) == stage.grain == 1
+        and (stage.memory is None or stage.recomputes(run) == run.recomputes)
+        for stage in stages
+    )
     found: list[StageMemory] | str = "stages are kept, recomputed or offloaded in parts"
     if whole:
         found = stage_memory(profile, [(stage.first, stage.end) for stage in stages], run)

@@ -18,7 +18,8 @@ from varuna_capslog.schedules import DEFAULT_RUN, Edge, RunShape, StageGraph, St
 
 
 def stage_seconds(profile: Profile, stages: Sequence[PlanStage], run: RunShape = DEFAULT_RUN) -> StageSeconds:
-    """What stages take, as sums over their layers; U where the profile knows it. Copies (O, L) take no time here.
+    """What one call of each stage takes, as sums over its layers; U where the profile knows it. Copies (O, L) take no
+    time here. A call of several microbatches takes as long as these one after the other.
 
     A forward that keeps no graph takes as long as one that does, except at the end of the chain: nothing reads what the
     last layers make before the recomputation makes it again, so the engine leaves them out.
@@ -26,8 +27,8 @@ def stage_seconds(profile: Profile, stages: Sequence[PlanStage], run: RunShape =
     Raises CapslogError naming the layer whose seconds the profile does not have.
     """
     forward, backward = profile.column("forward_seconds"), profile.column("backward_seconds")
-    whole = [sum(forward[layer] for layer in stage.numbers) for stage in stages]
-    back = [sum(backward[layer] for layer in stage.numbers) for stage in stages]
+    whole = [stage.grain * sum(forward[layer] for layer in stage.numbers) for stage in stages]
+    back = [stage.grain * sum(backward[layer] for layer in stage.numbers) for stage in stages]
     rate = profile.conditions.get(UPDATE_RATE)
     weights = [layer.parameter_bytes for layer in profile.layers]
     other = {}
@@ -35,10 +36,13 @@ def stage_seconds(profile: Profile, stages: Sequence[PlanStage], run: RunShape =
         other["U"] = [float(rate) * sum(weights[layer] or 0 for layer in stage.numbers) for stage in stages]
     if any(stage.offloads for stage in stages):
         other |= dict.fromkeys("OL", [0.0] * len(stages))
-    inputs = [sum(_input_seconds(profile.layers[layer]) for layer in stage.numbers) for stage in stages]
+    inputs = [stage.grain * sum(_input_seconds(profile.layers[one]) for one in stage.numbers) for stage in stages]
     other |= {"I": inputs, "W": [took - half for took, half in zip(back, inputs, strict=True)]}
     again = [_again(stage, run) for stage in stages]
-    seconds = [[sum(forward[first:end]) for first, end in intervals] for intervals in again]
+    seconds = [
+        [stage.grain * sum(forward[first:end]) for first, end in intervals]
+        for stage, intervals in zip(stages, again, strict=True)
+    ]
     at_the_end = [bool(intervals) and intervals[-1][1] == profile.num_layers for intervals in again]
     return StageSeconds(
         whole,
@@ -70,14 +74,16 @@ def _again(stage: PlanStage, run: RunShape) -> list[tuple[int, int]]:
 def message_bytes(
     profile: Profile, stages: Sequence[PlanStage], graph: StageGraph, routes: str
 ) -> Mapping[Edge, int | None]:
-    """(stage that sends, stage that takes) -> bytes of one message; a direction in which nothing travels is absent.
+    """(stage that sends, stage that takes) -> bytes of one message, which carries the microbatches of the smaller call;
+    a direction in which nothing travels is absent.
 
     With routes "direct" a value travels once to each stage that reads it, and a gradient comes back for each layer that
     reads it there; the profile must have tensors. With "relay" a message holds what crosses the cut before the later
     stage, and its gradient is taken to be as large. None: the profile does not know.
     """
     if routes == "relay":
-        rows = {edge: profile.layers[stages[edge[1]].first - 1].boundary_bytes for edge in graph.edges}
+        sizes = {edge: profile.layers[stages[edge[1]].first - 1].boundary_bytes for edge in graph.edges}
+        rows = {edge: None if size is None else size * _common(stages, edge) for edge, size in sizes.items()}
         return rows | {edge[::-1]: size for edge, size in rows.items()}
     readers = [_with_loss(profile, stage.numbers) for stage in stages]
     found: dict[Edge, int] = {}
@@ -85,10 +91,16 @@ def message_bytes(
         for tensor in profile.tensors:
             read = len(readers[other].intersection(tensor.readers)) if tensor.writer in readers[one] else 0
             if read:
-                found[one, other] = found.get((one, other), 0) + tensor.bytes
+                found[one, other] = found.get((one, other), 0) + tensor.bytes * _common(stages, (one, other))
             if read and tensor.gradient:
-                found[other, one] = found.get((other, one), 0) + read * tensor.bytes
+                more = read * tensor.bytes * _common(stages, (one, other))
+                found[other, one] = found.get((other, one), 0) + more
     return found
+
+
+def _common(stages: Sequence[PlanStage], edge: Edge) -> int:
+    """Microbatches of a message over the edge."""
+    return min(stages[number].grain for number in edge)
 
 
 def gradient_edges(sizes: Mapping[Edge, int | None], graph: StageGraph) -> list[Edge]:
@@ -99,7 +111,7 @@ def gradient_edges(sizes: Mapping[Edge, int | None], graph: StageGraph) -> list[
 def copy_seconds(
     profile: Profile, stages: Sequence[PlanStage], routes: str, bandwidth: float | None
 ) -> dict[str, list[float]]:
-    """The seconds of O and L of each stage: what it offloads of one microbatch, at so many bytes per second.
+    """The seconds of O and L of each stage: what it offloads of one call, at so many bytes per second.
 
     An interval "offload" moves what its layers save, one of "recompute+offload" the tensors that it begins with.
 
@@ -110,7 +122,8 @@ def copy_seconds(
     if bandwidth is None:
         return dict.fromkeys("OL", [0.0] * len(stages))
     moved = [[one for one in stage.memory or () if one.offloads] for stage in stages]
-    seconds = [sum(_moved_bytes(profile, one, routes) for one in row) / bandwidth for row in moved]
+    sizes = [sum(_moved_bytes(profile, one, routes) for one in row) for row in moved]
+    seconds = [stage.grain * size / bandwidth for stage, size in zip(stages, sizes, strict=True)]
     return {"O": seconds, "L": seconds}
 
 
