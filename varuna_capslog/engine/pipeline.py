@@ -128,7 +128,6 @@ class PipelineEngine:
             end = loss if place.end == len(chain) else None
             ports = self._routes.ports[number]
             self.stages[number] = Stage(number, chain, layers, end, place.memory or (), tier, ports)
-        self._local = tuple(sorted({one for stage in self.stages for one in self._graph.microbatches[stage]}))
         loading = [number for number, stage in self.stages.items() if stage.ports.inputs]
         self.loaded_microbatches = sorted(one for stage in loading for one in self._graph.microbatches[stage])
         self._last = [stage for stage in self.stages.values() if stage.ends_in_loss]
@@ -218,7 +217,7 @@ class PipelineEngine:
                 contexts(call)  # all ranks refuse microbatches of unequal sizes, before any message
         if self._executor is None:
             # the first minibatch shows which edges carry gradients
-            options, reach = self.options, contexts(self._local[:1]).reach
+            options, reach = self.options, contexts((0,)).reach
             carrying = (edge for edge in self._graph.edges if self._routes.carried(edge, reach))
             self._executor = self._executor_of(
                 _lowered(
