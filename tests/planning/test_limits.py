@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from itertools import product
 
@@ -10,8 +11,9 @@ import pytest
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.limits import in_flight_of_period, with_limits
+from varuna_capslog.plans.parts import PlanStage, Units
 from varuna_capslog.plans.plan import Plan
-from varuna_capslog.profiles.record import LayerProfile, Profile
+from varuna_capslog.profiles.record import LayerProfile, Profile, TensorRecord
 from varuna_capslog.schedules import RunShape, StageGraph, StageSeconds, schedule_of, simulate
 
 _COUNT, _FROM = 36, 20
@@ -63,6 +65,28 @@ def test_slow_links_are_played_shorter_than_with_1f1b() -> None:
         star = simulate(schedule_of("1f1b-star", graph, in_flight=limits), seconds, graph=graph).step_seconds
         ratios.append(star / simulate(schedule_of("1f1b", graph), seconds, graph=graph).step_seconds)
     assert sum(ratios) / len(ratios) < 0.85
+
+
+def test_lines_of_a_graph_have_one_period() -> None:
+    """Two towers, of two stages and of one slow stage, and their join: the slow one sets the period of both."""
+    layers = [
+        LayerProfile(f"layer{n}", 1, 1 if n else None, forward_seconds=2.0 if n == 2 else 1.0, backward_seconds=2.0)
+        for n in range(4)
+    ]
+    tensors = [("a", None, (0,)), ("t", None, (2,)), ("b", 0, (1,)), ("c", 1, (3,)), ("d", 2, (3,)), ("e", 3, (4,))]
+    records = tuple(TensorRecord(name, 100, writer is not None, writer, readers) for name, writer, readers in tensors)
+    profile, run = Profile(layers, tensors=records), RunShape(8, "1f1b-star", False)
+    stages = tuple(PlanStage(((n, n + 1),), (n,)) for n in range(4))
+    plan = Plan(4, stages, Units(8, 1, 1), "1f1b-star", routes="direct")
+    assert [stage.in_flight for stage in with_limits(profile, plan, run).stages] == [3, 2, 2, 1]
+    slow = Link(bandwidth=100 / 2.0)  # two seconds for a message
+    line, other = ([1.0] * 3, [2.0] * 3, [0.0, 2.0, 2.0]), ([2.0, 1.0], [2.0] * 2, [0.0, 2.0])
+    found, of_other = in_flight_of_period(*line, 4.0), in_flight_of_period(*other, 4.0)
+    limits = [stage.in_flight for stage in with_limits(profile, plan, run, slow).stages]
+    assert limits == [*found[:2], of_other[0], max(found[2], of_other[1])]
+    grained = dataclasses.replace(plan, stages=(dataclasses.replace(stages[0], grain=2), *stages[1:]))
+    with pytest.raises(CapslogError, match="known for one microbatch per call"):
+        with_limits(profile, grained, run)
 
 
 def test_a_plan_gets_limits_for_every_way_through_its_stages() -> None:

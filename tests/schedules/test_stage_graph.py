@@ -85,6 +85,8 @@ def test_the_depth_of_a_fork_is_that_of_its_longer_branch() -> None:
     assert graph.downstream[0] == [((1, 0), (3, 0)), ((1, 1), (3, 1))]
     assert sorted(graph.edges) == sorted(FORK_AND_JOIN)
     assert in_flight_microbatches(graph) == graph.depths
+    assert graph.lines() == [(0, 1, 2, 4), (0, 3, 4)]
+    assert REPLICATED_MIDDLE.lines() == [(0, 1, 3), (0, 2, 3)]
 
 
 def test_two_towers_of_one_stage_each_are_as_deep_as_one() -> None:

@@ -18,15 +18,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.planners.seconds import LayerSeconds, Link
-from varuna_capslog.planning.stage_seconds import stage_seconds
+from varuna_capslog.planning.stage_seconds import message_bytes, stage_seconds
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import Profile
-from varuna_capslog.schedules import RunShape
+from varuna_capslog.schedules import RunShape, StageGraph
 
 __all__ = ["in_flight_of_period", "with_limits"]
 
@@ -66,29 +66,43 @@ def in_flight_of_period(
 
 
 def with_limits(profile: Profile, plan: Plan, run: RunShape, link: Link | None = None) -> Plan:
-    """The plan with the limit of every stage for schedule `1f1b-star`; each way of microbatches for itself.
+    """The plan with the limit of every stage for schedule `1f1b-star`; each way of microbatches for itself. With direct
+    routes all lines of stages that wait for each other have one period, that of the slowest stage or link.
 
     Args:
         run: says whether stages whose memory the plan leaves open compute again.
         link: between two ranks; default: transfers take no time.
 
-    Raises CapslogError naming the layer whose seconds the profile does not have.
+    Raises CapslogError naming the layer whose seconds the profile does not have, and for stages that take several
+    microbatches in one call.
     """
-    seconds, transfer = stage_seconds(profile, plan.stages, run), LayerSeconds.of_profile(profile, link).transfer
-
-    def _transfer(one: int, other: int) -> float:
-        together = plan.stages[one].rank == plan.stages[other].rank
-        return 0.0 if together else float(transfer[plan.stages[other].first])
-
-    limits: dict[int, int] = {}
-    for path in plan.paths():
-        again = [(seconds.recompute or [0.0])[stage] if plan.stages[stage].recomputes(run) else 0.0 for stage in path]
-        found = in_flight_of_period(
-            [seconds.forward[stage] for stage in path],
-            [seconds.backward[stage] + more for stage, more in zip(path, again, strict=True)],
-            [0.0, *(_transfer(one, other) for one, other in pairwise(path))],
+    if any(stage.grain > 1 for stage in plan.stages):
+        raise CapslogError(
+            "the limits of 1f1b-star are known for one microbatch per call, and the plan has grains; choose 1f1b"
         )
-        for stage, limit in zip(path, found, strict=True):
+    direct, seconds = plan.routes == "direct", stage_seconds(profile, plan.stages, run)
+    if direct:
+        graph = plan.stage_graph(profile.edges if profile.tensors else None)
+        lines, transfer = graph.lines(), _sent(profile, plan, graph, link)
+    else:
+        lines, transfer = list(plan.paths()), _relayed(profile, plan, link)
+    again = [
+        row if stage.recomputes(run) else 0.0 for row, stage in zip(seconds.recompute or (), plan.stages, strict=True)
+    ]
+    backward = [took + more for took, more in zip(seconds.backward, again, strict=True)]
+    period = None
+    if direct:
+        busy = [one + other for one, other in zip(seconds.forward, backward, strict=True)]
+        period = max(*busy, *(transfer(*edge) for line in lines for edge in pairwise(line)), 0.0)
+    limits: dict[int, int] = {}
+    for line in lines:
+        found = in_flight_of_period(
+            [seconds.forward[stage] for stage in line],
+            [backward[stage] for stage in line],
+            [0.0, *(transfer(one, other) for one, other in pairwise(line))],
+            period,
+        )
+        for stage, limit in zip(line, found, strict=True):
             limits[stage] = max(limit, limits.get(stage, 1))
     most = plan.num_microbatches
     stages = [
@@ -96,3 +110,28 @@ def with_limits(profile: Profile, plan: Plan, run: RunShape, link: Link | None =
         for number, stage in enumerate(plan.stages)
     ]
     return dataclasses.replace(plan, stages=tuple(stages))
+
+
+Transfers = Callable[[int, int], float]
+"""(stage, next stage) -> seconds of a message between the two, the mean of both directions."""
+
+
+def _relayed(profile: Profile, plan: Plan, link: Link | None) -> Transfers:
+    transfer = LayerSeconds.of_profile(profile, link).transfer
+
+    def seconds(one: int, other: int) -> float:
+        return 0.0 if plan.stages[one].rank == plan.stages[other].rank else float(transfer[plan.stages[other].first])
+
+    return seconds
+
+
+def _sent(profile: Profile, plan: Plan, graph: StageGraph, link: Link | None) -> Transfers:
+    sizes, link = message_bytes(profile, plan.stages, graph, plan.routes), link or Link()
+
+    def seconds(one: int, other: int) -> float:
+        if plan.stages[one].rank == plan.stages[other].rank:
+            return 0.0
+        ways = [sizes[way] or 0 for way in ((one, other), (other, one)) if way in sizes]
+        return sum(map(link.seconds, ways)) / 2
+
+    return seconds

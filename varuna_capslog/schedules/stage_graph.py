@@ -141,6 +141,20 @@ class StageGraph:
         rows = [self._after(route) for route in dict.fromkeys(self.routes)]
         return list(dict.fromkeys((one, other) for after in rows for one, others in after.items() for other in others))
 
+    def lines(self) -> list[tuple[int, ...]]:
+        """Every way from a stage that takes nothing of another one to a stage that hands nothing on, each once."""
+        found: dict[tuple[int, ...], None] = {}
+        for route in dict.fromkeys(self.routes):
+            after = self._after(route)
+            taking = {other for others in after.values() for other in others}
+            ways: list[tuple[int, ...]] = [(stage,) for stage in reversed(route) if stage not in taking]
+            while ways:
+                way = ways.pop()
+                ways += [(*way, other) for other in reversed(after[way[-1]])]
+                if not after[way[-1]]:
+                    found[way] = None
+        return list(found)
+
     def _after(self, route: tuple[int, ...]) -> dict[int, list[int]]:
         """stage of a route -> the stages of the route that take what it makes, in the order of the route."""
         if self.pairs is None:
