@@ -12,7 +12,7 @@ import torch
 from tests.engine.layouts import rectangle
 from tests.engine.workload import TinyWorkload
 from tests.profiling import cases
-from tests.profiling.workloads import Equal, Megabytes
+from tests.profiling.workloads import Equal, Megabytes, TwoTowers
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import Config, section
 from varuna_capslog.engine.communicator import Communicator
@@ -51,6 +51,27 @@ def test_stages_of_several_microbatches_and_direct_routes(grains: tuple[int, ...
     estimator = StageEstimator(Megabytes(), RunConditions(microbatch_size=SIZE))
     (rehearsed,) = rehearse_layout(estimator, layout, EngineOptions(8, clip_norm=1.0))
     assert rehearsed.peak_bytes == pytest.approx(peak, rel=0.002)
+
+
+def test_direct_routes_hold_fewer_microbatches() -> None:
+    """Two towers of two stages: the longest way from the first stage to the loss is three stages, not four. By hand: a
+    call of stage 0 holds its input and its output on the way, each of 64 rows of 256 numbers. Relayed, what the other
+    tower reads and makes passes through every rank but the last.
+    """
+    spans = ((0, 1), (1, 2), (2, 3), (3, 5))
+    estimator = StageEstimator(TwoTowers(width=256), RunConditions(microbatch_size=64, recompute=False))
+    options = EngineOptions(8, "1f1b", recompute=False, clip_norm=1.0)
+
+    def peaks(direct: bool, limit: int | None = None) -> list[int]:
+        stages = [PlanStage((span,), (rank,)) for rank, span in enumerate(spans)]
+        stages[0] = dataclasses.replace(stages[0], in_flight=limit)
+        layout = Layout(tuple(stages), 1, direct=direct)
+        return [one.peak_bytes for one in rehearse_layout(estimator, layout, options)]
+
+    direct, one_more, relay = peaks(True), peaks(True, 4), peaks(False)
+    assert one_more[0] - direct[0] == 2 * 64 * 256 * 4
+    assert [small < large for small, large in zip(direct, relay, strict=True)] == [True, True, True, False]
+    assert direct[3] == relay[3]
 
 
 def test_what_waits_depends_on_schedule_place_and_device() -> None:

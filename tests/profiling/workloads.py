@@ -131,6 +131,25 @@ class Equal(Workload):
         return {"x": TensorSpec((microbatch_size, self.width))}
 
 
+class Add(nn.Module):
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return a + b
+
+
+class TwoTowers(Equal):
+    """Two towers of two equal layers each, and their sum."""
+
+    name = "two towers"
+
+    def build_chain(self) -> Chain:
+        layer = lambda name, *names: Layer(name, nn.Linear(self.width, self.width), *((one,) for one in names))  # noqa: E731
+        towers = [layer(f"{tower}{n}", tower, tower) for tower in "ab" for n in range(2)]
+        return Chain([*towers, Layer("sum", Add(), ("a", "b"), ("x",))], ("a", "b"), ("x",), self.name)
+
+    def profile_inputs(self, microbatch_size: int) -> dict[str, TensorSpec]:
+        return dict.fromkeys("ab", TensorSpec((microbatch_size, self.width)))
+
+
 class Watched(Equal):
     name = "watched"
     kind = Watching
