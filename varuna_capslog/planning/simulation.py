@@ -29,7 +29,7 @@ from varuna_capslog.planning.ranks import fold_plan
 from varuna_capslog.plans.parts import PlanStage, Units, scheduled, with_memory
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.conditions import UPDATE_RATE
-from varuna_capslog.profiles.record import LayerProfile, Profile
+from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import (
     DEFAULT_RUN,
     Action,
@@ -268,7 +268,7 @@ def stage_seconds(profile: Profile, stages: Sequence[PlanStage], run: RunShape =
         other["U"] = [float(rate) * sum(part or 0 for part in weights[stage.first : stage.end]) for stage in stages]
     if any(stage.offloads for stage in stages):
         other |= dict.fromkeys("OL", [0.0] * len(stages))
-    inputs = [sum(map(_input_seconds, profile.layers[stage.first : stage.end])) for stage in stages]
+    inputs = [sum(layer.input_part for layer in profile.layers[stage.first : stage.end]) for stage in stages]
     other |= {"I": inputs, "W": [took - half for took, half in zip(back, inputs, strict=True)]}
     again = [_again(stage, run) for stage in stages]
     seconds = [[sum(forward[first:end]) for first, end in intervals] for intervals in again]
@@ -283,14 +283,6 @@ def stage_seconds(profile: Profile, stages: Sequence[PlanStage], run: RunShape =
         backward_again=[took + sum(row[:-1]) for took, row in zip(back, seconds, strict=True)],
         other=other,
     )
-
-
-def _input_seconds(layer: LayerProfile) -> float:
-    """The input half of a layer's backward: its share of the whole by the profile, or half of it."""
-    whole, first, second = layer.backward_seconds or 0.0, layer.input_seconds, layer.weight_seconds
-    if first is None or second is None or not first + second:
-        return 0.5 * whole
-    return whole * first / (first + second)
 
 
 def _again(stage: PlanStage, run: RunShape) -> list[tuple[int, int]]:
