@@ -40,6 +40,7 @@ from varuna_capslog.schedules import RunShape, Schedule, from_strings, to_string
 __all__ = ["MICROBATCHES", "MODELS", "Case", "draw_case", "real_peak", "workload_of"]
 
 MICROBATCHES = 8
+SCHEDULES = [("1f1b", False), ("1f1b", True), ("varuna", True), ("gpipe", False), ("zb-h1", False), ("zb-h1", True)]
 CPU = torch.device("cpu")
 SMALL = {
     "encoder_layers": 2,
@@ -115,7 +116,7 @@ def draw_case(draw: random.Random, num_layers: dict[str, int], ranks: int) -> Ca
     """A plan of a random model: layouts of any shape, schedules by name or as lists of actions."""
     model, blocks = draw.choice(list(MODELS)), draw.choice([1, 2, 4])
     layout = random_layout(draw.randrange(1 << 30), num_layers[model], blocks, draw.randint(1, ranks))
-    schedule, recompute = draw.choice([("1f1b", False), ("1f1b", True), ("varuna", True), ("gpipe", False)])
+    schedule, recompute = draw.choice(SCHEDULES)
     if schedule == "gpipe":
         layout = Layout(tuple(dataclasses.replace(stage, in_flight=None) for stage in layout.stages), blocks)
     if draw.random() < 0.5:

@@ -105,7 +105,7 @@ def main() -> None:
         workload, size = workload_of(model)
         estimators[model] = StageEstimator(workload, RunConditions(microbatch_size=size))
         for recompute in (True, False):
-            conditions = RunConditions(microbatch_size=size, recompute=recompute)
+            conditions = RunConditions(microbatch_size=size, recompute=recompute, halves=True)
             profiles[model, recompute] = estimate_workload(workload, conditions)
     lengths = {model: len(estimator.chain) for model, estimator in estimators.items()}
     draw, pool, trials = random.Random(arguments.seed), WorkerPool(), []
@@ -141,6 +141,9 @@ def main() -> None:
         )
     parts = [trial for trial in trials if "intervals" in trial.schedule]
     out(f"\nwith memory intervals: {len(parts)} ranks")
+    out("\n".join(summary(parts, name) for name in ("rehearsed", "folded")))
+    parts = [trial for trial in trials if trial.schedule.startswith("zb-h1")]
+    out(f"\nwith split backwards: {len(parts)} ranks")
     out("\n".join(summary(parts, name) for name in ("rehearsed", "folded")))
     tiers = [trial.host_folded / trial.host - 1 for trial in trials if trial.host]
     if tiers:

@@ -20,7 +20,8 @@ from varuna_capslog.profiles.runs import stage_runs
 from varuna_capslog.schedules import Action, Message, Recv, SendInstruction, lower
 
 Storage = tuple[str, int, int]
-"""("act" or "grad", microbatch, cut), ("inner", "hidden" or "statistics", microbatch, layer), ("sum", block, layer)."""
+"""("act" or "grad", microbatch, cut), ("inner", "hidden", "tail", "noted" or "statistics", microbatch, layer), ("sum",
+block, layer)."""
 WORK, BARE = 50, 20
 """Bytes that every layer needs while it works, with a graph or a backward, and without."""
 AGAIN, AWAY = 1000, 2000
@@ -31,6 +32,9 @@ AGAIN, AWAY = 1000, 2000
 class Model:
     """Layers with parameters, and the bytes that a graph keeps inside them: those that autograd's hooks see, and hidden
     ones; whether it saves their inputs and outputs as well; and the statistics that a forward leaves.
+
+    tail: what the graph of a layer keeps behind its last parameters. noted: gradients that its input half notes,
+    besides that of its input or output (`notes`).
     """
 
     static: list[int]
@@ -41,6 +45,9 @@ class Model:
     keeps_input: list[bool]
     keeps_output: list[bool]
     cuts: list[int]
+    tail: list[int]
+    noted: list[int]
+    notes: list[set[int]]
 
     @classmethod
     def random(cls, draw: random.Random, size: int, even: bool, scale: int = 1) -> Model:
@@ -55,11 +62,14 @@ class Model:
             [draw.random() < 0.7 for _ in range(size)],
             [*(draw.random() < 0.5 for _ in range(size - 1)), True],  # the loss reads the last one
             [cut if even else draw.randrange(1, 30) * scale for _ in range(size + 1)],
+            [draw.choice([0, 0, 9]) * scale for _ in range(size)],
+            [draw.randrange(60) * scale for _ in range(size)],
+            [draw.choice([set(), {1}, {1}, {0}]) for _ in range(size)],
         )
 
     def bytes(self, storages: Iterable[Storage]) -> int:
         sizes = {"act": self.cuts, "grad": self.cuts, "inner": self.inner, "sum": self.gradients}
-        sizes |= {"hidden": self.hidden, "statistics": self.statistics}
+        sizes |= {"hidden": self.hidden, "statistics": self.statistics, "tail": self.tail, "noted": self.noted}
         return sum(sizes[kind][place] for kind, _, place in set(storages))
 
     def stays(self, storages: Iterable[Storage]) -> set[Storage]:
@@ -103,7 +113,7 @@ class Rank:
 
     def _kept(self, key: object, mb: int, layer: int, first: int, enters: bool) -> set[Storage]:
         """What the graph of layers from `first` on keeps of one of them, its output apart."""
-        found: set[Storage] = {("inner", mb, layer), ("hidden", mb, layer)}
+        found: set[Storage] = {("inner", mb, layer), ("hidden", mb, layer), ("tail", mb, layer)}
         if self.model.keeps_input[layer] or (enters and layer == first):
             found.add(self.act(key, mb, layer, first))
         return found
@@ -123,6 +133,35 @@ class Rank:
             self.holding[key] = kept.union(*(self._kept(key, mb, one, first, enters) for one in before))
         del self.holding[key]
         self.holding["out"] = {("grad", mb, first)} if first else set()
+
+    def input_half(self, key: object, mb: int, first: int, end: int) -> None:
+        """The gradients of the inputs; the graph stays but for its end, and gradients are noted. As `backward`."""
+        noted, last = set[Storage](), len(self.model.static)
+        self.note()
+        kept = {one for one in self.holding[key] if (one[0], one[2]) != ("act", last)}  # with the loss
+        self.holding[key] = kept
+        if not first:  # no gradient enters: all is left for the other half
+            self.holding[key] = kept | {("grad", mb, end)}
+            self.holding["out"] = set()
+            return
+        for layer in range(end - 1, first - 1, -1):
+            noted |= {("noted", mb, layer), *(("grad", mb, layer + side) for side in self.model.notes[layer])}
+            self.note({("grad", mb, layer), *noted} if layer else noted, WORK)
+        gone = ("tail", end - 1), ("act", end)
+        self.holding[key] = noted.union(one for one in kept if (one[0], one[2]) not in gone)
+        self.holding["out"] = {("grad", mb, first)} if first else set()
+
+    def weight_half(self, key: object, mb: int, first: int, end: int, block: int) -> None:
+        """The gradients of the parameters; what was held goes at the end."""
+        if not first:
+            self.holding["seed"] = {("grad", mb, end)}
+            self.backward(key, mb, first, end, block)
+            del self.holding["seed"], self.holding["out"]
+            return
+        for layer in range(end - 1, first - 1, -1):
+            self.holding.setdefault("sums", set()).add(("sum", block, layer))
+            self.note((), WORK)
+        del self.holding[key]
 
 
 def profile_of(model: Model, device: str) -> Profile:
@@ -163,15 +202,30 @@ def profile_of(model: Model, device: str) -> Profile:
         began = level()
         rank.backward("graph", 0, first, end, 0)
         backward = most(rank, began)
+        halves = [0, 0]
+        for number in range(2):
+            rank.holding |= {"graph": graph, "out": set() if last else {("grad", 0, end)}, "seed": set()}
+            rank.holding["sums"] = set() if number == 0 else rank.holding["sums"]
+            began = level()
+            rank.holding["seed"] = rank.holding["out"]
+            rank.input_half("graph", 0, first, end)
+            inputs = most(rank, began)
+            noted = model.bytes(one for one in rank.holding["graph"] if one[0] in ("noted", "grad"))
+            rank.holding |= {"seed": set(), "out": set()}
+            began, held = level(), model.bytes(rank.holding["graph"])
+            rank.weight_half("graph", 0, first, end, 0)
+            halves[number] = most(rank, began)
         made = sum(model.gradients[layer] for layer in layers)
         statistics, saved = sum(model.statistics[layer] for layer in layers), whole - sum(model.hidden[first:end])
         parts = statistics, whole, model.bytes(moved), model.bytes(stays)
-        actions = ActionBytes(forward, bare, backward, first_backward, 0, made, shared, *parts)
+        split = inputs, halves[1], halves[0], noted, model.cuts[end] * (not first or 1 in model.notes[end - 1])
+        actions = ActionBytes(forward, bare, backward, first_backward, 0, made, shared, *parts, *split)
         peak = static + made + statistics + max(forward + model.cuts[first], backward + whole)
         rows.append(
             Observation(
                 (first, end), device, 1, [1], peak, static_bytes=static + made, saved_bytes=saved,
                 boundary_in_bytes=model.cuts[first], boundary_out_bytes=model.cuts[end], action_bytes=actions,
+                weight_bytes=held,
             )
         )  # fmt: skip
     tensors = tuple(
@@ -192,7 +246,7 @@ class Machine:
         own = [stage.layers[0] for stage in stages if stage.ranks == (rank,)]
         self.rank = Rank(model, [layer for piece in own for layer in range(*piece)])
         self.graph = stage_graph(stages, units)
-        lowered = lower(rows, [stage.layers[0][0] > 0 for stage in stages], self.graph)
+        lowered = lower(rows, graph=self.graph)
         self.program, self.known = lowered.programs[rank], acknowledgements(lowered, rank)
         self.again = {(one.stage, one.microbatch) for row in rows for one in row if one.kind == "R"}
         self.ready: set[tuple[int, int]] = set()
@@ -265,7 +319,7 @@ class Machine:
         own = [one for one in self.program if isinstance(one, Action) and one.stage == number and one.kind in "FRBIW"]
         place = next(place for place, one in enumerate(own) if (one.kind, one.microbatch) == ("F", call))
         away = Action(number, "O", call) in self.program
-        whole = own[place + 1] == Action(number, "B", call) and not away
+        whole = own[place + 1] in (Action(number, "B", call), Action(number, "I", call)) and not away
         found, reached = [], first
         for one in self.stages[number].memory or ():
             found += [(reached, one.first, "")] if reached < one.first else []
@@ -279,8 +333,8 @@ class Machine:
         holding, mb = rank.holding, self.graph.microbatches[number][call]
         parts = self.segments(number, call)
         keys = {part: (number, call, part[0]) for part in parts}
-        here, before = (number, call), self.graph.upstream[number][call]
-        after = self.graph.downstream[number][call]
+        here, before = (number, call), next(iter(self.graph.upstream[number][call]), None)
+        after = next(iter(self.graph.downstream[number][call]), None)
         offload = any(one == Action(number, "O", call) for one in self.program)
         if action.kind == "F":
             self._arrive(before, here, "activation")
@@ -329,10 +383,14 @@ class Machine:
                 self._rebuild(again[-1], keys, mb)
                 self.ready.add(keys[again[-1]])  # type: ignore[arg-type]
             rank.note()
-        elif action.kind == "B":
+        elif action.kind in "BI":
             self._bring_back(parts, keys, offload)
             rank.note()
-            self._backward(parts, keys, mb, (here, before, after))
+            self._backward(parts, keys, mb, (here, before, after), action.kind == "I")
+        elif action.kind == "W":
+            for part in reversed(parts):
+                rank.weight_half(keys[part], mb, *part[:2], mb // self.units.of_block)
+            self._end(parts, keys, here)
         for leaving in waited:
             holding.pop(leaving, None)
 
@@ -374,7 +432,7 @@ class Machine:
         self.rank.forward(key, mb, first, end, True)
         del holding["in"], holding["out"]
 
-    def _backward(self, parts: list, keys: dict, mb: int, ends: tuple) -> None:  # type: ignore[type-arg]
+    def _backward(self, parts: list, keys: dict, mb: int, ends: tuple, half: bool) -> None:  # type: ignore[type-arg]
         here, before, after = ends
         rank, holding = self.rank, self.rank.holding
         block = mb // self.units.of_block
@@ -383,16 +441,25 @@ class Machine:
             first, end, kind = part
             if "recompute" in kind and keys[part] not in self.ready:
                 self._rebuild(part, keys, mb)
-            rank.backward(keys[part], mb, first, end, block, kind != "offload")
+            if half:
+                rank.input_half(keys[part], mb, first, end)
+            else:
+                rank.backward(keys[part], mb, first, end, block, kind != "offload")
             holding.pop(buffer, None)
             holding["seed"] = holding.pop("out")
         gradient = holding.pop("seed")
         if before is not None:
             holding["buffer", Message("gradient", before, here)] = gradient
+        if not half:
+            self._end(parts, keys, here)
+
+    def _end(self, parts: list, keys: dict, here: tuple[int, int]) -> None:  # type: ignore[type-arg]
+        """After the last backward of a call."""
         for part in parts:
-            rank.host.pop(keys[part], None)
-            rank.versions.pop(keys[part], None)
+            self.rank.host.pop(keys[part], None)
+            self.rank.versions.pop(keys[part], None)
         calls = self.graph.microbatches[here[0]]
+        block = calls[here[1]] // self.units.of_block
         served = [one // self.units.of_block for one in calls]
         if here[1] + 1 == len(calls) or served[here[1] + 1] != served[here[1]]:
             self._close(here[0], block, served[0])

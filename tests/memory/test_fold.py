@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import time
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ import pytest
 from tests.engine.layouts import random_layout
 from tests.memory import chains
 from tests.memory.machine import Machine, Model, profile_of
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory import MEMORY_MODELS
 from varuna_capslog.memory.fold import RankFold, fold
 from varuna_capslog.memory.inflight import waiting
@@ -32,6 +34,7 @@ from varuna_capslog.schedules import (
 
 KEEP = RunShape(recompute=False, schedule="1f1b")
 SCHEDULES = [("gpipe", False), ("gpipe", True), ("1f1b", False), ("1f1b", True), ("varuna", True)]
+SPLIT = [("zb-h1", False), ("zb-h1", True)]
 
 
 def intervals(draw: random.Random, first: int, end: int, kinds: Sequence[str]) -> tuple[MemoryInterval, ...]:
@@ -49,7 +52,8 @@ def with_copies(draw: random.Random, rows: Schedule) -> Schedule:
         calls = [(one.stage, one.microbatch) for one in row if one.kind == "F"]
         for stage, call in calls:
             own = {one.kind: place for place, one in enumerate(row) if (one.stage, one.microbatch) == (stage, call)}
-            last = own.get("R", own["B"])
+            last = own.get("R", own.get("B", own.get("I")))
+            assert last is not None
             if draw.random() < 0.5 and last - own["F"] > 1:
                 there = draw.randrange(own["F"] + 1, last + 1)
                 row.insert(there, Action(stage, "O", call))
@@ -58,8 +62,10 @@ def with_copies(draw: random.Random, rows: Schedule) -> Schedule:
     return found
 
 
-def plan_of(draw: random.Random, size: int, kinds: Sequence[str]) -> tuple[list[PlanStage], Units, Schedule]:
-    """Stages of any shape with intervals of these kinds, and the lists of a schedule."""
+def plan_of(
+    draw: random.Random, size: int, kinds: Sequence[str], schedules: Sequence[tuple[str, bool]]
+) -> tuple[list[PlanStage], Units, Schedule]:
+    """Stages of any shape with intervals of these kinds, and the lists of one of the schedules."""
     blocks = draw.choice([1, 2, 4])
     layout = random_layout(draw.randrange(1 << 30), size, blocks, draw.randint(1, 3))
     stages = [
@@ -67,7 +73,7 @@ def plan_of(draw: random.Random, size: int, kinds: Sequence[str]) -> tuple[list[
         for one in layout.stages
     ]
     units = Units(8, 1, blocks)
-    name, recompute = draw.choice(SCHEDULES)
+    name, recompute = draw.choice(schedules)
     rows = schedule_of(name, stage_graph(stages, units), recompute)
     again = [any("recompute" in one.kind for one in stage.memory or ()) for stage in stages]
     rows = [[one for one in row if one.kind != "R" or again[one.stage]] for row in rows]
@@ -75,28 +81,49 @@ def plan_of(draw: random.Random, size: int, kinds: Sequence[str]) -> tuple[list[
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("schedules", [SCHEDULES, SPLIT])
 @pytest.mark.parametrize(("even", "kinds"), [(True, ("recompute",)), (True, INTERVAL_KINDS), (False, INTERVAL_KINDS)])
-def test_every_position_of_random_plans(device: str, even: bool, kinds: Sequence[str]) -> None:
+def test_every_position_of_random_plans(
+    device: str, schedules: Sequence[tuple[str, bool]], even: bool, kinds: Sequence[str]
+) -> None:
     """Exact where pairs of layers tell all about longer ranges, and never too low where they do not, or where what
-    leaves the device shares storages with what stays.
+    leaves the device shares storages with what stays. Of split backwards pairs do not tell which gradients of longer
+    ranges are the same.
     """
-    draw, exact = random.Random(f"{device} {even}"), even and "offload" not in kinds
+    draw = random.Random(f"{device} {even}")
+    exact = even and "offload" not in kinds and schedules is SCHEDULES
     equal: list[bool] = []
     for _ in range(100):
         size = draw.randrange(2, 7)
         model = Model.random(draw, size, even, draw.choice([1, 20_000]))
-        stages, units, rows = plan_of(draw, size, kinds)
+        stages, units, rows = plan_of(draw, size, kinds, schedules)
         found = fold(profile_of(model, device), stages, units, rows, KEEP)
         for rank, one in enumerate(found):
             machine = Machine(model, stages, units, rows, rank)
             machine.run(traffic.POSTED_AHEAD, traffic.POSTED_AHEAD_BYTES, device == "cpu")
             if exact:
                 assert list(one.bytes) == machine.bytes
-            assert all(ours >= real for ours, real in zip(one.bytes, machine.bytes, strict=True))
+            for place, (ours, real) in enumerate(zip(one.bytes, machine.bytes, strict=True)):
+                assert ours >= real, (rank, rows[rank][place])
             assert one.host_bytes == machine.host_bytes
             assert one.peak_bytes >= max(machine.bytes, default=0)
+            if schedules is SPLIT:
+                assert max(one.bytes, default=0) <= 1.06 * max(machine.bytes, default=0)
             equal += [ours == real for ours, real in zip(one.bytes, machine.bytes, strict=True)]
-    assert sum(equal) >= (0.85 if even else 0.0) * len(equal)
+    assert sum(equal) >= ((0.65 if schedules is SPLIT else 0.85) if even else 0.0) * len(equal)
+
+
+def test_a_profile_that_does_not_tell_the_halves_is_refused_with_what_to_do() -> None:
+    profile = profile_of(Model.random(random.Random(5), 2, True), "cpu")
+    stages, rows = [PlanStage(((0, 2),), (0,))], from_strings([["0F0", "0I0", "0W0"]])
+    old = [dataclasses.replace(row, weight_bytes=None) for row in profile.observations]
+    peaks = [dataclasses.replace(row, action_bytes=None) for row in profile.observations]
+    for observations, name in ((old, "weight_bytes"), (peaks, "input_half_bytes")):
+        lacking = dataclasses.replace(profile, observations=tuple(observations))
+        expected = rf"'ranks' needs {name} of the observation of layers \[0, 1\] .*profile again with pipeline.schedule"
+        with pytest.raises(CapslogError, match=expected):
+            fold(lacking, stages, Units(1, 1, 1), rows, KEEP)
+        assert fold(lacking, stages, Units(1, 1, 1), from_strings([["0F0", "0B0"]]), KEEP)
 
 
 @pytest.mark.parametrize("text", ["0F0 0F1 0O0 0O1 0L0 0L1 0B0 0B1", "0F0 0O0 0F1 0L0 0O1 0L1 0B0 0B1"])

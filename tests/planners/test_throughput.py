@@ -140,7 +140,7 @@ def test_a_slow_link_moves_the_cut_to_where_little_crosses() -> None:
 
 
 def test_equally_fast_lists_are_told_apart_by_their_peak() -> None:
-    seconds = LayerSeconds(np.array([0.0, 1, 1, 2]), np.array([0.0, 2, 2, 4]), np.zeros(4), np.zeros(4))
+    seconds = LayerSeconds(np.array([0.0, 1, 1, 2]), np.array([0.0, 2, 2, 4]), np.zeros(4), np.zeros(4), np.zeros(4))
     costs = AdditiveCosts.of_statistics([5, 7, 6], [0, 7, 6])  # layer 1 takes no time
     assert fastest_cuts(costs, seconds, RunShape(4, "1f1b", False), 2) == Fastest((0, 2), 15.0, 15.0, 12)
 

@@ -54,6 +54,9 @@ def chain(rng: random.Random, num_layers: int) -> Profile:
                 boundary_bytes=rng.randint(1, 60),
                 forward_seconds=forward,
                 backward_seconds=forward * rng.uniform(1, 3),
+                # parts of any sum; one layer of four does not tell its halves
+                input_seconds=None if number % 4 == 3 else 1.0 + number % 3,
+                weight_seconds=None if number % 4 == 3 else 2.0,
             )
         )
     return Profile(tuple(layers), model="random", conditions={"microbatch_size": 1})
@@ -75,6 +78,12 @@ def simulated(
         [sum(column[first:end]) / speed for first, end, speed in zip(cuts, ends, speeds, strict=True)]
         for column in (profile.column("forward_seconds"), profile.column("backward_seconds"))
     )
+    halves = [
+        layer.backward_seconds
+        * (0.5 if layer.input_seconds is None else layer.input_seconds / (layer.input_seconds + 2))
+        for layer in profile.layers
+    ]
+    inputs = [sum(halves[first:end]) / speed for first, end, speed in zip(cuts, ends, speeds, strict=True)]
     link = link or Link()
     sizes = [0, *(profile.layers[cut - 1].boundary_bytes or 0 for cut in cuts[1:])]
     actions = make_schedule(schedule, len(cuts), microbatches, recompute=recompute)
@@ -88,7 +97,7 @@ def simulated(
             bare_forward=bare,
             transfer=[link.seconds(size) for size in sizes],
             handover=[link.handover_seconds(size) for size in sizes],
-            other={kind: [0.5 * one for one in backward] for kind in "IW"},
+            other={"I": inputs, "W": [whole - half for whole, half in zip(backward, inputs, strict=True)]},
         ),
     )
     return timeline.step_seconds

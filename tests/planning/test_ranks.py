@@ -11,6 +11,7 @@ from tests.memory.chains import SHORT
 from tests.memory.machine import Model, profile_of
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.units import format_bytes
+from varuna_capslog.memory import resolve
 from varuna_capslog.memory.fold import fold
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.planning.ranks import fold_plan, judged, with_rank_bytes, within_tier
@@ -173,3 +174,29 @@ def test_the_search_and_the_simulation_show_the_fold() -> None:
     folds = fold_plan(profile, plan_with(), RUN)
     assert step.pipelines[0].rank_bytes == [one.peak_bytes for one in folds]
     assert step.to_json()["pipelines"][0]["rank_peak_bytes"] == step.pipelines[0].rank_bytes
+
+
+def test_split_backwards_need_a_profile_that_tells_the_halves() -> None:
+    """Else nothing is said of bytes: the closed form of whole graphs would be too low."""
+    profile, run = profile_of(Model.random(random.Random(3), 6, True), "cpu"), RunShape(8, "zb-h1", False)
+    found = search(profile, 3, run=run)
+    assert (found.memory_model, found.fits, found.peak_bytes) == ("ranks", True, max(found.stage_bytes or ()))
+    folded = [one.peak_bytes for one in fold_plan(profile, found, run)]
+    assert list(found.stage_bytes or ()) == folded
+    # the closed form that guides searches is as near as that of whole backwards
+    whole = dataclasses.replace(found, schedule="1f1b")
+    least = [
+        min(ours / one.peak_bytes for ours, one in zip(closed.peaks(found.cut_list), exact, strict=True))
+        for closed, exact in (
+            (resolve("ranks", profile, run)[1], fold_plan(profile, found, run)),
+            (resolve("1f1b", profile, RUN)[1], fold_plan(profile, whole, RUN)),
+        )
+    ]
+    assert least[0] >= least[1]
+    rows = tuple(dataclasses.replace(row, weight_bytes=None) for row in profile.observations)
+    old = dataclasses.replace(profile, observations=rows)
+    unknown = search(old, 3, run=run)
+    assert (unknown.fits, unknown.peak_bytes) == (None, None)
+    assert "use memory model 'ranks'" in unknown.notes[0]
+    with pytest.raises(CapslogError, match=r"needs weight_bytes of .* profile again with pipeline.schedule=zb-h1"):
+        search(old, 3, memory="ranks", run=run)

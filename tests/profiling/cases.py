@@ -24,7 +24,12 @@ CPU = torch.device("cpu")
 
 
 def trim_all(
-    communicator: Communicator, workload: Workload, runs: list[tuple[int, int]], size: int, recompute: bool = True
+    communicator: Communicator,
+    workload: Workload,
+    runs: list[tuple[int, int]],
+    size: int,
+    recompute: bool = True,
+    halves: bool = False,
 ) -> tuple[list[Observation], int]:
     """Trimmed runs, one after the other; and the most parameter bytes that were real at a time (`Watching` layers)."""
     torch.set_num_threads(1)
@@ -33,7 +38,11 @@ def trim_all(
     inputs = workload.profile_inputs(size)
     specs = ShapeTable(chain).boundaries(inputs)
     conditions = RunConditions(
-        "cpu", size, {name: list(spec.shape) for name, spec in inputs.items()}, recompute=recompute
+        "cpu",
+        size,
+        {name: list(spec.shape) for name, spec in inputs.items()},
+        recompute=recompute,
+        halves=halves,
     )
     targets, normalisers = workload.profile_targets(size)
     Watching.seen = 0

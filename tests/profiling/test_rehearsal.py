@@ -140,7 +140,7 @@ def test_a_config_is_rehearsed_at_the_largest_or_at_given_shapes() -> None:
 
 @functools.cache
 def estimated(recompute: bool) -> Profile:
-    return estimate_workload(Megabytes(), RunConditions(microbatch_size=SIZE, recompute=recompute))
+    return estimate_workload(Megabytes(), RunConditions(microbatch_size=SIZE, recompute=recompute, halves=True))
 
 
 ONE_EACH = Layout.pipelines((0, 3), 7)
@@ -159,11 +159,20 @@ UNEQUAL = Layout(
 
 @pytest.mark.parametrize(
     ("layout", "schedule", "recompute"),
-    [(ONE_EACH, "gpipe", False), (SEVERAL, "1f1b", True), (UNEQUAL, "1f1b", False), (UNEQUAL, "varuna", True)],
+    [
+        (ONE_EACH, "gpipe", False),
+        (SEVERAL, "1f1b", True),
+        (UNEQUAL, "1f1b", False),
+        (UNEQUAL, "varuna", True),
+        (ONE_EACH, "zb-h1", False),
+        (SEVERAL, "zb-h1", True),
+        (UNEQUAL, "zb-h1", False),
+    ],
 )
 def test_whole_ranks_are_what_the_fold_says(layout: Layout, schedule: str, recompute: bool) -> None:
     """No action takes more than its position in the fold, and the peaks agree. The last entry of a rehearsal also holds
-    the exchange of gradients, which is the fold's end.
+    the exchange of gradients, which is the fold's end. Of a split backward the fold does not know what the weight half
+    lets go of before its end.
     """
     conditions, profile = RunConditions(microbatch_size=SIZE, recompute=recompute), estimated(recompute)
     options = EngineOptions(8, num_blocks=layout.num_blocks, schedule=schedule, recompute=recompute, clip_norm=1.0)
@@ -174,7 +183,8 @@ def test_whole_ranks_are_what_the_fold_says(layout: Layout, schedule: str, recom
     run = RunShape(8, schedule, recompute, num_blocks=layout.num_blocks)
     folded = fold(profile, stages, Units(8, SIZE, layout.num_blocks), rows, run)
     for row, real, found in zip(rows, rehearsed, folded, strict=True):
-        assert found.peak_bytes == pytest.approx(real.peak_bytes, rel=0.005)
+        most = 0.04 if schedule == "zb-h1" else 0.005
+        assert -0.005 <= found.peak_bytes / real.peak_bytes - 1 <= most
         course = dict(real.course)
         for action, size in list(zip(row, found.bytes, strict=True))[:-1]:
             assert 0.995 * course[str(action)] <= size <= 1.1 * course[str(action)], str(action)

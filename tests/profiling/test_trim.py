@@ -13,6 +13,7 @@ from tests.profiling import cases
 from tests.profiling.workloads import Equal, Megabytes, Watched
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 from varuna_capslog.model.workload import Workload
+from varuna_capslog.profiles.action_bytes import HALVES
 from varuna_capslog.profiles.record import Observation
 from varuna_capslog.profiles.runs import stage_runs
 from varuna_capslog.profiling.conditions import RunConditions
@@ -47,7 +48,7 @@ def pool() -> Iterator[WorkerPool]:
 
 @pytest.fixture(scope="module")
 def megabytes(pool: WorkerPool) -> dict[tuple[int, int], Observation]:
-    rows, _ = pool.run(cases.trim_all, 2, Megabytes(), stage_runs(7), SIZE)[MEASURED_RANK]
+    rows, _ = pool.run(cases.trim_all, 2, Megabytes(), stage_runs(7), SIZE, True, True)[MEASURED_RANK]
     return {row.layers: row for row in rows}
 
 
@@ -96,9 +97,14 @@ def test_what_each_action_takes_is_what_an_estimate_says(megabytes: dict[tuple[i
     estimator = StageEstimator(Megabytes(), RunConditions(microbatch_size=SIZE))
     for layers, row in megabytes.items():
         assert row.action_bytes is not None
-        measured, estimated = (vars(one) for one in (row.action_bytes, estimator.stage(*layers).actions))
+        halves = estimator.halves(*layers)
+        estimated = vars(estimator.stage(*layers).actions) | {name: getattr(halves, name) for name in HALVES}
+        measured = vars(row.action_bytes)
         for name, size in measured.items():
             assert size == pytest.approx(estimated[name], rel=0.01, abs=4096), (layers, name)
+        assert row.weight_bytes == pytest.approx(halves.held_bytes, rel=0.01, abs=4096), layers
+        assert row.input_seconds > 0  # type: ignore[operator]
+        assert row.weight_seconds > 0  # type: ignore[operator]
 
 
 def test_no_more_than_two_layers_are_ever_real(pool: WorkerPool) -> None:

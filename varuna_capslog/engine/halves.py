@@ -42,11 +42,13 @@ class WeightHalf:
 
     outputs: those of the graph that have a gradient, each with it, if a group must be differentiated from them.
     noted: node -> the gradients of its outputs, by number.
+    seeds: the storages of the gradients with which the backward began, by identity.
     """
 
     outputs: list[tuple[GradientEdge, Tensor]]
     groups: list[_Group] = field(default_factory=list)
     noted: dict[Node, dict[int, Tensor]] = field(default_factory=dict)
+    seeds: frozenset[int] = frozenset()
 
     def run(self) -> None:
         """Adds the gradients of the parameters to theirs, and lets the graph go."""
@@ -91,7 +93,8 @@ def input_half(
     if graph.refuses_halves:
         torch.autograd.backward([edge for edge, _ in outputs], [gradient for _, gradient in outputs])
         return {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}, WeightHalf([])
-    rest = WeightHalf(outputs, graph.groups())
+    seeds = frozenset(gradient.untyped_storage()._cdata for _, gradient in outputs)
+    rest = WeightHalf(outputs, graph.groups(), seeds=seeds)
     for edge, gradient in outputs:
         if edge.node not in graph.on_the_way:
             rest.noted.setdefault(edge.node, {})[edge.output_nr] = gradient

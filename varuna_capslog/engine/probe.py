@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -101,7 +102,7 @@ class StageMeter:
         saved_bytes: the most that a forward left behind for its backward.
         moved_bytes: the part of it that offloading would take: what autograd saved, but not for the loss.
         entered_bytes: the same with the tensors that graphs begin with.
-        seconds: every duration, by name.
+        seconds: every duration, by name ("forward", "backward", and "input" and "weight" of its halves).
     """
 
     def __init__(self, device: torch.device, resident: Callable[[], list[Tensor]]) -> None:
@@ -109,7 +110,7 @@ class StageMeter:
         self.peak_bytes: int | None = None
         self.peak_source: str | None = None
         self.static_bytes = self.saved_bytes = self.moved_bytes = self.entered_bytes = 0
-        self.seconds: dict[str, list[float]] = {"forward": [], "backward": []}
+        self.seconds: defaultdict[str, list[float]] = defaultdict(list)
 
     @contextlib.contextmanager
     def peak(self, more: Iterable[Tensor] = ()) -> Iterator[None]:
@@ -166,7 +167,7 @@ class StageMeter:
 
     @contextlib.contextmanager
     def timing(self, name: str) -> Iterator[None]:
-        """Around one forward or backward, whose duration is added to `seconds`."""
+        """Around one forward, backward or half of one, whose duration is added to `seconds`."""
         began = self.now()
         try:
             yield

@@ -263,9 +263,12 @@ class Stage:
         """What is held of a microbatch between its actions, besides the tensors that autograd saved (for profiling)."""
         held = self._held[microbatch]
         inputs = [kept for state in held.states for kept in (state.inputs or {}).values()]
-        noted = [gradient for rest in held.rests for gradient in rest.gradients]
-        more = (*inputs, *noted, *(held.outputs or {}).values())
+        more = (*inputs, *(held.outputs or {}).values())
         return [*self.entries(microbatch), *(one for one in more if isinstance(one, Tensor))]
+
+    def rests(self, microbatch: int) -> list[WeightHalf]:
+        """What is left of its backward whose input half is done, the last graph first (for profiling)."""
+        return self._held[microbatch].rests
 
     def entries(self, microbatch: int) -> list[Tensor]:
         """The part of `kept` with which graphs begin, and which is not held where they are offloaded."""

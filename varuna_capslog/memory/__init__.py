@@ -35,8 +35,8 @@ class MemoryModel(NamedTuple):
 MEMORY_MODELS = {
     "additive": MemoryModel(additive.stage_costs, functools.partial(additive.gap, "additive")),
     "composition": MemoryModel(composition.stage_costs, functools.partial(additive.gap, "composition")),
-    # cut lists are searched with the fold's closed form
-    fold.MODEL: MemoryModel(functools.partial(inflight.stage_costs, fold.MODEL), fold.gap),
+    # cut lists are searched with the fold's closed form; a list of actions says all that the fold must know
+    fold.MODEL: MemoryModel(functools.partial(inflight.stage_costs, fold.MODEL), lambda run: None),
 } | {
     name: MemoryModel(functools.partial(inflight.stage_costs, name), functools.partial(inflight.gap, name))
     for name in inflight.DESCRIBED
@@ -55,7 +55,7 @@ def resolve(memory: str, profile: Profile, run: RunShape) -> tuple[str, StageCos
     """
     fields.refuse_unknown([memory], [AUTO, *MEMORY_MODELS], "memory model")
     if memory == AUTO:
-        memory = run.schedule if run.schedule in MEMORY_MODELS else fold.MODEL
+        memory = inflight.model_of(run.schedule)
         try:
             return memory, MEMORY_MODELS[memory].stage_costs(profile, run)
         except CapslogError:

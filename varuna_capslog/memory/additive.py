@@ -17,6 +17,7 @@ import numpy as np
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory.costs import Bytes, StageCosts, only_ranges
+from varuna_capslog.memory.inflight import model_of
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
 
@@ -79,5 +80,5 @@ def gap(model: str, run: RunShape) -> str | None:
     cause = "without recomputation" if not run.recompute else "with stage inputs kept on the device"
     return (
         f"memory model '{model}' describes stages that keep one live graph (recomputation, stage inputs on the host), "
-        f"but schedule '{run.schedule}' {cause} keeps several; use memory model '{run.schedule}' for numbers"
+        f"but schedule '{run.schedule}' {cause} keeps several; use memory model '{model_of(run.schedule)}' for numbers"
     )

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory.exchange import Holders, exchange
+from varuna_capslog.memory.inflight import RANKS
 from varuna_capslog.memory.range_bytes import RangeBytes
 from varuna_capslog.memory.treatment import Treatment, treated
 from varuna_capslog.plans.parts import PlanStage, Units, with_memory
@@ -32,10 +32,9 @@ from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import Action, RunShape
 from varuna_capslog.schedules.traffic import Messages, Numbers, RankActions, StepActions, messages_of
 
-__all__ = ["MODEL", "RankFold", "fold", "gap"]
+__all__ = ["MODEL", "RankFold", "fold"]
 
-MODEL = "ranks"
-_SPLIT = "no profile says yet what the halves of a split backward take; a rehearsal with a capacity does"
+MODEL = RANKS
 
 
 @dataclass(frozen=True)
@@ -78,12 +77,9 @@ def fold(
         actions: each rank's list.
         run: where the inputs of stages wait whose `memory` is None; their list says whether they recompute.
 
-    Raises CapslogError naming what the profile lacks, and for backwards in two halves: no profile says yet what each of
-    them takes.
+    Raises CapslogError naming what the profile lacks; for backwards in two halves it must say what each of them takes.
     """
     rows = [RankActions.of(row) for row in actions]
-    if any(len(row.where("W")) for row in rows):
-        raise CapslogError(_SPLIT)
     ranges = profile if isinstance(profile, RangeBytes) else RangeBytes(profile, MODEL, run.recomputes)
     stages = with_memory(stages, run, actions, "cpu" if ranges.one_memory else "cuda")
     ranks = [stage.rank for stage in stages]
@@ -99,11 +95,6 @@ def fold(
     for one in calls:
         one.add_to(sums[one.rank], calls, holders)
     return [total.result(rank, holders, units.of_block) for rank, total in enumerate(sums)]
-
-
-def gap(run: RunShape) -> str | None:
-    """Why the fold does not describe a run, or None: a list of actions says all else that it must know."""
-    return _SPLIT if run.splits_backwards else None
 
 
 def _holders(stages: Sequence[PlanStage], blocks: int) -> Holders:
@@ -151,6 +142,9 @@ class _StageCalls:
         self.ranges, self.step, self.messages, self.number = ranges, step, messages, number
         self.rank, self.first, self.end = stage.rank, stage.first, stage.end
         self.forwards, self.backwards = step.forwards[number], step.backwards[number]
+        self.weights = step.weights[number]
+        # where the last of a call is let go of
+        self.ends = np.where(self.weights >= 0, self.weights, self.backwards)
         self.recomputes, self.loads = step.at("R", number), step.at("L", number)
         self.modes, self.statistics = self._modes(stage), ranges.statistics(self.first, self.end)
         self.shared = np.zeros(len(self.forwards), dtype=np.int64)
@@ -173,17 +167,18 @@ class _StageCalls:
         # gradients of parameters: a block makes them anew; of a layer with one holder two sums are alive at most
         of_block, layers = self.step.of_block, range(self.first, self.end)
         made = self.ranges.made(self.first, self.end)
-        np.add.at(total.change, self.backwards[::of_block] + 1, made)
+        np.add.at(total.change, self.ends[::of_block] + 1, made)
         added = sum(int(self.ranges.gradients[layer]) for layer in layers if len(holders[layer]) == 1)
-        np.add.at(total.change, self.backwards[of_block - 1 :: of_block][1:] + 1, -added)
+        np.add.at(total.change, self.ends[of_block - 1 :: of_block][1:] + 1, -added)
 
     def _modes(self, stage: PlanStage) -> list[tuple[Numbers, Treatment]]:
         """The calls that are treated alike, and how."""
         whole = self._kept_whole(self.step.rows[self.rank])
-        kinds = 4 * whole + 2 * (self.step.at("O", self.number) >= 0) + (self.recomputes >= 0)
+        facts = [self.recomputes >= 0, self.step.at("O", self.number) >= 0, whole, self.weights >= 0]
+        kinds = sum(fact.astype(np.int64) << place for place, fact in enumerate(facts))
         layers = self.ranges, self.first, self.end, stage.memory or ()
         return [
-            (np.flatnonzero(kinds == kind), treated(*layers, bool(kind & 1), bool(kind & 2), bool(kind & 4)))
+            (np.flatnonzero(kinds == kind), treated(*layers, *(bool(kind >> place & 1) for place in range(len(facts)))))
             for kind in np.unique(kinds).tolist()
         ]
 
@@ -214,7 +209,7 @@ class _StageCalls:
         np.add.at(change, again[rerun], np.where(loaded, 0, one.host)[rerun])
         total.need[again[rerun]] = one.recompute
         np.add.at(change, again[rerun] + 1, one.grown)
-        # B
+        # B, or I
         held = one.held - one.away + one.host + np.where(rerun, one.grown, 0)
         np.add.at(change, backward, np.where(loaded | rerun, 0, one.host))
         if gradient_out:
@@ -222,7 +217,14 @@ class _StageCalls:
             np.add.at(
                 change, np.where(arrived >= 0, arrived, backward), np.where(self.local_behind[calls], 0, gradient_out)
             )
-        most = np.where(calls % self.step.of_block == 0, one.first_backward, one.backward)
+        makes = calls % self.step.of_block == 0
+        most: Numbers | int = np.where(makes, one.first_backward, one.backward)
+        if one.halves is not None:
+            most, weights = one.halves.inputs, self.weights[calls]
+            np.add.at(change, backward + 1, one.halves.between)
+            most_then = np.where(makes, one.halves.first_weights, one.halves.weights)
+            total.need[weights] = np.maximum(0, most_then - one.halves.between)
+            np.add.at(change, weights + 1, -one.halves.between)
         total.need[backward] = np.maximum(0, most - held - gradient_out)
         np.add.at(change, backward + 1, -held - gradient_out)
         self._add_gradients_sent(total, calls, gradient_in)
@@ -239,7 +241,7 @@ class _StageCalls:
             np.add.at(total.change, np.minimum(waited, returns[there]), -one.away)
             np.add.at(total.change, loads[loaded], one.host)
             np.add.at(total.host, np.where(there, offloads, self.forwards[calls]), one.host)
-            np.add.at(total.host, self.backwards[calls] + 1, -one.host)
+            np.add.at(total.host, self.ends[calls] + 1, -one.host)
         return loaded
 
     def _add_outputs(self, total: _RankSum, calls: Numbers, one: Treatment, outputs: int) -> None:

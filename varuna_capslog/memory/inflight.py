@@ -20,6 +20,7 @@ nothing is confirmed, so one that peaks in a forward or a recomputation may hold
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
@@ -28,16 +29,36 @@ import numpy as np
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory.composition import compose, lacking, observed
 from varuna_capslog.memory.costs import Bytes, RangeCosts, only_ranges
+from varuna_capslog.profiles.action_bytes import HALVES
 from varuna_capslog.profiles.record import Observation, Profile
 from varuna_capslog.schedules import RunShape, in_flight_limits
 
-__all__ = ["DESCRIBED", "InFlight", "InflightCosts", "gap", "one_in_flight", "stage_costs", "waiting"]
+__all__ = [
+    "DESCRIBED",
+    "RANKS",
+    "InFlight",
+    "InflightCosts",
+    "check_halves",
+    "gap",
+    "model_of",
+    "one_in_flight",
+    "stage_costs",
+    "waiting",
+]
 
+
+RANKS = "ranks"
+"""The model that describes every schedule (`fold`)."""
 
 DESCRIBED = ("gpipe", "1f1b", "varuna")
 """Schedules that have a memory model of this kind. For others these costs guide planners, and the fold says what a
 rank holds.
 """
+
+
+def model_of(schedule: str) -> str:
+    """The name of the memory model that describes a schedule."""
+    return schedule if schedule in DESCRIBED else RANKS
 
 
 class InFlight(NamedTuple):
@@ -114,6 +135,8 @@ _waiting = functools.lru_cache(maxsize=64)(waiting)
 def stage_costs(model: str, profile: Profile, run: RunShape) -> InflightCosts:
     """Return the costs of every stage at every place, from the runs of single layers and pairs.
 
+    Where the run splits its backwards, a waiting graph counts as what is held between the halves if that is more.
+
     Raises CapslogError naming the run or field that the profile lacks for memory model `model`, and as `waiting`.
     """
     waiting(run, 1, one_memory=False)
@@ -121,6 +144,9 @@ def stage_costs(model: str, profile: Profile, run: RunShape) -> InflightCosts:
     single, pair = observed(profile, model, "recompute" if recompute else "none")
     one_memory = single[0].device == "cpu"
     rows = [one_in_flight(row, profile) for row in (*single, *pair)]
+    if run.splits_backwards:
+        check_halves(rows, model)
+        rows = [_split(row) for row in rows]
     parts = compose(rows[: len(single)], rows[len(single) :])
     inputs = [_boundary(row, "boundary_in_bytes", model) for row in single]
     outputs = [0, *(_boundary(row, "boundary_out_bytes", model) for row in single)]
@@ -140,7 +166,31 @@ def gap(model: str, run: RunShape) -> str | None:
     if run.schedule == model:
         return None
     other = run.schedule
-    return f"memory model '{model}' describes schedule '{model}', not '{other}'; use memory model '{other}'"
+    return f"memory model '{model}' describes schedule '{model}', not '{other}'; use memory model '{model_of(other)}'"
+
+
+def check_halves(rows: Iterable[Observation], model: str) -> None:
+    """Refuses rows that do not tell the halves of a split backward (CapslogError naming the field and what to do)."""
+    for row in rows:
+        for name in ("weight_bytes", *HALVES):
+            if getattr(row if name == "weight_bytes" else row.action_bytes, name, None) is None:
+                raise CapslogError(
+                    f"memory model '{model}' needs {name} of the observation of layers {list(row.layers)} for "
+                    "backwards in two halves, which the profile lacks; profile again with pipeline.schedule=zb-h1 (and "
+                    "profile.order=packed or capslog)"
+                )
+
+
+def _split(row: Observation) -> Observation:
+    """The row as if its run had split its backward; its own peak counts where it is higher."""
+    actions = row.action_bytes
+    assert actions is not None
+    held, static = row.weight_bytes or 0, row.static_bytes or 0
+    graph = (row.saved_bytes or 0) + (row.boundary_out_bytes or 0)
+    first, later = actions.first_weight_half_bytes or 0, actions.weight_half_bytes or 0
+    halves = graph + (actions.input_half_bytes or 0), held + max(later, first - actions.gradient_bytes)
+    peak = max(row.peak_bytes, static + max(halves))
+    return replace(row, peak_bytes=peak, saved_bytes=max(row.saved_bytes or 0, held))
 
 
 def _boundary(row: Observation, name: str, model: str) -> int:

@@ -7,7 +7,7 @@ actions, and every action then counts with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
@@ -16,7 +16,7 @@ import numpy as np
 
 from varuna_capslog.memory.composition import observed
 from varuna_capslog.memory.costs import Bytes
-from varuna_capslog.memory.inflight import one_in_flight
+from varuna_capslog.memory.inflight import check_halves, one_in_flight
 from varuna_capslog.profiles.record import Observation, Profile
 
 __all__ = ["RangeBytes"]
@@ -34,6 +34,20 @@ class _Sums(NamedTuple):
 
     def range(self, first: int, end: int) -> int:
         return max(0, int(self.alone[first] + self.more[first : end - 1].sum()))
+
+
+class _Halves(NamedTuple):
+    """What is held between the halves of a backward, the gradients among it, and by name the most of each half, with
+    what was there when it began: of single layers [L] and of pairs [L - 1].
+
+    seeds: [L]; the gradients of a layer's outputs among those noted. of_loss: what is let go of with the loss.
+    """
+
+    held: _Sums
+    noted: _Sums
+    seeds: Bytes
+    of_loss: int
+    most: dict[str, tuple[Bytes, Bytes]]
 
 
 class RangeBytes:
@@ -58,6 +72,7 @@ class RangeBytes:
 
     def __init__(self, profile: Profile, model: str, recompute: bool) -> None:
         single, pair = observed(profile, model, "recompute" if recompute else "none")
+        self._model, self._rows = model, (single, pair)
         self._profile, self.num_layers, self.shared_parameters = profile, profile.num_layers, profile.shared
         self.one_memory = single[0].device == "cpu"
         rows = (*single, *pair)
@@ -138,6 +153,106 @@ class RangeBytes:
 
         return self._once(("B", first, end, makes_gradients), found)
 
+    def held_between_halves(self, first: int, end: int) -> int:
+        """What a backward in two halves holds between them: what is left of the graph, and the gradients noted in it.
+
+        Raises CapslogError, as the two methods below, where the profile does not tell the halves.
+        """
+        if (until := self._differentiated_later(first, end)) == first:
+            return self._halves.held.range(first, end)
+        behind = self.held_between_halves(until, end) if until < end else 0
+        return self._prefix(first, until, end) + self.gradient[until] + behind
+
+    def input_half(self, first: int, end: int) -> int:
+        """The most of the input half of a backward, its graph and the gradients of its outputs included."""
+
+        def found() -> int:
+            if (until := self._differentiated_later(first, end)) > first:
+                if until < end:
+                    return self._prefix(first, until, end) + self.input_half(until, end)
+                if end < self.num_layers:
+                    return self.saved(first, end) + self.gradient[end]
+                until = end - 1  # the loss is differentiated, which is a part of what the last layer takes
+                return self._prefix(first, until, end) + self.input_half(until, end)
+            before, work = self._halves_at_work("input_half_bytes", self._saved, first, end)
+            behind = np.zeros(end - first, dtype=np.int64)
+            for layer, until in self._graph_ends(first, end):
+                # of one graph nothing is let go before its end; those behind it have left what waits for W
+                same = self._saved.more[layer : until - 1].sum() + self._halves.noted.more[layer : until - 1].sum()
+                behind[layer - first] = same + self._halves.held.more[until - 1 : end - 1].sum()
+                if until > layer + 1:  # the gradient with which the graph's backward began, where it is not noted
+                    behind[layer - first] += self.gradient[until] - self._halves.seeds[until - 1]
+                if end == self.num_layers and layer < end - 1:
+                    behind[layer - first] -= self._halves.of_loss
+            return int((before + work + behind[-len(work) :]).max())
+
+        return self._once(("I", first, end), found)
+
+    def weight_half(self, first: int, end: int, makes_gradients: bool = False) -> int:
+        """The most of the weight half, what is held between the halves included.
+
+        makes_gradients: it makes those of the parameters, which count too.
+        """
+
+        def found() -> int:
+            if (until := self._differentiated_later(first, end)) > first:
+                made, most = 0, 0
+                if until < end:
+                    made, most = self.made(until, end) * makes_gradients, self.weight_half(until, end, makes_gradients)
+                    most += self._prefix(first, until, end) + self.gradient[until]
+                return max(most, made + self.backward(first, until, makes_gradients))
+            name = "first_weight_half_bytes" if makes_gradients else "weight_half_bytes"
+            before, work = self._halves_at_work(name, self._halves.held, first, end)
+            single, pair = self._halves.most[name]
+            new = self.gradients * makes_gradients
+            # of one graph nothing is sure to be let go before its end, neither what was held nor what was made again
+            # by layers that checkpoint themselves
+            grows = np.maximum(self._halves.held.more + new[1:], pair - single[:-1])
+            behind = np.zeros(end - first, dtype=np.int64)
+            for layer, until in self._graph_ends(first, end):
+                behind[layer - first] = grows[layer : until - 1].sum() + new[until:end].sum()
+            return int((before + work + behind[-len(work) :]).max())
+
+        return self._once(("W", first, end, makes_gradients), found)
+
+    def _differentiated_later(self, first: int, end: int) -> int:
+        """The end of the range's first graph where no gradient enters the range, so that the weight half differentiates
+        that graph whole; else, and where rows tell all of the range, `first`.
+        """
+        entered = self.read_with_gradient(first, first + 1) if self._profile.tensors else first
+        if entered or end <= first + 2:
+            return first
+        return dict(self._graph_ends(first, end))[first]
+
+    def _prefix(self, first: int, until: int, end: int) -> int:
+        """What the layers before `until` save, beside what those behind it do."""
+        return self.saved(first, end) - (self.saved(until, end) if until < end else 0)
+
+    def _halves_at_work(self, name: str, held: _Sums, first: int, end: int) -> tuple[Bytes, Bytes]:
+        """For each pair of the range, or its only layer: what the layers before it hold, and what it takes itself."""
+        single, pair = self._halves.most[name]
+        if end == first + 1:
+            return np.zeros(1, dtype=np.int64), single[first:end]
+        before = held.alone[first] + np.append(0, np.cumsum(held.more[first : end - 2]))
+        return before - held.alone[first : end - 1], pair[first : end - 1]
+
+    @cached_property
+    def _halves(self) -> _Halves:
+        single, pair = self._rows
+        check_halves((*single, *pair), self._model)
+        held = _column(single, "weight_bytes"), _column(pair, "weight_bytes")
+        graphs = self._with_seeds(single), self._with_seeds(pair)
+        there = {"input_half_bytes": graphs, "weight_half_bytes": held, "first_weight_half_bytes": held}
+        most = {
+            name: (self._part(single, name) + size[0], self._part(pair, name) + size[1]) for name, size in there.items()
+        }
+        noted = self._part(single, "noted_bytes"), self._part(pair, "noted_bytes")
+        last, seeds = single[-1], self._part(single, "noted_seed_bytes")
+        hidden = max(0, int(self._saved.alone[-1]) - (last.saved_bytes or 0))
+        gone = int(self._saved.alone[-1] + noted[0][-1] - held[0][-1])
+        of_loss = max(0, min(int(self._staying.alone[-1]) - hidden, gone))
+        return _Halves(_Sums.of(*held), _Sums.of(*noted), seeds, of_loss, most)
+
     def made(self, first: int, end: int) -> int:
         """Bytes of the gradients of the range's parameters, each use of a shared one counted."""
         return int(self.gradients[first:end].sum())
@@ -198,11 +313,16 @@ class RangeBytes:
         Layers share a graph where each tensor with a gradient is read by the next layer alone (`engine/stage`).
         """
         found = np.zeros(end - first, dtype=np.int64)
+        for layer, until in self._graph_ends(first, end):
+            found[layer - first] = max(0, self.gradient[until] - self.gradient[layer + 1])
+        return found
+
+    def _graph_ends(self, first: int, end: int) -> Iterator[tuple[int, int]]:
+        """Each layer of the range, the last first, and the end of the graph that holds it."""
         until = end
         for layer in range(end - 1, first - 1, -1):
             until = until if self._joined[layer + 1] else layer + 1
-            found[layer - first] = max(0, self.gradient[until] - self.gradient[layer + 1])
-        return found
+            yield layer, until
 
     @cached_property
     def _joined(self) -> list[bool]:
@@ -233,13 +353,14 @@ class RangeBytes:
         if not self.told:
             kept = [one_in_flight(row, self._profile) for row in rows]
             return np.array([row.peak_bytes - (row.static_bytes or 0) for row in kept], dtype=np.int64)
-        begin, end = (np.array([row.layers[side] for row in rows], dtype=np.int64) for side in (0, 1))
         if "backward" in name:
-            last = end == self.num_layers
-            there = self._graph(rows) + np.where(last, 0, np.array(self.gradient)[end])
-        else:
-            there = np.array(self.crossing)[begin]
-        return self._part(rows, name) + there
+            return self._part(rows, name) + self._with_seeds(rows)
+        return self._part(rows, name) + np.array(self.crossing)[[row.layers[0] for row in rows]]
+
+    def _with_seeds(self, rows: Sequence[Observation]) -> Bytes:
+        """The graphs and the gradients of their outputs."""
+        end = np.array([row.layers[1] for row in rows], dtype=np.int64)
+        return self._graph(rows) + np.where(end == self.num_layers, 0, np.array(self.gradient)[end])
 
     def _cuts(self, single: Sequence[Observation]) -> tuple[list[int], list[int]]:
         cuts = range(self.num_layers + 1)

@@ -9,13 +9,13 @@ and, where a call's O takes them together, in the host tier. What comes back is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from varuna_capslog.memory.range_bytes import RangeBytes
 from varuna_capslog.plans.parts import KEEP, MemoryInterval, pieces_of
 
-__all__ = ["Treatment", "treated"]
+__all__ = ["TreatedHalves", "Treatment", "treated"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Treatment:
         after R.
     backward, first_backward: of B, everything of this call included, the gradients of the outputs as well; the latter
         where it makes the parameters' gradients.
+    halves: of I and W, where the backward is split.
     """
 
     forward: int
@@ -45,6 +46,21 @@ class Treatment:
     input_kept_then: int = 0
     backward: int = 0
     first_backward: int = 0
+    halves: TreatedHalves | None = None
+
+
+@dataclass(frozen=True)
+class TreatedHalves:
+    """Bytes of a call whose backward is split.
+
+    inputs: of I, everything of this call included, the gradients of the outputs as well. between: what it leaves.
+    weights, first_weights: of W, everything of this call included; the latter where it makes the parameters' gradients.
+    """
+
+    inputs: int = 0
+    between: int = 0
+    weights: int = 0
+    first_weights: int = 0
 
 
 @dataclass
@@ -91,15 +107,20 @@ def treated(
     recomputed: bool = False,
     later: bool = False,
     whole: bool = False,
+    split: bool = False,
 ) -> Treatment:
     """A call of a stage with these intervals.
 
     recomputed: the list has an R for the call, which runs the last recompute interval again; else B does.
     later: it has an O for the call, until which all stays; else each segment leaves when F has run it.
     whole: the intervals do not apply, since the backward follows at once. (Graphs end where they would all the same.)
+    split: the backward is in two halves.
+
+    Raises CapslogError where the profile does not tell the halves of a split one.
     """
     if end < ranges.num_layers and not ranges.carries[end]:  # frozen layers: F keeps nothing, R and B do nothing
-        return Treatment(max(0, ranges.bare(first, end) - ranges.crossing[first]))
+        halves = TreatedHalves() if split else None
+        return Treatment(max(0, ranges.bare(first, end) - ranges.crossing[first]), halves=halves)
     segments = _segments(ranges, first, end, intervals, whole)
     after = sum(one.waits for one in segments)
     held = sum(one.leaving for one in segments) if later else after
@@ -133,6 +154,7 @@ def treated(
         input_kept_then=own if again == 0 else input_kept,
         backward=_backward(ranges, segments, (sizes, again, later), False),
         first_backward=_backward(ranges, segments, (sizes, again, later), True),
+        halves=_halves(ranges, segments, (sizes, again, later)) if split else None,
     )
 
 
@@ -200,21 +222,56 @@ def _backward(
 
     call: what each segment holds when all is back, the segment that R has run again, and `later` as above.
     """
-    sizes, ready, later = call
     most = made = 0
-    for number in range(len(segments) - 1, -1, -1):
-        one, rest = segments[number], sum(sizes[:number])
-        if not one.kept:
-            break
+    for number, one in _from_the_last(segments):
         first, end = one.part.first, one.part.end
-        graph = _rebuilt(ranges, one, later) if one.part.recomputes else sizes[number]
-        work = ranges.backward(first, end, makes_gradients) - one.graph + graph
-        if one.part.recomputes and number != ready:
-            gradient = 0 if end == ranges.num_layers else ranges.gradient[end]
-            work = max(work, ranges.forward(first, end) + gradient - _returned(one, later))
-        most = max(most, rest + made + work)
+        work = _at_work(ranges, one, number, call, ranges.backward(first, end, makes_gradients))
+        most = max(most, sum(call[0][:number]) + made + work)
         made += ranges.made(first, end) if makes_gradients else 0
     return most
+
+
+def _halves(ranges: RangeBytes, segments: Sequence[_Segment], call: tuple[Sequence[int], int, bool]) -> TreatedHalves:
+    """I goes through the segments as B does and leaves something of each, W lets it go from the last to the first.
+
+    What I leaves counts whole for each segment: what two graphs both kept, the one may have let go of.
+    """
+    held = [ranges.held_between_halves(one.part.first, one.part.end) if one.kept else 0 for one in segments]
+    inputs, weights, made = 0, [0, 0], 0
+    for number, one in _from_the_last(segments):
+        first, end = one.part.first, one.part.end
+        work = _at_work(ranges, one, number, call, ranges.input_half(first, end))
+        inputs = max(inputs, sum(call[0][:number]) + work + sum(held[number + 1 :]))
+        for makes in (False, True):
+            most = sum(held[:number]) + made * makes + ranges.weight_half(first, end, makes)
+            weights[makes] = max(weights[makes], most)
+        made += ranges.made(first, end)
+    return TreatedHalves(inputs, sum(held), *weights)
+
+
+def _from_the_last(segments: Sequence[_Segment]) -> Iterator[tuple[int, _Segment]]:
+    """Those that have a backward."""
+    for number in range(len(segments) - 1, -1, -1):
+        if not segments[number].kept:
+            return
+        yield number, segments[number]
+
+
+def _at_work(
+    ranges: RangeBytes, one: _Segment, number: int, call: tuple[Sequence[int], int, bool], backward: int
+) -> int:
+    """The most while B or I is at a segment, of it alone.
+
+    backward: of its whole graph.
+    """
+    sizes, ready, later = call
+    graph = _rebuilt(ranges, one, later) if one.part.recomputes else sizes[number]
+    work = backward - one.graph + graph
+    if one.part.recomputes and number != ready:
+        first, end = one.part.first, one.part.end
+        gradient = 0 if end == ranges.num_layers else ranges.gradient[end]
+        work = max(work, ranges.forward(first, end) + gradient - _returned(one, later))
+    return work
 
 
 def _graph_input(ranges: RangeBytes, first: int, end: int) -> int:

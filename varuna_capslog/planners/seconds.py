@@ -31,6 +31,7 @@ __all__ = ["LayerSeconds", "Link", "StepPlayer", "step_player"]
 
 Floats = NDArray[np.float64]
 Cuts = NDArray[np.intp]
+_OfCuts = tuple[Floats, Floats, Floats, Floats, Floats]
 
 
 @dataclass(frozen=True)
@@ -81,12 +82,14 @@ class LayerSeconds:
     """Seconds of one microbatch on a device of speed 1, as running sums over the layers.
 
     forward, backward: [L + 1]; entry k sums layers 0 .. k-1. Recomputation takes as long as the forward.
+    inputs: [L + 1]; the part of `backward` that is its input half where it is split (`LayerProfile.input_part`).
     transfer: [L + 1]; entry k is what the cut before layer k takes in either direction, 0 at both ends of the chain.
     handover: [L + 1]; the sender's own part of it, during which it cannot compute.
     """
 
     forward: Floats
     backward: Floats
+    inputs: Floats
     transfer: Floats
     handover: Floats
 
@@ -105,7 +108,7 @@ class LayerSeconds:
                 profile.column("boundary_bytes")  # names the layer
             transfer[cut], handover[cut] = link.seconds(size or 0), link.handover_seconds(size or 0)
         forward, backward = (_running(profile.column(f"{name}_seconds")) for name in ("forward", "backward"))
-        return cls(forward, backward, transfer, handover)
+        return cls(forward, backward, _running([layer.input_part for layer in profile.layers]), transfer, handover)
 
     @property
     def num_layers(self) -> int:
@@ -124,26 +127,28 @@ class LayerSeconds:
         Where backwards are split, the way back is that of the input halves, and a stage may end before those behind it.
         """
         forward, both = self.of_ranges()
-        return (0.5 * (forward + both), forward, 1) if run.splits_backwards else (both, both, 2)
+        if not run.splits_backwards:
+            return both, both, 2
+        return forward + self.inputs[None, :] - self.inputs[:-1, None], forward, 1
 
-    def of_cuts(self, cuts: Cuts, speeds: Sequence[float] | None = None) -> tuple[Floats, Floats, Floats, Floats]:
-        """Return forward and backward [K, S], transfer and handover seconds [K, S - 1] of K cut lists [K, S].
+    def of_cuts(self, cuts: Cuts, speeds: Sequence[float] | None = None) -> _OfCuts:
+        """Return forward, backward and its input half [K, S], transfer and handover seconds [K, S - 1] of K cut lists
+        [K, S].
 
         speeds: of the device of each stage; its seconds are those of speed 1 divided by it.
         """
         ends = np.concatenate([cuts[:, 1:], np.full((len(cuts), 1), self.num_layers)], axis=1)
         scale = 1.0 if speeds is None else np.asarray(speeds, dtype=np.float64)
-        forward = (self.forward[ends] - self.forward[cuts]) / scale
-        backward = (self.backward[ends] - self.backward[cuts]) / scale
-        return forward, backward, self.transfer[cuts[:, 1:]], self.handover[cuts[:, 1:]]
+        sums = (self.forward, self.backward, self.inputs)
+        forward, backward, inputs = ((one[ends] - one[cuts]) / scale for one in sums)
+        return forward, backward, inputs, self.transfer[cuts[:, 1:]], self.handover[cuts[:, 1:]]
 
 
 class StepPlayer:
     """One step of a schedule, played for many lists of stage seconds at once.
 
     The order in which `schedules.simulate` plays a schedule does not depend on the seconds, so it is found once, and
-    each of its steps is one numpy operation on a vector with one entry per cut list. Where backwards are split, each
-    half counts as half of it.
+    each of its steps is one numpy operation on a vector with one entry per cut list.
     """
 
     def __init__(self, run: RunShape, stages: int) -> None:
@@ -169,16 +174,17 @@ class StepPlayer:
                 self._order.append((instruction.kind, rank, 0, 0))
         self._num_messages = len(numbers)
 
-    def step_seconds(self, forward: Floats, backward: Floats, transfer: Floats, handover: Floats) -> Floats:
+    def step_seconds(
+        self, forward: Floats, backward: Floats, inputs: Floats, transfer: Floats, handover: Floats
+    ) -> Floats:
         """Return the step seconds [K] of K lists of stage seconds; shapes as `LayerSeconds.of_cuts` gives them.
 
         O(stages x microbatches) numpy operations on K numbers each.
         """
         count = len(forward)
         # lists of rows: taking a row out of an array takes longer than most of the operations here
-        of_kind = {"F": list(np.ascontiguousarray(forward.T)), "B": list(np.ascontiguousarray(backward.T))}
-        of_kind["R"] = of_kind["F"]
-        of_kind["I"] = of_kind["W"] = [0.5 * row for row in of_kind["B"]]
+        kinds = {"F": forward, "R": forward, "B": backward, "I": inputs, "W": backward - inputs}
+        of_kind = {kind: list(np.ascontiguousarray(part.T)) for kind, part in kinds.items()}
         cuts, own = list(np.ascontiguousarray(transfer.T)), list(np.ascontiguousarray(handover.T))
         costs_sender = bool(handover.any())
         clock = list(np.zeros((self.stages, count)))
@@ -202,13 +208,13 @@ class StepPlayer:
                 now += of_kind[what][rank]
         return np.asarray(np.max(clock, axis=0))
 
-    def seconds_of_one(self, stages: tuple[Floats, Floats, Floats, Floats]) -> float:
+    def seconds_of_one(self, stages: _OfCuts) -> float:
         """Return the step seconds of the first of the cut lists that `stages` holds, as `LayerSeconds.of_cuts` gives
         it: the same as `step_seconds`, several times faster where there is but one.
         """
-        forward, backward, cuts, own = (part[0].tolist() for part in stages)
-        half = [0.5 * one for one in backward]
-        of_kind = {"F": forward, "R": forward, "B": backward, "I": half, "W": half}
+        forward, backward, inputs, cuts, own = (part[0].tolist() for part in stages)
+        rest = [whole - half for whole, half in zip(backward, inputs, strict=True)]
+        of_kind = {"F": forward, "R": forward, "B": backward, "I": inputs, "W": rest}
         clock = [0.0] * self.stages
         links = [[0.0] * self.stages, [0.0] * self.stages]
         arrival = [0.0] * self._num_messages

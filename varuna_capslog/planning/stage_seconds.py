@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.plans.parts import MemoryInterval, PlanStage
 from varuna_capslog.profiles.conditions import UPDATE_RATE
-from varuna_capslog.profiles.record import LayerProfile, Profile
+from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import DEFAULT_RUN, Edge, RunShape, StageGraph, StageSeconds
 
 
@@ -36,7 +36,7 @@ def stage_seconds(profile: Profile, stages: Sequence[PlanStage], run: RunShape =
         other["U"] = [float(rate) * sum(weights[layer] or 0 for layer in stage.numbers) for stage in stages]
     if any(stage.offloads for stage in stages):
         other |= dict.fromkeys("OL", [0.0] * len(stages))
-    inputs = [stage.grain * sum(_input_seconds(profile.layers[one]) for one in stage.numbers) for stage in stages]
+    inputs = [stage.grain * sum(profile.layers[one].input_part for one in stage.numbers) for stage in stages]
     other |= {"I": inputs, "W": [took - half for took, half in zip(back, inputs, strict=True)]}
     again = [_again(stage, run) for stage in stages]
     seconds = [
@@ -54,14 +54,6 @@ def stage_seconds(profile: Profile, stages: Sequence[PlanStage], run: RunShape =
         backward_again=[took + sum(row[:-1]) for took, row in zip(back, seconds, strict=True)],
         other=other,
     )
-
-
-def _input_seconds(layer: LayerProfile) -> float:
-    """The input half of a layer's backward: its share of the whole by the profile, or half of it."""
-    whole, first, second = layer.backward_seconds or 0.0, layer.input_seconds, layer.weight_seconds
-    if first is None or second is None or not first + second:
-        return 0.5 * whole
-    return whole * first / (first + second)
 
 
 def _again(stage: PlanStage, run: RunShape) -> list[tuple[int, int]]:

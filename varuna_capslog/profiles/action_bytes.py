@@ -11,7 +11,10 @@ from dataclasses import dataclass
 
 from varuna_capslog.base import fields
 
-__all__ = ["ActionBytes"]
+__all__ = ["HALVES", "ActionBytes"]
+
+HALVES = ("input_half_bytes", "weight_half_bytes", "first_weight_half_bytes", "noted_bytes", "noted_seed_bytes")
+"""What a profile says of backwards in two halves; left out of a file where it is not known."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,13 @@ class ActionBytes:
     moved_bytes: the part of it that "offload" takes to the host tier: what the layers saved. None: not known.
     staying_bytes: the part that stays on the device then: what the loss reads and saves, and what autograd does not
         show. None: not known.
+    input_half_bytes: of the half of a backward that gives the gradients of the inputs; the graph and the gradients of
+        the outputs were there. None: not known, here and below.
+    weight_half_bytes: of the other half where the parameters have gradients already; what is held between the halves
+        (`weight_bytes` of the observation) was there.
+    first_weight_half_bytes: of one that makes the parameters' gradients.
+    noted_bytes: the gradients that the first half notes for the other, a part of what is held between them.
+    noted_seed_bytes: the part of these with which the backward began: gradients of the outputs.
     """
 
     forward_bytes: int
@@ -45,6 +55,11 @@ class ActionBytes:
     graph_bytes: int | None = None
     moved_bytes: int | None = None
     staying_bytes: int | None = None
+    input_half_bytes: int | None = None
+    weight_half_bytes: int | None = None
+    first_weight_half_bytes: int | None = None
+    noted_bytes: int | None = None
+    noted_seed_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for one in dataclasses.fields(self):

@@ -18,7 +18,7 @@ from typing import Any
 from varuna_capslog.base import fields, files
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.profiles import conditions
-from varuna_capslog.profiles.action_bytes import ActionBytes
+from varuna_capslog.profiles.action_bytes import HALVES, ActionBytes
 
 __all__ = [
     "LayerProfile",
@@ -41,8 +41,8 @@ PARALLEL_KINDS = ("none", "data", "tensor")
 _BYTE_PARTS = ("static_bytes", "saved_bytes", "transient_bytes", "boundary_bytes", "parameter_bytes")
 _BYTE_SUMS = ("peak_bytes", "static_bytes", "saved_bytes", "boundary_in_bytes", "boundary_out_bytes")
 _SECONDS = ("forward_seconds", "backward_seconds")
-_HALVES = ("input_seconds", "weight_seconds")
-_NEW_FIELDS = (*_HALVES, "weight_bytes", "variant", "action_bytes")
+_SECONDS_OF_HALVES = ("input_seconds", "weight_seconds")
+_NEW_FIELDS = (*_SECONDS_OF_HALVES, "weight_bytes", "variant", "action_bytes")
 """Of layers and observations, since profile/2; left out of a file where they are None."""
 
 
@@ -60,7 +60,7 @@ class LayerProfile:
     parameter_bytes: the parameters alone (a part of static_bytes).
     forward_seconds, backward_seconds: of one microbatch; backward without recomputation.
     input_seconds, weight_seconds: the two halves of the backward, where it is split.
-    weight_bytes: held between the two halves.
+    weight_bytes: held between the two halves: what is left of the graph, and the gradients noted in it.
     """
 
     name: str
@@ -77,10 +77,18 @@ class LayerProfile:
     weight_seconds: float | None = None
     weight_bytes: int | None = None
 
+    @property
+    def input_part(self) -> float:
+        """Seconds of the input half of the backward: its share of the whole by the profile, or half of it."""
+        whole, first, second = self.backward_seconds or 0.0, self.input_seconds, self.weight_seconds
+        if first is None or second is None or not first + second:
+            return 0.5 * whole
+        return whole * first / (first + second)
+
     def __post_init__(self) -> None:
         fields.text(self.name, "name")
         _set(self, "isolated_bytes", fields.whole(self.isolated_bytes, "isolated_bytes"))
-        _check_optional(self, whole=(*_BYTE_PARTS, "weight_bytes"), seconds=(*_SECONDS, *_HALVES))
+        _check_optional(self, whole=(*_BYTE_PARTS, "weight_bytes"), seconds=(*_SECONDS, *_SECONDS_OF_HALVES))
         if self.added_bytes is not None:
             _set(self, "added_bytes", fields.whole(self.added_bytes, "added_bytes", minimum=None))
 
@@ -173,7 +181,7 @@ class Observation:
         _set(self, "parallel", check_parallel(self.parallel))
         fields.choice(self.memory_action, "memory_action", MEMORY_ACTIONS)
         parts = ("static_bytes", "saved_bytes", "transient_bytes", "boundary_in_bytes", "boundary_out_bytes")
-        _check_optional(self, whole=(*parts, "weight_bytes"), seconds=(*_SECONDS, *_HALVES))
+        _check_optional(self, whole=(*parts, "weight_bytes"), seconds=(*_SECONDS, *_SECONDS_OF_HALVES))
         if self.variant is not None:
             fields.text(self.variant, "variant")
         if self.action_bytes is not None and not isinstance(self.action_bytes, ActionBytes):
@@ -363,6 +371,9 @@ def layers_of_runs(
                 parameter_bytes=None if parameter_bytes is None else parameter_bytes[layer],
                 forward_seconds=alone.forward_seconds,
                 backward_seconds=alone.backward_seconds,
+                input_seconds=alone.input_seconds,
+                weight_seconds=alone.weight_seconds,
+                weight_bytes=alone.weight_bytes,
             )
         )
     return tuple(rows)
@@ -403,6 +414,8 @@ def _parts(value: Any) -> dict[str, Any]:
 def _plain(row: Any) -> dict[str, Any]:
     """A row as JSON has it; what only profile/2 knows is left out where it is not there."""
     values = dataclasses.asdict(row)
+    if (actions := values.get("action_bytes")) is not None:
+        values["action_bytes"] = {name: one for name, one in actions.items() if one is not None or name not in HALVES}
     return {name: value for name, value in values.items() if value is not None or name not in _NEW_FIELDS}
 
 

@@ -50,6 +50,7 @@ class RunConditions:
         input: shape of every input of the chain.
         recompute, stage_inputs: as in the config's `pipeline` section.
         blocks: accumulation blocks of one pipeline; from two on, a second sum of gradients is alive.
+        halves: whether the training run splits its backwards: each row then says too what the halves take.
     """
 
     device: str = "cpu"
@@ -59,6 +60,12 @@ class RunConditions:
     recompute: bool = True
     stage_inputs: str = "host"
     blocks: int = 1
+    halves: bool = False
+
+    @property
+    def schedule(self) -> str:
+        """The schedule that a profile of these conditions names."""
+        return "zb-h1" if self.halves else "varuna" if self.recompute else "1f1b"
 
     def row(
         self,
@@ -110,6 +117,7 @@ def conditions_of_run(config: Config, inputs: Mapping[str, TensorSpec]) -> RunCo
         recompute=run.recomputes,
         stage_inputs=run.stage_inputs,
         blocks=run.num_blocks,
+        halves=run.splits_backwards,
     )
 
 

@@ -30,6 +30,7 @@ from varuna_capslog.profiling.conditions import (
     profile_of,
     shapes_of,
 )
+from varuna_capslog.profiling.estimation.halves import run_halves
 from varuna_capslog.profiling.estimation.headroom import state_headroom
 from varuna_capslog.profiling.estimation.hollow import HollowRun, run_hollow
 from varuna_capslog.profiling.estimation.lifetimes import Recipes
@@ -37,6 +38,7 @@ from varuna_capslog.profiling.estimation.quirks import QUIRKS, QUIRKS_VERSION, Q
 from varuna_capslog.profiling.estimation.roofline import RTX_A4000, Speed, calibrated_cpu
 from varuna_capslog.profiling.skeleton import skeleton
 from varuna_capslog.profiling.trim import TrimmedRun
+from varuna_capslog.profiling.weighing import Halves
 
 if TYPE_CHECKING:
     from varuna_capslog.config.reading import Config
@@ -60,13 +62,14 @@ class Memo:
     """What estimators of related models have in common.
 
     Attributes:
-        runs: results of runs by key.
+        runs, halves: results of runs by key.
         alive: what the keys name by identity, so that no identity comes twice.
         recipes: for the operators of runs that are not known yet.
     """
 
     def __init__(self) -> None:
         self.runs: dict[object, HollowRun] = {}
+        self.halves: dict[object, Halves] = {}
         self.alive: list[object] = []
         self.recipes = Recipes()
 
@@ -143,6 +146,19 @@ class StageEstimator:
             self._memo.runs[key] = found
         return StageEstimate(**vars(found), layers=(first, end))
 
+    def halves(self, first: int, end: int) -> Halves:
+        """What the two halves of its backward take; raises as `stage`."""
+        run = TrimmedRun(first, end, len(self.chain), tuple(self.specs[first : end + 1]), *self._goal)
+        key = ("halves", _run_key(self.chain, run, self.conditions, self.workload), self.speed)
+        found = self._memo.halves.get(key)
+        if found is None:
+            quirks, loss = Quirks(self.conditions.device), self.workload.loss
+            found = run_halves(
+                self._mode, self.chain, run, self.conditions, loss, quirks, self.speed, self._memo.recipes
+            )
+            self._memo.halves[key] = found
+        return found
+
 
 def estimate_workload(workload: Workload, conditions: RunConditions | None = None) -> Profile:
     """Profiles a workload, also one that no config describes, without running it; see `StageEstimator`."""
@@ -204,6 +220,8 @@ def _profile(estimator: StageEstimator, sizes: InputSizes, transport: str, progr
     }
     if limits := frozenset().union(*(stage.limits for stage in stages)):
         found["limits"] = sorted(limits)
+    if estimator.conditions.halves:
+        rows = [one_block.halves(*row.layers).told(row) for row in rows]
     conditions = _key(estimator, sizes, transport) | found
     return profile_of(chain, rows, "estimated", conditions, specs=estimator.specs)
 
@@ -243,7 +261,7 @@ def _key(estimator: StageEstimator, sizes: InputSizes, transport: str) -> dict[s
         "input_sizes": sizes.to_json(),
         "dilation": max(dilations, default=1),
         "optimizer": "adamw",
-        "schedule": "varuna" if conditions.recompute else "1f1b",
+        "schedule": conditions.schedule,
         "recompute": conditions.recompute,
         "stage_inputs": conditions.stage_inputs,
         "transport": transport,

@@ -196,7 +196,7 @@ def _describe(workload: Workload, chain: Chain, conditions: RunConditions, launc
         "microbatch_size": conditions.microbatch_size,
         "input": {name: list(shape) for name, shape in conditions.input.items()},
         "optimizer": "adamw",
-        "schedule": "varuna" if conditions.recompute else "1f1b",
+        "schedule": conditions.schedule,
         "recompute": conditions.recompute,
         "stage_inputs": conditions.stage_inputs,
         "accumulation_blocks": conditions.blocks,

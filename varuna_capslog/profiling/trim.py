@@ -24,7 +24,7 @@ from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.executor import Observer
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.engine.pipeline import EngineOptions, PipelineEngine, Ready
-from varuna_capslog.engine.probe import StageMeter, resident_tensors, storage_bytes, storages_of
+from varuna_capslog.engine.probe import StageMeter, resident_tensors, storages_of
 from varuna_capslog.engine.stage import LossFunction, MicrobatchContext, Stage
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
@@ -32,11 +32,19 @@ from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Minibatch
 from varuna_capslog.profiles.record import Observation
 from varuna_capslog.profiling.conditions import RunConditions
+from varuna_capslog.profiling.program import (
+    HALVED_MICROBATCHES,
+    MEASURED_RANK,
+    MICROBATCHES,
+    NEIGHBOUR_RANK,
+    program,
+)
 from varuna_capslog.profiling.skeleton import real_tensors
-from varuna_capslog.profiling.weighing import ActionProbe, ActionWeights
-from varuna_capslog.schedules import Schedule, from_strings, insert_recompute, to_strings
+from varuna_capslog.profiling.weighing import ActionProbe, ActionWeights, HalfWeights, Halves, Left
+from varuna_capslog.schedules import Schedule, to_strings
 
 __all__ = [
+    "HALVED_MICROBATCHES",
     "MEASURED_RANK",
     "MICROBATCHES",
     "NEIGHBOUR_RANK",
@@ -52,10 +60,8 @@ __all__ = [
     "trimmed_chain",
 ]
 
-MEASURED_RANK, NEIGHBOUR_RANK = 1, 0
-MICROBATCHES = 4
-"""From the second one on all gradients are there; the last two then find what a long step would have under way."""
 _TIMED_STEPS = 1
+_TIMED = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
 
 
 @dataclass(frozen=True)
@@ -181,15 +187,26 @@ class TrimmedPipeline:
 
     @classmethod
     def of(
-        cls, chain: Chain, run: TrimmedRun, conditions: RunConditions, real: bool, microbatches: int = MICROBATCHES
+        cls,
+        chain: Chain,
+        run: TrimmedRun,
+        conditions: RunConditions,
+        real: bool,
+        microbatches: int = MICROBATCHES,
+        halves: bool = False,
     ) -> TrimmedPipeline:
         """The pipeline of a run.
 
         Args:
             chain, real: see `trimmed_chain`.
             microbatches: of a step.
+            halves: split the backwards; then there are `HALVED_MICROBATCHES`, and nothing is recomputed.
         """
-        layout, schedule = _program(run, conditions.recompute, microbatches)
+        microbatches = HALVED_MICROBATCHES if halves else microbatches
+        around = run.has_upstream, run.has_downstream
+        layout, schedule = program(
+            run.end - run.first, around, conditions.recompute and not halves, microbatches, halves
+        )
         before = run.specs[: 1 if run.has_upstream else 0]
         specs = [*before, *run.specs, *run.specs[len(run.specs) - run.has_downstream :]]
         inputs, targets = [dict(run.specs[0])] * microbatches, [run.targets] * microbatches
@@ -214,32 +231,6 @@ class TrimmedPipeline:
         return PipelineEngine(self.chain, loss, self.layout, self.options, communicator, device, ready, observer)
 
 
-def _program(run: TrimmedRun, recompute: bool, microbatches: int) -> tuple[Layout, Schedule]:
-    """Stages, their ranks and both ranks' actions: the steady state of Varuna's schedule.
-
-    A stage with another behind it has a second microbatch in flight while it recomputes and differentiates the first.
-    The neighbour sends ahead as far as real neighbours would, so that as many receives are posted and sends under way.
-    """
-    count = run.end - run.first
-    if run.has_upstream and run.has_downstream:
-        layout = Layout.pipelines((0, 1, 1 + count), count + 2, (NEIGHBOUR_RANK, MEASURED_RANK, NEIGHBOUR_RANK))
-        rows = [
-            "0F0 0F1 2F0 2B0 0F2 2F1 2B1 0B0 0F3 2F2 2B2 0B1 2F3 2B3 0B2 0B3",
-            "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3",
-        ]
-    elif run.has_downstream:
-        layout = Layout.pipelines((0, count), count + 1, (MEASURED_RANK, NEIGHBOUR_RANK))
-        rows = ["1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3", "0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3"]
-    elif run.has_upstream:
-        layout = Layout.pipelines((0, 1), count + 1, (NEIGHBOUR_RANK, MEASURED_RANK))
-        rows = ["0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3", "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3"]
-    else:
-        layout = Layout.pipelines((0,), count)
-        rows = ["0F0 0B0 0F1 0B1 0F2 0B2 0F3 0B3"]
-    schedule = from_strings([[text for text in row.split() if int(text[-1]) < microbatches] for row in rows])
-    return layout, insert_recompute(schedule) if recompute else schedule
-
-
 # -- steps
 
 
@@ -247,11 +238,12 @@ def play_neighbours(chain: Chain, run: TrimmedRun, conditions: RunConditions, co
     """The other side of `measure_run`: sends and receives from host memory what the stages around would."""
     if not run.has_upstream and not run.has_downstream:
         return
-    pipeline = TrimmedPipeline.of(chain, run, conditions, real=False)
-    engine = pipeline.engine(_dummy_loss, communicator, torch.device("cpu"))
     values = dummy_inputs(run.specs[0])
-    for step in range(1, 3 + _TIMED_STEPS):
-        train_step(engine, step, pipeline.minibatch, lambda microbatch: values)
+    for halves in (False, True)[: 1 + conditions.halves]:
+        pipeline = TrimmedPipeline.of(chain, run, conditions, real=False, halves=halves)
+        engine = pipeline.engine(_dummy_loss, communicator, torch.device("cpu"))
+        for step in range(1, 3 + _TIMED_STEPS):
+            train_step(engine, step, pipeline.minibatch, lambda microbatch: values)
 
 
 def measure_run(
@@ -273,16 +265,29 @@ def measure_run(
     Returns:
         Peak bytes of a whole step, update included; static bytes (parameters, gradients, moments, buffers); saved bytes
         (all that a graph keeps alive between forward and backward, the stage's inputs included); medians of seconds.
+        Where the conditions ask for the halves of the backward, further steps with split backwards tell them.
 
     Raises:
         CapslogError: the loss refuses the dummy values, so that its backward would go unmeasured.
     """
     if not run.has_upstream and not run.has_downstream:
         communicator = Communicator(0, 1, communicator.generation, datetime.timedelta(0))
-    pipeline, measured = TrimmedPipeline.of(chain, run, conditions, real=True), MeasuredStage()
     loss = loss if not run.has_downstream else _dummy_loss
-    engine = pipeline.engine(loss, communicator, device, observer=measured)
-    return observe(engine, measured, pipeline.minibatch, run, conditions)
+
+    def measured(halves: bool) -> Observation | Halves:
+        pipeline, seen = TrimmedPipeline.of(chain, run, conditions, True, halves=halves), MeasuredStage()
+        engine = pipeline.engine(loss, communicator, device, observer=seen)
+        if halves:
+            return _observe_halves(engine, seen, pipeline.minibatch, run)
+        return observe(engine, seen, pipeline.minibatch, run, conditions)
+
+    row = measured(halves=False)
+    assert isinstance(row, Observation)
+    if conditions.halves:
+        found = measured(halves=True)
+        assert isinstance(found, Halves)
+        row = found.told(row)
+    return row
 
 
 def observe(
@@ -316,8 +321,8 @@ def observe(
 
     with measured.weighed_by(probe) as seen, probe:
         train_step(engine, 2, minibatch, load, before_commit=count)
-    for (kind, stage, context, norms), window in zip(seen, probe.windows, strict=True):
-        weights.add(kind, stage, context, window, norms)
+    for (kind, stage, context, left), window in zip(seen, probe.windows, strict=True):
+        weights.add(kind, stage, context, window, left.statistics)
     with measured.watching(meter):
         for step in range(3, 3 + _TIMED_STEPS):
             train_step(engine, step, minibatch, load)
@@ -325,6 +330,25 @@ def observe(
     bytes_ = (probe.peak_bytes, meter.static_bytes, meter.saved_bytes)
     actions = weights.result(probe.end_bytes - meter.static_bytes, meter)
     return conditions.row((run.first, run.end), (run.specs[0], run.specs[-1]), bytes_, seconds, actions)
+
+
+def _observe_halves(engine: PipelineEngine, measured: MeasuredStage, minibatch: Minibatch, run: TrimmedRun) -> Halves:
+    """As `observe`, of an engine that splits its backwards."""
+
+    def load(microbatch: int) -> dict[str, Tensor]:
+        return dummy_inputs(run.specs[0])
+
+    train_step(engine, 1, minibatch, load)
+    weights, probe = HalfWeights(), ActionProbe(engine.device, resident_tensors(engine.layers, engine.optimizer))
+    with measured.weighed_by(probe) as seen, probe:
+        train_step(engine, 2, minibatch, load)
+    for (kind, stage, context, left), window in zip(seen, probe.windows, strict=True):
+        weights.add(kind, stage, context, window, left)
+    meter = StageMeter(engine.device, list)
+    with measured.watching(meter):
+        for step in range(3, 3 + _TIMED_STEPS):
+            train_step(engine, step, minibatch, load)
+    return weights.result(*(statistics.median(meter.seconds[name]) for name in ("input", "weight")))
 
 
 def dummy_inputs(specs: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
@@ -340,7 +364,7 @@ def _dummy(spec: TensorSpec) -> Tensor:
     return tensor.fill_(spec.dtype != torch.bool)
 
 
-_Seen = tuple[str, Stage, MicrobatchContext, int]
+_Seen = tuple[str, Stage, MicrobatchContext, Left]
 
 
 class MeasuredStage(Observer):
@@ -360,7 +384,7 @@ class MeasuredStage(Observer):
     @contextlib.contextmanager
     def weighed_by(self, probe: ActionProbe) -> Iterator[list[_Seen]]:
         """While it is open, the probe sees every action; gives what they were, in the order of its windows, with
-        the bytes of the microbatch's running statistics.
+        what it left (`weighing.Left`).
         """
         self._probe, self._seen = probe, []
         try:
@@ -388,13 +412,13 @@ class MeasuredStage(Observer):
             return contextlib.nullcontext()
         if self._own is not None:
             return contextlib.nullcontext() if kind == "B" else self._saving(self._meter, self._own, stage, context)
-        return contextlib.nullcontext() if kind == "R" else self._meter.timing("forward" if kind == "F" else "backward")
+        return contextlib.nullcontext() if kind == "R" else self._meter.timing(_TIMED[kind])
 
     @contextlib.contextmanager
     def _weighing(self, probe: ActionProbe, kind: str, stage: Stage, context: MicrobatchContext) -> Iterator[None]:
         with probe.action():
             yield
-        self._seen.append((kind, stage, context, storage_bytes(stage.statistics(context.index))))
+        self._seen.append((kind, stage, context, Left.of(kind, stage, context)))
 
     @contextlib.contextmanager
     def _saving(self, meter: StageMeter, own: list[Tensor], stage: Stage, context: MicrobatchContext) -> Iterator[None]:

@@ -7,7 +7,9 @@ during and after every action; `ActionProbe` reads these numbers from the device
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -15,11 +17,12 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from varuna_capslog.engine.pipeline import PipelineEngine
-from varuna_capslog.engine.probe import PeakProbe, StageMeter, _allocations
+from varuna_capslog.engine.probe import PeakProbe, StageMeter, _allocations, storage_bytes, storages_of
 from varuna_capslog.engine.stage import MicrobatchContext, Stage
-from varuna_capslog.profiles.action_bytes import ActionBytes
+from varuna_capslog.profiles.action_bytes import HALVES, ActionBytes
+from varuna_capslog.profiles.record import Observation
 
-__all__ = ["ActionProbe", "ActionWeights", "Window"]
+__all__ = ["ActionProbe", "ActionWeights", "HalfWeights", "Halves", "Left", "Window"]
 
 _MARK = "capslog action "
 
@@ -30,6 +33,28 @@ class Window(NamedTuple):
     before: int
     most: int
     after: int
+
+
+class Left(NamedTuple):
+    """Bytes that an action of a microbatch has left.
+
+    statistics: running statistics. noted: gradients that I has noted. seeds: the part of them that it began with (of
+        the last of several graphs, which are the gradients of the stage's outputs).
+    """
+
+    statistics: int
+    noted: int = 0
+    seeds: int = 0
+
+    @classmethod
+    def of(cls, kind: str, stage: Stage, context: MicrobatchContext) -> Left:
+        """After an action of this kind."""
+        statistics = storage_bytes(stage.statistics(context.index))
+        if kind != "I":
+            return cls(statistics)
+        rests = stage.rests(context.index)
+        noted = storages_of([one for rest in rests for one in rest.gradients])
+        return cls(statistics, sum(noted.values()), sum(noted.get(key, 0) for rest in rests[:1] for key in rest.seeds))
 
 
 class ActionWeights:
@@ -96,6 +121,75 @@ class ActionWeights:
             moved_bytes=meter.moved_bytes,
             staying_bytes=max(0, graph - meter.entered_bytes),
         )
+
+
+@dataclass(frozen=True)
+class Halves:
+    """What the two halves of a stage's backward take of one microbatch, in the terms of `ActionBytes`.
+
+    held_bytes: between them; what W lets go of.
+    input_seconds, weight_seconds: of each.
+    """
+
+    input_half_bytes: int
+    weight_half_bytes: int
+    first_weight_half_bytes: int
+    noted_bytes: int
+    noted_seed_bytes: int
+    held_bytes: int
+    input_seconds: float
+    weight_seconds: float
+
+    def told(self, row: Observation) -> Observation:
+        """The row of the same stage, which then says so too."""
+        actions = row.action_bytes
+        if actions is not None:
+            actions = dataclasses.replace(actions, **{name: getattr(self, name) for name in HALVES})
+        return dataclasses.replace(
+            row,
+            input_seconds=self.input_seconds,
+            weight_seconds=self.weight_seconds,
+            weight_bytes=self.held_bytes,
+            action_bytes=actions,
+        )
+
+
+class HalfWeights:
+    """Collects the windows of one stage's I and W in a step after the first, of at least two microbatches."""
+
+    def __init__(self) -> None:
+        self._windows: dict[tuple[str, int], Window] = {}
+        self._ends = 0
+        self._noted = (0, 0)
+
+    def add(self, kind: str, stage: Stage, context: MicrobatchContext, window: Window, left: Left) -> None:
+        """One action; those that are no half of a backward are left out.
+
+        left: of what the action has left.
+        """
+        if kind not in "IW":
+            return
+        before, behind = (
+            sum(context.specs[value].num_bytes for value in values if context.specs[value].requires_grad)
+            for values in (stage.ports.enters, stage.ports.leaves)
+        )
+        self._ends = before - (0 if stage.ends_in_loss else behind)
+        self._windows[kind, context.index] = window
+        self._noted = max(self._noted, (left.noted, left.seeds))
+
+    def result(self, input_seconds: float, weight_seconds: float) -> Halves:
+        """What the halves take.
+
+        The second W lets go of all that was held. Where the first I lets go of less than the second, what it made (a
+        part that torch differentiates as a whole gives its parameters' gradients there) counts as held too.
+        """
+        most = {key: window.most - window.before for key, window in self._windows.items()}
+        gone = {key: window.before - window.after for key, window in self._windows.items()}
+        graph = gone["I", 1] + gone["W", 1] + self._ends
+        held = max(0, gone["W", 1], graph - gone["I", 0] - self._ends)
+        inputs = max(size for (kind, _), size in most.items() if kind == "I")
+        later = max(size for (kind, number), size in most.items() if kind == "W" and number)
+        return Halves(max(0, inputs), later, most["W", 0], *self._noted, held, input_seconds, weight_seconds)
 
 
 class ActionProbe(PeakProbe):

@@ -94,6 +94,11 @@ class StepActions:
         """stage -> the positions of B, or of I where the backward is split."""
         return [np.maximum(self.at("B", stage), self.at("I", stage)) for stage in range(len(self.ranks))]
 
+    @cached_property
+    def weights(self) -> list[Numbers]:
+        """stage -> the positions of W; -1 where the backward is whole."""
+        return [self.at("W", stage) for stage in range(len(self.ranks))]
+
     def neighbours(self, stage: int, step: int) -> tuple[Numbers, Numbers]:
         """The stages behind (`step` 1) or before (-1) each call and the number of their call; -1 where there is
         none.

@@ -121,7 +121,7 @@ def _plan(config: Config, profile: Profile | None, given: Plan | None, link: Lin
     )
     if given is not None and not given.short:
         plan = _judged(given, config, profile)
-    elif given is None and (pipeline.rounds > 1 or run.limits_by_plan or run.splits_backwards):
+    elif given is None and (pipeline.rounds > 1 or run.limits_by_plan):
         plan = _of_cuts(config, profile, link)
         if run.limits_by_plan:
             plan = with_limits(profile, plan, RunShape.of_config(config), link)

@@ -38,7 +38,16 @@ from varuna_capslog.profiling.estimation.roofline import Speed, operator_seconds
 from varuna_capslog.profiling.trim import MEASURED_RANK, TrimmedPipeline, TrimmedRun
 from varuna_capslog.profiling.weighing import ActionWeights, Window
 
-__all__ = ["HollowRun", "HollowTier", "SilentCommunicator", "StepMeter", "fake_step", "hollow_ready", "run_hollow"]
+__all__ = [
+    "HollowRun",
+    "HollowTier",
+    "SilentCommunicator",
+    "StepMeter",
+    "fake_step",
+    "hollow_ready",
+    "run_hollow",
+    "trimmed_step",
+]
 
 _CPU = torch.device("cpu")
 
@@ -88,16 +97,10 @@ def run_hollow(
     Raises:
         CapslogError: a layer or the loss cannot run on fake tensors.
     """
-    alone = not run.has_upstream and not run.has_downstream
-    rank, world_size = (0, 1) if alone else (MEASURED_RANK, 2)
-    communicator = SilentCommunicator(rank, world_size, quirks.has("host staging"))
     count = enough_microbatches(conditions, quirks)
     with torch.random.fork_rng(devices=[]), mode, quirks.dispatch():
         pipeline, meter = TrimmedPipeline.of(chain, run, conditions, True, count), _Meter(speed)
-        ready = hollow_ready(pipeline.table, conditions)
-        engine = pipeline.engine(loss, communicator, _CPU, ready, meter)
-        who = f"layers {run.first} to {run.end - 1}", "them"
-        peak_bytes, events = fake_step(engine, quirks, pipeline.minibatch, who, recipes, meter)
+        peak_bytes, events = trimmed_step(pipeline, run, conditions, loss, quirks, recipes, meter)
         if meter.refused:
             raise CapslogError(f"the loss refuses fake values ({meter.refused}); make it finite on any outputs")
         seconds, actions = meter.seconds, meter.actions
@@ -121,6 +124,24 @@ def run_hollow(
             frozenset(meter.attention),
             frozenset(quirks.limits),
         )
+
+
+def trimmed_step(
+    pipeline: TrimmedPipeline,
+    run: TrimmedRun,
+    conditions: RunConditions,
+    loss: LossFunction,
+    quirks: Quirks,
+    recipes: Recipes,
+    meter: StepMeter,
+) -> tuple[int, list[tuple[int, int]]]:
+    """`fake_step` of the measured rank of a trimmed pipeline."""
+    alone = not run.has_upstream and not run.has_downstream
+    rank, world_size = (0, 1) if alone else (MEASURED_RANK, 2)
+    communicator = SilentCommunicator(rank, world_size, quirks.has("host staging"))
+    engine = pipeline.engine(loss, communicator, _CPU, hollow_ready(pipeline.table, conditions), meter)
+    who = f"layers {run.first} to {run.end - 1}", "them"
+    return fake_step(engine, quirks, pipeline.minibatch, who, recipes, meter)
 
 
 def fake_step(

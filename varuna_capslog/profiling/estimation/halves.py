@@ -1,0 +1,78 @@
+"""The two halves of a stage's backward on fake tensors: what each takes, and what is held between them.
+
+`estimate` calls `run_halves` where the run that a profile is for splits its backwards. The program is that of
+`profiling.trim`; storages are followed as in `hollow`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from varuna_capslog.engine.stage import LossFunction, MicrobatchContext, Stage
+from varuna_capslog.model.chain import Chain
+from varuna_capslog.profiling.conditions import RunConditions
+from varuna_capslog.profiling.estimation.hollow import StepMeter, trimmed_step
+from varuna_capslog.profiling.estimation.lifetimes import Recipes
+from varuna_capslog.profiling.estimation.quirks import Quirks
+from varuna_capslog.profiling.estimation.roofline import Speed, operator_seconds
+from varuna_capslog.profiling.trim import TrimmedPipeline, TrimmedRun
+from varuna_capslog.profiling.weighing import HalfWeights, Halves, Left, Window
+
+__all__ = ["run_halves"]
+
+
+def run_halves(
+    mode: FakeTensorMode,
+    chain: Chain,
+    run: TrimmedRun,
+    conditions: RunConditions,
+    loss: LossFunction,
+    quirks: Quirks,
+    speed: Speed,
+    recipes: Recipes,
+) -> Halves:
+    """One step of a trimmed stage that splits its backwards, without recomputation; arguments and errors are those of
+    `hollow.run_hollow`.
+
+    The seconds of each half are those of its own operators by `roofline`.
+    """
+    with torch.random.fork_rng(devices=[]), mode, quirks.dispatch():
+        pipeline, meter = TrimmedPipeline.of(chain, run, conditions, True, halves=True), _HalvesMeter(speed)
+        trimmed_step(pipeline, run, conditions, loss, quirks, recipes, meter)
+        return meter.weights.result(meter.seconds["I"], meter.seconds["W"])
+
+
+class _HalvesMeter(StepMeter):
+    """Weighs both halves of every backward, and times those of the first."""
+
+    def __init__(self, speed: Speed) -> None:
+        self._speed = speed
+        self.seconds = {"I": 0.0, "W": 0.0}
+        self.weights = HalfWeights()
+
+    def working(self, kind: str, stage: Stage, context: MicrobatchContext) -> AbstractContextManager[None]:
+        return self._weighing(kind, stage, context)
+
+    @contextlib.contextmanager
+    def _weighing(self, kind: str, stage: Stage, context: MicrobatchContext) -> Iterator[None]:
+        followed = self._followed
+
+        def observe(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+            self.seconds[kind] += operator_seconds(self._speed, func, args, kwargs, result)
+
+        before = followed.lately_bytes = followed.live_bytes
+        followed.observer = observe if kind in self.seconds and context.index == 0 else None
+        try:
+            with super().working(kind, stage, context):
+                yield
+        finally:
+            followed.observer = None
+        window = Window(before, followed.lately_bytes, followed.live_bytes)
+        self.weights.add(kind, stage, context, window, Left.of(kind, stage, context))
+        followed.lately_bytes = followed.live_bytes
