@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from tests.engine import models
-from tests.start.test_given_plan import command, write
+from tests.start.test_given_plan import command, config_of, write
 from varuna_capslog import cli
-from varuna_capslog.plans.plan import Plan
+from varuna_capslog.plans.plan import Plan, read_plan
 from varuna_capslog.schedules import schedule_of, to_strings
+from varuna_capslog.start.given_plan import with_given_plan
+from varuna_capslog.start.prepare import prepare_run
 
 Rows = list[list[str]]
 
@@ -117,3 +119,25 @@ def test_what_the_graph_does_not_allow_is_one_sentence_and_starts_nothing(
     assert message in lines[0]
     assert not list((tmp_path / "run").glob("workers/*.json"))
     assert not list((tmp_path / "run").glob("plan-*.json"))
+
+
+def test_the_rehearsal_judges_what_the_fold_does_not_know(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Direct routes, and a grain: exit status 3 on small devices, and the bytes of the ranks on large ones."""
+    grained = TOWERS | {"units": TOWERS["units"] | {"blocks": 1}} | first_stage(grain=2)
+    for name, plan in (("direct", TOWERS), ("grain", grained)):
+        path = write(tmp_path, plan)
+        words = [f"pipeline.plan={path}", "model.graph=towers", "train.accumulation_blocks=null"]
+        words += ["profile.source=estimated", "pipeline.capacity=20KiB"]
+        assert cli._run(command(tmp_path, name, *words)) == 3
+        refused = read_plan(tmp_path / name / "plan-0.json")
+        assert refused.fits is False
+        assert "when its own program is rehearsed" in capsys.readouterr().err
+        pipeline = {"capacity": "10MiB"}
+        config = config_of(
+            path, {"accumulation_blocks": plan["units"]["blocks"]}, pipeline=pipeline, model={"graph": "towers"},
+            profile={"source": "estimated"}, run_dir=str(tmp_path / f"{name} fits"),
+        )  # fmt: skip
+        found = prepare_run(with_given_plan(config), show=False)
+        assert found.fits is True
+        assert [rank.bytes for rank in found.ranks] == [rank.bytes for rank in refused.ranks]
+        assert max(rank.bytes or 0 for rank in found.ranks) == found.peak_bytes

@@ -63,7 +63,7 @@ def judged(
 ) -> Plan:
     """The plan with the bytes of its ranks, and whether each fits its device.
 
-    Where that cannot be said, `fits` is None and a note says why.
+    Where the fold cannot say that, the rehearsal does; where that cannot either, `fits` is None and a note says why.
 
     Args:
         run: as for `fold_plan`.
@@ -79,8 +79,7 @@ def judged(
     try:
         folds = fold_plan(profile, plan, run)
     except CapslogError as error:
-        note = f"fits and the ranks' bytes are unknown: {error}"
-        return dataclasses.replace(plan, fits=None, shortfall=None, notes=(*plan.notes, note))
+        return _by_rehearsal_alone(profile, plan, rehearse, str(error))
     tier, on_cpu = tier or HostMemory(), HostMemory().is_device(profile)
     shared, host, headroom = tier.is_device(profile), [one.host_bytes for one in folds], Headroom.of(profile)
     found = tier.lacks(with_rank_bytes(plan, [one.peak_bytes for one in folds], host, headroom, shared), host)
@@ -99,6 +98,23 @@ def judged(
         return dataclasses.replace(found, notes=(*found.notes, note))
     found = with_rank_bytes(plan, sizes, host, headroom, shared, " when its own program is rehearsed")
     return tier.lacks(found, host)
+
+
+def _by_rehearsal_alone(profile: Profile, plan: Plan, rehearse: Callable[[], Sequence[int]] | None, lack: str) -> Plan:
+    """A plan that the fold has no bytes of, judged by the rehearsal where there is a capacity.
+
+    lack: why the fold has none. What goes to the host tier only the fold counts, so plans that offload stay unknown.
+    """
+    limited = any(one.capacity_bytes is not None for one in plan.ranks)
+    if rehearse is not None and limited and not any(stage.offloads for stage in plan.stages):
+        try:
+            sizes = rehearse()
+            how = " when its own program is rehearsed"
+            return with_rank_bytes(plan, sizes, [0] * len(sizes), Headroom.of(profile), False, how)
+        except CapslogError as error:
+            lack = f"{lack}; a rehearsal does not say it either: {error}"
+    note = f"fits and the ranks' bytes are unknown: {lack}"
+    return dataclasses.replace(plan, fits=None, shortfall=None, notes=(*plan.notes, note))
 
 
 def within_tier(profile: Profile, plan: Plan, run: RunShape, tier: HostMemory) -> Plan:
