@@ -200,7 +200,7 @@ def test_a_run_that_has_grown_is_evaluated_and_reported_by_its_last_plan(
     one device finds.
     """
     pipeline = {"devices": 2, "cuts": None, "planner": "joint"}
-    config = config_of(tmp_path / "run", 1, steps=6, pipeline=pipeline, profile={"source": "estimated"})
+    config = config_of(tmp_path / "run", 1, steps=12, pipeline=pipeline, profile={"source": "estimated"})
     live = Live(cradle, config, faults=[Fault("m0", "compute", "wait", 3, "three")])
     live.when("three")
     live.until_asked(live.join())
