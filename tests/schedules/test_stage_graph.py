@@ -212,6 +212,14 @@ def test_any_limits_in_flight_are_kept(name: str, graph: StageGraph, data: st.Da
     validate(schedule, graph, name in ALWAYS_RECOMPUTE, max_in_flight=known)
 
 
+def test_groups_of_calls_of_any_sizes_keep_their_limits() -> None:
+    """Calls of 2 and of 3 microbatches on the two sides of calls of 1: a group of kfkb with k = 1 is of 6."""
+    graph = StageGraph((0, 1, 2), ((0, 1, 2),) * 12, grains=(2, 1, 3))
+    validate(schedule_of("kfkb", graph, in_flight=[3, 6, 2], k=1), graph, max_in_flight=[3, 6, 2])
+    with pytest.raises(CapslogError, match="stage 1 takes 12 microbatches and may have 5 in flight, but kfkb runs 6"):
+        schedule_of("kfkb", graph, in_flight=[3, 5, 2], k=1)
+
+
 def test_gpipe_keeps_no_limit() -> None:
     """All its forwards come first, so that a smaller limit would wait for ever."""
     with pytest.raises(CapslogError, match="stage 1 takes 3 microbatches and may have 2 in flight, but gpipe"):

@@ -89,10 +89,15 @@ def schedule_of(
     depths = [-(-count // grain) for count, grain in zip(in_flight_of, graph.grains, strict=True)]
     deepest = [-(-max(in_flight_of) // grain) for grain in graph.grains]
     limits = [_limit(name, *stage, k) for stage in zip(depths, calls, deepest, strict=True)]
+    together = [k * math.lcm(*graph.grains) // grain for grain in graph.grains]  # calls of a group of kfkb
     for stage, (limit, given) in enumerate(zip(limits, in_flight, strict=False)):
-        least = {"gpipe": limit, "kfkb": min(k, calls[stage])}.get(name, 1)
+        least = {"gpipe": limit, "kfkb": min(together[stage], calls[stage])}.get(name, 1)
         if given is not None and given < least:
-            why = "gpipe runs all forwards before the first backward" if name == "gpipe" else f"kfkb runs {k} at a time"
+            why = (
+                "gpipe runs all forwards before the first backward"
+                if name == "gpipe"
+                else f"kfkb runs {together[stage]} at a time"
+            )
             raise CapslogError(
                 f"stage {stage} takes {calls[stage]} microbatches and may have {given} in flight, but {why}; leave "
                 "in_flight out, or choose another schedule"
@@ -103,7 +108,7 @@ def schedule_of(
     if always:
         return insert_offload(list_schedule(graph, limits, recompute=again), offload)
     if name == "kfkb":
-        schedule = _in_groups(graph, limits, k)
+        schedule = _in_groups(graph, [max(1, most // size) for most, size in zip(limits, together, strict=True)], k)
     elif name == "zb-h1":
         kept = [min(depth, limit) for depth, limit in zip(depths, limits, strict=True)]
         delays = [limit - here for limit, here in zip(limits, kept, strict=True)]
@@ -144,11 +149,15 @@ def _known(name: str) -> None:
 
 
 def _in_groups(graph: StageGraph, limits: Sequence[int], k: int) -> Schedule:
-    """1F1B of groups: up to k consecutive calls of the largest size that pass the same stages act as one."""
+    """1F1B of groups: the microbatches of up to k calls of every stage that pass the same stages act as one.
+
+    limits: in groups.
+    """
+    size = k * math.lcm(*graph.grains)
     sizes: list[int] = []
     routes: list[tuple[int, ...]] = []
     for route, same in groupby(graph.routes):
-        count, size = len(list(same)), k * math.lcm(*(graph.grains[stage] for stage in route))
+        count = len(list(same))
         sizes += [min(size, count - done) for done in range(0, count, size)]
         routes += [route] * -(-count // size)
     groups = StageGraph(graph.ranks, tuple(routes), graph.pairs)
@@ -157,8 +166,7 @@ def _in_groups(graph: StageGraph, limits: Sequence[int], k: int) -> Schedule:
         firsts.append([0])
         for (group,) in row:
             firsts[-1].append(firsts[-1][-1] + sizes[group] // grain)
-    within = [k * max(graph.grains) // grain for grain in graph.grains]
-    schedule = list_schedule(groups, [max(1, limit // size) for limit, size in zip(limits, within, strict=True)])
+    schedule = list_schedule(groups, limits)
     return [
         [
             Action(action.stage, action.kind, call)

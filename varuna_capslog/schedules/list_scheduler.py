@@ -143,7 +143,7 @@ def list_schedule(
     step = _Step(graph, limits, forwards_first, recompute)
     schedule: Schedule = [[] for _ in step.stages_of_rank]
     free_at = [0] * len(schedule)
-    any_again = any(recompute)
+    again_of = {_COST["R"] * grain for grain in graph.grains} if any(recompute) else set()
     wake_ups = [0]
     while wake_ups:
         now = heapq.heappop(wake_ups)
@@ -158,8 +158,7 @@ def list_schedule(
             end = free_at[rank] = step.start(action, now)
             actions.append(action)
             heapq.heappush(wake_ups, end)
-            if any_again and action.kind == "B":
-                for grain in set(graph.grains):
-                    heapq.heappush(wake_ups, max(now, end - _COST["R"] * grain))
+            for cost in again_of if action.kind == "B" else ():
+                heapq.heappush(wake_ups, max(now, end - cost))
     step.check_complete()
     return schedule
