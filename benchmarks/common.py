@@ -28,6 +28,7 @@ from varuna_capslog.model.workload import Minibatch
 __all__ = [
     "Sleeping",
     "TransformerSize",
+    "beside_play",
     "interleave",
     "machine",
     "median_ratio",
@@ -218,6 +219,21 @@ def interleave(
             if number >= warmup:
                 times[name].append((time.perf_counter() - began, time.process_time() - worked))
     return times
+
+
+def beside_play(
+    steps: Mapping[str, Sequence[float]], played: Mapping[str, float], one: str, other: str
+) -> dict[str, Any]:
+    """Measured beside played: the seconds of both, and the ratio of the run `one` to the run `other`.
+
+    steps: seconds of every round by run. played: seconds by run.
+    """
+    return {
+        "measured_seconds": {name: statistics.median(row) for name, row in steps.items()},
+        "played_seconds": dict(played),
+        "ratio": median_ratio(steps[one], steps[other]),
+        "played_ratio": played[one] / played[other],
+    }
 
 
 def median_ratio(first: Sequence[float], second: Sequence[float]) -> tuple[float, float, float]:

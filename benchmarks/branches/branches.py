@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import statistics
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from common import Sleeping, interleave, median_ratio, run_ranks, write_json
+from common import Sleeping, beside_play, interleave, run_ranks, write_json
 
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layout import Layout
@@ -126,10 +125,7 @@ def compare(seconds: float, microbatches: int, rounds: int) -> dict[str, Any]:
     row = {
         "microbatches": microbatches,
         "rounds": rounds,
-        "measured_seconds": {name: statistics.median(row) for name, row in steps.items()},
-        "played_seconds": {name: one.step_seconds for name, one in played.items()},
-        "ratio": median_ratio(steps["direct"], steps["relay"]),
-        "played_ratio": played["direct"].step_seconds / played["relay"].step_seconds,
+        **beside_play(steps, {name: one.step_seconds for name, one in played.items()}, "direct", "relay"),
         "in_flight": {name: one.pipelines[0].timeline.max_in_flight for name, one in played.items()},
     }
     middle, low, high = row["ratio"]

@@ -26,7 +26,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.engine import cases, detr, models
-from tests.engine.compare import gradient_error, merged
+from tests.engine.compare import differences, gradient_error
 from tests.engine.layouts import Cuts, random_layout, with_intervals
 from tests.engine.pool import WorkerPool
 from varuna_capslog.config.reading import Config, section
@@ -36,7 +36,6 @@ from varuna_capslog.plans.plan import Plan, read_plan, write_plan
 from varuna_capslog.schedules import SCHEDULES
 
 KEEPS = {"schedule": "1f1b", "recompute": False}
-KINDS = ("gradients", "state", "buffers")
 EDGES = {name: graph.build_chain().edges for name, graph in models.GRAPHS.items()}
 LENGTHS = {"tiny": 11, **{name: len(detr.build(name)[1]) for name in detr.MODELS}}
 LENGTHS |= {name: len(graph.build_chain()) for name, graph in models.GRAPHS.items()}
@@ -106,16 +105,6 @@ def run(pool: WorkerPool, model: str, layout: Layout | Cuts, options: dict[str, 
         options = options | {"num_microbatches": UNITS[model][0]}
         return pool.run(cases.train, layout.world_size, layout, options, 2, torch.float32, even, "reordered", model)
     return pool.run(detr.step, layout.world_size, model, layout, options)
-
-
-def differences(results: list[dict[str, Any]], alone: dict[str, Any]) -> list[str]:
-    """What is not the same bit for bit."""
-    found = [name for name in ("parts", "norms", "norm", "loss") for one in results if one.get(name) != alone.get(name)]
-    for kind in (kind for kind in KINDS if kind in alone):
-        ours = merged(results, kind)
-        found += [f"{kind} {name}" for name in alone[kind].keys() ^ ours.keys()]
-        found += [f"{kind} {n}" for n, tensor in alone[kind].items() if n in ours and not torch.equal(ours[n], tensor)]
-    return found
 
 
 def main() -> None:

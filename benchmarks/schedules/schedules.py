@@ -10,7 +10,6 @@ import argparse
 import itertools
 import queue
 import random
-import statistics
 import sys
 import threading
 import time
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from common import Sleeping, interleave, median_ratio, run_ranks, write_json
+from common import Sleeping, beside_play, interleave, run_ranks, write_json
 
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.layout import Layout
@@ -170,10 +169,7 @@ def compare(
         "stages": len(times),
         "microbatches": microbatches,
         "rounds": rounds,
-        "measured_seconds": {key: statistics.median(row) for key, row in steps.items()},
-        "played_seconds": {key: one.step_seconds for key, one in played.items()},
-        "ratio": median_ratio(steps[name], steps["1f1b"]),
-        "played_ratio": played[name].step_seconds / played["1f1b"].step_seconds,
+        **beside_play(steps, {key: one.step_seconds for key, one in played.items()}, name, "1f1b"),
         "in_flight": {key: one.max_in_flight for key, one in played.items()},
     }
     middle, low, high = row["ratio"]

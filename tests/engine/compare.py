@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 
-__all__ = ["gradient_error", "merged"]
+__all__ = ["differences", "gradient_error", "merged"]
 
 
 def gradient_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
@@ -24,6 +25,19 @@ def gradient_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
     }
     worst = max(errors, key=errors.__getitem__)
     return errors[worst], worst
+
+
+def differences(results: list[dict[str, Any]], expected: Mapping[str, Any]) -> list[str]:
+    """What all ranks together have otherwise than one rank: numbers of the steps, and every bit of the tensors."""
+    numbers = [name for name in ("parts", "norms", "norm", "loss") if name in expected]
+    found = [name for name in numbers for one in results if one[name] != expected[name]]
+    for kind in (kind for kind in ("gradients", "state", "buffers") if kind in expected):
+        ours: Mapping[str, Tensor] = merged(results, kind)
+        found += [f"{kind} {name}" for name in sorted(expected[kind].keys() ^ ours.keys())]
+        found += [
+            f"{kind} {name}" for name in ours if name in expected[kind] and not ours[name].equal(expected[kind][name])
+        ]
+    return found
 
 
 def merged(results: list[dict], key: str) -> dict[str, Tensor]:  # type: ignore[type-arg]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.engine import cases, models
-from tests.engine.compare import gradient_error, merged
+from tests.engine.compare import differences, gradient_error, merged
 from tests.engine.layouts import random_layout, with_intervals
 from tests.engine.pool import WorkerPool
 from varuna_capslog.base.errors import CapslogError
@@ -65,14 +65,7 @@ def test_any_stages_of_equal_grains_give_the_same_bits(pool: WorkerPool, name: s
     layout = random_layout(seed, len(chain), 1, 4, chain.edges if seed % 2 else None)
     layout, grains = grained(with_intervals(layout, seed), dice, name)
     results = train(pool, name, layout, schedule=dice.choice(["gpipe", "1f1b", "kfkb", "zb-h1", "varuna"]))
-    alone = layer_by_layer(pool, name, grains)
-    for result in results:
-        assert result["parts"] == alone["parts"]
-        assert result["norms"] == alone["norms"]
-    for kind in ("gradients", "state", "buffers"):
-        found = merged(results, kind)
-        assert found.keys() == alone[kind].keys()
-        assert not [key for key in found if not torch.equal(found[key], alone[kind][key])]
+    assert not differences(results, layer_by_layer(pool, name, grains))
     error, worst = gradient_error(merged(results, "gradients"), plain(name))
     assert error <= 1e-5, f"{worst}: {error:.2e}"
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.engine import cases, models
-from tests.engine.compare import gradient_error, merged
+from tests.engine.compare import differences, gradient_error, merged
 from tests.engine.layouts import Cuts, random_layout, with_intervals
 from tests.engine.pool import WorkerPool
 from varuna_capslog.engine import routes
@@ -51,14 +51,7 @@ def check(pool: WorkerPool, name: str, layout: Layout, **options: Any) -> list[d
     """Runs two steps and compares every bit."""
     settings = options | {"num_blocks": layout.num_blocks}
     results = pool.run(cases.train, layout.world_size, layout, settings, 2, torch.float32, None, None, name)
-    expected = alone(pool, name, layout.num_blocks)
-    for result in results:
-        assert result["parts"] == expected["parts"]
-        assert result["norms"] == expected["norms"]
-    for kind in ("gradients", "state", "buffers"):
-        found = merged(results, kind)
-        assert found.keys() == expected[kind].keys()
-        assert not [key for key in found if not torch.equal(found[key], expected[kind][key])]
+    assert not differences(results, alone(pool, name, layout.num_blocks))
     return results
 
 

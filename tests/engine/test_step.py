@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.engine import cases, models
-from tests.engine.compare import gradient_error, merged
+from tests.engine.compare import differences, gradient_error, merged
 from tests.engine.layouts import Cuts, layout_for, random_layout, rectangle
 from tests.engine.pool import WorkerPool
 from varuna_capslog.engine.communicator import Communicator
@@ -85,14 +85,7 @@ def test_any_rectangles_give_the_bits_of_one_rank(pool: WorkerPool, seed: int) -
     schedule, recompute = [("1f1b", False), ("varuna", True), ("1f1b", True)][seed % 3]
     settings = {"schedule": schedule, "recompute": recompute, "num_blocks": 4}
     results = pool.run(cases.train, layout.world_size, layout, settings, 2)
-    alone = blocks_of_one(pool)
-    for result in results:
-        assert result["parts"] == alone["parts"]
-        assert result["norms"] == alone["norms"]
-    for kind in ("gradients", "state", "buffers"):
-        found, expected = merged(results, kind), alone[kind]
-        assert found.keys() == expected.keys()
-        assert not [name for name in expected if not torch.equal(found[name], expected[name])]
+    assert not differences(results, blocks_of_one(pool))
 
 
 @functools.cache

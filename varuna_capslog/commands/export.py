@@ -49,8 +49,8 @@ def export(
         read = read_plan(plan)
     given: dict[str, Any] = {"recompute": recompute, "k": k}
     run = dataclasses.replace(run, **{name: value for name, value in given.items() if value is not None})
-    known = None if profile is None or read.routes == "relay" else read_profile(profile)
-    text = torch_csv(read, run, known.edges if known is not None and known.tensors else None)
+    edges = None if profile is None or read.routes == "relay" else read_profile(profile).known_edges
+    text = torch_csv(read, run, edges)
     if output is None:
         typer.echo(text, nl=False)
     else:

@@ -19,9 +19,9 @@ from torch import Tensor
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.communicator import Communicator, Pending
 from varuna_capslog.engine.grains import Joining
-from varuna_capslog.engine.routes import Routes
+from varuna_capslog.engine.routes import Routes, value_of
 from varuna_capslog.engine.stage import MicrobatchContext, Stage
-from varuna_capslog.model.chain import TensorSpec, Value
+from varuna_capslog.model.chain import TensorSpec
 from varuna_capslog.schedules import Action, Lowered, Message, Recv, SendInstruction, backwards_at_once
 from varuna_capslog.schedules.lower import Instruction
 from varuna_capslog.schedules.traffic import POSTED_AHEAD, POSTED_AHEAD_BYTES
@@ -233,8 +233,7 @@ class Executor:
             for key in list(tensors):
                 pieces.setdefault(key, []).append(tensors.pop(key))
         for key in list(pieces):
-            spec = context.specs[key if isinstance(key, Value) else key[0]]
-            found[key] = self._joining.join(key, pieces.pop(key), spec)
+            found[key] = self._joining.join(key, pieces.pop(key), context.specs[value_of(key)])
         return found
 
     def _parted(
@@ -249,12 +248,12 @@ class Executor:
             gradient = message.kind == "gradient"
             keys = self._routes.gradients[message.edge] if gradient else self._routes.activations[message.edge]
             tensors = {key: made[key] for key in keys if key in made}
-            own, common = self._graph.calls[message.end(True)[0]][message.end(True)[1]], self.microbatches_of(message)
+            stage, call = message.end(sends=True)
+            own, common = self._graph.calls[stage][call], self.microbatches_of(message)
             if len(common) < len(own):
                 specs, place = contexts(common).specs, own.index(common[0]) // len(common)
                 tensors = {
-                    key: self._joining.part(key, tensor, place, specs[key if isinstance(key, Value) else key[0]])
-                    for key, tensor in tensors.items()
+                    key: self._joining.part(key, tensor, place, specs[value_of(key)]) for key, tensor in tensors.items()
                 }
             if tensors:
                 arrived[message] = tensors
@@ -333,7 +332,7 @@ class _Transfers:
             tensor = tensors[key]
             if tensor.dtype != spec.dtype or tuple(tensor.shape) != spec.shape:
                 raise CapslogError(
-                    f"{(key if isinstance(key, Value) else key[0]).name!r} goes to stage {message.downstream[0]} as "
+                    f"{value_of(key).name!r} goes to stage {message.downstream[0]} as "
                     f"{tensor.dtype}{list(tensor.shape)}, but the trace of the model says {spec.dtype}"
                     f"{list(spec.shape)}: shapes must follow from the input shapes alone"
                 )

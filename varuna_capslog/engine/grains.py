@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.engine.layout import Layout
-from varuna_capslog.engine.routes import GradientKey
+from varuna_capslog.engine.routes import GradientKey, value_of
 from varuna_capslog.model.chain import Chain, TensorSpec, Value
 
 __all__ = ["Joining", "check_grains", "joined_inputs", "sample_dimensions"]
@@ -117,7 +117,7 @@ class Joining:
 
         place: which of the smaller calls it is. The gradient of a value without samples goes to the first one.
         """
-        value = key if isinstance(key, Value) else key[0]
+        value = value_of(key)
         dimension = self._dimensions[value]
         if dimension is None:
             return torch.zeros_like(tensor) if key is not value and place else tensor
@@ -130,7 +130,7 @@ class Joining:
 
         The gradients of a value without samples are added in the order of the calls.
         """
-        value = key if isinstance(key, Value) else key[0]
+        value = value_of(key)
         dimension = self._dimensions[value]
         if dimension is not None:
             with torch.no_grad():

@@ -108,12 +108,13 @@ class Layout:
         """stage -> rank, for the stages of the first of the equal pipelines; for all stages where there is one."""
         return self.ranks[: len(self.ranks) // self.replicas]
 
-    def graph(self, num_microbatches: int, edges: Iterable[tuple[int, int]] = ()) -> StageGraph:
+    def graph(self, num_microbatches: int, edges: Iterable[tuple[int, int]] | None = None) -> StageGraph:
         """The stages and the way of every microbatch of a step through them.
 
-        edges: of the chain's graph; see `Chain.edges`.
+        edges: of the chain's graph, which direct routes follow; see `Chain.edges`.
         """
-        return stage_graph(self.stages, Units(num_microbatches, None, self.num_blocks), edges if self.direct else None)
+        units = Units(num_microbatches, None, self.num_blocks)
+        return stage_graph(self.stages, units, "direct" if self.direct else "relay", edges)
 
     def microbatches_of(self, rank: int, layer: int, num_microbatches: int) -> list[int]:
         """The microbatches of a step for which a rank runs a layer, rising."""

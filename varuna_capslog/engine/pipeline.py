@@ -33,7 +33,7 @@ from varuna_capslog.engine.step import Poll, Verdict, check_minibatch
 from varuna_capslog.model.chain import Chain, TensorSpec, Value
 from varuna_capslog.model.trace import ShapeTable
 from varuna_capslog.model.workload import Minibatch
-from varuna_capslog.plans.parts import with_memory
+from varuna_capslog.plans.parts import with_loss, with_memory
 from varuna_capslog.schedules import (
     Action,
     Edge,
@@ -140,9 +140,8 @@ class PipelineEngine:
         self._observer = observer
         self._executor: Executor | None = None
         self._evaluators: dict[tuple[int, ...], Executor] = {}
-        self._specs: dict[
-            int, tuple[object, dict[Value, TensorSpec], Reach]
-        ] = {}  # by the table's row, which is kept here
+        # by the identity of the table's row, which is kept here
+        self._specs: dict[int, tuple[object, dict[Value, TensorSpec], Reach]] = {}
         self._poll = Poll(chain, communicator, options, ready.part_names)
 
     @property
@@ -194,8 +193,7 @@ class PipelineEngine:
         if not large:
             return None
         stages = self.layout.stages
-        layers = {layer for number in large for layer in stages[number].numbers}
-        layers |= {len(self.chain)} if any(stages[number].end == len(self.chain) for number in large) else set()
+        layers = with_loss((layer for number in large for layer in stages[number].numbers), len(self.chain))
         most = self._graph.calls[max(large, key=self._graph.grains.__getitem__)][0]
         specs = contexts(most[:1]).specs, contexts(most).specs
         passing = {value for number in large for value in self._routes.ports[number].enters}
@@ -212,8 +210,8 @@ class PipelineEngine:
         if self.idle:
             return
         contexts = self._contexts(minibatch, step)
-        for calls in self._graph.calls:
-            for call in calls if len(calls[0]) > 1 else ():
+        for calls, grain in zip(self._graph.calls, self._graph.grains, strict=True):
+            for call in calls if grain > 1 else ():
                 contexts(call)  # all ranks refuse microbatches of unequal sizes, before any message
         if self._executor is None:
             # the first minibatch shows which edges carry gradients

@@ -15,12 +15,18 @@ from torch import Tensor
 
 from varuna_capslog.engine.layout import Layout
 from varuna_capslog.model.chain import Chain, TensorSpec, Value
+from varuna_capslog.plans.parts import with_loss
 from varuna_capslog.schedules import Edge
 
-__all__ = ["GradientKey", "Gradients", "Ports", "Reach", "Routes", "ports_of"]
+__all__ = ["GradientKey", "Gradients", "Ports", "Reach", "Routes", "ports_of", "value_of"]
 
 GradientKey: TypeAlias = "tuple[Value, int | None]"
 """A value, and the layer whose gradient it is; None: the sum over all layers behind a cut."""
+
+
+def value_of(key: Value | GradientKey) -> Value:
+    """What an entry of a message is: a value, or the one whose gradient it is."""
+    return key if isinstance(key, Value) else key[0]
 
 
 @dataclass(frozen=True)
@@ -50,11 +56,12 @@ def ports_of(chain: Chain, layers: Sequence[int], direct: bool = False) -> Ports
 
     layers: rising; consecutive ones unless `direct`.
     """
+    own = with_loss(layers, len(chain))
     if not direct:
         enters = chain.values_at(layers[0])
         inputs = enters if layers[0] == 0 else ()
-        return Ports(enters, inputs, chain.values_at(layers[-1] + 1), tuple((value, None) for value in enters))
-    own = {*layers, *([len(chain)] if layers[-1] == len(chain) - 1 else [])}
+        leaves = () if len(chain) in own else chain.values_at(layers[-1] + 1)
+        return Ports(enters, inputs, leaves, tuple((value, None) for value in enters))
     enters = tuple(
         value for value, readers in sorted(chain.readers.items()) if value.writer not in own and own & set(readers)
     )

@@ -17,7 +17,7 @@ from varuna_capslog.engine.layers import EngineLayer, LayerGraph, keep_layout
 from varuna_capslog.engine.offload import OffloadedCall, OffloadedTensor, entered
 from varuna_capslog.engine.routes import Ports, Reach
 from varuna_capslog.model.chain import Chain, TensorSpec, Value
-from varuna_capslog.plans.parts import MemoryInterval, pieces_of, ranges_of
+from varuna_capslog.plans.parts import MemoryInterval, pieces_of, ranges_of, with_loss
 
 __all__ = ["MicrobatchContext", "SegmentState", "StageSegment", "segments_of"]
 
@@ -146,34 +146,33 @@ class StageSegment:
         # The callers' frames last as long as this one; a frozen first layer's input would too.
         values.clear()
         open_graph: LayerGraph | None = None
-        for work in self._works:
-            layer = work.layer
+        key = (*context.key, context.index)
+        for layer, read, writes, handed_on, beside, dead in self._works:
             if graph and open_graph is None:
                 open_graph = LayerGraph(layer.index)
-                reads = self._enter(open_graph, work.reads, context, live, call)
+                reads = self._enter(open_graph, read, context, live, call)
             else:
-                reads = {value.name: live[value] for value in work.reads}
-            key = (*context.key, context.index)
+                reads = {value.name: live[value] for value in read}
             if call is None:
                 found = layer.forward(reads, key, graph, record)
             else:
                 with _taken(call, layer):
                     found = layer.forward(reads, key, graph, record)
             del reads
-            written = {work.writes[name]: tensor for name, tensor in found.items()}
+            written = {writes[name]: tensor for name, tensor in found.items()}
             del found
             if open_graph is not None:
-                if any(context.specs[value].requires_grad for value in work.beside):
+                if any(context.specs[value].requires_grad for value in beside):
                     written = open_graph.close(written)
                     state.graphs.append(open_graph)
                     open_graph = None
                 else:
-                    for value in work.handed_on:
+                    for value in handed_on:
                         if written[value].requires_grad:
                             keep_layout(written[value])
             live.update(written)
             del written
-            for value in work.dead:
+            for value in dead:
                 live.pop(value, None)
         return live
 
@@ -208,10 +207,9 @@ def segments_of(
         for piece in pieces_of(first, end, [one for one in intervals if first <= one.first and one.end <= end]):
             part = slice(places[piece.first], places[piece.end - 1] + 1)
             before = alive[part.start]
-            inside = {value for index in range(piece.first, piece.end) for value in chain.reads[index]}
-            if piece.end == len(chain):
-                inside |= {*chain.reads[len(chain)]}
-            enters = sorted(before if ports.passing else {value for value in before if value in inside})
+            inside = with_loss(range(piece.first, piece.end), len(chain))
+            read = {value for index in inside for value in chain.reads[index]}
+            enters = sorted(before if ports.passing else before & read)
             found.append(StageSegment(chain, layers[part], piece, enters, alive[part.start : part.stop + 1]))
     return found
 

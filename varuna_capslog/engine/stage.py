@@ -79,8 +79,6 @@ class Stage:
         self.ends_in_loss = self.end == len(chain)
         self.segments = segments_of(chain, layers, memory, self.ports)
         self._outputs = chain.reads[len(chain)]
-        # with relayed tensors the values that the loss reads leave the last stage, and nobody takes them
-        self._sent = () if self.ends_in_loss and self.ports.passing else self.ports.leaves
         own = {layer.index for layer in layers}
         leaving = [(value, reader) for value in self.ports.leaves for reader in chain.readers[value]]
         self._behind = frozenset((value, reader) for value, reader in leaving if reader not in own)
@@ -122,8 +120,8 @@ class Stage:
                 segment.keep_inputs(state, values, held.call)
                 _leave_at_once(held, later)
                 if segment.ends_in_loss and not any(layer.statistics for layer in segment.layers):
-                    sent = {value: values[value] for value in self._sent if value in values}
-                    if len(sent) == len(self._sent):
+                    sent = {value: values[value] for value in self.ports.leaves if value in values}
+                    if len(sent) == len(self.ports.leaves):
                         values.clear()
                         return sent  # what this segment makes is not read before the recomputation makes it again
             call = held.call if segment.offloads and not again else None
@@ -131,7 +129,7 @@ class Stage:
             _leave_at_once(held, later)
         if self.segments[-1].ends_in_loss and held.states[-1].inputs is None:
             self._evaluate_loss(context, values, held)
-        return {value: values[value] for value in self._sent}
+        return {value: values[value] for value in self.ports.leaves}
 
     def offload(self, context: MicrobatchContext) -> Callable[[], None]:
         """O: begins to move what the intervals offload to the host tier; returns the wait for it."""
@@ -289,7 +287,7 @@ class Stage:
         for segment in self.segments:
             values = segment.run(context, values, SegmentState(), graph=False, record=False)
         outputs = {value.name: values[value] for value in self._outputs} if self.ends_in_loss else None
-        return {value: values[value] for value in self._sent}, outputs
+        return {value: values[value] for value in self.ports.leaves}, outputs
 
     def forget(self) -> None:
         """Drops what a broken-off step left, gradients included."""

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from varuna_capslog.membership.candidates import Candidate
+from varuna_capslog.membership.generation import Member
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.schedules import Edge
 
@@ -69,6 +70,16 @@ class Choice:
         if plan.routes == "direct":
             links = frozenset((ranks[one], ranks[other]) for one, other in plan.stage_graph(edges).edges)
         return cls(ways, tuple(held) if len(held) == plan.num_ranks else None, links)
+
+    def of_members(
+        self, members: Sequence[Member]
+    ) -> tuple[list[list[tuple[Member, Sequence[int]]]], list[tuple[Member, Member]] | None]:
+        """`ways` and `links` with the members in the places of their ranks."""
+        ways: list[list[tuple[Member, Sequence[int]]]] = [
+            [(members[rank], layers) for rank, layers in way] for way in self.ways
+        ]
+        links = None if self.links is None else [(members[one], members[other]) for one, other in self.links]
+        return ways, links
 
     @property
     def used(self) -> set[int]:

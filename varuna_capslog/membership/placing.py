@@ -198,7 +198,7 @@ class Placer:
     # -- copies
 
     def _place_copies(self, choice: Choice, seats: Sequence[Seat], limits: _Limits) -> Copies:
-        ways = [[(seats[rank].member, layers) for rank, layers in way] for way in choice.ways]
+        ways, links = choice.of_members([seat.member for seat in seats])
         used = choice.used
         spare = [seat.member for rank, seat in enumerate(seats) if rank not in used]
         hosts = {seat.member: seat.host for seat in seats}
@@ -207,9 +207,6 @@ class Placer:
             held = [*choice.rank_bytes, *[0] * (len(seats) - len(choice.rank_bytes))]
             left = [max(0, usable - taken) for usable, taken in zip(limits.of_rank, held, strict=True)]
             room = {seat.member: size for seat, size in zip(seats, left, strict=True)}
-        links = None
-        if choice.links is not None:
-            links = [(seats[one].member, seats[other].member) for one, other in choice.links]
         return place_copies(ways, hosts, self.elastic.redundancy, self._copy_bytes, spare, room, links)
 
     # -- what is lacking
@@ -321,7 +318,7 @@ def with_reserves(config: Config, profile: Profile, plan: Plan, find: Callable[.
         note = "what protection takes is unknown: the profile has no static_bytes or parameter_bytes; profile again"
         Placer.of_config(config, profile, [0] * profile.num_layers)
         return dataclasses.replace(plan, notes=(*plan.notes, note)), [0] * len(plan.stages)
-    edges = profile.edges if profile.tensors else ()
+    edges = profile.known_edges or ()
     placer, width = Placer.of_config(config, profile, *sizes, edges=edges), plan.num_ranks
     limits = [one.capacity_bytes or 0 for one in plan.ranks] or [0] * width
     seats = [Seat(f"rank {rank}", f"host {rank}", limits[rank % width]) for rank in range(config.world_size)]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.memory import additive, composition, fold, inflight
+from varuna_capslog.memory import additive, composition, inflight
 from varuna_capslog.memory.costs import NEVER, StageCosts
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
@@ -36,7 +36,7 @@ MEMORY_MODELS = {
     "additive": MemoryModel(additive.stage_costs, functools.partial(additive.gap, "additive")),
     "composition": MemoryModel(composition.stage_costs, functools.partial(additive.gap, "composition")),
     # cut lists are searched with the fold's closed form; a list of actions says all that the fold must know
-    fold.MODEL: MemoryModel(functools.partial(inflight.stage_costs, fold.MODEL), lambda run: None),
+    inflight.RANKS: MemoryModel(functools.partial(inflight.stage_costs, inflight.RANKS), lambda run: None),
 } | {
     name: MemoryModel(functools.partial(inflight.stage_costs, name), functools.partial(inflight.gap, name))
     for name in inflight.DESCRIBED

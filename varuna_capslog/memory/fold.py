@@ -32,9 +32,7 @@ from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import Action, RunShape
 from varuna_capslog.schedules.traffic import Messages, Numbers, RankActions, StepActions, messages_of
 
-__all__ = ["MODEL", "RankFold", "fold"]
-
-MODEL = RANKS
+__all__ = ["RankFold", "fold"]
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,7 @@ def fold(
     Raises CapslogError naming what the profile lacks; for backwards in two halves it must say what each of them takes.
     """
     rows = [RankActions.of(row) for row in actions]
-    ranges = profile if isinstance(profile, RangeBytes) else RangeBytes(profile, MODEL, run.recomputes)
+    ranges = profile if isinstance(profile, RangeBytes) else RangeBytes(profile, RANKS, run.recomputes)
     stages = with_memory(stages, run, actions, "cpu" if ranges.one_memory else "cuda")
     ranks = [stage.rank for stage in stages]
     step = StepActions(rows, ranks, paths_of(stages, units.blocks or 1), units.of_block)

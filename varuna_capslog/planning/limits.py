@@ -82,7 +82,7 @@ def with_limits(profile: Profile, plan: Plan, run: RunShape, link: Link | None =
         )
     direct, seconds = plan.routes == "direct", stage_seconds(profile, plan.stages, run)
     if direct:
-        graph = plan.stage_graph(profile.edges if profile.tensors else None)
+        graph = plan.stage_graph(profile.known_edges)
         lines, transfer = graph.lines(), _sent(profile, plan, graph, link)
     else:
         lines, transfer = list(plan.paths()), _relayed(profile, plan, link)

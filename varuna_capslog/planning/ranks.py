@@ -10,8 +10,9 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.memory.fold import MODEL, RankFold, fold
+from varuna_capslog.memory.fold import RankFold, fold
 from varuna_capslog.memory.headroom import Headroom
+from varuna_capslog.memory.inflight import RANKS
 from varuna_capslog.planning.verdict import HostMemory, judge_ranks, predictable
 from varuna_capslog.plans.parts import PlanRank, Units, scheduled
 from varuna_capslog.plans.plan import Plan
@@ -151,7 +152,7 @@ def with_rank_bytes(
         plan,
         ranks=(*ranks, *plan.ranks[len(ranks) :]),
         peak_bytes=max(sizes),
-        memory_model=MODEL,
+        memory_model=RANKS,
         fits=None,
         shortfall=None,
     )

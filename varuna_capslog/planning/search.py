@@ -15,8 +15,8 @@ from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.base.units import format_bytes
 from varuna_capslog.memory import AUTO, MEMORY_MODELS, NEVER, StageCosts, resolve
-from varuna_capslog.memory.fold import MODEL
 from varuna_capslog.memory.headroom import Headroom
+from varuna_capslog.memory.inflight import RANKS
 from varuna_capslog.planners import PLANNER_NAMES, find_cuts
 from varuna_capslog.planners.exact import fewest_devices
 from varuna_capslog.planners.joint import JointPlan, NoFleet, best_fleet
@@ -117,7 +117,7 @@ def _bytes_of_stages(
     profile: Profile, memory: str, costs: StageCosts, run: RunShape, cuts: Sequence[int]
 ) -> tuple[int, ...]:
     """The bytes of one stage per rank by the memory model."""
-    if memory != MODEL or run.num_microbatches is None:
+    if memory != RANKS or run.num_microbatches is None:
         return tuple(costs.peaks(cuts))
     pipeline = Plan.of_cuts(profile.num_layers, cuts, schedule=run.schedule, num_microbatches=run.num_microbatches)
     return tuple(one.peak_bytes for one in fold_plan(profile, pipeline, run))

@@ -326,7 +326,7 @@ def _graph(profile: Profile, plan: Plan, given: int | None, notes: list[str]) ->
     """All stages, and the way of every microbatch of the step through them."""
     if given is not None and given < 1:
         raise CapslogError(f"{given} microbatches; a step has at least one")
-    edges = profile.edges if profile.tensors else None
+    edges = profile.known_edges
     if given is None and plan.num_microbatches is not None:
         return plan.stage_graph(edges)
     check_runnable(plan.stages)

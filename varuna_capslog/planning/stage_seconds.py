@@ -11,7 +11,7 @@ __all__ = ["copy_seconds", "gradient_edges", "message_bytes", "stage_seconds"]
 from collections.abc import Mapping, Sequence
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.plans.parts import MemoryInterval, PlanStage
+from varuna_capslog.plans.parts import MemoryInterval, PlanStage, with_loss
 from varuna_capslog.profiles.conditions import UPDATE_RATE
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import DEFAULT_RUN, Edge, RunShape, StageGraph, StageSeconds
@@ -77,16 +77,16 @@ def message_bytes(
         sizes = {edge: profile.layers[stages[edge[1]].first - 1].boundary_bytes for edge in graph.edges}
         rows = {edge: None if size is None else size * _common(stages, edge) for edge, size in sizes.items()}
         return rows | {edge[::-1]: size for edge, size in rows.items()}
-    readers = [_with_loss(profile, stage.numbers) for stage in stages]
+    readers = [with_loss(stage.numbers, profile.num_layers) for stage in stages]
     found: dict[Edge, int] = {}
     for one, other in graph.edges:
+        common = _common(stages, (one, other))
         for tensor in profile.tensors:
             read = len(readers[other].intersection(tensor.readers)) if tensor.writer in readers[one] else 0
             if read:
-                found[one, other] = found.get((one, other), 0) + tensor.bytes * _common(stages, (one, other))
+                found[one, other] = found.get((one, other), 0) + common * tensor.bytes
             if read and tensor.gradient:
-                more = read * tensor.bytes * _common(stages, (one, other))
-                found[other, one] = found.get((other, one), 0) + more
+                found[other, one] = found.get((other, one), 0) + common * read * tensor.bytes
     return found
 
 
@@ -127,16 +127,10 @@ def _moved_bytes(profile: Profile, one: MemoryInterval, routes: str) -> int:
             f"the profile has no tensors, so that the bytes which the interval {one.first} to {one.end - 1} offloads "
             "are not known; profile again, or leave out the bandwidth of the copies"
         )
-    inside = _with_loss(profile, range(one.first, one.end))
+    inside = with_loss(range(one.first, one.end), profile.num_layers)
     return sum(
         tensor.bytes
         for tensor in profile.tensors
         if (-1 if tensor.writer is None else tensor.writer) < one.first <= tensor.readers[-1]
         and (routes == "relay" or inside.intersection(tensor.readers))
     )
-
-
-def _with_loss(profile: Profile, layers: Sequence[int]) -> set[int]:
-    """The layers, and the loss where the last one is among them."""
-    last = profile.num_layers
-    return {*layers, *([last] if last - 1 in layers else [])}

@@ -29,6 +29,7 @@ __all__ = [
     "pieces_of",
     "ranges_of",
     "scheduled",
+    "with_loss",
     "with_memory",
 ]
 
@@ -294,6 +295,12 @@ def grains_of(stages: Iterable[PlanStage]) -> list[int]:
     """
     found = {layer: stage.grain for stage in stages for layer in stage.numbers}
     return [found[layer] for layer in sorted(found)] if max(found.values()) > 1 else []
+
+
+def with_loss(layers: Iterable[int], num_layers: int) -> set[int]:
+    """The layers, and the loss, which is number L and is computed where the last layer is."""
+    found = {*layers}
+    return found | {num_layers} if num_layers - 1 in found else found
 
 
 def ranges_of(layers: Sequence[int]) -> list[tuple[int, int]]:

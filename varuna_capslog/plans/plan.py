@@ -249,12 +249,7 @@ class Plan:
         (splits, grains above 1).
         """
         units = self.units if self.units.blocks is not None else dataclasses.replace(self.units, blocks=self._blocks())
-        if self.routes == "direct" and edges is None:
-            raise CapslogError(
-                "routes is 'direct' in the plan, and it is not known which layers read from which; give a profile with "
-                "tensors, as capslog profile writes it"
-            )
-        return rules.stage_graph(self.stages, units, edges if self.routes == "direct" else None)
+        return rules.stage_graph(self.stages, units, self.routes, edges)
 
     def capacities_of(self, ranks: Iterable[int]) -> list[int] | None:
         """The bytes of these ranks' devices; None where there is no limit, or none is known for one of them."""

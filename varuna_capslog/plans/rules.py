@@ -161,21 +161,28 @@ def _check_neighbours(stages: Sequence[PlanStage], edges: Iterable[tuple[int, in
 
 
 def stage_graph(
-    stages: Sequence[PlanStage], units: Units, edges: Iterable[tuple[int, int]] | None = None
+    stages: Sequence[PlanStage],
+    units: Units,
+    routes: str = "relay",
+    edges: Iterable[tuple[int, int]] | None = None,
 ) -> StageGraph:
     """The stages and the way of every unit through them.
 
-    edges: (layer that writes a tensor, layer that reads it): tensors go straight from stage to stage. None: through
-        all stages between.
+    edges: (layer that writes a tensor, layer that reads it), which routes "direct" follow.
 
-    Raises CapslogError for splits, where the stages wait for each other, and for grains of neighbours that do not go
-    together.
+    Raises CapslogError for routes "direct" where these are None, for splits, where the stages wait for each other, and
+    for grains of neighbours that do not go together.
     """
     check_runnable(stages)
     check_grains(stages, units, "direct")
     per_block, links = units.of_block, None
     paths = paths_of(stages, units.blocks or 1)
-    if edges is not None:
+    if routes == "direct":
+        if edges is None:
+            raise CapslogError(
+                "routes is 'direct' in the plan, and it is not known which layers read from which; give a profile with "
+                "tensors, as capslog profile writes it"
+            )
         ordered = {path: _links(stages, path, edges) for path in dict.fromkeys(paths)}
         links = frozenset(link for found in ordered.values() for link in found)
         paths = [_in_order(stages, path, ordered[path]) for path in paths]

@@ -268,6 +268,11 @@ class Profile:
         return sorted((writer, reader) for writer, reader in pairs if writer is not None and writer < reader)
 
     @property
+    def known_edges(self) -> list[tuple[int, int]] | None:
+        """`edges`; None without `tensors`, where it is not known which layers read from which."""
+        return self.edges if self.tensors else None
+
+    @property
     def digest(self) -> str:
         """SHA-256 of the profile's content, the same for the same content however it was written."""
         canonical = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"), allow_nan=False)

@@ -274,20 +274,12 @@ def measure_run(
         communicator = Communicator(0, 1, communicator.generation, datetime.timedelta(0))
     loss = loss if not run.has_downstream else _dummy_loss
 
-    def measured(halves: bool) -> Observation | Halves:
+    def ready(halves: bool) -> tuple[PipelineEngine, MeasuredStage, Minibatch, TrimmedRun]:
         pipeline, seen = TrimmedPipeline.of(chain, run, conditions, True, halves=halves), MeasuredStage()
-        engine = pipeline.engine(loss, communicator, device, observer=seen)
-        if halves:
-            return _observe_halves(engine, seen, pipeline.minibatch, run)
-        return observe(engine, seen, pipeline.minibatch, run, conditions)
+        return pipeline.engine(loss, communicator, device, observer=seen), seen, pipeline.minibatch, run
 
-    row = measured(halves=False)
-    assert isinstance(row, Observation)
-    if conditions.halves:
-        found = measured(halves=True)
-        assert isinstance(found, Halves)
-        row = found.told(row)
-    return row
+    row = observe(*ready(halves=False), conditions)
+    return _observe_halves(*ready(halves=True)).told(row) if conditions.halves else row
 
 
 def observe(

@@ -106,7 +106,7 @@ def _schedule(run: RunRecord, plan: Plan) -> tuple[Schedule, str, StageGraph]:
 
 def _edges(run: RunRecord) -> list[tuple[int, int]] | None:
     """Which layers read from which; None where the run's profile does not say it."""
-    return run.profile.edges if run.profile is not None and run.profile.tensors else None
+    return None if run.profile is None else run.profile.known_edges
 
 
 def _gradients(run: RunRecord, plan: Plan, graph: StageGraph) -> list[Edge] | None:

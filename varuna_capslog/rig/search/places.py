@@ -37,11 +37,8 @@ def even_places(num_layers: int, redundancy: int, fewest: int = 1, replicas: int
         hosts = {seat.member: seat.host for seat in seats}
         if plan is not None:
             choice = Choice.of_plan(plan, [0] * num_layers, edges=_edges(num_layers))
-            placed = [[(seats[rank].member, layers) for rank, layers in way] for way in choice.ways]
+            placed, links = choice.of_members([seat.member for seat in seats])
             idle = [seat.member for seat in seats if all(seat.member != name for way in placed for name, _ in way)]
-            links = None
-            if choice.links is not None:
-                links = [(seats[one].member, seats[other].member) for one, other in choice.links]
             copies = place_copies(placed, hosts, redundancy, [1] * num_layers, idle, links=links)
             return MemberLayout.of_plan(plan, [seat.member for seat in seats], copies.kept, copies.problem)
         pipelines = min(replicas, max(1, len(seats) // fewest))
