@@ -1,4 +1,4 @@
-"""Random plans of six models, and what a rank of each really takes: the allocator's peak in a second training step.
+"""Random plans of seven models, and what a rank of each really takes: the allocator's peak in a second training step.
 
 `fold.py` compares these peaks with the rehearsal and with the fold. Chains, losses and layouts are those of the tests
 and of the benchmark `truth`; nothing is predicted here.
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from detr_pipeline.task import DetrWorkload
 from tests.engine.layouts import random_layout, with_intervals
-from tests.profiling.workloads import Megabytes
+from tests.profiling.workloads import Crossed, Megabytes
 from varuna_capslog.config.settings import Config
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.host_tier import HostTier
@@ -32,7 +32,7 @@ from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.engine.pipeline import PipelineEngine, Ready
 from varuna_capslog.engine.probe import PeakProbe, resident_tensors
 from varuna_capslog.engine.step import train_step
-from varuna_capslog.model.chain import TensorSpec
+from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.workload import Minibatch, Workload
 from varuna_capslog.plans.parts import scheduled
 from varuna_capslog.schedules import RunShape, Schedule, from_strings, to_strings
@@ -63,6 +63,7 @@ MODELS: dict[str, tuple[int, dict[str, Any]]] = {
     "transformer": (2, {"blocks": 5, "dim": 128, "length": 96}),
     "decoder, checkpoints": (2, {"blocks": 5, "dim": 96, "length": 96}),
     "tied, frozen, masked": (4, {}),
+    "two towers, joined": (4, {}),
 }
 """Name -> samples of a microbatch and the keys of the model."""
 
@@ -76,6 +77,7 @@ class Case:
     schedule: str
     recompute: bool
     actions: tuple[tuple[str, ...], ...] | None
+    edges: tuple[tuple[int, int], ...]
 
     @property
     def run(self) -> RunShape:
@@ -85,7 +87,7 @@ class Case:
         """The actions of every rank."""
         if self.actions is not None:
             return from_strings(self.actions)
-        return scheduled(self.schedule, self.layout.stages, self.layout.graph(MICROBATCHES), self.run)
+        return scheduled(self.schedule, self.layout.stages, self.layout.graph(MICROBATCHES, self.edges), self.run)
 
     @property
     def options(self) -> EngineOptions:
@@ -104,6 +106,8 @@ def workload_of(model: str) -> tuple[Workload, int]:
     size, keys = MODELS[model]
     if model.startswith("tied"):
         return Megabytes(), size
+    if model.startswith("two towers"):
+        return Crossed(), size
     if model.startswith("tiny DETR"):
         values = {"workload": "detr_pipeline:workload", "model": keys, "profile": {"image_size": [96, 128]}}
         return DetrWorkload(Config.model_validate(values)), size
@@ -112,16 +116,22 @@ def workload_of(model: str) -> tuple[Workload, int]:
     return next(made for name, made in kind.items() if model.startswith(name))(config), size
 
 
-def draw_case(draw: random.Random, num_layers: dict[str, int], ranks: int) -> Case:
-    """A plan of a random model: layouts of any shape, schedules by name or as lists of actions."""
+def draw_case(draw: random.Random, chains: dict[str, Chain], ranks: int) -> Case:
+    """A plan of a random model: layouts of any shape, schedules by name or as lists of actions. Where layers read more
+    than the one before them, half of the plans have direct routes.
+    """
     model, blocks = draw.choice(list(MODELS)), draw.choice([1, 2, 4])
-    layout = random_layout(draw.randrange(1 << 30), num_layers[model], blocks, draw.randint(1, ranks))
+    chain, edges = chains[model], tuple(chains[model].edges)
+    direct = any(reader > writer + 1 for writer, reader in edges) and draw.random() < 0.5
+    seed, most = draw.randrange(1 << 30), draw.randint(1, ranks)
+    layout = random_layout(seed, len(chain), blocks, most, edges if direct else None)
     schedule, recompute = draw.choice(SCHEDULES)
     if schedule == "gpipe":
-        layout = Layout(tuple(dataclasses.replace(stage, in_flight=None) for stage in layout.stages), blocks)
+        stages = tuple(dataclasses.replace(stage, in_flight=None) for stage in layout.stages)
+        layout = dataclasses.replace(layout, stages=stages)
     if draw.random() < 0.5:
         layout = with_intervals(layout, draw.randrange(1 << 30))
-    case = Case(model, layout, schedule, recompute, None)
+    case = Case(model, layout, schedule, recompute, None, edges)
     if draw.random() < 0.3:
         case = dataclasses.replace(case, actions=tuple(tuple(row) for row in to_strings(case.rows())))
     return case

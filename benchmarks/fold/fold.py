@@ -41,6 +41,7 @@ class Trial:
     stages: int
     blocks: int
     schedule: str
+    direct: bool
     measured: int
     rehearsed: int
     folded: int
@@ -51,7 +52,7 @@ class Trial:
 def folded(case: Case, profile: Profile) -> list[RankFold]:
     """The fold of every rank of a case."""
     units = Units(MICROBATCHES, 1, case.layout.num_blocks)
-    return fold(profile, case.layout.stages, units, case.rows(), case.run)
+    return fold(profile, case.layout.stages, units, case.rows(), case.run, "direct" if case.layout.direct else "relay")
 
 
 def errors(trials: Sequence[Trial], name: str) -> list[float]:
@@ -94,7 +95,7 @@ def seconds_of_a_long_list(profile: Profile) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plans", type=int, default=150)
+    parser.add_argument("--plans", type=int, default=250)
     parser.add_argument("--ranks", type=int, default=4, help="most ranks of a plan")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="where to write the results")
@@ -107,11 +108,11 @@ def main() -> None:
         for recompute in (True, False):
             conditions = RunConditions(microbatch_size=size, recompute=recompute, halves=True)
             profiles[model, recompute] = estimate_workload(workload, conditions)
-    lengths = {model: len(estimator.chain) for model, estimator in estimators.items()}
+    chains = {model: estimator.chain for model, estimator in estimators.items()}
     draw, pool, trials = random.Random(arguments.seed), WorkerPool(), []
     try:
         for number in range(arguments.plans):
-            case = draw_case(draw, lengths, arguments.ranks)
+            case = draw_case(draw, chains, arguments.ranks)
             real = pool.run(real_peak, case.layout.world_size, case)
             rehearsed = rehearse_layout(estimators[case.model], case.layout, case.options)
             rows = folded(case, profiles[case.model, case.recompute])
@@ -122,7 +123,8 @@ def main() -> None:
                 how = f"{case.schedule}{again}{', given list' * bool(case.actions)}"
                 (peak, host), guess, sums = parts
                 sizes = (peak, guess.peak_bytes, sums.peak_bytes, host, sums.host_bytes)
-                trials.append(Trial(number, case.model, rank, own, case.layout.num_blocks, how, *sizes))
+                blocks, direct = case.layout.num_blocks, case.layout.direct
+                trials.append(Trial(number, case.model, rank, own, blocks, how, direct, *sizes))
             if number % 25 == 24:
                 sys.stderr.write(f"{number + 1} of {arguments.plans}\n")
     finally:
@@ -144,6 +146,9 @@ def main() -> None:
     out("\n".join(summary(parts, name) for name in ("rehearsed", "folded")))
     parts = [trial for trial in trials if trial.schedule.startswith("zb-h1")]
     out(f"\nwith split backwards: {len(parts)} ranks")
+    out("\n".join(summary(parts, name) for name in ("rehearsed", "folded")))
+    parts = [trial for trial in trials if trial.direct]
+    out(f"\nwith direct routes: {len(parts)} ranks")
     out("\n".join(summary(parts, name) for name in ("rehearsed", "folded")))
     tiers = [trial.host_folded / trial.host - 1 for trial in trials if trial.host]
     if tiers:

@@ -210,7 +210,7 @@ def test_two_towers_by_hand() -> None:
     assert (arrivals["gradient", (3, 1)], arrivals["gradient", (3, 2)]) == (22.0, 21.0)
     assert found.step_seconds == 27.0
     assert found.pipelines[0].memory is None
-    assert any("the ranks' bytes are unknown" in note and "'direct'" in note for note in found.notes)
+    assert any("the ranks' bytes are unknown" in note and "needs observations" in note for note in found.notes)
     # Microbatches that the plan does not say, and a profile without the graph.
     again = simulate_plan(profile, towers_plan(routes="direct"), num_microbatches=2, link=Link(100.0))
     assert again.step_seconds == 27.0

@@ -9,10 +9,10 @@ import functools
 import pytest
 import torch
 
-from tests.engine.layouts import rectangle
+from tests.engine.layouts import random_layout, rectangle, with_intervals
 from tests.engine.workload import TinyWorkload
 from tests.profiling import cases
-from tests.profiling.workloads import Equal, Megabytes, TwoTowers
+from tests.profiling.workloads import Crossed, Equal, Megabytes, TwoTowers
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.config.reading import Config, section
 from varuna_capslog.engine.communicator import Communicator
@@ -21,7 +21,7 @@ from varuna_capslog.engine.options import EngineOptions
 from varuna_capslog.memory.fold import fold
 from varuna_capslog.model.chain import TensorSpec
 from varuna_capslog.model.workload import Workload
-from varuna_capslog.plans.parts import PlanStage, Units
+from varuna_capslog.plans.parts import MemoryInterval, PlanStage, Units, scheduled
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.profiles.record import LayerProfile, Profile
 from varuna_capslog.profiling.conditions import RunConditions
@@ -192,6 +192,68 @@ def test_whole_ranks_are_what_the_fold_says(layout: Layout, schedule: str, recom
     given = dataclasses.replace(options, actions=tuple(tuple(row) for row in to_strings(rows)))
     again = rehearse_layout(estimator, layout, given)
     assert [rank.peak_bytes for rank in again] == [rank.peak_bytes for rank in rehearsed]
+
+
+@functools.cache
+def crossed(recompute: bool) -> tuple[StageEstimator, Profile]:
+    conditions = RunConditions(microbatch_size=SIZE, recompute=recompute, halves=True)
+    return StageEstimator(Crossed(), RunConditions(microbatch_size=SIZE)), estimate_workload(Crossed(), conditions)
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(
+    ("schedule", "recompute"), [("1f1b", False), ("1f1b", True), ("varuna", True), ("zb-h1", False)]
+)
+def test_stages_of_any_layers_with_direct_routes_are_what_the_fold_says(
+    schedule: str, recompute: bool, seed: int
+) -> None:
+    """As above, for stages of parallel branches, in pieces, in replicas, with memory intervals, several on a rank.
+
+    The input half of a split backward hands one tensor to both readers of a sum, which pairs of layers do not tell.
+    """
+    estimator, profile = crossed(recompute)
+    edges, blocks = estimator.chain.edges, 2
+    layout = random_layout(seed, len(estimator.chain), blocks, 3, edges)
+    layout = with_intervals(layout, seed) if seed % 2 else layout
+    options = EngineOptions(8, schedule, recompute=recompute, num_blocks=blocks, clip_norm=1.0)
+    rehearsed = rehearse_layout(estimator, layout, options)
+    run = RunShape(8, schedule, recompute, num_blocks=blocks)
+    rows = scheduled(schedule, layout.stages, layout.graph(8, edges), run)
+    folded = fold(profile, layout.stages, Units(8, SIZE, blocks), rows, run, "direct")
+    for row, real, found in zip(rows, rehearsed, folded, strict=True):
+        assert -0.005 <= found.peak_bytes / real.peak_bytes - 1 <= 0.05
+        course = dict(real.course)
+        for action, size in list(zip(row, found.bytes, strict=True))[:-1]:
+            assert size >= (0.985 if action.kind == "I" else 0.995) * course[str(action)], str(action)
+
+
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize(
+    ("end", "kinds"),
+    [
+        (6, ("recompute", "recompute+offload")),
+        (6, ("recompute", "")),
+        (6, ("", "offload")),
+        (6, ("", "recompute")),
+        (7, ("offload", "")),
+        (7, ("offload", "recompute")),
+        (7, ("recompute+offload", "")),
+    ],
+)
+def test_segments_whose_layers_read_far_back(end: int, kinds: tuple[str, str], direct: bool) -> None:
+    """What two segments of a stage hold together counts once, but only as long as both hold it. (One tensor that a sum
+    hands back to both its readers is counted for each of them where it travels to other stages.)
+    """
+    estimator, profile = crossed(False)
+    parts = zip(((5, end), (end, 9)), kinds, strict=True)
+    memory = tuple(MemoryInterval(*part, kind) for part, kind in parts if kind)
+    spans = ((0, 5), ()), ((5, 9), memory), ((9, 10), ())
+    stages = tuple(PlanStage((span,), (rank,), memory=own) for rank, (span, own) in enumerate(spans))
+    layout, run = Layout(stages, 1, direct=direct), RunShape(8, "1f1b", False)
+    (_, real, _) = rehearse_layout(estimator, layout, EngineOptions(8, "1f1b", recompute=False, clip_norm=1.0))
+    rows = scheduled("1f1b", stages, layout.graph(8, estimator.chain.edges), run)
+    found = fold(profile, stages, Units(8, SIZE, 1), rows, run, "direct" if direct else "relay")[1]
+    assert -0.0001 <= found.peak_bytes / real.peak_bytes - 1 <= (0.09 if direct else 0.0001)
 
 
 @pytest.mark.parametrize("tied", [False, True])

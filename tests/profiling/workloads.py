@@ -150,6 +150,32 @@ class TwoTowers(Equal):
         return dict.fromkeys("ab", TensorSpec((microbatch_size, self.width)))
 
 
+class Crossed(Megabytes):
+    """Two towers of which one embeds tokens and one attends, a layer that reads both, two that read a tower again."""
+
+    name = "crossed"
+
+    def build_chain(self) -> Chain:
+        embed = Embed()
+        layers = [
+            Layer("embed", embed, ("tokens",), ("x", "mask")),
+            Layer("feed.0", Feed(4)),
+            Layer("side.0", Feed(8), ("y",), ("y",)),
+            Layer("side.1", nn.Linear(WIDTH, WIDTH), ("y",), ("y",)),
+            Layer("attend", Attend(), ("x", "mask"), ("x",)),
+            Layer("join", Add(), ("x", "y"), ("z",)),
+            Layer("again.0", Add(), ("z", "y"), ("z",)),
+            Layer("feed.1", Feed(2), ("z",), ("z",)),
+            Layer("again.1", Add(), ("z", "x"), ("x",)),
+            Layer("head", Head(embed.table)),
+        ]
+        return Chain(layers, ("tokens", "y"), ("x",), self.name)
+
+    def profile_inputs(self, microbatch_size: int) -> dict[str, TensorSpec]:
+        more = TensorSpec((microbatch_size, TOKENS, WIDTH))
+        return {**super().profile_inputs(microbatch_size), "y": more}
+
+
 class Watched(Equal):
     name = "watched"
     kind = Watching

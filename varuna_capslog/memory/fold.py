@@ -16,7 +16,7 @@ positions at once, so that ten thousand actions take some milliseconds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,12 +25,13 @@ from numpy.typing import NDArray
 from varuna_capslog.memory.exchange import Holders, exchange
 from varuna_capslog.memory.inflight import RANKS
 from varuna_capslog.memory.range_bytes import RangeBytes
+from varuna_capslog.memory.stage_tensors import Handed
 from varuna_capslog.memory.treatment import Treatment, treated
 from varuna_capslog.plans.parts import PlanStage, Units, with_memory
-from varuna_capslog.plans.rules import paths_of
+from varuna_capslog.plans.rules import stage_graph
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import Action, RunShape
-from varuna_capslog.schedules.traffic import Messages, Numbers, RankActions, StepActions, messages_of
+from varuna_capslog.schedules.traffic import Messages, Numbers, RankActions, StageLink, StepActions, messages_of
 
 __all__ = ["RankFold", "fold"]
 
@@ -65,13 +66,14 @@ def fold(
     units: Units,
     actions: Sequence[Sequence[Action]],
     run: RunShape,
+    routes: str = "relay",
 ) -> list[RankFold]:
     """The bytes of every rank.
 
     Args:
         profile: with the runs of all layers and all pairs; those of an estimate say what each action takes. A search
             that folds many lists makes its `RangeBytes` once.
-        stages, units: of the plan; stages of one range of layers each.
+        stages, units, routes: of the plan; calls of one unit each.
         actions: each rank's list.
         run: where the inputs of stages wait whose `memory` is None; their list says whether they recompute.
 
@@ -80,27 +82,59 @@ def fold(
     rows = [RankActions.of(row) for row in actions]
     ranges = profile if isinstance(profile, RangeBytes) else RangeBytes(profile, RANKS, run.recomputes)
     stages = with_memory(stages, run, actions, "cpu" if ranges.one_memory else "cuda")
-    ranks = [stage.rank for stage in stages]
-    step = StepActions(rows, ranks, paths_of(stages, units.blocks or 1), units.of_block)
-    first = [stage.first for stage in stages]
-    gradients = [ranges.gradient[cut] if ranges.carries[cut] else -1 for cut in first]
-    sizes = {"F": [ranges.crossing[cut] for cut in first], "B": gradients}
+    step = StepActions(rows, stage_graph(stages, units, routes, ranges.edges))
+    direct = routes == "direct"
+    own = [ranges.of_stage(stage.numbers) if direct else ranges for stage in stages]
+    handed = _handed(ranges, stages, step, direct)
+    sizes = {"F": handed.activations, "B": handed.gradients}
     # rows that tell no actions were taken with receives posted ahead, which are in their peaks
     messages = messages_of(step, sizes, ranges.one_memory and ranges.told)
     holders = _holders(stages, units.blocks or 1)
     sums = [_RankSum(ranges, row) for row in step.rows]
-    calls = [_StageCalls(ranges, step, messages, stage, number) for number, stage in enumerate(stages)]
+    traffic = _Traffic(step, messages, sizes, handed.together)
+    calls = [_StageCalls(own[number], traffic, stage, number, units.of_block) for number, stage in enumerate(stages)]
     for one in calls:
         one.add_to(sums[one.rank], calls, holders)
     return [total.result(rank, holders, units.of_block) for rank, total in enumerate(sums)]
 
 
+def _handed(ranges: RangeBytes, stages: Sequence[PlanStage], step: StepActions, direct: bool) -> Handed:
+    """What goes over each link."""
+    if direct:
+        layers = [frozenset(stage.numbers) for stage in stages]
+        return Handed.of(
+            ranges.tensors, [(layers[link.above], layers[link.below]) for link in step.links], ranges.num_layers
+        )
+    cuts = [stages[link.below].first for link in step.links]
+    gradients = [ranges.gradient[cut] if ranges.carries[cut] else -1 for cut in cuts]
+    together = [
+        (ranges.crossing[stage.end], tuple(place for place, link in enumerate(step.links) if link.above == number))
+        for number, stage in enumerate(stages)
+    ]
+    return Handed([ranges.crossing[cut] for cut in cuts], gradients, together)
+
+
 def _holders(stages: Sequence[PlanStage], blocks: int) -> Holders:
     found: Holders = {}
     for stage in stages:
-        for layer in range(stage.first, stage.end):
+        for layer in stage.numbers:
             found.setdefault(layer, {})[stage.rank] = range(blocks) if stage.blocks is None else stage.blocks
     return found
+
+
+@dataclass(frozen=True)
+class _Traffic:
+    """The messages of a step, their bytes by link, and what goes over the same links (`Handed.together`)."""
+
+    step: StepActions
+    messages: Messages
+    sizes: Mapping[str, Sequence[int]]
+    together: Sequence[tuple[int, tuple[int, ...]]]
+
+    def of(self, stage: int, incoming: bool) -> list[tuple[int, StageLink]]:
+        """The links into a stage, or out of it, with their numbers."""
+        links = enumerate(self.step.links)
+        return [(number, link) for number, link in links if stage == (link.below if incoming else link.above)]
 
 
 class _RankSum:
@@ -129,52 +163,48 @@ class _RankSum:
 class _StageCalls:
     """The calls of one stage, whose events go to its rank."""
 
-    def __init__(
-        self,
-        ranges: RangeBytes,
-        step: StepActions,
-        messages: Messages,
-        stage: PlanStage,
-        number: int,
-    ) -> None:
-        self.ranges, self.step, self.messages, self.number = ranges, step, messages, number
-        self.rank, self.first, self.end = stage.rank, stage.first, stage.end
+    def __init__(self, ranges: RangeBytes, traffic: _Traffic, stage: PlanStage, number: int, of_block: int) -> None:
+        step = traffic.step
+        self.ranges, self.traffic, self.number, self.of_block = ranges, traffic, number, of_block
+        self.rank, self.pieces = stage.rank, stage.layers
         self.forwards, self.backwards = step.forwards[number], step.backwards[number]
         self.weights = step.weights[number]
         # where the last of a call is let go of
         self.ends = np.where(self.weights >= 0, self.weights, self.backwards)
         self.recomputes, self.loads = step.at("R", number), step.at("L", number)
-        self.modes, self.statistics = self._modes(stage), ranges.statistics(self.first, self.end)
-        self.shared = np.zeros(len(self.forwards), dtype=np.int64)
+        self.offloads = step.at("O", number)
+        self.modes, self.statistics = self._modes(stage), sum(ranges.statistics(*piece) for piece in stage.layers)
+        self.inputs, self.outputs = ranges.crossing[stage.first], ranges.crossing[stage.end]
+        # of every call: the part of the outputs that is held, what enters from stages of this rank, and the gradients
+        # that come back
+        self.shared, self.near, self.gradients = (np.zeros(len(self.forwards), dtype=np.int64) for _ in range(3))
         for calls, one in self.modes:
             self.shared[calls] = one.shared
-        self.before, self.before_call = step.neighbours(number, -1)
-        self.behind, _ = step.neighbours(number, 1)
-        ranks = np.array(step.ranks)
-        self.local_before = (self.before >= 0) & (ranks[self.before] == ranks[number])
-        self.local_behind = (self.behind >= 0) & (ranks[self.behind] == ranks[number])
 
     def add_to(self, total: _RankSum, stages: Sequence[_StageCalls], holders: Holders) -> None:
         """Add all calls, those that are treated alike together.
 
         stages: of the plan. holders: layer -> its ranks.
         """
+        self._add_arrivals(total)
+        self._add_outputs(total, stages)
+        self._add_gradients_sent(total)
         for calls, one in self.modes:
             self._add(total, calls, one)
-            self._add_shared_inputs(total, calls, one, stages)
+        self._add_shared_inputs(total, stages)
         # gradients of parameters: a block makes them anew; of a layer with one holder two sums are alive at most
-        of_block, layers = self.step.of_block, range(self.first, self.end)
-        made = self.ranges.made(self.first, self.end)
-        np.add.at(total.change, self.ends[::of_block] + 1, made)
+        made = sum(self.ranges.made(*piece) for piece in self.pieces)
+        np.add.at(total.change, self.ends[:: self.of_block] + 1, made)
+        layers = (layer for piece in self.pieces for layer in range(*piece))
         added = sum(int(self.ranges.gradients[layer]) for layer in layers if len(holders[layer]) == 1)
-        np.add.at(total.change, self.ends[of_block - 1 :: of_block][1:] + 1, -added)
+        np.add.at(total.change, self.ends[self.of_block - 1 :: self.of_block][1:] + 1, -added)
 
     def _modes(self, stage: PlanStage) -> list[tuple[Numbers, Treatment]]:
         """The calls that are treated alike, and how."""
-        whole = self._kept_whole(self.step.rows[self.rank])
-        facts = [self.recomputes >= 0, self.step.at("O", self.number) >= 0, whole, self.weights >= 0]
+        whole = self._kept_whole(self.traffic.step.rows[self.rank])
+        facts = [self.recomputes >= 0, self.offloads >= 0, whole, self.weights >= 0]
         kinds = sum(fact.astype(np.int64) << place for place, fact in enumerate(facts))
-        layers = self.ranges, self.first, self.end, stage.memory or ()
+        layers = self.ranges, stage.layers, stage.memory or ()
         return [
             (np.flatnonzero(kinds == kind), treated(*layers, *(bool(kind >> place & 1) for place in range(len(facts)))))
             for kind in np.unique(kinds).tolist()
@@ -187,35 +217,24 @@ class _StageCalls:
         followed = (kinds[:-1] == ord("F")) & np.isin(kinds[1:], [ord("B"), ord("I")]) & (calls[:-1] == calls[1:])
         found = np.zeros(len(self.forwards), dtype=np.bool_)
         found[calls[:-1][followed]] = True
-        return found & (self.step.at("O", self.number) < 0)
+        return found & (self.offloads < 0)
 
     def _add(self, total: _RankSum, calls: Numbers, one: Treatment) -> None:
-        ranges, change = self.ranges, total.change
-        inputs, outputs = ranges.crossing[self.first], ranges.crossing[self.end]
-        gradient_in, gradient_out = ranges.gradient[self.first], ranges.gradient[self.end]
-        gradient_out = 0 if self.end == ranges.num_layers else gradient_out
+        change = total.change
         forward, backward, again = self.forwards[calls], self.backwards[calls], self.recomputes[calls]
         rerun = again >= 0
         loaded = self._away(total, calls, one)
         # F: its input is there; it leaves what the call holds
-        arrived = self.messages.begins["F"][self.number][calls]
-        np.add.at(change, np.where(arrived >= 0, arrived, forward), np.where(self.local_before[calls], 0, inputs))
         total.need[forward] = one.forward + self.statistics
-        np.add.at(change, forward + 1, one.held - inputs + self.statistics)
-        self._add_outputs(total, calls, one, outputs)
+        np.add.at(change, forward + 1, one.held - self.inputs + self.near[calls] + self.statistics)
         # R
         np.add.at(change, again[rerun], np.where(loaded, 0, one.host)[rerun])
         total.need[again[rerun]] = one.recompute
         np.add.at(change, again[rerun] + 1, one.grown)
         # B, or I
-        held = one.held - one.away + one.host + np.where(rerun, one.grown, 0)
+        held = one.held - one.away + one.host + np.where(rerun, one.grown, 0) + self.gradients[calls]
         np.add.at(change, backward, np.where(loaded | rerun, 0, one.host))
-        if gradient_out:
-            arrived = self.messages.begins["B"][self.number][calls]
-            np.add.at(
-                change, np.where(arrived >= 0, arrived, backward), np.where(self.local_behind[calls], 0, gradient_out)
-            )
-        makes = calls % self.step.of_block == 0
+        makes = calls % self.of_block == 0
         most: Numbers | int = np.where(makes, one.first_backward, one.backward)
         if one.halves is not None:
             most, weights = one.halves.inputs, self.weights[calls]
@@ -223,13 +242,12 @@ class _StageCalls:
             most_then = np.where(makes, one.halves.first_weights, one.halves.weights)
             total.need[weights] = np.maximum(0, most_then - one.halves.between)
             np.add.at(change, weights + 1, -one.halves.between)
-        total.need[backward] = np.maximum(0, most - held - gradient_out)
-        np.add.at(change, backward + 1, -held - gradient_out)
-        self._add_gradients_sent(total, calls, gradient_in)
+        total.need[backward] = np.maximum(0, most - held)
+        np.add.at(change, backward + 1, -held)
 
     def _away(self, total: _RankSum, calls: Numbers, one: Treatment) -> NDArray[np.bool_]:
         """O and L; which calls have an L. What an O takes stays until its copy is waited for."""
-        offloads, loads, row = self.step.at("O", self.number)[calls], self.loads[calls], total.row
+        offloads, loads, row = self.offloads[calls], self.loads[calls], total.row
         there, loaded = offloads >= 0, loads >= 0
         if one.host:
             returns = np.where(self.recomputes[calls] >= 0, self.recomputes[calls], self.backwards[calls])
@@ -242,54 +260,78 @@ class _StageCalls:
             np.add.at(total.host, self.ends[calls] + 1, -one.host)
         return loaded
 
-    def _add_outputs(self, total: _RankSum, calls: Numbers, one: Treatment, outputs: int) -> None:
-        """The outputs, from F until the next stage here takes them, or until it is sure that the peer has them."""
-        after = self.forwards[calls] + 1
-        local = self.local_behind[calls]
-        np.add.at(total.change, after[local], outputs - one.shared)
-        sent = (self.behind[calls] >= 0) & ~local
-        if self.ranges.one_memory and sent.any():
-            gone = self.messages.ends["F"][self.number][calls][sent]
+    def _add_arrivals(self, total: _RankSum) -> None:
+        """What F takes and what B does: from when it was received on, or the data loaded."""
+        inputs = np.full(len(self.forwards), self.inputs)
+        for incoming, kind in ((True, "F"), (False, "B")):
+            for number, link in self.traffic.of(self.number, incoming):
+                size = max(0, self.traffic.sizes[kind][number])
+                calls, begun = (link.below_calls if incoming else link.above_calls), self.traffic.messages.begins[kind]
+                if incoming:
+                    inputs[calls] -= size
+                    self.near[calls] += size * self.traffic.step.is_local(link)
+                else:
+                    self.gradients[calls] += size
+                if not self.traffic.step.is_local(link):
+                    np.add.at(total.change, begun[number], size)
+        np.add.at(total.change, self.forwards, inputs)
+
+    def _add_outputs(self, total: _RankSum, stages: Sequence[_StageCalls]) -> None:
+        """The outputs, from F until the stages here have taken them and it is sure that the peers have them."""
+        sent, links = self.traffic.messages.ends["F"], self.traffic.step.links
+        for size, numbers in self.traffic.together:
+            if not numbers or links[numbers[0]].above != self.number:
+                continue
+            shared = np.maximum(0, self.shared - (self.outputs - size))
+            gone, taken = (np.full(len(self.forwards), -1) for _ in range(2))
+            for number in numbers:
+                link = links[number]
+                if self.traffic.step.is_local(link):
+                    there = stages[link.below].forwards[link.below_calls] + 1
+                    np.maximum.at(taken, link.above_calls, there)
+                elif self.ranges.one_memory:
+                    np.maximum.at(gone, link.above_calls, sent[number])
+            calls = np.flatnonzero(np.maximum(gone, taken) >= 0)
+            gone, taken, shared = gone[calls], taken[calls], shared[calls]
+            ran, last = self.recomputes[calls], np.maximum(gone, taken)
             # what a recomputation lets go, a message may hold longer
-            ran = self.recomputes[calls][sent]
-            longer = (ran >= 0) & (ran < gone)
-            np.add.at(total.change, after[sent], outputs - one.shared)
-            np.add.at(total.change, ran[longer] + 1, one.shared)
-            size = outputs - np.where(longer, 0, one.shared)
-            np.add.at(total.change, gone, -size)
-            np.add.at(total.let_go, gone, size)
+            longer = (ran >= 0) & (ran < last) & (gone >= 0)
+            np.add.at(total.change, self.forwards[calls] + 1, size - shared)
+            np.add.at(total.change, ran[longer] + 1, shared[longer])
+            left = size - np.where(longer, 0, shared)
+            np.add.at(total.change, last, -left)
+            np.add.at(total.let_go, last[gone >= taken], left[gone >= taken])
 
-    def _add_shared_inputs(
-        self, total: _RankSum, calls: Numbers, one: Treatment, stages: Sequence[_StageCalls]
-    ) -> None:
-        """Inputs from a stage of this rank that holds some of them itself: what both stages keep counts once."""
-        own = calls[self.local_before[calls]]
-        inputs, kept_before = self.ranges.crossing[self.first], np.zeros(len(own), dtype=np.int64)
-        for other in np.unique(self.before[own]):
-            there = self.before[own] == other
-            kept_before[there] = stages[other].shared[self.before_call[own[there]]]
-        both, then = (
-            np.clip(kept_before + kept - inputs, 0, kept_before) for kept in (one.input_kept, one.input_kept_then)
-        )
-        again = self.recomputes[own]
-        rerun = (again >= 0) & (one.input_kept != one.input_kept_then)
-        # the stage before keeps its part when this stage lets its inputs go
-        needed = total.need[self.forwards[own]]
-        total.need[self.forwards[own]] = np.maximum(needed, self.statistics + one.behind + kept_before - both)
-        np.add.at(total.change, self.forwards[own] + 1, kept_before - both)
-        np.add.at(total.change, again[rerun] + 1, (both - then)[rerun])
-        np.add.at(total.change, self.backwards[own] + 1, np.where(rerun, then, both))
+    def _add_shared_inputs(self, total: _RankSum, stages: Sequence[_StageCalls]) -> None:
+        """Inputs from stages of this rank that hold some of them themselves: what both keep counts once."""
+        kept_before = np.zeros(len(self.forwards), dtype=np.int64)
+        for number, link in self.traffic.of(self.number, incoming=True):
+            if self.traffic.step.is_local(link):
+                other, size = stages[link.above], self.traffic.sizes["F"][number]
+                part = np.maximum(0, other.shared[link.above_calls] - (other.outputs - size))
+                np.add.at(kept_before, link.below_calls, part)
+        for calls, one in self.modes:
+            own = calls[kept_before[calls] > 0]
+            kept = kept_before[own]
+            both, then = (np.clip(kept + here - self.inputs, 0, kept) for here in (one.input_kept, one.input_kept_then))
+            again = self.recomputes[own]
+            rerun = (again >= 0) & (one.input_kept != one.input_kept_then)
+            # the stage before keeps its part when this stage lets its inputs go
+            needed = total.need[self.forwards[own]]
+            total.need[self.forwards[own]] = np.maximum(needed, self.statistics + one.behind + kept - both)
+            np.add.at(total.change, self.forwards[own] + 1, -both)
+            np.add.at(total.change, again[rerun] + 1, (both - then)[rerun])
+            np.add.at(total.change, self.backwards[own] + 1, np.where(rerun, then, both))
 
-    def _add_gradients_sent(self, total: _RankSum, calls: Numbers, size: int) -> None:
+    def _add_gradients_sent(self, total: _RankSum) -> None:
         """The gradients of the inputs, until the stage before takes them or has surely received them."""
-        if not size:
-            return
-        after = self.backwards[calls] + 1
-        local = self.local_before[calls]
-        np.add.at(total.change, after[local], size)
-        sent = (self.before[calls] >= 0) & ~local
-        if self.ranges.one_memory and sent.any():
-            gone = self.messages.ends["B"][self.number][calls][sent]
-            np.add.at(total.change, after[sent], size)
-            np.add.at(total.change, gone, -size)
-            np.add.at(total.let_go, gone, size)
+        for number, link in self.traffic.of(self.number, incoming=True):
+            size = max(0, self.traffic.sizes["B"][number])
+            after = self.backwards[link.below_calls] + 1
+            if self.traffic.step.is_local(link):
+                np.add.at(total.change, after, size)
+            elif size and self.ranges.one_memory:
+                gone = self.traffic.messages.ends["B"][number]
+                np.add.at(total.change, after, size)
+                np.add.at(total.change, gone, -size)
+                np.add.at(total.let_go, gone, size)

@@ -7,19 +7,23 @@ actions, and every action then counts with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from varuna_capslog.memory.composition import observed
 from varuna_capslog.memory.costs import Bytes
+from varuna_capslog.memory.cut_bytes import CutBytes
 from varuna_capslog.memory.inflight import check_halves, one_in_flight
+from varuna_capslog.memory.stage_tensors import StageTensors
 from varuna_capslog.profiles.record import Observation, Profile
 
-__all__ = ["RangeBytes"]
+__all__ = ["BackwardWork", "RangeBytes"]
+
+Known = TypeVar("Known")
 
 
 class _Sums(NamedTuple):
@@ -50,35 +54,55 @@ class _Halves(NamedTuple):
     most: dict[str, tuple[Bytes, Bytes]]
 
 
-class RangeBytes:
+class BackwardWork(NamedTuple):
+    """What an action of a backward takes while each layer of a range is at work.
+
+    parts: (bytes, bytes of what entered the range and has been let go of by then), those that may be the most.
+    """
+
+    parts: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, most: Bytes, left: Bytes) -> BackwardWork:
+        """Both for every layer."""
+        found: dict[int, int] = {}
+        for size, gone in zip(most.tolist(), left.tolist(), strict=True):
+            found[gone] = max(size, found.get(gone, size))
+        return cls(tuple((size, gone) for gone, size in found.items()))
+
+    def most(self, elsewhere: int = 0) -> int:
+        """The most, where so many bytes of what entered count elsewhere and not here."""
+        return max(size - max(0, elsewhere - gone) for size, gone in self.parts)
+
+
+class RangeBytes(CutBytes):
     """The bytes of one profile's layers.
 
     Args:
         model: the memory model that asks, for errors.
         recompute: whether rows of a run with recomputation are wanted, where there is a choice.
+        alone: what is alive in one stage with direct routes. None: stages hand on all that crosses their cuts.
 
     Raises CapslogError naming the run or field that the profile lacks.
 
     Attributes:
         one_memory: the device is the CPU, so that messages and what waits on the host share its memory.
         told: whether the rows say what each action takes.
-        crossing, gradient: bytes of the tensors, and of their gradients, across the cuts 0 .. L; where `told` is False
-            the gradients are part of every backward.
-        carries: cut -> whether gradients cross it.
+        gradient: as of `CutBytes`; where `told` is False the gradients are part of every backward.
         shared_parameters: those that several layers use.
         gradients: of each layer's parameters [L]; where the rows do not tell, by the layers' parameter_bytes; where
             these are missing too, 0: gradients then count as resident.
     """
 
-    def __init__(self, profile: Profile, model: str, recompute: bool) -> None:
+    def __init__(self, profile: Profile, model: str, recompute: bool, alone: StageTensors | None = None) -> None:
         single, pair = observed(profile, model, "recompute" if recompute else "none")
-        self._model, self._rows = model, (single, pair)
-        self._profile, self.num_layers, self.shared_parameters = profile, profile.num_layers, profile.shared
+        boundaries = [single[0].boundary_in_bytes or 0, *(row.boundary_out_bytes or 0 for row in single)]
+        super().__init__(profile, boundaries, alone)
+        self._model, self._rows, self._recompute = model, (single, pair), recompute
+        self.shared_parameters = profile.shared
         self.one_memory = single[0].device == "cpu"
         rows = (*single, *pair)
         self.told = all(row.action_bytes is not None for row in rows)
-        self.crossing, self.gradient = self._cuts(single)
-        self.carries = [cut > 0 and (size > 0 or not profile.tensors) for cut, size in enumerate(self.gradient)]
         if not self.told:
             self.gradient = [0] * len(self.gradient)
         more = self._graph(pair)
@@ -103,7 +127,12 @@ class RangeBytes:
         actions = ("forward_bytes", "bare_bytes", "backward_bytes", "first_backward_bytes")
         self._single = {name: self._beside(single, name) for name in actions}
         self._pair = {name: self._beside(pair, name) - self._saved.alone[:-1] for name in actions}
-        self._known: dict[tuple[object, ...], int] = {}
+        self._known: dict[tuple[object, ...], Any] = {}
+
+    def of_stage(self, layers: Collection[int]) -> RangeBytes:
+        """The bytes of the same layers in a stage of these layers with direct routes."""
+        alone = StageTensors.of(self.tensors, layers, self.num_layers)
+        return RangeBytes(self._profile, self._model, self._recompute, alone)
 
     def saved(self, first: int, end: int) -> int:
         """What a forward of the range keeps for its backward, its inputs included."""
@@ -137,21 +166,26 @@ class RangeBytes:
         beside = [self.crossing[first] - self.passed(first, layer) for layer in range(first + 1, end)]
         return max(int(alone[0]), int((alone[1:] + np.array(beside)).max()))
 
-    def backward(self, first: int, end: int, makes_gradients: bool = False) -> int:
-        """The most of a backward, its graph and the gradients of its outputs included.
+    def backward(self, first: int, end: int, makes_gradients: bool = False) -> BackwardWork:
+        """A backward, its graph and the gradients of its outputs included.
 
         makes_gradients: it makes those of the parameters, which count too.
         """
 
-        def found() -> int:
+        def found() -> BackwardWork:
+            behind = self._seeds(first, end)
             if not makes_gradients:
-                return int((self._prefixes("backward_bytes", first, end) + self._seeds(first, end)).max())
-            behind = np.cumsum(self.gradients[first:end][::-1])[::-1] + self._seeds(first, end)
+                return self._work(first, end, self._prefixes("backward_bytes", first, end) + behind)
+            behind += np.cumsum(self.gradients[first:end][::-1])[::-1]
             if self.told:  # the layer's own are in what its first backward takes
                 behind = behind - self.gradients[first:end]
-            return int((self._prefixes("first_backward_bytes", first, end) + behind).max())
+            return self._work(first, end, self._prefixes("first_backward_bytes", first, end) + behind)
 
         return self._once(("B", first, end, makes_gradients), found)
+
+    def _work(self, first: int, end: int, most: Bytes) -> BackwardWork:
+        """most: while each layer of the range is at work."""
+        return BackwardWork.of(most, self.left_before(first, end))
 
     def held_between_halves(self, first: int, end: int) -> int:
         """What a backward in two halves holds between them: what is left of the graph, and the gradients noted in it.
@@ -159,24 +193,23 @@ class RangeBytes:
         Raises CapslogError, as the two methods below, where the profile does not tell the halves.
         """
         if (until := self._differentiated_later(first, end)) == first:
-            return self._halves.held.range(first, end)
+            return self._halves.held.range(first, end) + self._held_by_longer_graphs(first, end)
         behind = self.held_between_halves(until, end) if until < end else 0
         return self._prefix(first, until, end) + self.gradient[until] + behind
 
-    def input_half(self, first: int, end: int) -> int:
-        """The most of the input half of a backward, its graph and the gradients of its outputs included."""
+    def input_half(self, first: int, end: int) -> BackwardWork:
+        """The input half of a backward, its graph and the gradients of its outputs included."""
 
-        def found() -> int:
+        def found() -> BackwardWork:
             if (until := self._differentiated_later(first, end)) > first:
-                if until < end:
-                    return self._prefix(first, until, end) + self.input_half(until, end)
-                if end < self.num_layers:
-                    return self.saved(first, end) + self.gradient[end]
-                until = end - 1  # the loss is differentiated, which is a part of what the last layer takes
-                return self._prefix(first, until, end) + self.input_half(until, end)
+                if until == end < self.num_layers:
+                    return BackwardWork(((self.saved(first, end) + self.gradient[end], 0),))
+                # the loss is differentiated, which is a part of what the last layer takes
+                until = min(until, end - 1)
+                return BackwardWork(((self._prefix(first, until, end) + self.input_half(until, end).most(), 0),))
             before, work = self._halves_at_work("input_half_bytes", self._saved, first, end)
             behind = np.zeros(end - first, dtype=np.int64)
-            for layer, until in self._graph_ends(first, end):
+            for layer, until in self.graph_ends(first, end):
                 # of one graph nothing is let go before its end; those behind it have left what waits for W
                 same = self._saved.more[layer : until - 1].sum() + self._halves.noted.more[layer : until - 1].sum()
                 behind[layer - first] = same + self._halves.held.more[until - 1 : end - 1].sum()
@@ -184,7 +217,8 @@ class RangeBytes:
                     behind[layer - first] += self.gradient[until] - self._halves.seeds[until - 1]
                 if end == self.num_layers and layer < end - 1:
                     behind[layer - first] -= self._halves.of_loss
-            return int((before + work + behind[-len(work) :]).max())
+            left = self.left_before(first, end)[-len(work) :]
+            return BackwardWork.of(before + work + behind[-len(work) :] + self._held_by_longer_graphs(first, end), left)
 
         return self._once(("I", first, end), found)
 
@@ -200,7 +234,7 @@ class RangeBytes:
                 if until < end:
                     made, most = self.made(until, end) * makes_gradients, self.weight_half(until, end, makes_gradients)
                     most += self._prefix(first, until, end) + self.gradient[until]
-                return max(most, made + self.backward(first, until, makes_gradients))
+                return max(most, made + self.backward(first, until, makes_gradients).most())
             name = "first_weight_half_bytes" if makes_gradients else "weight_half_bytes"
             before, work = self._halves_at_work(name, self._halves.held, first, end)
             single, pair = self._halves.most[name]
@@ -209,20 +243,35 @@ class RangeBytes:
             # by layers that checkpoint themselves
             grows = np.maximum(self._halves.held.more + new[1:], pair - single[:-1])
             behind = np.zeros(end - first, dtype=np.int64)
-            for layer, until in self._graph_ends(first, end):
+            for layer, until in self.graph_ends(first, end):
                 behind[layer - first] = grows[layer : until - 1].sum() + new[until:end].sum()
-            return int((before + work + behind[-len(work) :]).max())
+            return int((before + work + behind[-len(work) :]).max()) + self._held_by_longer_graphs(first, end)
 
         return self._once(("W", first, end, makes_gradients), found)
+
+    def _held_by_longer_graphs(self, first: int, end: int) -> int:
+        """What is held between the halves besides, where a graph of a stage with direct routes holds layers that have
+        graphs of their own in the rows: the layers before those keep all that they saved.
+        """
+        found, until = 0, end
+        while until > first:
+            ends = range(until - 1, first, -1)
+            begin = next((cut for cut in ends if not self.joined[cut]), first)
+            new = next((cut for cut in range(until - 1, begin, -1) if not self.joined_in_rows[cut]), None)
+            if new is not None:
+                found += max(0, self.saved(begin, new) - self._halves.held.range(begin, new))
+            until = begin
+        return found
 
     def _differentiated_later(self, first: int, end: int) -> int:
         """The end of the range's first graph where no gradient enters the range, so that the weight half differentiates
         that graph whole; else, and where rows tell all of the range, `first`.
         """
-        entered = self.read_with_gradient(first, first + 1) if self._profile.tensors else first
-        if entered or end <= first + 2:
+        entered = self.read_with_gradient(first, first + 1) if self.tensors else first
+        told = end == first + 1 or (end == first + 2 and self.joined[first + 1] == self.joined_in_rows[first + 1])
+        if entered or told:
             return first
-        return dict(self._graph_ends(first, end))[first]
+        return dict(self.graph_ends(first, end))[first]
 
     def _prefix(self, first: int, until: int, end: int) -> int:
         """What the layers before `until` save, beside what those behind it do."""
@@ -257,23 +306,18 @@ class RangeBytes:
         """Bytes of the gradients of the range's parameters, each use of a shared one counted."""
         return int(self.gradients[first:end].sum())
 
-    def shared(self, first: int, end: int) -> int:
-        """The part of the range's outputs that its graph keeps too."""
-        return int(self._shared[first] if end == first + 1 else self._pair_shared[end - 2])
+    def shared(self, first: int, end: int, offloaded: bool = False) -> int:
+        """The part of the range's outputs that its graph keeps too, or at least so much of it.
 
-    def passed(self, first: int, end: int) -> int:
-        """Bytes of the tensors that cross cut `first` and, untouched, cut `end`; 0 where the profile has no tensors."""
-        return self._once(("P", first, end), lambda: sum(size for size, _, _ in self._across(first, end)))
-
-    def read_with_gradient(self, first: int, end: int) -> int:
-        """Bytes of the inputs that the range's graph keeps for their gradients, as far as the profile knows."""
-        return sum(
-            one.bytes
-            for one in self._profile.tensors
-            if one.gradient
-            and (one.writer is None or one.writer < first)
-            and any(first <= reader < end for reader in one.readers)
-        )
+        offloaded: what the graph only begins with is not kept.
+        """
+        found = int(self._shared[first] if end == first + 1 else self._pair_shared[end - 2])
+        if offloaded:
+            part = max(first, end - 2), end
+            begun = max(0, self.saved(*part) - self.moved(*part) - self.staying(*part))
+            found = max(0, found - min(begun, self.read_and_passed(*part)))
+        # a row's stage hands on what it has read as well
+        return found if self._alone is None else max(0, found - self._alone.gone(max(first, end - 2), end))
 
     def resident(self, layers: Collection[int]) -> int:
         """What a rank of these layers always holds: parameters, moments, buffers (and gradients, see `gradients`)."""
@@ -293,7 +337,7 @@ class RangeBytes:
         """The most between the last backward and the end of the step, beside everything that is resident."""
         return max((int(self._update[layer]) for layer in layers), default=0)
 
-    def _once(self, key: tuple[object, ...], make: Callable[[], int]) -> int:
+    def _once(self, key: tuple[object, ...], make: Callable[[], Known]) -> Known:
         if key not in self._known:
             self._known[key] = make()
         return self._known[key]
@@ -313,26 +357,9 @@ class RangeBytes:
         Layers share a graph where each tensor with a gradient is read by the next layer alone (`engine/stage`).
         """
         found = np.zeros(end - first, dtype=np.int64)
-        for layer, until in self._graph_ends(first, end):
+        for layer, until in self.graph_ends(first, end):
             found[layer - first] = max(0, self.gradient[until] - self.gradient[layer + 1])
         return found
-
-    def _graph_ends(self, first: int, end: int) -> Iterator[tuple[int, int]]:
-        """Each layer of the range, the last first, and the end of the graph that holds it."""
-        until = end
-        for layer in range(end - 1, first - 1, -1):
-            until = until if self._joined[layer + 1] else layer + 1
-            yield layer, until
-
-    @cached_property
-    def _joined(self) -> list[bool]:
-        """cut -> whether one graph may hold the layers on both sides of it; no cut where the tensors are not known."""
-        joined = [bool(self._profile.tensors)] * (self.num_layers + 1)
-        for one in self._profile.tensors:
-            if one.gradient:
-                for cut in range((one.writer or 0) + 1, one.readers[-1] + 1):
-                    joined[cut] &= one.writer == cut - 1 and one.readers == (cut,)
-        return joined
 
     def _part(self, rows: Sequence[Observation], name: str) -> Bytes:
         if not self.told:
@@ -354,33 +381,16 @@ class RangeBytes:
             kept = [one_in_flight(row, self._profile) for row in rows]
             return np.array([row.peak_bytes - (row.static_bytes or 0) for row in kept], dtype=np.int64)
         if "backward" in name:
-            return self._part(rows, name) + self._with_seeds(rows)
+            work = self._part(rows, name)
+            if self._alone is not None:
+                work = np.maximum(work, self._alone.added[[row.layers[1] - 1 for row in rows]])
+            return work + self._with_seeds(rows)
         return self._part(rows, name) + np.array(self.crossing)[[row.layers[0] for row in rows]]
 
     def _with_seeds(self, rows: Sequence[Observation]) -> Bytes:
         """The graphs and the gradients of their outputs."""
         end = np.array([row.layers[1] for row in rows], dtype=np.int64)
         return self._graph(rows) + np.where(end == self.num_layers, 0, np.array(self.gradient)[end])
-
-    def _cuts(self, single: Sequence[Observation]) -> tuple[list[int], list[int]]:
-        cuts = range(self.num_layers + 1)
-        if self._profile.tensors:
-            across = [self._across(cut, cut) for cut in cuts]
-            sizes = [sum(size for size, _, _ in some) for some in across]
-            return sizes, [sum(size for size, gradient, _ in some if gradient) for some in across]
-        sizes = [single[0].boundary_in_bytes or 0, *(row.boundary_out_bytes or 0 for row in single)]
-        return sizes, [0, *sizes[1:]]
-
-    def _across(self, first: int, end: int) -> list[tuple[int, bool, str]]:
-        """(bytes, gradient, name) of the tensors that cross both cuts."""
-        return [one for one, writer, last in self._lives if writer < first and last >= end]
-
-    @cached_property
-    def _lives(self) -> list[tuple[tuple[int, bool, str], int, int]]:
-        return [
-            ((one.bytes, one.gradient, one.name), -1 if one.writer is None else one.writer, one.readers[-1])
-            for one in self._profile.tensors
-        ]
 
 
 def _likely_gradients(profile: Profile, single: Sequence[Observation]) -> Bytes:

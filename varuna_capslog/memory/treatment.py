@@ -101,15 +101,14 @@ class _Segment:
 
 def treated(
     ranges: RangeBytes,
-    first: int,
-    end: int,
+    pieces: Sequence[tuple[int, int]],
     intervals: Sequence[MemoryInterval],
     recomputed: bool = False,
     later: bool = False,
     whole: bool = False,
     split: bool = False,
 ) -> Treatment:
-    """A call of a stage with these intervals.
+    """A call of a stage of these ranges of layers with these intervals.
 
     recomputed: the list has an R for the call, which runs the last recompute interval again; else B does.
     later: it has an O for the call, until which all stays; else each segment leaves when F has run it.
@@ -118,10 +117,11 @@ def treated(
 
     Raises CapslogError where the profile does not tell the halves of a split one.
     """
+    first, end = pieces[0][0], pieces[-1][1]
     if end < ranges.num_layers and not ranges.carries[end]:  # frozen layers: F keeps nothing, R and B do nothing
         halves = TreatedHalves() if split else None
-        return Treatment(max(0, ranges.bare(first, end) - ranges.crossing[first]), halves=halves)
-    segments = _segments(ranges, first, end, intervals, whole)
+        return Treatment(max(0, max(ranges.bare(*piece) for piece in pieces) - ranges.crossing[first]), halves=halves)
+    segments = _segments(ranges, pieces, intervals, whole)
     after = sum(one.waits for one in segments)
     held = sum(one.leaving for one in segments) if later else after
     returned = [max(0, one.taken - later * one.once(one.beside_taken)) for one in segments]
@@ -129,8 +129,8 @@ def treated(
     works, start, last = _forward(ranges, segments, later), segments[0], segments[-1]
     shared = 0
     if end < ranges.num_layers and not last.part.offloads:
-        behind = ranges.passed if last.part.recomputes else ranges.shared
-        shared = behind(last.part.first, end)
+        part = last.part
+        shared = ranges.inputs_kept(part.first, end, end) if part.recomputes else ranges.shared(part.first, end)
     # every tensor that enters a recomputed first segment is kept as it is; what was away is another tensor when back
     own = _graph_input(ranges, first, start.part.end) if start.kept and not start.part.offloads else 0
     input_kept = start.stays if start.part.recomputes else own
@@ -159,20 +159,21 @@ def treated(
 
 
 def _segments(
-    ranges: RangeBytes, first: int, end: int, intervals: Sequence[MemoryInterval], whole: bool
+    ranges: RangeBytes, pieces: Sequence[tuple[int, int]], intervals: Sequence[MemoryInterval], whole: bool
 ) -> list[_Segment]:
     found: list[_Segment] = []
-    for part in pieces_of(first, end, intervals):
+    for part in _parts(pieces, intervals):
         part = MemoryInterval(part.first, part.end, KEEP) if whole else part
         inputs, graph = ranges.crossing[part.first], ranges.saved(part.first, part.end)
         if part.end < ranges.num_layers and not ranges.carries[part.end]:
             found.append(_Segment(part, False, inputs, 0, 0, 0, 0))
             continue
-        one = _Segment(part, True, inputs, inputs, graph, inputs, 0)
+        kept = ranges.inputs_kept(part.first, part.end)
+        one = _Segment(part, True, inputs, kept, graph, kept, 0)
         if not part.recomputes:
             one.entered, one.stays = _graph_input(ranges, part.first, part.end), graph
         if part.offloads:
-            one.stays, one.taken = 0, inputs
+            one.stays, one.taken = 0, kept
             if not part.recomputes:
                 one.stays, one.taken = ranges.staying(part.first, part.end), ranges.moved(part.first, part.end)
                 one.entered = max(0, one.entered - ranges.only_entered(part.first))
@@ -182,13 +183,20 @@ def _segments(
     return found
 
 
+def _parts(pieces: Sequence[tuple[int, int]], intervals: Sequence[MemoryInterval]) -> Iterator[MemoryInterval]:
+    """The segments of all ranges, in order."""
+    for first, end in pieces:
+        yield from pieces_of(first, end, [one for one in intervals if first <= one.first and one.end <= end])
+
+
 def _beside(ranges: RangeBytes, before: Sequence[_Segment], cut: int, counts: Callable[[MemoryInterval], bool]) -> int:
     """The part of what crosses a cut that some of the segments before it hold: their outputs, or inputs that pass."""
     found, before = 0, [one for one in before if one.kept]
     if before and counts(before[-1].part) and not before[-1].part.recomputes:
-        found = ranges.shared(before[-1].part.first, before[-1].part.end)
-    inputs = [one.part.first for one in before if one.part.recomputes and counts(one.part)]
-    return max(found, ranges.passed(inputs[-1], cut)) if inputs else found
+        part = before[-1].part
+        found = ranges.shared(part.first, part.end, part.offloads)
+    parts = [one.part for one in before if one.part.recomputes and counts(one.part)]
+    return max([found, *(ranges.inputs_kept(part.first, part.end, cut) for part in parts)])
 
 
 def _forward(ranges: RangeBytes, segments: Sequence[_Segment], later: bool) -> list[int]:
@@ -225,8 +233,10 @@ def _backward(
     most = made = 0
     for number, one in _from_the_last(segments):
         first, end = one.part.first, one.part.end
-        work = _at_work(ranges, one, number, call, ranges.backward(first, end, makes_gradients))
-        most = max(most, sum(call[0][:number]) + made + work)
+        beside, more = _graph(ranges, one, number, call)
+        work = ranges.backward(first, end, makes_gradients).most(beside) + more
+        again = _again(ranges, one, number, call)
+        most = max(most, sum(call[0][:number]) + made + max(work, again))
         made += ranges.made(first, end) if makes_gradients else 0
     return most
 
@@ -240,7 +250,8 @@ def _halves(ranges: RangeBytes, segments: Sequence[_Segment], call: tuple[Sequen
     inputs, weights, made = 0, [0, 0], 0
     for number, one in _from_the_last(segments):
         first, end = one.part.first, one.part.end
-        work = _at_work(ranges, one, number, call, ranges.input_half(first, end))
+        beside, more = _graph(ranges, one, number, call)
+        work = max(ranges.input_half(first, end).most(beside) + more, _again(ranges, one, number, call))
         inputs = max(inputs, sum(call[0][:number]) + work + sum(held[number + 1 :]))
         for makes in (False, True):
             most = sum(held[:number]) + made * makes + ranges.weight_half(first, end, makes)
@@ -257,21 +268,21 @@ def _from_the_last(segments: Sequence[_Segment]) -> Iterator[tuple[int, _Segment
         yield number, segments[number]
 
 
-def _at_work(
-    ranges: RangeBytes, one: _Segment, number: int, call: tuple[Sequence[int], int, bool], backward: int
-) -> int:
-    """The most while B or I is at a segment, of it alone.
+def _graph(ranges: RangeBytes, one: _Segment, number: int, call: tuple[Sequence[int], int, bool]) -> tuple[int, int]:
+    """Of a segment's graph when its backward begins: bytes that count elsewhere, and those that there are besides."""
+    graph = _rebuilt(ranges, one, call[2]) if one.part.recomputes else call[0][number]
+    return max(0, one.graph - graph), max(0, graph - one.graph)
 
-    backward: of its whole graph.
-    """
-    sizes, ready, later = call
-    graph = _rebuilt(ranges, one, later) if one.part.recomputes else sizes[number]
-    work = backward - one.graph + graph
-    if one.part.recomputes and number != ready:
-        first, end = one.part.first, one.part.end
-        gradient = 0 if end == ranges.num_layers else ranges.gradient[end]
-        work = max(work, ranges.forward(first, end) + gradient - _returned(one, later))
-    return work
+
+def _again(ranges: RangeBytes, one: _Segment, number: int, call: tuple[Sequence[int], int, bool]) -> int:
+    """The most while B or I runs a segment again, of it alone; 0 where it need not."""
+    _, ready, later = call
+    if not one.part.recomputes or number == ready:
+        return 0
+    first, end = one.part.first, one.part.end
+    gradient = 0 if end == ranges.num_layers else ranges.gradient[end]
+    missing = one.inputs - one.entered  # what only others read was there in F alone
+    return ranges.forward(first, end) - missing + gradient - _returned(one, later)
 
 
 def _graph_input(ranges: RangeBytes, first: int, end: int) -> int:

@@ -30,8 +30,8 @@ def fold_plan(profile: Profile, plan: Plan, run: RunShape) -> list[RankFold]:
         run: what the plan leaves to the config: in the short form the microbatches and blocks of the pipeline, and for
             stages whose memory is null, whether they recompute.
 
-    Raises CapslogError for what schedules do not describe (splits, grains), direct routes, units that are not known,
-    and what the profile lacks.
+    Raises CapslogError for what schedules do not describe (splits, grains), units that are not known, and what the
+    profile lacks.
     """
     if profile.num_layers != plan.num_layers:
         raise CapslogError(
@@ -44,15 +44,10 @@ def fold_plan(profile: Profile, plan: Plan, run: RunShape) -> list[RankFold]:
                 f"stages[{number}].grain is {stage.grain}, and the rows of a profile are of one microbatch; a "
                 "rehearsal with a capacity says what such a stage holds"
             )
-    if plan.routes == "direct":
-        raise CapslogError(
-            "the bytes of ranks are not computed yet where tensors go straight to the stages that read them (routes "
-            "'direct'); a rehearsal with a capacity says them"
-        )
     units = Units(plan.units.per_step or run.num_microbatches, None, plan.units.blocks or run.num_blocks)
     name = plan.schedule or run.schedule
     shape = dataclasses.replace(run, schedule=name, num_microbatches=units.per_step, num_blocks=units.blocks or 1)
-    return fold(profile, plan.stages, units, _actions(plan, units, shape), shape)
+    return fold(profile, plan.stages, units, _actions(profile, plan, units, shape), shape, plan.routes)
 
 
 def judged(
@@ -162,8 +157,8 @@ def with_rank_bytes(
     return dataclasses.replace(found, fits=False, shortfall=verdict.shortfall(None), notes=(*plan.notes, note))
 
 
-def _actions(plan: Plan, units: Units, run: RunShape) -> Schedule:
+def _actions(profile: Profile, plan: Plan, units: Units, run: RunShape) -> Schedule:
     """Each rank's list: the plan's own, or that of its schedule."""
     if plan.actions is not None:
         return from_strings(plan.actions)
-    return scheduled(run.schedule, plan.stages, stage_graph(plan.stages, units), run)
+    return scheduled(run.schedule, plan.stages, stage_graph(plan.stages, units, plan.routes, profile.known_edges), run)

@@ -138,8 +138,11 @@ class StageGraph:
     @cached_property
     def edges(self) -> list[Edge]:
         """(stage, stage that takes what it makes) of every pair between which microbatches travel, each once."""
-        rows = [self._after(route) for route in dict.fromkeys(self.routes)]
-        return list(dict.fromkeys((one, other) for after in rows for one, others in after.items() for other in others))
+        return list(dict.fromkeys(edge for route in dict.fromkeys(self.routes) for edge in self.edges_of(route)))
+
+    def edges_of(self, route: tuple[int, ...]) -> list[Edge]:
+        """Those of one route."""
+        return [(one, other) for one, others in self._after(route).items() for other in others]
 
     def lines(self) -> list[tuple[int, ...]]:
         """Every way from a stage that takes nothing of another one to a stage that hands nothing on, each once."""
@@ -168,7 +171,7 @@ class StageGraph:
             for row, grain in zip(self.microbatches, self.grains, strict=True)
         ]
         found: list[list[set[tuple[int, int]]]] = [[set() for _ in calls] for calls in self.calls]
-        edges = {route: [(a, b) for a, row in self._after(route).items() for b in row] for route in set(self.routes)}
+        edges = {route: self.edges_of(route) for route in set(self.routes)}
         for microbatch, route in enumerate(self.routes):
             for edge in edges[route]:
                 here, there = reversed(edge) if backwards else edge

@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from varuna_capslog.schedules.actions import Action
+from varuna_capslog.schedules.stage_graph import StageGraph
 
-__all__ = ["POSTED_AHEAD", "POSTED_AHEAD_BYTES", "Messages", "RankActions", "StepActions", "messages_of"]
+__all__ = ["POSTED_AHEAD", "POSTED_AHEAD_BYTES", "Messages", "RankActions", "StageLink", "StepActions", "messages_of"]
 
 Numbers = NDArray[np.int64]
 
@@ -55,74 +56,81 @@ class RankActions:
 
 
 @dataclass(frozen=True)
+class StageLink:
+    """The messages between two stages, one per call of the stage that takes fewer microbatches at once.
+
+    above, below: the stages; the second takes what the first makes.
+    above_calls, below_calls: message -> the call of each.
+    """
+
+    above: int
+    below: int
+    above_calls: Numbers
+    below_calls: Numbers
+
+
+@dataclass(frozen=True)
 class StepActions:
     """The actions of a step and the way of every microbatch through its stages.
 
-    rows: by rank. ranks: stage -> rank. paths: block -> its stages in order. of_block: microbatches of a block.
+    rows: by rank.
     """
 
     rows: Sequence[RankActions]
-    ranks: Sequence[int]
-    paths: Sequence[Sequence[int]]
-    of_block: int
-
-    @cached_property
-    def microbatches(self) -> list[Numbers]:
-        """stage -> the microbatches of its calls, rising."""
-        blocks: list[list[int]] = [[] for _ in self.ranks]
-        for block, path in enumerate(self.paths):
-            for stage in path:
-                blocks[stage].append(block)
-        within = np.arange(self.of_block)
-        return [(np.array(own, dtype=np.int64)[:, None] * self.of_block + within).ravel() for own in blocks]
+    graph: StageGraph
 
     def at(self, kind: str, stage: int) -> Numbers:
         """call -> position of its action of this kind in the list of the stage's rank; -1 where there is none."""
-        row = self.rows[self.ranks[stage]]
+        row = self.rows[self.graph.ranks[stage]]
         positions = row.where(kind, stage)
-        found = np.full(len(self.microbatches[stage]), -1, dtype=np.int64)
+        found = np.full(len(self.graph.microbatches[stage]) // self.graph.grains[stage], -1, dtype=np.int64)
         found[row.calls[positions]] = positions
         return found
 
     @cached_property
     def forwards(self) -> list[Numbers]:
         """stage -> the positions of F."""
-        return [self.at("F", stage) for stage in range(len(self.ranks))]
+        return [self.at("F", stage) for stage in range(len(self.graph.ranks))]
 
     @cached_property
     def backwards(self) -> list[Numbers]:
         """stage -> the positions of B, or of I where the backward is split."""
-        return [np.maximum(self.at("B", stage), self.at("I", stage)) for stage in range(len(self.ranks))]
+        return [np.maximum(self.at("B", stage), self.at("I", stage)) for stage in range(len(self.graph.ranks))]
 
     @cached_property
     def weights(self) -> list[Numbers]:
         """stage -> the positions of W; -1 where the backward is whole."""
-        return [self.at("W", stage) for stage in range(len(self.ranks))]
+        return [self.at("W", stage) for stage in range(len(self.graph.ranks))]
 
-    def neighbours(self, stage: int, step: int) -> tuple[Numbers, Numbers]:
-        """The stages behind (`step` 1) or before (-1) each call and the number of their call; -1 where there is
-        none.
-        """
-        microbatches = self.microbatches[stage]
-        stages = np.full(len(microbatches), -1, dtype=np.int64)
-        calls = np.full(len(microbatches), -1, dtype=np.int64)
-        for block, path in enumerate(self.paths):
-            if stage in path and 0 <= (place := list(path).index(stage) + step) < len(path):
-                stages[microbatches // self.of_block == block] = path[place]
-        for other in np.unique(stages[stages >= 0]):
-            there = stages == other
-            calls[there] = np.searchsorted(self.microbatches[other], microbatches[there])
-        return stages, calls
+    @cached_property
+    def links(self) -> list[StageLink]:
+        """One per edge of the graph, in its order."""
+        graph = self.graph
+        numbers = {route: number for number, route in enumerate(dict.fromkeys(graph.routes))}
+        taken = np.array([numbers[route] for route in graph.routes], dtype=np.int64)
+        microbatches = [np.array(row, dtype=np.int64) for row in graph.microbatches]
+        found = []
+        for one, other in graph.edges:
+            ways = [number for route, number in numbers.items() if (one, other) in graph.edges_of(route)]
+            ends, step = (one, other), min(graph.grains[one], graph.grains[other])
+            common = np.flatnonzero(np.isin(taken, ways))[::step]
+            calls = (np.searchsorted(microbatches[stage], common) // graph.grains[stage] for stage in ends)
+            found.append(StageLink(one, other, *calls))
+        return found
+
+    def is_local(self, link: StageLink) -> bool:
+        """Whether both stages are on one rank, so that no message travels."""
+        return self.graph.ranks[link.above] == self.graph.ranks[link.below]
 
 
 @dataclass(frozen=True)
 class Messages:
-    """The life of every message, by stage and call; positions are those of the lists of actions.
+    """The life of every message, by link and message; positions are those of the lists of actions.
 
-    begins[kind][stage]: on the rank that receives: the position from which the buffer of the call's input ("F") or of
-        the gradient of its output ("B") counts; -1 where it comes from a stage of the same rank, or from none.
-    ends[kind][stage]: on the rank that sends: the position at which the call's output ("F") or the gradient of its
-        input ("B") is let go; the length of the list where nothing confirms it before the end; -1 as above.
+    begins[kind][link]: on the rank that receives: the position from which the buffer of an activation ("F") or of a
+        gradient ("B") counts; -1 where none travels.
+    ends[kind][link]: on the rank that sends: the position at which it is let go; the length of the list where nothing
+        confirms it before the end; -1 as above.
     """
 
     begins: dict[str, list[Numbers]]
@@ -133,53 +141,55 @@ def messages_of(step: StepActions, sizes: Mapping[str, Sequence[int]], ahead: bo
     """The life of the messages of a step.
 
     Args:
-        sizes: "F" and "B" -> stage -> bytes of the activation, and of the gradient, across the cut before it; a
-            gradient of -1 bytes is not sent.
+        sizes: "F" and "B" -> link -> bytes of an activation, and of a gradient; one of -1 bytes is not sent.
         ahead: whether receives are posted ahead in the memory that is counted (else they count from the action that
             needs them).
     """
-    count = len(step.ranks)
-    empty = {kind: [np.full(len(row), -1, dtype=np.int64) for row in step.microbatches] for kind in "FB"}
+    empty = {kind: [np.full(len(link.above_calls), -1, dtype=np.int64) for link in step.links] for kind in "FB"}
     found = Messages(empty, {kind: [row.copy() for row in rows] for kind, rows in empty.items()})
-    # one column per message: source rank, its position, target rank, position of need, kind, sender, call, receiver,
-    # call, bytes
-    columns = [np.zeros((10, 0), dtype=np.int64)]
-    ranks = np.array(step.ranks, dtype=np.int64)
-    for stage in range(count):
-        for kind, direction, positions in (("F", 1, step.forwards), ("B", -1, step.backwards)):
-            others, calls = step.neighbours(stage, direction)
-            here = np.flatnonzero((others >= 0) & (ranks[others] != ranks[stage]))
-            for other in np.unique(others[here]):
-                size = sizes[kind][int(other) if kind == "F" else stage]
-                if size < 0:
-                    continue
-                own = here[others[here] == other]
-                needed, same = positions[other][calls[own]], np.ones(len(own), dtype=np.int64)
-                row = [same * ranks[stage], positions[stage][own], same * ranks[other], needed, same * ord(kind)]
-                columns.append(np.array([*row, same * stage, own, same * other, calls[own], same * size]))
+    # the order of the messages that one action sends, and of those that it needs: by stage and call of the other side
+    ranks, most = step.graph.ranks, 1 + max(map(len, step.forwards))
+    later = most * len(ranks)
+    # one column per message: source rank, target rank, its position and place there, those of its need, kind, link,
+    # number, bytes
+    columns = [np.zeros((8, 0), dtype=np.int64)]
+    for number, link in enumerate(step.links):
+        ends = (link.above, link.above_calls), (link.below, link.below_calls)
+        for kind, positions in (("F", step.forwards), ("B", step.backwards)):
+            if step.is_local(link) or sizes[kind][number] < 0:
+                continue
+            (source, sent), (target, needed) = ends if kind == "F" else ends[::-1]
+            same = np.ones(len(sent), dtype=np.int64)
+            made = positions[source][sent] * later + target * most + needed
+            taken = positions[target][needed] * later + source * most + sent
+            row = [same * ranks[source], same * ranks[target], made, taken, same * ord(kind), same * number]
+            columns.append(np.array([*row, np.arange(len(sent)), same * sizes[kind][number]]))
     table = np.concatenate(columns, axis=1)
-    table = table[:, np.lexsort((table[1], table[2], table[0]))]
-    received, released = _channels(table, [len(row) for row in step.rows])
-    begun = _posted(table, received, len(step.rows)) if ahead else received
+    table = table[:, np.lexsort((table[2], table[1], table[0]))]
+    received, released = _channels(table, [len(row) for row in step.rows], later)
+    begun = _posted(table, received, later, len(step.rows)) if ahead else received // later
     for kind in "FB":
-        for stage in range(count):
-            into = (table[4] == ord(kind)) & (table[7] == stage)
-            found.begins[kind][stage][table[8][into]] = begun[into]
-            out = (table[4] == ord(kind)) & (table[5] == stage)
-            found.ends[kind][stage][table[6][out]] = released[out]
+        for number in range(len(step.links)):
+            own = (table[4] == ord(kind)) & (table[5] == number)
+            found.begins[kind][number][table[6][own]] = begun[own]
+            found.ends[kind][number][table[6][own]] = released[own]
     return found
 
 
-def _channels(table: Numbers, lengths: Sequence[int]) -> tuple[Numbers, Numbers]:
-    """For every message the position at which it is received, and that at which its sender lets it go."""
+def _channels(table: Numbers, lengths: Sequence[int], later: int) -> tuple[Numbers, Numbers]:
+    """For every message the position and place at which it is received, and the position at which its sender lets it
+    go.
+
+    later: places per position.
+    """
     received = np.zeros(table.shape[1], dtype=np.int64)
     channels: dict[tuple[int, int], slice] = {}
-    keys = table[0] * len(lengths) + table[2]
+    keys = table[0] * len(lengths) + table[1]
     borders = np.flatnonzero(np.diff(keys)) + 1
     for first, end in zip([0, *borders], [*borders, len(keys)], strict=True):
         if end > first:
             part = slice(int(first), int(end))
-            channels[int(table[0, first]), int(table[2, first])] = part
+            channels[int(table[0, first]), int(table[1, first])] = part
             # a receiver takes the messages of a peer in the order in which they are sent
             received[part] = np.minimum.accumulate(table[3, part][::-1])[::-1]
     released = np.zeros_like(received)
@@ -189,25 +199,25 @@ def _channels(table: Numbers, lengths: Sequence[int]) -> tuple[Numbers, Numbers]
         if back is None:
             continue
         # how many of these the peer had received before it sent each of its own
-        known = np.searchsorted(received[part], table[1, back], side="right")
+        known = np.searchsorted(received[part] // later, table[2, back] // later, side="right")
         proof = np.searchsorted(known, np.arange(part.stop - part.start), side="right")
         proven = proof < back.stop - back.start
-        released[part][proven] = received[back][proof[proven]]
+        released[part][proven] = received[back][proof[proven]] // later
     return received, released
 
 
-def _posted(table: Numbers, received: Numbers, num_ranks: int) -> Numbers:
+def _posted(table: Numbers, received: Numbers, later: int, num_ranks: int) -> Numbers:
     """For every message the position at which its receive is posted: 0 for those posted before the first action."""
     begun = np.zeros_like(received)
     for rank in range(num_ranks):
-        own = np.flatnonzero(table[2] == rank)
+        own = np.flatnonzero(table[1] == rank)
         own = own[np.argsort(received[own], kind="stable")]
-        total = np.append(0, np.cumsum(table[9, own]))
+        total = np.append(0, np.cumsum(table[7, own]))
         done = np.arange(len(own) + 1)
         # having received `done` messages, so many are posted in all
         small = np.searchsorted(total, total[done] + POSTED_AHEAD_BYTES, side="right") - 1
         posted = np.maximum.accumulate(np.minimum(np.maximum(small, done + POSTED_AHEAD), len(own)))
         after = np.searchsorted(posted, np.arange(len(own)), side="right")
-        at = np.append(0, received[own])
+        at = np.append(0, received[own] // later)
         begun[own] = at[after]
     return begun
