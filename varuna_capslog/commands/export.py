@@ -65,7 +65,9 @@ def export(given: ExportFlags) -> None:
     from varuna_capslog.schedules import RunShape
 
     fields.refuse_unknown([given.to], list(TARGETS), "form")
-    config = _config(given)
+    own = shared.run_config(given.plan) if given.plan.is_dir() else None
+    model = _model(given)
+    config = own or model
     run = RunShape(recompute=False) if config is None else RunShape.of_config(config)
     path = given.profile
     if given.plan.is_dir():
@@ -83,7 +85,7 @@ def export(given: ExportFlags) -> None:
     run = dataclasses.replace(run, **{name: value for name, value in changes.items() if value is not None})
     profile = None if path is None else read_profile(path)
     edges = None if profile is None or plan.routes == "relay" else profile.known_edges
-    names = _names(TARGETS[given.to].needs, profile, config)
+    names = _names(TARGETS[given.to].needs, profile, model, own)
     text = TARGETS[given.to].write(Request(plan, run, edges, names, given.block_names))
     if given.output is None:
         typer.echo(text, nl=False)
@@ -94,26 +96,30 @@ def export(given: ExportFlags) -> None:
         typer.echo(f"note: {note}", err=True)
 
 
-def _config(given: ExportFlags) -> Config | None:
-    """The config of the model: that of --model or --config, or else that of the run whose folder is given."""
+def _model(given: ExportFlags) -> Config | None:
+    """The config of the model that --model or --config gives."""
     if given.model is not None and given.config is not None:
         raise CapslogError("both --config and --model are given; name the model in one way")
     if given.model is None and (given.inputs or given.cut_points):
         raise CapslogError("--input and --cut-points describe the model of --model; in a config set keys under model")
     if given.model is not None:
         return shared.config_of_model(given.model, given.inputs, given.cut_points)
-    if given.config is not None:
-        return shared.load(given.config, None)
-    return shared.run_config(given.plan) if given.plan.is_dir() else None
+    return None if given.config is None else shared.load(given.config, None)
 
 
-def _names(needs: str, profile: Profile | None, config: Config | None) -> ModelNames | None:
-    """What the layers are called: by the profile, or by the model itself, which is built for that."""
+def _names(needs: str, profile: Profile | None, model: Config | None, own: Config | None) -> ModelNames | None:
+    """What the layers are called: by the model that is given, by the profile, or by the run's own model.
+
+    A profile knows no modules. Models are built for their names.
+    """
     from varuna_capslog.planning.export import names_in
 
-    if profile is not None and (needs != "modules" or config is None):
+    if profile is not None and (not needs or (needs == "layers" and model is None)):
         return names_in(profile)
-    if config is None or not needs:
+    config = model or own
+    if config is None:
+        return None if profile is None else names_in(profile)
+    if not needs:
         return None
     from varuna_capslog.model.names import names_of
     from varuna_capslog.model.workload import load_workload  # imports torch, which the other forms do without

@@ -67,6 +67,8 @@ def test_modules_whose_own_code_needs_one_device_are_not_split() -> None:
     with pytest.raises(CapslogError, match=r"the tensor 'token' belongs to the model itself"):
         device_map(plan_of(0, 1, layers=2), root)
     assert json.loads(device_map(plan_of(0, layers=2), root)) == {"": 0}
+    frozen = named("h.0", "h.1", held=(held("h.0.weight"), LayerModules(("norm",), (), ("norm.mean",))))
+    assert json.loads(device_map(plan_of(0, 1, layers=2), frozen)) == {"h.0": 0, "norm": 1}
     lists = named("f.0.0", "f.0.1", held=(held("f.0.0.weight"), held("f.0.1.weight")))
     assert json.loads(device_map(plan_of(0, 1, layers=2), lists)) == {"f.0.0": 0, "f.0.1": 1}
     with pytest.raises(CapslogError, match="a device map speaks of the model's modules"):

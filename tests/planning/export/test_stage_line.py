@@ -56,6 +56,11 @@ def test_stages_ranks_and_replicas_are_found() -> None:
             "2 ways through its stages that are not equal",
         ),
         (
+            (two()[0], *two(blocks=(0, 1))[1:], PlanStage(((2, 6),), (2,), (2, 3))),
+            {},
+            "2 ways through its stages that are not equal pipelines on ranks of their own",
+        ),
+        (
             (
                 *(replace(one, blocks=(0, 1)) for one in two()),
                 PlanStage(((0, 3),), (2,), (2, 3)),

@@ -39,6 +39,8 @@ def test_notes_name_what_is_left_out() -> None:
     limited = Plan(6, (replace(one, in_flight=1), other), Units(4, 1, 1), "1f1b")
     assert "limit of 1 call in flight on stage 0 is not a part" in notes("automodel", limited, KEEPS)[1]
     assert "export it with --to torch-csv" in notes("automodel", limited, KEEPS)[1]
+    recomputing = notes("automodel", limited, replace(KEEPS, recompute=True))[1]
+    assert "NeMo AutoModel works in an order of its own" in recomputing  # which torch's lists do not say
     listed = Plan(6, (one, other), Units(1, 1, 1), actions=(("0F0", "0B0"), ("1F0", "1B0")))
     assert "the plan's list of actions is not a part of the text" in notes("deepspeed", listed, KEEPS)[0]
 

@@ -123,7 +123,7 @@ def notes(target: str, plan: Plan, run: RunShape) -> list[str]:
     form = TARGETS[target]
     if not form.order:
         return []
-    line = stage_line(plan, form.system, intervals=True)
+    line, recomputes = stage_line(plan, form.system, intervals=True), run_of(plan, run).recomputes
     found = []
     if form.settings:
         found.append(f"{form.system} also needs {form.settings.format(ranks=len(line.ranks))}")
@@ -143,11 +143,11 @@ def notes(target: str, plan: Plan, run: RunShape) -> list[str]:
     if order := _own_order(plan, line.stages_per_rank):
         rest = (
             "export it with --to torch-csv, or the predicted bytes do not hold"
-            if form.order == "csv"
+            if form.order == "csv" and not recomputes
             else f"{form.system} works in an order of its own, for which the predicted bytes do not hold"
         )
         found.append(f"the plan's {order} is not a part of the text: {rest}")
-    if target != "deepspeed" and run_of(plan, run).recomputes and any(stage.memory is None for stage in plan.stages):
+    if target != "deepspeed" and recomputes and any(stage.memory is None for stage in plan.stages):
         found.append(
             "stages recompute by the config or the schedule, which is not a part of the text; set the recomputation of "
             f"{form.system} itself"
