@@ -46,6 +46,7 @@ class PlannedPipelineModule(PipelineModule):
         self._set_bounds(start=PARTS[stage], stop=PARTS[stage + 1])
 '''
 
+# DeepSpeed's default function, the reentrant one, gives no gradient to a first stage whose inputs are token numbers.
 _RECOMPUTING = """        options.setdefault("activation_checkpoint_interval", {interval})
         options.setdefault("activation_checkpoint_func", non_reentrant_checkpoint)
 """
