@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from tests.planning.export.models import made
 from varuna_capslog.model.chain import Chain, Layer
@@ -17,8 +18,28 @@ def test_layers_of_a_captured_model_name_what_they_hold() -> None:
     assert sorted(name for one in names.held for name in one.parameters) == sorted(dict(model.named_parameters()))
     assert "model.embed_tokens" in names.held[0].modules
     assert {path.rpartition(".")[0] for path in names.held[5].parameters} == {"model.norm", "lm_head"}
+    assert names.lists == {"model.layers"}  # the Sequential in a block is none
     assert names.copied == {"model.rotary_emb"}
     assert names.shared == ()
+
+
+class Constant(nn.Module):
+    """A tensor in its code, which the capture makes a buffer, and a parameter that two modules share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x) * torch.tensor([1.0, 2.0, 3.0]))
+
+
+def test_tensors_have_the_names_that_the_model_gives_them() -> None:
+    names = names_of(Chain.from_module(Constant(), ["second"], (torch.zeros(1, 3),)))
+    assert names.held is not None
+    assert [one.buffers for one in names.held] == [(), ()]
+    assert names.shared == (("first.weight", (0, 1)),)
 
 
 def test_layers_of_a_sequential_are_named_by_its_children() -> None:

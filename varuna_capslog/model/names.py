@@ -37,6 +37,7 @@ class ModelNames:
     layers: their own names, in order.
     shared: (name of a parameter, the numbers of the layers that use it) for each that several layers use.
     held: per layer its part of the model; None where only the names are known, as in a profile.
+    lists: the ModuleLists and ModuleDicts of the model; other modules with numbers as names are Sequentials.
     copied: modules without parameters whose results several layers read, such as rotary position embeddings. Systems
         that split a model by its modules give each stage one of its own.
     """
@@ -44,23 +45,30 @@ class ModelNames:
     layers: tuple[str, ...]
     shared: tuple[tuple[str, tuple[int, ...]], ...] = ()
     held: tuple[LayerModules, ...] | None = None
+    lists: frozenset[str] = frozenset()
     copied: frozenset[str] = frozenset()
 
 
 def names_of(chain: Chain) -> ModelNames:
     """The names of a chain's layers, and of the modules they hold where `Chain.from_module` made the chain."""
-    from varuna_capslog.model.capture import source_modules  # imports torch, which exporters do without
+    from varuna_capslog.model.capture import source_lists, source_modules  # imports torch, which exporters do without
 
-    shared = tuple((one.name, one.layers) for one in chain.shared)
+    layers = tuple(layer.name for layer in chain.layers)
     held = []
     for layer in chain.layers:
         modules = source_modules(layer)
         if modules is None:
-            return ModelNames(tuple(one.name for one in chain.layers), shared)
+            return ModelNames(layers, tuple((one.name, one.layers) for one in chain.shared))
         parameters = tuple(name for name, _ in layer.module.named_parameters(remove_duplicate=False))
-        buffers = tuple(name for name, _ in layer.module.named_buffers(remove_duplicate=False))
+        buffers = tuple(
+            name
+            for name, _ in layer.module.named_buffers(remove_duplicate=False)
+            if not name.startswith("constant_")  # of the model's code, made by the capture
+        )
         held.append(LayerModules(modules, parameters, buffers))
-    return ModelNames(tuple(one.name for one in chain.layers), shared, tuple(held), _copied(chain, held))
+    shared = tuple((one.uses[0][1], one.layers) for one in chain.shared)
+    lists = frozenset(path for layer in chain.layers for path in source_lists(layer))
+    return ModelNames(layers, shared, tuple(held), lists, _copied(chain, held))
 
 
 def _copied(chain: Chain, held: Sequence[LayerModules]) -> frozenset[str]:

@@ -81,6 +81,30 @@ class Positions(CausalLM):
         return self.lm_head(self.model(x) * self.scale)
 
 
+class Convolutions(nn.Module):
+    """Its blocks are Sequentials, of which torchtitan drops or keeps the whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = (nn.Sequential(*(nn.Linear(4, 4) for _ in range(2))) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.one(x))
+
+
+def test_torchtitan_keeps_sequentials_whole() -> None:
+    model, x = Convolutions(), torch.randn(1, 4)
+    chain = Chain.from_module(model, None, (x,))
+    assert [layer.name for layer in chain.layers] == ["one.0", "one.1", "two.0", "two.1"]
+    parts = json.loads(torchtitan(plan_of(0, 2, layers=4), names_of(chain)))
+    assert parts == [["one"], ["two"]]
+    assert [list(torchtitan_part(model, listed).state_dict()) for listed in parts] == [
+        [f"{name}.{n}.{kind}" for n in (0, 1) for kind in ("weight", "bias")] for name in ("one", "two")
+    ]
+    with pytest.raises(CapslogError, match=r"a cut lies inside 'two', but torchtitan"):
+        torchtitan(plan_of(0, 3, layers=4), names_of(chain))
+
+
 def test_what_they_keep_whole_is_not_cut() -> None:
     with pytest.raises(CapslogError, match=r"a cut lies inside 'transformer', but torchtitan splits only between"):
         torchtitan(plan_of(0, 3), names("gpt2"))
@@ -89,7 +113,7 @@ def test_what_they_keep_whole_is_not_cut() -> None:
     for model, found in (("gpt2", r"transformer\.h\.\*"), ("vit", r"vit\.layers\.\*")):
         with pytest.raises(CapslogError, match=rf"blocks are '{found}', but NeMo AutoModel splits Hugging"):
             automodel(plan_of(0, 3), names(model))
-    with pytest.raises(CapslogError, match=r"'transformer\.transformer\.wte\.weight' is used by stages \[0, 1\]"):
+    with pytest.raises(CapslogError, match=r"'transformer\.wte\.weight' is used by stages \[0, 1\]"):
         torchtitan(plan_of(0, 3), names("tied gpt2"))
     for write in (torchtitan, automodel):
         with pytest.raises(CapslogError, match=r"speaks of the model's modules.*--model PACKAGE\.MODULE:FUNCTION"):

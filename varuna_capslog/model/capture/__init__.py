@@ -23,7 +23,7 @@ from varuna_capslog.model.capture.runtime import SequentialSlice
 from varuna_capslog.model.capture.split import split_graph
 from varuna_capslog.model.layer import Layer
 
-__all__ = ["automatic_cut_points", "capture_layers", "source_modules"]
+__all__ = ["automatic_cut_points", "capture_layers", "source_lists", "source_modules"]
 
 
 def capture_layers(
@@ -146,6 +146,11 @@ def source_modules(layer: Layer) -> tuple[str, ...] | None:
     """
     found = getattr(layer.module, "meta", {}).get("source_modules")
     return None if found is None else tuple(found)
+
+
+def source_lists(layer: Layer) -> tuple[str, ...]:
+    """Qualified names of the model's ModuleLists and ModuleDicts that hold modules of a captured layer."""
+    return tuple(layer.module.meta["source_lists"])  # type: ignore[index]
 
 
 def _check_names(model: nn.Module, cut_points: Sequence[str]) -> None:

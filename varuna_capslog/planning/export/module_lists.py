@@ -48,6 +48,8 @@ def torchtitan(plan: Plan, names: ModelNames) -> str:
     decoder = any(path.startswith("model.layers.") for one in held for path in one.modules)
     renamed = _TORCHTITAN_NAMES if decoder else {}
 
+    lists = {renamed.get(path, path) for path in names.lists}
+
     def unit(path: str) -> str | None:
         if any(key.startswith(f"{path}.") for key in renamed):
             return None  # what a renamed container computes itself, such as a mask
@@ -55,7 +57,7 @@ def torchtitan(plan: Plan, names: ModelNames) -> str:
         while prefix and prefix not in renamed:
             prefix = prefix.rpartition(".")[0]
         pieces = (renamed[prefix] + path[len(prefix) :] if prefix else path).split(".")
-        return ".".join(pieces[: 2 if len(pieces) > 1 and pieces[1].isdigit() else 1])
+        return ".".join(pieces[: 2 if pieces[0] in lists else 1])
 
     advice = "torchtitan splits only between a model's own children and the items of its ModuleLists"
     return _text(_parts(held, line, names, unit, advice))
