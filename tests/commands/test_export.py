@@ -55,6 +55,8 @@ def test_a_run_has_its_names_and_its_settings(tmp_path: Path, capsys: pytest.Cap
     write_plan(tmp_path / "plan-0.json", plan_of(0, 2))
     assert run(tmp_path, "--to", "sglang") == 0  # no profile: the model is built
     assert capsys.readouterr().out == "SGLANG_PP_LAYER_PARTITION=1,3\n"
+    assert run(tmp_path, "--to", "sglang", *FACTORIES, "--block-names", "block.*") == 0  # the model that is given
+    assert capsys.readouterr().out == "SGLANG_PP_LAYER_PARTITION=1,3\n"
     write_names(tmp_path / "profile.json", *"abcdef")
     assert run(tmp_path, "--to", "deepspeed") == 0
     said = capsys.readouterr().out

@@ -45,7 +45,7 @@ class Decoder(nn.Module):
         x = x if self.embed_tokens is None else self.embed_tokens(x)
         rotary = self.rotary_emb(x)
         for layer in self.layers.children():
-            x = layer(x, rotary)
+            x = layer(x, rotary.abs())  # what the decoder does itself
         return x if self.norm is None else self.norm(x)
 
 

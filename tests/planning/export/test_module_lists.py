@@ -58,6 +58,7 @@ def test_automodels_parts_are_the_plans_stages(cuts: tuple[int, ...]) -> None:
 
 
 def test_a_hugging_face_decoder_gets_torchtitans_names() -> None:
+    assert automodel(plan_of(0, 2), names("decoder"), "layers.*") == automodel(plan_of(0, 2), names("decoder"))
     text = torchtitan(plan_of(0, 2, 4), names("decoder"))
     assert json.loads(text) == [
         ["tok_embeddings", "layers.0", "rotary_emb"],

@@ -29,6 +29,8 @@ def test_the_list_of_blocks_is_found_among_the_names(layers: tuple[str, ...], pa
 def test_names_that_do_not_tell_it_are_refused() -> None:
     with pytest.raises(CapslogError, match=r"name 2 lists of modules \(encoder\.\*, decoder\.\*\).*--block-names"):
         block_pattern(["stem", "encoder.0", "encoder.1", "decoder.0"])
+    with pytest.raises(CapslogError, match=r"name 2 lists of modules \(encoder\.h\.\*, decoder\.h\.\*\)"):
+        block_pattern(["encoder.h.0", "decoder.h.0"], "h.*")
     with pytest.raises(CapslogError, match=r"the names of the layers, a, b, name no list of modules"):
         block_pattern(["a", "b"])
     with pytest.raises(CapslogError, match=r"'h', must have one \*"):
@@ -49,6 +51,9 @@ def test_blocks_of_every_stage_are_counted() -> None:
     assert counts(layers, 0, 2, 6) == [0, 3, 0]
     assert counts(("enc.0", "enc.1", "dec.0", "dec.1"), 0, 3, pattern="dec.*") == [1, 1]
     assert counts(("a.h.0", "a.h.1", "out"), 0, 1, pattern="h.*") == [1, 1]
+    assert counts(("emb", "h.0", "out"), 0, 2, pattern="h.*") == [1, 0]
+    assert block_pattern(["enc.h.0", "dec.h.0"], "dec.h.*") == block_pattern(["x", "dec.h.0"], "h.*") == "dec.h.*"
+    assert block_pattern(["a.0.b.0", "a.1.b.0"], "*") == "a.*"
     for cuts in [(0,), (0, 3), (0, 1, 5), (0, 2, 3, 4)]:
         found = block_counts(names("vit"), stage_line(plan_of(*cuts), "X"), "X")
         assert found == [len(blocks) for blocks in stages_of_blocks(cuts)]
@@ -76,6 +81,13 @@ def test_borders_and_names_that_blocks_do_not_allow(layers: tuple[str, ...], cut
 
 
 def test_modules_tell_the_blocks_of_a_layer_that_holds_several() -> None:
+    skipping = named("h.0", "h.2", held=(LayerModules(("h.0",)), LayerModules(("h.2",))))
+    with pytest.raises(CapslogError, match=r"layer 'h\.2' holds the block 'h\.2' behind block 0 of that list"):
+        block_counts(skipping, stage_line(plan_of(0, layers=2), "X"), "X")
+    with pytest.raises(CapslogError, match=r"no layer holds a module of the form 'h\.\*'"):
+        block_counts(named("h.0", held=(LayerModules(("x",)),)), stage_line(plan_of(0, layers=1), "X"), "X")
+    inner = tuple(LayerModules((f"{n}.mlp.0", f"{n}.mlp.1")) for n in range(3))
+    assert block_counts(named("0", "1", "2", held=inner), stage_line(plan_of(0, 1, layers=3), "X"), "X") == [1, 2]
     held = tuple(LayerModules((f"h.{2 * n}.mlp", f"h.{2 * n + 1}.mlp")) for n in range(3))
     known = named("h.0", "h.2", "h.4", held=held)
     assert block_counts(known, stage_line(plan_of(0, 1, layers=3), "X"), "X") == [2, 4]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -43,6 +45,11 @@ def test_notes_name_what_is_left_out() -> None:
     assert "NeMo AutoModel works in an order of its own" in recomputing  # which torch's lists do not say
     listed = Plan(6, (one, other), Units(1, 1, 1), actions=(("0F0", "0B0"), ("1F0", "1B0")))
     assert "the plan's list of actions is not a part of the text" in notes("deepspeed", listed, KEEPS)[0]
+
+
+def test_exports_import_no_torch() -> None:
+    code = "import sys, varuna_capslog.planning.export; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_names_come_from_a_profile() -> None:

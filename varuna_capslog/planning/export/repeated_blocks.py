@@ -8,7 +8,7 @@ output projection, the loss).
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.model.names import ModelNames
@@ -51,7 +51,7 @@ def block_counts(names: ModelNames, line: StageLine, system: str, pattern: str |
 
 
 def block_pattern(layers: Sequence[str], given: str | None = None) -> str:
-    """The pattern of the repeated blocks' names: the one given, or that of the only list of modules among the names.
+    """The whole pattern of the repeated blocks' names: of those given, or of the only list of modules among the names.
 
     A list's items are the first whole numbers in names (`encoder.layer.3`); only where there are none, numbers behind
     an underscore (`encoder_layer_3`).
@@ -61,10 +61,12 @@ def block_pattern(layers: Sequence[str], given: str | None = None) -> str:
     if given is not None:
         if given.count("*") != 1:
             raise CapslogError(f"the names of the blocks, {given!r}, must have one * in the place of the number")
-        if not any(_match(given, name) for name in layers):
+        whole = rf"((?:.*?\.)?){_expression(given)}"
+        found = dict.fromkeys(f"{one[1]}{given}" for name in layers if (one := re.fullmatch(whole, name)))
+        if not found:
             raise CapslogError(f"no layer's name is of the form {given!r}; the layers are {_some(layers)}")
-        return given
-    found: dict[str, None] = {}
+        return _only(layers, found)
+    found = {}
     for expression in (r"(?:(.*?)\.)?(\d+)(?:\..*)?", r"(.*?_)(\d+)(?:\..*)?"):
         for name in layers:
             if match := re.fullmatch(expression, name):
@@ -72,6 +74,11 @@ def block_pattern(layers: Sequence[str], given: str | None = None) -> str:
                 found[f"{before}*" if before.endswith("_") or not before else f"{before}.*"] = None
         if found:
             break
+    return _only(layers, found)
+
+
+def _only(layers: Sequence[str], found: Collection[str]) -> str:
+    """The only pattern."""
     if len(found) == 1:
         return next(iter(found))
     which = f"name {len(found)} lists of modules ({', '.join(found)})" if found else "name no list of modules"
@@ -81,19 +88,18 @@ def block_pattern(layers: Sequence[str], given: str | None = None) -> str:
     )
 
 
-def _match(pattern: str, name: str) -> int | None:
-    """The number of the block that a module is, or is a part of."""
+def _expression(pattern: str) -> str:
+    """The names of the blocks and of their parts as a regular expression; its group is the number."""
     before, after = (re.escape(part) for part in pattern.split("*"))
-    found = re.fullmatch(rf"(?:.*\.)?{before}(\d+){after}(?:\..*)?", name)
-    return None if found is None else int(found[1])
+    return rf"{before}(\d+){after}(?:\..*)?"
 
 
 def _blocks_of_layers(names: ModelNames, pattern: str) -> list[list[int]]:
     """layer -> the numbers of the blocks of which it holds a part."""
-    found, reached, last = [], -1, ""
+    found, reached, last, expression = [], -1, "", _expression(pattern)
     for layer, name in enumerate(names.layers):
         modules = (name,) if names.held is None else names.held[layer].modules
-        numbers = list(dict.fromkeys(one for path in modules if (one := _match(pattern, path)) is not None))
+        numbers = list(dict.fromkeys(int(one[1]) for path in modules if (one := re.fullmatch(expression, path))))
         if numbers and numbers[0] > reached + 1 and names.held is None:
             raise CapslogError(
                 f"no layer is named after the block {pattern.replace('*', str(reached + 1))!r}, but {name!r} follows "
@@ -109,6 +115,8 @@ def _blocks_of_layers(names: ModelNames, pattern: str) -> list[list[int]]:
         found.append(numbers)
         last = name
     holding = [layer for layer, numbers in enumerate(found) if numbers]
+    if not holding:
+        raise CapslogError(f"no layer holds a module of the form {pattern!r}; say what the blocks are called")
     for layer in range(holding[0], holding[-1]):
         if not found[layer]:
             raise CapslogError(
