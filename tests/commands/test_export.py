@@ -67,7 +67,7 @@ def test_a_run_has_its_names_and_its_settings(tmp_path: Path, capsys: pytest.Cap
     assert "activation_checkpoint" not in capsys.readouterr().out
     assert run(tmp_path, "--to", "megatron") == 2  # the profile's names come before those of the run's model
     assert "name no list of modules" in capsys.readouterr().err
-    assert run(tmp_path, "--to", "megatron", "--model", DECODER, "--input", TOKENS) == 0
+    assert run(tmp_path, "--to", "megatron", *FACTORIES) == 0
     assert capsys.readouterr().out == "Et|t*3L\n"
     assert run(tmp_path, "--to", "device-map") == 0  # which needs the modules themselves
     assert json.loads(capsys.readouterr().out)["model.layers.1"] == 1

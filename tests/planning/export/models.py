@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -88,10 +89,10 @@ def made(name: str) -> tuple[nn.Module, dict[str, Tensor], Chain]:
         model, inputs = CausalLM() if name == "decoder" else Titan(), {"x": tokens}
     else:
         transformers = pytest.importorskip("transformers")
-        if name in ("gpt2", "tied gpt2"):
+        if name == "gpt2":
             config = transformers.GPT2Config(
                 n_embd=8, n_layer=BLOCKS, n_head=2, vocab_size=11, n_positions=6, use_cache=False, bos_token_id=0,
-                eos_token_id=0, tie_word_embeddings=name == "tied gpt2",
+                eos_token_id=0, tie_word_embeddings=False,
             )  # fmt: skip
             model, inputs = transformers.GPT2LMHeadModel(config), {"input_ids": tokens}
         else:
@@ -106,7 +107,9 @@ def made(name: str) -> tuple[nn.Module, dict[str, Tensor], Chain]:
 
 
 def names(name: str) -> ModelNames:
-    """Of one of the captured models."""
+    """Of one of the captured models; "tied gpt2": as "gpt2", with one parameter for embedding and output projection."""
+    if name == "tied gpt2":
+        return replace(names("gpt2"), shared=(("transformer.wte.weight", (0, BLOCKS + 1)),))
     return names_of(made(name)[2])
 
 
