@@ -1,4 +1,4 @@
-"""Our cuts run in torch.distributed.pipelining and read by torchtitan."""
+"""Our cuts run in torch.distributed.pipelining."""
 
 from __future__ import annotations
 
@@ -63,18 +63,6 @@ def masked() -> tuple[nn.Module, Chain, list[int]]:
     model = Masked()
     example = (torch.zeros(SIZE, 8, dtype=torch.int64),)
     return model, Chain.from_module(model, [f"layers.{index}" for index in range(4)], example), [0, 2]
-
-
-def llama() -> tuple[nn.Module, Chain, list[int]]:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=2,
-        vocab_size=31, use_cache=False, attn_implementation="sdpa", bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config)
-    example = {"input_ids": torch.zeros(SIZE, 8, dtype=torch.int64)}
-    return model, Chain.from_module(model, [f"model.layers.{index}" for index in range(3)], example), [0, 2]
 
 
 def loss_of(output: Tensor, target: Tensor) -> Tensor:
@@ -202,25 +190,6 @@ def test_what_torch_cannot_do_is_refused_beforehand(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch, "__version__", "2.11.0+cpu")
     with pytest.raises(CapslogError, match=r"'mask' \(torch.bool\) crosses the cut before layer 1"):
         interop._refuse(masked, [0, 1], [{}, {"mask": TensorSpec((2, 4), torch.bool)}, {}])
-
-
-def test_cut_list_in_torchtitans_form() -> None:
-    _, chain, _ = plain()
-    assert interop.module_fqns_per_model_part(chain, [0, 2, 4]) == [
-        ["tok_embeddings", "layers.0"],
-        ["layers.1", "layers.2"],
-        ["layers.3", "norm", "output"],
-    ]
-    assert interop.module_fqns_per_model_part(chain, [0]) == [
-        ["tok_embeddings", "layers.0", "layers.1", "layers.2", "layers.3", "norm", "output"]
-    ]
-    _, decoder, _ = llama()
-    assert interop.module_fqns_per_model_part(decoder, [0, 2], interop.TORCHTITAN_NAMES) == [
-        ["tok_embeddings", "layers.0", "rotary_emb"],
-        ["layers.1", "layers.2", "norm", "lm_head", "rotary_emb"],
-    ]
-    with pytest.raises(CapslogError, match=r"inside 'model'.*TORCHTITAN_NAMES"):
-        interop.module_fqns_per_model_part(decoder, [0, 2])
 
 
 if __name__ == "__main__":

@@ -3,56 +3,125 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.commands import shared
+from varuna_capslog.commands.shared import option
+
+if TYPE_CHECKING:
+    from varuna_capslog.config.settings import Config
+    from varuna_capslog.model.names import ModelNames
+    from varuna_capslog.profiles.record import Profile
 
 __all__ = ["export"]
 
 
-def export(
-    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file, or a run's folder.", show_default=False)],
-    to: Annotated[str, shared.option("torch-csv: the schedule, for torch.distributed.pipelining.", "torch-csv")] = (
-        "torch-csv"
-    ),
-    output: Annotated[Path | None, shared.output_option("Write the file here.", "standard output")] = None,
+@dataclass(frozen=True)
+class ExportFlags:
+    """The command line of `export`."""
+
+    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file, or a run's folder.", show_default=False)]
+    to: Annotated[
+        str,
+        option(
+            "megatron, torchtitan, automodel, deepspeed, device-map, vllm or sglang: the stages; torch-csv: the order "
+            "of work, for torch.distributed.pipelining.",
+            "torch-csv",
+        ),
+    ] = "torch-csv"
+    output: Annotated[Path | None, shared.output_option("Write the file here.", "standard output")] = None
+    profile: Annotated[
+        Path | None, option("Says what the layers are called, and which of them read which.", "the run's, or none")
+    ] = None
+    config: Annotated[
+        Path | None, option("The config whose model the plan is for; its modules are named.", "the run's, or none")
+    ] = None
+    model: Annotated[str | None, shared.MODEL_OPTION] = None
+    inputs: Annotated[list[str] | None, shared.INPUT_OPTION] = None
+    cut_points: Annotated[str | None, shared.CUT_POINTS_OPTION] = None
+    block_names: Annotated[
+        str | None,
+        option("What the repeated blocks are called, such as 'transformer.h.*'.", "the names of the layers tell it"),
+    ] = None
     recompute: Annotated[
         bool | None,
         typer.Option("--recompute/--no-recompute", help="For stages whose memory the plan leaves open."),
-    ] = None,
-    profile: Annotated[
-        Path | None, shared.option("Says which layers read which, for a plan with routes direct.", "the run's, or none")
-    ] = None,
-    k: Annotated[int | None, shared.option("Microbatches of a group of the schedule kfkb.", "the run's, or 2")] = None,
-) -> None:
-    """Write a plan in the form of another system."""
+    ] = None
+    k: Annotated[int | None, option("Microbatches of a group of the schedule kfkb.", "the run's, or 2")] = None
+
+
+@shared.options_of(ExportFlags)
+def export(given: ExportFlags) -> None:
+    """Write a plan in the form of another system. What that form leaves unsaid is told on standard error."""
     from varuna_capslog.base import fields, files
-    from varuna_capslog.base.errors import CapslogError
-    from varuna_capslog.planning.export import torch_csv
+    from varuna_capslog.planning.export import TARGETS, Request, notes
     from varuna_capslog.plans.plan import latest_plan, read_plan
     from varuna_capslog.profiles.record import read_profile
     from varuna_capslog.schedules import RunShape
 
-    fields.refuse_unknown([to], ["torch-csv"], "form")
-    run = RunShape(recompute=False)
-    if plan.is_dir():
-        found = latest_plan(plan)
+    fields.refuse_unknown([given.to], list(TARGETS), "form")
+    own = shared.run_config(given.plan) if given.plan.is_dir() else None
+    model = _model(given)
+    config = own or model
+    run = RunShape(recompute=False) if config is None else RunShape.of_config(config)
+    path = given.profile
+    if given.plan.is_dir():
+        found = latest_plan(given.plan)
         if found is None:
-            raise CapslogError(f"{plan} holds no plan-<generation>.json; give a plan file, or the folder of a run")
-        run, read = RunShape.of_config(shared.run_config(plan)), found[1]
-        if profile is None and (plan / "profile.json").is_file():
-            profile = plan / "profile.json"
+            raise CapslogError(
+                f"{given.plan} holds no plan-<generation>.json; give a plan file, or the folder of a run"
+            )
+        plan = found[1]
+        if path is None and (given.plan / "profile.json").is_file():
+            path = given.plan / "profile.json"
     else:
-        read = read_plan(plan)
-    given: dict[str, Any] = {"recompute": recompute, "k": k}
-    run = dataclasses.replace(run, **{name: value for name, value in given.items() if value is not None})
-    edges = None if profile is None or read.routes == "relay" else read_profile(profile).known_edges
-    text = torch_csv(read, run, edges)
-    if output is None:
+        plan = read_plan(given.plan)
+    changes: dict[str, Any] = {"recompute": given.recompute, "k": given.k}
+    run = dataclasses.replace(run, **{name: value for name, value in changes.items() if value is not None})
+    profile = None if path is None else read_profile(path)
+    edges = None if profile is None or plan.routes == "relay" else profile.known_edges
+    names = _names(TARGETS[given.to].needs, profile, model, own)
+    text = TARGETS[given.to].write(Request(plan, run, edges, names, given.block_names))
+    if given.output is None:
         typer.echo(text, nl=False)
     else:
-        files.write_text(output, text)
-        typer.echo(f"written to {output}")
+        files.write_text(given.output, text)
+        typer.echo(f"written to {given.output}")
+    for note in notes(given.to, plan, run):
+        typer.echo(f"note: {note}", err=True)
+
+
+def _model(given: ExportFlags) -> Config | None:
+    """The config of the model that --model or --config gives."""
+    if given.model is not None and given.config is not None:
+        raise CapslogError("both --config and --model are given; name the model in one way")
+    if given.model is None and (given.inputs or given.cut_points):
+        raise CapslogError("--input and --cut-points describe the model of --model; in a config set keys under model")
+    if given.model is not None:
+        return shared.config_of_model(given.model, given.inputs, given.cut_points)
+    return None if given.config is None else shared.load(given.config, None)
+
+
+def _names(needs: str, profile: Profile | None, model: Config | None, own: Config | None) -> ModelNames | None:
+    """What the layers are called: by the model that is given, by the profile, or by the run's own model.
+
+    A profile knows no modules. Models are built for their names.
+    """
+    from varuna_capslog.planning.export import names_in
+
+    if profile is not None and (not needs or (needs == "layers" and model is None)):
+        return names_in(profile)
+    config = model or own
+    if config is None:
+        return None if profile is None else names_in(profile)
+    if not needs:
+        return None
+    from varuna_capslog.model.names import names_of
+    from varuna_capslog.model.workload import load_workload  # imports torch, which the other forms do without
+
+    return names_of(load_workload(config).build_chain())

@@ -32,26 +32,9 @@ class PlanFlags:
             "Plan for this profile instead of measuring; with --joint one per microbatch size to choose from.", False
         ),
     ] = None
-    model: Annotated[
-        str | None,
-        option(
-            "Plan for the ordinary module that this function returns; needs no CONFIG.",
-            False,
-            metavar="PACKAGE.MODULE:FUNCTION",
-        ),
-    ] = None
-    inputs: Annotated[
-        list[str] | None,
-        option(
-            "One input of --model, batch first, such as x=float32[1,3,224,224]; may be repeated.",
-            "the example inputs that the function returns",
-            "--input",
-            metavar="NAME=DTYPE[SIZE,...]",
-        ),
-    ] = None
-    cut_points: Annotated[
-        str | None, option("Submodules of --model to cut before, such as layer2,layer3.", "every repeated block")
-    ] = None
+    model: Annotated[str | None, shared.MODEL_OPTION] = None
+    inputs: Annotated[list[str] | None, shared.INPUT_OPTION] = None
+    cut_points: Annotated[str | None, shared.CUT_POINTS_OPTION] = None
     devices: shared.Devices = None
     planner: Annotated[
         str | None,
@@ -113,7 +96,9 @@ def plan(given: PlanFlags) -> None:
             changes.append(f"train.minibatch_size={given.minibatch}")
         settings = shared.load(given.config, given.overrides, *changes, *shared.SEARCHED)
     elif given.model is not None:
-        settings = _config_of_model(given.model, given, pipeline)
+        if given.devices is None:
+            raise CapslogError("--model needs --devices N, the number of devices to plan for")
+        settings = shared.config_of_model(given.model, given.inputs, given.cut_points, given.devices, pipeline)
     elif not given.profile:
         raise CapslogError("nothing to plan for: give a CONFIG file, --profile FILE or --model package.module:function")
     elif given.devices is None:
@@ -155,18 +140,6 @@ def _plan_one(request: PlanRequest, config: Config | None, given: PlanFlags) -> 
         raise DoesNotFit("; ".join(found.notes))
     for note in found.notes:
         typer.echo(f"note: {note}", err=True)
-
-
-def _config_of_model(model: str, given: PlanFlags, pipeline: dict[str, int | str]) -> Config:
-    from varuna_capslog.config.reading import section
-    from varuna_capslog.config.settings import Config
-    from varuna_capslog.model.model_workload import config_values
-
-    if given.devices is None:
-        raise CapslogError("--model needs --devices N, the number of devices to plan for")
-    names = None if given.cut_points is None else [name.strip() for name in given.cut_points.split(",")]
-    values = config_values(model, given.inputs or [], names, given.devices)
-    return section(Config, values | {"pipeline": pipeline}, "")
 
 
 def _request(config: Config | None, given: PlanFlags) -> PlanRequest:

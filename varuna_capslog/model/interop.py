@@ -1,12 +1,11 @@
-"""Our cut lists in other people's runtimes: stages for torch.distributed.pipelining, module names for torchtitan.
+"""Our cut lists in torch.distributed.pipelining: the stages of a rank.
 
-Users of those two call it with a chain and a plan's `cuts`. It never runs a step, and it refuses beforehand, in one
-sentence, what the other side would only find out in the middle of a run.
+Its users call it with a chain and a plan's `cuts`. It never runs a step, and it refuses beforehand, in one sentence,
+what the other side would only find out in the middle of a run. Forms without modules in them are `planning/export`'s.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from varuna_capslog.base.errors import CapslogError
-from varuna_capslog.model.capture import source_modules
 from varuna_capslog.model.chain import Chain, TensorSpec
 from varuna_capslog.model.trace import ShapeTable
 
@@ -23,15 +21,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.pipelining import PipelineStage
 
-__all__ = ["TORCHTITAN_NAMES", "StageModule", "module_fqns_per_model_part", "pipeline_stages"]
-
-TORCHTITAN_NAMES: Mapping[str, str] = {
-    "model.embed_tokens": "tok_embeddings",
-    "model.layers": "layers",
-    "model.norm": "norm",
-    "model.rotary_emb": "rotary_emb",
-}
-"""What torchtitan, in its own models and in its Hugging Face backend, calls the parts of a Hugging Face decoder."""
+__all__ = ["StageModule", "pipeline_stages"]
 
 
 class StageModule(nn.Module):
@@ -143,63 +133,6 @@ def pipeline_stages(
             )
         )
     return stages
-
-
-def module_fqns_per_model_part(
-    chain: Chain, cuts: Sequence[int], names: Mapping[str, str] | None = None
-) -> list[list[str]]:
-    """The cut list as torchtitan's `parallelism.module_fqns_per_model_part`: the modules of each part, in order of use.
-
-    torchtitan splits a model one level deep: a part keeps the listed children of the model and, of its ModuleLists, the
-    listed items (`layers.3`). A module without parameters whose results are read by several later layers (rotary
-    position embeddings) is listed in every part, since there each part computes its own.
-
-    Args:
-        chain: made by `Chain.from_module`.
-        cuts: first layer of each part, beginning with 0.
-        names: qualified name (or its beginning) -> what torchtitan calls it; `TORCHTITAN_NAMES` for Hugging Face
-            decoders.
-
-    Raises:
-        CapslogError: bad cuts, or a cut inside something that torchtitan keeps whole.
-    """
-    chain.check_cuts(cuts)
-    names = names or {}
-    parametric = {_unit(name, names) for layer in chain.layers for name, _ in layer.module.named_parameters()}
-    readers = Counter(name for layer in chain.layers for name in layer.reads)
-    parts: list[dict[str, None]] = []
-    everywhere: dict[str, None] = {}
-    for first, end in pairwise([*cuts, len(chain)]):
-        part: dict[str, None] = {}
-        for layer in chain.layers[first:end]:
-            for path in source_modules(layer):
-                if any(key.startswith(f"{path}.") for key in names):
-                    continue  # what a renamed container computes itself, such as a mask
-                unit = _unit(path, names)
-                widely_read = any(name.startswith(path) and readers[name] > 1 for name in layer.writes)
-                if unit not in parametric and widely_read:
-                    everywhere[unit] = None
-                else:
-                    part[unit] = None
-        parts.append(part)
-    for number, part in enumerate(parts):
-        for unit in part:
-            if any(unit in later for later in parts[number + 1 :]):
-                hint = "" if names else ", or for a Hugging Face decoder give names=TORCHTITAN_NAMES"
-                raise CapslogError(
-                    f"a cut lies inside {unit!r}, but torchtitan splits only between a model's own children and the "
-                    f"items of its ModuleLists; cut before one of those{hint}"
-                )
-    return [[*part, *everywhere] for part in parts]
-
-
-def _unit(path: str, names: Mapping[str, str]) -> str:
-    prefix = path
-    while prefix and prefix not in names:
-        prefix = prefix.rpartition(".")[0]
-    renamed = names[prefix] + path[len(prefix) :] if prefix else path
-    pieces = renamed.split(".")
-    return ".".join(pieces[: 2 if len(pieces) > 1 and pieces[1].isdigit() else 1])
 
 
 def _example(spec: TensorSpec) -> Tensor:

@@ -23,7 +23,7 @@ from varuna_capslog.model.capture.runtime import SequentialSlice
 from varuna_capslog.model.capture.split import split_graph
 from varuna_capslog.model.layer import Layer
 
-__all__ = ["automatic_cut_points", "capture_layers", "source_modules"]
+__all__ = ["automatic_cut_points", "capture_layers", "source_lists", "source_modules"]
 
 
 def capture_layers(
@@ -139,18 +139,18 @@ def _blocks(module: nn.Module, prefix: str) -> Iterator[str]:
 _LISTS = (nn.ModuleList, nn.Sequential)
 
 
-def source_modules(layer: Layer) -> tuple[str, ...]:
+def source_modules(layer: Layer) -> tuple[str, ...] | None:
     """Qualified names, in the captured model, of the modules that this layer runs (innermost ones, by first use).
 
-    Raises:
-        CapslogError: the layer was not made by `capture_layers`.
+    None for a layer that `capture_layers` did not make.
     """
     found = getattr(layer.module, "meta", {}).get("source_modules")
-    if found is None:
-        raise CapslogError(
-            f"layer {layer.name!r} does not know the model's module names; make the chain with Chain.from_module"
-        )
-    return tuple(found)
+    return None if found is None else tuple(found)
+
+
+def source_lists(layer: Layer) -> tuple[str, ...]:
+    """Qualified names of the model's ModuleLists and ModuleDicts that hold modules of a captured layer."""
+    return tuple(layer.module.meta["source_lists"])  # type: ignore[index]
 
 
 def _check_names(model: nn.Module, cut_points: Sequence[str]) -> None:

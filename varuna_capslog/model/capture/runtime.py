@@ -113,7 +113,7 @@ class SequentialSlice(nn.Sequential):
     def __init__(self, children: Sequence[tuple[str, nn.Module]]) -> None:
         super().__init__(OrderedDict(children))
         self._copy_input = _may_change_input([child for _, child in children])
-        self.meta = {"source_modules": tuple(name for name, _ in children)}
+        self.meta = {"source_modules": tuple(name for name, _ in children), "source_lists": ()}
 
     def forward(self, x: Tensor) -> Tensor:
         """The children's result, one after the other."""

@@ -185,8 +185,15 @@ def _layer_module(
     for submodule in module.modules():
         if id(submodule) not in known:
             submodule.training = model.training
-    module.meta["source_modules"] = tuple(dict.fromkeys(path for node in part if (path := module_path(node))))
+    paths = tuple(dict.fromkeys(path for node in part if (path := module_path(node))))
+    module.meta["source_modules"], module.meta["source_lists"] = paths, _lists_above(model, paths)
     return module
+
+
+def _lists_above(model: nn.Module, paths: Sequence[str]) -> tuple[str, ...]:
+    """The ModuleLists and ModuleDicts of the model that hold modules of these names."""
+    owners = dict.fromkeys(".".join(path.split(".")[:n]) for path in paths for n in range(1, path.count(".") + 1))
+    return tuple(one for one in owners if isinstance(model.get_submodule(one), (nn.ModuleList, nn.ModuleDict)))
 
 
 def _keep_persistence(module: fx.GraphModule, model: nn.Module) -> None:

@@ -1,11 +1,11 @@
-"""A plan's order of work in the forms of other systems."""
+"""A plan's order of work as `torch.distributed.pipelining` reads it."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 
 from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.planning.export.stage_line import run_of
 from varuna_capslog.plans.parts import scheduled
 from varuna_capslog.plans.plan import Plan
 from varuna_capslog.schedules import KINDS, RunShape, from_strings, to_strings
@@ -42,7 +42,7 @@ def torch_csv(plan: Plan, run: RunShape, edges: Iterable[tuple[int, int]] | None
     if plan.actions is not None:
         rows = from_strings(plan.actions)
     else:
-        run = dataclasses.replace(run, schedule=plan.schedule or run.schedule)
+        run = run_of(plan, run)
         rows = scheduled(run.schedule, plan.stages, graph, run)
     rows = [[action for action in row if action.kind != "U"] for row in rows]
     for rank, row in enumerate(rows):

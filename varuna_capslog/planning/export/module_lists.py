@@ -1,0 +1,133 @@
+"""Forms that list the modules of every stage: torchtitan's and NeMo AutoModel's `module_fqns_per_model_part`.
+
+Both copy the model for each stage and drop what is not listed. torchtitan looks one level deep: children of the model,
+and items of its ModuleLists. AutoModel goes down to any depth, but splits only Hugging Face decoders whose blocks are
+`model.layers`, or the `layers` of a text model below `model`. Rules as of August 2026, from torchtitan's file
+distributed/pipeline_parallel.py and AutoModel's components/distributed/pipelining/functional.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.model.names import LayerModules, ModelNames
+from varuna_capslog.planning.export.repeated_blocks import block_counts, block_pattern
+from varuna_capslog.planning.export.stage_line import StageLine, held_modules, refuse_shared, stage_line
+from varuna_capslog.plans.plan import Plan
+
+__all__ = ["automodel", "torchtitan"]
+
+_TORCHTITAN_NAMES: Mapping[str, str] = {
+    "model.embed_tokens": "tok_embeddings",
+    "model.layers": "layers",
+    "model.norm": "norm",
+    "model.rotary_emb": "rotary_emb",
+}
+"""What torchtitan, in its own models and in its Hugging Face backend, calls the parts of a Hugging Face decoder."""
+
+
+def torchtitan(plan: Plan, names: ModelNames) -> str:
+    """torchtitan's `parallelism.module_fqns_per_model_part` as JSON, one line per stage.
+
+    The modules of a Hugging Face decoder get torchtitan's names; a model that has other names keeps them. A module
+    without parameters whose results several layers read (rotary position embeddings) is in every part, since there each
+    part computes its own.
+
+    names: of a captured model.
+
+    Raises CapslogError for a plan that the list cannot say, and for a border inside something that torchtitan keeps
+    whole.
+    """
+    system = "torchtitan"
+    line = stage_line(plan, system)
+    held = held_modules(names, plan, system)
+    refuse_shared(names, line, system)
+    decoder = any(path.startswith("model.layers.") for one in held for path in one.modules)
+    renamed = _TORCHTITAN_NAMES if decoder else {}
+
+    lists = {renamed.get(path, path) for path in names.lists}
+
+    def unit(path: str) -> str | None:
+        if any(key.startswith(f"{path}.") for key in renamed):
+            return None  # what a renamed container computes itself, such as a mask
+        prefix = path
+        while prefix and prefix not in renamed:
+            prefix = prefix.rpartition(".")[0]
+        pieces = (renamed[prefix] + path[len(prefix) :] if prefix else path).split(".")
+        return ".".join(pieces[: 2 if pieces[0] in lists else 1])
+
+    advice = "torchtitan splits only between a model's own children and the items of its ModuleLists"
+    return _text(_parts(held, line, names, unit, advice))
+
+
+def automodel(plan: Plan, names: ModelNames, pattern: str | None = None) -> str:
+    """NeMo AutoModel's `module_fqns_per_model_part` as JSON (which YAML reads), one line per stage.
+
+    names: of a captured Hugging Face decoder; pattern: as for `block_counts`.
+
+    Raises CapslogError for a plan that the list cannot say, and for a model that AutoModel does not split.
+    """
+    system = "NeMo AutoModel"
+    line = stage_line(plan, system)
+    held = held_modules(names, plan, system)
+    found = block_pattern(names.layers, pattern)
+    if not re.fullmatch(r"model\.(?:\w+\.)*layers\.\*", found):
+        raise CapslogError(
+            f"the model's blocks are {found!r}, but {system} splits Hugging Face decoders only, whose blocks are "
+            "'model.layers.*'; name them with --block-names if they are"
+        )
+    block_counts(names, line, system, found)
+    refuse_shared(names, line, system)
+
+    def unit(path: str) -> str | None:
+        pieces = path.split(".")
+        number = next((place for place, piece in enumerate(pieces) if piece.isdigit()), len(pieces))
+        return ".".join(pieces[: number + 1])
+
+    return _text(_parts(held, line, names, unit, "AutoModel keeps or drops a module below the lists as a whole"))
+
+
+def _parts(
+    held: Sequence[LayerModules],
+    line: StageLine,
+    names: ModelNames,
+    unit: Callable[[str], str | None],
+    rule: str,
+) -> list[list[str]]:
+    """stage -> what is listed for it, in order of use; unit: a module's name -> what the list calls it."""
+    parts: list[dict[str, None]] = []
+    everywhere: dict[str, None] = {}
+    for first, end in line.stages:
+        part: dict[str, None] = {}
+        for layer in held[first:end]:
+            for path in layer.modules:
+                if path and (one := unit(path)) is not None:
+                    (everywhere if path in names.copied else part)[one] = None
+        parts.append(part)
+    listed = [one for part in parts for one in part]
+    for part in parts:  # what only holds others of the list is kept with them
+        for one in [name for name in part if any(other.startswith(f"{name}.") for other in listed)]:
+            del part[one]
+    for number, part in enumerate(parts):
+        for one in part:
+            if any(one in later for later in parts[number + 1 :]):
+                raise CapslogError(f"a cut lies inside {one!r}, but {rule}; move the cut before or behind it")
+    for (first, end), part in zip(line.stages, parts, strict=True):
+        for name in (name for layer in held[first:end] for name in layer.parameters):
+            if not _is_below(unit(name.rpartition(".")[0]), part):
+                raise CapslogError(
+                    f"the parameter {name!r} belongs to no module of its stage's list, so that every stage would have "
+                    f"one of its own, since {rule}; put it into a module of its own"
+                )
+    return [[*part, *(one for one in everywhere if one not in part)] for part in parts]
+
+
+def _is_below(module: str | None, part: Iterable[str]) -> bool:
+    return bool(module) and any(module == one or str(module).startswith(f"{one}.") for one in part)
+
+
+def _text(parts: Sequence[Sequence[str]]) -> str:
+    return "[" + ",\n ".join(json.dumps(part) for part in parts) + "]\n"

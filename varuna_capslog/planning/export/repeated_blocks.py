@@ -1,0 +1,137 @@
+"""How many of a model's repeated blocks each stage holds: what systems with counts of decoder layers want to know.
+
+The names of the layers tell it. Repeated blocks are the modules of one list, `transformer.h.0`, `transformer.h.1` and
+so on. What stands before the first block is the embedding, and what stands behind the last one is the head (norms, the
+output projection, the loss).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.model.names import ModelNames
+from varuna_capslog.planning.export.stage_line import StageLine
+
+__all__ = ["block_counts", "block_pattern"]
+
+
+def block_counts(names: ModelNames, line: StageLine, system: str, pattern: str | None = None) -> list[int]:
+    """stage -> the repeated blocks that it holds. The embedding is then in the first stage, the head in the last one.
+
+    pattern: the blocks' names, with one `*` in the place of their number, such as `transformer.h.*`; it may leave out
+        the beginning. None: found among the names.
+    system: for messages.
+
+    Raises CapslogError where the names do not tell the blocks, and where a border between two stages lies in a block,
+    in the embedding or in the head.
+    """
+    pattern = block_pattern(names.layers, pattern)
+    blocks = _blocks_of_layers(names, pattern)
+    holding = [layer for layer, numbers in enumerate(blocks) if numbers]
+    before, behind = holding[0], holding[-1] + 1
+    owner: dict[int, int] = {}
+    counts = []
+    for stage, (first, end) in enumerate(line.stages):
+        held = sorted({number for numbers in blocks[first:end] for number in numbers})
+        for number in held:
+            if owner.setdefault(number, stage) != stage:
+                raise CapslogError(
+                    f"the border between stages {owner[number]} and {stage} lies in the block "
+                    f"{pattern.replace('*', str(number))!r}, which {system} keeps whole; move the cut before or behind "
+                    "it"
+                )
+        counts.append(len(held))
+    if line.stages[0][1] < before:
+        raise _several_stages("the embedding", names.layers[:before], f"the first stage of {system}")
+    if line.stages[-1][0] > behind:
+        raise _several_stages("the head", names.layers[behind:], f"the last stage of {system}")
+    return counts
+
+
+def block_pattern(layers: Sequence[str], given: str | None = None) -> str:
+    """The whole pattern of the repeated blocks' names: of those given, or of the only list of modules among the names.
+
+    A list's items are the first whole numbers in names (`encoder.layer.3`); only where there are none, numbers behind
+    an underscore (`encoder_layer_3`).
+
+    Raises CapslogError where the given one names no layer, and where there is no list or are several.
+    """
+    if given is not None:
+        if given.count("*") != 1:
+            raise CapslogError(f"the names of the blocks, {given!r}, must have one * in the place of the number")
+        whole = rf"((?:.*?\.)?){_expression(given)}"
+        found = dict.fromkeys(f"{one[1]}{given}" for name in layers if (one := re.fullmatch(whole, name)))
+        if not found:
+            raise CapslogError(f"no layer's name is of the form {given!r}; the layers are {_some(layers)}")
+        return _only(layers, found)
+    found = {}
+    for expression in (r"(?:(.*?)\.)?(\d+)(?:\..*)?", r"(.*?_)(\d+)(?:\..*)?"):
+        for name in layers:
+            if match := re.fullmatch(expression, name):
+                before = match[1] or ""
+                found[f"{before}*" if before.endswith("_") or not before else f"{before}.*"] = None
+        if found:
+            break
+    return _only(layers, found)
+
+
+def _only(layers: Sequence[str], found: Collection[str]) -> str:
+    """The only pattern."""
+    if len(found) == 1:
+        return next(iter(found))
+    which = f"name {len(found)} lists of modules ({', '.join(found)})" if found else "name no list of modules"
+    raise CapslogError(
+        f"the names of the layers, {_some(layers)}, {which}, so that they do not tell the repeated blocks; say them "
+        "with --block-names 'PREFIX.*'"
+    )
+
+
+def _expression(pattern: str) -> str:
+    """The names of the blocks and of their parts as a regular expression; its group is the number."""
+    before, after = (re.escape(part) for part in pattern.split("*"))
+    return rf"{before}(\d+){after}(?:\..*)?"
+
+
+def _blocks_of_layers(names: ModelNames, pattern: str) -> list[list[int]]:
+    """layer -> the numbers of the blocks of which it holds a part."""
+    found, reached, last, expression = [], -1, "", _expression(pattern)
+    for layer, name in enumerate(names.layers):
+        modules = (name,) if names.held is None else names.held[layer].modules
+        numbers = list(dict.fromkeys(int(one[1]) for path in modules if (one := re.fullmatch(expression, path))))
+        if numbers and numbers[0] > reached + 1 and names.held is None:
+            raise CapslogError(
+                f"no layer is named after the block {pattern.replace('*', str(reached + 1))!r}, but {name!r} follows "
+                f"{last!r}: a layer holds several blocks; give the model itself with --model"
+            )
+        for number in numbers:
+            if number not in (reached, reached + 1):
+                raise CapslogError(
+                    f"layer {name!r} holds the block {pattern.replace('*', str(number))!r} behind block {reached} of "
+                    "that list; the blocks must stand in their own order"
+                )
+            reached = number
+        found.append(numbers)
+        last = name
+    holding = [layer for layer, numbers in enumerate(found) if numbers]
+    if not holding:
+        raise CapslogError(f"no layer holds a module of the form {pattern!r}; say what the blocks are called")
+    for layer in range(holding[0], holding[-1]):
+        if not found[layer]:
+            raise CapslogError(
+                f"layer {names.layers[layer]!r} stands between blocks and belongs to none of {pattern!r}; name the "
+                "blocks with --block-names"
+            )
+    return found
+
+
+def _several_stages(what: str, layers: Sequence[str], where: str) -> CapslogError:
+    return CapslogError(
+        f"{what} (layers {', '.join(layers)}) lies in several stages, but all of it belongs to {where}; move the cut"
+    )
+
+
+def _some(layers: Sequence[str]) -> str:
+    shown = list(layers) if len(layers) < 7 else [*layers[:3], "...", *layers[-2:]]
+    return ", ".join(shown)

@@ -1,0 +1,166 @@
+"""The systems to which plans are exported: what each form needs, and what it leaves unsaid.
+
+`capslog export` looks a target up by its name and calls it; `notes` are the sentences that it prints beside the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.model.names import ModelNames
+from varuna_capslog.planning.export.accelerate_map import device_map
+from varuna_capslog.planning.export.block_counts import megatron, sglang, vllm
+from varuna_capslog.planning.export.deepspeed_file import deepspeed
+from varuna_capslog.planning.export.module_lists import automodel, torchtitan
+from varuna_capslog.planning.export.stage_line import number_of, run_of, stage_line
+from varuna_capslog.planning.export.torch_schedule import torch_csv
+from varuna_capslog.plans.plan import Plan
+from varuna_capslog.profiles.record import Profile
+from varuna_capslog.schedules import RunShape
+
+__all__ = ["TARGETS", "Request", "Target", "names_in", "notes"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is exported, and what is known beside the plan.
+
+    run: what the plan leaves to the config.
+    edges: (layer that writes a tensor, layer that reads it), where known.
+    names: of the layers, where known.
+    pattern: the names of the repeated blocks, such as `transformer.h.*`; None: found.
+    """
+
+    plan: Plan
+    run: RunShape = field(default_factory=lambda: RunShape(recompute=False))
+    edges: Iterable[tuple[int, int]] | None = None
+    names: ModelNames | None = None
+    pattern: str | None = None
+
+    @property
+    def known_names(self) -> ModelNames:
+        """The names. Raises CapslogError where they are not known."""
+        if self.names is None:
+            raise CapslogError(
+                "a plan does not hold the names of the model's layers; give its profile with --profile, or the model "
+                "with --model PACKAGE.MODULE:FUNCTION or --config FILE"
+            )
+        return self.names
+
+
+@dataclass(frozen=True)
+class Target:
+    """One form.
+
+    system: the name of the system that reads it.
+    write: the text, with a line feed at its end.
+    needs: "layers": the names of the layers; "modules": also the modules that they hold; "": nothing, or optional.
+    settings: what must be set there beside it; {ranks} stands for the ranks of a pipeline.
+    order: the order of work: "own" (the system's), "csv" (torch's, which `torch-csv` exports), "none" (no training),
+        "" (the form is the order).
+    """
+
+    system: str
+    write: Callable[[Request], str]
+    needs: str = ""
+    settings: str = ""
+    order: str = "own"
+
+
+TARGETS: Mapping[str, Target] = {
+    "torch-csv": Target("torch.distributed.pipelining", lambda r: torch_csv(r.plan, r.run, r.edges), order=""),
+    "megatron": Target(
+        "Megatron",
+        lambda r: megatron(r.plan, r.known_names, r.pattern),
+        "layers",
+        "--pipeline-model-parallel-size {ranks}",
+    ),
+    "torchtitan": Target(
+        "torchtitan",
+        lambda r: torchtitan(r.plan, r.known_names),
+        "modules",
+        "parallelism.pipeline_parallel_degree={ranks}",
+        "csv",
+    ),
+    "automodel": Target(
+        "NeMo AutoModel",
+        lambda r: automodel(r.plan, r.known_names, r.pattern),
+        "modules",
+        "a pipeline-parallel size of {ranks}",
+        "csv",
+    ),
+    "deepspeed": Target("DeepSpeed", lambda r: deepspeed(r.plan, r.run, r.names)),
+    "device-map": Target("accelerate", lambda r: device_map(r.plan, r.known_names), "modules", order="none"),
+    "vllm": Target(
+        "vLLM",
+        lambda r: vllm(r.plan, r.known_names, r.pattern),
+        "layers",
+        "--pipeline-parallel-size {ranks}",
+        "none",
+    ),
+    "sglang": Target(
+        "SGLang",
+        lambda r: sglang(r.plan, r.known_names, r.pattern),
+        "layers",
+        "--pp-size {ranks}",
+        "none",
+    ),
+}
+"""The name of the option `--to` -> the form."""
+
+
+def names_in(profile: Profile) -> ModelNames:
+    """The names that a profile knows."""
+    return ModelNames(
+        tuple(layer.name for layer in profile.layers), tuple((one.name, one.layers) for one in profile.shared)
+    )
+
+
+def notes(target: str, plan: Plan, run: RunShape) -> list[str]:
+    """What the text for a target leaves unsaid, in sentences; for a plan that the target could write."""
+    form = TARGETS[target]
+    if not form.order:
+        return []
+    line, recomputes = stage_line(plan, form.system, intervals=True), run_of(plan, run).recomputes
+    found = []
+    if form.settings:
+        found.append(f"{form.system} also needs {form.settings.format(ranks=len(line.ranks))}")
+    if line.replicas > 1:
+        found.append(
+            f"the plan has {line.replicas} equal pipelines and the text describes one; set the data parallelism "
+            f"of {form.system} to {line.replicas}"
+        )
+    if form.order == "none":
+        found.append(
+            f"the plan was made for training steps; what {form.system} holds, such as weights and caches of keys and "
+            "values, it does not predict"
+        )
+        return found
+    if list(line.ranks) != list(range(len(line.ranks))):
+        found.append(f"pipeline rank r of {form.system} is the plan's rank {list(line.ranks)}[r]")
+    if order := _own_order(plan, line.stages_per_rank):
+        rest = (
+            "export it with --to torch-csv, or the predicted bytes do not hold"
+            if form.order == "csv" and not recomputes
+            else f"{form.system} works in an order of its own, for which the predicted bytes do not hold"
+        )
+        found.append(f"the plan's {order} is not a part of the text: {rest}")
+    if target != "deepspeed" and recomputes and any(stage.memory is None for stage in plan.stages):
+        found.append(
+            "stages recompute by the config or the schedule, which is not a part of the text; set the recomputation of "
+            f"{form.system} itself"
+        )
+    return found
+
+
+def _own_order(plan: Plan, stages_per_rank: int) -> str | None:
+    """What the plan says of the order of work, where that is not plain (or interleaved) 1F1B."""
+    if plan.actions is not None:
+        return "list of actions"
+    limited = [number for number, stage in enumerate(plan.stages) if stage.in_flight is not None]
+    if limited:
+        return f"limit of {number_of(plan.stages[limited[0]].in_flight or 0, 'call')} in flight on stage {limited[0]}"
+    plain = (None, "1f1b" if stages_per_rank == 1 else "interleaved")
+    return None if plan.schedule in plain else f"schedule {plan.schedule}"
