@@ -95,7 +95,7 @@ def seconds_of_a_long_list(profile: Profile) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plans", type=int, default=250)
+    parser.add_argument("--plans", type=int, default=200)
     parser.add_argument("--ranks", type=int, default=4, help="most ranks of a plan")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="where to write the results")
