@@ -16,7 +16,7 @@ positions at once, so that ten thousand actions take some milliseconds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,8 +65,9 @@ def fold(
     units: Units,
     actions: Sequence[Sequence[Action]],
     run: RunShape,
+    only: int | None = None,
 ) -> list[RankFold]:
-    """The bytes of every rank.
+    """The bytes of every rank, or of one.
 
     Args:
         profile: with the runs of all layers and all pairs; those of an estimate say what each action takes. A search
@@ -74,6 +75,7 @@ def fold(
         stages, units: of the plan; stages of one range of layers each.
         actions: each rank's list.
         run: where the inputs of stages wait whose `memory` is None; their list says whether they recompute.
+        only: the rank that is asked for; default: all, in their order.
 
     Raises CapslogError naming what the profile lacks; for backwards in two halves it must say what each of them takes.
     """
@@ -88,11 +90,15 @@ def fold(
     # rows that tell no actions were taken with receives posted ahead, which are in their peaks
     messages = messages_of(step, sizes, ranges.one_memory and ranges.told)
     holders = _holders(stages, units.blocks or 1)
-    sums = [_RankSum(ranges, row) for row in step.rows]
-    calls = [_StageCalls(ranges, step, messages, stage, number) for number, stage in enumerate(stages)]
-    for one in calls:
+    sums = {rank: _RankSum(ranges, row) for rank, row in enumerate(step.rows) if only in (None, rank)}
+    calls = {
+        number: _StageCalls(ranges, step, messages, stage, number)
+        for number, stage in enumerate(stages)
+        if stage.rank in sums
+    }
+    for one in calls.values():
         one.add_to(sums[one.rank], calls, holders)
-    return [total.result(rank, holders, units.of_block) for rank, total in enumerate(sums)]
+    return [total.result(rank, holders, units.of_block) for rank, total in sums.items()]
 
 
 def _holders(stages: Sequence[PlanStage], blocks: int) -> Holders:
@@ -154,10 +160,10 @@ class _StageCalls:
         self.local_before = (self.before >= 0) & (ranks[self.before] == ranks[number])
         self.local_behind = (self.behind >= 0) & (ranks[self.behind] == ranks[number])
 
-    def add_to(self, total: _RankSum, stages: Sequence[_StageCalls], holders: Holders) -> None:
+    def add_to(self, total: _RankSum, stages: Mapping[int, _StageCalls], holders: Holders) -> None:
         """Add all calls, those that are treated alike together.
 
-        stages: of the plan. holders: layer -> its ranks.
+        stages: number -> those of the rank. holders: layer -> its ranks.
         """
         for calls, one in self.modes:
             self._add(total, calls, one)
@@ -260,7 +266,7 @@ class _StageCalls:
             np.add.at(total.let_go, gone, size)
 
     def _add_shared_inputs(
-        self, total: _RankSum, calls: Numbers, one: Treatment, stages: Sequence[_StageCalls]
+        self, total: _RankSum, calls: Numbers, one: Treatment, stages: Mapping[int, _StageCalls]
     ) -> None:
         """Inputs from a stage of this rank that holds some of them itself: what both stages keep counts once."""
         own = calls[self.local_before[calls]]
