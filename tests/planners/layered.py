@@ -52,7 +52,7 @@ def chain_of(
     moved: Sequence[int] | None = None,
     **more: Any,
 ) -> Layerwise:
-    """Backwards take twice as long as forwards, layers have no weights, and nothing is swapped, where nothing is said."""
+    """Where nothing is said, backwards take twice as long as forwards, and layers have no weights and free nothing."""
     none = [0] * len(saved)
     numbers = Numbers(weights or none, saved, work or none, freed or none, moved or none, in_flight)
     return Layerwise(

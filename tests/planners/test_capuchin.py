@@ -60,8 +60,8 @@ def test_then_the_larger_number_of_bytes_per_second_is_taken() -> None:
 
 
 def test_a_free_time_below_zero_ends_the_swaps_that_cost_nothing() -> None:
-    """One microbatch in flight, copies of 2 s. Between forward and backward of the layers lie 6, 3 and 0 s, so that 0, 1
-    and 4 s of their copies show; running layer 1 again would free 5 bytes in 1 s, its swap 8."""
+    """One microbatch in flight, copies of 2 s. Between forward and backward of the layers lie 6, 3 and 0 s, so that 0,
+    1 and 4 s of their copies show; running layer 1 again would free 5 bytes in 1 s, its swap 8."""
     chain = [
         chain_of([1.0] * 3, [10] * 3, [1], [usable], freed=[5, 5, 0], moved=[8] * 3, host_bandwidth=4.0)
         for usable in (22, 14, 13)
@@ -102,11 +102,9 @@ def slowly(chain: Layerwise, stage: int, first: int, end: int) -> tuple[dict[int
     blocks = not chain.copies_beside and rate is not None
 
     def lack(of: dict[int, str]) -> int:
-        held = sum(
-            chain.peak(stage, n, n + 1, ()) - chain.in_flight[stage] * {"offload": chain.moved, "recompute": chain.freed}[of[n]][n]
-            if n in of else chain.peak(stage, n, n + 1, ())
-            for n in took
-        )  # fmt: skip
+        less = {"offload": chain.moved, "recompute": chain.freed}
+        held = sum(chain.peak(stage, n, n + 1, ()) for n in took)
+        held -= chain.in_flight[stage] * sum(less[kind][n] for n, kind in of.items())
         return max(0, held - chain.usable[stage])
 
     while lack(chosen):

@@ -106,13 +106,10 @@ def test_one_stage_is_treated_by_itself() -> None:
 
 
 def test_of_three_stages_the_first_is_cut_off_first() -> None:
-    """Seven layers of 6, 3, 3, 3, 3, 3 and 6 s. A third of 27 s is reached behind layer 1, and half of the other 18 s
-    behind layer 4. The printed middle would cut 18 s off first, behind layer 4, and half of them behind layer 1."""
-    chain = chain_of([2.0, 1.0, 1.0, 1.0, 1.0, 1.0, 2.0], [1] * 7, [3, 2, 1])
-    assert cuts(dawnpiper_stages(chain)) == [0, 2, 5]
-    # of 4, 1, 1, 1, 5 s a third is behind layer 0, half of the rest behind layer 3; two thirds are behind layer 4
-    chain = chain_of([4.0, 1.0, 1.0, 1.0, 5.0], [1] * 5, [3, 2, 1])
-    assert cuts(dawnpiper_stages(chain)) == [0, 1, 4]
+    """Layers of 9, 6, 6 and 6 s: a third of 27 s is reached behind layer 0, half of the other 18 s behind layer 2. The
+    printed middle would cut 18 s off first, which are reached behind layer 2, and half of these 21 s behind layer 1."""
+    chain = chain_of([3.0, 2.0, 2.0, 2.0], [1] * 4, [3, 2, 1])
+    assert cuts(dawnpiper_stages(chain)) == [0, 1, 3]
 
 
 def test_where_nothing_fits_what_lacks_least_is_the_answer() -> None:
@@ -122,16 +119,20 @@ def test_where_nothing_fits_what_lacks_least_is_the_answer() -> None:
 
 
 def test_cuts_that_many_tensors_cross_are_passed_over() -> None:
-    """The walk goes over cuts 6, 5, 4. A mask crosses all of them; only cut 5 has one tensor besides."""
-    chain = chain_of([1.0] * 12, [2] * 12, [2, 1], [16] * 2)
-    assert cuts(dawnpiper_stages(chain)) == [0, 4]
+    """The walk goes over cuts 6, 5 and 4, which take 22, 21 and 24 s. A mask crosses all of them; only cut 6, and then
+    only cut 4, has one tensor besides."""
     crossing = [frozenset({"mask", "x", "skip"})] * 13
-    crossing[5] = frozenset({"mask", "y"})
-    chain = chain_of([1.0] * 12, [2] * 12, [2, 1], [16] * 2, freed=[1] * 12, crossing=crossing)
-    found = dawnpiper_stages(chain)
-    assert (cuts(found), len(found[0].intervals)) == ([0, 5], 2)
-    crossing[5] = crossing[4]  # none better: all count
-    assert cuts(dawnpiper_stages(chain_of([1.0] * 12, [2] * 12, [2, 1], [16] * 2, crossing=crossing))) == [0, 4]
+
+    def walked(crossing: list[frozenset[str]] | None) -> list[int]:
+        chain = chain_of([1.0] * 12, [2] * 12, [2, 1], [16] * 2, freed=[1] * 12, crossing=crossing)
+        return cuts(dawnpiper_stages(chain))
+
+    assert walked(None) == [0, 5]
+    for cut in (6, 4):
+        assert walked([*crossing[:cut], frozenset({"mask", "y"}), *crossing[cut + 1 :]]) == [0, cut]
+    # where every cut has several all count
+    assert walked(crossing) == [0, 5]
+    assert walked([frozenset({"mask", "x", "skip", f"own {cut}", f"other {cut}"}) for cut in range(13)]) == [0, 5]
 
 
 # -- Algorithm 1, line by line, with stages from 1

@@ -40,8 +40,8 @@ def test_a_stage_swaps_first_and_then_runs_its_last_layers_again_as_one_interval
 
 
 def test_layers_move_away_from_a_stage_that_must_treat_its_own() -> None:
-    """Six layers, two microbatches in flight in front: at cut 3 the front needs 12 bytes of 8. Two layers must run again:
-    11 s. At cut 2 it fits, and the stage behind takes 12 s. So the cut stays; with 3 s for a forward it moves."""
+    """Six layers, two microbatches in flight in front: at cut 3 the front needs 12 bytes of 8. Two layers must run
+    again: 11 s. At cut 2 it fits, and the stage behind takes 12 s: the cut stays. With 3 s for a forward it moves."""
     chain = chain_of([1.0] * 6, [2] * 6, [2, 1], [8, 8], freed=[1] * 6)
     assert (cuts(vpipe_stages(chain)), intervals(vpipe_stages(chain))) == ([0, 3], [[(1, 3, "recompute")], []])
     chain = chain_of([3.0] * 6, [2] * 6, [2, 1], [8, 8], freed=[1] * 6, backward=[2.0] * 6)
@@ -63,7 +63,7 @@ def test_one_stage_and_what_cannot_fit() -> None:
 
 
 def read_again(chain: Layerwise) -> tuple[float, list[int]]:
-    """Stages as lists of layers, which hand each other their last or first one; every plan of a pass is written down."""
+    """Stages as lists of layers, which hand each other their last or first; all plans of a pass are written down."""
 
     def treat(stage: int, layers: list[int]) -> tuple[int, float]:
         first, end = layers[0], layers[-1] + 1

@@ -58,6 +58,7 @@ def layerwise_plan(
     begun = time.perf_counter()
     chain = Layerwise.of_profile(profile, _counted(run, devices), devices, usable, link, has_tier)
     stages = LAYERWISE[planner](chain)
+    limits = [None] * devices if capacities is None else capacities
     return Plan(
         profile.num_layers,
         tuple(
@@ -66,7 +67,7 @@ def layerwise_plan(
         ),
         Units(run.num_microbatches, run.microbatch_size, None if run.num_microbatches is None else run.num_blocks),
         run.schedule,
-        ranks=tuple(PlanRank(capacity_bytes=size) for size in capacities or [None] * devices),
+        ranks=tuple(PlanRank(capacity_bytes=size) for size in limits),
         planner=planner,
         model=profile.model,
         profile_digest=profile.digest,

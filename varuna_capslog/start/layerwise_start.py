@@ -30,7 +30,7 @@ def check_layerwise(config: Config) -> None:
     pipeline = config.pipeline
     check_memory(pipeline.planner, pipeline.memory)
     rules = {
-        f"engine={config.engine}": (config.engine == "varuna", "Varuna runs no memory intervals; set engine=pipeline"),
+        f"engine={config.engine}": (config.engine == "varuna", "Varuna runs no memory intervals; set engine=capslog"),
         f"pipeline.replicas={pipeline.replicas}": (pipeline.replicas > 1, "it plans one pipeline; set replicas=1"),
         f"pipeline.stages_per_rank={pipeline.rounds}": (pipeline.rounds > 1, "it plans one stage per rank; set 1"),
         f"pipeline.schedule={pipeline.schedule}": (
