@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import random
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tests.engine import cases
 from tests.engine.compare import merged
 from tests.engine.layouts import Cuts, random_layout, rectangle, with_intervals
 from tests.engine.pool import WorkerPool
+from tests.memory.machine import Model, profile_of
 from varuna_capslog.engine.communicator import Communicator
 from varuna_capslog.engine.host_tier import TierOptions
 from varuna_capslog.engine.layout import Layout
@@ -24,7 +26,10 @@ from varuna_capslog.engine.probe import PeakProbe, resident_tensors
 from varuna_capslog.engine.step import train_step
 from varuna_capslog.model.chain import Chain, Layer, TensorSpec
 from varuna_capslog.model.workload import Minibatch
+from varuna_capslog.planners.seconds import Link
+from varuna_capslog.planning.search import plan
 from varuna_capslog.plans.parts import MemoryInterval
+from varuna_capslog.schedules import RunShape
 
 KEEPS: dict[str, Any] = {"num_blocks": 4, "schedule": "1f1b", "recompute": False}
 TWO_STAGES = Layout((rectangle(0, 6, 0), rectangle(6, 11, 1)), 4)
@@ -58,6 +63,19 @@ def test_any_intervals_give_the_bits_of_one_rank_that_keeps_all(pool: WorkerPool
     results = trained(pool, layout, schedule=schedule)
     assert not differences(results, one_rank(pool))
     assert all(one["host bytes"][0] == 0 for one in results)
+
+
+@pytest.mark.parametrize("planner", ["dawnpiper", "vpipe"])
+def test_the_intervals_of_a_planner_give_the_bits_of_one_rank_that_keeps_all(pool: WorkerPool, planner: str) -> None:
+    profile = profile_of(Model.random(random.Random(5), 11, True, 100), "cuda")
+    rows = [dataclasses.replace(row, forward_seconds=1.0, backward_seconds=2.0) for row in profile.layers]
+    profile, run = dataclasses.replace(profile, layers=tuple(rows)), RunShape(4, "gpipe", False)
+    most = plan(profile, 2, planner, run=run).peak_bytes
+    assert most is not None
+    link = Link(host_bandwidth=5e3, copies_beside=True)
+    stages = plan(profile, 2, planner, capacity=most * 3 // 5, run=run, link=link).stages
+    assert {one.kind for stage in stages for one in stage.memory or ()} == {"offload", "recompute"}
+    assert not differences(trained(pool, Layout(stages, 4), schedule="gpipe"), one_rank(pool))
 
 
 @pytest.mark.parametrize("again", [False, True])

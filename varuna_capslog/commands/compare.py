@@ -46,6 +46,7 @@ class CompareFlags:
     microbatches: Annotated[int | None, option("Of one pipeline and step.", "CONFIG's, or 4 per device", min=1)] = None
     bandwidth: shared.Bandwidth = None
     latency: shared.Latency = "0s"
+    host_bandwidth: shared.HostBandwidth = None
     output: Annotated[Path | None, shared.output_option("Folder for the picture and JSON.")] = None
     as_json: shared.AsJson = False
 
@@ -77,7 +78,11 @@ def compare(given: CompareFlags) -> None:
     if devices is None:
         raise CapslogError("--profile without a CONFIG needs --devices N, the number of devices to plan for")
     names = None if given.planners is None else [name.strip() for name in given.planners.split(",")]
-    link = shared.link_of(given.bandwidth, given.latency)
+    link = shared.link_of(given.bandwidth, given.latency, host_bandwidth=given.host_bandwidth)
+    if settings is not None:
+        from varuna_capslog.start.layerwise_start import host_link
+
+        link = host_link(settings, link)
     with _progress() as progress:
         rows = ask(
             costs, devices, names=names, run=run, memory=memory or AUTO, capacity=limit, link=link, progress=progress

@@ -38,7 +38,11 @@ class PlanFlags:
     devices: shared.Devices = None
     planner: Annotated[
         str | None,
-        option("varuna, mcap-bf, mcap-bo, capslog, capslog-tb, exact or throughput.", "pipeline.planner, or exact"),
+        option(
+            "varuna, mcap-bf, mcap-bo, capslog, capslog-tb, exact or throughput; dawnpiper and vpipe also choose which "
+            "layers run again or are offloaded.",
+            "pipeline.planner, or exact",
+        ),
     ] = None
     memory: Annotated[
         str | None,
@@ -56,6 +60,7 @@ class PlanFlags:
     ] = None
     bandwidth: shared.Bandwidth = None
     latency: shared.Latency = "0s"
+    host_bandwidth: shared.HostBandwidth = None
     pareto: Annotated[
         bool, typer.Option("--pareto", help="Print the front of peak against step time; -o draws it (.png).")
     ] = False
@@ -151,7 +156,7 @@ def _request(config: Config | None, given: PlanFlags) -> PlanRequest:
     from varuna_capslog.schedules import SCHEDULES, RunShape
     from varuna_capslog.start.prepare import profile_run
 
-    link = shared.link_of(given.bandwidth, given.latency)
+    link = shared.link_of(given.bandwidth, given.latency, host_bandwidth=given.host_bandwidth)
     read = [read_profile(path) for path in given.profile or ()]
     if config is not None:
         pipeline = config.pipeline

@@ -75,6 +75,9 @@ ProfileFile = Annotated[Path | None, option("Profile of the model.", "that of CO
 Devices = Annotated[int | None, option("Devices to plan for.", "pipeline.devices of CONFIG", min=1)]
 Bandwidth = Annotated[str | None, option("Of every link, such as 1GiB/s.", "bytes take no time")]
 Latency = Annotated[str, option("Of every message, such as 0.1ms.")]
+HostBandwidth = Annotated[
+    str | None, option("Of copies between a rank and its host tier, such as 12GB/s.", "copies take no time")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of a table.")]
 StoreAddress = Annotated[
     str | None,

@@ -47,9 +47,7 @@ class StepFlags:
         bool,
         typer.Option("--shared-links", help="Both directions between two ranks share one link, in turn."),
     ] = False
-    host_bandwidth: Annotated[
-        str | None, option("Of copies between a rank and its host tier, such as 12GB/s.", "copies take no time")
-    ] = None
+    host_bandwidth: shared.HostBandwidth = None
     copies_beside: Annotated[
         bool | None,
         option(

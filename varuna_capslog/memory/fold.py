@@ -67,8 +67,9 @@ def fold(
     actions: Sequence[Sequence[Action]],
     run: RunShape,
     routes: str = "relay",
+    only: int | None = None,
 ) -> list[RankFold]:
-    """The bytes of every rank.
+    """The bytes of every rank, or of one.
 
     Args:
         profile: with the runs of all layers and all pairs; those of an estimate say what each action takes. A search
@@ -76,6 +77,7 @@ def fold(
         stages, units, routes: of the plan; calls of one unit each.
         actions: each rank's list.
         run: where the inputs of stages wait whose `memory` is None; their list says whether they recompute.
+        only: the rank that is asked for; default: all, in their order.
 
     Raises CapslogError naming what the profile lacks; for backwards in two halves it must say what each of them takes.
     """
@@ -90,12 +92,16 @@ def fold(
     # rows that tell no actions were taken with receives posted ahead, which are in their peaks
     messages = messages_of(step, sizes, ranges.one_memory and ranges.told)
     holders = _holders(stages, units.blocks or 1)
-    sums = [_RankSum(ranges, row) for row in step.rows]
     traffic = _Traffic(step, messages, sizes, handed.together)
-    calls = [_StageCalls(own[number], traffic, stage, number, units.of_block) for number, stage in enumerate(stages)]
-    for one in calls:
+    sums = {rank: _RankSum(ranges, row) for rank, row in enumerate(step.rows) if only in (None, rank)}
+    calls = {
+        number: _StageCalls(own[number], traffic, stage, number, units.of_block)
+        for number, stage in enumerate(stages)
+        if stage.rank in sums
+    }
+    for one in calls.values():
         one.add_to(sums[one.rank], calls, holders)
-    return [total.result(rank, holders, units.of_block) for rank, total in enumerate(sums)]
+    return [total.result(rank, holders, units.of_block) for rank, total in sums.items()]
 
 
 def _handed(ranges: RangeBytes, stages: Sequence[PlanStage], step: StepActions, direct: bool) -> Handed:
@@ -181,10 +187,10 @@ class _StageCalls:
         for calls, one in self.modes:
             self.shared[calls] = one.shared
 
-    def add_to(self, total: _RankSum, stages: Sequence[_StageCalls], holders: Holders) -> None:
+    def add_to(self, total: _RankSum, stages: Mapping[int, _StageCalls], holders: Holders) -> None:
         """Add all calls, those that are treated alike together.
 
-        stages: of the plan. holders: layer -> its ranks.
+        stages: number -> those of the rank. holders: layer -> its ranks.
         """
         self._add_arrivals(total)
         self._add_outputs(total, stages)
@@ -276,7 +282,7 @@ class _StageCalls:
                     np.add.at(total.change, begun[number], size)
         np.add.at(total.change, self.forwards, inputs)
 
-    def _add_outputs(self, total: _RankSum, stages: Sequence[_StageCalls]) -> None:
+    def _add_outputs(self, total: _RankSum, stages: Mapping[int, _StageCalls]) -> None:
         """The outputs, from F until the stages here have taken them and it is sure that the peers have them."""
         sent, links = self.traffic.messages.ends["F"], self.traffic.step.links
         for size, numbers in self.traffic.together:
@@ -302,7 +308,7 @@ class _StageCalls:
             np.add.at(total.change, last, -left)
             np.add.at(total.let_go, last[gone >= taken], left[gone >= taken])
 
-    def _add_shared_inputs(self, total: _RankSum, stages: Sequence[_StageCalls]) -> None:
+    def _add_shared_inputs(self, total: _RankSum, stages: Mapping[int, _StageCalls]) -> None:
         """Inputs from stages of this rank that hold some of them themselves: what both keep counts once."""
         kept_before = np.zeros(len(self.forwards), dtype=np.int64)
         for number, link in self.traffic.of(self.number, incoming=True):

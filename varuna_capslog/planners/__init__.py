@@ -1,6 +1,7 @@
 """From the costs of stages and a number of devices to cuts: the planners, and one table of their names.
 
-`search.plan` calls `find_cuts`; a planner itself is a plain function on numbers. Nothing here imports torch.
+`search.plan` calls `find_cuts`; a planner itself is a plain function on numbers. Planners that choose memory intervals
+as well have a table of their own, and `planning/layerwise` calls them. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -10,15 +11,27 @@ from dataclasses import replace
 
 from varuna_capslog.memory import StageCosts
 from varuna_capslog.planners.capslog import capslog_cuts, capslog_tb_cuts
+from varuna_capslog.planners.dawnpiper import dawnpiper_stages
 from varuna_capslog.planners.exact import exact_cuts
+from varuna_capslog.planners.layerwise import Layerwise, StageChoice
 from varuna_capslog.planners.mcap import mcap_bf_cuts, mcap_bo_cuts
 from varuna_capslog.planners.seconds import LayerSeconds, Link
 from varuna_capslog.planners.throughput import fastest_cuts
 from varuna_capslog.planners.varuna import varuna_cuts
+from varuna_capslog.planners.vpipe import vpipe_stages
 from varuna_capslog.profiles.record import Profile
 from varuna_capslog.schedules import RunShape
 
-__all__ = ["DEFAULT_MICROBATCHES_PER_STAGE", "JOINT", "PLANNERS", "PLANNER_NAMES", "Planner", "find_cuts"]
+__all__ = [
+    "DEFAULT_MICROBATCHES_PER_STAGE",
+    "EVERY_PLANNER",
+    "JOINT",
+    "LAYERWISE",
+    "PLANNERS",
+    "PLANNER_NAMES",
+    "Planner",
+    "find_cuts",
+]
 
 Planner = Callable[[StageCosts, int, Sequence[int] | None], list[int]]
 """(stage costs, number of devices, capacity of each device in bytes or None) -> first layer of each stage.
@@ -37,6 +50,12 @@ PLANNERS: dict[str, Planner] = {
 
 PLANNER_NAMES = (*PLANNERS, "throughput")
 """Every planner of `find_cuts`: those of the table, which look at bytes alone, and those that need seconds too."""
+
+LAYERWISE: dict[str, Callable[[Layerwise], list[StageChoice]]] = {"dawnpiper": dawnpiper_stages, "vpipe": vpipe_stages}
+"""Planners of one pipeline that choose, beside its cuts, which layers run again or leave for the host tier."""
+
+EVERY_PLANNER = (*PLANNER_NAMES, *LAYERWISE)
+"""Every planner of one pipeline."""
 
 JOINT = "joint"
 """The planner that chooses pipelines of different length together (`joint`); the others plan one pipeline."""

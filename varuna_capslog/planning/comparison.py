@@ -15,7 +15,7 @@ from typing import Any
 from varuna_capslog.base import fields
 from varuna_capslog.base.errors import CapslogError
 from varuna_capslog.memory import AUTO
-from varuna_capslog.planners import DEFAULT_MICROBATCHES_PER_STAGE, PLANNER_NAMES
+from varuna_capslog.planners import DEFAULT_MICROBATCHES_PER_STAGE, EVERY_PLANNER
 from varuna_capslog.planners.seconds import Link
 from varuna_capslog.planning.search import plan
 from varuna_capslog.planning.simulation import simulate_plan
@@ -67,7 +67,7 @@ def compare(
     link: Link | None = None,
     progress: Callable[[int, int, str], None] = lambda done, total, name: None,
 ) -> list[Row]:
-    """Asks every planner of `PLANNER_NAMES`, or those of `names`, in that order. Those of `BY_NAME_ONLY` have a row
+    """Asks every planner of `EVERY_PLANNER`, or those of `names`, in that order. Those of `BY_NAME_ONLY` have a row
     without a plan where `names` is None.
 
     run: of one pipeline; where its number of microbatches is not known, `DEFAULT_MICROBATCHES_PER_STAGE` per device.
@@ -77,8 +77,8 @@ def compare(
     Raises CapslogError for unknown names and for what is wrong with the question itself: more devices than layers, or
     capacities that do not match them.
     """
-    chosen = list(PLANNER_NAMES) if names is None else list(names)
-    fields.refuse_unknown(chosen, PLANNER_NAMES, "planner")
+    chosen = list(EVERY_PLANNER) if names is None else list(names)
+    fields.refuse_unknown(chosen, EVERY_PLANNER, "planner")
     if run.num_microbatches is None:
         run = dataclasses.replace(run, num_microbatches=DEFAULT_MICROBATCHES_PER_STAGE * devices)
 

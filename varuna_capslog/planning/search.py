@@ -17,10 +17,11 @@ from varuna_capslog.base.units import format_bytes
 from varuna_capslog.memory import AUTO, MEMORY_MODELS, NEVER, StageCosts, resolve
 from varuna_capslog.memory.headroom import Headroom
 from varuna_capslog.memory.inflight import RANKS
-from varuna_capslog.planners import PLANNER_NAMES, find_cuts
+from varuna_capslog.planners import EVERY_PLANNER, LAYERWISE, find_cuts
 from varuna_capslog.planners.exact import fewest_devices
 from varuna_capslog.planners.joint import JointPlan, NoFleet, best_fleet
 from varuna_capslog.planners.seconds import Link
+from varuna_capslog.planning.layerwise import judged_layerwise_plan
 from varuna_capslog.planning.ranks import fold_plan
 from varuna_capslog.planning.stage_seconds import stage_seconds
 from varuna_capslog.planning.verdict import capacities_of_devices, judge, predictable
@@ -46,7 +47,8 @@ def plan(
 ) -> Plan:
     """Cut the profiled chain into one stage per device.
 
-    planner, memory: a name in PLANNER_NAMES and one in MEMORY_MODELS, or "auto" (see `memory.AUTO`).
+    planner, memory: a name in EVERY_PLANNER and one in MEMORY_MODELS, or "auto" (see `memory.AUTO`). The plans of
+        planners in LAYERWISE have memory intervals and are judged by memory model `ranks`.
     capacity: bytes of every device, or one number per device; None plans for the smallest peak alone, and fits is true.
         Where the profile states a headroom, what is compared is a stage's peak with it (`memory.headroom`).
     run: of one pipeline. Where the memory model does not describe its schedule, recomputation and stage inputs, the cut
@@ -63,12 +65,14 @@ def plan(
     and a memory model that the profile cannot feed.
     """
     devices = fields.whole(devices, "devices", minimum=1)
-    fields.refuse_unknown([planner], PLANNER_NAMES, "planner")
+    fields.refuse_unknown([planner], EVERY_PLANNER, "planner")
     if devices > profile.num_layers:
         raise CapslogError(
             f"{devices} devices but only {profile.num_layers} layers; every stage holds at least one layer, "
             f"so use at most {profile.num_layers} devices or a chain with more cut points"
         )
+    if planner in LAYERWISE and cuts is None:
+        return judged_layerwise_plan(profile, devices, planner, memory, capacity, run, link)
     capacities, one_each = capacities_of_devices(capacity, devices), isinstance(capacity, (list, tuple))
     usable = usable_bytes(profile, capacity, devices)
     memory, costs = resolve(memory, profile, run)

@@ -18,8 +18,9 @@ from varuna_capslog.base.errors import CapslogError, DoesNotFit
 from varuna_capslog.config.reading import Config, dump_config
 from varuna_capslog.memory import AUTO, MEMORY_MODELS
 from varuna_capslog.memory.headroom import Headroom
-from varuna_capslog.planners import JOINT, PLANNER_NAMES
+from varuna_capslog.planners import EVERY_PLANNER, JOINT
 from varuna_capslog.planners.seconds import Link
+from varuna_capslog.planning.layerwise import with_stage_bytes
 from varuna_capslog.planning.limits import with_limits
 from varuna_capslog.planning.ranks import judged, within_tier
 from varuna_capslog.planning.search import plan as search
@@ -33,6 +34,7 @@ from varuna_capslog.profiles.record import write_profile
 from varuna_capslog.schedules import RunShape
 from varuna_capslog.start import ENGINES
 from varuna_capslog.start.given_plan import given_plan
+from varuna_capslog.start.layerwise_start import asks_layerwise, check_layerwise, host_link, plan_layerwise
 from varuna_capslog.training.constants import check_folder
 
 if TYPE_CHECKING:
@@ -52,9 +54,10 @@ def prepare_run(config: Config, show: bool = True) -> Plan:
         CapslogError: the model, the profile or the plan is impossible, or the folder's checkpoints are of another run.
     """
     # Before the profile, which may take minutes.
-    fields.refuse_unknown([config.pipeline.planner], [*PLANNER_NAMES, JOINT], "planner")
+    fields.refuse_unknown([config.pipeline.planner], [*EVERY_PLANNER, JOINT], "planner")
     fields.refuse_unknown([config.pipeline.memory], [AUTO, *MEMORY_MODELS], "memory model")
     ENGINES[config.engine].check()
+    check_layerwise(config)
     given = _checked_plan(config)
     profile = profile_run(config, show) if _needs_profile(config, given) else None
     if given is not None and profile is not None:
@@ -102,6 +105,7 @@ def plan_run(config: Config, profile: Profile | None, link: Link | None = None) 
 
 def _plan(config: Config, profile: Profile | None, given: Plan | None, link: Link | None = None) -> Plan:
     """`plan_run`; given: the plan that `pipeline.plan` names, read and checked."""
+    check_layerwise(config)
     pipeline = config.pipeline
     if profile is None:
         return given or _of_cuts(config, None, link)
@@ -126,6 +130,9 @@ def _plan(config: Config, profile: Profile | None, given: Plan | None, link: Lin
         if run.limits_by_plan:
             plan = with_limits(profile, plan, RunShape.of_config(config), link)
         plan = _judged(plan, config, profile)
+    elif asks_layerwise(config):
+        link = host_link(config, link)
+        plan = with_stage_bytes(_judged(plan_layerwise(config, profile, link), config, profile))
     elif pipeline.planner == JOINT and cuts is None:
         from varuna_capslog.start.joint_start import plan_devices
 

@@ -1,0 +1,261 @@
+"""DawnPiper's partition: worked examples, its two algorithms read line by line, and its theorem against all cuts."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from tests.planners.layered import Numbers, chain_of, random_chain
+from varuna_capslog.planners.capuchin import treated_stage
+from varuna_capslog.planners.dawnpiper import compute_balanced, dawnpiper_stages, memory_balanced
+from varuna_capslog.planners.layerwise import Layerwise, StageChoice
+
+
+def cuts(stages: list[StageChoice]) -> list[int]:
+    return [one.first for one in stages]
+
+
+# -- the balanced cuts
+
+
+def test_the_balanced_cuts_of_nine_equal_layers_on_two_devices() -> None:
+    """Equation (2): 2 M_1 = M_2, so a third of the bytes in front; and half of the seconds, rounded up to a layer."""
+    chain = chain_of([1.0] * 9, [2] * 9, [2, 1])
+    assert memory_balanced(chain, 0, 9, (0, 0, 1)) == 3
+    assert compute_balanced(chain, 0, 9, (0, 0, 1)) == 5
+
+
+def test_equation_2_for_four_devices() -> None:
+    """M_1 = M / (1 + 4/3 + 2 + 4): of 25 bytes 3, 4, 6 and 12."""
+    chain = chain_of([1.0] * 25, [1] * 25, [4, 3, 2, 1])
+    assert [memory_balanced(chain, 0, 25, (0, stage, 3)) for stage in range(3)] == [3, 7, 13]
+
+
+def test_under_gpipe_all_stages_keep_as_many_microbatches() -> None:
+    chain = chain_of([1.0] * 12, [1] * 12, [4, 4, 4])
+    assert [memory_balanced(chain, 0, 12, (0, stage, 2)) for stage in range(2)] == [4, 8]
+
+
+def algorithm_2(numbers: Numbers, depth: int) -> dict[int, int]:
+    """Printed lines 1 to 18, x from 1; M_G is what all layers reach, for the reason that the planner's page gives."""
+    nodes = range(len(numbers.saved))
+    x, cur_mem, peak_mem, total = 1, 0, 0, 0.0
+    for i in range(depth):
+        total += depth / (depth - i)
+    m_1 = m_x = numbers.once(0, len(numbers.saved)) / total
+    rho = {}
+    for n in nodes:
+        cur_mem += numbers.saved[n] + numbers.work[n] + numbers.weights[n]
+        peak_mem = max(cur_mem, peak_mem)
+        cur_mem -= numbers.work[n]
+        if peak_mem >= m_x * (1 - 1e-9):
+            rho[x] = n
+            x += 1
+            if x == depth:
+                break
+            m_x = depth / (depth - x + 1) * m_1
+            cur_mem = peak_mem = 0
+    return rho
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_algorithm_2_line_by_line(seed: int) -> None:
+    dice = random.Random(f"balance {seed}")
+    depth = dice.randint(2, 5)
+    size = dice.randint(depth, 30)
+    columns = [[dice.randint(low, 9) for _ in range(size)] for low in (0, 1, 0)]
+    chain = chain_of([1.0] * size, columns[1], list(range(depth, 0, -1)), weights=columns[0], work=columns[2])
+    rho = algorithm_2(Numbers(*columns, columns[0], columns[0], []), depth)
+    for stage in range(1, depth):
+        expected = rho.get(stage, size) + 1
+        # every stage before it, and behind it, has a layer
+        expected = max(stage, min(expected, size - (depth - stage)))
+        assert memory_balanced(chain, 0, size, (0, stage - 1, depth - 1)) == expected
+
+
+# -- the partition
+
+
+def test_without_a_limit_the_seconds_are_balanced() -> None:
+    chain = chain_of([3.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 3.0], [1] * 8, [4, 3, 2, 1])
+    assert cuts(dawnpiper_stages(chain)) == [0, 1, 4, 7]
+    assert all(not one.intervals for one in dawnpiper_stages(chain))
+
+
+def test_the_walk_goes_from_balanced_seconds_to_balanced_bytes() -> None:
+    """Nine layers of 3 s and 2 bytes, two microbatches in flight in front: cuts 5, 4 and 3 need 20, 16 and 12 bytes
+    there, and take 15, 15 and 18 s. Running a layer again takes 1 s and frees a byte of each microbatch.
+
+    At 18 bytes cut 5 takes 16 s with a layer that runs again, and cut 4 fits as it is, where the walk ends. At 15 bytes
+    cut 4 runs a layer again beside the 15 s behind it.
+    """
+    for usable, first_cut, seconds, again in ((20, 5, 15.0, 0), (18, 4, 15.0, 0), (16, 4, 15.0, 0), (15, 4, 15.0, 1)):
+        chain = chain_of([1.0] * 9, [2] * 9, [2, 1], [usable] * 2, freed=[1] * 9)
+        found = dawnpiper_stages(chain)
+        assert cuts(found) == [0, first_cut]
+        assert max(one.seconds for one in found) == seconds
+        assert sum(len(one.intervals) for one in found) == again
+
+
+def test_one_stage_is_treated_by_itself() -> None:
+    chain = chain_of([1.0] * 4, [2] * 4, [1], [7], freed=[1] * 4)
+    (found,) = dawnpiper_stages(chain)
+    assert (found.first, found.end, len(found.intervals), found.seconds, found.lack) == (0, 4, 1, 13.0, 0)
+
+
+def test_of_three_stages_the_first_is_cut_off_first() -> None:
+    """Layers of 9, 6, 6 and 6 s: a third of 27 s is reached behind layer 0, half of the other 18 s behind layer 2. The
+    printed middle would cut 18 s off first, which are reached behind layer 2, and half of these 21 s behind layer 1."""
+    chain = chain_of([3.0, 2.0, 2.0, 2.0], [1] * 4, [3, 2, 1])
+    assert cuts(dawnpiper_stages(chain)) == [0, 1, 3]
+
+
+def test_where_nothing_fits_what_lacks_least_is_the_answer() -> None:
+    found = dawnpiper_stages(chain_of([1.0] * 9, [2] * 9, [2, 1], [5] * 2, freed=[1] * 9))
+    assert cuts(found) == [0, 3]
+    assert [one.lack for one in found] == [1, 1]
+
+
+def test_cuts_that_many_tensors_cross_are_passed_over() -> None:
+    """The walk goes over cuts 6, 5 and 4, which take 22, 21 and 24 s. A mask crosses all of them; only cut 6, and then
+    only cut 4, has one tensor besides."""
+    crossing = [frozenset({"mask", "x", "skip"})] * 13
+
+    def walked(crossing: list[frozenset[str]] | None) -> list[int]:
+        chain = chain_of([1.0] * 12, [2] * 12, [2, 1], [16] * 2, freed=[1] * 12, crossing=crossing)
+        return cuts(dawnpiper_stages(chain))
+
+    assert walked(None) == [0, 5]
+    for cut in (6, 4):
+        assert walked([*crossing[:cut], frozenset({"mask", "y"}), *crossing[cut + 1 :]]) == [0, cut]
+    # where every cut has several all count
+    assert walked(crossing) == [0, 5]
+    assert walked([frozenset({"mask", "x", "skip", f"own {cut}", f"other {cut}"}) for cut in range(13)]) == [0, 5]
+
+
+# -- Algorithm 1, line by line, with stages from 1
+
+Found = tuple[int, float, list[StageChoice]]
+
+
+class Printed:
+    """AdjacentPartition and BiPar as printed, with a case for one and three stages, and lack for what does not fit."""
+
+    def __init__(self, chain: Layerwise) -> None:
+        self.chain, self.depth = chain, chain.stages
+
+    def walk(self, nodes: range, left: int, mid: int, right: int) -> list[int]:
+        share = [1 / self.chain.in_flight[x - 1] for x in range(left, right + 1)]
+        total = self.chain.seconds(nodes[0], nodes[-1] + 1)
+        behind = range(nodes[0] + mid - left + 1, nodes[-1] + 2 - (right - mid))
+        even = (mid - left + 1) / (right - left + 1)
+        rho_cb = next(
+            (cut for cut in behind if self.chain.seconds(nodes[0], cut) >= total * even * (1 - 1e-9)), behind[-1]
+        )
+        whole, begin, rho_mb = self.chain.once(nodes[0], nodes[-1] + 1), nodes[0], behind[-1]
+        for x in range(left, mid + 1):
+            target = whole * share[x - left] / sum(share)
+            ends = [n + 1 for n in nodes if n >= begin and self.chain.once(begin, n + 1) >= target * (1 - 1e-9)]
+            begin = ends[0] if ends else nodes[-1] + 1
+        rho_mb = min(max(begin, behind[0]), behind[-1])
+        return sorted(range(min(rho_cb, rho_mb), max(rho_cb, rho_mb) + 1), key=lambda cut: abs(cut - rho_cb))
+
+    def mem_opt(self, sid: int, begin: int, end: int) -> Found:
+        one = treated_stage(self.chain, sid - 1, begin, end)
+        return one.lack, one.seconds, [one]
+
+    def adjacent(self, nodes: range, sid: int) -> Found:
+        par_dict = {}
+        for rho in self.walk(nodes, sid, sid, sid + 1):
+            ends = (nodes[0], rho), (rho, nodes[-1] + 1)
+            free = [self.chain.peak(sid - 1 + n, *ends[n], ()) <= self.chain.usable[sid - 1 + n] for n in (0, 1)]
+            if not par_dict and all(free):  # lines 3 to 5
+                return 0, max(self.chain.seconds(*one) for one in ends), [
+                    StageChoice(*one, (), self.chain.seconds(*one), 0) for one in ends
+                ]  # fmt: skip
+            par_dict[rho] = self.joined(self.mem_opt(sid, *ends[0]), self.mem_opt(sid + 1, *ends[1]))
+            if all(free):
+                break
+        return min(par_dict.values(), key=lambda one: one[:2])
+
+    def joined(self, one: Found, other: Found) -> Found:
+        return max(one[0], other[0]), max(one[1], other[1]), one[2] + other[2]
+
+    def bi_par(self, nodes: range, left: int, right: int) -> Found:
+        if left == right:
+            return self.mem_opt(left, nodes[0], nodes[-1] + 1)
+        if right - left == 1:
+            return self.adjacent(nodes, left)
+        mid = left if right - left == 2 else (left + right) // 2
+        par_dict = {}
+        for rho in self.walk(nodes, left, mid, right):
+            halves = (
+                self.bi_par(range(nodes[0], rho), left, mid),
+                self.bi_par(range(rho, nodes[-1] + 1), mid + 1, right),
+            )
+            par_dict[rho] = self.joined(*halves)
+            if not par_dict[rho][0] and not any(one.intervals for one in par_dict[rho][2]):
+                break
+        return min(par_dict.values(), key=lambda one: one[:2])
+
+
+@pytest.mark.parametrize("seed", range(240))
+def test_algorithm_1_line_by_line(seed: int) -> None:
+    dice = random.Random(f"partition {seed}")
+    chain = random_chain(dice, seed % 8 + 1)
+    printed = Printed(chain)
+    assert dawnpiper_stages(chain) == printed.bi_par(range(chain.num_layers), 1, chain.stages)[2]
+
+
+# -- Theorem 4.1
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_the_theorem_holds_for_two_stages_to_within_a_layer(seed: int) -> None:
+    """Its conditions: seconds and bytes grow with every layer, transfers take no time, and every byte saved costs the
+    same. Whole layers move each balanced position by less than one layer."""
+    dice = random.Random(f"theorem {seed}")
+    size = dice.randint(2, 40)
+    saved = [dice.randint(1, 20) for _ in range(size)]
+    in_flight = dice.choice([[2, 1], [1, 1], [4, 4], [3, 1]])
+    chain = chain_of([dice.uniform(0.1, 3) for _ in range(size)], saved, in_flight)
+    limit, per_byte = dice.uniform(0.2, 1.0) * sum(saved) * in_flight[0], dice.uniform(0.0, 0.5)
+
+    def slowest(cut: int) -> float:
+        parts = (saved[:cut], saved[cut:])
+        over = [max(0.0, k * sum(part) - limit) for k, part in zip(in_flight, parts, strict=True)]
+        return max(
+            chain.seconds(0, cut) + per_byte * over[0],
+            chain.seconds(cut, size) + per_byte * over[1],
+        )  # fmt: skip
+
+    ends = sorted(find(chain, 0, size, (0, 0, 1)) for find in (compute_balanced, memory_balanced))
+    inside = range(max(1, ends[0] - 1), min(size - 1, ends[1]) + 1)
+    assert min(map(slowest, inside)) == min(map(slowest, range(1, size)))
+
+
+@pytest.mark.parametrize("size", [4, 5, 6, 7])
+@pytest.mark.parametrize("part", range(3, 11))
+def test_equal_layers_on_two_devices_get_the_best_cut_and_choice_of_the_range(size: int, part: int) -> None:
+    usable = size * 2 * part // 10
+    chain = chain_of([1.0] * size, [2] * size, [2, 1], [usable] * 2, freed=[1] * size)
+
+    def cheapest(stage: int, first: int, end: int) -> float:
+        """Of every set of layers that run again."""
+        best = float("inf")
+        for again in itertools.product((0, 1), repeat=end - first):
+            if chain.in_flight[stage] * (2 * (end - first) - sum(again)) <= usable:
+                best = min(best, 3.0 * (end - first) + sum(again))
+        return best
+
+    # half of the seconds, and a third of the bytes, both rounded up to a layer
+    named = range(-(-size // 3), -(-size // 2) + 1)
+    best = min(max(cheapest(0, 0, cut), cheapest(1, cut, size)) for cut in named)
+    found = dawnpiper_stages(chain)
+    if best == float("inf"):
+        assert any(one.lack for one in found)
+    else:
+        assert max(one.seconds for one in found) == best
+        assert not any(one.lack for one in found)

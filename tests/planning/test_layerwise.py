@@ -1,0 +1,189 @@
+"""Plans of planners that treat layers: what they say they hold is what the fold of their ranks finds."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.memory.machine import Model, profile_of
+from varuna_capslog import cli
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.planners import LAYERWISE
+from varuna_capslog.planners.layerwise import Layerwise
+from varuna_capslog.planners.seconds import Link
+from varuna_capslog.planning.comparison import compare
+from varuna_capslog.planning.layerwise import layerwise_plan
+from varuna_capslog.planning.ranks import fold_plan
+from varuna_capslog.planning.search import plan
+from varuna_capslog.planning.verdict import HostMemory
+from varuna_capslog.plans.parts import MemoryInterval
+from varuna_capslog.plans.plan import Plan, read_plan
+from varuna_capslog.profiles.record import Profile, write_profile
+from varuna_capslog.schedules import RunShape
+
+RUN = RunShape(8, "gpipe", False)
+NAMES = tuple(LAYERWISE)
+
+
+def profile_on(device: str, size: int = 10, seed: int = 5) -> Profile:
+    """Layers of 1 to 2 s forward and twice that backward."""
+    dice = random.Random(seed)
+    profile = profile_of(Model.random(dice, size, True, 100), device)
+    rows = [
+        dataclasses.replace(row, forward_seconds=1 + number % 2, backward_seconds=2.0 + 2 * (number % 2))
+        for number, row in enumerate(profile.layers)
+    ]
+    return dataclasses.replace(profile, layers=tuple(rows), conditions={**profile.conditions, "device": device})
+
+
+def kinds(found: Plan) -> set[str]:
+    return {one.kind for stage in found.stages for one in stage.memory or ()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_plan_holds_what_the_fold_of_its_ranks_finds_and_treats_layers_only_under_a_limit(
+    name: str, device: str
+) -> None:
+    profile, link = profile_on(device), Link(host_bandwidth=1e5)
+    free = plan(profile, 3, name, run=RUN, link=link)
+    assert (free.fits, free.memory_model, kinds(free), free.short) == (True, "ranks", set(), False)
+    peaks = [one.peak_bytes for one in fold_plan(profile, free, RUN)]
+    assert [stage.bytes for stage in free.stages] == [one.bytes for one in free.ranks] == peaks
+    tight = plan(profile, 3, name, capacity=max(peaks) * 3 // 4, run=RUN, link=link)
+    assert (tight.fits, tight.capacity_bytes) == (True, max(peaks) * 3 // 4)
+    assert [one.bytes for one in tight.ranks] == [one.peak_bytes for one in fold_plan(profile, tight, RUN)]
+    # the memory of the host is a CPU's own: to put something there spares nothing
+    assert kinds(tight) <= ({"recompute"} if device == "cpu" else {"recompute", "offload"})
+    assert kinds(tight)
+    again = Plan.from_json(json.loads(json.dumps(tight.to_json())))
+    assert again.stages == tight.stages
+
+
+def test_on_a_cpu_layers_are_offloaded_where_the_tier_is_a_folder() -> None:
+    profile = profile_on("cpu")
+    most = plan(profile, 2, "dawnpiper", run=RUN).peak_bytes
+    assert most is not None
+    for in_files, expected in ((False, {"recompute"}), (True, {"offload"})):
+        found = layerwise_plan(profile, 2, "dawnpiper", most * 9 // 10, RUN, tier=HostMemory(in_files=in_files))
+        assert kinds(found) == expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_stage_of_the_search_has_the_bytes_of_its_rank(name: str) -> None:
+    """The search asks for one rank, beside others that keep everything; with whole lists it finds the same."""
+    profile, dice = profile_on("cuda"), random.Random(name)
+    for schedule in ("gpipe", "1f1b", "kfkb"):
+        run = RunShape(6, schedule, False)
+        chain = Layerwise.of_profile(profile, run, 3)
+        stages = [(0, 3), (3, 7), (7, 10)]
+        memory = [
+            tuple(
+                MemoryInterval(at, at + 1, dice.choice(["recompute", "offload"]))
+                for at in range(first, end)
+                if dice.random() < 0.6
+            )
+            for first, end in stages
+        ]
+        whole = plan(profile, 3, name, run=run)
+        whole = dataclasses.replace(
+            whole,
+            stages=tuple(
+                dataclasses.replace(stage, layers=(layers,), memory=kept)
+                for stage, layers, kept in zip(whole.stages, stages, memory, strict=True)
+            ),
+        )
+        expected = [one.peak_bytes for one in fold_plan(profile, whole, run)]
+        assert [chain.peak(n, *stages[n], memory[n]) for n in range(3)] == expected
+
+
+def test_a_headroom_and_capacities_of_their_own_count() -> None:
+    profile = profile_on("cuda")
+    free = plan(profile, 2, "dawnpiper", run=RUN)
+    limits = [free.ranks[0].bytes or 0, (free.ranks[1].bytes or 0) * 2]
+    assert not kinds(plan(profile, 2, "dawnpiper", capacity=limits, run=RUN))
+    headroom = {"headroom": {"fixed_bytes": 1000, "fragmentation": 1.0}}
+    tight = dataclasses.replace(profile, conditions=profile.conditions | headroom)
+    found = plan(tight, 2, "dawnpiper", capacity=limits, run=RUN)
+    assert found.fits
+    assert (found.ranks[0].bytes or 0) + 1000 <= limits[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_does_not_fit_names_the_rank_and_what_it_lacks(name: str) -> None:
+    found = plan(profile_on("cuda"), 3, name, capacity=1000, run=RUN)
+    assert found.fits is False
+    assert found.shortfall is not None
+    assert found.shortfall.bytes == (found.peak_bytes or 0) - 1000
+    assert len(found.notes) == 1
+    assert found.notes[0].startswith("does not fit: rank")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_missing_is_said_in_one_sentence(name: str) -> None:
+    profile = profile_on("cuda")
+    with pytest.raises(CapslogError, match="memory model 'ranks' needs"):
+        plan(dataclasses.replace(profile, observations=()), 2, name, run=RUN)
+    bare = dataclasses.replace(profile, layers=profile_of(Model.random(random.Random(5), 10, True), "cuda").layers)
+    with pytest.raises(CapslogError, match="forward_seconds"):
+        plan(bare, 2, name, run=RUN)
+    with pytest.raises(CapslogError, match=r"memory is 'additive'.*only memory model 'ranks' knows"):
+        plan(profile, 2, name, "additive", run=RUN)
+    with pytest.raises(CapslogError, match="11 devices but only 10 layers"):
+        plan(profile, 11, name, run=RUN)
+    with pytest.raises(CapslogError, match="3 capacities for 2 devices"):
+        plan(profile, 2, name, capacity=[1, 2, 3], run=RUN)
+
+
+def test_given_cuts_are_predicted_without_asking_the_planner() -> None:
+    found = plan(profile_on("cuda"), 2, "dawnpiper", run=RUN, cuts=[0, 4])
+    assert (found.cuts, found.planner, found.short) == ((0, 4), None, True)
+
+
+def test_one_device_and_an_unknown_number_of_microbatches() -> None:
+    profile = profile_on("cuda")
+    found = plan(profile, 1, "vpipe", run=RunShape(None, "gpipe", False))
+    assert (found.cuts, found.num_microbatches, found.fits) == ((0,), None, True)
+    assert found.peak_bytes == plan(profile, 1, "vpipe", run=RunShape(4, "gpipe", False)).peak_bytes
+
+
+def test_compare_has_a_row_with_bytes_margin_and_seconds_for_each() -> None:
+    profile = profile_on("cuda")
+    most = plan(profile, 3, "exact", run=RUN).peak_bytes
+    assert most is not None
+    link = Link(host_bandwidth=1e6)
+    rows = compare(profile, 3, names=[*NAMES, "exact"], run=RUN, capacity=most * 3 // 4, link=link)
+    for row in rows[:2]:
+        assert row.plan is not None
+        assert row.plan.fits
+        assert row.margin_bytes == most * 3 // 4 - (row.peak_bytes or 0)
+        assert row.step_seconds
+    assert rows[2].plan is not None
+    assert rows[2].plan.fits is False
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_command_writes_a_plan_that_is_read_again(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    profile = profile_on("cuda")
+    write_profile(tmp_path / "profile.json", profile)
+    most = plan(profile, 3, "exact", run=RUN).peak_bytes or 0
+    words = ["plan", "--profile", str(tmp_path / "profile.json"), "--devices", "3", "--planner", name]
+    words += ["--capacity", str(most // 2), "--host-bandwidth", "100kB/s", "--minibatch", "8"]
+    assert cli._run([*words, "-o", str(tmp_path / "plan.json")]) == 0
+    said, written = capsys.readouterr().out, read_plan(tmp_path / "plan.json")
+    for stage in written.stages:
+        assert ", ".join(f"{one.kind} {one.first}-{one.end - 1}" for one in stage.memory or ()) in said
+    assert (written.planner, written.fits, written.num_ranks) == (name, True, 3)
+    assert kinds(written)
+    assert written.step_seconds is not None
+    assert written.num_microbatches == 8
+    words[words.index("--capacity") + 1] = "1000"
+    assert cli._run(words) == 3
+    assert "does not fit: rank" in capsys.readouterr().err

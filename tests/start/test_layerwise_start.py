@@ -1,0 +1,62 @@
+"""`pipeline.planner=dawnpiper` and `vpipe`: what a config settles before the run, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.start.test_given_plan import command
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.config.reading import Config, load_config
+from varuna_capslog.planners import LAYERWISE
+from varuna_capslog.planners.seconds import Link
+from varuna_capslog.profiling.rehearsal import rehearse_plan
+from varuna_capslog.start.layerwise_start import host_link
+from varuna_capslog.start.prepare import plan_run, prepare_run, profile_run
+
+SETTINGS = ("pipeline.devices=2", "profile.source=estimated", "pipeline.schedule=gpipe", "pipeline.recompute=false")
+
+
+def config_of(tmp_path: Path, planner: str, *words: str) -> Config:
+    line = command(tmp_path, planner, *SETTINGS, f"pipeline.planner={planner}", *words)
+    return load_config(Path(line[1]), line[2:])
+
+
+def test_plans_have_the_bytes_that_their_ranks_programs_take(tmp_path: Path) -> None:
+    """Their own fold is the search's; what they really hold, as far as it is known without a device, is rehearsed."""
+    profile = profile_run(config_of(tmp_path, "vpipe"), show=False)
+    kinds: dict[str, set[str]] = {}
+    for name in LAYERWISE:
+        words = ("pipeline.capacity=110KiB", f"pipeline.host_tier={tmp_path}")
+        config = config_of(tmp_path, name, *words)
+        plan = plan_run(config, profile)
+        assert (plan.fits, plan.planner, plan.num_ranks) == (True, name, 2)
+        assert [one.bytes for one in plan.ranks] == rehearse_plan(config, plan)
+        assert all(one.bytes is not None and one.bytes <= 110 << 10 for one in plan.ranks)
+        kinds[name] = {one.kind for stage in plan.stages for one in stage.memory or ()}
+    assert kinds == {"dawnpiper": {"offload"}, "vpipe": {"offload", "recompute"}}
+
+
+@pytest.mark.parametrize(
+    ("word", "sentence"),
+    [
+        ("pipeline.replicas=2", "pipeline.replicas=2: it plans one pipeline"),
+        ("pipeline.stages_per_rank=2", "pipeline.stages_per_rank=2: it plans one stage per rank"),
+        ("pipeline.schedule=1f1b-star", "schedule=1f1b-star: the limits of that schedule follow from cuts"),
+        ("elastic.enabled=true", "elastic.enabled=true: after a membership change"),
+        ("pipeline.memory=gpipe", "memory is 'gpipe', but the plans of planner 'dawnpiper' have memory intervals"),
+    ],
+)
+def test_what_cannot_be_one_pipeline_with_intervals_is_refused_before_a_profile(
+    tmp_path: Path, word: str, sentence: str
+) -> None:
+    with pytest.raises(CapslogError, match=sentence):
+        prepare_run(config_of(tmp_path, "dawnpiper", word), show=False)
+    assert not (tmp_path / "dawnpiper").exists()
+
+
+def test_the_bandwidth_of_the_host_tier_is_the_links_own_or_the_configs(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "vpipe", "pipeline.host_bandwidth=1GiB")
+    assert host_link(config, None).host_bandwidth == 1 << 30
+    assert host_link(config, Link(host_bandwidth=5.0)).host_bandwidth == 5.0

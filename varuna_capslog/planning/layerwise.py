@@ -1,0 +1,114 @@
+"""The plan of a planner that chooses cuts and what becomes of every layer: `dawnpiper` and `vpipe`.
+
+Such a plan has memory intervals, so it is of the full form, one stage per rank, and judged by its ranks (`ranks`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.memory import AUTO
+from varuna_capslog.memory.headroom import Headroom
+from varuna_capslog.memory.inflight import RANKS
+from varuna_capslog.planners import DEFAULT_MICROBATCHES_PER_STAGE, LAYERWISE
+from varuna_capslog.planners.layerwise import Layerwise
+from varuna_capslog.planners.seconds import Link
+from varuna_capslog.planning.ranks import judged
+from varuna_capslog.planning.verdict import HostMemory, capacities_of_devices
+from varuna_capslog.plans.parts import PlanRank, PlanStage, Units
+from varuna_capslog.plans.plan import Plan
+from varuna_capslog.profiles.record import Profile
+from varuna_capslog.schedules import RunShape
+
+__all__ = ["check_memory", "judged_layerwise_plan", "layerwise_plan", "with_stage_bytes"]
+
+
+def layerwise_plan(
+    profile: Profile,
+    devices: int,
+    planner: str,
+    capacity: int | Sequence[int] | None,
+    run: RunShape,
+    link: Link | None = None,
+    tier: HostMemory | None = None,
+) -> Plan:
+    """The plan of a planner of `LAYERWISE`, not judged yet.
+
+    Args:
+        capacity: bytes of every device, or one number per device; None: no limit, so that nothing is treated.
+        run: of one pipeline; where its number of microbatches is not known, the search counts
+            `DEFAULT_MICROBATCHES_PER_STAGE` per stage.
+        link: also to the host tier; without a host_bandwidth copies take no time.
+        tier: where offloaded tensors wait; default: in the memory of the host. Where that is the device's own memory
+            nothing is offloaded.
+
+    Raises CapslogError naming the seconds or runs that the profile lacks, and for more devices than layers.
+    """
+    if devices > profile.num_layers:
+        raise CapslogError(
+            f"{devices} devices but only {profile.num_layers} layers; every stage holds at least one layer, "
+            f"so use at most {profile.num_layers} devices or a chain with more cut points"
+        )
+    capacities, headroom = capacities_of_devices(capacity, devices), Headroom.of(profile)
+    usable = None if capacities is None else [headroom.usable(size) for size in capacities]
+    has_tier = not (tier or HostMemory()).is_device(profile)
+    begun = time.perf_counter()
+    chain = Layerwise.of_profile(profile, _counted(run, devices), devices, usable, link, has_tier)
+    stages = LAYERWISE[planner](chain)
+    limits = [None] * devices if capacities is None else capacities
+    return Plan(
+        profile.num_layers,
+        tuple(
+            PlanStage(((one.first, one.end),), (rank,), memory=one.intervals, seconds=one.seconds)
+            for rank, one in enumerate(stages)
+        ),
+        Units(run.num_microbatches, run.microbatch_size, None if run.num_microbatches is None else run.num_blocks),
+        run.schedule,
+        ranks=tuple(PlanRank(capacity_bytes=size) for size in limits),
+        planner=planner,
+        model=profile.model,
+        profile_digest=profile.digest,
+        search_seconds=time.perf_counter() - begun,
+    )
+
+
+def judged_layerwise_plan(
+    profile: Profile,
+    devices: int,
+    planner: str,
+    memory: str,
+    capacity: int | Sequence[int] | None,
+    run: RunShape,
+    link: Link | None = None,
+) -> Plan:
+    """`layerwise_plan`, and whether it fits.
+
+    memory: "auto" or "ranks". Raises CapslogError for any other, as these plans have no bytes by it.
+    """
+    check_memory(planner, memory)
+    found = layerwise_plan(profile, devices, planner, capacity, run, link)
+    return with_stage_bytes(judged(profile, found, _counted(run, devices)))
+
+
+def check_memory(planner: str, memory: str) -> None:
+    """Raises CapslogError for a memory model that does not know memory intervals."""
+    if memory not in (AUTO, RANKS):
+        raise CapslogError(
+            f"memory is {memory!r}, but the plans of planner {planner!r} have memory intervals, whose bytes only "
+            f"memory model {RANKS!r} knows; choose {RANKS} or auto"
+        )
+
+
+def with_stage_bytes(plan: Plan) -> Plan:
+    """A plan of one stage per rank, whose stages hold what their ranks do."""
+    stages = [dataclasses.replace(stage, bytes=plan.ranks[stage.rank].bytes) for stage in plan.stages]
+    return dataclasses.replace(plan, stages=tuple(stages))
+
+
+def _counted(run: RunShape, devices: int) -> RunShape:
+    """The run with the number of its microbatches."""
+    count = run.num_microbatches or DEFAULT_MICROBATCHES_PER_STAGE * devices
+    return dataclasses.replace(run, num_microbatches=count)

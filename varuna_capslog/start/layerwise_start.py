@@ -1,0 +1,61 @@
+"""The plan that a run with `pipeline.planner: dawnpiper` or `vpipe` begins with: one pipeline with memory intervals."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.config.settings import Config
+from varuna_capslog.planners import LAYERWISE
+from varuna_capslog.planners.seconds import Link
+from varuna_capslog.planning.layerwise import check_memory, layerwise_plan
+from varuna_capslog.planning.verdict import HostMemory
+from varuna_capslog.plans.plan import Plan
+from varuna_capslog.profiles.record import Profile
+from varuna_capslog.schedules import RunShape
+
+__all__ = ["asks_layerwise", "check_layerwise", "host_link", "plan_layerwise"]
+
+
+def asks_layerwise(config: Config) -> bool:
+    """Whether such a planner chooses the cuts."""
+    pipeline = config.pipeline
+    return pipeline.planner in LAYERWISE and pipeline.cuts is None and pipeline.plan is None
+
+
+def check_layerwise(config: Config) -> None:
+    """Raises CapslogError for a run that cannot be one pipeline with memory intervals, by the key that says so."""
+    if not asks_layerwise(config):
+        return
+    pipeline = config.pipeline
+    check_memory(pipeline.planner, pipeline.memory)
+    rules = {
+        f"engine={config.engine}": (config.engine == "varuna", "Varuna runs no memory intervals; set engine=capslog"),
+        f"pipeline.replicas={pipeline.replicas}": (pipeline.replicas > 1, "it plans one pipeline; set replicas=1"),
+        f"pipeline.stages_per_rank={pipeline.rounds}": (pipeline.rounds > 1, "it plans one stage per rank; set 1"),
+        f"pipeline.schedule={pipeline.schedule}": (
+            RunShape.of_config(config).limits_by_plan,
+            "the limits of that schedule follow from cuts that are known; choose 1f1b",
+        ),
+        "elastic.enabled=true": (
+            config.elastic.enabled,
+            "after a membership change plans without memory intervals are searched; choose planner throughput",
+        ),
+    }
+    for key, (wrong, why) in rules.items():
+        if wrong:
+            raise CapslogError(f"pipeline.planner={pipeline.planner} does not go with {key}: {why}")
+
+
+def host_link(config: Config, link: Link | None) -> Link:
+    """The link with the config's bandwidth of the host tier, where it has none of its own."""
+    link = link or Link()
+    given = config.pipeline.host_bandwidth
+    return dataclasses.replace(link, host_bandwidth=given) if link.host_bandwidth is None else link
+
+
+def plan_layerwise(config: Config, profile: Profile, link: Link) -> Plan:
+    """The planner's plan, not judged yet."""
+    pipeline, run = config.pipeline, RunShape.of_config(config)
+    tier = HostMemory.of_config(config)
+    return layerwise_plan(profile, pipeline.devices, pipeline.planner, pipeline.capacity, run, link, tier)
