@@ -9,7 +9,11 @@ from __future__ import annotations
 import argparse
 import functools
 import random
+import sys
 from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.planners.layered import chain_of
 from varuna_capslog.planners.capuchin import treated_stage
