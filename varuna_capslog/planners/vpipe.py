@@ -27,7 +27,7 @@ from varuna_capslog.planners.dawnpiper import compute_balanced
 from varuna_capslog.planners.layerwise import Choice, Layerwise, StageChoice
 from varuna_capslog.plans.parts import MemoryInterval
 
-__all__ = ["vpipe_stages"]
+__all__ = ["tail_treated_stage", "vpipe_stages"]
 
 
 class _Split(NamedTuple):
@@ -41,10 +41,7 @@ class _Split(NamedTuple):
 
 def vpipe_stages(chain: Layerwise) -> list[StageChoice]:
     """Return the stages in order; where nothing fits on the way, those that lack least."""
-
-    @functools.cache
-    def stage_of(stage: int, first: int, end: int) -> StageChoice:
-        return chain.fewest(stage, first, end, lambda: _choices(chain, stage, first, end))
+    stage_of = functools.cache(functools.partial(tail_treated_stage, chain))
 
     def split_at(cuts: tuple[int, ...]) -> _Split:
         bounds = [*cuts, chain.num_layers]
@@ -67,6 +64,14 @@ def vpipe_stages(chain: Layerwise) -> list[StageChoice]:
         if found[:2] >= best[:2]:
             return list(best.stages)
         best = found
+
+
+def tail_treated_stage(chain: Layerwise, stage: int, first: int, end: int) -> StageChoice:
+    """Layers first .. end-1 as stage `stage`: as few swaps, then as few of the last layers run again, as make it fit.
+
+    Where the whole stage run again does not fit, nothing is taken to.
+    """
+    return chain.fewest(stage, first, end, lambda: _choices(chain, stage, first, end))
 
 
 def _first_cuts(chain: Layerwise) -> tuple[int, ...]:
