@@ -14,7 +14,7 @@ import numpy as np
 from varuna_capslog.memory.range_bytes import RangeBytes
 from varuna_capslog.plans.parts import MemoryInterval
 
-__all__ = ["Before", "Beside", "Segment", "Sums"]
+__all__ = ["Before", "Beside", "CallSegment", "Sums"]
 
 Bytes: TypeAlias = Any
 """An int, or an array of them."""
@@ -38,7 +38,7 @@ class Before(NamedTuple):
     stays: int | None = None
     leaves: int | None = None
 
-    def behind(self, one: Segment) -> Before:
+    def behind(self, one: CallSegment) -> Before:
         """With one more segment."""
         if not one.kept:
             return self
@@ -48,19 +48,24 @@ class Before(NamedTuple):
             return Before(one.part, self.stays, one.part.first)
         return Before(one.part, one.part.first, self.leaves)
 
+    def outputs(self, ranges: RangeBytes) -> Beside:
+        """What the last of them holds of its outputs."""
+        if self.last is None or self.last.recomputes:
+            return Beside()
+        size = ranges.shared(self.last.first, self.last.end)
+        return Beside(taken=size) if self.last.offloads else Beside(size)
+
+    def passed(self, ranges: RangeBytes, cut: int) -> Beside:
+        """What they hold of the tensors across the cut as inputs that pass."""
+        return Beside(*(0 if first is None else ranges.passed(first, cut) for first in (self.stays, self.leaves)))
+
     def beside(self, ranges: RangeBytes, cut: int) -> Beside:
-        """What of the tensors across the cut they hold: their outputs, or inputs that pass."""
-        found = [0, 0]
-        if self.last is not None and not self.last.recomputes:
-            found[self.last.offloads] = ranges.shared(self.last.first, self.last.end)
-        for away, first in enumerate((self.stays, self.leaves)):
-            if first is not None:
-                found[away] = max(found[away], ranges.passed(first, cut))
-        return Beside(*found)
+        """What they hold of the tensors across the cut."""
+        return Beside(*map(max, self.outputs(ranges), self.passed(ranges, cut)))
 
 
 @dataclass(frozen=True)
-class Segment:
+class CallSegment:
     """Layers that are treated alike, and their bytes in one call.
 
     kept: whether they have a backward (frozen layers in front have none, and nothing is kept of them).
@@ -94,7 +99,7 @@ class Segment:
     between: Bytes = 0
 
     @classmethod
-    def of(cls, ranges: RangeBytes, part: MemoryInterval, split: bool = False) -> Segment:
+    def of(cls, ranges: RangeBytes, part: MemoryInterval, split: bool = False) -> CallSegment:
         """The layers of this interval, or of this piece of kind KEEP.
 
         split: the backward is in two halves. Raises CapslogError where the profile does not tell them.
@@ -191,7 +196,7 @@ class Sums(NamedTuple):
     weights: Bytes = 0
     first_weights: Bytes = 0
 
-    def behind(self, one: Segment, beside: Beside, later: bool, ready: bool = False) -> Sums:
+    def behind(self, one: CallSegment, beside: Beside, later: bool, ready: bool = False) -> Sums:
         """With one more segment.
 
         later: the call has an O, until which all stays; else each segment leaves when F has run it.

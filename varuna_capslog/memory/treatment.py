@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from varuna_capslog.memory.range_bytes import RangeBytes
-from varuna_capslog.memory.segments import Before, Beside, Segment, Sums
+from varuna_capslog.memory.segments import Before, Beside, CallSegment, Sums
 from varuna_capslog.plans.parts import KEEP, MemoryInterval, pieces_of
 
 __all__ = ["TreatedHalves", "Treatment", "treated"]
@@ -125,7 +125,7 @@ def treated(
 
 def _segments(
     ranges: RangeBytes, first: int, end: int, intervals: Sequence[MemoryInterval], how: tuple[bool, bool]
-) -> list[tuple[Segment, Beside]]:
+) -> list[tuple[CallSegment, Beside]]:
     """The segments, and what of the inputs of each those before it hold.
 
     how: `whole` and `split` as above.
@@ -133,7 +133,7 @@ def _segments(
     whole, split = how
     found, before = [], Before()
     for part in pieces_of(first, end, intervals):
-        one = Segment.of(ranges, MemoryInterval(part.first, part.end, KEEP) if whole else part, split)
+        one = CallSegment.of(ranges, MemoryInterval(part.first, part.end, KEEP) if whole else part, split)
         found.append((one, before.beside(ranges, part.first) if one.kept else Beside()))
         before = before.behind(one)
     return found
