@@ -55,24 +55,33 @@ class _Halves(NamedTuple):
 
 
 class BackwardWork(NamedTuple):
-    """What an action of a backward takes while each layer of a range is at work.
+    """What an action of a backward takes at a range of layers. All are ints, or arrays of them.
 
-    parts: (bytes, bytes of what entered the range and has been let go of by then), those that may be the most.
+    whole: the most as long as everything is held that entered the range. later: the most after some of it was let go.
+    gone: bytes of what may have been let go then.
     """
 
-    parts: tuple[tuple[int, int], ...]
+    whole: Any
+    later: Any = 0
+    gone: Any = 0
 
     @classmethod
     def of(cls, most: Bytes, left: Bytes) -> BackwardWork:
-        """Both for every layer."""
-        found: dict[int, int] = {}
-        for size, gone in zip(most.tolist(), left.tolist(), strict=True):
-            found[gone] = max(size, found.get(gone, size))
-        return cls(tuple((size, gone) for gone, size in found.items()))
+        """most, left: while each layer is at work, bytes, and bytes of what entered that were let go of before."""
+        later = left > 0
+        if not later.any():
+            return cls(int(most.max()))
+        return cls(int(most[~later].max(initial=0)), int(most[later].max()), int(left.max()))
 
-    def most(self, elsewhere: int = 0) -> int:
-        """The most, where so many bytes of what entered count elsewhere and not here."""
-        return max(size - max(0, elsewhere - gone) for size, gone in self.parts)
+    @property
+    def most(self) -> int:
+        """The most of both."""
+        return max(self.whole, self.later)
+
+    def without(self, elsewhere: Any) -> Any:
+        """The most, where so many bytes of what entered count elsewhere; below 0: where there is more here."""
+        still = np.maximum(0, elsewhere - self.gone) + np.minimum(0, elsewhere)
+        return np.maximum(self.whole - elsewhere, self.later - still)
 
 
 class RangeBytes(CutBytes):
@@ -203,10 +212,10 @@ class RangeBytes(CutBytes):
         def found() -> BackwardWork:
             if (until := self._differentiated_later(first, end)) > first:
                 if until == end < self.num_layers:
-                    return BackwardWork(((self.saved(first, end) + self.gradient[end], 0),))
+                    return BackwardWork(self.saved(first, end) + self.gradient[end])
                 # the loss is differentiated, which is a part of what the last layer takes
                 until = min(until, end - 1)
-                return BackwardWork(((self._prefix(first, until, end) + self.input_half(until, end).most(), 0),))
+                return BackwardWork(self._prefix(first, until, end) + self.input_half(until, end).most)
             before, work = self._halves_at_work("input_half_bytes", self._saved, first, end)
             behind = np.zeros(end - first, dtype=np.int64)
             for layer, until in self.graph_ends(first, end):
@@ -234,7 +243,7 @@ class RangeBytes(CutBytes):
                 if until < end:
                     made, most = self.made(until, end) * makes_gradients, self.weight_half(until, end, makes_gradients)
                     most += self._prefix(first, until, end) + self.gradient[until]
-                return max(most, made + self.backward(first, until, makes_gradients).most())
+                return max(most, made + self.backward(first, until, makes_gradients).most)
             name = "first_weight_half_bytes" if makes_gradients else "weight_half_bytes"
             before, work = self._halves_at_work(name, self._halves.held, first, end)
             single, pair = self._halves.most[name]

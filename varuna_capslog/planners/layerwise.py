@@ -198,5 +198,5 @@ def _input(ranges: RangeBytes, layer: int) -> int:
 
 
 def _once(ranges: RangeBytes, first: int, end: int) -> int:
-    work = max(ranges.forward(first, end), ranges.backward(first, end, True).most())
+    work = max(ranges.forward(first, end), ranges.backward(first, end, True).most)
     return ranges.resident(range(first, end)) + work

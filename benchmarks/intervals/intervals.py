@@ -1,0 +1,141 @@
+"""The search over memory intervals beside every choice of random stages, and its time for all ranges of long chains."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import random
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from common import write_json
+
+from tests.planners.intervals.stages import random_handling, random_profile, weighed
+from varuna_capslog.config.reading import load_config
+from varuna_capslog.memory.range_bytes import RangeBytes
+from varuna_capslog.planners.intervals import Handling, IntervalFronts, stage_bytes
+from varuna_capslog.planners.seconds import LayerSeconds
+from varuna_capslog.profiles.record import LayerProfile, Profile
+from varuna_capslog.profiling.estimate import estimate_config
+
+ROOT = Path(__file__).parents[2]
+SHARES = {1: 0.1, 2: 0.2, 3: 0.28, 4: 0.3, 5: 0.105, 6: 0.0125, 7: 0.002, 8: 0.0005}
+"""Layers -> share of the instances. A chain of eight layers has 230,000 choices."""
+IN_FLIGHT = range(1, 9)
+READS = ("saved", "moved", "staying", "only_entered", "bare", "read_with_gradient", "passed", "shared", "statistics")
+
+
+def remembered(ranges: RangeBytes) -> RangeBytes:
+    """The same, whose answers are looked up where they were given before."""
+    for name in READS:
+        setattr(ranges, name, functools.cache(getattr(ranges, name)))
+    return ranges
+
+
+def one_instance(draw: random.Random, size: int) -> tuple[int, int]:
+    """(choices, questions) of a random stage of so many layers; stops at the first answer that is not the best."""
+    profile = random_profile(draw, size)
+    handling = random_handling(draw, profile)
+    ranges = remembered(RangeBytes(profile, "ranks", True))
+    fronts = IntervalFronts(ranges, LayerSeconds.of_profile(profile), handling)
+    choices = weighed(profile, ranges, 0, size, handling, len(IN_FLIGHT))
+    seconds, bytes_ = np.array([one.seconds for one in choices]), np.array([one.bytes for one in choices])
+    questions = 0
+    for number, in_flight in enumerate(IN_FLIGHT):
+        column = bytes_[:, number]
+        least = int(column.min())
+        assert fronts.least_bytes(0, size, in_flight) == (least, least)
+        assert fronts.cheapest(0, size, in_flight, least - 1) is None
+        for budget in {least, int(column.max()), *draw.choices(column.tolist(), k=6)}:
+            fit = column <= budget
+            best = seconds[fit].min()
+            fewest = column[fit & (seconds == best)].min()
+            found = fronts.cheapest(0, size, in_flight, budget)
+            assert found is not None
+            assert (found.seconds, found.bound_seconds, found.bytes) == (best, best, fewest)
+            assert found.bytes == stage_bytes(ranges, 0, size, found.intervals, in_flight, handling)
+            questions += 1
+    return len(choices), questions
+
+
+def beside_all_choices(instances: int, seed: int) -> dict[str, object]:
+    draw = random.Random(seed)
+    sizes = [size for size, share in SHARES.items() for _ in range(round(share * instances))]
+    counts, choices, questions, began = Counter(sizes), 0, 0, time.process_time()
+    for size in sizes:
+        new = one_instance(draw, size)
+        choices, questions = choices + new[0], questions + new[1]
+    took = time.process_time() - began
+    print(
+        f"{len(sizes)} instances ({dict(counts)} by layers), {choices} choices, {questions} questions: all answers best"
+    )
+    print(f"{took:.0f} s of one core")
+    return {"instances": dict(counts), "choices": choices, "questions": questions, "processor_seconds": took}
+
+
+def of_all_ranges(name: str, profile: Profile, handling: Handling, labels: int) -> dict[str, object]:
+    """Seconds of the search, and of all ranges and calls in flight; how far the answers may be from the best."""
+    ranges, seconds = RangeBytes(profile, "ranks", True), LayerSeconds.of_profile(profile)
+    began = time.process_time()
+    fronts = IntervalFronts(ranges, seconds, handling, labels)
+    searched = time.process_time()
+    budgets = [stage_bytes(ranges, 0, profile.num_layers, (), 1, handling) // part for part in (2, 4, 8)]
+    gaps, missed, fits = [], 0, 0
+    for budget in budgets:
+        for in_flight in IN_FLIGHT:
+            found, bounds = fronts.seconds(in_flight, budget)
+            there = np.isfinite(found)
+            gaps += (found[there] / bounds[there]).tolist()
+            fits += int(there.sum())
+            missed += int((np.isfinite(bounds) & ~there).sum())
+    asked = (time.process_time() - searched) / len(budgets)
+    exact = sum(gap <= 1 + 1e-9 for gap in gaps) / len(gaps)
+    print(
+        f"| {name} | {'yes' if handling.recomputed else 'no'} | {'yes' if handling.later else 'no'} | {labels} | "
+        f"{searched - began:.1f} s | {asked:.2f} s | {exact:.0%} | {statistics.median(gaps) - 1:.1%} | "
+        f"{np.quantile(gaps, 0.95) - 1:.1%} | {missed / (missed + fits):.1%} |"
+    )
+    return {"name": name, "labels": labels, "search_seconds": searched - began, "ask_seconds": asked, "proven": exact}
+
+
+def slower(layer: LayerProfile, factor: float) -> LayerProfile:
+    """So that no two layers take equally long."""
+    return replace(layer, forward_seconds=factor * (layer.forward_seconds or 0))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--instances", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--labels", type=int, nargs="*", default=[16, 64])
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    result: dict[str, object] = {}
+    if options.instances:
+        result["instances"] = beside_all_choices(options.instances, options.seed)
+    if options.labels:
+        chain = estimate_config(load_config(ROOT / "configs" / "paper" / "rn101_d_e12.yaml"))
+        draw = random.Random(options.seed)
+        drawn = replace(chain, layers=tuple(slower(one, draw.uniform(0.5, 2.0)) for one in chain.layers))
+        rows = []
+        print("| chain | R | O | labels | search | all ranges, 8 counts | proven | gap, median | 95 % | maybe missed |")
+        print("|---|---|---|---|---|---|---|---|---|---|")
+        for name, profile in (("RN101-D-E12", chain), ("the same, seconds drawn", drawn)):
+            for handling in (Handling(True), Handling(True, True, host_bandwidth=12e9)):
+                rows += [of_all_ranges(name, profile, handling, labels) for labels in options.labels]
+        result["ranges"] = rows
+    write_json(options.json, result)
+
+
+if __name__ == "__main__":
+    main()

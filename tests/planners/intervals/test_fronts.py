@@ -1,0 +1,141 @@
+"""The search beside every choice of memory intervals of small random stages."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from tests.planners.intervals.stages import random_handling, random_profile, weighed
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.memory.range_bytes import RangeBytes
+from varuna_capslog.planners.intervals import Handling, IntervalFronts, stage_bytes
+from varuna_capslog.planners.seconds import LayerSeconds
+from varuna_capslog.plans.parts import MemoryInterval
+from varuna_capslog.profiles.record import Profile
+
+MOST_IN_FLIGHT = 4
+SIZES = [1, 2, 2, 3, 3, 3, 4, 4]
+LARGER = {0: 6, 1: 5, 2: 5, 3: 5}
+
+
+class Stage:
+    """A stage of a random chain, all its choices, and the search."""
+
+    def __init__(self, draw: random.Random, size: int, labels: int | None = None) -> None:
+        self.profile: Profile = random_profile(draw, size)
+        self.handling = random_handling(draw, self.profile)
+        self.ranges = RangeBytes(self.profile, "ranks", True)
+        self.first = 0 if draw.random() < 0.5 else draw.randrange(size)
+        self.end = draw.randrange(self.first + 1, size + 1)
+        self.choices = weighed(self.profile, self.ranges, self.first, self.end, self.handling, MOST_IN_FLIGHT)
+        seconds = LayerSeconds.of_profile(self.profile)
+        self.fronts = IntervalFronts(self.ranges, seconds, self.handling, labels)
+
+    def budgets(self, draw: random.Random, in_flight: int) -> list[int]:
+        """The least and the most that some choice takes, some between, and one below all."""
+        sizes = sorted({one.bytes[in_flight - 1] for one in self.choices})
+        return [sizes[0] - 1, sizes[0], sizes[-1], *draw.sample(sizes, min(3, len(sizes)))]
+
+    def best(self, in_flight: int, budget: int) -> tuple[float, int] | None:
+        """Seconds and bytes of the cheapest choice."""
+        fit = [(one.seconds, one.bytes[in_flight - 1]) for one in self.choices if one.bytes[in_flight - 1] <= budget]
+        return min(fit, default=None)
+
+    def least(self, in_flight: int) -> int:
+        """The fewest bytes of any choice."""
+        return min(one.bytes[in_flight - 1] for one in self.choices)
+
+    def bytes_of(self, intervals: tuple[MemoryInterval, ...], in_flight: int) -> int:
+        """By `treated`."""
+        return stage_bytes(self.ranges, self.first, self.end, intervals, in_flight, self.handling)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_cheapest_of_all_choices(seed: int) -> None:
+    draw = random.Random(seed)
+    for size in [*(draw.choice(SIZES) for _ in range(45)), LARGER[seed]]:
+        stage = Stage(draw, size)
+        for in_flight in range(1, MOST_IN_FLIGHT + 1):
+            least = stage.least(in_flight)
+            assert stage.fronts.least_bytes(stage.first, stage.end, in_flight) == (least, least)
+            for budget in stage.budgets(draw, in_flight):
+                best = stage.best(in_flight, budget)
+                found = stage.fronts.cheapest(stage.first, stage.end, in_flight, budget)
+                every, bounds = stage.fronts.seconds(in_flight, budget)
+                if best is None:
+                    assert found is None
+                    assert every[stage.first, stage.end] == bounds[stage.first, stage.end] == float("inf")
+                    continue
+                assert found is not None
+                assert (found.seconds, found.bytes) == best
+                assert found.bytes == stage.bytes_of(found.intervals, in_flight)
+                assert found.bound_seconds == every[stage.first, stage.end] == bounds[stage.first, stage.end] == best[0]
+
+
+@pytest.mark.parametrize("labels", [1, 3, 8])
+def test_fewer_labels_are_never_too_good_and_know_what_they_may_have_missed(labels: int) -> None:
+    draw = random.Random(labels)
+    worse = 0
+    for _ in range(35):
+        stage = Stage(draw, draw.choice(SIZES), labels)
+        for in_flight in range(1, MOST_IN_FLIGHT + 1):
+            found_least, bound_least = stage.fronts.least_bytes(stage.first, stage.end, in_flight)
+            assert bound_least <= stage.least(in_flight) <= found_least
+            for budget in stage.budgets(draw, in_flight):
+                best = stage.best(in_flight, budget)
+                found = stage.fronts.cheapest(stage.first, stage.end, in_flight, budget)
+                bound = stage.fronts.seconds(in_flight, budget)[1][stage.first, stage.end]
+                assert best is None or bound <= best[0]
+                assert (found is None) == (found_least > budget)
+                if found is None:
+                    worse += best is not None
+                    continue
+                assert best is not None
+                assert found.bytes == stage.bytes_of(found.intervals, in_flight) <= budget
+                assert (found.seconds, found.bytes) in [
+                    (one.seconds, one.bytes[in_flight - 1]) for one in stage.choices if one.intervals == found.intervals
+                ]
+                assert found.bound_seconds == bound <= best[0] <= found.seconds
+                worse += found.seconds > best[0]
+    assert worse  # so few labels must miss something, or the bounds were not tried
+
+
+def test_moved_bytes_and_reruns_are_told() -> None:
+    draw = random.Random(5)
+    told = 0
+    for _ in range(12):
+        stage = Stage(draw, 3)
+        found = stage.fronts.cheapest(stage.first, stage.end, 2, stage.least(2))
+        assert found is not None
+        own = sum(
+            (one.forward_seconds or 0) + (one.backward_seconds or 0)
+            for one in stage.profile.layers[stage.first : stage.end]
+        )
+        bandwidth = stage.handling.host_bandwidth
+        copies = 0.0 if bandwidth is None else 2 * found.moved_bytes / bandwidth
+        compute = own + found.again_seconds
+        assert found.seconds == (max(compute, copies) if stage.handling.copies_beside else compute + copies)
+        told += found.moved_bytes > 0
+    assert told
+
+
+def test_a_range_that_was_not_searched_is_refused() -> None:
+    profile = random_profile(random.Random(1), 3)
+    ranges, seconds = RangeBytes(profile, "ranks", True), LayerSeconds.of_profile(profile)
+    fronts = IntervalFronts(ranges, seconds, firsts=[0])
+    assert fronts.cheapest(0, 2, 1, 1e18)
+    assert IntervalFronts(ranges, seconds, firsts=[0], end=2).cheapest(0, 2, 1, 1e18) == fronts.cheapest(0, 2, 1, 1e18)
+    with pytest.raises(CapslogError, match="name 0 among the firsts, and an end of 3 or more"):
+        IntervalFronts(ranges, seconds, firsts=[0], end=2).cheapest(0, 3, 1, 1e18)
+    with pytest.raises(CapslogError, match="no stage of layers 1 to 1 was searched; name 1 among the firsts"):
+        fronts.cheapest(1, 2, 1, 1e18)
+
+
+def test_halves_that_a_profile_does_not_tell_are_refused() -> None:
+    profile = random_profile(random.Random(2), 3)
+    profile = replace(profile, observations=tuple(replace(row, weight_bytes=None) for row in profile.observations))
+    ranges, seconds = RangeBytes(profile, "ranks", True), LayerSeconds.of_profile(profile)
+    with pytest.raises(CapslogError, match="weight_bytes"):
+        IntervalFronts(ranges, seconds, Handling(split=True))

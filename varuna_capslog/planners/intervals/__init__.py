@@ -1,0 +1,25 @@
+"""The cheapest memory intervals of one stage: the inner problem of a planner that chooses cuts, limits and intervals.
+
+`IntervalFronts` searches all ranges of layers at once; a planner asks it for any number of calls in flight and any
+budget.
+"""
+
+from varuna_capslog.planners.intervals.choice import (
+    Handling,
+    IntervalChoice,
+    again_seconds,
+    combined_seconds,
+    stage_bytes,
+)
+from varuna_capslog.planners.intervals.fronts import DEFAULT_LABELS, EXACT_LAYERS, IntervalFronts
+
+__all__ = [
+    "DEFAULT_LABELS",
+    "EXACT_LAYERS",
+    "Handling",
+    "IntervalChoice",
+    "IntervalFronts",
+    "again_seconds",
+    "combined_seconds",
+    "stage_bytes",
+]

@@ -1,0 +1,280 @@
+"""The cheapest memory intervals of every stage: one search for all ranges of layers, calls in flight and budgets.
+
+State: before a cut, what `tables.States` says, and of a list with an R whether the segment that it runs again has come
+(phase). A label is a choice for the layers from a first one up to the cut: its seconds, and its bytes as sums
+(`memory.segments.Sums`) that grow from segment to segment. Transition: one more segment of any length and kind; a
+segment of kind KEEP does not follow another one, since both would be one. Dominance: of two labels of one first layer,
+cut and state, the one that is not better in any number is left out, as what may follow adds the same to both, or takes
+the same maximum (`labels.Kin` says when this holds between two states). Cost at the end: `choice.combined_seconds`,
+among the labels that fit.
+
+With n labels per first layer and cut there are O(L^3 n) transitions, in 4 L array operations for all first layers
+together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from varuna_capslog.base.errors import CapslogError
+from varuna_capslog.memory.range_bytes import RangeBytes
+from varuna_capslog.memory.segments import Before, Beside, CallSegment, Sums
+from varuna_capslog.planners.intervals.choice import (
+    DEFAULT_HANDLING,
+    Handling,
+    IntervalChoice,
+    combined_seconds,
+    others_bytes,
+    stage_bytes,
+)
+from varuna_capslog.planners.intervals.labels import ON_DEVICE, Kin, Labels, Thinning, fewer, joined
+from varuna_capslog.planners.intervals.tables import KINDS, SegmentTable, States
+from varuna_capslog.planners.seconds import LayerSeconds
+from varuna_capslog.plans.parts import KEEP, MemoryInterval
+
+__all__ = ["DEFAULT_LABELS", "EXACT_LAYERS", "IntervalFronts"]
+
+EXACT_LAYERS = 8
+"""Chains of at most so many layers are searched exactly where nothing else is asked for."""
+DEFAULT_LABELS = 64
+"""Labels per first layer and cut of longer chains."""
+_NONE_YET, _STILL_TO_COME, _HAS_COME = range(3)
+"""Phases of a list with an R: no segment recomputes so far; some do, and the last one is still to come; it has come."""
+_EXTREMES = (0.0, 1.0, 3.0, 7.0)
+"""The choices of least bytes with so many other calls waiting are kept also where there are too many choices."""
+_RECOMPUTES = [MemoryInterval(0, 1, kind).recomputes for kind in KINDS]
+
+_MOST = ("forward", "backward", "first_backward", "weights", "first_weights")
+
+Floats = NDArray[np.float64]
+
+
+class IntervalFronts:
+    """What any range of layers costs at least as one stage, by the calls in flight and the bytes that it may take.
+
+    Args:
+        ranges, seconds: of one profile.
+        handling: what the lists do with their calls, and what copies cost.
+        labels: how many to keep per first layer and cut; 0: all of them, so that every answer is exact. Default: all
+            for chains of at most `EXACT_LAYERS` layers, else `DEFAULT_LABELS`.
+        firsts: first layers of the stages that will be asked for; default: all. end: the last end of such a stage;
+            default: the end of the chain. So one range of a long chain may be asked for again, exactly.
+
+    Raises CapslogError where the profile does not tell the halves of split backwards.
+    """
+
+    def __init__(
+        self,
+        ranges: RangeBytes,
+        seconds: LayerSeconds,
+        handling: Handling = DEFAULT_HANDLING,
+        labels: int | None = None,
+        firsts: Collection[int] | None = None,
+        end: int | None = None,
+    ) -> None:
+        size, last = ranges.num_layers, ranges.num_layers if end is None else end
+        self._ranges, self._seconds, self._handling = ranges, seconds, handling
+        self._most = (0 if size <= EXACT_LAYERS else DEFAULT_LABELS) if labels is None else labels
+        self._table, self._states = SegmentTable(ranges, seconds, handling.split), States(ranges, handling.later)
+        self._peak = "first_weights" if handling.split else "first_backward"
+        self._made = np.concatenate([[0.0], np.cumsum(ranges.gradients)])
+        self._steps = np.full(size, 2.0**-12)
+        self._at: list[Labels] = []
+        """cut -> the labels there, by their first layers"""
+        firsts = range(size) if firsts is None else sorted(firsts)
+        for cut in range(last + 1):
+            some = [self._fewer(self._reached(cut))] if any(map(len, self._at)) else []
+            self._at.append(joined([*some, self._empty(cut, int(cut in firsts))]))
+        self._finished = [self._of_end(cut, [first for first in firsts if first < cut]) for cut in range(last + 1)]
+        made, resident = np.zeros((2, size, size + 1))
+        for first in firsts:
+            for cut in range(first + 1, last + 1):
+                made[first, cut] = ranges.made(first, cut)
+                statistics = handling.calls * ranges.statistics(first, cut)
+                resident[first, cut] = ranges.resident(range(first, cut)) + statistics
+        self._of_ranges = made, resident + handling.waiting_blocks * made
+
+    def cheapest(self, first: int, end: int, in_flight: int, budget: float) -> IntervalChoice | None:
+        """The fastest choice for a stage of layers first .. end-1 that takes at most `budget` bytes.
+
+        Of equally fast ones it is one of the fewest bytes. None: nothing was found that fits; `least_bytes` says what
+        would.
+        """
+        labels = self._of_range(first, end)
+        sizes, seconds = self._bytes(labels, end, in_flight), self._call_seconds(labels, end)
+        fit = np.flatnonzero(sizes[0] <= budget)
+        if not len(fit):
+            return None
+        best = fit[np.lexsort((labels.sums.host[0, fit], sizes[0, fit], seconds[0, fit]))[0]]
+        intervals = self._intervals(labels, int(best), end)
+        return IntervalChoice(
+            intervals,
+            float(seconds[0, best]),
+            float(seconds[-1, sizes[-1] <= budget].min()),
+            stage_bytes(self._ranges, first, end, intervals, in_flight, self._handling),
+            int(labels.sums.host[0, best]),
+            float(labels.again[0, best]),
+        )
+
+    def least_bytes(self, first: int, end: int, in_flight: int) -> tuple[int, int]:
+        """The fewest bytes of all choices that were found for such a stage, and bytes below which none is.
+
+        Both are the same where the search was exact.
+        """
+        sizes = self._bytes(self._of_range(first, end), end, in_flight)
+        return int(sizes[0].min()), int(sizes[-1].min())
+
+    def seconds(self, in_flight: int, budget: float) -> tuple[Floats, Floats]:
+        """`cheapest` of all ranges without their intervals: [L, L + 1], seconds of layers first .. end-1, and bounds.
+
+        Infinite where nothing was found that fits, and where nothing can fit.
+        """
+        found = np.full((2, self._ranges.num_layers, self._ranges.num_layers + 1), np.inf)
+        for end, labels in enumerate(self._finished):
+            if len(labels):
+                sizes, seconds = self._bytes(labels, end, in_flight), self._call_seconds(labels, end)
+                begins = np.flatnonzero(np.diff(labels.first, prepend=-1))
+                least = np.minimum.reduceat(np.where(sizes <= budget, seconds, np.inf), begins, axis=1)
+                found[:, labels.first[begins], end] = least[[0, -1]]
+        return found[0], found[1]
+
+    # -- the search
+
+    def _empty(self, cut: int, count: int) -> Labels:
+        """A stage that begins at the cut; `count` 0: none does."""
+        ones, values = np.ones(count, dtype=np.intp), np.zeros((2 if self._most else 1, count))
+        sums = Sums(*[values] * len(Sums._fields))
+        sums = sums._replace(**{self._peak: values + self._ranges.crossing[cut]})
+        state = self._states.number(cut, Before(), False)
+        return Labels(ones * cut, ones * state, ones * _NONE_YET, -ones, -ones, -ones, values, sums)
+
+    def _reached(self, end: int) -> Labels:
+        """All choices up to the cut that labels before it and one more segment make."""
+        before, kept = joined(self._at), self._table.kept(end)
+        cuts = np.repeat(np.arange(end), [len(one) for one in self._at])
+        places = np.concatenate([np.arange(len(one)) for one in self._at])
+        keeps = np.array(self._states.keeps)[before.state]
+        some = []
+        for kind, name in enumerate(KINDS):
+            allowed, ways = np.ones(len(before), dtype=np.bool_), [(False, before.phase)]
+            if name == KEEP:
+                allowed = ~keeps
+            elif self._handling.recomputed and _RECOMPUTES[kind] and kept:
+                allowed = before.phase != _HAS_COME
+                ways = [(ready, np.full(len(before), phase)) for ready, phase in ((False, 1), (True, 2))]
+            chosen = np.flatnonzero(allowed)
+            if len(chosen):
+                old, segments = before[chosen], self._table.behind(kind, cuts[chosen], end)
+                state, again = self._next_states(old, kind, end), old.again
+                if _RECOMPUTES[kind]:
+                    again = again + self._table.again[cuts[chosen], end]
+                own = cuts[chosen], places[chosen], np.full(len(chosen), kind), again
+                some += [
+                    Labels(old.first, state, phase[chosen], *own, sums=self._behind(old, segments, end, ready))
+                    for ready, phase in ways
+                ]
+        return joined(some)
+
+    def _next_states(self, old: Labels, kind: int, end: int) -> NDArray[np.intp]:
+        there = np.unique(old.state).tolist()
+        behind = np.zeros(there[-1] + 1, dtype=np.intp)
+        behind[there] = [self._states.behind(state, kind, end, self._table.kept(end)) for state in there]
+        return behind[old.state]
+
+    def _behind(self, old: Labels, segments: CallSegment, end: int, ready: bool) -> Sums:
+        """The sums with one more segment. One of them, `_peak`, is the most of F, of B or W, and of the first B or W,
+        all with the gradients of the parameters so far: each grows by these from segment to segment.
+        """
+        beside = np.array(self._states.beside, dtype=np.float64)[old.state].T * segments.kept
+        peak, zero = getattr(old.sums, self._peak), np.zeros_like(old.again)
+        sums = old.sums._replace(**dict.fromkeys(_MOST, zero) | {self._peak: peak})
+        sums = sums.behind(segments, Beside(*beside), self._handling.later, ready)
+        made = self._made[end] - self._made[old.first]
+        usual = np.maximum(sums.forward, sums.weights if self._handling.split else sums.backward) + made
+        return sums._replace(**{self._peak: np.maximum(getattr(sums, self._peak), usual)})
+
+    def _fewer(self, labels: Labels) -> Labels:
+        states = self._states
+        family, keeps, outputs = (
+            np.array(column)[labels.state] for column in (states.family, states.keeps, states.outputs)
+        )
+        columns = self._columns(labels)
+        kin = Kin(family, keeps, outputs.astype(np.float64), labels.phase)
+        points = np.stack([column[0] - (name in ON_DEVICE) * kin.outputs for name, column in columns], axis=1)
+        names = [name for name, _ in columns]
+        extremes = np.zeros((len(_EXTREMES) + 1, len(names)))
+        extremes[0, 0] = 1.0
+        extremes[1:, names.index(self._peak)] = 1.0
+        extremes[1:, names.index("waits")] = _EXTREMES
+        return fewer(labels, Thinning(points, extremes, kin, self._most, self._steps).stand_ins(labels.first), kin)
+
+    def _columns(self, labels: Labels) -> list[tuple[str, Floats]]:
+        """All that makes one label better than another one of the same state, by the names of `Sums`."""
+        sums, handling = labels.sums, self._handling
+        names, seconds = {"waits", self._peak, "back"}, labels.again
+        if handling.host_bandwidth is not None and handling.copies_beside:
+            names |= {"host"}
+        else:
+            seconds = combined_seconds(handling, labels.again, sums.host)
+        if handling.later:
+            names |= {"held", "host"}
+        if handling.recomputed:
+            names |= {"again"}
+        if handling.split:
+            names |= {"between", "inputs"}
+        return [("", seconds), *((name, getattr(sums, name)) for name in sorted(names))]
+
+    # -- the answers
+
+    def _of_end(self, end: int, firsts: Sequence[int]) -> Labels:
+        """The finished choices up to a cut, by their first layers."""
+        if not self._table.kept(end):  # frozen layers: nothing is kept, whatever the intervals
+            some = []
+            for first in sorted(firsts):
+                one = self._empty(first, 1)
+                most = self._made[end] - self._made[first] + self._ranges.bare(first, end)
+                peak = np.maximum(getattr(one.sums, self._peak), most)
+                some.append(replace(one, sums=one.sums._replace(**{self._peak: peak})))
+            return joined([*some, self._empty(end, 0)])
+        labels = self._at[end]
+        return labels[(labels.phase != _STILL_TO_COME) & (labels.first < end)]
+
+    def _of_range(self, first: int, end: int) -> Labels:
+        """The finished choices of a range."""
+        found = self._finished[end] if end < len(self._finished) else self._empty(end, 0)
+        begin, behind = np.searchsorted(found.first, (first, first + 1))
+        if begin == behind:
+            raise CapslogError(
+                f"no stage of layers {first} to {end - 1} was searched; name {first} among the firsts, and an end of "
+                f"{end} or more"
+            )
+        return found[begin:behind]
+
+    def _bytes(self, labels: Labels, end: int, in_flight: int) -> Floats:
+        """`choice.stage_bytes` of every label."""
+        made, always = (table[labels.first, end] for table in self._of_ranges)
+        handling, sums = self._handling, labels.sums
+        out = 0 if end == self._ranges.num_layers else self._ranges.gradient[end]
+        actions = [sums.again, sums.back + out, *([sums.inputs] if handling.split else [])]
+        most = np.maximum(getattr(sums, self._peak), np.maximum.reduce(actions) + made)
+        others = others_bytes(handling, in_flight, sums.waits, sums.held, sums.host, handling.split * sums.between)
+        found: Floats = always + others + most
+        return found
+
+    def _call_seconds(self, labels: Labels, end: int) -> Floats:
+        own = sum(row[end] - row[labels.first] for row in (self._seconds.forward, self._seconds.backward))
+        found: Floats = combined_seconds(self._handling, own + labels.again, labels.sums.host)
+        return found
+
+    def _intervals(self, labels: Labels, number: int, end: int) -> tuple[MemoryInterval, ...]:
+        """The choice of a label, from its last segment to its first."""
+        found: list[MemoryInterval] = []
+        while (source := int(labels.source[number])) >= 0:
+            if (kind := KINDS[labels.kind[number]]) != KEEP:
+                found.append(MemoryInterval(source, end, kind))
+            labels, number, end = self._at[source], int(labels.parent[number]), source
+        return tuple(reversed(found))
