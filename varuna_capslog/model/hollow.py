@@ -10,12 +10,13 @@ import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-__all__ = ["Stripped", "built_hollow", "hollow_parameter", "replace_parameters"]
+__all__ = ["Stripped", "built_hollow", "hollow_parameter", "on_host", "replace_parameters"]
 
 _Built = TypeVar("_Built")
 Stripped = dict[int, tuple["weakref.ref[nn.Parameter]", nn.Parameter]]
@@ -60,6 +61,36 @@ def replace_parameters(modules: Iterable[nn.Module], replaced: Mapping[nn.Parame
             for name, parameter in part._parameters.items():
                 if parameter is not None and parameter in replaced:
                     part._parameters[name] = replaced[parameter]
+
+
+@contextmanager
+def on_host(model: nn.Module) -> Iterator[None]:
+    """While it is open, what `model` has on the meta device has host memory instead, for code that asks for devices.
+
+    Nothing is written there, so that it stays a reservation of addresses; the values are undefined. Tied parameters stay
+    tied, and afterwards the model holds what it held before.
+    """
+    parameters = {one: _reserved(one) for one in model.parameters() if one.is_meta}
+    buffers = {one: _reserved(one) for one in model.buffers() if one.is_meta}
+    replace_parameters([model], parameters)
+    _replace_buffers(model, buffers)
+    try:
+        yield
+    finally:
+        replace_parameters([model], {new: old for old, new in parameters.items()})
+        _replace_buffers(model, {new: old for old, new in buffers.items()})
+
+
+def _reserved(tensor: Tensor) -> Any:
+    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def _replace_buffers(model: nn.Module, replaced: Mapping[Tensor, Tensor]) -> None:
+    for part in model.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and buffer in replaced:
+                part._buffers[name] = replaced[buffer]
 
 
 def _hollow_memo(modules: Sequence[nn.Module], stripped: Stripped) -> dict[int, object]:
